@@ -1,0 +1,1 @@
+"""Benchmarks of peft_mux; run them from the repository root as `python -m benchmarks.<name>`."""

@@ -1,0 +1,134 @@
+"""Contender `hf`: `transformers.Trainer` and `peft.get_peft_model`, one task after the other, as everybody does it.
+
+Each task gets a fresh copy of the backbone. Batches are padded to their longest row. All settings of Trainer are its
+defaults (fused AdamW, linear schedule, clipping at 1), but logging, saving and the progress bar are off, and rows come
+in the order of the workload. Building the models is not timed.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from benchmarks.baselines import ModelFactory, Run
+from benchmarks.workloads import IGNORE_INDEX, TaskWorkload, Workload
+
+
+class PadToLongest:
+    """Pads the rows of a batch at their end to the longest one, as transformers' collators do, and counts tokens."""
+
+    def __init__(self) -> None:
+        """Start counting."""
+        self.num_tokens = 0
+
+    def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        """Return `input_ids`, `labels` and `attention_mask`, `[B, L]` each."""
+        length = max(len(row["input_ids"]) for row in rows)
+        self.num_tokens += length * len(rows)
+
+        def padded(lists: list[list[int]], value: int) -> torch.Tensor:
+            return torch.tensor([values + [value] * (length - len(values)) for values in lists])
+
+        return {
+            "input_ids": padded([row["input_ids"] for row in rows], 0),
+            "labels": padded([row["labels"] for row in rows], IGNORE_INDEX),
+            "attention_mask": padded([[1] * len(row["input_ids"]) for row in rows], 0),
+        }
+
+
+class StepClock(TrainerCallback):
+    """Notes when the first step of a `train()` begins and when its last step ends."""
+
+    def __init__(self) -> None:
+        """Start without a step."""
+        self.first_begin_s: float | None = None
+        self.last_end_s = 0.0
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Note the time of the first step only."""
+        if self.first_begin_s is None:
+            self.first_begin_s = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Note the time."""
+        self.last_end_s = time.perf_counter()
+
+    @property
+    def steps_s(self) -> float:
+        """Seconds from the begin of the first to the end of the last step."""
+        assert self.first_begin_s is not None, "train() ended without a step"
+        return self.last_end_s - self.first_begin_s
+
+
+class _RecordingTrainer(Trainer):
+    """Trainer that keeps the loss of each step; for the guard, not for timed runs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[float] = []
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().compute_loss(*args, **kwargs)
+        self.losses.append(float(result[0] if isinstance(result, tuple) else result))
+        return result
+
+
+def run_hf_trainer(model_factory: ModelFactory, workload: Workload, record_losses: bool = False) -> Run:
+    """Train every task alone, one after the other.
+
+    Args:
+        model_factory: returns a fresh backbone.
+        workload: the tasks.
+        record_losses: keep the loss of each step.
+    """
+    train_s = steps_s = 0.0
+    losses, collator = {}, PadToLongest()
+    with tempfile.TemporaryDirectory() as folder:
+        for task in workload.tasks:
+            clock = StepClock()
+            trainer = _trainer(task, workload, model_factory, collator, folder, record_losses)
+            trainer.remove_callback(PrinterCallback)
+            trainer.add_callback(clock)
+            start_s = time.perf_counter()
+            trainer.train()
+            train_s += time.perf_counter() - start_s
+            steps_s += clock.steps_s
+            if trainer.state.global_step != workload.num_steps:
+                raise RuntimeError(f"{task.name}: {trainer.state.global_step} steps, not {workload.num_steps}")
+            if record_losses:
+                losses[task.name] = trainer.losses
+    return Run(train_s, collator.num_tokens, steps_s, losses)
+
+
+def _trainer(
+    task: TaskWorkload,
+    workload: Workload,
+    model_factory: ModelFactory,
+    collator: PadToLongest,
+    folder: str,
+    record_losses: bool,
+) -> Any:
+    backbone = model_factory()
+    torch.manual_seed(task.seed)
+    model = get_peft_model(backbone, task.lora_config())
+    arguments = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=task.batch_size,
+        max_steps=workload.num_steps,
+        learning_rate=workload.learning_rate,
+        seed=task.seed,
+        train_sampling_strategy="sequential",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    trainer_class = _RecordingTrainer if record_losses else Trainer
+    return trainer_class(model=model, args=arguments, train_dataset=list(task.rows), data_collator=collator)

@@ -1,0 +1,250 @@
+"""`MultiTaskTrainingArguments`: what holds for the whole run, and how a task's own settings are completed from it.
+
+It is `transformers.TrainingArguments` plus the knobs of multiplexing. An inherited field that cannot mean anything for
+many tasks (or is not built yet) is refused when it is set, never accepted and ignored.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+import torch
+from transformers import TrainingArguments
+
+from peft_mux.errors import ConfigError, Fault, closest, raise_faults
+from peft_mux.task import Task, hyper_parameter_faults, supported_optimizers, supported_schedules
+
+OVERLONG_POLICIES = ("truncate", "drop", "error")
+QUARANTINE_POLICIES = ("quarantine", "stop")
+
+_HONOURED = frozenset(
+    "output_dir per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps num_train_epochs "
+    "max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 "
+    "adam_beta2 adam_epsilon max_grad_norm bf16 activation_checkpointing activation_checkpointing_kwargs "
+    "gradient_checkpointing gradient_checkpointing_kwargs logging_strategy logging_steps logging_first_step log_level "
+    "log_level_replica log_on_each_node disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id "
+    "trackio_static_space_id logging_dir eval_strategy eval_steps save_strategy save_steps save_total_limit seed use_cpu "
+    "full_determinism resume_from_checkpoint do_train do_eval do_predict local_rank ddp_timeout".split()
+)
+_REASONS = {
+    "fp16": "losses would need one scaler a task; use bf16",
+    "per_device_train_batch_size": "",
+    "label_smoothing_factor": "the packed loss is the plain negative log-likelihood",
+    "neftune_noise_alpha": "its noise would be shared between tasks",
+    "load_best_model_at_end": "give the task an early_stopping, which goes back to its best adapter",
+    "metric_for_best_model": "name it in the task's early_stopping",
+    "greater_is_better": "set it in the task's early_stopping",
+    "auto_find_batch_size": "set max_tokens_per_micro_batch instead",
+    "torch_compile": "compiled steps are not supported yet",
+    "use_liger_kernel": "it replaces the layers that are multiplexed",
+    "optim_target_modules": "every task trains exactly its own adapter",
+    "push_to_hub": "push the task's folder after the run",
+    "fsdp": "a run uses one process for now",
+    "deepspeed": "a run uses one process for now",
+    "parallelism_config": "a run uses one process for now",
+    "dataloader_drop_last": "the last batch of an epoch is trained on",
+    "dataloader_num_workers": "rows are tokenised before the first step",
+    "ignore_data_skip": "resuming is exact",
+    "save_only_model": "resuming is exact",
+    "train_sampling_strategy": "sequences are packed, so their lengths need no grouping",
+    "use_cache": "training keeps no cache",
+}
+
+
+@dataclass
+class MultiTaskTrainingArguments(TrainingArguments):
+    """`transformers.TrainingArguments` with the run-wide knobs of multiplexing.
+
+    Hyper-parameters (`learning_rate`, `max_steps`, ...) are the defaults of tasks that do not set their own. Steps are
+    counted per task in `eval_steps` and a task's `save_steps`, and per run in `logging_steps` and the run's `save_steps`.
+
+    Attributes:
+        max_length: tokens of a row after which `overlong_policy` applies.
+        overlong_policy: "truncate" keeps the start of longer rows, "drop" leaves them out, "error" refuses them.
+        max_tokens_per_micro_batch: tokens that one forward and backward pass may hold; the global batches of all tasks
+            are met by as many passes as that takes. A longer single row gets a pass of its own.
+        chunk_size: tokens of a chunk; by default the rule of M §3.5 (greatest power-of-two divisor of all lengths).
+        min_chunk_size: least chunk size of that rule.
+        pad_to_chunks: fill each task's part of a stream up to a multiple of the chunk size, for equal shapes.
+        quarantine_policy: what happens to a task with a non-finite loss or gradient: "quarantine" fails that task, keeps
+            its last good adapter and goes on; "stop" ends the run.
+
+    Raises:
+        ConfigError: naming every field that cannot be run.
+    """
+
+    max_length: int = field(default=1024, metadata={"help": "Tokens of a row after which overlong_policy applies."})
+    overlong_policy: str = field(default="truncate", metadata={"help": "truncate, drop or error."})
+    max_tokens_per_micro_batch: int = field(default=4096, metadata={"help": "Tokens of one forward and backward pass."})
+    chunk_size: int | None = field(default=None, metadata={"help": "Tokens of a chunk; None for the rule of M 3.5."})
+    min_chunk_size: int = field(default=64, metadata={"help": "Least chunk size of the rule."})
+    pad_to_chunks: bool = field(default=False, metadata={"help": "Fill each task's part up to whole chunks."})
+    quarantine_policy: str = field(default="quarantine", metadata={"help": "quarantine or stop."})
+
+    def __post_init__(self) -> None:
+        """Check all fields before `TrainingArguments` completes them."""
+        raise_faults(_argument_faults(self))
+        # transformers refuses bf16 on a machine without an accelerator unless it is told to use the CPU.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        super().__post_init__()
+
+    @property
+    def place_model_on_device(self) -> bool:
+        """Whether Trainer places the model: no, a model may still be a description without weights."""
+        return False
+
+    @property
+    def uses_checkpointing(self) -> bool:
+        """Whether activations are recomputed in the backward pass, under either of the two names."""
+        return bool(getattr(self, "activation_checkpointing", None) or self.gradient_checkpointing)
+
+    @property
+    def checkpointing_kwargs(self) -> dict[str, Any]:
+        """Options of `torch.utils.checkpoint`, under either of the two names."""
+        return getattr(self, "activation_checkpointing_kwargs", None) or self.gradient_checkpointing_kwargs or {}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HyperParameters:
+    """A task's settings with the gaps filled from the run's arguments; names as in `Task`.
+
+    Attributes:
+        eval_steps: evaluate every so many steps; 0 for never, -1 for at the end of each epoch.
+        save_steps: write a checkpoint of this task alone every so many steps; 0 for never.
+    """
+
+    train_batch_size: int
+    learning_rate: float
+    num_train_epochs: float
+    max_steps: int
+    weight_decay: float
+    lr_scheduler_type: str
+    lr_scheduler_kwargs: dict[str, Any] | None
+    warmup_steps: float
+    max_grad_norm: float
+    optim: str
+    optim_args: str | None
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    seed: int
+    max_length: int
+    eval_steps: int
+    save_steps: int
+
+
+def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
+    """Return the settings that a task trains with.
+
+    A task that sets only one of `max_steps` and `num_train_epochs` is held to that one.
+    """
+
+    def pick(name: str) -> Any:
+        own = getattr(task, name)
+        value = getattr(args, name) if own is None else own
+        return getattr(value, "value", value)
+
+    max_steps = pick("max_steps")
+    if task.max_steps is None and task.num_train_epochs is not None:
+        max_steps = -1
+    batch_size = task.train_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps
+    direct = (
+        "learning_rate num_train_epochs weight_decay lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm "
+        "optim optim_args adam_beta1 adam_beta2 adam_epsilon seed max_length"
+    ).split()
+    return HyperParameters(
+        train_batch_size=batch_size,
+        max_steps=max_steps,
+        eval_steps=_eval_steps(task, args),
+        save_steps=int(task.save_steps or 0),
+        **{name: pick(name) for name in direct},
+    )
+
+
+def task_arguments(hyper: HyperParameters, args: MultiTaskTrainingArguments) -> MultiTaskTrainingArguments:
+    """Return a copy of the run's arguments that carries one task's settings, for code that reads `TrainingArguments`."""
+    own = copy.copy(args)
+    for item in fields(HyperParameters):
+        if item.name not in ("train_batch_size", "max_length"):
+            setattr(own, item.name, getattr(hyper, item.name))
+    own.max_length = hyper.max_length
+    return own
+
+
+def _eval_steps(task: Task, args: MultiTaskTrainingArguments) -> int:
+    if task.eval_dataset is None:
+        return 0
+    if task.eval_steps is not None:
+        return int(task.eval_steps)
+    strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
+    if strategy == "steps":
+        return int(args.eval_steps)
+    if strategy == "epoch" or task.early_stopping is not None:
+        return -1
+    return 0
+
+
+def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
+    faults = hyper_parameter_faults(args, "args")
+    faults = [fault for fault in faults if fault.where not in ("args.eval_steps", "args.save_steps")]
+    faults += _refused_fields(args)
+    integers = {
+        "max_tokens_per_micro_batch": 1,
+        "min_chunk_size": 1,
+        "per_device_train_batch_size": 1,
+        "per_device_eval_batch_size": 1,
+        "gradient_accumulation_steps": 1,
+        "logging_steps": 1,
+        "save_steps": 1,
+    }
+    for name, minimum in integers.items():
+        value = getattr(args, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            faults.append(Fault(f"args.{name}", repr(value), f"an integer of at least {minimum}"))
+    for name in ("chunk_size", "eval_steps", "save_total_limit"):
+        value = getattr(args, name)
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            faults.append(Fault(f"args.{name}", repr(value), "an integer of at least 1, or None"))
+    for name, options in {
+        "overlong_policy": OVERLONG_POLICIES,
+        "quarantine_policy": QUARANTINE_POLICIES,
+        "save_strategy": ("steps", "no"),
+        "eval_strategy": ("steps", "epoch", "no"),
+        "logging_strategy": ("steps", "no"),
+        "optim": supported_optimizers(),
+        "lr_scheduler_type": supported_schedules(),
+    }.items():
+        value = getattr(args, name)
+        value = getattr(value, "value", value)
+        if value not in options:
+            faults.append(Fault(f"args.{name}", repr(value), ", ".join(options), closest(str(value), options)))
+    return faults
+
+
+def _refused_fields(args: MultiTaskTrainingArguments) -> list[Fault]:
+    faults = []
+    own = MultiTaskTrainingArguments.__annotations__
+    for item in fields(args):
+        if item.name in _HONOURED or item.name in own or not item.init:
+            continue
+        default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
+        value = getattr(args, item.name)
+        if value != default:
+            reason = _REASONS.get(item.name, "it has no meaning for many tasks at once, or none yet")
+            faults.append(Fault(f"args.{item.name}", repr(value), f"its default {default!r}", f"Reason: {reason}."))
+    return faults
+
+
+def require_arguments(args: object) -> MultiTaskTrainingArguments:
+    """Return `args` if it is of our class.
+
+    Raises:
+        ConfigError: for a plain `TrainingArguments` or anything else.
+    """
+    if isinstance(args, MultiTaskTrainingArguments):
+        return args
+    raise ConfigError(
+        f"args: got {type(args).__name__}; allowed: MultiTaskTrainingArguments (it takes every TrainingArguments field)."
+    )

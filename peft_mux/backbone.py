@@ -1,0 +1,148 @@
+"""Where the backbone comes from: a hub id or folder, a model, or a `MultiTaskPeftModel`.
+
+A hub id or folder is first only described: its modules are built on the meta device, so that target modules can be
+checked and a plan be made before any weight is read. The weights follow when training begins.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.errors import ConfigError, Fault, raise_faults
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.support import peft_config_faults, target_faults
+from peft_mux.task import Task
+
+
+class Backbone:
+    """Describes and loads the model of a run.
+
+    Args:
+        model: hub id or folder, `PreTrainedModel` or `MultiTaskPeftModel`.
+        args: of the run.
+        tokenizer: given by the user, or `None`.
+        model_init_kwargs: for `from_pretrained`.
+
+    Attributes:
+        config: of the backbone.
+        tokenizer: given, or that of the hub id or folder, or `None`.
+    """
+
+    def __init__(
+        self, model: Any, args: MultiTaskTrainingArguments, tokenizer: Any, model_init_kwargs: dict[str, Any]
+    ) -> None:
+        """Read the configuration, and the tokenizer where none is given."""
+        self.model = model
+        self.args = args
+        self.model_init_kwargs = model_init_kwargs
+        if isinstance(model, str):
+            self.config, self.tokenizer = self._read_config(model, tokenizer)
+        else:
+            if model_init_kwargs:
+                raise ConfigError("model_init_kwargs: got options for a model that is loaded already; allowed: none.")
+            if not hasattr(model, "config"):
+                raise ConfigError(
+                    f"model: got {type(model).__name__}; allowed: a hub id or folder, a PreTrainedModel, or a "
+                    "MultiTaskPeftModel."
+                )
+            self.config, self.tokenizer = model.config, tokenizer
+
+    def _read_config(self, name: str, tokenizer: Any) -> tuple[Any, Any]:
+        from transformers import AutoConfig, AutoTokenizer
+
+        try:
+            config = AutoConfig.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name) if tokenizer is None else tokenizer
+        except (OSError, ValueError) as error:
+            raise ConfigError(f'model: got "{name}", which cannot be read: {error}') from error
+        return config, tokenizer
+
+    def check(self, tasks: list[Task], against: MultiTaskPeftModel | None = None) -> None:
+        """Check the adapters of tasks by themselves and, where a model is at hand, against its modules.
+
+        Raises:
+            ConfigError: naming every fault of every task.
+        """
+        faults: list[Fault] = []
+        for task in tasks:
+            own = peft_config_faults(task.peft_config, f"tasks.{task.name}")
+            if not own and against is not None:
+                own = target_faults(task.peft_config, against.backbone, f"tasks.{task.name}")  # type: ignore[arg-type]
+            faults += own
+        kinds = {task.is_classification for task in tasks}
+        if len(kinds) > 1:
+            names = ", ".join(task.name for task in tasks if task.is_classification)
+            faults.append(
+                Fault(
+                    "tasks",
+                    f"classification tasks ({names}) beside language-model tasks",
+                    "tasks of one kind, as a backbone has one kind of head",
+                    "Train them in two runs.",
+                )
+            )
+        raise_faults(faults)
+
+    def describe(self, tasks: list[Task], class_counts: dict[str, int]) -> MultiTaskPeftModel:
+        """Return the multi-task model; without weights where they are still to be loaded."""
+        if isinstance(self.model, MultiTaskPeftModel):
+            return self._completed(self.model, tasks, class_counts)
+        if isinstance(self.model, str):
+            with torch.device("meta"):
+                backbone = self._auto_class(tasks).from_config(self._sized_config(tasks, class_counts))
+            return self._wrap(backbone, tasks, class_counts)
+        return self._wrap(self.model, tasks, class_counts)
+
+    def load(
+        self, described: MultiTaskPeftModel, tasks: list[Task], class_counts: dict[str, int]
+    ) -> MultiTaskPeftModel:
+        """Return the multi-task model with its weights."""
+        if not isinstance(self.model, str):
+            return described
+        options = dict(self.model_init_kwargs)
+        options.setdefault("dtype", torch.bfloat16 if self.args.bf16 else "auto")
+        config = self._sized_config(tasks, class_counts)
+        backbone = self._auto_class(tasks).from_pretrained(self.model, config=config, **options)
+        return self._wrap(backbone, tasks, class_counts)
+
+    def _wrap(self, backbone: Any, tasks: list[Task], class_counts: dict[str, int]) -> MultiTaskPeftModel:
+        return MultiTaskPeftModel(
+            backbone,
+            {task.name: task.peft_config for task in tasks},
+            seeds={task.name: resolve(task, self.args).seed for task in tasks},
+            num_labels=class_counts,
+        )
+
+    def _completed(
+        self, model: MultiTaskPeftModel, tasks: list[Task], class_counts: dict[str, int]
+    ) -> MultiTaskPeftModel:
+        missing = [task for task in tasks if task.name not in model.tasks]
+        if missing:
+            model.register_tasks(
+                {task.name: task.peft_config for task in missing},
+                seeds={task.name: resolve(task, self.args).seed for task in missing},
+                num_labels=class_counts,
+            )
+        return model
+
+    def _auto_class(self, tasks: list[Task]) -> Any:
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        is_classifier = any(task.is_classification for task in tasks)
+        return AutoModelForSequenceClassification if is_classifier else AutoModelForCausalLM
+
+    def _sized_config(self, tasks: list[Task], class_counts: dict[str, int]) -> Any:
+        """Return the configuration, with the first task's number of classes for a head that is made anew."""
+        if tasks[0].is_classification and tasks[0].name in class_counts:
+            self.config.num_labels = class_counts[tasks[0].name]
+        return self.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the backbone's weights are, or will be, held."""
+        if not isinstance(self.model, str):
+            return self.model.dtype
+        wanted = self.model_init_kwargs.get("dtype", torch.bfloat16 if self.args.bf16 else None)
+        return wanted if isinstance(wanted, torch.dtype) else getattr(self.config, "dtype", None) or torch.float32

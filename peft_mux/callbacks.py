@@ -1,0 +1,44 @@
+"""HF `TrainerCallback`s for a run of many tasks.
+
+Callbacks given to the trainer see the run: its state counts run steps, and logs have `task/metric` keys. Callbacks of a
+`Task` see that task alone, under the plain keys they would see in a run of its own (`loss`, `eval_loss`); asking for
+`should_training_stop` there stops that task and no other.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerControl
+from transformers.trainer_callback import CallbackHandler
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.task_run import TaskRun
+
+
+class TaskCallbacks:
+    """Calls one task's own callbacks with its own state and arguments.
+
+    Args:
+        run: the task.
+        args: a copy of the run's arguments with the task's settings.
+        model: handed to the callbacks.
+        processing_class: handed to the callbacks.
+    """
+
+    def __init__(self, run: TaskRun, args: MultiTaskTrainingArguments, model: Any, processing_class: Any) -> None:
+        """Build the handler; a task without callbacks costs nothing."""
+        self.run = run
+        self.args = args
+        self.control = TrainerControl()
+        self.handler = CallbackHandler(list(run.task.callbacks), model, processing_class, None, None)
+
+    def call(self, event: str, **kwargs: Any) -> TrainerControl:
+        """Call `event` (`on_step_end`, ...) of every callback and return what they ask for."""
+        if not self.run.task.callbacks:
+            return self.control
+        optimizer = self.run.optimizer
+        self.handler.optimizer = None if optimizer is None else optimizer.optimizer
+        self.handler.lr_scheduler = None if optimizer is None else optimizer.schedule
+        self.control = self.handler.call_event(event, self.args, self.run.state, self.control, **kwargs)
+        return self.control

@@ -1,0 +1,217 @@
+"""Checkpoints of a run: one folder a task and step, and one record that says which of them belong together.
+
+    <output_dir>/
+      metrics.jsonl  plan.json  arguments.json
+      state/run-00000030.json                which checkpoint of which task; written last
+      <task>/adapter_config.json  adapter_model.safetensors       the task's adapter, loadable by plain PEFT
+      <task>/checkpoint-30/                  the same, plus optimizer, last good weights, state; with a manifest
+      <task>/best/                           the adapter of the best evaluation, where early stopping is set
+
+Everything is safetensors and JSON; folders appear whole or not at all (`peft_mux.storage`). Data position, schedule and
+dropout are functions of the task's step and seed, so they need no state beyond those numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerState
+
+from peft_mux import storage
+from peft_mux.errors import CheckpointError
+from peft_mux.modeling.adapters import CONFIG_NAME, WEIGHTS_NAME
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.task import TaskStatus
+from peft_mux.task_run import TaskRun
+
+FORMAT_VERSION = 1
+STATE_FOLDER = "state"
+_FREE_TO_CHANGE = frozenset({"eval_steps", "save_steps"})
+
+
+class RunFolder:
+    """The output folder of a run.
+
+    Args:
+        root: made where absent.
+        model: whose adapters are written and read.
+        keep: checkpoints kept per task, and run records; `None` for all.
+    """
+
+    def __init__(self, root: Path, model: MultiTaskPeftModel, *, keep: int | None = None) -> None:
+        """Make the folder and clear away what a crash left behind."""
+        self.root = root
+        self.model = model
+        self.keep = keep
+        (root / STATE_FOLDER).mkdir(parents=True, exist_ok=True)
+        storage.remove_stale(root)
+        for folder in root.iterdir():
+            if folder.is_dir() and not folder.is_symlink():
+                storage.remove_stale(folder)
+
+    def task_folder(self, name: str) -> Path:
+        """Return a task's folder; no name leads out of the run folder, not even through a link."""
+        folder = storage.safe_child(self.root, name)
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    # -------------------------------------------------------------- writing
+
+    def save_adapter(self, name: str) -> None:
+        """Write a task's adapter at the root of its folder, each file whole or not at all."""
+        folder = self.task_folder(name)
+        with storage.scratch_folder(folder) as scratch:
+            self.model.save_task(name, scratch)
+            for file in (CONFIG_NAME, WEIGHTS_NAME):
+                storage.write_file(folder / file, (scratch / file).read_bytes())
+
+    def save_best(self, run: TaskRun) -> None:
+        """Write a task's adapter as its best so far."""
+        self._write(self.task_folder(run.name) / "best", run, lambda folder: self.model.save_task(run.name, folder))
+
+    def save_task(self, run: TaskRun) -> Path:
+        """Write a checkpoint from which the task resumes exactly; return its folder."""
+        folder = self.task_folder(run.name) / f"checkpoint-{run.step}"
+
+        def fill(scratch: Path) -> None:
+            self.model.save_task(run.name, scratch)
+            state = _task_state(run)
+            if run.optimizer is not None and run.last_good is not None:
+                tensors, tree = storage.pack_state(run.optimizer.state_dict())
+                storage.save_tensors(scratch / "optimizer.safetensors", tensors)
+                storage.save_tensors(scratch / "last_good.safetensors", run.last_good.state())
+                state["optimizer"] = tree
+            (scratch / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+
+        self._write(folder, run, fill)
+        return folder
+
+    def _write(self, folder: Path, run: TaskRun, fill: Callable[[Path], None]) -> None:
+        facts = {"task": run.name, "step": run.step, "format_version": FORMAT_VERSION}
+        storage.write_folder(folder, fill, facts=facts)
+
+    def save_record(self, run_step: int, runs: list[TaskRun]) -> None:
+        """Write which checkpoints belong together, and drop what is older than `keep` allows.
+
+        Every task must have been saved before; the record is what makes its step the one to resume from.
+        """
+        tasks = {
+            run.name: {"status": run.status.value, "reason": run.reason, "step": run.step} for run in runs
+        }
+        record = {"format_version": FORMAT_VERSION, "run_step": run_step, "tasks": tasks}
+        path = self.root / STATE_FOLDER / f"run-{run_step:08d}.json"
+        storage.write_file(path, storage.sealed_json(record))
+        self._prune()
+
+    def _prune(self) -> None:
+        if self.keep is None:
+            return
+        records = self.records()
+        for _, path in records[: -self.keep]:
+            path.unlink()
+        needed: dict[str, set[Path]] = {}
+        for record, _ in records[-self.keep :]:
+            for name, entry in record["tasks"].items():
+                needed.setdefault(name, set()).add(self.root / name / f"checkpoint-{entry['step']}")
+        for name, folders in needed.items():
+            storage.prune(self.root / name, keep=self.keep, protect=folders)
+
+    # -------------------------------------------------------------- reading
+
+    def records(self) -> list[tuple[dict[str, Any], Path]]:
+        """Return the valid run records, oldest first."""
+        found = []
+        for path in sorted((self.root / STATE_FOLDER).glob("run-*.json")):
+            try:
+                found.append((storage.unsealed_json(path), path))
+            except CheckpointError:
+                continue
+        return sorted(found, key=lambda item: item[0]["run_step"])
+
+    def restore(self, run: TaskRun, step: int, warn: Callable[[str], None]) -> None:
+        """Put a task back to its checkpoint of `step`, or to the newest valid one before it.
+
+        Args:
+            run: registered, with its optimizer built.
+            step: that the run record names.
+            warn: told, by task and file, when that checkpoint is not valid and an older one is taken.
+
+        Raises:
+            CheckpointError: if no checkpoint of the task is valid, or its settings have changed.
+        """
+        folder = self.task_folder(run.name)
+        steps = sorted((number for number in storage.numbered_folders(folder) if number <= step), reverse=True)
+        for candidate in steps:
+            path = folder / f"checkpoint-{candidate}"
+            try:
+                storage.verify_folder(path, expect={"task": run.name, "step": candidate})
+            except CheckpointError as error:
+                warn(f'task "{run.name}": {error} Trying the checkpoint before it.')
+                continue
+            self._load(run, path)
+            return
+        raise CheckpointError(
+            f'task "{run.name}": got no valid checkpoint up to step {step} in {folder}; allowed: an intact '
+            "checkpoint folder. Restore it, or remove the task's folder to train the task anew."
+        )
+
+    def _load(self, run: TaskRun, folder: Path) -> None:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        _check_settings(run, state["settings"])
+        self.model.load_task(run.name, folder)
+        run.step, run.num_tokens = state["step"], state["num_tokens"]
+        run.last_loss = float(state["last_loss"])
+        run.loss_mean.total, run.loss_mean.count = state["loss_mean"]
+        run.best.load(state["best"])
+        run.state = TrainerState(**{**asdict(run.state), **state["trainer_state"]})
+        status = TaskStatus(state["status"])
+        if "optimizer" in state and run.optimizer is not None and run.last_good is not None:
+            tensors = storage.load_tensors(folder / "optimizer.safetensors")
+            run.optimizer.load_state_dict(storage.unpack_state(tensors, state["optimizer"]))
+            run.last_good.load(storage.load_tensors(folder / "last_good.safetensors"))
+            run.status, run.reason = status, state["reason"]
+        else:
+            run.end(status, state["reason"])
+
+    def load_best(self, run: TaskRun) -> None:
+        """Put a task's adapter back to that of its best evaluation."""
+        folder = self.task_folder(run.name) / "best"
+        storage.verify_folder(folder, expect={"task": run.name})
+        self.model.load_task(run.name, folder)
+
+
+def _task_state(run: TaskRun) -> dict[str, Any]:
+    return {
+        "settings": _settings(run),
+        "step": run.step,
+        "status": run.status.value,
+        "reason": run.reason,
+        "num_tokens": run.num_tokens,
+        "last_loss": str(run.last_loss),
+        "loss_mean": [run.loss_mean.total, run.loss_mean.count],
+        "best": run.best.state(),
+        "trainer_state": {"global_step": run.state.global_step, "epoch": run.state.epoch, "log_history": run.state.log_history},
+    }
+
+
+def _settings(run: TaskRun) -> dict[str, Any]:
+    """Return what must not change between a checkpoint and its resumption, as plain JSON."""
+    settings = {**asdict(run.hyper), "num_steps": run.num_steps, "shuffle": run.task.shuffle}
+    rows = getattr(getattr(run.loader, "dataset", None), "fingerprint", None)
+    settings["rows"] = None if rows is None else rows
+    return json.loads(json.dumps(settings, default=str))
+
+
+def _check_settings(run: TaskRun, saved: dict[str, Any]) -> None:
+    now = _settings(run)
+    changed = [key for key in now if key not in _FREE_TO_CHANGE and saved.get(key) != now[key]]
+    if changed:
+        listed = ", ".join(f"{key} {saved.get(key)!r} -> {now[key]!r}" for key in changed)
+        raise CheckpointError(
+            f'task "{run.name}": got other settings than its checkpoint was made with ({listed}); allowed: the same, as '
+            "a resumed run continues the interrupted one. Undo the change, or train under another name or output_dir."
+        )

@@ -1,0 +1,1 @@
+"""From rows to `MuxBatch`: formats, tokenising, order, packing, chunks, collation."""

@@ -1,0 +1,69 @@
+"""Chunks: equal-sized pieces of packs, the unit in which tasks are aligned (M §3.5, second step).
+
+    pack of 11 tokens, chunks of 4     | 0 1 2 3 | 4 5 6 7 | 8 9 10 . |
+                                         chunk 0   chunk 1   chunk 2 (one token of padding where chunks must be equal)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from peft_mux.errors import ConfigError
+
+
+class Chunk(NamedTuple):
+    """A piece of a pack.
+
+    Attributes:
+        pack: index of the pack.
+        start: first token within the pack.
+        end: one past the last token.
+        num_padding_tokens: that fill it up to the chunk size.
+    """
+
+    pack: int
+    start: int
+    end: int
+    num_padding_tokens: int
+
+
+def chunk_size(lengths: Iterable[int], *, minimum: int = 64, override: int | None = None) -> int:
+    """Return the chunk size: the greatest power of two that divides all lengths, but no less than `minimum` (M §3.5).
+
+    Args:
+        lengths: of all sequences, in tokens.
+        minimum: below which kernels are starved.
+        override: taken instead, where given.
+
+    Raises:
+        ConfigError: if `override` or `minimum` is not at least 1.
+    """
+    for name, value in (("chunk_size", override), ("min_chunk_size", minimum)):
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}: got {value}; allowed: an integer of at least 1.")
+    if override is not None:
+        return override
+    bits = 0
+    for length in lengths:
+        bits |= int(length)
+    return max(minimum, bits & -bits)
+
+
+def split_into_chunks(pack_tokens: Iterable[int], size: int) -> list[Chunk]:
+    """Cut packs into consecutive chunks, in causal order.
+
+    Args:
+        pack_tokens: tokens of each pack.
+        size: tokens of a chunk.
+    """
+    return [
+        Chunk(pack, start, min(start + size, tokens), max(0, start + size - tokens))
+        for pack, tokens in enumerate(pack_tokens)
+        for start in range(0, tokens, size)
+    ]
+
+
+def round_up(tokens: int, size: int) -> int:
+    """Return the least multiple of the chunk size that holds `tokens`."""
+    return -(-tokens // size) * size

@@ -1,0 +1,232 @@
+"""`ChunkPackingCollator`: global batches of several tasks in, packed micro-batches out (M §3.5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from peft_mux.data.batch import IGNORE_INDEX, MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.chunking import chunk_size, round_up
+from peft_mux.data.packing import best_fit_decreasing
+from peft_mux.errors import ConfigError, DataError
+
+_Member = tuple[int, int]
+"""A sequence: index of its task batch, index within it."""
+
+
+class ChunkPackingCollator:
+    """Packs each task's sequences within its global batch, and lays the packs of all tasks out in micro-batches.
+
+    Args:
+        chunk_size: tokens of a chunk; by default the rule of M §3.5 over the lengths at hand.
+        min_chunk_size: least chunk size of that rule.
+        pad_to_chunks: fill each task's part of a stream up to a multiple of the chunk size.
+        pad_token_id: of that filling.
+
+    Example:
+        >>> collator = ChunkPackingCollator()
+        >>> batch = collator([{"task": "a", "input_ids": [5, 6, 7]}, {"task": "b", "input_ids": [8, 9]}])
+        >>> batch.task_offsets
+        (0, 3, 5)
+    """
+
+    def __init__(
+        self,
+        *,
+        chunk_size: int | None = None,
+        min_chunk_size: int = 64,
+        pad_to_chunks: bool = False,
+        pad_token_id: int = 0,
+    ) -> None:
+        """Remember the settings."""
+        self.chunk_size = chunk_size
+        self.min_chunk_size = min_chunk_size
+        self.pad_to_chunks = pad_to_chunks
+        self.pad_token_id = pad_token_id
+
+    def __call__(self, features: Sequence[Mapping[str, Any]]) -> MuxBatch:
+        """Collate rows of one or more tasks into one `MuxBatch`, for use in a plain `DataLoader`.
+
+        Args:
+            features: each with `input_ids`, and optionally `task` (name), `labels` (not shifted; by default the input),
+                `label` (class), `seed` and `step`.
+        """
+        grouped: dict[str, list[Mapping[str, Any]]] = {}
+        for feature in features:
+            grouped.setdefault(str(feature.get("task", "default")), []).append(feature)
+        batches = [
+            TaskBatch(
+                name,
+                int(rows[0].get("step", 0)),
+                int(rows[0].get("seed", 0)),
+                tuple(_sequence(row, index) for index, row in enumerate(rows)),
+            )
+            for name, rows in grouped.items()
+        ]
+        (micro_batch,) = self.micro_batches(batches, max_tokens=sum(batch.num_tokens for batch in batches))
+        return micro_batch
+
+    def micro_batches(self, batches: Sequence[TaskBatch], *, max_tokens: int) -> list[MuxBatch]:
+        """Lay out the global batches of several tasks in as few micro-batches as packing finds.
+
+        No sequence is split: one longer than `max_tokens` gets a micro-batch of its own.
+
+        Args:
+            batches: one a task, in stream order.
+            max_tokens: of a micro-batch, before any padding to chunks.
+
+        Returns:
+            Micro-batches, each sorted by task, with only the tasks that have tokens in it.
+        """
+        size = self.size([len(sequence) for batch in batches for sequence in batch.sequences])
+        if sum(batch.num_tokens for batch in batches) <= max_tokens:
+            members = [[(t, s) for t, batch in enumerate(batches) for s in range(len(batch.sequences))]]
+        else:
+            members = _spread(batches, max_tokens, size)
+        layout = _Layout(batches)
+        return [self._build(batches, layout, part, size) for part in members if part]
+
+    def size(self, lengths: Sequence[int]) -> int:
+        """Return the chunk size for sequences of these lengths."""
+        return chunk_size(lengths, minimum=self.min_chunk_size, override=self.chunk_size)
+
+    def _build(self, batches: Sequence[TaskBatch], layout: _Layout, members: list[_Member], size: int) -> MuxBatch:
+        stream = _Stream()
+        for task in sorted({task for task, _ in members}):
+            batch = batches[task]
+            chosen = [sequence for owner, sequence in members if owner == task]
+            stream.add_task(batch, layout, task, chosen)
+            if self.pad_to_chunks:
+                self._pad(stream, batch, size)
+        return stream.finish()
+
+    def _pad(self, stream: _Stream, batch: TaskBatch, size: int) -> None:
+        if batch.sequences and batch.sequences[0].class_label is not None:
+            raise ConfigError("pad_to_chunks: got True for sequence classification; allowed: False, as padding has no label.")
+        stream.pad_task(size, self.pad_token_id, first_place=batch.num_tokens)
+
+
+class _Layout:
+    """Where each sequence begins within its task's global batch, in data order."""
+
+    def __init__(self, batches: Sequence[TaskBatch]) -> None:
+        self.places = []
+        for batch in batches:
+            lengths = np.fromiter((len(sequence) for sequence in batch.sequences), dtype=np.int64)
+            self.places.append(np.cumsum(lengths) - lengths)
+        self.weights = [1.0 / targets if (targets := batch.num_targets) else 0.0 for batch in batches]
+
+
+class _Stream:
+    """Grows one micro-batch, task by task."""
+
+    def __init__(self) -> None:
+        self.ids: list[np.ndarray] = []
+        self.labels: list[np.ndarray] = []
+        self.types: list[np.ndarray | None] = []
+        self.first_places: list[int] = []
+        self.class_labels: list[int | float] = []
+        self.batches: list[TaskBatch] = []
+        self.weights: list[float] = []
+        self.task_offsets, self.sequence_offsets = [0], [0]
+        self.num_padding_tokens = 0
+
+    def add_task(self, batch: TaskBatch, layout: _Layout, task: int, chosen: list[int]) -> None:
+        for index in chosen:
+            sequence = batch.sequences[index]
+            self.ids.append(sequence.input_ids)
+            self.labels.append(sequence.labels)
+            self.types.append(sequence.token_type_ids)
+            self.first_places.append(int(layout.places[task][index]))
+            if sequence.class_label is not None:
+                self.class_labels.append(sequence.class_label)
+        self.batches.append(batch)
+        self.weights.append(layout.weights[task])
+        self.sequence_offsets.append(len(self.ids))
+        self.task_offsets.append(self.task_offsets[-1] + sum(len(batch.sequences[index]) for index in chosen))
+
+    def pad_task(self, size: int, pad_token_id: int, first_place: int) -> None:
+        """Fill the last task's part up to whole chunks, as one sequence without targets."""
+        tokens = self.task_offsets[-1] - self.task_offsets[-2]
+        missing = round_up(tokens, size) - tokens
+        if missing == 0:
+            return
+        self.ids.append(np.full(missing, pad_token_id, dtype=np.int64))
+        self.labels.append(np.full(missing, IGNORE_INDEX, dtype=np.int64))
+        self.types.append(None)
+        self.first_places.append(first_place)
+        self.task_offsets[-1] += missing
+        self.sequence_offsets[-1] += 1
+        self.num_padding_tokens += missing
+
+    def finish(self) -> MuxBatch:
+        lengths = np.fromiter((len(ids) for ids in self.ids), dtype=np.int64)
+        bounds = np.concatenate(([0], np.cumsum(lengths)))
+        positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
+        shifted = np.concatenate(self.labels)
+        shifted = np.concatenate((shifted[1:], [IGNORE_INDEX]))
+        shifted[bounds[1:] - 1] = IGNORE_INDEX
+        places = positions + np.repeat(np.asarray(self.first_places, dtype=np.int64), lengths)
+        return MuxBatch(
+            input_ids=_tensor(np.concatenate(self.ids))[None],
+            position_ids=_tensor(positions)[None],
+            labels=_tensor(shifted)[None],
+            token_places=_tensor(places),
+            cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
+            task_offsets=tuple(self.task_offsets),
+            sequence_offsets=tuple(self.sequence_offsets),
+            sequence_lengths=tuple(lengths.tolist()),
+            task_names=tuple(batch.task for batch in self.batches),
+            task_seeds=tuple(batch.seed for batch in self.batches),
+            task_steps=tuple(batch.step for batch in self.batches),
+            loss_weights=tuple(self.weights),
+            num_padding_tokens=self.num_padding_tokens,
+            class_labels=self._class_labels(),
+            token_type_ids=self._token_types(),
+        )
+
+    def _class_labels(self) -> torch.Tensor | None:
+        if not self.class_labels:
+            return None
+        if len(self.class_labels) != len(self.ids):
+            raise DataError("labels: got rows with and without a class; allowed: all sequences of a stream, or none.")
+        is_value = any(isinstance(label, float) for label in self.class_labels)
+        return torch.tensor(self.class_labels, dtype=torch.float32 if is_value else torch.int64)
+
+    def _token_types(self) -> torch.Tensor | None:
+        if all(types is None for types in self.types):
+            return None
+        parts = [np.zeros(len(ids), np.int64) if t is None else t for ids, t in zip(self.ids, self.types, strict=True)]
+        return _tensor(np.concatenate(parts))[None]
+
+
+def _spread(batches: Sequence[TaskBatch], max_tokens: int, size: int) -> list[list[_Member]]:
+    """Pack each task's sequences, then place the packs of all tasks; returns the members of each micro-batch."""
+    packs: list[list[_Member]] = []
+    pack_tokens: list[int] = []
+    for task, batch in enumerate(batches):
+        lengths = [len(sequence) for sequence in batch.sequences]
+        capacity = max(max_tokens // size * size, *lengths) if lengths else max_tokens
+        # Packs of about a quarter of a micro-batch let the packs of all tasks fill micro-batches well.
+        capacity = max(max(lengths, default=1), min(capacity, round_up(max(max_tokens // 4, 1), size)))
+        for pack in best_fit_decreasing(lengths, capacity):
+            packs.append([(task, index) for index in pack])
+            pack_tokens.append(sum(lengths[index] for index in pack))
+    fitting = [index for index, tokens in enumerate(pack_tokens) if tokens <= max_tokens]
+    alone = [[index] for index, tokens in enumerate(pack_tokens) if tokens > max_tokens]
+    placed = best_fit_decreasing([pack_tokens[index] for index in fitting], max_tokens)
+    together = [[fitting[index] for index in group] for group in placed]
+    return [sorted(member for index in group for member in packs[index]) for group in together + alone]
+
+
+def _sequence(row: Mapping[str, Any], index: int) -> TokenSequence:
+    ids = np.asarray(row["input_ids"], dtype=np.int64)
+    labels = np.asarray(row.get("labels", ids), dtype=np.int64)
+    return TokenSequence(ids, labels, index, class_label=row.get("label"))
+
+
+def _tensor(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64))

@@ -1,0 +1,176 @@
+"""A task's rows as tokens, in flat arrays, with a report of what was cut and left out."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from peft_mux.data.batch import IGNORE_INDEX, TokenSequence
+from peft_mux.data.formats import DataFormat, detect_format
+from peft_mux.data.tokenize import RowTokenizer, TokenizeOptions
+from peft_mux.errors import DataError
+
+_MAX_ERRORS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """What became of a dataset's rows.
+
+    Attributes:
+        where: the dataset, such as `tasks.sql.train_dataset`.
+        data_format: that was recognised.
+        num_rows: given.
+        num_kept: that are trained on.
+        num_truncated: of those kept, rows that were cut.
+        limit: tokens that rows were cut to.
+        num_dropped_long: left out for their length.
+        num_without_targets: left out as no token carries loss.
+        num_tokens: kept.
+        num_target_tokens: that carry loss.
+    """
+
+    where: str
+    data_format: DataFormat
+    num_rows: int
+    num_kept: int
+    num_truncated: int
+    limit: int
+    num_dropped_long: int
+    num_without_targets: int
+    num_tokens: int
+    num_target_tokens: int
+
+    @property
+    def remarks(self) -> list[str]:
+        """What the owner should know: rows cut and left out."""
+        lines = []
+        if self.num_truncated:
+            lines.append(f"{self.where}: {self.num_truncated:,} of {self.num_rows:,} rows cut to {self.limit:,} tokens")
+        if self.num_dropped_long:
+            lines.append(f"{self.where}: {self.num_dropped_long:,} of {self.num_rows:,} rows longer than {self.limit:,} left out")
+        if self.num_without_targets:
+            lines.append(f"{self.where}: {self.num_without_targets:,} of {self.num_rows:,} rows without targets left out")
+        return lines
+
+    def summary(self) -> str:
+        """Return one line."""
+        share = 100 * self.num_target_tokens / max(self.num_tokens, 1)
+        head = f"{self.where}: {self.num_kept:,} of {self.num_rows:,} rows ({self.data_format}), {self.num_tokens:,} tokens"
+        return "; ".join([f"{head}, {share:.0f} % trained on", *self.remarks])
+
+
+class TokenizedDataset:
+    """Rows as tokens, in flat int32 arrays.
+
+    Args:
+        sequences: in dataset order.
+        report: of their making.
+    """
+
+    def __init__(self, sequences: list[TokenSequence], report: DataReport) -> None:
+        """Flatten the rows."""
+        self.report = report
+        self.lengths = np.fromiter((len(s) for s in sequences), dtype=np.int64, count=len(sequences))
+        self.num_targets = np.fromiter((s.num_targets for s in sequences), dtype=np.int64, count=len(sequences))
+        self._offsets = np.concatenate(([0], np.cumsum(self.lengths)))
+        self._ids = np.concatenate([s.input_ids for s in sequences]).astype(np.int32)
+        self._labels = np.concatenate([s.labels for s in sequences]).astype(np.int32)
+        self._rows = np.fromiter((s.row for s in sequences), dtype=np.int64, count=len(sequences))
+        self._classes = [s.class_label for s in sequences]
+        self._types = [s.token_type_ids for s in sequences]
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> TokenSequence:
+        """Return a row."""
+        part = slice(self._offsets[index], self._offsets[index + 1])
+        ids, labels = self._ids[part].astype(np.int64), self._labels[part].astype(np.int64)
+        return TokenSequence(ids, labels, int(self._rows[index]), self._classes[index], self._types[index])
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of all tokens and labels, by which a resumed run knows its data again."""
+        digest = hashlib.blake2b(digest_size=16)
+        for array in (self._offsets, self._ids, self._labels):
+            digest.update(np.ascontiguousarray(array).tobytes())
+        digest.update(repr(self._classes).encode())
+        return digest.hexdigest()
+
+
+def tokenize_dataset(
+    dataset: Any, *, options: TokenizeOptions, tokenizer: Any, split: str = "train_dataset"
+) -> TokenizedDataset:
+    """Tokenise all rows of a dataset.
+
+    Args:
+        dataset: `datasets.Dataset` or a list of dicts.
+        options: of the task.
+        tokenizer: of transformers; may be `None` for tokenised rows.
+        split: name of the dataset, for messages.
+
+    Raises:
+        DataError: naming up to ten rows that cannot be trained on, or why none is left.
+    """
+    where = f"tasks.{options.task}.{split}"
+    first = dataset[0]
+    if not isinstance(first, Mapping):
+        raise DataError(f"{where} row 0: got {type(first).__name__}; allowed: a dict of columns.")
+    data_format = detect_format(list(first), where=where, is_classification=options.is_classification)
+    row_tokenizer = RowTokenizer(options, tokenizer, data_format, split)
+    sequences, errors = [], []
+    for index, row in enumerate(dataset):
+        try:
+            if not isinstance(row, Mapping):
+                raise DataError(f"{where} row {index}: got {type(row).__name__}; allowed: a dict of columns.")
+            sequence = row_tokenizer(row, index)
+        except DataError as error:
+            errors.append(str(error))
+            if len(errors) == _MAX_ERRORS:
+                break
+            continue
+        if sequence is not None:
+            sequences.append(sequence)
+    if errors:
+        more = " (and perhaps more)" if len(errors) == _MAX_ERRORS else ""
+        raise DataError("\n".join(errors) + more)
+    if not sequences:
+        raise DataError(_nothing_left(where, len(dataset), row_tokenizer))
+    return TokenizedDataset(sequences, _report(where, data_format, len(dataset), row_tokenizer, sequences))
+
+
+def _report(
+    where: str, data_format: DataFormat, num_rows: int, row_tokenizer: RowTokenizer, sequences: list[TokenSequence]
+) -> DataReport:
+    counts = row_tokenizer.counts
+    return DataReport(
+        where=where,
+        data_format=data_format,
+        num_rows=num_rows,
+        num_kept=len(sequences),
+        num_truncated=counts.num_truncated,
+        limit=row_tokenizer.options.limit,
+        num_dropped_long=counts.num_dropped_long,
+        num_without_targets=counts.num_without_targets,
+        num_tokens=sum(len(sequence) for sequence in sequences),
+        num_target_tokens=sum(int(np.count_nonzero(s.labels[1:] != IGNORE_INDEX)) for s in sequences),
+    )
+
+
+def _nothing_left(where: str, num_rows: int, row_tokenizer: RowTokenizer) -> str:
+    counts, limit = row_tokenizer.counts, row_tokenizer.options.limit
+    if counts.num_masked:
+        cause = f"all labels are masked (-100) in {counts.num_masked} of them"
+        fix = "Check the labels, the completion or the generation blocks of the chat template"
+    elif counts.num_dropped_long:
+        cause, fix = f"{counts.num_dropped_long} are longer than {limit} tokens", "Raise max_length or truncate"
+    else:
+        cause = f"cut to {limit} tokens, {counts.num_without_targets} of them keep no target"
+        fix = "Raise max_length, or shorten the prompts"
+    return f"{where}: got {num_rows} rows of which none can be trained on ({cause}); allowed: at least one. {fix}."

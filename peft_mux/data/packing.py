@@ -1,0 +1,48 @@
+"""Packing: which sequences of a task's global batch lie together in one pack (M §3.5, first step).
+
+    lengths  7 5 4 3 1      capacity 8
+
+    best fit decreasing     pack 0 | 7 . . . . . . | 1 |
+                            pack 1 | 5 . . . . | 3 . . |
+                            pack 2 | 4 . . .           |
+
+A pack never crosses a global batch, so what a task learns from in one step does not depend on packing.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Sequence
+
+
+def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """Put items into as few packs as the best-fit-decreasing rule finds (at most 11/9 of the fewest, plus 6/9).
+
+    Longest first, each into the fullest pack that still has room; of equally full ones the first made. Deterministic,
+    O(n log n) but for the insertion into a sorted list.
+
+    Args:
+        lengths: of the items, each at least 1 and at most `capacity`.
+        capacity: of a pack, in tokens.
+
+    Returns:
+        Indices of the items of each pack, ascending within a pack; packs in the order in which they were opened.
+
+    Raises:
+        ValueError: if an item is longer than a pack, or shorter than 1.
+    """
+    if any(not 1 <= length <= capacity for length in lengths):
+        raise ValueError(f"lengths: got {min(lengths)} to {max(lengths)}; allowed: 1 to {capacity}, the capacity of a pack.")
+    packs: list[list[int]] = []
+    rooms: list[tuple[int, int]] = []
+    for index in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):
+        length = lengths[index]
+        place = bisect_left(rooms, (length, -1))
+        if place == len(rooms):
+            room, number = capacity, len(packs)
+            packs.append([])
+        else:
+            room, number = rooms.pop(place)
+        packs[number].append(index)
+        insort(rooms, (room - length, number))
+    return [sorted(pack) for pack in packs]

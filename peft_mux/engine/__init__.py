@@ -1,0 +1,1 @@
+"""Runs what the scheduler planned: dispatch, multiplexed forward and backward, isolation of tasks."""

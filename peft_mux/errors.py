@@ -1,0 +1,88 @@
+"""Exceptions of peft_mux, and the one way in which their messages are written.
+
+Every message says *where* (task and field), what was *got*, what is *allowed*, and what to *do*.
+Configuration faults are collected and raised together, so that one run of a script shows them all.
+
+A new exception belongs here when a caller could want to catch it apart from the others; it also
+inherits the built-in class that it specialises, so `except ValueError` keeps working.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+
+class PeftMuxError(Exception):
+    """Base of all errors that peft_mux raises on purpose."""
+
+
+class ConfigError(PeftMuxError, ValueError):
+    """Something that the user wrote (a task, an argument, a file) cannot be run."""
+
+
+class DataError(PeftMuxError, ValueError):
+    """A row or a column of a dataset cannot be trained on."""
+
+
+class UnsupportedModelError(PeftMuxError, ValueError):
+    """The backbone cannot be multiplexed without changing its results."""
+
+
+class PlanError(PeftMuxError, RuntimeError):
+    """No plan fulfils what was asked."""
+
+
+class MemoryBudgetError(PeftMuxError, RuntimeError):
+    """The run does not fit the memory that it was given."""
+
+
+class CheckpointError(PeftMuxError, RuntimeError):
+    """A checkpoint is missing, torn or corrupt, or could not be written."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that is wrong, in the four parts of a message.
+
+    Attributes:
+        where: dotted path of the field, such as `tasks.sql.learning_rate`.
+        got: what was found, as the user would recognise it.
+        allowed: what may stand there.
+        fix: the next step to take; empty where `allowed` says it already.
+    """
+
+    where: str
+    got: str
+    allowed: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        """Return the message of this fault on one line."""
+        fix = f" {self.fix}" if self.fix else ""
+        return f"{self.where}: got {self.got}; allowed: {self.allowed}.{fix}"
+
+
+def raise_faults(faults: Sequence[Fault], error: type[PeftMuxError] = ConfigError) -> None:
+    """Raise all faults as one error; do nothing when there are none.
+
+    Args:
+        faults: what was found wrong, in the order in which it shall be read.
+        error: the exception class to raise.
+
+    Raises:
+        PeftMuxError: of the given class, when `faults` is not empty.
+    """
+    if not faults:
+        return
+    if len(faults) == 1:
+        raise error(str(faults[0]))
+    lines = "\n".join(f"  {number}. {fault}" for number, fault in enumerate(faults, start=1))
+    raise error(f"{len(faults)} things are wrong:\n{lines}")
+
+
+def closest(word: str, options: Iterable[str]) -> str:
+    """Return a sentence that names the option nearest to `word`, or an empty string."""
+    matches = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
+    return f'Did you mean "{matches[0]}"?' if matches else ""

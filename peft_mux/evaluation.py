@@ -1,0 +1,174 @@
+"""Evaluation of one task on its held-out rows, through the same packed forward pass as training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from peft_mux.data.batch import IGNORE_INDEX, TaskBatch
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.executor import Executor
+from peft_mux.errors import ConfigError, closest
+from peft_mux.task import Task
+
+
+def evaluate_task(
+    executor: Executor, task: Task, dataset: Any, collator: ChunkPackingCollator, *, max_tokens: int
+) -> dict[str, float]:
+    """Return the metrics of one task on held-out rows.
+
+    Args:
+        executor: holds the model, its device and precision.
+        task: whose adapter is evaluated.
+        dataset: tokenised rows (`__len__`, `__getitem__`).
+        collator: packs the rows.
+        max_tokens: of one pass.
+
+    Returns:
+        `eval_loss` (mean over all target tokens, or over all rows of a classifier), `eval_perplexity` (language
+        models) and what `compute_metrics` returns, each under a key that begins with `eval_`.
+    """
+    model = executor.model
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), executor.precision():
+            metrics = _loss_metrics(executor, task, dataset, collator, max_tokens)
+            if task.compute_metrics is not None:
+                metrics.update(_custom_metrics(executor, task, dataset, collator, max_tokens))
+    finally:
+        model.train(was_training)
+    return metrics
+
+
+def _loss_metrics(
+    executor: Executor, task: Task, dataset: Any, collator: ChunkPackingCollator, max_tokens: int
+) -> dict[str, float]:
+    total, num_targets = 0.0, 0
+    for batch in _batches(task.name, dataset, max_tokens):
+        targets = batch.num_targets
+        for micro_batch in collator.micro_batches([batch], max_tokens=max_tokens):
+            total += executor.model(micro_batch.to(executor.device)).losses.sum().item() * targets
+        num_targets += targets
+    loss = total / num_targets
+    metrics = {"eval_loss": loss}
+    if not executor.model.is_classifier:
+        metrics["eval_perplexity"] = math.exp(min(loss, 700.0))
+    return metrics
+
+
+def _custom_metrics(
+    executor: Executor, task: Task, dataset: Any, collator: ChunkPackingCollator, max_tokens: int
+) -> dict[str, float]:
+    from transformers import EvalPrediction
+
+    assert task.compute_metrics is not None, "only called for tasks with compute_metrics"
+    predictions, labels = [], []
+    for batch in _batches(task.name, dataset, max_tokens, one_pass=True):
+        (micro_batch,) = collator.micro_batches([batch], max_tokens=batch.num_tokens)
+        logits = executor.model.sequence_logits(micro_batch.to(executor.device))
+        for index, (row_logits, row_labels) in enumerate(zip(logits, _labels(batch, micro_batch), strict=True)):
+            del index
+            if task.preprocess_logits_for_metrics is not None:
+                row_logits = task.preprocess_logits_for_metrics(row_logits[None], torch.as_tensor(row_labels)[None])[0]
+            predictions.append(row_logits.float().cpu().numpy() if row_logits.is_floating_point() else row_logits.cpu().numpy())
+            labels.append(row_labels)
+    result = task.compute_metrics(EvalPrediction(predictions=_stack(predictions), label_ids=_stack(labels)))
+    return {key if key.startswith("eval_") else f"eval_{key}": float(value) for key, value in result.items()}
+
+
+def _labels(batch: TaskBatch, micro_batch: Any) -> Iterator[np.ndarray]:
+    """Yield the labels of each sequence in the order of the stream; unshifted for language models, as in Trainer."""
+    if micro_batch.class_labels is not None:
+        yield from micro_batch.class_labels.cpu().numpy()
+        return
+    by_place, place = {}, 0
+    for sequence in batch.sequences:
+        by_place[place] = sequence.labels
+        place += len(sequence)
+    for start in micro_batch.cu_seqlens[:-1].tolist():
+        yield by_place[int(micro_batch.token_places[start])]
+
+
+def _stack(rows: list[np.ndarray]) -> np.ndarray:
+    """Return one array, shorter rows filled with -100 at their end, as Trainer gathers them."""
+    if all(np.ndim(row) == 0 for row in rows):
+        return np.asarray(rows)
+    length = max(len(row) for row in rows)
+    padded = []
+    for row in rows:
+        widths = [(0, length - len(row))] + [(0, 0)] * (np.ndim(row) - 1)
+        padded.append(np.pad(row, widths, constant_values=IGNORE_INDEX))
+    return np.stack(padded)
+
+
+def _batches(name: str, dataset: Any, max_tokens: int, *, one_pass: bool = False) -> Iterator[TaskBatch]:
+    """Yield the rows in order, in batches of about `max_tokens` tokens."""
+    sequences: list[Any] = []
+    num_tokens = 0
+    limit = max_tokens if one_pass else 8 * max_tokens
+    for row in range(len(dataset)):
+        sequence = dataset[row]
+        if sequences and num_tokens + len(sequence) > limit:
+            yield TaskBatch(name, 0, 0, tuple(sequences))
+            sequences, num_tokens = [], 0
+        sequences.append(sequence)
+        num_tokens += len(sequence)
+    if sequences:
+        yield TaskBatch(name, 0, 0, tuple(sequences))
+
+
+class BestMetric:
+    """Follows the metric that a task's `early_stopping` names.
+
+    Attributes:
+        value: best so far, or `None`.
+        step: at which it was reached.
+        bad_evaluations: since then.
+    """
+
+    def __init__(self, task: Task) -> None:
+        """Start without any evaluation."""
+        self.task = task
+        self.value: float | None = None
+        self.step = 0
+        self.bad_evaluations = 0
+
+    def update(self, metrics: dict[str, float], step: int) -> bool:
+        """Take an evaluation in; return whether it is the best so far.
+
+        Raises:
+            ConfigError: if the metric is not among those that the task produces.
+        """
+        rule = self.task.early_stopping
+        assert rule is not None, "only used for tasks with early_stopping"
+        key = rule.metric if rule.metric.startswith("eval_") else f"eval_{rule.metric}"
+        if key not in metrics:
+            raise ConfigError(
+                f'tasks.{self.task.name}.early_stopping.metric: got "{rule.metric}", which the evaluation does not '
+                f"produce; allowed: {', '.join(metrics)}. {closest(key, metrics)}".rstrip()
+            )
+        value = metrics[key]
+        gain = 0.0 if self.value is None else (value - self.value) * (1 if rule.maximise else -1)
+        if self.value is None or gain > rule.min_delta:
+            self.value, self.step, self.bad_evaluations = value, step, 0
+            return True
+        self.bad_evaluations += 1
+        return False
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether the task's patience has run out."""
+        return self.task.early_stopping is not None and self.bad_evaluations >= self.task.early_stopping.patience
+
+    def state(self) -> dict[str, Any]:
+        """Return the state as JSON."""
+        return {"value": self.value, "step": self.step, "bad_evaluations": self.bad_evaluations}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Take up a state that `state` returned."""
+        self.value, self.step, self.bad_evaluations = state["value"], state["step"], state["bad_evaluations"]

@@ -1,0 +1,118 @@
+"""Cross-entropy of a frozen output head, in blocks of rows: the logits of the whole stream never exist.
+
+Only rows with a target are passed in. The gradient of the hidden states is computed in the forward pass, while a
+block's logits are at hand; the head is frozen, so it gets no gradient. Own code because the libraries that fuse head
+and loss (Liger, cut-cross-entropy) need Triton and reduce to one scalar, and we need a loss per row on any device.
+
+Shape letters: M rows with a target, D hidden features, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+_BLOCK_ELEMENTS = {"cpu": 2**22}
+_DEFAULT_BLOCK_ELEMENTS = 2**26
+
+
+class Head(NamedTuple):
+    """A frozen output head: `logits = softcap * tanh(scale * (h W^T + b) / softcap)`.
+
+    Attributes:
+        weight: `[V, D]`.
+        bias: `[V]` or `None`.
+        scale: multiplies the logits (Cohere, Granite).
+        softcap: bounds the logits smoothly (Gemma 2); `None` for none.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
+        """Return `[M, V]` logits, in fp32 at least."""
+        bias = None if self.bias is None else self.bias.to(hidden_MD.dtype)
+        logits = F.linear(hidden_MD, self.weight.to(hidden_MD.dtype), bias)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = self.softcap * torch.tanh(logits / self.softcap)
+        return logits
+
+
+def block_rows(vocab_size: int, device_type: str) -> int:
+    """Return how many rows of logits are held at a time."""
+    return max(16, _BLOCK_ELEMENTS.get(device_type, _DEFAULT_BLOCK_ELEMENTS) // vocab_size)
+
+
+def linear_cross_entropy(
+    hidden_MD: torch.Tensor, head: Head, targets_M: torch.Tensor, *, rows_per_block: int | None = None
+) -> torch.Tensor:
+    """Return the negative log-likelihood of each row's target.
+
+    Args:
+        hidden_MD: `[M, D]` hidden states of the rows that have a target.
+        head: the frozen head.
+        targets_M: int64 `[M]`.
+        rows_per_block: rows of logits held at a time; by default from the vocabulary and the device.
+
+    Returns:
+        fp32 `[M]`, differentiable in `hidden_MD`.
+    """
+    rows = rows_per_block or block_rows(head.weight.shape[0], hidden_MD.device.type)
+    with torch.autocast(hidden_MD.device.type, enabled=False):
+        return LinearCrossEntropyFunction.apply(hidden_MD, head, targets_M, rows)
+
+
+class LinearCrossEntropyFunction(torch.autograd.Function):
+    """Forward computes the losses and, block by block, `d loss / d hidden` before the row weights are known."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_MD: torch.Tensor, head: Head, targets_M: torch.Tensor, rows_per_block: int
+    ) -> torch.Tensor:
+        """Compute the losses; keep the gradient of each row, to be scaled in the backward pass."""
+        needs_gradient = ctx.needs_input_grad[0]
+        gradient = torch.empty_like(hidden_MD) if needs_gradient else None
+        losses = hidden_MD.new_empty(len(hidden_MD), dtype=torch.promote_types(hidden_MD.dtype, torch.float32))
+        for start in range(0, len(hidden_MD), rows_per_block):
+            rows = slice(start, start + rows_per_block)
+            logits, targets = head.logits(hidden_MD[rows]), targets_M[rows, None]
+            log_normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
+            losses[rows] = (log_normaliser - logits.gather(1, targets)).squeeze(1)
+            if gradient is not None:
+                gradient[rows] = _hidden_gradient(logits, log_normaliser, targets, head, hidden_MD.dtype)
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        return losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_losses_M: torch.Tensor) -> tuple[Any, ...]:
+        """Scale each row's gradient by what flows into its loss."""
+        (gradient,) = ctx.saved_tensors
+        return gradient * d_losses_M[:, None].to(gradient.dtype), None, None, None
+
+
+def _hidden_gradient(
+    logits: torch.Tensor, log_normaliser: torch.Tensor, targets: torch.Tensor, head: Head, hidden_dtype: torch.dtype
+) -> torch.Tensor:
+    """Return `d loss / d hidden` of a block; overwrites nothing that the caller still needs but the logits."""
+    slope = None if head.softcap is None else head.scale * (1 - (logits / head.softcap) ** 2)
+    probabilities = logits.sub_(log_normaliser).exp_()
+    probabilities.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=probabilities.dtype))
+    if slope is not None:
+        probabilities.mul_(slope)
+    elif head.scale != 1.0:
+        probabilities.mul_(head.scale)
+    return probabilities.to(hidden_dtype) @ head.weight.to(hidden_dtype)
+
+
+def reference_linear_cross_entropy(hidden_MD: torch.Tensor, head: Head, targets_M: torch.Tensor) -> torch.Tensor:
+    """Return the same as `linear_cross_entropy`, with all logits at once and left to autograd."""
+    return F.cross_entropy(head.logits(hidden_MD), targets_M, reduction="none")

@@ -1,0 +1,95 @@
+"""Counter-based dropout: the same bits for a token wherever it stands in the stream.
+
+A draw is a pure function of (seed, place of the token in its task's global batch, column), so dropout depends
+neither on neighbours nor on micro-batching, device or recomputation (promise 1 of the design), and no mask is stored.
+
+Philox-4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). One call yields
+four 32-bit words, used as eight 16-bit draws for eight neighbouring columns.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+_MASK = 0xFFFFFFFF
+_ROUNDS = 7
+_DRAWS_PER_CALL = 8
+
+
+def draw_seed(task_seed: int, step: int, module_name: str) -> int:
+    """Return the 64-bit seed of one module's draws in one optimizer step of one task."""
+    digest = hashlib.blake2b(f"{task_seed}/{step}/{module_name}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def drop_threshold(probability: float) -> int:
+    """Return the number of 16-bit draws, of 65,536, that drop an element."""
+    return round(probability * 65536)
+
+
+def keep_scale(probability: float) -> float:
+    """Return what kept elements are multiplied by, exact for the rounded probability."""
+    return 65536.0 / (65536 - drop_threshold(probability))
+
+
+def philox(seed: int, counters: torch.Tensor) -> torch.Tensor:
+    """Return four 32-bit words per counter.
+
+    Args:
+        seed: 64-bit key.
+        counters: int64 `[...]`, each in [0, 2**32).
+
+    Returns:
+        int64 `[4, ...]` with values in [0, 2**32).
+    """
+    zeros = torch.zeros_like(counters)
+    word_0, word_1, word_2, word_3 = counters & _MASK, zeros, zeros, zeros
+    key_0, key_1 = seed & _MASK, (seed >> 32) & _MASK
+    for _ in range(_ROUNDS):
+        high_0, low_0 = _multiply(word_0, 0xD2511F53)
+        high_2, low_2 = _multiply(word_2, 0xCD9E8D57)
+        word_0, word_1, word_2, word_3 = high_2 ^ word_1 ^ key_0, low_2, high_0 ^ word_3 ^ key_1, low_0
+        key_0, key_1 = (key_0 + 0x9E3779B9) & _MASK, (key_1 + 0xBB67AE85) & _MASK
+    return torch.stack((word_0, word_1, word_2, word_3))
+
+
+def _multiply(words: torch.Tensor, constant: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the high and low 32 bits of a 32 x 32 bit product, without overflowing int64."""
+    low_part = (words & 0xFFFF) * constant
+    high_part = (words >> 16) * constant + (low_part >> 16)
+    return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)
+
+
+def keep_mask(seed: int, places: torch.Tensor, num_columns: int, probability: float) -> torch.Tensor:
+    """Return which elements of `[L, num_columns]` are kept.
+
+    Args:
+        seed: from `draw_seed`.
+        places: int64 `[L]`, place of each row in its task's global batch.
+        num_columns: width of the activation.
+        probability: of dropping, in [0, 1).
+
+    Returns:
+        bool `[L, num_columns]`.
+    """
+    calls_per_row = -(-num_columns // _DRAWS_PER_CALL)
+    columns = torch.arange(calls_per_row, device=places.device)
+    words = philox(seed, places[:, None] * calls_per_row + columns)
+    draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
+    draws = draws.permute(1, 2, 0, 3).reshape(len(places), -1)[:, :num_columns]
+    return draws >= drop_threshold(probability)
+
+
+def dropout(x_LK: torch.Tensor, places: torch.Tensor, probability: float, seed: int) -> torch.Tensor:
+    """Return `x` with elements dropped and the kept ones scaled; differentiable in `x`.
+
+    Args:
+        x_LK: `[L, K]` rows of one task.
+        places: int64 `[L]`.
+        probability: of dropping, in [0, 1).
+        seed: from `draw_seed`.
+    """
+    mask = keep_mask(seed, places, x_LK.shape[-1], probability)
+    return torch.where(mask, x_LK * keep_scale(probability), 0.0)

@@ -1,0 +1,114 @@
+"""Adapters as files, in PEFT's own format, and their classification heads."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from peft_mux.errors import CheckpointError, ConfigError
+from peft_mux.modeling.classification import head_module
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+CONFIG_NAME = "adapter_config.json"
+
+
+def adapter_state(model: Any, adapter: str) -> dict[str, torch.Tensor]:
+    """Return an adapter's tensors under the keys that PEFT saves them with.
+
+    Raises:
+        CheckpointError: if PEFT's selection is not exactly the adapter's parameters (peft#3584).
+    """
+    state = get_peft_model_state_dict(model, adapter_name=adapter)
+    trained = sum(1 for key, _ in model.named_parameters() if f".{adapter}." in key or key.endswith(f".{adapter}"))
+    missing = trained - sum(1 for key in state if not key.endswith("embed_tokens.weight"))
+    if missing > 0:
+        raise CheckpointError(
+            f"adapter {adapter}: PEFT selected {len(state)} tensors of the {trained} that were trained; nothing was written."
+        )
+    return state
+
+
+def save_adapter(model: Any, adapter: str, folder: Path) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors` into `folder`, as a solo PEFT model would."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {key: value.detach().cpu().contiguous() for key, value in adapter_state(model, adapter).items()}
+    save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    config = copy.deepcopy(model.peft_config[adapter])
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+
+
+def load_adapter(model: Any, adapter: str, folder: Path) -> None:
+    """Read an adapter's weights; every tensor must be there, and no other.
+
+    Raises:
+        CheckpointError: naming the folder and the tensors that are missing, extra or of another shape.
+    """
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: got no {WEIGHTS_NAME}; allowed: the folder of a PEFT adapter.")
+    state = load_file(path)
+    expected = {key: value.shape for key, value in adapter_state(model, adapter).items()}
+    found = {key: value.shape for key, value in state.items()}
+    if expected != found:
+        odd = sorted(expected.keys() ^ found.keys()) or [key for key in expected if expected[key] != found[key]]
+        raise CheckpointError(
+            f"{folder}: got {len(found)} tensors that do not match the {len(expected)} of this adapter; first odd one: "
+            f"{odd[0]}; allowed: an adapter of the same configuration on the same backbone."
+        )
+    set_peft_model_state_dict(model, state, adapter_name=adapter)
+
+
+def adapter_folders(root: Path) -> dict[str, Path]:
+    """Return the sub-folders of `root` that hold an adapter, by name.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    folders = {path.parent.name: path.parent for path in sorted(root.glob(f"*/{CONFIG_NAME}"))}
+    if not folders:
+        raise CheckpointError(f"{root}: got no sub-folder with an {CONFIG_NAME}; allowed: a folder of adapters.")
+    return folders
+
+
+def num_labels(folder: Path) -> int | None:
+    """Return the number of classes of a saved adapter's head, or `None` where it has none."""
+    from safetensors import safe_open
+
+    with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
+        heads = [key for key in file.keys() if ".lora_" not in key and key.endswith((".score.weight", "classifier.weight"))]  # noqa: SIM118
+        heads += [key for key in file.keys() if key.endswith("classifier.out_proj.weight")]  # noqa: SIM118
+        return file.get_slice(heads[0]).get_shape()[0] if heads else None
+
+
+def resize_head(backbone: Any, adapter: str, classes: int | None, seed: int) -> None:
+    """Give a task's classification head its own number of classes, drawn anew where it differs from the backbone's.
+
+    Raises:
+        ConfigError: if the head is not a single linear layer and its size would have to change.
+    """
+    name, wrapper = head_module(backbone)
+    head = wrapper.modules_to_save[adapter]
+    if classes is None or classes == backbone.config.num_labels:
+        return
+    if not isinstance(head, nn.Linear):
+        raise ConfigError(
+            f"num_labels: got {classes} for the {type(head).__name__} of {type(backbone).__name__}; allowed: "
+            f"{backbone.config.num_labels}, as the backbone was loaded. Load it with num_labels={classes}."
+        )
+    options = {"bias": head.bias is not None, "device": head.weight.device, "dtype": head.weight.dtype}
+    fresh = nn.Linear(head.in_features, classes, **options)
+    if not head.weight.is_meta:
+        generator = torch.Generator().manual_seed(seed)
+        deviation = getattr(backbone.config, "initializer_range", 0.02)
+        weight = torch.normal(0.0, deviation, fresh.weight.shape, generator=generator)
+        fresh.weight.data.copy_(weight)
+        if fresh.bias is not None:
+            fresh.bias.data.zero_()
+    wrapper.modules_to_save[adapter] = fresh

@@ -1,0 +1,150 @@
+"""The multiplexed layers: Dispatch, BaseOp, grouped Adapters and Aggregate around a PEFT layer (M §3.2, §3.4.3).
+
+`attach` replaces the `forward` of the layers that PEFT injected and of the backbone's own dropout layers, on the
+instance: modules, parameters and their names stay PEFT's and the model's code is untouched. While the stream is idle
+the original `forward` runs, so `generate`, merging and saving work as ever.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from peft.tuners.lora import LoraLayer
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from peft_mux.errors import UnsupportedModelError
+from peft_mux.kernels import philox
+from peft_mux.kernels.grouped_lora import LoraSegment, grouped_lora
+from peft_mux.modeling.stream import RowSegment, Stream
+
+
+_HEAD_COPY = re.compile(r"\.modules_to_save\.[^.]+")
+"""Part of a task's head's name that holds its internal id, on which no draw may depend."""
+
+
+def attach(model: nn.Module, stream: Stream) -> None:
+    """Multiplex every adapted layer and every dropout layer of a PEFT-injected model that is not yet so.
+
+    Args:
+        model: with tuner layers injected by PEFT.
+        stream: that tells the layers which rows are whose.
+    """
+    tuned = [name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    inside_tuner = tuple(f"{name}." for name in tuned)
+    for name, module in model.named_modules():
+        if isinstance(module.__dict__.get("forward"), _Multiplexed) or ".original_module" in name:
+            continue
+        if isinstance(module, LoraLayer) and isinstance(module, nn.Module):
+            kind = MultiplexedLinear if hasattr(module, "lora_A") and len(module.lora_A) else SlicedAdapter
+            module.forward = kind(module, name, stream)
+        elif isinstance(module, nn.Dropout) and not name.startswith(inside_tuner):
+            module.forward = MultiplexedDropout(module, name, stream)
+
+
+class _Multiplexed:
+    """A `forward` that reads the stream, and gives way to the module's own while the stream is idle."""
+
+    def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
+        self.module = module
+        self.name = _HEAD_COPY.sub("", name)
+        self.stream = stream
+        self.original = module.forward
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self.stream.is_idle:
+            return self.original(x, *args, **kwargs)
+        return self.multiplexed(x)
+
+    def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def rows(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """Return `x` as `[rows, width]`, having checked that its rows are the stream's."""
+        if x.numel() != self.stream.num_rows * width:
+            raise UnsupportedModelError(
+                f"{self.name} ({type(self.module).__name__}) was called with a tensor of shape {list(x.shape)}, which "
+                f"is not one row for each of the {self.stream.num_rows} rows of the stream; allowed: layers that see "
+                "every token once, in order. Take this module out of target_modules (experts of a mixture, for one, "
+                "see tokens that were regrouped), or set the dropout to 0."
+            )
+        return x.reshape(-1, width)
+
+
+class MultiplexedLinear(_Multiplexed):
+    """The frozen linear layer once over the stream, and each task's LoRA on its own rows."""
+
+    def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[..., K]`."""
+        layer: Any = self.module
+        x_TD = self.rows(x, layer.in_features)
+        segments, factors = [], []
+        for segment in self.stream.segments:
+            if segment.adapter in layer.lora_A and not layer.disable_adapters:
+                segments.append(self._segment(segment))
+                factors.append((layer.lora_A[segment.adapter].weight, layer.lora_B[segment.adapter].weight))
+        weight, bias = frozen_weight(layer.base_layer)
+        y = grouped_lora(
+            x_TD, weight, bias, segments, factors, places=self.stream.places, out_features=layer.out_features
+        ).view(*x.shape[:-1], -1)
+        return y if weight is not None else layer.base_layer(x) + y
+
+    def _segment(self, rows: RowSegment) -> LoraSegment:
+        layer: Any = self.module
+        dropout = getattr(layer.lora_dropout[rows.adapter], "p", 0.0) if layer.training else 0.0
+        seed = rows.draw_seed(self.name) if dropout > 0.0 else 0
+        return LoraSegment(rows.start, rows.end, layer.scaling[rows.adapter], dropout, seed)
+
+
+class SlicedAdapter(_Multiplexed):
+    """PEFT's own layer, task by task on its rows: for layers without a grouped path (embeddings)."""
+
+    def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs of all tasks, in stream order."""
+        layer: Any = self.module
+        token_ids = self.rows(x, 1).view(1, -1)
+        before, parts, end = layer._active_adapter, [], 0
+        try:
+            for segment in self.stream.segments:
+                has_adapter = segment.adapter in layer.lora_embedding_A and not layer.disable_adapters
+                layer._active_adapter = [segment.adapter]
+                rows = token_ids[:, segment.start : segment.end]
+                parts.append(self.original(rows) if has_adapter else layer.base_layer(rows))
+                end = segment.end
+        finally:
+            layer._active_adapter = before
+        assert end == self.stream.num_rows, "the segments of a stream cover all of its rows"
+        return torch.cat(parts, dim=1)
+
+
+class MultiplexedDropout(_Multiplexed):
+    """The backbone's own dropout with draws that belong to each task, so that neighbours never shift them."""
+
+    def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `x`, dropped in training."""
+        dropout: Any = self.module
+        if not dropout.training or dropout.p == 0.0:
+            return x
+        x_TK = self.rows(x, x.shape[-1])
+        parts = [
+            philox.dropout(
+                x_TK[segment.start : segment.end],
+                self.stream.places[segment.start : segment.end],
+                dropout.p,
+                segment.draw_seed(self.name),
+            )
+            for segment in self.stream.segments
+        ]
+        return torch.cat(parts).view_as(x)
+
+
+def frozen_weight(base_layer: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return `(weight [K, D], bias [K])` of a plain linear layer; `(None, None)` for any other (quantised) kind."""
+    if type(base_layer) is nn.Linear:
+        return base_layer.weight, base_layer.bias
+    if type(base_layer) is Conv1D:
+        return base_layer.weight.t(), base_layer.bias
+    return None, None

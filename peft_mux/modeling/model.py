@@ -1,0 +1,436 @@
+"""`MultiTaskPeftModel`: a PEFT model that holds the adapters of many tasks and runs them all in one pass."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, PeftModel, TaskType
+from torch import nn
+
+from peft_mux.data.batch import MuxBatch
+from peft_mux.errors import ConfigError, Fault, closest, raise_faults
+from peft_mux.modeling import adapters as adapter_io
+from peft_mux.modeling import classification, losses
+from peft_mux.modeling.attention import ATTENTION_NAME, AttentionStream, register
+from peft_mux.modeling.layers import attach
+from peft_mux.modeling.stream import Stream
+from peft_mux.modeling.support import (
+    HEAD_NAMES,
+    check_backbone,
+    peft_config_faults,
+    position_offset,
+    target_faults,
+)
+from peft_mux.modeling.view import TaskView
+from peft_mux.task import check_task_names, name_fault
+
+
+@dataclass(frozen=True, slots=True)
+class MuxOutput:
+    """What a multiplexed forward pass returns.
+
+    Attributes:
+        losses: `[N]`, each task's part of its mean loss; their sum may be differentiated.
+        task_names: the N tasks, in the order of `losses`.
+    """
+
+    losses: torch.Tensor
+    task_names: tuple[str, ...]
+
+
+class MultiTaskPeftModel(PeftModel):
+    """Any number of adapters on one frozen backbone, each computing on its own rows of a packed stream.
+
+    It is a `PeftModel`: parameter names, saving and merging are PEFT's. Tasks are known to PEFT under internal ids,
+    because an adapter that is named like a module (`mlp`) empties the checkpoints of its neighbours there.
+
+    Args:
+        model: a transformers causal language model, or a model for sequence classification. Its modules are kept and
+            its weights frozen.
+        peft_configs: `PeftConfig` of each task by name; at least one.
+        seeds: fixes the initial adapter weights of a task, as `torch.manual_seed` before `get_peft_model` would; 42
+            where absent.
+        num_labels: classes of a task's head, for sequence classification; the backbone's where absent.
+        verify: hold packed against separate results on the backbone before anything else (a few short sequences).
+
+    Raises:
+        ConfigError: naming every task and field that cannot be trained.
+        UnsupportedModelError: if packing would change the model's results.
+
+    Example:
+        >>> model = MultiTaskPeftModel(base, {"sst2": LoraConfig(r=8), "qa": LoraConfig(r=64)})  # doctest: +SKIP
+        >>> model(mux_batch).losses.sum().backward()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        peft_configs: Mapping[str, PeftConfig],
+        *,
+        seeds: Mapping[str, int] | None = None,
+        num_labels: Mapping[str, int] | None = None,
+        verify: bool = True,
+    ) -> None:
+        """Inject the adapters, attach the multiplexed layers, and probe the backbone."""
+        check_backbone(model)
+        if not peft_configs:
+            raise ConfigError("peft_configs: got no task; allowed: at least one task name with its PeftConfig.")
+        _check_configs(peft_configs, model, taken=())
+        register()
+        first, *others = peft_configs
+        config = _own_copy(peft_configs[first], model)
+        adapter = "t000001"
+        with _seeded((seeds or {}).get(first, 42)), _peft_refusals(first):
+            super().__init__(model, config, adapter, low_cpu_mem_usage=_is_meta(model))
+        self.stream = Stream()
+        self._adapters: dict[str, str] = {}
+        self._num_registered = 0
+        self._module_names: dict[nn.Module, str] = {}
+        self._task_parameters: dict[str, dict[str, nn.Parameter]] = {}
+        self._adopt(first, adapter, (num_labels or {}).get(first), (seeds or {}).get(first, 42))
+        self._freeze_backbone()
+        self._register({name: peft_configs[name] for name in others}, seeds or {}, num_labels or {})
+        if verify and not _is_meta(model):
+            self.verify()
+
+    # ------------------------------------------------------------------ tasks
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks, in the order in which they came."""
+        return tuple(self._adapters)
+
+    @property
+    def backbone(self) -> Any:
+        """The transformers model under the adapters."""
+        return self.base_model.model
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether the backbone is a sequence classifier."""
+        return "ForSequenceClassification" in type(self.backbone).__name__
+
+    def register_tasks(
+        self,
+        peft_configs: Mapping[str, PeftConfig],
+        *,
+        seeds: Mapping[str, int] | None = None,
+        num_labels: Mapping[str, int] | None = None,
+    ) -> None:
+        """Add tasks between two steps; neither the backbone nor any other task is touched (M §3.2).
+
+        Args:
+            peft_configs: `PeftConfig` of each new task by name.
+            seeds: as for the class.
+            num_labels: as for the class.
+
+        Raises:
+            ConfigError: naming every fault of every new task; then none is added.
+        """
+        _check_configs(peft_configs, self.backbone, taken=self.tasks)
+        self._register(peft_configs, seeds or {}, num_labels or {})
+
+    def remove_tasks(self, names: list[str] | tuple[str, ...]) -> None:
+        """Drop tasks and free their adapters; the others stay as they are.
+
+        Raises:
+            ConfigError: for a name that is not held, or if no task would be left.
+        """
+        for name in names:
+            self.adapter_of(name)
+        if set(names) >= set(self.tasks):
+            raise ConfigError(
+                f"remove_tasks: got all tasks ({', '.join(names)}); allowed: all but one, as a model holds at least one."
+            )
+        for name in names:
+            adapter = self._adapters.pop(name)
+            del self._task_parameters[name]
+            if adapter in self.active_adapters:
+                self.base_model.set_adapter(next(iter(self._adapters.values())))
+            self.delete_adapter(adapter)
+        self.active_adapter = next(iter(self._adapters.values()))
+        self._mark_trainable()
+
+    def adapter_of(self, name: str) -> str:
+        """Return the internal adapter id under which PEFT knows a task.
+
+        Raises:
+            ConfigError: if the model does not hold the task.
+        """
+        if name not in self._adapters:
+            raise ConfigError(
+                f'got task "{name}"; allowed: {", ".join(self.tasks)}. {closest(name, self.tasks)}'.rstrip()
+            )
+        return self._adapters[name]
+
+    def task_parameters(self, name: str) -> dict[str, nn.Parameter]:
+        """Return a task's own parameters, by their PEFT names without the adapter id."""
+        self.adapter_of(name)
+        return self._task_parameters[name]
+
+    def task_view(self, name: str) -> TaskView:
+        """Return one task's model, for `generate` and plain forward passes."""
+        return TaskView(self, self.adapter_of(name))
+
+    def verify(self) -> None:
+        """Hold packed against separate results on the backbone; see `peft_mux.modeling.probe`.
+
+        Raises:
+            UnsupportedModelError: if they differ.
+        """
+        from peft_mux.modeling.probe import check_packing
+
+        check_packing(self)
+
+    # ---------------------------------------------------------------- forward
+
+    def forward(self, mux_batch: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Run a `MuxBatch` through the backbone and all of its tasks' adapters at once.
+
+        Args:
+            mux_batch: the packed stream, on the model's device; anything else goes to PEFT's own forward.
+            *args: for PEFT's forward.
+            **kwargs: for PEFT's forward.
+
+        Returns:
+            `MuxOutput` with one loss a task.
+        """
+        if not isinstance(mux_batch, MuxBatch):
+            args = args if mux_batch is None else (mux_batch, *args)
+            return super().forward(*args, **kwargs)
+        with self.multiplexing(mux_batch):
+            hidden_TD = self._hidden_states(mux_batch)
+            if self.is_classifier:
+                logits = classification.task_logits(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
+                terms, bounds = classification.task_losses(logits, mux_batch), mux_batch.sequence_offsets
+                counts = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+            else:
+                terms, rows = losses.token_losses(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
+                counts = rows.counts
+        return MuxOutput(losses.per_task(terms, counts, mux_batch.loss_weights), mux_batch.task_names)
+
+    @torch.no_grad()
+    def sequence_logits(self, mux_batch: MuxBatch) -> list[torch.Tensor]:
+        """Return the logits of every sequence: `[L, V]` for language models, `[C]` for classifiers."""
+        with self.multiplexing(mux_batch):
+            hidden_TD = self._hidden_states(mux_batch)
+            if self.is_classifier:
+                logits = classification.task_logits(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
+                return [row for part in logits for row in part]
+            return losses.stream_logits(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
+
+    @contextmanager
+    def multiplexing(self, batch: MuxBatch) -> Iterator[None]:
+        """Let the attached layers and attention read `batch` for the time of the `with` block."""
+        config = self.backbone.config
+        attention = config._attn_implementation
+        if attention != ATTENTION_NAME:
+            config._attn_implementation = ATTENTION_NAME
+        try:
+            with self.stream.reading(batch, self._adapters):
+                yield
+        finally:
+            if attention != ATTENTION_NAME:
+                config._attn_implementation = attention
+
+    def _hidden_states(self, batch: MuxBatch) -> torch.Tensor:
+        """Return `[T, D]` last hidden states."""
+        position_ids = batch.position_ids + position_offset(self.backbone)
+        arguments: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": position_ids}
+        arguments["mux_stream"] = AttentionStream(self.stream, batch, self._module_names)
+        if batch.token_type_ids is not None:
+            arguments["token_type_ids"] = batch.token_type_ids
+        if hasattr(self.backbone.config, "use_cache"):
+            arguments["use_cache"] = False
+        with classification.without_pooler(self.backbone) if self.is_classifier else nullcontext():
+            return self.backbone.base_model(**arguments).last_hidden_state[0]
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Switch all adapters off for the time of the `with` block."""
+        with self.disable_adapter():
+            yield
+        self._mark_trainable()
+
+    def activation_checkpointing_enable(self, **kwargs: Any) -> None:
+        """Recompute each layer's activations in the backward pass, reading the micro-batch they came from.
+
+        Args:
+            **kwargs: for `torch.utils.checkpoint.checkpoint`; it is always non-reentrant.
+
+        Raises:
+            ConfigError: if reentrant checkpointing is asked for.
+        """
+        if kwargs.pop("use_reentrant", False):
+            raise ConfigError("use_reentrant: got True; allowed: False, as adapters sit inside the checkpointed layers.")
+        arguments = {"use_reentrant": False, "context_fn": self._checkpoint_contexts, "preserve_rng_state": False}
+        enable = getattr(self.backbone, "activation_checkpointing_enable", None)
+        if enable is not None:
+            enable(activation_checkpointing_kwargs={**arguments, **kwargs})
+        else:
+            self.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={**arguments, **kwargs})
+
+    gradient_checkpointing_enable = activation_checkpointing_enable
+
+    def _checkpoint_contexts(self) -> tuple[Any, Any]:
+        batch = self.stream.batch
+        return nullcontext(), nullcontext() if batch is None else self.multiplexing(batch)
+
+    # ------------------------------------------------------------------ files
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
+        """Write one sub-folder a task, each a plain PEFT adapter at its root.
+
+        Args:
+            save_directory: made where absent.
+            **kwargs: none is supported; PEFT's options are refused, not ignored.
+
+        Raises:
+            ConfigError: for options.
+        """
+        if kwargs:
+            raise ConfigError(f"save_pretrained: got {', '.join(kwargs)}; allowed: the folder alone.")
+        for name in self.tasks:
+            self.save_task(name, Path(save_directory) / name)
+
+    def save_task(self, name: str, folder: str | Path) -> None:
+        """Write one task's adapter as plain PEFT does; `PeftModel.from_pretrained(base, folder)` loads it."""
+        adapter_io.save_adapter(self, self.adapter_of(name), Path(folder))
+
+    def load_task(self, name: str, folder: str | Path) -> None:
+        """Read one task's adapter weights from a PEFT adapter folder.
+
+        Raises:
+            CheckpointError: if the tensors are not exactly this task's.
+        """
+        adapter_io.load_adapter(self, self.adapter_of(name), Path(folder))
+
+    @classmethod
+    def from_pretrained(cls, model: Any, model_id: str | Path, **kwargs: Any) -> MultiTaskPeftModel:  # type: ignore[override]
+        """Build a model with every adapter of a folder that `save_pretrained` (or a run) wrote.
+
+        Args:
+            model: the backbone.
+            model_id: folder with one sub-folder a task; other contents are passed over.
+            **kwargs: for the class.
+
+        Raises:
+            CheckpointError: if there is no adapter, or one does not fit.
+        """
+        folders = adapter_io.adapter_folders(Path(model_id))
+        configs = {name: PeftConfig.from_pretrained(str(folder)) for name, folder in folders.items()}
+        labels = {name: adapter_io.num_labels(folder) for name, folder in folders.items()}
+        for config in configs.values():
+            config.inference_mode = False
+        kwargs.setdefault("num_labels", {name: count for name, count in labels.items() if count is not None})
+        mux_model = cls(model, configs, **kwargs)
+        for name, folder in folders.items():
+            mux_model.load_task(name, folder)
+        return mux_model
+
+    # --------------------------------------------------------------- internal
+
+    def _register(
+        self, peft_configs: Mapping[str, PeftConfig], seeds: Mapping[str, int], num_labels: Mapping[str, int]
+    ) -> None:
+        for name, config in peft_configs.items():
+            adapter = f"t{self._num_registered + 1:06d}"
+            with _seeded(seeds.get(name, 42)), _peft_refusals(name):
+                self.add_adapter(adapter, _own_copy(config, self.backbone), low_cpu_mem_usage=_is_meta(self.backbone))
+            self._adopt(name, adapter, num_labels.get(name), seeds.get(name, 42))
+
+    def _adopt(self, name: str, adapter: str, num_labels: int | None, seed: int) -> None:
+        """Take an injected adapter in: its head, its layers, its parameters."""
+        self._adapters[name] = adapter
+        self._num_registered += 1
+        if self.is_classifier:
+            adapter_io.resize_head(self.backbone, adapter, num_labels, seed)
+        attach(self.backbone, self.stream)
+        self._module_names = {module: module_name for module_name, module in self.backbone.named_modules()}
+        marker = f".{adapter}"
+        self._task_parameters[name] = {
+            key.replace(marker, "", 1): parameter
+            for key, parameter in self.named_parameters()
+            if f"{marker}." in key or key.endswith(marker)
+        }
+        self._mark_trainable()
+
+    def _freeze_backbone(self) -> None:
+        own = {id(parameter) for group in self._task_parameters.values() for parameter in group.values()}
+        for parameter in self.parameters():
+            parameter.requires_grad_(id(parameter) in own)
+
+    def _mark_trainable(self) -> None:
+        """Let every task train: PEFT keeps gradients for the active adapter only."""
+        for group in self._task_parameters.values():
+            for parameter in group.values():
+                parameter.requires_grad_(True)
+
+
+def _check_configs(peft_configs: Mapping[str, PeftConfig], backbone: Any, taken: tuple[str, ...]) -> None:
+    faults: list[Fault] = []
+    for name, config in peft_configs.items():
+        fault = name_fault(name, f"tasks.{name}.name")
+        faults += [fault] if fault else []
+        own = peft_config_faults(config, f"tasks.{name}")
+        faults += own or target_faults(config, backbone, f"tasks.{name}") + _task_type_faults(config, backbone, name)
+    raise_faults(faults)
+    check_task_names(peft_configs, taken)
+
+
+def _task_type_faults(config: PeftConfig, backbone: Any, name: str) -> list[Fault]:
+    is_classifier = "ForSequenceClassification" in type(backbone).__name__
+    wants_classifier = config.task_type == TaskType.SEQ_CLS
+    if is_classifier == wants_classifier:
+        return []
+    where, got = f"tasks.{name}.peft_config.task_type", str(getattr(config.task_type, "value", config.task_type))
+    if is_classifier:
+        return [Fault(where, got, f"SEQ_CLS, as the backbone is a {type(backbone).__name__}")]
+    return [
+        Fault(
+            where,
+            got,
+            f"CAUSAL_LM or None, as the backbone is a {type(backbone).__name__}",
+            "Load it with AutoModelForSequenceClassification to train classifiers.",
+        )
+    ]
+
+
+def _own_copy(config: PeftConfig, backbone: Any) -> PeftConfig:
+    """Return a copy that PEFT may write into, completed as `get_peft_model` completes it."""
+    own = copy.deepcopy(config)
+    own.base_model_name_or_path = getattr(backbone, "name_or_path", None)
+    own.inference_mode = False
+    if isinstance(own, LoraConfig) and own.task_type == TaskType.SEQ_CLS:
+        own.modules_to_save = list(HEAD_NAMES)
+    return own
+
+
+def _is_meta(model: nn.Module) -> bool:
+    return next(model.parameters()).is_meta
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed torch's CPU generator, as an owner who trains alone would, and put it back afterwards."""
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def _peft_refusals(name: str) -> Iterator[None]:
+    """Turn what PEFT itself refuses into an error that names the task."""
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"tasks.{name}.peft_config: PEFT refuses it: {error}") from error

@@ -1,0 +1,1 @@
+"""Planning in pure Python: what runs together, when, and in how much memory."""

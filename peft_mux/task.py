@@ -1,0 +1,376 @@
+"""`Task`: what one owner wants trained, and every check that needs neither a model nor a tokenizer.
+
+Not here: checks against the backbone (`modeling/`), against rows (`data/`), and between tasks of a run
+(`check_task_names`, called by the trainer).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+from peft_mux.compat import StrEnum
+from peft_mux.errors import ConfigError, Fault, closest, raise_faults
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+    from transformers import TrainerCallback
+
+NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+RESERVED_NAMES = frozenset(
+    "run state control plan metrics report config environment tmp con prn aux nul".split()
+    + [f"com{port}" for port in range(1, 10)]
+    + [f"lpt{port}" for port in range(1, 10)]
+)
+"""Names that the run folder uses itself, and device names of Windows; compared case-folded."""
+
+
+class TaskStatus(StrEnum):
+    """Where a task stands in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PAUSED = "paused"
+    SUCCEEDED = "succeeded"
+    STOPPED_EARLY = "stopped_early"
+    FAILED = "failed"
+    REMOVED = "removed"
+
+    @property
+    def is_final(self) -> bool:
+        """Whether the task will not train again."""
+        return self not in (TaskStatus.WAITING, TaskStatus.RUNNING, TaskStatus.PAUSED)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlyStopping:
+    """Stop a task when its metric has not improved for a while, and go back to its best adapter.
+
+    Attributes:
+        metric: key of an evaluation metric, `eval_loss` or one that `compute_metrics` returns.
+        patience: evaluations without improvement after which the task stops.
+        min_delta: change that counts as an improvement.
+        greater_is_better: direction; by default `False` for names that end with `loss`, else `True`.
+    """
+
+    metric: str = "eval_loss"
+    patience: int = 3
+    min_delta: float = 0.0
+    greater_is_better: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ConfigError: if the patience is not at least 1 or the delta is negative.
+        """
+        faults = []
+        if not _is_integer(self.patience) or self.patience < 1:
+            faults.append(Fault("early_stopping.patience", repr(self.patience), "an integer of at least 1"))
+        if not _is_real(self.min_delta) or self.min_delta < 0:
+            faults.append(Fault("early_stopping.min_delta", repr(self.min_delta), "a number of at least 0"))
+        if not isinstance(self.metric, str) or not self.metric:
+            faults.append(Fault("early_stopping.metric", repr(self.metric), "the name of a metric"))
+        raise_faults(faults)
+
+    @property
+    def maximise(self) -> bool:
+        """Whether a greater metric is the better one."""
+        if self.greater_is_better is not None:
+            return self.greater_is_better
+        return not self.metric.endswith("loss")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Task:
+    """One fine-tuning job: its name, its adapter, its data and its hyper-parameters.
+
+    A hyper-parameter that is `None` comes from the run's `MultiTaskTrainingArguments`; names and
+    meanings are those of `transformers.TrainingArguments` and `trl.SFTConfig`.
+
+    Attributes:
+        name: letters, digits, `_` and `-`, at most 64; unique in the run whatever the case.
+        peft_config: adapter of the task; see `peft_mux.modeling.support` for what is supported.
+        train_dataset: `datasets.Dataset`, `IterableDataset`, or a list of dicts; tokenised rows
+            (`input_ids`, optional `labels`, `attention_mask`), `text`, `prompt`/`completion` or `messages`;
+            `text` (optional `text_pair`) and `label` for sequence classification.
+        eval_dataset: the same, held out.
+        train_batch_size: sequences per optimizer step of this task (its *global* batch); by default
+            the run's `per_device_train_batch_size * gradient_accumulation_steps`.
+        max_steps: optimizer steps of the task; takes precedence over `num_train_epochs`.
+        shuffle: whether each epoch has its own order.
+        seed: fixes the adapter's initial weights, the order of the data and the dropout.
+        max_length: tokens of a row after which `overlong_policy` of the run applies.
+        completion_only_loss: loss on the completion only; by default for `prompt`/`completion` rows.
+        assistant_only_loss: loss on the assistant's turns only (`messages` rows).
+        chat_template: Jinja template for `messages` rows; by default the tokenizer's.
+        num_labels: classes of this task's head (sequence classification); by default the backbone's.
+        compute_metrics: takes a `transformers.EvalPrediction`, returns a dict of numbers.
+        preprocess_logits_for_metrics: shrinks `(logits, labels)` before they are gathered.
+        early_stopping: when to stop before `max_steps`.
+        callbacks: `TrainerCallback`s that see this task's own state and may stop this task alone.
+        loss_type: `"nll"`, the mean negative log-likelihood of the target tokens.
+        priority: tasks of higher priority are admitted first.
+        eval_steps: evaluate every so many steps of this task; 0 for never.
+        save_steps: write `<task>/checkpoint-<step>` every so many steps of this task; 0 for never.
+
+    Raises:
+        ConfigError: naming every field that cannot be run.
+
+    Example:
+        >>> from peft import LoraConfig
+        >>> task = Task(name="sst2", peft_config=LoraConfig(r=8), train_dataset=[{"text": "a fine film"}])
+        >>> task.name
+        'sst2'
+    """
+
+    name: str
+    peft_config: PeftConfig
+    train_dataset: Any
+    eval_dataset: Any = None
+    train_batch_size: int | None = None
+    learning_rate: float | None = None
+    num_train_epochs: float | None = None
+    max_steps: int | None = None
+    weight_decay: float | None = None
+    lr_scheduler_type: str | None = None
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    warmup_steps: float | None = None
+    max_grad_norm: float | None = None
+    optim: str | None = None
+    optim_args: str | None = None
+    adam_beta1: float | None = None
+    adam_beta2: float | None = None
+    adam_epsilon: float | None = None
+    seed: int | None = None
+    shuffle: bool = True
+    max_length: int | None = None
+    completion_only_loss: bool | None = None
+    assistant_only_loss: bool = False
+    chat_template: str | None = None
+    num_labels: int | None = None
+    eval_steps: float | None = None
+    save_steps: float | None = None
+    compute_metrics: Callable[..., dict[str, float]] | None = None
+    preprocess_logits_for_metrics: Callable[..., Any] | None = None
+    early_stopping: EarlyStopping | None = None
+    callbacks: Sequence[TrainerCallback] = field(default=())
+    loss_type: str = "nll"
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        """Check every field that can be judged without a model or a tokenizer."""
+        raise_faults(_task_faults(self))
+
+    @property
+    def is_classification(self) -> bool:
+        """Whether the task trains a sequence classifier."""
+        return str(getattr(self.peft_config, "task_type", None) or "").endswith("SEQ_CLS")
+
+
+def check_task_names(names: Iterable[str], taken: Iterable[str] = ()) -> None:
+    """Refuse names that differ at most in case, among themselves or from those already taken.
+
+    Raises:
+        ConfigError: naming each duplicate.
+    """
+    faults, seen = [], {name.casefold(): name for name in taken}
+    for name in names:
+        if name.casefold() in seen:
+            faults.append(
+                Fault(
+                    f"tasks.{name}.name",
+                    f'"{name}" beside "{seen[name.casefold()]}"',
+                    "names that differ in more than case (they become folders)",
+                    "Rename one of them.",
+                )
+            )
+        seen[name.casefold()] = name
+    raise_faults(faults)
+
+
+def name_fault(name: object, where: str = "task.name") -> Fault | None:
+    """Return what is wrong with a task's name, or `None`."""
+    allowed = "1 to 64 letters, digits, '_' and '-', beginning with a letter or digit (it becomes a folder)"
+    if not isinstance(name, str):
+        return Fault(where, f"{name!r} ({type(name).__name__})", allowed)
+    shown = repr(name) if len(name) <= 80 else f"a name of {len(name)} characters"
+    if not NAME_PATTERN.fullmatch(name):
+        return Fault(where, shown, allowed)
+    if name.casefold() in RESERVED_NAMES:
+        return Fault(where, shown, f"any name but {', '.join(sorted(RESERVED_NAMES))} (reserved)")
+    return None
+
+
+def hyper_parameter_faults(values: Any, where: str) -> list[Fault]:
+    """Return what is wrong with the numbers of a task or of the run's arguments.
+
+    Args:
+        values: object whose attributes carry `TrainingArguments` names; `None` and absent are skipped.
+        where: prefix of the fields in messages, such as `tasks.sql`.
+    """
+    faults = []
+    for name, (is_valid, allowed) in _NUMBER_RULES.items():
+        value = getattr(values, name, None)
+        if value is not None and not is_valid(value):
+            faults.append(Fault(f"{where}.{name}", repr(value), allowed))
+    return faults
+
+
+def supported_optimizers() -> list[str]:
+    """Return the `optim` names of Trainer that can be held per task.
+
+    Left out are optimizers that step inside the backward pass or layer by layer (LOMO, layer-wise kinds), that project
+    modules named for the whole model (GaLore, APOLLO), and that swap weights for evaluation (schedule-free).
+    """
+    from transformers.training_args import OptimizerNames
+
+    names = [str(option.value) for option in OptimizerNames]
+    refused = ("lomo", "galore", "apollo", "layerwise", "schedule_free")
+    return [name for name in names if not any(part in name for part in refused)]
+
+
+def supported_schedules() -> list[str]:
+    """Return the `lr_scheduler_type` names of Trainer that depend on the step alone."""
+    from transformers import SchedulerType
+
+    refused = ("reduce_lr_on_plateau", "greedy")
+    return [str(kind.value) for kind in SchedulerType if str(kind.value) not in refused]
+
+
+def _task_faults(task: Task) -> list[Fault]:
+    fault = name_fault(task.name)
+    where = f"tasks.{task.name}" if fault is None else "task"
+    faults = [fault] if fault else []
+    faults += _peft_config_faults(task.peft_config, where)
+    faults += _dataset_faults(task.train_dataset, f"{where}.train_dataset")
+    if task.eval_dataset is not None:
+        faults += _dataset_faults(task.eval_dataset, f"{where}.eval_dataset")
+    faults += hyper_parameter_faults(task, where)
+    faults += _choice_faults(task, where)
+    faults += _combination_faults(task, where)
+    return faults
+
+
+def _peft_config_faults(config: object, where: str) -> list[Fault]:
+    from peft import PeftConfig
+
+    if isinstance(config, PeftConfig):
+        return []
+    return [Fault(f"{where}.peft_config", type(config).__name__, "a peft.PeftConfig such as LoraConfig(r=8)")]
+
+
+def _dataset_faults(dataset: Any, where: str) -> list[Fault]:
+    allowed = "a datasets.Dataset or IterableDataset, or a list of dicts, with at least one row"
+    if dataset is None or isinstance(dataset, (str, bytes, dict)):
+        fix = "Pick one split, such as dataset['train']." if isinstance(dataset, dict) else ""
+        return [Fault(where, type(dataset).__name__, allowed, fix)]
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        return [] if len(dataset) else [Fault(where, "an empty dataset", allowed)]
+    if hasattr(dataset, "__iter__") and not hasattr(dataset, "__next__"):
+        return []
+    fix = "An iterator can be read only once; give the iterable itself." if hasattr(dataset, "__next__") else ""
+    return [Fault(where, type(dataset).__name__, allowed, fix)]
+
+
+def _choice_faults(task: Task, where: str) -> list[Fault]:
+    faults = []
+    for name, value, options in (
+        ("optim", task.optim, supported_optimizers()),
+        ("lr_scheduler_type", task.lr_scheduler_type, supported_schedules()),
+        ("loss_type", task.loss_type, ["nll"]),
+    ):
+        plain = getattr(value, "value", value)
+        if plain is not None and plain not in options:
+            faults.append(Fault(f"{where}.{name}", repr(plain), ", ".join(options), closest(str(plain), options)))
+    for name in ("compute_metrics", "preprocess_logits_for_metrics"):
+        value = getattr(task, name)
+        if value is not None and not callable(value):
+            faults.append(Fault(f"{where}.{name}", repr(value), "a function"))
+    return faults
+
+
+def _combination_faults(task: Task, where: str) -> list[Fault]:
+    faults = []
+    if task.early_stopping is not None and not isinstance(task.early_stopping, EarlyStopping):
+        faults.append(Fault(f"{where}.early_stopping", repr(task.early_stopping), "EarlyStopping(metric=..., patience=...)"))
+    elif task.early_stopping is not None:
+        if task.eval_dataset is None:
+            faults.append(Fault(f"{where}.eval_dataset", "None", "held-out rows, as early_stopping is set"))
+        if task.compute_metrics is None and task.early_stopping.metric not in ("eval_loss", "eval_perplexity"):
+            faults.append(
+                Fault(
+                    f"{where}.early_stopping.metric",
+                    repr(task.early_stopping.metric),
+                    "eval_loss or eval_perplexity where compute_metrics is not set",
+                    "Set compute_metrics so that it returns this metric.",
+                )
+            )
+    if task.compute_metrics is not None and task.eval_dataset is None:
+        faults.append(Fault(f"{where}.compute_metrics", "a function", "none where eval_dataset is not set"))
+    is_stream = not hasattr(task.train_dataset, "__len__") and task.train_dataset is not None
+    if is_stream and not task.max_steps:
+        faults.append(
+            Fault(f"{where}.max_steps", repr(task.max_steps), "a number of steps, as a stream has no length")
+        )
+    return faults
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integer(minimum: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: _is_integer(value) and value >= minimum, f"an integer of at least {minimum}"
+
+
+def _real(minimum: float) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: _is_real(value) and value >= minimum, f"a finite number of at least {minimum:g}"
+
+
+def _positive(what: str = "a finite number above 0") -> tuple[Callable[[Any], bool], str]:
+    return lambda value: _is_real(value) and value > 0, what
+
+
+_NUMBER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "train_batch_size": _integer(1),
+    "learning_rate": _positive(),
+    "num_train_epochs": _positive(),
+    "max_steps": (
+        lambda value: _is_integer(value) and (value >= 1 or value == -1),
+        "an integer of at least 1, or -1 for num_train_epochs",
+    ),
+    "weight_decay": _real(0),
+    "warmup_steps": _real(0),
+    "max_grad_norm": _real(0),
+    "adam_beta1": (lambda value: _is_real(value) and 0 <= value < 1, "a number in [0, 1)"),
+    "adam_beta2": (lambda value: _is_real(value) and 0 <= value < 1, "a number in [0, 1)"),
+    "adam_epsilon": _real(0),
+    "seed": (lambda value: _is_integer(value) and 0 <= value < 2**63, "an integer in [0, 2**63)"),
+    "max_length": _integer(2),
+    "num_labels": _integer(1),
+    "eval_steps": _integer(0),
+    "save_steps": _integer(0),
+    "priority": (_is_integer, "an integer"),
+}
+
+TASK_FIELDS = tuple(item.name for item in fields(Task))
+"""Names of the fields of a `Task`, for files and for messages."""
+
+__all__ = [
+    "TASK_FIELDS",
+    "ConfigError",
+    "EarlyStopping",
+    "Task",
+    "TaskStatus",
+    "check_task_names",
+    "hyper_parameter_faults",
+    "name_fault",
+]

@@ -1,0 +1,643 @@
+"""`MultiTaskTrainer`: several PEFT tasks on one frozen backbone, trained together, each as if it were alone."""
+
+from __future__ import annotations
+
+import json
+import queue
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import (
+    DefaultFlowCallback,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+)
+from transformers.trainer_utils import TrainOutput
+
+from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments, task_arguments
+from peft_mux.backbone import Backbone
+from peft_mux.callbacks import TaskCallbacks
+from peft_mux.checkpoint import RunFolder
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.dispatcher import Dispatcher
+from peft_mux.engine.executor import Executor
+from peft_mux.engine.isolation import LastGood
+from peft_mux.errors import CheckpointError, ConfigError, Fault, closest, raise_faults
+from peft_mux.evaluation import evaluate_task
+from peft_mux.interrupts import stop_at_signal
+from peft_mux.metrics import MetricsLog, read_metrics
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.optim import TaskOptimizer
+from peft_mux.planning import make_plan
+from peft_mux.scheduler.plan import Plan
+from peft_mux.task import Task, TaskStatus, check_task_names
+from peft_mux.task_run import TaskEvent, TaskRun, TaskTable
+from peft_mux.task_setup import class_count, make_task_runs
+from peft_mux.ui.progress import Progress, SilentProgress, make_progress
+
+
+class MultiTaskTrainer(Trainer):
+    """Trains many PEFT tasks at once; a `transformers.Trainer` whose one model serves them all.
+
+    Args:
+        model: hub id or folder of a transformers model (loaded when training begins), a `PreTrainedModel`, or a
+            `MultiTaskPeftModel`.
+        args: of the run; its hyper-parameters are the defaults of tasks that do not set their own.
+        tasks: what to train. May be left out with a `MultiTaskPeftModel` and `train_dataset`.
+        processing_class: tokenizer; by default that of `model` where it is a hub id or folder.
+        train_dataset: short form for equal hyper-parameters: rows by task name, for a `MultiTaskPeftModel`.
+        eval_dataset: held-out rows by task name, in the short form.
+        callbacks: `TrainerCallback`s that see the run; those of a `Task` see the task.
+        model_init_kwargs: for `from_pretrained` where `model` is a hub id or folder.
+        **unsupported: Trainer's other arguments have no meaning for many tasks; they are refused.
+
+    Raises:
+        ConfigError: naming every setting that cannot be run.
+        DataError: naming the rows that cannot be trained on.
+        UnsupportedModelError: if packing would change the backbone's results.
+
+    Example:
+        >>> trainer = MultiTaskTrainer("Qwen/Qwen3-0.6B", args, tasks=[sst2, qa])  # doctest: +SKIP
+        >>> print(trainer.plan())  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        args: MultiTaskTrainingArguments | None = None,
+        tasks: Sequence[Task] | None = None,
+        *,
+        processing_class: Any = None,
+        train_dataset: Mapping[str, Any] | None = None,
+        eval_dataset: Mapping[str, Any] | None = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
+        model_init_kwargs: Mapping[str, Any] | None = None,
+        **unsupported: Any,
+    ) -> None:
+        """Check everything that can be checked before the first step; load no weights."""
+        _refuse_trainer_arguments(unsupported)
+        run_args = require_arguments(args or MultiTaskTrainingArguments(output_dir="peft_mux_output"))
+        self.tasks = _task_list(model, tasks, train_dataset, eval_dataset)
+        source = Backbone(model, run_args, processing_class, dict(model_init_kwargs or {}))
+        source.check(self.tasks)
+        runs = make_task_runs(self.tasks, run_args, source.tokenizer, source.config)
+        self._source = source
+        self._class_counts = {run.name: count for run in runs if (count := class_count(run)) is not None}
+        described = source.describe(self.tasks, self._class_counts)
+        super().__init__(
+            model=described, args=run_args, processing_class=source.tokenizer, callbacks=list(callbacks or ())
+        )
+        for callback in (DefaultFlowCallback, PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+        self.state = TrainerState()
+        self.table = TaskTable()
+        for run in runs:
+            self.table.add(run)
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._collator = self._make_collator()
+        self._is_saved_at: int | None = None
+        self._folder: RunFolder | None = None
+        self._executor: Executor | None = None
+        self._dispatcher: Dispatcher | None = None
+        self._metrics = MetricsLog(None)
+        self._progress: Progress = SilentProgress()
+        self._task_callbacks: dict[str, TaskCallbacks] = {}
+        self._num_stream_tokens = 0
+        self._has_trained = False
+
+    # ------------------------------------------------------------- overview
+
+    @property
+    def task_states(self) -> dict[str, TrainerState]:
+        """State of each task as Trainer keeps it: `global_step`, `epoch`, `log_history`."""
+        return {run.name: run.state for run in self.table}
+
+    @property
+    def task_statuses(self) -> dict[str, TaskStatus]:
+        """Where each task stands."""
+        return {run.name: run.status for run in self.table}
+
+    def plan(self) -> Plan:
+        """Return what would run together, in how many passes and how much memory; allocates nothing."""
+        runs = [run for run in self.table if not run.status.is_final and run.status is not TaskStatus.PAUSED]
+        return make_plan(runs, self.model, self._source, self.args, self._collator)
+
+    # ------------------------------------------------------------- training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **unsupported: Any) -> TrainOutput:
+        """Train until every task has ended or is paused.
+
+        Args:
+            resume_from_checkpoint: `True` for the newest state in `output_dir`, or another run's folder. Every task
+                goes on exactly where that state left it.
+            **unsupported: Trainer's other arguments are refused.
+
+        Returns:
+            Number of run steps, mean of the tasks' last losses, and metrics with `task/metric` keys.
+
+        Raises:
+            CheckpointError: if there is nothing to resume from, or `output_dir` already holds a run that is not resumed.
+        """
+        _refuse_trainer_arguments(unsupported)
+        resume = resume_from_checkpoint or self.args.resume_from_checkpoint
+        self._begin(resume)
+        started, first_token, first_step = time.perf_counter(), self._num_stream_tokens, self.state.global_step
+        try:
+            with stop_at_signal(self._request_stop):
+                self._run_steps()
+        finally:
+            self._progress.stop()
+            self.is_in_train = False
+        seconds = time.perf_counter() - started
+        return self._finish(seconds, self._num_stream_tokens - first_token, self.state.global_step - first_step)
+
+    def _run_steps(self) -> None:
+        self._obey_commands()
+        while self.table.running and not self.control.should_training_stop:
+            self._step()
+            self._obey_commands()
+
+    def _step(self) -> None:
+        """Take one step of every running task."""
+        assert self._dispatcher is not None, "train() begins before it steps"
+        assert self._executor is not None, "train() begins before it steps"
+        self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+        stepping = [run.name for run in self.table.running]
+        work = self._dispatcher.next(self.table.running)
+        result = self._executor.run(work)
+        self.table.apply(result)
+        self.state.global_step += 1
+        self._num_stream_tokens += result.num_stream_tokens
+        self._after_step(stepping)
+
+    def _after_step(self, names: list[str]) -> None:
+        self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
+        for name in names:
+            if self.table[name].status is TaskStatus.RUNNING:
+                self._task_callbacks[name].call("on_step_end")
+        self._log_if_due()
+        self._evaluate_if_due(names)
+        for event in self.table.collect():
+            self._on_event(event)
+        self._save_if_due(names)
+        self._progress.advance(self.table)
+
+    def _begin(self, resume: str | bool | None) -> None:
+        """Load what must be loaded, start or restore the tasks, and open the run folder."""
+        self._materialise()
+        root = Path(self.args.output_dir)
+        saves = self.args.save_strategy != "no"
+        if self._folder is None and saves:
+            self._folder = RunFolder(root, self.model, keep=self.args.save_total_limit)
+            if self._folder.records() and not resume:
+                raise CheckpointError(
+                    f"output_dir: got {root}, which holds a run; allowed: a new folder, or train(resume_from_checkpoint="
+                    "True) to go on with it. Delete it to train anew."
+                )
+        root.mkdir(parents=True, exist_ok=True)
+        self._metrics = MetricsLog(root)
+        for run in self.table:
+            if run.status is TaskStatus.WAITING:
+                self._start(run)
+        if resume and not self._has_trained:
+            self._resume(root if resume is True else Path(resume))
+        self._has_trained = True
+        self._replan()
+        self._write_config(root)
+        self.is_in_train = True
+        self.control.should_training_stop = False
+        self._progress = make_progress(
+            enabled=not self.args.disable_tqdm, is_main_process=self.is_world_process_zero()
+        )
+        self._progress.start(self.table)
+        self.table.collect()
+        self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
+        for callbacks in self._task_callbacks.values():
+            callbacks.call("on_train_begin")
+
+    def _materialise(self) -> None:
+        """Load the weights, if the model is still a description, and place the model."""
+        if self._executor is not None:
+            return
+        self.model = self._source.load(self.model, self.tasks, self._class_counts)
+        self.model_wrapped = self.callback_handler.model = self.model
+        self.model.to(self.args.device)
+        if self.args.uses_checkpointing:
+            self.model.activation_checkpointing_enable(**self.args.checkpointing_kwargs)
+        self.model.train()
+        self._executor = Executor(self.model, bf16=self.args.bf16)
+
+    def _start(self, run: TaskRun) -> None:
+        """Give a task its optimizer and let it take steps."""
+        parameters = self.model.task_parameters(run.name)
+        run.optimizer = TaskOptimizer(run.name, parameters, run.hyper, run.num_steps, self.args)
+        run.last_good = LastGood(parameters)
+        run.status = TaskStatus.RUNNING
+        own_args = task_arguments(run.hyper, self.args)
+        self._task_callbacks[run.name] = TaskCallbacks(run, own_args, self.model, self.processing_class)
+
+    def _resume(self, root: Path) -> None:
+        folder = self._folder if self._folder is not None and root == self._folder.root else RunFolder(root, self.model)
+        records = folder.records()
+        if not records:
+            raise CheckpointError(
+                f"resume_from_checkpoint: got {root}, which holds no state of a run; allowed: the output_dir of a run "
+                "that has saved at least once. Call train() without it to begin."
+            )
+        record = records[-1][0]
+        for name, entry in record["tasks"].items():
+            if name not in self.table:
+                self._say(f'task "{name}" of the resumed run is not among the tasks given now; it is left out')
+                continue
+            folder.restore(self.table[name], entry["step"], self._say)
+        self.table.reorder(list(record["tasks"]))
+        self.state.global_step = record["run_step"]
+        self._metrics.truncate_after(record["run_step"])
+
+    def _finish(self, seconds: float, num_tokens: int, num_steps: int) -> TrainOutput:
+        metrics: dict[str, float] = {"train_runtime": seconds, "train_tokens_per_second": num_tokens / max(seconds, 1e-9)}
+        metrics["train_steps_per_second"] = num_steps / max(seconds, 1e-9)
+        for run in self.table:
+            metrics[f"{run.name}/train_loss"] = run.last_loss
+        if self._folder is not None and self._is_saved_at != self.state.global_step:
+            self._save([run for run in self.table if not run.status.is_final])
+        self._metrics.write({"event": "run", "run_step": self.state.global_step, **metrics})
+        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
+        for callbacks in self._task_callbacks.values():
+            callbacks.call("on_train_end")
+        finite = [run.last_loss for run in self.table if run.last_loss == run.last_loss]
+        return TrainOutput(self.state.global_step, sum(finite) / max(len(finite), 1), metrics)
+
+    # -------------------------------------------------- logging, evaluation
+
+    def _log_if_due(self) -> None:
+        step = self.state.global_step
+        due = self.args.logging_strategy != "no" and (
+            step % self.args.logging_steps == 0 or (self.args.logging_first_step and step == 1)
+        )
+        if due or self.control.should_log:
+            self.control.should_log = False
+            self._log_tasks()
+
+    def _log_tasks(self) -> None:
+        logs: dict[str, float] = {}
+        for run in self.table:
+            loss = run.loss_mean.read()
+            if loss is None:
+                continue
+            own = {"loss": loss, "grad_norm": run.last_gradient_norm}
+            if run.optimizer is not None:
+                own["learning_rate"] = run.optimizer.learning_rate
+            self._record(run, "train", own)
+            logs.update({f"{run.name}/{key}": value for key, value in own.items()})
+        if logs:
+            self._progress.log(
+                f"step {self.state.global_step}  "
+                + "  ".join(f"{key.removesuffix('/loss')} {value:.4f}" for key, value in logs.items() if key.endswith("/loss"))
+            )
+            self._emit(logs)
+
+    def _record(self, run: TaskRun, event: str, values: Mapping[str, float]) -> None:
+        """Keep numbers of one task: in its state, in `metrics.jsonl`, and for its own callbacks."""
+        entry: dict[str, Any] = {"step": run.step, **({} if run.epoch is None else {"epoch": run.epoch}), **values}
+        run.state.log_history.append(entry)
+        record = {"event": event, "run_step": self.state.global_step, "task": run.name, "num_tokens": run.num_tokens}
+        self._metrics.write({**record, **entry})
+        self._task_callbacks[run.name].call("on_log", logs=dict(values))
+
+    def _emit(self, logs: dict[str, float]) -> None:
+        """Hand `task/metric` numbers to the run's callbacks and integrations."""
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
+
+    def _evaluate_if_due(self, names: list[str]) -> None:
+        everybody = self.control.should_evaluate
+        self.control.should_evaluate = False
+        for name in names:
+            run = self.table[name]
+            if run.status is TaskStatus.RUNNING and run.eval_data is not None and (run.is_evaluation_due or everybody):
+                self._evaluate(run)
+            if run.status is TaskStatus.RUNNING and self._task_callbacks[name].control.should_training_stop:
+                self._end(run, TaskStatus.STOPPED_EARLY, "stopped by a callback of the task")
+
+    def _evaluate(self, run: TaskRun) -> dict[str, float]:
+        """Evaluate one task and follow its early stopping."""
+        assert self._executor is not None, "evaluation needs a materialised model"
+        metrics = evaluate_task(
+            self._executor, run.task, run.eval_data, self._collator, max_tokens=self.args.max_tokens_per_micro_batch
+        )
+        self._record(run, "eval", metrics)
+        logs = {f"{run.name}/{key}": value for key, value in metrics.items()}
+        self._progress.log("  ".join(f"{key} {value:.4f}" for key, value in logs.items()))
+        self._emit(logs)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
+        self._task_callbacks[run.name].call("on_evaluate", metrics=metrics)
+        if run.task.early_stopping is not None and run.status is TaskStatus.RUNNING:
+            self._follow_best(run, metrics)
+        return metrics
+
+    def _follow_best(self, run: TaskRun, metrics: dict[str, float]) -> None:
+        try:
+            is_best = run.best.update(metrics, run.step)
+        except ConfigError as error:
+            run.quarantine(str(error))
+            return
+        if is_best:
+            run.keep_best(self.model.task_parameters(run.name))
+            if self._folder is not None:
+                self._folder.save_best(run)
+        if run.best.is_exhausted:
+            rule = run.task.early_stopping
+            assert rule is not None, "patience runs out only where early stopping is set"
+            self._end(
+                run,
+                TaskStatus.STOPPED_EARLY,
+                f"{rule.metric} has not improved for {rule.patience} evaluations; best {run.best.value:.6g} "
+                f"at step {run.best.step}",
+            )
+
+    def _end(self, run: TaskRun, status: TaskStatus, reason: str) -> None:
+        run.end(status, reason)
+
+    def evaluate(self, task: str | None = None, **unsupported: Any) -> dict[str, float]:  # type: ignore[override]
+        """Evaluate one task, or all that have held-out rows.
+
+        Args:
+            task: name; by default all.
+            **unsupported: Trainer's other arguments are refused.
+
+        Returns:
+            Metrics with `task/metric` keys.
+        """
+        _refuse_trainer_arguments(unsupported)
+        self._materialise()
+        names = [task] if task is not None else [run.name for run in self.table if run.eval_data is not None]
+        results: dict[str, float] = {}
+        for name in names:
+            run = self._run_of(name)
+            if run.eval_data is None:
+                raise ConfigError(f"tasks.{name}.eval_dataset: got None; allowed: held-out rows, to evaluate the task.")
+            metrics = evaluate_task(
+                self._executor,  # type: ignore[arg-type]
+                run.task,
+                run.eval_data,
+                self._collator,
+                max_tokens=self.args.max_tokens_per_micro_batch,
+            )
+            results.update({f"{name}/{key}": value for key, value in metrics.items()})
+        return results
+
+    # ----------------------------------------------------- events and files
+
+    def _on_event(self, event: TaskEvent) -> None:
+        """Tell of a change, keep the adapter of a task that ended, and plan anew without it."""
+        record = {"event": "status", "run_step": self.state.global_step, "task": event.task}
+        run = self.table[event.task]
+        self._metrics.write({**record, "step": run.step, "status": event.status.value, "reason": event.reason})
+        self._say(f"{event.task}: {event.status.value}{f' ({event.reason})' if event.reason else ''}")
+        if not event.status.is_final:
+            return
+        if run.best.value is not None and event.status is not TaskStatus.FAILED:
+            run.restore_best(self.model.task_parameters(event.task))
+        if self._folder is not None:
+            self._folder.save_adapter(event.task)
+            self._folder.save_task(run)
+        if event.status is TaskStatus.FAILED and self.args.quarantine_policy == "stop":
+            self._request_stop()
+        self._replan()
+
+    def _save_if_due(self, names: list[str]) -> None:
+        if self._folder is None:
+            return
+        every = self.args.save_steps if self.args.save_strategy == "steps" else 0
+        if (every and self.state.global_step % every == 0) or self.control.should_save:
+            self.control.should_save = False
+            self._save([run for run in self.table if not run.status.is_final])
+            return
+        for name in names:
+            run = self.table[name]
+            if run.status is TaskStatus.RUNNING and run.hyper.save_steps and run.step % run.hyper.save_steps == 0:
+                self._save_safely(lambda run=run: self._folder.save_task(run))  # type: ignore[union-attr]
+
+    def _save(self, runs: list[TaskRun]) -> None:
+        """Write a state from which all tasks resume together."""
+
+        def write() -> None:
+            assert self._folder is not None, "only called with a folder"
+            for run in runs:
+                self._folder.save_adapter(run.name)
+                self._folder.save_task(run)
+            self._folder.save_record(self.state.global_step, [run for run in self.table])
+
+        if self._save_safely(write):
+            self._is_saved_at = self.state.global_step
+            self.control = self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def _save_safely(self, write: Callable[[], Any]) -> bool:
+        """Write, and go on training when it fails: a full disk must not cost the run."""
+        try:
+            write()
+        except CheckpointError as error:
+            self._say(f"not saved at step {self.state.global_step}: {error}")
+            self._metrics.write(
+                {"event": "save_failed", "run_step": self.state.global_step, "reason": str(error)}
+            )
+            return False
+        return True
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write every task's adapter, each at the root of its sub-folder, loadable by plain PEFT."""
+        self._materialise()
+        folder = RunFolder(Path(output_dir or self.args.output_dir), self.model)
+        for run in self.table:
+            folder.save_adapter(run.name)
+
+    def plot_losses(self, path: str | Path | None = None) -> Path:
+        """Draw the losses of all tasks from `metrics.jsonl` into a PNG (by default `losses.png` in `output_dir`)."""
+        from peft_mux.ui.plots import plot_losses
+
+        root = Path(self.args.output_dir)
+        return plot_losses(read_metrics(root / "metrics.jsonl"), Path(path or root / "losses.png"))
+
+    def _write_config(self, root: Path) -> None:
+        from dataclasses import asdict
+
+        tasks = {
+            run.name: {**asdict(run.hyper), "num_steps": run.num_steps, "peft_config": run.task.peft_config.to_dict()}
+            for run in self.table
+        }
+        config = {"args": self.args.to_dict(), "tasks": tasks}
+        (root / "config.json").write_text(json.dumps(config, indent=2, default=str), encoding="utf-8")
+        (root / "plan.json").write_text(self.plan().to_json(), encoding="utf-8")
+
+    # ------------------------------------------------ arrivals and departures
+
+    def register_tasks(self, tasks: Sequence[Task]) -> None:
+        """Add tasks; while `train` runs (this may be called from a callback or another thread) at the next step.
+
+        Their configuration and rows are checked here, in the caller's thread.
+
+        Raises:
+            ConfigError: naming every setting that cannot be run; then none is added.
+            DataError: naming the rows that cannot be trained on.
+        """
+        check_task_names([task.name for task in tasks], [run.name for run in self.table])
+        self._source.check(list(tasks), against=self.model)
+        runs = make_task_runs(list(tasks), self.args, self._source.tokenizer, self._source.config)
+        self._command(lambda: self._arrive(runs))
+
+    def remove_task(self, name: str, *, save: bool = True) -> None:
+        """Take a task out at the next step boundary; its adapter is written first unless `save` is `False`."""
+        self._run_of(name)
+        self._command(lambda: self._depart(name, save))
+
+    def pause_task(self, name: str) -> None:
+        """Keep a task's exact state and take no steps of it until `resume_task`."""
+        self._run_of(name)
+        self._command(lambda: self._switch(name, TaskStatus.RUNNING, TaskStatus.PAUSED))
+
+    def resume_task(self, name: str) -> None:
+        """Let a paused task go on where it stopped."""
+        self._run_of(name)
+        self._command(lambda: self._switch(name, TaskStatus.PAUSED, TaskStatus.RUNNING))
+
+    def _command(self, command: Callable[[], None]) -> None:
+        if self.is_in_train:
+            self._commands.put(command)
+        else:
+            command()
+
+    def _obey_commands(self) -> None:
+        changed = False
+        while not self._commands.empty():
+            self._commands.get()()
+            changed = True
+        if changed:
+            for event in self.table.collect():
+                self._on_event(event)
+            self._replan()
+
+    def _arrive(self, runs: list[TaskRun]) -> None:
+        counts = {run.name: count for run in runs if (count := class_count(run)) is not None}
+        self._class_counts.update(counts)
+        self.tasks = [*self.tasks, *(run.task for run in runs)]
+        self.model.register_tasks(
+            {run.name: run.task.peft_config for run in runs},
+            seeds={run.name: run.hyper.seed for run in runs},
+            num_labels=counts,
+        )
+        for run in runs:
+            self.table.add(run)
+            if self._executor is not None:
+                self._start(run)
+
+    def _depart(self, name: str, save: bool) -> None:
+        run = self.table[name]
+        if not run.status.is_final:
+            run.end(TaskStatus.REMOVED, "" if save else "not saved")
+        if save and self._folder is not None:
+            self._folder.save_adapter(name)
+        self.table.drop(name)
+        self.tasks = [task for task in self.tasks if task.name != name]
+        if len(self.model.tasks) > 1:
+            self.model.remove_tasks([name])
+        self._metrics.write(
+            {"event": "status", "run_step": self.state.global_step, "task": name, "step": run.step, "status": "removed"}
+        )
+
+    def _switch(self, name: str, before: TaskStatus, after: TaskStatus) -> None:
+        run = self.table[name]
+        if run.status is before:
+            run.status = after
+
+    # -------------------------------------------------------------- helpers
+
+    def _request_stop(self) -> None:
+        self.control.should_training_stop = True
+
+    def _replan(self) -> None:
+        self._dispatcher = Dispatcher(self.plan(), self._collator)
+
+    def _make_collator(self) -> ChunkPackingCollator:
+        pad_token_id = getattr(self.processing_class, "pad_token_id", None)
+        return ChunkPackingCollator(
+            chunk_size=self.args.chunk_size,
+            min_chunk_size=self.args.min_chunk_size,
+            pad_to_chunks=self.args.pad_to_chunks,
+            pad_token_id=pad_token_id or 0,
+        )
+
+    def _run_of(self, name: str) -> TaskRun:
+        if name not in self.table:
+            names = [run.name for run in self.table]
+            raise ConfigError(f'got task "{name}"; allowed: {", ".join(names)}. {closest(name, names)}'.rstrip())
+        return self.table[name]
+
+    def _say(self, line: str) -> None:
+        self._progress.log(line)
+
+
+def _refuse_trainer_arguments(given: Mapping[str, Any]) -> None:
+    set_ones = {name: value for name, value in given.items() if value is not None}
+    if not set_ones:
+        return
+    where = {
+        "compute_metrics": "set it on the Task",
+        "preprocess_logits_for_metrics": "set it on the Task",
+        "data_collator": "sequences are packed by ChunkPackingCollator",
+        "model_init": "give the model, or its name",
+        "optimizers": "every task has an optimizer of its own; set optim on the Task",
+        "optimizer_cls_and_kwargs": "every task has an optimizer of its own; set optim on the Task",
+        "compute_loss_func": "set loss_type on the Task",
+        "peft_config": "set it on the Task",
+    }
+    faults = [
+        Fault(name, type(value).__name__, "nothing", f"{where.get(name, 'It has no meaning for many tasks')}.".capitalize())
+        for name, value in set_ones.items()
+    ]
+    raise_faults(faults)
+
+
+def _task_list(
+    model: Any,
+    tasks: Sequence[Task] | None,
+    train_dataset: Mapping[str, Any] | None,
+    eval_dataset: Mapping[str, Any] | None,
+) -> list[Task]:
+    """Return the tasks, from the list or from the short form."""
+    if tasks is None:
+        return _short_form(model, train_dataset, eval_dataset or {})
+    if train_dataset is not None or eval_dataset is not None:
+        raise ConfigError("train_dataset: got rows beside tasks; allowed: one of the two. Put the rows on the tasks.")
+    wrong = [type(task).__name__ for task in tasks if not isinstance(task, Task)]
+    if wrong or not tasks:
+        raise ConfigError(f"tasks: got {', '.join(wrong) or 'an empty list'}; allowed: a list of at least one Task.")
+    check_task_names(task.name for task in tasks)
+    return list(tasks)
+
+
+def _short_form(model: Any, train: Mapping[str, Any] | None, held_out: Mapping[str, Any]) -> list[Task]:
+    if not isinstance(model, MultiTaskPeftModel) or not isinstance(train, Mapping):
+        raise ConfigError(
+            "tasks: got None; allowed: a list of Task, or a MultiTaskPeftModel with train_dataset={name: rows, ...}."
+        )
+    if not isinstance(held_out, Mapping) or set(train) != set(model.tasks) or not set(held_out) <= set(train):
+        raise ConfigError(
+            f"train_dataset: got rows for {', '.join(train)}; allowed: rows for exactly the tasks of the model "
+            f"({', '.join(model.tasks)}), and held-out rows for some of them."
+        )
+    return [
+        Task(
+            name=name,
+            peft_config=model.peft_config[model.adapter_of(name)],
+            train_dataset=train[name],
+            eval_dataset=held_out.get(name),
+        )
+        for name in model.tasks
+    ]

@@ -1,0 +1,1 @@
+"""What a run shows: progress of every task, plots of the losses."""
