@@ -4,7 +4,7 @@
       metrics.jsonl  plan.json  arguments.json
       state/run-00000030.json                which checkpoint of which task; written last
       <task>/adapter_config.json  adapter_model.safetensors       the task's adapter, loadable by plain PEFT
-      <task>/checkpoint-30/                  the same, plus optimizer, last good weights, state; with a manifest
+      <task>/checkpoint-30/                  the same, plus optimizer, last good and best weights, state
       <task>/best/                           the adapter of the best evaluation, where early stopping is set
 
 Everything is safetensors and JSON; folders appear whole or not at all (`peft_mux.storage`). Data position, schedule and
@@ -85,6 +85,7 @@ class RunFolder:
                 storage.save_tensors(scratch / "optimizer.safetensors", tensors)
                 storage.save_tensors(scratch / "last_good.safetensors", run.last_good.state())
                 state["optimizer"] = tree
+                storage.save_tensors(scratch / "best.safetensors", run.best_weights)
             (scratch / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
         self._write(folder, run, fill)
@@ -173,15 +174,10 @@ class RunFolder:
             tensors = storage.load_tensors(folder / "optimizer.safetensors")
             run.optimizer.load_state_dict(storage.unpack_state(tensors, state["optimizer"]))
             run.last_good.load(storage.load_tensors(folder / "last_good.safetensors"))
+            run.best_weights = storage.load_tensors(folder / "best.safetensors")
             run.status, run.reason = status, state["reason"]
         else:
             run.end(status, state["reason"])
-
-    def load_best(self, run: TaskRun) -> None:
-        """Put a task's adapter back to that of its best evaluation."""
-        folder = self.task_folder(run.name) / "best"
-        storage.verify_folder(folder, expect={"task": run.name})
-        self.model.load_task(run.name, folder)
 
 
 def _task_state(run: TaskRun) -> dict[str, Any]:

@@ -61,15 +61,16 @@ class MemoryEstimate:
         return self.backbone_bytes + self.adapter_bytes + self.activation_bytes + self.workspace_bytes
 
     def summary(self) -> str:
-        """Return one line, in GiB."""
+        """Return one line, in GiB, or MiB where it is less."""
         parts = {
             "backbone": self.backbone_bytes,
             "adapters and optimizers": self.adapter_bytes,
             "activations": self.activation_bytes,
             "workspace": self.workspace_bytes,
         }
-        listed = ", ".join(f"{name} {size / _GIB:.2f}" for name, size in parts.items())
-        return f"memory (analytic estimate)  peak {self.peak_bytes / _GIB:.2f} GiB: {listed}"
+        unit, name_of_unit = (_GIB, "GiB") if self.peak_bytes >= _GIB else (2**20, "MiB")
+        listed = ", ".join(f"{name} {size / unit:.2f}" for name, size in parts.items())
+        return f"memory (analytic estimate)  peak {self.peak_bytes / unit:.2f} {name_of_unit}: {listed}"
 
 
 def activation_bytes_per_token(shape: ModelShape, *, checkpointing: bool) -> int:

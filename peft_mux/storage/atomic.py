@@ -1,0 +1,141 @@
+"""Writing so that a crash at any moment leaves the old content or the new, never a mixture.
+
+A folder is filled under a temporary name on the same file system, its manifest is written last, everything is flushed
+to the disk, and it is renamed into place. Where a folder stands there already, that one is moved aside first; should
+the process die in between, `remove_stale` moves it back.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from peft_mux.errors import CheckpointError
+from peft_mux.storage.crashpoints import crashpoint
+from peft_mux.storage.manifest import MANIFEST_NAME, make_manifest
+
+_SCRATCH = ".tmp-"
+_ASIDE = ".old-"
+_ASIDE_NAME = re.compile(r"\.old-(?P<name>.+)-[0-9a-f]{32}")
+
+
+def write_folder(final: Path, fill: Callable[[Path], None], *, facts: Mapping[str, Any]) -> None:
+    """Write a folder whole or not at all.
+
+    Args:
+        final: the folder; replaced where it exists.
+        fill: writes the files into the folder that it is given.
+        facts: what the folder is, for its manifest.
+
+    Raises:
+        CheckpointError: if writing failed; then the old content stands as it was.
+    """
+    try:
+        with scratch_folder(final.parent) as scratch:
+            crashpoint("before_fill")
+            fill(scratch)
+            crashpoint("after_fill")
+            (scratch / MANIFEST_NAME).write_bytes(make_manifest(scratch, facts))
+            crashpoint("after_manifest")
+            _flush_tree(scratch)
+            crashpoint("after_fsync")
+            _swap(scratch, final)
+    except OSError as error:
+        raise CheckpointError(f"{final}: could not be written ({error}); what stood there before is unchanged.") from error
+
+
+def _swap(scratch: Path, final: Path) -> None:
+    aside = None
+    if final.exists() or final.is_symlink():
+        aside = final.parent / f"{_ASIDE}{final.name}-{uuid.uuid4().hex}"
+        os.rename(final, aside)
+        crashpoint("after_move_aside")
+    os.rename(scratch, final)
+    crashpoint("after_rename")
+    _flush_folder(final.parent)
+    if aside is not None:
+        _remove(aside)
+    crashpoint("after_cleanup")
+
+
+@contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """Make a folder under a temporary name in `parent`, and remove it afterwards unless it was renamed."""
+    scratch = parent / f"{_SCRATCH}{uuid.uuid4().hex}"
+    parent.mkdir(parents=True, exist_ok=True)
+    scratch.mkdir()
+    try:
+        yield scratch
+    finally:
+        if scratch.exists():
+            shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; a link that stands there is replaced, not followed.
+
+    Raises:
+        CheckpointError: if writing failed; then the old content stands as it was.
+    """
+    scratch = path.parent / f"{_SCRATCH}{uuid.uuid4().hex}"
+    try:
+        with scratch.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+        _flush_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{path}: could not be written ({error}); what stood there before is unchanged.") from error
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line to a file and hand it to the operating system at once."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(line + "\n")
+
+
+def remove_stale(parent: Path) -> None:
+    """Clear away what a crash left in a folder: unfinished writes go, a folder moved aside comes back if it must."""
+    for path in sorted(parent.iterdir()):
+        match = _ASIDE_NAME.fullmatch(path.name)
+        if match is not None:
+            final = parent / match["name"]
+            if final.exists():
+                _remove(path)
+            else:
+                os.rename(path, final)
+        elif path.name.startswith(_SCRATCH) and re.fullmatch(r"\.tmp-[0-9a-f]{32}", path.name):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    if path.is_symlink() or path.is_file():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
+
+
+def _flush_tree(folder: Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    _flush_folder(folder)
+
+
+def _flush_folder(folder: Path) -> None:
+    if not hasattr(os, "O_DIRECTORY"):
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
