@@ -1,14 +1,14 @@
-"""What the contenders of `benchmarks.throughput` train on: one random backbone, and the tokenised rows of every task.
+"""What the contenders of `benchmarks.throughput` train on: a random backbone and every task's tokenised rows.
 
-Only the lengths of rows are real (from `../shared/data`, where it is present); token ids are random, as speed does not
-depend on them. Not here: any training.
+Only the lengths of rows are real (from `../shared/data`, where it is present); token ids are random, as speed
+does not depend on them. Not here: any training.
 """
 
 from __future__ import annotations
 
 import json
 import random
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ DEFAULT_DATA = Path(__file__).resolve().parents[1].parent / "shared" / "data"
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A Llama of random weights, fp32, that every contender builds for itself; 29.5M parameters by default."""
+    """A Llama of random weights in fp32, built by every contender itself; 29.5M parameters by default."""
 
     hidden_size: int = 512
     num_layers: int = 8
@@ -91,8 +91,8 @@ class TaskWorkload:
     """One task: its adapter and its rows, in the order in which they are trained on.
 
     Attributes:
-        rows: `{"input_ids", "labels"}`; the first label is always masked, so that every count of labels is a count of
-            targets, whichever way a contender counts.
+        rows: `{"input_ids", "labels"}`; the first label is always masked, so that every count of labels is a
+            count of targets, whichever way a contender counts.
     """
 
     name: str
@@ -126,7 +126,8 @@ class Workload:
     """All tasks of one measurement.
 
     Attributes:
-        learning_rate: of all tasks; high, so that two steps are enough to tell a wrong update from a right one.
+        learning_rate: of all tasks; high, so that two steps are enough to tell a wrong update from a right
+            one.
         length_source: where the lengths come from.
     """
 
@@ -135,17 +136,58 @@ class Workload:
     num_steps: int
     loss: str
     length_source: str
-    learning_rate: float = 1e-3
+    learning_rate: float = 5e-3
 
     @property
     def num_tokens(self) -> int:
         """Number of real tokens of all tasks and steps."""
         return sum(len(row["input_ids"]) for task in self.tasks for row in task.rows)
 
-    def first_steps(self, num_steps: int) -> Workload:
-        """Return the same workload, ended after `num_steps` optimizer steps."""
-        tasks = tuple(replace(task, rows=task.rows[: num_steps * task.batch_size]) for task in self.tasks)
-        return replace(self, tasks=tasks, num_steps=min(num_steps, self.num_steps))
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What one measurement is made on; plain values, so that it can be handed to another process.
+
+    Attributes:
+        mix: "uniform" or "nonuniform", see `make_workload`.
+        num_steps: optimizer steps of each task.
+        loss: "full" or "completion".
+        batch_size: sequences per optimizer step of a task; by default that of the mix.
+        data_folder: with the real lengths.
+        seed: of the rows.
+    """
+
+    mix: str
+    num_tasks: int
+    num_steps: int
+    loss: str
+    model: ModelSpec
+    batch_size: int | None = None
+    data_folder: str = str(DEFAULT_DATA)
+    seed: int = 0
+
+    def workload(self) -> Workload:
+        """Draw the rows."""
+        return make_workload(
+            self.mix,
+            num_tasks=self.num_tasks,
+            num_steps=self.num_steps,
+            vocab_size=self.model.vocab_size,
+            loss=self.loss,
+            batch_size=self.batch_size,
+            data_folder=Path(self.data_folder),
+            seed=self.seed,
+        )
+
+    def to_json(self) -> str:
+        """Return the case as one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """Read what `to_json` wrote."""
+        values = json.loads(text)
+        return cls(**{**values, "model": ModelSpec(**values["model"])})
 
 
 def make_workload(
@@ -159,11 +201,11 @@ def make_workload(
     data_folder: Path = DEFAULT_DATA,
     seed: int = 0,
 ) -> Workload:
-    """Draw the rows of every task.
+    """Draw the rows of every task; more steps only add rows to those of fewer steps.
 
     Args:
-        mix: "uniform" (all tasks sst2, rank 8, global batch 8) or "nonuniform" (sst2, openbookqa and rte in turn, ranks
-            8, 16 and 64, global batch 4), after M §5.1.
+        mix: "uniform" (all tasks sst2, rank 8, global batch 8) or "nonuniform" (sst2, openbookqa and rte in
+            turn, ranks 8, 16 and 64, global batch 4), after M §5.1.
         num_tasks: number of tasks.
         num_steps: optimizer steps of each task.
         vocab_size: token ids are uniform below this.
@@ -180,14 +222,18 @@ def make_workload(
         source = sources[index % len(sources)]
         draw = random.Random(f"{seed}-{mix}-{index}")
         lengths = _real_lengths(source, data_folder) if is_real else _synthetic_lengths(source, seed)
-        rows = tuple(_row(length, loss, vocab_size, draw) for length in draw.choices(lengths, k=rows_per_task))
+        rows = tuple(_row(draw.choice(lengths), loss, vocab_size, draw) for _ in range(rows_per_task))
         # Shifted once per cycle of sources, so that each data set meets each rank.
         rank = ranks[(index + index // len(sources)) % len(ranks)]
         tasks.append(
-            TaskWorkload(f"{source.name}-{index}", source.name, rank, 100 + index, rows_per_task // num_steps, rows)
+            TaskWorkload(
+                f"{source.name}-{index}", source.name, rank, 100 + index, rows_per_task // num_steps, rows
+            )
         )
     text = "GPT-2 BPE lengths of real rows" if is_real else "seeded synthetic log-normal lengths"
-    return Workload(mix, tuple(tasks), num_steps, loss, f"{text} ({', '.join(source.name for source in sources)})")
+    return Workload(
+        mix, tuple(tasks), num_steps, loss, f"{text} ({', '.join(source.name for source in sources)})"
+    )
 
 
 def _row(length: tuple[int, int], loss: str, vocab_size: int, draw: random.Random) -> dict[str, list[int]]:

@@ -30,7 +30,6 @@ _HONOURED = frozenset(
 )
 _REASONS = {
     "fp16": "losses would need one scaler a task; use bf16",
-    "per_device_train_batch_size": "",
     "label_smoothing_factor": "the packed loss is the plain negative log-likelihood",
     "neftune_noise_alpha": "its noise would be shared between tasks",
     "load_best_model_at_end": "give the task an early_stopping, which goes back to its best adapter",
@@ -248,3 +247,11 @@ def require_arguments(args: object) -> MultiTaskTrainingArguments:
     raise ConfigError(
         f"args: got {type(args).__name__}; allowed: MultiTaskTrainingArguments (it takes every TrainingArguments field)."
     )
+
+
+SETTABLE_FIELDS = frozenset(
+    item.name
+    for item in fields(MultiTaskTrainingArguments)
+    if item.init and (item.name in _HONOURED or item.name in MultiTaskTrainingArguments.__annotations__)
+)
+"""Names of the arguments that may be set; all others must stay at their defaults."""

@@ -9,11 +9,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import TrainerControl
+from transformers import DefaultFlowCallback, TrainerControl
 from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.task_run import TaskRun
+
+
+class TaskFlowCallback(DefaultFlowCallback):
+    """Leaves it to the trainer when to log, evaluate, save and stop: tasks differ in all four."""
+
+    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        """Ask for nothing."""
+        return control
+
+    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> TrainerControl:
+        """Ask for nothing."""
+        return control
 
 
 class TaskCallbacks:

@@ -21,7 +21,7 @@ from transformers.trainer_utils import TrainOutput
 
 from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments, task_arguments
 from peft_mux.backbone import Backbone
-from peft_mux.callbacks import TaskCallbacks
+from peft_mux.callbacks import TaskCallbacks, TaskFlowCallback
 from peft_mux.checkpoint import RunFolder
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.dispatcher import Dispatcher
@@ -95,6 +95,7 @@ class MultiTaskTrainer(Trainer):
         )
         for callback in (DefaultFlowCallback, PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
+        self.add_callback(TaskFlowCallback())
         self.state = TrainerState()
         self.table = TaskTable()
         for run in runs:
@@ -464,6 +465,20 @@ class MultiTaskTrainer(Trainer):
 
         root = Path(self.args.output_dir)
         return plot_losses(read_metrics(root / "metrics.jsonl"), Path(path or root / "losses.png"))
+
+    def report(self) -> str:
+        """Return a table of all tasks: how each ended, its last losses, and where its adapter lies."""
+        width = max(len("task"), *(len(run.name) for run in self.table))
+        lines = [f"{'task':<{width}}  {'status':<13}  {'steps':>11}  {'loss':>8}  {'held out':>8}  adapter"]
+        for run in self.table:
+            held_out = next((entry["eval_loss"] for entry in reversed(run.state.log_history) if "eval_loss" in entry), None)
+            lines.append(
+                f"{run.name:<{width}}  {run.status.value:<13}  {f'{run.step}/{run.num_steps}':>11}  {run.last_loss:>8.4f}"
+                f"  {'-' if held_out is None else f'{held_out:.4f}':>8}  "
+                f"{Path(self.args.output_dir) / run.name if self._folder is not None else 'not saved'}"
+                f"{f'  ({run.reason})' if run.reason else ''}"
+            )
+        return "\n".join(lines)
 
     def _write_config(self, root: Path) -> None:
         from dataclasses import asdict

@@ -1,14 +1,18 @@
 """The contenders that peft_mux is measured against, and the form in which each of them answers.
 
-A contender is a function `(model_factory, workload, record_losses) -> Run`. It builds its own model, trains every task
-of the workload for all its steps, and times the training alone.
+A contender is a function `(model_factory, workload, record_losses) -> Run`. It builds its own model, trains
+every task of the workload for all its steps, and times the training alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from benchmarks.workloads import Workload
 
 ModelFactory = Callable[[], Any]
 
@@ -21,11 +25,35 @@ class Run:
         train_s: seconds of training, from the call that starts it to its return.
         num_processed_tokens: tokens that went through the backbone, padding included.
         losses: loss of each task at each of its steps, before the update; empty unless it was asked for.
-        steps_s: the part of `train_s` between the start of the first and the end of the last step of each task, where
-            the contender is a Trainer (the rest is the start and the end of `train()`); else equal to `train_s`.
+        steps_s: the part of `train_s` between the start of the first and the end of the last step of each
+            task, where the contender is a Trainer (the rest is the start and the end of `train()`); else
+            equal to `train_s`.
     """
 
     train_s: float
     num_processed_tokens: int
     steps_s: float
     losses: dict[str, list[float]] = field(default_factory=dict)
+
+
+class Contender(Protocol):
+    """Trains every task of a workload."""
+
+    def __call__(self, model_factory: ModelFactory, workload: Workload, record_losses: bool = False) -> Run:
+        """Build a model, train, and say what was done."""
+        ...
+
+
+_PLACES = {
+    "hf": ("benchmarks.baselines.hf_trainer", "run_hf_trainer"),
+    "padded": ("benchmarks.baselines.padded_joint", "run_padded_joint"),
+    "mux": ("benchmarks.mux", "run_mux"),
+    "floor": ("benchmarks.baselines.floor", "run_floor"),
+}
+CONTENDERS = tuple(_PLACES)
+
+
+def contender(name: str) -> Contender:
+    """Return a contender, importing it only now: a process that measures memory holds no other."""
+    module, function = _PLACES[name]
+    return getattr(import_module(module), function)

@@ -1,14 +1,16 @@
-"""The floor: the same packed tokens through the frozen backbone, forward plus input gradients, and nothing else.
+"""The floor: the same packed tokens through the frozen backbone, forward and input gradients, nothing else.
 
-No adapters, no optimizer, no padding. It is what the cost of multiplexing is measured against (`mux / floor`), so it
-is written to be fast, and uses nothing of peft_mux: a slow product must not be able to raise its own limit.
+No adapters, no optimizer, no padding. It is what the cost of multiplexing is measured against (`mux /
+floor`), so it is written to be fast, and uses nothing of peft_mux: a slow product must not be able to raise
+its own limit.
 
-Sequences lie sorted by length, so those of equal length form a rectangle of the stream that attention reads in place,
-one scaled-dot-product call per length. The loss is taken on target rows alone, in blocks, with its gradient computed
-while the block's logits are at hand. The gradient flows down to the input embeddings, which is slightly more than a
-LoRA run needs (it may stop at the first layer's adapters).
+Sequences lie sorted by length, so those of equal length form a rectangle of the stream that attention reads
+in place, one scaled-dot-product call per length. The loss is taken on target rows alone, in blocks, with its
+gradient computed while the block's logits are at hand. The gradient flows down to the input embeddings, which
+is slightly more than a LoRA run needs (it may stop at the first layer's adapters).
 
-Shape letters: T tokens, M target rows, H heads, C channels of a head, D hidden features, n sequences of length L.
+Shape letters: T tokens, M target rows, H heads, C channels of a head, D hidden features, n sequences of
+length L.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from benchmarks.workloads import IGNORE_INDEX, TaskWorkload, Workload
 
 ATTENTION_NAME = "benchmark_floor"
 MAX_TOKENS = 4096
-"""Tokens of one forward and backward pass; measured on 2 cores, 512 to 4096 make no difference above the noise."""
+"""Tokens of one forward and backward pass; 512 to 4096 were measured to differ by less than the noise."""
 _ROWS_PER_BLOCK = 1024
 
 
@@ -85,7 +87,10 @@ def forward_and_backward(backbone: Any, packed: PackedTokens) -> torch.Tensor:
     """Compute the gradient of the input embeddings; return the weighted losses `[M]`."""
     embeddings = backbone.get_input_embeddings()(packed.input_ids).requires_grad_()
     hidden_TD = backbone.model(
-        inputs_embeds=embeddings, position_ids=packed.position_ids, use_cache=False, floor_rectangles=packed.rectangles
+        inputs_embeds=embeddings,
+        position_ids=packed.position_ids,
+        use_cache=False,
+        floor_rectangles=packed.rectangles,
     ).last_hidden_state[0]
     hidden_MD = hidden_TD.index_select(0, packed.target_rows)
     weighted_M = _WeightedLosses.apply(hidden_MD, backbone.lm_head.weight, packed.targets, packed.weights)
@@ -95,7 +100,7 @@ def forward_and_backward(backbone: Any, packed: PackedTokens) -> torch.Tensor:
 
 
 def pack(tasks: tuple[TaskWorkload, ...], step: int, max_tokens: int) -> list[PackedTokens]:
-    """Put the sequences of one step of all tasks into streams of at most `max_tokens` tokens, shortest first."""
+    """Put the rows of one step of all tasks into streams of at most `max_tokens` tokens, shortest first."""
     sequences = []
     for index, task in enumerate(tasks):
         rows = task.batches[step]
@@ -145,15 +150,18 @@ def rectangle_attention(
     floor_rectangles: tuple[tuple[int, int], ...] = (),
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend causally within each sequence: `[1, H, T, C]` to `[1, T, H, C]`, no mask and no copy of the inputs."""
-    assert attention_mask is None and floor_rectangles, "the floor runs on packed tokens only"
+    """Attend causally within each sequence: `[1, H, T, C]` to `[1, T, H, C]`, without masks or copies."""
+    assert attention_mask is None, "packed tokens need no mask"
+    assert floor_rectangles, "the model does not hand its arguments on to attention"
     sizes = [count * length for count, length in floor_rectangles]
     # split, not slices: its backward pass concatenates once, where each slice would fill a whole stream with zeros.
     parts = zip(*(x[0].transpose(0, 1).split(sizes) for x in (query, key, value)), strict=True)
     outputs = []
     for (count, length), qkv in zip(floor_rectangles, parts, strict=True):
         q, k, v = (x.unflatten(0, (count, length)).transpose(1, 2) for x in qkv)
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+        )
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None], None
 
@@ -163,7 +171,11 @@ class _WeightedLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_MD: torch.Tensor, head: torch.Tensor, targets_M: torch.Tensor, weights_M: torch.Tensor
+        ctx: Any,
+        hidden_MD: torch.Tensor,
+        head: torch.Tensor,
+        targets_M: torch.Tensor,
+        weights_M: torch.Tensor,
     ) -> torch.Tensor:
         gradient_MD, losses_M = torch.empty_like(hidden_MD), torch.empty_like(weights_M)
         for start in range(0, len(hidden_MD), _ROWS_PER_BLOCK):

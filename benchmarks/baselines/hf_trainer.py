@@ -1,12 +1,13 @@
-"""Contender `hf`: `transformers.Trainer` and `peft.get_peft_model`, one task after the other, as everybody does it.
+"""Contender `hf`: `transformers.Trainer` and `peft.get_peft_model`, one task after the other.
 
-Each task gets a fresh copy of the backbone. Batches are padded to their longest row. All settings of Trainer are its
-defaults (fused AdamW, linear schedule, clipping at 1), but logging, saving and the progress bar are off, and rows come
-in the order of the workload. Building the models is not timed.
+Each task gets a fresh copy of the backbone. Batches are padded to their longest row. All settings of Trainer
+are its defaults (fused AdamW, linear schedule, clipping at 1), but logging, saving and the progress bar are
+off, and rows come in the order of the workload. Building the models is not timed.
 """
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 from typing import Any
@@ -20,7 +21,7 @@ from benchmarks.workloads import IGNORE_INDEX, TaskWorkload, Workload
 
 
 class PadToLongest:
-    """Pads the rows of a batch at their end to the longest one, as transformers' collators do, and counts tokens."""
+    """Pads the rows of a batch at their end to the longest, as transformers' collators do; counts tokens."""
 
     def __init__(self) -> None:
         """Start counting."""
@@ -74,7 +75,8 @@ class _RecordingTrainer(Trainer):
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         result = super().compute_loss(*args, **kwargs)
-        self.losses.append(float(result[0] if isinstance(result, tuple) else result))
+        loss = result[0] if isinstance(result, tuple) else result
+        self.losses.append(loss.item())
         return result
 
 
@@ -99,9 +101,14 @@ def run_hf_trainer(model_factory: ModelFactory, workload: Workload, record_losse
             train_s += time.perf_counter() - start_s
             steps_s += clock.steps_s
             if trainer.state.global_step != workload.num_steps:
-                raise RuntimeError(f"{task.name}: {trainer.state.global_step} steps, not {workload.num_steps}")
+                raise RuntimeError(
+                    f"{task.name}: {trainer.state.global_step} steps, not {workload.num_steps}"
+                )
             if record_losses:
                 losses[task.name] = trainer.losses
+            # A Trainer sits in reference cycles; without this the next task's memory would hold this backbone too.
+            del trainer
+            gc.collect()
     return Run(train_s, collator.num_tokens, steps_s, losses)
 
 

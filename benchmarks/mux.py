@@ -1,0 +1,72 @@
+"""Contender `mux`: peft_mux itself, called as its users call it, all of its settings at their defaults."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from typing import Any
+
+from benchmarks.baselines import ModelFactory, Run
+from benchmarks.baselines.hf_trainer import StepClock
+from benchmarks.workloads import Workload
+
+
+def run_mux(model_factory: ModelFactory, workload: Workload, record_losses: bool = False) -> Run:
+    """Train all tasks at once.
+
+    Args:
+        model_factory: returns a fresh backbone.
+        workload: the tasks.
+        record_losses: log the loss of each task at each step; timed runs log nothing, as those of `hf`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _trainer(model_factory, workload, folder, record_losses)
+        clock = StepClock()
+        trainer.add_callback(clock)
+        start_s = time.perf_counter()
+        trainer.train()
+        train_s = time.perf_counter() - start_s
+    for task in workload.tasks:
+        num_steps = trainer.task_states[task.name].global_step
+        if num_steps != workload.num_steps:
+            raise RuntimeError(f"{task.name}: {num_steps} steps, not {workload.num_steps}")
+    losses = (
+        {task.name: _losses(trainer.task_states[task.name]) for task in workload.tasks}
+        if record_losses
+        else {}
+    )
+    # Streams are packed and nothing is padded by default, so what was processed is what is real.
+    return Run(train_s, workload.num_tokens, clock.steps_s, losses)
+
+
+def _trainer(model_factory: ModelFactory, workload: Workload, folder: str, record_losses: bool) -> Any:
+    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
+
+    tasks = [
+        Task(
+            name=task.name,
+            peft_config=task.lora_config(),
+            train_dataset=list(task.rows),
+            train_batch_size=task.batch_size,
+            max_steps=workload.num_steps,
+            seed=task.seed,
+            shuffle=False,
+        )
+        for task in workload.tasks
+    ]
+    arguments = MultiTaskTrainingArguments(
+        output_dir=folder,
+        learning_rate=workload.learning_rate,
+        logging_strategy="steps" if record_losses else "no",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    return MultiTaskTrainer(model=model_factory(), tasks=tasks, args=arguments)
+
+
+def _losses(state: Any) -> list[float]:
+    """Return the logged training losses of a task."""
+    return [entry["loss"] for entry in state.log_history if "loss" in entry]

@@ -1,0 +1,91 @@
+"""`peft-mux demo | train | plan`: the same as in Python, from a file."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from peft_mux.errors import PeftMuxError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status (0 all well, 1 a task failed, 2 a fault of the user's)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.command(arguments)
+    except PeftMuxError as error:
+        print(f"error: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="peft-mux", description="Train many PEFT adapters at once on one frozen backbone, each as if it were alone."
+    )
+    commands = parser.add_subparsers(required=True, metavar="command")
+    demo = commands.add_parser("demo", help="train 6 small tasks together, without network or GPU (about 2 minutes)")
+    demo.add_argument("--output-dir", default="runs/demo", help="where adapters, metrics and the plot go")
+    demo.add_argument("--fast", action="store_true", help="a few steps only, to see that everything runs")
+    demo.set_defaults(command=_demo)
+    train = commands.add_parser("train", help="train the tasks of a YAML file")
+    _file_arguments(train)
+    train.add_argument("--resume", action="store_true", help="go on with the run in output_dir")
+    train.set_defaults(command=_train)
+    plan = commands.add_parser("plan", help="show what would run together and in how much memory; loads no weights")
+    _file_arguments(plan)
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.set_defaults(command=_plan)
+    return parser
+
+
+def _file_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("file", help="tasks.yaml; see the README for its form")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="replace one value of the file, such as tasks.sql.learning_rate=1e-4; may be repeated",
+    )
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from peft_mux.demo.run import run_demo
+
+    return run_demo(arguments.output_dir, fast=arguments.fast)
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    trainer = _trainer(arguments)
+    print(trainer.plan(), flush=True)  # noqa: T201
+    trainer.train(resume_from_checkpoint=arguments.resume or None)
+    print(trainer.report(), flush=True)  # noqa: T201
+    return 1 if any(status == "failed" for status in trainer.task_statuses.values()) else 0
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    plan = _trainer(arguments).plan()
+    print(plan.to_json() if arguments.json else plan)  # noqa: T201
+    return 0
+
+
+def _trainer(arguments: argparse.Namespace) -> Any:
+    from peft_mux.config_file import read_config
+    from peft_mux.trainer import MultiTaskTrainer
+
+    config = read_config(arguments.file, arguments.overrides)
+    tokenizer = None
+    if config.tokenizer is not None:
+        from transformers import AutoTokenizer
+
+        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+    return MultiTaskTrainer(
+        config.model,
+        config.args,
+        config.tasks,
+        processing_class=tokenizer,
+        model_init_kwargs=config.model_init_kwargs,
+    )

@@ -1,0 +1,259 @@
+"""`tasks.yaml`: the same words as in Python, turned into arguments and tasks; all faults at once, with line numbers.
+
+    model: Qwen/Qwen3-0.6B
+    output_dir: runs/support
+    run: {bf16: true, logging_steps: 10}                  # MultiTaskTrainingArguments
+    defaults: {learning_rate: 2.0e-4, peft: {type: lora, r: 16, target_modules: all-linear}}
+    tasks:
+      sql:  {dataset: data/sql.jsonl, num_train_epochs: 3}
+      math: {dataset: org/math, eval_split: test, peft: {r: 64}, early_stopping: {patience: 3}}
+
+Paths are relative to the file. `dataset` is a .jsonl, .json, .csv or .parquet file, a folder, or a hub id.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments
+from peft_mux.errors import ConfigError, Fault, closest, raise_faults
+from peft_mux.task import TASK_FIELDS, EarlyStopping, Task
+
+_TOP_KEYS = ("model", "tokenizer", "output_dir", "run", "defaults", "tasks", "model_init_kwargs")
+_DATA_KEYS = ("dataset", "dataset_config", "split", "eval_dataset", "eval_split")
+_NOT_IN_FILES = ("name", "peft_config", "train_dataset", "eval_dataset", "callbacks", "compute_metrics")
+_TASK_KEYS = (
+    *_DATA_KEYS,
+    "peft",
+    *(name for name in TASK_FIELDS if name not in (*_NOT_IN_FILES, "preprocess_logits_for_metrics")),
+)
+_FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML as people write it: `1e-4` is a number (YAML 1.1 wants `1.0e-4`), and no key may stand twice."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """What a file describes.
+
+    Attributes:
+        model: hub id or folder.
+        tokenizer: hub id or folder; `None` for the model's.
+        args: of the run.
+        tasks: with their datasets loaded.
+        model_init_kwargs: for `from_pretrained`.
+    """
+
+    model: str
+    tokenizer: str | None
+    args: MultiTaskTrainingArguments
+    tasks: list[Task]
+    model_init_kwargs: dict[str, Any]
+
+
+def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a file.
+
+    Args:
+        path: of the YAML file.
+        overrides: `tasks.sql.learning_rate=1e-4`, each replacing or adding one value.
+
+    Raises:
+        ConfigError: naming every fault, with its line where it has one.
+    """
+    path = Path(path)
+    data, lines = _parse(path)
+    for override in overrides:
+        _apply_override(data, override)
+    faults = _shape_faults(data)
+    if faults:
+        raise_faults([_with_line(fault, lines, path) for fault in faults])
+    return _build(data, path.parent, lines, path)
+
+
+def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+        node = yaml.compose(text, Loader=_Loader)
+        data = yaml.load(text, Loader=_Loader)  # noqa: S506 - derives from SafeLoader
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: got {type(data).__name__}; allowed: a mapping with the keys {', '.join(_TOP_KEYS)}.")
+    lines: dict[str, int] = {}
+    twice: list[Fault] = []
+    _find_lines(node, "", lines, twice)
+    raise_faults([_with_line(fault, lines, path) for fault in twice])
+    return data, lines
+
+
+def _find_lines(node: Any, prefix: str, lines: dict[str, int], twice: list[Fault]) -> None:
+    if not isinstance(node, yaml.MappingNode):
+        return
+    for key, value in node.value:
+        where = f"{prefix}{key.value}"
+        if where in lines:
+            twice.append(Fault(where, "the same key twice", "each key once"))
+        lines[where] = key.start_mark.line + 1
+        _find_lines(value, f"{where}.", lines, twice)
+
+
+def _with_line(fault: Fault, lines: Mapping[str, int], path: Path) -> Fault:
+    where = fault.where
+    while where not in lines and "." in where:
+        where = where.rsplit(".", 1)[0]
+    prefix = f"{path.name}:{lines[where]} " if where in lines else f"{path.name} "
+    return Fault(prefix + fault.where, fault.got, fault.allowed, fault.fix)
+
+
+def _apply_override(data: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise ConfigError(f"--set: got {override!r}; allowed: key=value, such as tasks.sql.learning_rate=1e-4.")
+    *parents, last = key.split(".")
+    target = data
+    for parent in parents:
+        target = target.setdefault(parent, {})
+        if not isinstance(target, dict):
+            raise ConfigError(f"--set {key}: got a value where {parent} would be a mapping; allowed: an existing path.")
+    target[last] = yaml.load(text, Loader=_Loader)  # noqa: S506 - derives from SafeLoader
+
+
+def _shape_faults(data: dict[str, Any]) -> list[Fault]:
+    faults = _unknown_keys(data, _TOP_KEYS, "")
+    for key in ("model", "tasks"):
+        if not data.get(key):
+            faults.append(Fault(key, repr(data.get(key)), "a value; every file needs it"))
+    run_keys = sorted(SETTABLE_FIELDS - {"output_dir"})
+    for key, allowed in (("run", run_keys), ("defaults", _TASK_KEYS)):
+        section = data.get(key) or {}
+        faults += _unknown_keys(section, allowed, f"{key}.") if isinstance(section, dict) else [_not_mapping(key, section)]
+    tasks = data.get("tasks") or {}
+    if not isinstance(tasks, dict):
+        return [*faults, _not_mapping("tasks", tasks)]
+    for name, task in tasks.items():
+        where = f"tasks.{name}"
+        faults += _unknown_keys(task, _TASK_KEYS, f"{where}.") if isinstance(task, dict) else [_not_mapping(where, task)]
+        if isinstance(task, dict) and not {**(data.get("defaults") or {}), **task}.get("dataset"):
+            faults.append(Fault(f"{where}.dataset", "None", "a .jsonl, .json, .csv or .parquet file, a folder, or a hub id"))
+    return faults
+
+
+def _unknown_keys(section: Mapping[str, Any], allowed: Sequence[str], prefix: str) -> list[Fault]:
+    return [
+        Fault(f"{prefix}{key}", "an unknown key", f"{', '.join(sorted(allowed))}", closest(str(key), allowed))
+        for key in section
+        if key not in allowed
+    ]
+
+
+def _not_mapping(where: str, value: Any) -> Fault:
+    return Fault(where, f"{value!r:.40}", "a mapping")
+
+
+def _build(data: dict[str, Any], folder: Path, lines: Mapping[str, int], path: Path) -> RunConfig:
+    tasks, errors = [], []
+    defaults = data.get("defaults") or {}
+    try:
+        args = MultiTaskTrainingArguments(output_dir=data.get("output_dir", "peft_mux_output"), **(data.get("run") or {}))
+    except ConfigError as error:
+        args, errors = None, [str(error)]
+    for name, settings in data["tasks"].items():
+        merged = {**defaults, **settings, "peft": {**(defaults.get("peft") or {}), **(settings.get("peft") or {})}}
+        try:
+            tasks.append(_task(str(name), merged, folder))
+        except ConfigError as error:
+            line = lines.get(f"tasks.{name}")
+            errors.append(f"{path.name}:{line} {error}" if line else str(error))
+    if errors or args is None:
+        raise ConfigError("\n".join(errors))
+    model = str(data["model"])
+    local = folder / model
+    return RunConfig(
+        model=str(local) if local.is_dir() else model,
+        tokenizer=data.get("tokenizer"),
+        args=args,
+        tasks=tasks,
+        model_init_kwargs=data.get("model_init_kwargs") or {},
+    )
+
+
+def _task(name: str, settings: dict[str, Any], folder: Path) -> Task:
+    own = {key: value for key, value in settings.items() if key not in (*_DATA_KEYS, "peft")}
+    if own.get("early_stopping") is not None:
+        try:
+            own["early_stopping"] = EarlyStopping(**own["early_stopping"])
+        except TypeError as error:
+            raise ConfigError(f"tasks.{name}.early_stopping: {error}; allowed: metric, patience, min_delta.") from error
+    eval_rows = None
+    if settings.get("eval_dataset") is not None:
+        split = settings.get("eval_split", "train")
+        eval_rows = load_rows(settings["eval_dataset"], split, settings.get("dataset_config"), folder, f"tasks.{name}")
+    elif settings.get("eval_split") is not None:
+        split = settings["eval_split"]
+        eval_rows = load_rows(settings["dataset"], split, settings.get("dataset_config"), folder, f"tasks.{name}")
+    split = settings.get("split", "train")
+    rows = load_rows(settings["dataset"], split, settings.get("dataset_config"), folder, f"tasks.{name}")
+    peft_config = _peft_config(name, settings["peft"])
+    return Task(name=name, peft_config=peft_config, train_dataset=rows, eval_dataset=eval_rows, **own)
+
+
+def _peft_config(name: str, settings: dict[str, Any]) -> Any:
+    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftType
+
+    options = dict(settings)
+    kind = str(options.pop("type", "lora")).upper()
+    known = {str(item.value): item for item in PeftType}
+    if kind not in known:
+        names = [key.lower() for key in known]
+        raise ConfigError(
+            f"tasks.{name}.peft.type: got {kind.lower()!r}; allowed: {', '.join(names)}. {closest(kind.lower(), names)}"
+        )
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING[known[kind]]
+    allowed = [item.name for item in fields(config_class) if item.init]
+    faults = _unknown_keys(options, allowed, f"tasks.{name}.peft.")
+    raise_faults(faults)
+    try:
+        return config_class(**options)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"tasks.{name}.peft: PEFT refuses it: {error}") from error
+
+
+def load_rows(source: str, split: str, config: str | None, folder: Path, where: str) -> Any:
+    """Return the rows of a file, a folder or a hub dataset.
+
+    Raises:
+        ConfigError: if it cannot be loaded.
+    """
+    from datasets import load_dataset, load_from_disk
+
+    path = folder / source
+    try:
+        if path.is_file():
+            kind = _FILE_KINDS.get(path.suffix)
+            if kind is None:
+                raise ConfigError(f"{where}.dataset: got {source!r}; allowed: {', '.join(_FILE_KINDS)} files.")
+            return load_dataset(kind, data_files=str(path), split=split if split.startswith("train") else "train")
+        if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+            loaded = load_from_disk(str(path))
+            return loaded[split] if hasattr(loaded, "keys") else loaded
+        return load_dataset(str(path) if path.is_dir() else source, config, split=split)
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - datasets raises errors of many libraries
+        raise ConfigError(f"{where}.dataset: got {source!r}, which cannot be loaded: {error}") from error
