@@ -138,7 +138,7 @@ def _return_free_memory() -> None:
 
 
 def _reset_peak() -> None:
-    # Where this is not Linux, or not allowed, the peak of the imports stays; a backbone of real size exceeds it.
+    # Where this is not Linux, or not allowed, the peak of the imports stays; a real backbone exceeds it.
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

@@ -201,7 +201,7 @@ def plot(path: Path, results: list[CaseResult]) -> None:
         memory.legend(fontsize=7, loc="upper left")
     model = results[0].case.model
     figure.suptitle(
-        f"{cpu_name()}, {num_cores()} cores; Llama {model.num_layers} layers x {model.hidden_size}, fp32, LoRA",
+        f"{cpu_name()}, {num_cores()} cores; Llama, {model.num_layers} layers of {model.hidden_size}, fp32",
         fontsize=9,
     )
     figure.savefig(path, dpi=120)

@@ -43,7 +43,7 @@ class TaskCallbacks:
         self.run = run
         self.args = args
         self.control = TrainerControl()
-        self.handler = CallbackHandler(list(run.task.callbacks), model, processing_class, None, None)
+        self.handler = CallbackHandler([TaskFlowCallback(), *run.task.callbacks], model, processing_class, None, None)
 
     def call(self, event: str, **kwargs: Any) -> TrainerControl:
         """Call `event` (`on_step_end`, ...) of every callback and return what they ask for."""

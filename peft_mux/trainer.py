@@ -155,6 +155,7 @@ class MultiTaskTrainer(Trainer):
         finally:
             self._progress.stop()
             self.is_in_train = False
+            self._obey_commands()
         seconds = time.perf_counter() - started
         return self._finish(seconds, self._num_stream_tokens - first_token, self.state.global_step - first_step)
 
@@ -184,10 +185,22 @@ class MultiTaskTrainer(Trainer):
                 self._task_callbacks[name].call("on_step_end")
         self._log_if_due()
         self._evaluate_if_due(names)
+        self._prove_finished()
         for event in self.table.collect():
             self._on_event(event)
         self._save_if_due(names)
         self._progress.advance(self.table)
+
+    def _prove_finished(self) -> None:
+        """Hold the last update of a task to the same test as all others: the weights it left must give a finite loss."""
+        assert self._executor is not None, "only called while training"
+        for run in self.table.running:
+            if run.step < run.num_steps:
+                continue
+            batch = run.loader.batch(run.step - 1)
+            micro_batches = self._collator.micro_batches([batch], max_tokens=self.args.max_tokens_per_micro_batch)
+            if not self._executor.is_finite(micro_batches):
+                run.quarantine(f"non_finite: loss after the last step, {run.step - 1}")
 
     def _begin(self, resume: str | bool | None) -> None:
         """Load what must be loaded, start or restore the tasks, and open the run folder."""
@@ -560,8 +573,9 @@ class MultiTaskTrainer(Trainer):
             self._folder.save_adapter(name)
         self.table.drop(name)
         self.tasks = [task for task in self.tasks if task.name != name]
-        if len(self.model.tasks) > 1:
-            self.model.remove_tasks([name])
+        self._task_callbacks.pop(name, None)
+        self._class_counts.pop(name, None)
+        self.model.remove_tasks([name])
         self._metrics.write(
             {"event": "status", "run_step": self.state.global_step, "task": name, "step": run.step, "status": "removed"}
         )

@@ -154,7 +154,7 @@ def rectangle_attention(
     assert attention_mask is None, "packed tokens need no mask"
     assert floor_rectangles, "the model does not hand its arguments on to attention"
     sizes = [count * length for count, length in floor_rectangles]
-    # split, not slices: its backward pass concatenates once, where each slice would fill a whole stream with zeros.
+    # split, not slices: it concatenates once in the backward pass; each slice would fill a whole stream.
     parts = zip(*(x[0].transpose(0, 1).split(sizes) for x in (query, key, value)), strict=True)
     outputs = []
     for (count, length), qkv in zip(floor_rectangles, parts, strict=True):

@@ -106,7 +106,7 @@ def run_hf_trainer(model_factory: ModelFactory, workload: Workload, record_losse
                 )
             if record_losses:
                 losses[task.name] = trainer.losses
-            # A Trainer sits in reference cycles; without this the next task's memory would hold this backbone too.
+            # A Trainer sits in reference cycles, which would keep its backbone alive beside the next one.
             del trainer
             gc.collect()
     return Run(train_s, collator.num_tokens, steps_s, losses)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
+from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 
@@ -39,6 +41,12 @@ class Executor:
                 losses[name] = losses[name] + loss
         stream_tokens = sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
         return StepResult(losses, work.num_tokens, stream_tokens, work.failures)
+
+    def is_finite(self, micro_batches: Sequence[MuxBatch]) -> bool:
+        """Whether a forward pass gives finite losses everywhere; no gradients, and nothing is changed."""
+        with torch.no_grad(), self.precision():
+            losses = [self.model(micro_batch.to(self.device)).losses for micro_batch in micro_batches]
+        return bool(torch.cat(losses).isfinite().all())
 
     def precision(self) -> AbstractContextManager[object]:
         """Return the autocast context of the run."""

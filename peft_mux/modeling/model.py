@@ -140,21 +140,18 @@ class MultiTaskPeftModel(PeftModel):
         """Drop tasks and free their adapters; the others stay as they are.
 
         Raises:
-            ConfigError: for a name that is not held, or if no task would be left.
+            ConfigError: for a name that is not held.
         """
         for name in names:
             self.adapter_of(name)
-        if set(names) >= set(self.tasks):
-            raise ConfigError(
-                f"remove_tasks: got all tasks ({', '.join(names)}); allowed: all but one, as a model holds at least one."
-            )
-        for name in names:
+        for name in dict.fromkeys(names):
             adapter = self._adapters.pop(name)
             del self._task_parameters[name]
-            if adapter in self.active_adapters:
-                self.base_model.set_adapter(next(iter(self._adapters.values())))
+            others = list(self._adapters.values())
+            if adapter in self.active_adapters and others:
+                self.base_model.set_adapter(others[0])
             self.delete_adapter(adapter)
-        self.active_adapter = next(iter(self._adapters.values()))
+        self.active_adapter = next(iter(self._adapters.values()), [])
         self._mark_trainable()
 
     def adapter_of(self, name: str) -> str:
@@ -349,6 +346,9 @@ class MultiTaskPeftModel(PeftModel):
         """Take an injected adapter in: its head, its layers, its parameters."""
         self._adapters[name] = adapter
         self._num_registered += 1
+        if not self.active_adapter:
+            self.base_model.set_adapter(adapter)
+            self.active_adapter = adapter
         if self.is_classifier:
             adapter_io.resize_head(self.backbone, adapter, num_labels, seed)
         attach(self.backbone, self.stream)

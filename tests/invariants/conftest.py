@@ -1,4 +1,4 @@
-"""Fixtures of the invariant tests; their helpers live in `mux_lab.py`, which this file makes importable."""
+"""Fixtures of the invariant tests; helpers live in `mux_lab.py` and `mux_checks.py`."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
 """The central promise: training tasks together gives each what it would get alone.
 
-The judge is plain PEFT in an ordinary loop (`mux_lab.judge`): losses within 1e-5 at every step, final weights within
-1e-4. What the judge cannot draw (dropout) is held against runs of one task.
+The judge is plain PEFT in an ordinary loop (`mux_lab.judge`): losses within 1e-5 at every step, final weights
+within 1e-4. What the judge cannot draw (dropout) is held against runs of one task.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,14 @@ from mux_lab import Recorder, Run, Verdict
 from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.task import Task, TaskStatus
+
+FIELDS = {field.name for field in fields(MultiTaskTrainingArguments)}
+CHECKPOINTING = (
+    "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
+)
+"""The switch's name in newer and older transformers."""
 
 
 def unequal_tasks() -> list[Task]:
@@ -83,17 +91,20 @@ def unequal_tasks() -> list[Task]:
 
 def dropout_tasks() -> list[Task]:
     """Return three tasks that drop inputs of their adapters."""
+    shared = {"target_modules": ["q_proj", "down_proj"]}
     return [
-        lab.small_task("a", data_seed=1, lora_dropout=0.1),
-        lab.small_task("b", data_seed=2, lora_dropout=0.1, rank=8, length=7, seed=2, max_steps=5),
-        lab.small_task("c", data_seed=3, lora_dropout=0.3, rank=2, length=20, seed=3, max_steps=10),
+        lab.small_task("a", data_seed=1, lora_dropout=0.1, **shared),
+        lab.small_task("b", data_seed=2, lora_dropout=0.1, rank=8, length=7, seed=2, max_steps=5, **shared),
+        lab.small_task("c", data_seed=3, lora_dropout=0.3, rank=2, length=20, seed=3, max_steps=10, **shared),
     ]
 
 
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """All five tasks in one run with everything at its default."""
-    return lab.train(unequal_tasks(), tmp_path_factory.mktemp("together"), recorder=Recorder(keep_weights=False))
+    return lab.train(
+        unequal_tasks(), tmp_path_factory.mktemp("together"), recorder=Recorder(keep_weights=False)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -112,7 +123,9 @@ def test_each_task_trains_as_plain_peft_would_train_it_alone(
 def test_the_tasks_learn_so_that_equal_trajectories_mean_something(verdicts: Mapping[str, Verdict]) -> None:
     for name, verdict in verdicts.items():
         assert verdict.losses[0] != verdict.losses[-1]
-        moved = [key for key, weight in verdict.weights.items() if "lora_B" in key and weight.abs().max() > 1e-4]
+        moved = [
+            key for key, weight in verdict.weights.items() if "lora_B" in key and weight.abs().max() > 1e-4
+        ]
         assert moved, f"{name} has not moved"
 
 
@@ -122,7 +135,7 @@ def test_the_tasks_learn_so_that_equal_trajectories_mean_something(verdicts: Map
         pytest.param({"max_tokens_per_micro_batch": 64}, id="many micro-batches"),
         pytest.param({"pad_to_chunks": True, "chunk_size": 8}, id="padded to chunks of 8"),
         pytest.param({"chunk_size": 16, "max_tokens_per_micro_batch": 200}, id="chunks of 16"),
-        pytest.param({"gradient_checkpointing": True, "max_tokens_per_micro_batch": 300}, id="recomputed activations"),
+        pytest.param({CHECKPOINTING: True, "max_tokens_per_micro_batch": 300}, id="recomputed activations"),
     ],
 )
 def test_how_the_stream_is_cut_changes_no_task(
@@ -138,7 +151,10 @@ def test_small_micro_batches_are_really_used(tmp_path: Path) -> None:
 
 
 def test_arrivals_leave_the_others_alone(together: Run, tmp_path: Path) -> None:
-    new = [lab.small_task("late", data_seed=8, max_steps=12), lab.small_task("later", data_seed=9, rank=2, length=30)]
+    new = [
+        lab.small_task("late", data_seed=8, max_steps=12),
+        lab.small_task("later", data_seed=9, rank=2, length=30),
+    ]
     recorder = Recorder(at_end={10: lambda trainer: trainer.register_tasks(new)}, keep_weights=False)
     run = lab.train(unequal_tasks(), tmp_path, recorder=recorder)
     assert len(run.losses["late"]) == 12
@@ -183,9 +199,13 @@ def test_adapter_dropout_is_the_same_alone_and_together(tmp_path: Path) -> None:
 
 
 def test_adapter_dropout_drops_something(tmp_path: Path) -> None:
-    with_dropout = lab.train([lab.small_task("a", data_seed=1, lora_dropout=0.1)], tmp_path / "dropout")
-    without = lab.train([lab.small_task("a", data_seed=1)], tmp_path / "none")
-    assert with_dropout.losses["a"][0] == without.losses["a"][0], "before the first step an adapter adds nothing"
+    targets = ["q_proj", "down_proj"]
+    dropping = lab.small_task("a", data_seed=1, lora_dropout=0.1, target_modules=targets)
+    plain = lab.small_task("a", data_seed=1, target_modules=targets)
+    with_dropout, without = lab.train([dropping], tmp_path / "dropout"), lab.train([plain], tmp_path / "none")
+    assert with_dropout.losses["a"][0] == without.losses["a"][0], (
+        "before the first step an adapter adds nothing"
+    )
     assert with_dropout.losses["a"][2] != without.losses["a"][2]
 
 
@@ -207,7 +227,9 @@ def test_the_backbone_s_own_dropout_is_the_same_alone_and_together(tmp_path: Pat
         lab.assert_same(together, lab.train([task], tmp_path / task.name, model=backbone()), task.name, 1e-6)
 
 
-def test_bf16_begins_where_fp32_begins_and_stays_finite(verdicts: Mapping[str, Verdict], tmp_path: Path) -> None:
+def test_bf16_begins_where_fp32_begins_and_stays_finite(
+    verdicts: Mapping[str, Verdict], tmp_path: Path
+) -> None:
     run = lab.train(unequal_tasks(), tmp_path, bf16=True, recorder=Recorder(keep_weights=False))
     for name, verdict in verdicts.items():
         assert run.losses[name][0] == pytest.approx(verdict.losses[0], rel=1e-2)

@@ -1,0 +1,76 @@
+"""Train many PEFT adapters at once on one frozen Hugging Face backbone, each as if it were alone."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peft_mux.arguments import MultiTaskTrainingArguments
+    from peft_mux.data.batch import MuxBatch
+    from peft_mux.data.collator import ChunkPackingCollator
+    from peft_mux.errors import (
+        CheckpointError,
+        ConfigError,
+        DataError,
+        MemoryBudgetError,
+        PeftMuxError,
+        PlanError,
+        UnsupportedModelError,
+    )
+    from peft_mux.modeling.model import MultiTaskPeftModel
+    from peft_mux.scheduler.plan import Plan
+    from peft_mux.task import EarlyStopping, Task, TaskStatus
+    from peft_mux.trainer import MultiTaskTrainer
+
+try:
+    __version__ = version("peft-mux")
+except PackageNotFoundError:  # a checkout that is not installed
+    __version__ = "0.0.0"
+
+_HOMES = {
+    "CheckpointError": "errors",
+    "ChunkPackingCollator": "data.collator",
+    "ConfigError": "errors",
+    "DataError": "errors",
+    "EarlyStopping": "task",
+    "MemoryBudgetError": "errors",
+    "MultiTaskPeftModel": "modeling.model",
+    "MultiTaskTrainer": "trainer",
+    "MultiTaskTrainingArguments": "arguments",
+    "MuxBatch": "data.batch",
+    "PeftMuxError": "errors",
+    "Plan": "scheduler.plan",
+    "PlanError": "errors",
+    "Task": "task",
+    "TaskStatus": "task",
+    "UnsupportedModelError": "errors",
+}
+
+__all__ = [
+    "CheckpointError",
+    "ChunkPackingCollator",
+    "ConfigError",
+    "DataError",
+    "EarlyStopping",
+    "MemoryBudgetError",
+    "MultiTaskPeftModel",
+    "MultiTaskTrainer",
+    "MultiTaskTrainingArguments",
+    "MuxBatch",
+    "PeftMuxError",
+    "Plan",
+    "PlanError",
+    "Task",
+    "TaskStatus",
+    "UnsupportedModelError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used, so that `import peft_mux` costs nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'peft_mux' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"peft_mux.{_HOMES[name]}"), name)
