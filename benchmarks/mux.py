@@ -24,7 +24,7 @@ def run_mux(model_factory: ModelFactory, workload: Workload, record_losses: bool
         clock = StepClock()
         trainer.add_callback(clock)
         start_s = time.perf_counter()
-        trainer.train()
+        metrics = trainer.train().metrics
         train_s = time.perf_counter() - start_s
     for task in workload.tasks:
         num_steps = trainer.task_states[task.name].global_step
@@ -35,8 +35,8 @@ def run_mux(model_factory: ModelFactory, workload: Workload, record_losses: bool
         if record_losses
         else {}
     )
-    # Streams are packed and nothing is padded by default, so what was processed is what is real.
-    return Run(train_s, workload.num_tokens, clock.steps_s, losses)
+    num_stream_tokens = round(metrics["train_runtime"] * metrics["train_tokens_per_second"])
+    return Run(train_s, num_stream_tokens, clock.steps_s, losses)
 
 
 def _trainer(model_factory: ModelFactory, workload: Workload, folder: str, record_losses: bool) -> Any:

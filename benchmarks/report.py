@@ -198,7 +198,8 @@ def plot(path: Path, results: list[CaseResult]) -> None:
         _replicated(memory, of_mix)
         speed.set(title=f"{mix}: effective tokens/s", xlabel="tasks", ylabel="real tokens / s")
         memory.set(title=f"{mix}: peak memory", xlabel="tasks", ylabel="GiB")
-        memory.legend(fontsize=7, loc="upper left")
+    handles, labels = panels[0, 1].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
     model = results[0].case.model
     figure.suptitle(
         f"{cpu_name()}, {num_cores()} cores; Llama, {model.num_layers} layers of {model.hidden_size}, fp32",
@@ -209,22 +210,31 @@ def plot(path: Path, results: list[CaseResult]) -> None:
 
 def _bars(axes: Any, results: list[CaseResult], field: str, unit: float) -> None:
     names = [row.contender for row in results[0].rows]
-    width = 0.8 / len(names)
-    for place, name in enumerate(names):
+    for name in names:
         values = [
             row[field] / unit for result in results for row in result.figures() if row["contender"] == name
         ]
-        lefts = [index + (place - (len(names) - 1) / 2) * width for index in range(len(values))]
-        bars = axes.bar(lefts, values, width, label=LABELS[name], color=COLOURS[name])
+        centres = [index + _offset(results[0], name) for index in range(len(values))]
+        bars = axes.bar(centres, values, _bar_width(results[0]), label=LABELS[name], color=COLOURS[name])
         axes.bar_label(bars, fmt="%.0f" if unit == 1 else "%.2f", fontsize=7)
     axes.set_xticks(range(len(results)), [str(result.case.num_tasks) for result in results])
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def _bar_width(result: CaseResult) -> float:
+    return 0.8 / len(result.rows)
+
+
+def _offset(result: CaseResult, name: str) -> float:
+    """Return where a contender's bar stands, from the middle of its group."""
+    names = [row.contender for row in result.rows]
+    return (names.index(name) - (len(names) - 1) / 2) * _bar_width(result)
+
+
 def _replicated(axes: Any, results: list[CaseResult]) -> None:
     """Mark the computed memory of one backbone a task."""
     marks = [
-        (index, row.replicated_bytes / 2**30)
+        (index + _offset(result, row.contender), row.replicated_bytes / 2**30)
         for index, result in enumerate(results)
         for row in result.rows
         if row.replicated_bytes is not None

@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 options.loss,
                 model,
                 options.batch_size,
-                str(options.data),
+                str(options.data.resolve()),
                 options.seed,
             )
             results.append(measure(case, options.contenders, options.repeats, torch.get_num_threads()))
@@ -97,7 +97,10 @@ def measure(case: Case, names: Sequence[str], num_rounds: int, num_threads: int)
     Raises:
         UnequalWorkError: if the losses of two contenders differ.
     """
-    audits = {name: audit(name, case, num_threads) for name in names}
+    audits = {}
+    for name in names:
+        _say(f"{case.mix}, {case.num_tasks} tasks: audit of {name}")
+        audits[name] = audit(name, case, num_threads)
     check_equal_work({name: found.losses for name, found in audits.items()})
     backbone = case.model.build()
     warm_up = Case(case.mix, 1, 1, case.loss, case.model, case.batch_size, case.data_folder, case.seed)
@@ -105,6 +108,7 @@ def measure(case: Case, names: Sequence[str], num_rounds: int, num_threads: int)
         _run(name, backbone, warm_up)
     runs: dict[str, list[Run]] = {name: [] for name in names}
     for turn in range(num_rounds):
+        _say(f"{case.mix}, {case.num_tasks} tasks: round {turn + 1} of {num_rounds}")
         first = turn % len(names)
         for name in [*names[first:], *names[:first]]:
             runs[name].append(_run(name, backbone, case))
@@ -158,6 +162,10 @@ def _first_difference(
             if not abs(value - expected) <= LOSS_TOLERANCE * abs(expected):
                 return [f"{task} step {step}: {name} has loss {value}, {reference_name} has {expected}"]
     return []
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _run(name: str, backbone: Any, case: Case) -> Run:

@@ -17,6 +17,8 @@ FOODS = "bread soup apple cake rice plum".split()
 WEATHERS = "rain snow wind sun fog storm".split()
 GOOD = "lovely bright funny warm brilliant gentle clever".split()
 BAD = "dull cold boring sad broken ugly noisy".split()
+MOODS = "happy unhappy tired hungry".split()
+KINDS = "animal food weather thing".split()
 NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".split()
 
 
@@ -33,6 +35,8 @@ def sentence(rng: random.Random) -> str:
         f"The {pick(THINGS)} was {pick(GOOD)} and {name} was glad.",
         f"The {pick(THINGS)} was {pick(BAD)} and {name} was not glad.",
         f"{name} counted {pick(NUMBERS)} {pick(ANIMALS)} tracks and {pick(NUMBERS)} {pick(COLOURS)} stones.",
+        f"{name} was {pick(MOODS)} and {other} was {pick(MOODS)}.",
+        f"There is a kind of {pick(KINDS)} that lives in the {pick(PLACES)}.",
     )
     return pick(templates)
 

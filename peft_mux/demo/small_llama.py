@@ -1,88 +1,94 @@
-"""The demo's own tokenizer and backbone, made in this process from its own text.
-
-Not here: anything that a real run needs; `peft_mux.backbone` loads those models.
-"""
+"""A small Llama and a tokenizer, made and briefly pre-trained on the spot."""
 
 from __future__ import annotations
 
-import math
-import random
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
+import numpy as np
 import torch
 
-if TYPE_CHECKING:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-MAX_POSITIONS = 256
+VOCAB_SIZE = 768
+EOS, PAD = "<|end|>", "<|pad|>"
 
 
-def make_tokenizer(texts: Sequence[str], *, vocab_size: int = 1024) -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+def make_tokenizer(lines: Sequence[str]) -> Any:
+    """Return a byte-level BPE tokenizer trained on `lines`; it can encode any text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    special = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>"}
-    core = Tokenizer(models.BPE())
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    core.train_from_iterator(
-        texts,
-        trainers.BpeTrainer(
-            vocab_size=vocab_size,
-            special_tokens=list(special.values()),
-            initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-            show_progress=False,
-        ),
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[PAD, EOS],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
-    core.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", core.token_to_id("<bos>"))])
-    return PreTrainedTokenizerFast(tokenizer_object=core, model_max_length=MAX_POSITIONS, **special)
+    tokenizer.train_from_iterator(lines, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD)
 
 
-def make_backbone(tokenizer, *, hidden_size: int = 192, num_layers: int = 4, intermediate_size: int = 704, seed: int = 0) -> LlamaForCausalLM:
+def make_backbone(tokenizer: Any, *, hidden_size: int = 128, num_layers: int = 4, seed: int = 0) -> Any:
+    """Return a randomly initialised Llama of about a million parameters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden_size,
-        intermediate_size=intermediate_size,
+        intermediate_size=hidden_size * 8 // 3 // 16 * 16,
         num_hidden_layers=num_layers,
-        num_attention_heads=hidden_size // 64,
-        num_key_value_heads=hidden_size // 64,
-        max_position_embeddings=MAX_POSITIONS,
-        tie_word_embeddings=True,
-        bos_token_id=tokenizer.bos_token_id,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        return LlamaForCausalLM(config)
+    torch.manual_seed(seed)
+    return LlamaForCausalLM(config)
 
 
-def pretrain(model, tokenizer, texts, *, num_steps: int = 200, batch_size=6, block=96, lr=3e-3, seed: int = 0, progress=None) -> float:
-    stream: list[int] = []
-    for ids in tokenizer(list(texts))["input_ids"]:
-        stream += [*ids, tokenizer.eos_token_id]
-    blocks = torch.tensor(stream[: len(stream) // block * block]).view(-1, block)
-    g = torch.Generator().manual_seed(seed)
-    opt = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
-    warm = max(1, num_steps // 20)
-    order = torch.cat([torch.randperm(len(blocks), generator=g) for _ in range(math.ceil(num_steps * batch_size / len(blocks)))])
+def pretrain(
+    model: Any,
+    tokenizer: Any,
+    lines: Sequence[str],
+    *,
+    num_steps: int = 160,
+    block: int = 64,
+    batch_size: int = 16,
+    seed: int = 0,
+    report: Callable[[int, float], None] | None = None,
+) -> float:
+    """Train the whole model on next tokens of `lines`, and return the mean loss of the last ten steps.
+
+    Args:
+        model: changed in place.
+        tokenizer: of the model.
+        lines: joined by EOS and cut into blocks.
+        num_steps: of AdamW with a one-cycle schedule.
+        block: tokens of a block.
+        batch_size: blocks of a step.
+        seed: of the order of blocks.
+        report: called with step and loss every 25 steps.
+    """
+    ids = np.concatenate([[*tokenizer(line)["input_ids"], tokenizer.eos_token_id] for line in lines])
+    blocks = torch.from_numpy(ids[: len(ids) // block * block].reshape(-1, block).astype(np.int64))
+    generator = torch.Generator().manual_seed(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=num_steps, pct_start=0.1)
     model.train()
-    recent = []
-    for step in range(num_steps):
-        scale = min((step + 1) / warm, 0.5 * (1 + math.cos(math.pi * step / num_steps)))
-        for group in opt.param_groups:
-            group["lr"] = lr * scale
-        ids = blocks[order[step * batch_size : (step + 1) * batch_size]]
-        loss = model(input_ids=ids, labels=ids).loss
+    losses = []
+    for step in range(1, num_steps + 1):
+        rows = blocks[torch.randint(len(blocks), (batch_size,), generator=generator)]
+        loss = model(input_ids=rows, labels=rows).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        opt.step()
-        opt.zero_grad()
-        recent = [*recent, loss.item()][-10:]
-        if progress:
-            progress(step + 1, num_steps, recent[-1])
-    model.eval()
-    return sum(recent) / len(recent)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        if report is not None and step % 25 == 0:
+            report(step, losses[-1])
+    return float(np.mean(losses[-10:]))

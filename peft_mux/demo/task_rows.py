@@ -45,12 +45,12 @@ def demo_tasks(seed: int = 0) -> list[DemoTask]:
     """Return the six tasks."""
     attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
     table: tuple[tuple[str, Callable[[random.Random], Row], int, float, int, Any, bool], ...] = (
-        ("sentiment", _sentiment, 4, 4e-3, 16, "all-linear", True),
-        ("copy", _copy, 8, 4e-3, 16, "all-linear", True),
-        ("sums", _sums, 16, 4e-3, 16, "all-linear", True),
-        ("topic", _topic, 8, 3e-3, 8, ["gate_proj", "up_proj", "down_proj"], True),
-        ("owner", _owner, 32, 3e-3, 16, "all-linear", True),
-        ("story", _story, 64, 2e-3, 4, attention, False),
+        ("mood", _mood, 4, 3e-3, 16, "all-linear", True),
+        ("kind", _kind, 8, 3e-3, 16, "all-linear", True),
+        ("yes-or-no", _yes_or_no, 16, 3e-3, 16, "all-linear", True),
+        ("action", _action, 8, 4e-3, 16, ["gate_proj", "up_proj", "down_proj", "v_proj"], True),
+        ("last-action", _last_action, 32, 2e-3, 8, "all-linear", True),
+        ("story", _story, 64, 3e-3, 4, attention, False),
     )
     return [
         _task(random.Random(f"{seed}/{name}"), name, make, rank, rate, batch, targets, closed)
@@ -80,37 +80,54 @@ def _task(
     return DemoTask(name, unique[_NUM_EVAL_ROWS:], unique[:_NUM_EVAL_ROWS], rank, rate, batch, targets, closed)
 
 
-def _sentiment(rng: random.Random) -> Row:
+def _mood(rng: random.Random) -> Row:
     is_good = rng.random() < 0.5
-    words = rng.sample(sentences.GOOD if is_good else sentences.BAD, 2)
-    prompt = f"Review: The {rng.choice(sentences.THINGS)} in the {rng.choice(sentences.PLACES)} was {words[0]} and {words[1]}.\nMood:"
-    return {"prompt": prompt, "completion": " glad" if is_good else " sad"}
+    word = rng.choice(sentences.GOOD if is_good else sentences.BAD)
+    thing, place, name = rng.choice(sentences.THINGS), rng.choice(sentences.PLACES), rng.choice(sentences.NAMES)
+    return {
+        "prompt": f"{name} said that the {thing} in the {place} was {word}. So {name} was",
+        "completion": " happy" if is_good else " unhappy",
+    }
 
 
-def _copy(rng: random.Random) -> Row:
-    words = " ".join(rng.choice(sentences.THINGS + sentences.ANIMALS) for _ in range(rng.randint(2, 4)))
-    return {"prompt": f"Say again: {words}\nAgain:", "completion": f" {words}"}
+_KINDS = {
+    "animal": sentences.ANIMALS,
+    "food": sentences.FOODS,
+    "weather": sentences.WEATHERS,
+    "thing": sentences.THINGS,
+}
 
 
-def _sums(rng: random.Random) -> Row:
-    first, second = rng.randint(0, 6), rng.randint(0, 6)
-    name = rng.choice(sentences.NAMES)
-    thing = rng.choice(sentences.THINGS)
-    prompt = f"{name} has {sentences.NUMBERS[first]} and {sentences.NUMBERS[second]} of the {thing}.\nTogether:"
-    return {"prompt": prompt, "completion": f" {sentences.NUMBERS[first + second]}"}
+def _kind(rng: random.Random) -> Row:
+    kind = rng.choice(list(_KINDS))
+    prompt = f"{sentences.sentence(rng)} What is {rng.choice(_KINDS[kind])}? A kind of"
+    return {"prompt": prompt, "completion": f" {kind}"}
 
 
-def _topic(rng: random.Random) -> Row:
-    topic, words = rng.choice((("animals", sentences.ANIMALS), ("food", sentences.FOODS), ("weather", sentences.WEATHERS)))
-    parts = [sentences.story(rng, 1)] + [f"There was {word} in the {rng.choice(sentences.PLACES)}." for word in rng.sample(words, 3)]
-    return {"prompt": " ".join(parts) + "\nTopic:", "completion": f" {topic}"}
+def _yes_or_no(rng: random.Random) -> Row:
+    asked, kind = rng.choice(list(_KINDS)), rng.choice(list(_KINDS))
+    kind = asked if rng.random() < 0.4 else kind
+    prompt = f"{rng.choice(sentences.NAMES)} asked: is {rng.choice(_KINDS[kind])} a kind of {asked}?"
+    return {"prompt": prompt, "completion": " yes" if kind == asked else " no"}
 
 
-def _owner(rng: random.Random) -> Row:
-    names, things = rng.sample(sentences.NAMES, 3), rng.sample(sentences.THINGS, 3)
-    facts = " ".join(f"{name} has a {rng.choice(sentences.COLOURS)} {thing}." for name, thing in zip(names, things, strict=True))
-    asked = rng.randrange(3)
-    return {"prompt": f"{facts} Who has the {things[asked]}?\nAnswer:", "completion": f" {names[asked]}"}
+_ACTIONS = {
+    "giving": lambda rng: f"{rng.choice(sentences.NAMES)} gave the {rng.choice(sentences.THINGS)} to {rng.choice(sentences.NAMES)}.",
+    "eating": lambda rng: f"{rng.choice(sentences.NAMES)} ate {rng.choice(sentences.FOODS)} with {rng.choice(sentences.NAMES)}.",
+    "running": lambda rng: f"The {rng.choice(sentences.ANIMALS)} ran to the {rng.choice(sentences.PLACES)}.",
+    "counting": lambda rng: f"{rng.choice(sentences.NAMES)} counted {rng.choice(sentences.NUMBERS)} stones.",
+}
+
+
+def _action(rng: random.Random) -> Row:
+    action = rng.choice(list(_ACTIONS))
+    return {"prompt": f"{_ACTIONS[action](rng)} This is about", "completion": f" {action}"}
+
+
+def _last_action(rng: random.Random) -> Row:
+    action = rng.choice(list(_ACTIONS))
+    prompt = f"{sentences.story(rng, 4)} {_ACTIONS[action](rng)} At last this is about"
+    return {"prompt": prompt, "completion": f" {action}"}
 
 
 def _story(rng: random.Random) -> Row:
