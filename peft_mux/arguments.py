@@ -21,12 +21,12 @@ QUARANTINE_POLICIES = ("quarantine", "stop")
 
 _HONOURED = frozenset(
     "output_dir per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps num_train_epochs "
-    "max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 "
-    "adam_beta2 adam_epsilon max_grad_norm bf16 activation_checkpointing activation_checkpointing_kwargs "
+    "max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay "
+    "adam_beta1 adam_beta2 adam_epsilon max_grad_norm bf16 activation_checkpointing activation_checkpointing_kwargs "
     "gradient_checkpointing gradient_checkpointing_kwargs logging_strategy logging_steps logging_first_step log_level "
     "log_level_replica log_on_each_node disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id "
-    "trackio_static_space_id logging_dir eval_strategy eval_steps save_strategy save_steps save_total_limit seed use_cpu "
-    "full_determinism resume_from_checkpoint do_train do_eval do_predict local_rank ddp_timeout".split()
+    "trackio_static_space_id logging_dir eval_strategy eval_steps save_strategy save_steps save_total_limit seed "
+    "use_cpu full_determinism resume_from_checkpoint do_train do_eval do_predict local_rank ddp_timeout".split()
 )
 _REASONS = {
     "fp16": "losses would need one scaler a task; use bf16",
@@ -57,7 +57,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
     """`transformers.TrainingArguments` with the run-wide knobs of multiplexing.
 
     Hyper-parameters (`learning_rate`, `max_steps`, ...) are the defaults of tasks that do not set their own. Steps are
-    counted per task in `eval_steps` and a task's `save_steps`, and per run in `logging_steps` and the run's `save_steps`.
+    counted per task in `eval_steps` and a task's `save_steps`, and per run in `logging_steps` and the run's own
+    `save_steps`.
 
     Attributes:
         max_length: tokens of a row after which `overlong_policy` applies.
@@ -67,8 +68,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
         chunk_size: tokens of a chunk; by default the rule of M §3.5 (greatest power-of-two divisor of all lengths).
         min_chunk_size: least chunk size of that rule.
         pad_to_chunks: fill each task's part of a stream up to a multiple of the chunk size, for equal shapes.
-        quarantine_policy: what happens to a task with a non-finite loss or gradient: "quarantine" fails that task, keeps
-            its last good adapter and goes on; "stop" ends the run.
+        quarantine_policy: what happens to a task with a non-finite loss or gradient: "quarantine" fails that task,
+            keeps its last good adapter and goes on; "stop" ends the run.
 
     Raises:
         ConfigError: naming every field that cannot be run.
@@ -102,7 +103,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
     @property
     def checkpointing_kwargs(self) -> dict[str, Any]:
         """Options of `torch.utils.checkpoint`, under either of the two names."""
-        return getattr(self, "activation_checkpointing_kwargs", None) or self.gradient_checkpointing_kwargs or {}
+        options = getattr(self, "activation_checkpointing_kwargs", None) or self.gradient_checkpointing_kwargs
+        return dict(options) if isinstance(options, dict) else {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +165,7 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
 
 
 def task_arguments(hyper: HyperParameters, args: MultiTaskTrainingArguments) -> MultiTaskTrainingArguments:
-    """Return a copy of the run's arguments that carries one task's settings, for code that reads `TrainingArguments`."""
+    """Return a copy of the run's arguments with one task's settings, for code that reads `TrainingArguments`."""
     own = copy.copy(args)
     for item in fields(HyperParameters):
         if item.name not in ("train_batch_size", "max_length"):
@@ -179,7 +181,7 @@ def _eval_steps(task: Task, args: MultiTaskTrainingArguments) -> int:
         return int(task.eval_steps)
     strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
     if strategy == "steps":
-        return int(args.eval_steps)
+        return int(args.eval_steps or args.logging_steps)
     if strategy == "epoch" or task.early_stopping is not None:
         return -1
     return 0
@@ -245,7 +247,7 @@ def require_arguments(args: object) -> MultiTaskTrainingArguments:
     if isinstance(args, MultiTaskTrainingArguments):
         return args
     raise ConfigError(
-        f"args: got {type(args).__name__}; allowed: MultiTaskTrainingArguments (it takes every TrainingArguments field)."
+        f"args: got {type(args).__name__}; allowed: MultiTaskTrainingArguments (it takes all TrainingArguments fields)."
     )
 
 

@@ -100,9 +100,7 @@ class RunFolder:
 
         Every task must have been saved before; the record is what makes its step the one to resume from.
         """
-        tasks = {
-            run.name: {"status": run.status.value, "reason": run.reason, "step": run.step} for run in runs
-        }
+        tasks = {run.name: {"status": run.status.value, "reason": run.reason, "step": run.step} for run in runs}
         record = {"format_version": FORMAT_VERSION, "run_step": run_step, "tasks": tasks}
         path = self.root / STATE_FOLDER / f"run-{run_step:08d}.json"
         storage.write_file(path, storage.sealed_json(record))
@@ -190,7 +188,11 @@ def _task_state(run: TaskRun) -> dict[str, Any]:
         "last_loss": str(run.last_loss),
         "loss_mean": [run.loss_mean.total, run.loss_mean.count],
         "best": run.best.state(),
-        "trainer_state": {"global_step": run.state.global_step, "epoch": run.state.epoch, "log_history": run.state.log_history},
+        "trainer_state": {
+            "global_step": run.state.global_step,
+            "epoch": run.state.epoch,
+            "log_history": run.state.log_history,
+        },
     }
 
 
@@ -208,6 +210,6 @@ def _check_settings(run: TaskRun, saved: dict[str, Any]) -> None:
     if changed:
         listed = ", ".join(f"{key} {saved.get(key)!r} -> {now[key]!r}" for key in changed)
         raise CheckpointError(
-            f'task "{run.name}": got other settings than its checkpoint was made with ({listed}); allowed: the same, as '
-            "a resumed run continues the interrupted one. Undo the change, or train under another name or output_dir."
+            f'task "{run.name}": got other settings than its checkpoint has ({listed}); allowed: the same,'
+            " as a resumed run continues the interrupted one. Undo the change, or train under another name or output_dir."
         )

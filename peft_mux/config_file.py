@@ -88,13 +88,15 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     try:
         text = path.read_text(encoding="utf-8")
         node = yaml.compose(text, Loader=_Loader)
-        data = yaml.load(text, Loader=_Loader)  # noqa: S506 - derives from SafeLoader
+        data = yaml.load(text, Loader=_Loader)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: got {type(data).__name__}; allowed: a mapping with the keys {', '.join(_TOP_KEYS)}.")
+        raise ConfigError(
+            f"{path}: got {type(data).__name__}; allowed: a mapping with the keys {', '.join(_TOP_KEYS)}."
+        )
     lines: dict[str, int] = {}
     twice: list[Fault] = []
     _find_lines(node, "", lines, twice)
@@ -131,7 +133,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         target = target.setdefault(parent, {})
         if not isinstance(target, dict):
             raise ConfigError(f"--set {key}: got a value where {parent} would be a mapping; allowed: an existing path.")
-    target[last] = yaml.load(text, Loader=_Loader)  # noqa: S506 - derives from SafeLoader
+    target[last] = yaml.load(text, Loader=_Loader)
 
 
 def _shape_faults(data: dict[str, Any]) -> list[Fault]:
@@ -142,15 +144,21 @@ def _shape_faults(data: dict[str, Any]) -> list[Fault]:
     run_keys = sorted(SETTABLE_FIELDS - {"output_dir"})
     for key, allowed in (("run", run_keys), ("defaults", _TASK_KEYS)):
         section = data.get(key) or {}
-        faults += _unknown_keys(section, allowed, f"{key}.") if isinstance(section, dict) else [_not_mapping(key, section)]
+        faults += (
+            _unknown_keys(section, allowed, f"{key}.") if isinstance(section, dict) else [_not_mapping(key, section)]
+        )
     tasks = data.get("tasks") or {}
     if not isinstance(tasks, dict):
         return [*faults, _not_mapping("tasks", tasks)]
     for name, task in tasks.items():
         where = f"tasks.{name}"
-        faults += _unknown_keys(task, _TASK_KEYS, f"{where}.") if isinstance(task, dict) else [_not_mapping(where, task)]
+        faults += (
+            _unknown_keys(task, _TASK_KEYS, f"{where}.") if isinstance(task, dict) else [_not_mapping(where, task)]
+        )
         if isinstance(task, dict) and not {**(data.get("defaults") or {}), **task}.get("dataset"):
-            faults.append(Fault(f"{where}.dataset", "None", "a .jsonl, .json, .csv or .parquet file, a folder, or a hub id"))
+            faults.append(
+                Fault(f"{where}.dataset", "None", "a .jsonl, .json, .csv or .parquet file, a folder, or a hub id")
+            )
     return faults
 
 
@@ -170,7 +178,9 @@ def _build(data: dict[str, Any], folder: Path, lines: Mapping[str, int], path: P
     tasks, errors = [], []
     defaults = data.get("defaults") or {}
     try:
-        args = MultiTaskTrainingArguments(output_dir=data.get("output_dir", "peft_mux_output"), **(data.get("run") or {}))
+        args = MultiTaskTrainingArguments(
+            output_dir=data.get("output_dir", "peft_mux_output"), **(data.get("run") or {})
+        )
     except ConfigError as error:
         args, errors = None, [str(error)]
     for name, settings in data["tasks"].items():
@@ -255,5 +265,5 @@ def load_rows(source: str, split: str, config: str | None, folder: Path, where: 
         return load_dataset(str(path) if path.is_dir() else source, config, split=split)
     except ConfigError:
         raise
-    except Exception as error:  # noqa: BLE001 - datasets raises errors of many libraries
+    except Exception as error:
         raise ConfigError(f"{where}.dataset: got {source!r}, which cannot be loaded: {error}") from error

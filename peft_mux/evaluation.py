@@ -66,18 +66,20 @@ def _custom_metrics(
 ) -> dict[str, float]:
     from transformers import EvalPrediction
 
-    assert task.compute_metrics is not None, "only called for tasks with compute_metrics"
+    compute_metrics = task.compute_metrics
+    assert compute_metrics is not None, "only called for tasks with compute_metrics"
     predictions, labels = [], []
     for batch in _batches(task.name, dataset, max_tokens, one_pass=True):
         (micro_batch,) = collator.micro_batches([batch], max_tokens=batch.num_tokens)
         logits = executor.model.sequence_logits(micro_batch.to(executor.device))
-        for index, (row_logits, row_labels) in enumerate(zip(logits, _labels(batch, micro_batch), strict=True)):
-            del index
+        for row_logits, row_labels in zip(logits, _labels(batch, micro_batch), strict=True):
             if task.preprocess_logits_for_metrics is not None:
                 row_logits = task.preprocess_logits_for_metrics(row_logits[None], torch.as_tensor(row_labels)[None])[0]
-            predictions.append(row_logits.float().cpu().numpy() if row_logits.is_floating_point() else row_logits.cpu().numpy())
+            predictions.append(
+                row_logits.float().cpu().numpy() if row_logits.is_floating_point() else row_logits.cpu().numpy()
+            )
             labels.append(row_labels)
-    result = task.compute_metrics(EvalPrediction(predictions=_stack(predictions), label_ids=_stack(labels)))
+    result = compute_metrics(EvalPrediction(predictions=_stack(predictions), label_ids=_stack(labels)))
     return {key if key.startswith("eval_") else f"eval_{key}": float(value) for key, value in result.items()}
 
 

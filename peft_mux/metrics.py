@@ -36,7 +36,7 @@ class LossMean:
 class MetricsLog:
     """Appends records to `metrics.jsonl` of a run folder.
 
-    Every record has `event` (`train`, `eval`, `run`, `status`) and `run_step`; records of a task have `task` and `step`.
+    Every record has `event` (`train`, `eval`, `run`, `status`) and `run_step`; a task's records have `task` and `step`.
     Non-finite numbers are written as strings, as JSON has none.
 
     Args:

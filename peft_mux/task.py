@@ -296,7 +296,9 @@ def _choice_faults(task: Task, where: str) -> list[Fault]:
 def _combination_faults(task: Task, where: str) -> list[Fault]:
     faults = []
     if task.early_stopping is not None and not isinstance(task.early_stopping, EarlyStopping):
-        faults.append(Fault(f"{where}.early_stopping", repr(task.early_stopping), "EarlyStopping(metric=..., patience=...)"))
+        faults.append(
+            Fault(f"{where}.early_stopping", repr(task.early_stopping), "EarlyStopping(metric=..., patience=...)")
+        )
     elif task.early_stopping is not None:
         if task.eval_dataset is None:
             faults.append(Fault(f"{where}.eval_dataset", "None", "held-out rows, as early_stopping is set"))
@@ -313,9 +315,7 @@ def _combination_faults(task: Task, where: str) -> list[Fault]:
         faults.append(Fault(f"{where}.compute_metrics", "a function", "none where eval_dataset is not set"))
     is_stream = not hasattr(task.train_dataset, "__len__") and task.train_dataset is not None
     if is_stream and not task.max_steps:
-        faults.append(
-            Fault(f"{where}.max_steps", repr(task.max_steps), "a number of steps, as a stream has no length")
-        )
+        faults.append(Fault(f"{where}.max_steps", repr(task.max_steps), "a number of steps, as a stream has no length"))
     return faults
 
 

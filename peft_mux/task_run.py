@@ -162,7 +162,9 @@ class TaskTable:
         """
         names = list(result.losses)
         norms = [self._optimizer(name).gradient_norm() for name in names]
-        pairs = [torch.stack((result.losses[name].float(), norm.float())) for name, norm in zip(names, norms, strict=True)]
+        pairs = [
+            torch.stack((result.losses[name].float(), norm.float())) for name, norm in zip(names, norms, strict=True)
+        ]
         values = torch.stack(pairs).tolist() if pairs else []
         for name, norm, (loss, norm_value) in zip(names, norms, values, strict=True):
             self._step(self[name], norm, loss, norm_value, result.num_tokens[name])

@@ -19,9 +19,7 @@ from peft_mux.task import Task, TaskStatus
 from peft_mux.task_run import TaskRun
 
 
-def make_task_run(
-    task: Task, args: MultiTaskTrainingArguments, tokenizer: Any, config: Any
-) -> TaskRun:
+def make_task_run(task: Task, args: MultiTaskTrainingArguments, tokenizer: Any, config: Any) -> TaskRun:
     """Return the task ready to be started.
 
     Args:
@@ -52,9 +50,7 @@ def make_task_run(
     )
 
 
-def make_task_runs(
-    tasks: list[Task], args: MultiTaskTrainingArguments, tokenizer: Any, config: Any
-) -> list[TaskRun]:
+def make_task_runs(tasks: list[Task], args: MultiTaskTrainingArguments, tokenizer: Any, config: Any) -> list[TaskRun]:
     """Return all tasks ready to be started, or one error that lists what is wrong with any of them.
 
     Raises:
@@ -88,9 +84,7 @@ def class_count(run: TaskRun) -> int | None:
     return int(max(label for label in labels if label is not None)) + 1
 
 
-def _options(
-    task: Task, hyper: HyperParameters, args: MultiTaskTrainingArguments, config: Any
-) -> TokenizeOptions:
+def _options(task: Task, hyper: HyperParameters, args: MultiTaskTrainingArguments, config: Any) -> TokenizeOptions:
     return TokenizeOptions(
         task=task.name,
         max_length=hyper.max_length,
@@ -130,6 +124,6 @@ def _num_steps(task: Task, hyper: HyperParameters, loader: Any) -> int:
         return hyper.max_steps
     if loader.steps_per_epoch is None:
         raise ConfigError(
-            f"tasks.{task.name}.max_steps: got {hyper.max_steps}; allowed: a number of steps, as a stream has no length."
+            f"tasks.{task.name}.max_steps: got {hyper.max_steps}; allowed: a number, as a stream has no length."
         )
     return math.ceil(hyper.num_train_epochs * loader.steps_per_epoch)

@@ -27,18 +27,19 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.dispatcher import Dispatcher
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.isolation import LastGood
-from peft_mux.errors import CheckpointError, ConfigError, Fault, closest, raise_faults
+from peft_mux.errors import CheckpointError, ConfigError, closest
 from peft_mux.evaluation import evaluate_task
 from peft_mux.interrupts import stop_at_signal
 from peft_mux.metrics import MetricsLog, read_metrics
-from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.optim import TaskOptimizer
 from peft_mux.planning import make_plan
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import Task, TaskStatus, check_task_names
 from peft_mux.task_run import TaskEvent, TaskRun, TaskTable
 from peft_mux.task_setup import class_count, make_task_runs
+from peft_mux.trainer_inputs import refuse_trainer_arguments, task_list
 from peft_mux.ui.progress import Progress, SilentProgress, make_progress
+from peft_mux.ui.report import report_table
 
 
 class MultiTaskTrainer(Trainer):
@@ -67,6 +68,9 @@ class MultiTaskTrainer(Trainer):
         >>> trainer.train()  # doctest: +SKIP
     """
 
+    args: MultiTaskTrainingArguments  # type: ignore[assignment]
+    model: Any  # type: ignore[assignment]
+
     def __init__(
         self,
         model: Any,
@@ -81,9 +85,9 @@ class MultiTaskTrainer(Trainer):
         **unsupported: Any,
     ) -> None:
         """Check everything that can be checked before the first step; load no weights."""
-        _refuse_trainer_arguments(unsupported)
+        refuse_trainer_arguments(unsupported)
         run_args = require_arguments(args or MultiTaskTrainingArguments(output_dir="peft_mux_output"))
-        self.tasks = _task_list(model, tasks, train_dataset, eval_dataset)
+        self.tasks = task_list(model, tasks, train_dataset, eval_dataset)
         source = Backbone(model, run_args, processing_class, dict(model_init_kwargs or {}))
         source.check(self.tasks)
         runs = make_task_runs(self.tasks, run_args, source.tokenizer, source.config)
@@ -143,9 +147,9 @@ class MultiTaskTrainer(Trainer):
             Number of run steps, mean of the tasks' last losses, and metrics with `task/metric` keys.
 
         Raises:
-            CheckpointError: if there is nothing to resume from, or `output_dir` already holds a run that is not resumed.
+            CheckpointError: if there is nothing to resume from, or `output_dir` holds a run that is not resumed.
         """
-        _refuse_trainer_arguments(unsupported)
+        refuse_trainer_arguments(unsupported)
         resume = resume_from_checkpoint or self.args.resume_from_checkpoint
         self._begin(resume)
         started, first_token, first_step = time.perf_counter(), self._num_stream_tokens, self.state.global_step
@@ -192,7 +196,7 @@ class MultiTaskTrainer(Trainer):
         self._progress.advance(self.table)
 
     def _prove_finished(self) -> None:
-        """Hold the last update of a task to the same test as all others: the weights it left must give a finite loss."""
+        """Hold the last update of a task to the test of all others: the weights it left must give a finite loss."""
         assert self._executor is not None, "only called while training"
         for run in self.table.running:
             if run.step < run.num_steps:
@@ -205,14 +209,14 @@ class MultiTaskTrainer(Trainer):
     def _begin(self, resume: str | bool | None) -> None:
         """Load what must be loaded, start or restore the tasks, and open the run folder."""
         self._materialise()
-        root = Path(self.args.output_dir)
+        root = self._root
         saves = self.args.save_strategy != "no"
         if self._folder is None and saves:
             self._folder = RunFolder(root, self.model, keep=self.args.save_total_limit)
             if self._folder.records() and not resume:
                 raise CheckpointError(
-                    f"output_dir: got {root}, which holds a run; allowed: a new folder, or train(resume_from_checkpoint="
-                    "True) to go on with it. Delete it to train anew."
+                    f"output_dir: got {root}, which holds a run; allowed: a new folder, or train(resume_from_"
+                    "checkpoint=True) to go on with it. Delete it to train anew."
                 )
         root.mkdir(parents=True, exist_ok=True)
         self._metrics = MetricsLog(root)
@@ -226,9 +230,7 @@ class MultiTaskTrainer(Trainer):
         self._write_config(root)
         self.is_in_train = True
         self.control.should_training_stop = False
-        self._progress = make_progress(
-            enabled=not self.args.disable_tqdm, is_main_process=self.is_world_process_zero()
-        )
+        self._progress = make_progress(enabled=not self.args.disable_tqdm, is_main_process=self.is_world_process_zero())
         self._progress.start(self.table)
         self.table.collect()
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
@@ -275,7 +277,10 @@ class MultiTaskTrainer(Trainer):
         self._metrics.truncate_after(record["run_step"])
 
     def _finish(self, seconds: float, num_tokens: int, num_steps: int) -> TrainOutput:
-        metrics: dict[str, float] = {"train_runtime": seconds, "train_tokens_per_second": num_tokens / max(seconds, 1e-9)}
+        metrics: dict[str, float] = {
+            "train_runtime": seconds,
+            "train_tokens_per_second": num_tokens / max(seconds, 1e-9),
+        }
         metrics["train_steps_per_second"] = num_steps / max(seconds, 1e-9)
         for run in self.table:
             metrics[f"{run.name}/train_loss"] = run.last_loss
@@ -313,7 +318,9 @@ class MultiTaskTrainer(Trainer):
         if logs:
             self._progress.log(
                 f"step {self.state.global_step}  "
-                + "  ".join(f"{key.removesuffix('/loss')} {value:.4f}" for key, value in logs.items() if key.endswith("/loss"))
+                + "  ".join(
+                    f"{key.removesuffix('/loss')} {value:.4f}" for key, value in logs.items() if key.endswith("/loss")
+                )
             )
             self._emit(logs)
 
@@ -389,7 +396,7 @@ class MultiTaskTrainer(Trainer):
         Returns:
             Metrics with `task/metric` keys.
         """
-        _refuse_trainer_arguments(unsupported)
+        refuse_trainer_arguments(unsupported)
         self._materialise()
         names = [task] if task is not None else [run.name for run in self.table if run.eval_data is not None]
         results: dict[str, float] = {}
@@ -447,7 +454,7 @@ class MultiTaskTrainer(Trainer):
             for run in runs:
                 self._folder.save_adapter(run.name)
                 self._folder.save_task(run)
-            self._folder.save_record(self.state.global_step, [run for run in self.table])
+            self._folder.save_record(self.state.global_step, list(self.table))
 
         if self._save_safely(write):
             self._is_saved_at = self.state.global_step
@@ -459,16 +466,14 @@ class MultiTaskTrainer(Trainer):
             write()
         except CheckpointError as error:
             self._say(f"not saved at step {self.state.global_step}: {error}")
-            self._metrics.write(
-                {"event": "save_failed", "run_step": self.state.global_step, "reason": str(error)}
-            )
+            self._metrics.write({"event": "save_failed", "run_step": self.state.global_step, "reason": str(error)})
             return False
         return True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write every task's adapter, each at the root of its sub-folder, loadable by plain PEFT."""
         self._materialise()
-        folder = RunFolder(Path(output_dir or self.args.output_dir), self.model)
+        folder = RunFolder(Path(output_dir or self._root), self.model)
         for run in self.table:
             folder.save_adapter(run.name)
 
@@ -476,22 +481,12 @@ class MultiTaskTrainer(Trainer):
         """Draw the losses of all tasks from `metrics.jsonl` into a PNG (by default `losses.png` in `output_dir`)."""
         from peft_mux.ui.plots import plot_losses
 
-        root = Path(self.args.output_dir)
+        root = self._root
         return plot_losses(read_metrics(root / "metrics.jsonl"), Path(path or root / "losses.png"))
 
     def report(self) -> str:
         """Return a table of all tasks: how each ended, its last losses, and where its adapter lies."""
-        width = max(len("task"), *(len(run.name) for run in self.table))
-        lines = [f"{'task':<{width}}  {'status':<13}  {'steps':>11}  {'loss':>8}  {'held out':>8}  adapter"]
-        for run in self.table:
-            held_out = next((entry["eval_loss"] for entry in reversed(run.state.log_history) if "eval_loss" in entry), None)
-            lines.append(
-                f"{run.name:<{width}}  {run.status.value:<13}  {f'{run.step}/{run.num_steps}':>11}  {run.last_loss:>8.4f}"
-                f"  {'-' if held_out is None else f'{held_out:.4f}':>8}  "
-                f"{Path(self.args.output_dir) / run.name if self._folder is not None else 'not saved'}"
-                f"{f'  ({run.reason})' if run.reason else ''}"
-            )
-        return "\n".join(lines)
+        return report_table(self.table, None if self._folder is None else self._folder.root)
 
     def _write_config(self, root: Path) -> None:
         from dataclasses import asdict
@@ -587,6 +582,10 @@ class MultiTaskTrainer(Trainer):
 
     # -------------------------------------------------------------- helpers
 
+    @property
+    def _root(self) -> Path:
+        return Path(self.args.output_dir or "peft_mux_output")
+
     def _request_stop(self) -> None:
         self.control.should_training_stop = True
 
@@ -610,63 +609,3 @@ class MultiTaskTrainer(Trainer):
 
     def _say(self, line: str) -> None:
         self._progress.log(line)
-
-
-def _refuse_trainer_arguments(given: Mapping[str, Any]) -> None:
-    set_ones = {name: value for name, value in given.items() if value is not None}
-    if not set_ones:
-        return
-    where = {
-        "compute_metrics": "set it on the Task",
-        "preprocess_logits_for_metrics": "set it on the Task",
-        "data_collator": "sequences are packed by ChunkPackingCollator",
-        "model_init": "give the model, or its name",
-        "optimizers": "every task has an optimizer of its own; set optim on the Task",
-        "optimizer_cls_and_kwargs": "every task has an optimizer of its own; set optim on the Task",
-        "compute_loss_func": "set loss_type on the Task",
-        "peft_config": "set it on the Task",
-    }
-    faults = [
-        Fault(name, type(value).__name__, "nothing", f"{where.get(name, 'It has no meaning for many tasks')}.".capitalize())
-        for name, value in set_ones.items()
-    ]
-    raise_faults(faults)
-
-
-def _task_list(
-    model: Any,
-    tasks: Sequence[Task] | None,
-    train_dataset: Mapping[str, Any] | None,
-    eval_dataset: Mapping[str, Any] | None,
-) -> list[Task]:
-    """Return the tasks, from the list or from the short form."""
-    if tasks is None:
-        return _short_form(model, train_dataset, eval_dataset or {})
-    if train_dataset is not None or eval_dataset is not None:
-        raise ConfigError("train_dataset: got rows beside tasks; allowed: one of the two. Put the rows on the tasks.")
-    wrong = [type(task).__name__ for task in tasks if not isinstance(task, Task)]
-    if wrong or not tasks:
-        raise ConfigError(f"tasks: got {', '.join(wrong) or 'an empty list'}; allowed: a list of at least one Task.")
-    check_task_names(task.name for task in tasks)
-    return list(tasks)
-
-
-def _short_form(model: Any, train: Mapping[str, Any] | None, held_out: Mapping[str, Any]) -> list[Task]:
-    if not isinstance(model, MultiTaskPeftModel) or not isinstance(train, Mapping):
-        raise ConfigError(
-            "tasks: got None; allowed: a list of Task, or a MultiTaskPeftModel with train_dataset={name: rows, ...}."
-        )
-    if not isinstance(held_out, Mapping) or set(train) != set(model.tasks) or not set(held_out) <= set(train):
-        raise ConfigError(
-            f"train_dataset: got rows for {', '.join(train)}; allowed: rows for exactly the tasks of the model "
-            f"({', '.join(model.tasks)}), and held-out rows for some of them."
-        )
-    return [
-        Task(
-            name=name,
-            peft_config=model.peft_config[model.adapter_of(name)],
-            train_dataset=train[name],
-            eval_dataset=held_out.get(name),
-        )
-        for name in model.tasks
-    ]

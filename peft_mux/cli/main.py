@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="peft-mux", description="Train many PEFT adapters at once on one frozen backbone, each as if it were alone."
+        prog="peft-mux",
+        description="Train many PEFT adapters at once on one frozen backbone, each as if it were alone.",
     )
     commands = parser.add_subparsers(required=True, metavar="command")
     demo = commands.add_parser("demo", help="train 6 small tasks together, without network or GPU (about 2 minutes)")

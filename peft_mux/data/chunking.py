@@ -1,7 +1,7 @@
 """Chunks: equal-sized pieces of packs, the unit in which tasks are aligned (M §3.5, second step).
 
-    pack of 11 tokens, chunks of 4     | 0 1 2 3 | 4 5 6 7 | 8 9 10 . |
-                                         chunk 0   chunk 1   chunk 2 (one token of padding where chunks must be equal)
+pack of 11 tokens, chunks of 4     | 0 1 2 3 | 4 5 6 7 | 8 9 10 . |
+                                     chunk 0   chunk 1   chunk 2 (one token of padding where chunks must be equal)
 """
 
 from __future__ import annotations

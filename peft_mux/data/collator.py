@@ -105,7 +105,9 @@ class ChunkPackingCollator:
 
     def _pad(self, stream: _Stream, batch: TaskBatch, size: int) -> None:
         if batch.sequences and batch.sequences[0].class_label is not None:
-            raise ConfigError("pad_to_chunks: got True for sequence classification; allowed: False, as padding has no label.")
+            raise ConfigError(
+                "pad_to_chunks: got True for sequence classification; allowed: False, as padding has no label."
+            )
         stream.pad_task(size, self.pad_token_id, first_place=batch.num_tokens)
 
 

@@ -52,15 +52,20 @@ class DataReport:
         if self.num_truncated:
             lines.append(f"{self.where}: {self.num_truncated:,} of {self.num_rows:,} rows cut to {self.limit:,} tokens")
         if self.num_dropped_long:
-            lines.append(f"{self.where}: {self.num_dropped_long:,} of {self.num_rows:,} rows longer than {self.limit:,} left out")
+            lines.append(
+                f"{self.where}: {self.num_dropped_long:,} of {self.num_rows:,} rows longer than {self.limit:,} left out"
+            )
         if self.num_without_targets:
-            lines.append(f"{self.where}: {self.num_without_targets:,} of {self.num_rows:,} rows without targets left out")
+            lines.append(
+                f"{self.where}: {self.num_without_targets:,} of {self.num_rows:,} rows without targets left out"
+            )
         return lines
 
     def summary(self) -> str:
         """Return one line."""
         share = 100 * self.num_target_tokens / max(self.num_tokens, 1)
-        head = f"{self.where}: {self.num_kept:,} of {self.num_rows:,} rows ({self.data_format}), {self.num_tokens:,} tokens"
+        rows = f"{self.num_kept:,} of {self.num_rows:,} rows ({self.data_format})"
+        head = f"{self.where}: {rows}, {self.num_tokens:,} tokens"
         return "; ".join([f"{head}, {share:.0f} % trained on", *self.remarks])
 
 

@@ -32,7 +32,9 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
         ValueError: if an item is longer than a pack, or shorter than 1.
     """
     if any(not 1 <= length <= capacity for length in lengths):
-        raise ValueError(f"lengths: got {min(lengths)} to {max(lengths)}; allowed: 1 to {capacity}, the capacity of a pack.")
+        raise ValueError(
+            f"lengths: got {min(lengths)} to {max(lengths)}; allowed: 1 to {capacity}, the capacity of a pack."
+        )
     packs: list[list[int]] = []
     rooms: list[tuple[int, int]] = []
     for index in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):

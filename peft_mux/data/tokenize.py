@@ -1,7 +1,8 @@
 """One row in, one `TokenSequence` out: templates, loss masks, truncation, and every check on a row.
 
-Meanings are TRL's `SFTTrainer`'s: EOS is added to plain text and completions, the loss of `prompt`/`completion` rows is
-on the completion unless `completion_only_loss=False`, and `assistant_only_loss` needs a template with generation blocks.
+Meanings are those of TRL's `SFTTrainer`: EOS is added to text and completions, the loss of `prompt`/`completion`
+rows is on the completion unless `completion_only_loss=False`, and `assistant_only_loss` needs generation blocks in
+the template.
 """
 
 from __future__ import annotations
@@ -95,7 +96,10 @@ class RowTokenizer:
                 f"{self.where}: got {self.data_format} rows without a tokenizer; allowed: tokenised rows, or a "
                 "processing_class. Pass processing_class=AutoTokenizer.from_pretrained(...)."
             )
-        if options.completion_only_loss and self.data_format not in (DataFormat.PROMPT_COMPLETION, DataFormat.TOKENIZED):
+        if options.completion_only_loss and self.data_format not in (
+            DataFormat.PROMPT_COMPLETION,
+            DataFormat.TOKENIZED,
+        ):
             raise ConfigError(
                 f"{task}.completion_only_loss: got True for {self.data_format} rows; allowed: True for "
                 "prompt/completion rows (or tokenised rows with a completion_mask)."
@@ -214,14 +218,16 @@ class RowTokenizer:
                 types = self._integers(row["token_type_ids"], index, "token_type_ids")[keep]
         else:
             pair = self._text(row, "text_pair", index) if row.get("text_pair") is not None else None
-            encoded = self.tokenizer(self._text(row, "text", index), pair, truncation=True, max_length=self.options.limit)
+            encoded = self.tokenizer(
+                self._text(row, "text", index), pair, truncation=True, max_length=self.options.limit
+            )
             whole = len(encoded["input_ids"])
             ids = np.asarray(encoded["input_ids"], dtype=np.int64)
             if encoded.get("token_type_ids") is not None and any(encoded["token_type_ids"]):
                 types = np.asarray(encoded["token_type_ids"], dtype=np.int64)
-            if whole == self.options.limit and self._is_longer(row, pair):
-                if self._refused_length(index, whole + 1):
-                    return None
+            is_longer = whole == self.options.limit and self._is_longer(row, pair)
+            if is_longer and self._refused_length(index, whole + 1):
+                return None
         ids = self._checked_ids(ids, index, "input_ids")
         kept = self._limited(index, ids, ids)
         if kept is None:
@@ -283,8 +289,8 @@ class RowTokenizer:
         template = self.options.chat_template or getattr(self.tokenizer, "chat_template", None)
         if template is None:
             raise DataError(
-                f"{self.where}: got messages, but the tokenizer has no chat template; allowed: a tokenizer with one, or "
-                f"tasks.{self.options.task}.chat_template. Take an instruct model's tokenizer, or give a Jinja template."
+                f"{self.where}: got messages, but the tokenizer has no chat template; allowed: one with it, or "
+                f"tasks.{self.options.task}.chat_template. Take an instruct model's tokenizer, or a Jinja template."
             )
         wants_mask = self.options.assistant_only_loss and return_mask
         if wants_mask and "generation" not in str(template):
@@ -314,7 +320,9 @@ class RowTokenizer:
         return self.tokenizer(text)["input_ids"]
 
     def _integers(self, value: Any, index: int, column: str) -> np.ndarray:
-        array = np.asarray(value) if isinstance(value, (list, tuple, np.ndarray)) or hasattr(value, "__array__") else None
+        array = (
+            np.asarray(value) if isinstance(value, (list, tuple, np.ndarray)) or hasattr(value, "__array__") else None
+        )
         if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
             raise self.error(index, column, f"{value!r:.60} ({type(value).__name__})", "a list of integers")
         return array.astype(np.int64)
@@ -343,7 +351,9 @@ class RowTokenizer:
         limit = self.options.limit
         if self.options.overlong_policy == "error":
             why = "max_length" if limit == self.options.max_length else "the backbone's positions"
-            raise self.error(index, "input_ids", f"{length} tokens or more", f"at most {limit} ({why}); shorten the row")
+            raise self.error(
+                index, "input_ids", f"{length} tokens or more", f"at most {limit} ({why}); shorten the row"
+            )
         if self.options.overlong_policy == "drop":
             self.counts.num_dropped_long += 1
             return True

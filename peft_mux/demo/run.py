@@ -12,8 +12,8 @@ import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.demo import sentences
-from peft_mux.demo.small_llama import make_backbone, make_tokenizer, pretrain
 from peft_mux.demo.baseline import train_one_by_one
+from peft_mux.demo.small_llama import make_backbone, make_tokenizer, pretrain
 from peft_mux.demo.task_rows import DemoTask, demo_tasks, exact_match, last_token_ids
 from peft_mux.errors import ConfigError
 from peft_mux.task import Task
@@ -45,8 +45,10 @@ def run_demo(output_dir: str, *, fast: bool = False) -> int:
     is_equal = _check_adapters(trainer, root)
     _compare_speed(trainer, pristine, together.metrics["train_tokens_per_second"], num_steps=2 if fast else 8)
     _plot(trainer)
-    _say(f"\ndone in {time.perf_counter() - started:.0f} s. Next: look into {root}, then write a tasks.yaml and run "
-         "`peft-mux plan tasks.yaml`.")
+    _say(
+        f"\ndone in {time.perf_counter() - started:.0f} s. Next: look into {root}, then write a tasks.yaml and run "
+        "`peft-mux plan tasks.yaml`."
+    )
     return 0 if is_equal else 1
 
 
@@ -56,8 +58,8 @@ def _prepare(tasks: list[DemoTask], root: Path, *, num_steps: int) -> tuple[Any,
     tokenizer = make_tokenizer([*lines, *("".join(row.values()) for task in tasks for row in task.train_rows[:200])])
     backbone = make_backbone(tokenizer)
     _say(
-        f"backbone: a Llama of {sum(p.numel() for p in backbone.parameters()):,} parameters, made here and pre-trained for "
-        f"{num_steps} steps on template sentences that the package generates. It knows nothing else."
+        f"backbone: a Llama of {sum(p.numel() for p in backbone.parameters()):,} parameters, made here and pre-trained "
+        f"for {num_steps} steps on template sentences that the package generates. It knows nothing else."
     )
     started = time.perf_counter()
     loss = pretrain(backbone, tokenizer, lines, num_steps=num_steps)
@@ -112,7 +114,9 @@ def _check_adapters(trainer: MultiTaskTrainer, root: Path) -> bool:
     trainer.model.eval()
     equal = {}
     for task in trainer.tasks:
-        plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(root / "backbone"), str(root / task.name))
+        plain = PeftModel.from_pretrained(
+            AutoModelForCausalLM.from_pretrained(root / "backbone"), str(root / task.name)
+        )
         run = trainer.table[task.name]
         ids = torch.from_numpy(run.eval_data[0].input_ids)[None].to(trainer.model.device)
         ours = trainer.model.task_view(task.name)(input_ids=ids).logits.cpu()

@@ -112,8 +112,12 @@ def _yes_or_no(rng: random.Random) -> Row:
 
 
 _ACTIONS = {
-    "giving": lambda rng: f"{rng.choice(sentences.NAMES)} gave the {rng.choice(sentences.THINGS)} to {rng.choice(sentences.NAMES)}.",
-    "eating": lambda rng: f"{rng.choice(sentences.NAMES)} ate {rng.choice(sentences.FOODS)} with {rng.choice(sentences.NAMES)}.",
+    "giving": lambda rng: (
+        f"{rng.choice(sentences.NAMES)} gave the {rng.choice(sentences.THINGS)} to {rng.choice(sentences.NAMES)}."
+    ),
+    "eating": lambda rng: (
+        f"{rng.choice(sentences.NAMES)} ate {rng.choice(sentences.FOODS)} with {rng.choice(sentences.NAMES)}."
+    ),
     "running": lambda rng: f"The {rng.choice(sentences.ANIMALS)} ran to the {rng.choice(sentences.PLACES)}.",
     "counting": lambda rng: f"{rng.choice(sentences.NAMES)} counted {rng.choice(sentences.NUMBERS)} stones.",
 }

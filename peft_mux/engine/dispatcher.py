@@ -23,9 +23,20 @@ class Loader(Protocol):
 class RunningTask(Protocol):
     """What the dispatcher reads of a task."""
 
-    name: str
-    step: int
-    loader: Loader
+    @property
+    def name(self) -> str:
+        """Name of the task."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        ...
+
+    @property
+    def loader(self) -> Loader:
+        """Its rows."""
+        ...
 
 
 class Dispatcher:

@@ -29,7 +29,7 @@ def adapter_state(model: Any, adapter: str) -> dict[str, torch.Tensor]:
     missing = trained - sum(1 for key in state if not key.endswith("embed_tokens.weight"))
     if missing > 0:
         raise CheckpointError(
-            f"adapter {adapter}: PEFT selected {len(state)} tensors of the {trained} that were trained; nothing was written."
+            f"adapter {adapter}: PEFT selected {len(state)} tensors of the {trained} trained ones; nothing was written."
         )
     return state
 
@@ -82,8 +82,10 @@ def num_labels(folder: Path) -> int | None:
     from safetensors import safe_open
 
     with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
-        heads = [key for key in file.keys() if ".lora_" not in key and key.endswith((".score.weight", "classifier.weight"))]  # noqa: SIM118
-        heads += [key for key in file.keys() if key.endswith("classifier.out_proj.weight")]  # noqa: SIM118
+        heads = [
+            key for key in file.keys() if ".lora_" not in key and key.endswith((".score.weight", "classifier.weight"))
+        ]
+        heads += [key for key in file.keys() if key.endswith("classifier.out_proj.weight")]
         return file.get_slice(heads[0]).get_shape()[0] if heads else None
 
 
@@ -93,7 +95,7 @@ def resize_head(backbone: Any, adapter: str, classes: int | None, seed: int) -> 
     Raises:
         ConfigError: if the head is not a single linear layer and its size would have to change.
     """
-    name, wrapper = head_module(backbone)
+    _, wrapper = head_module(backbone)
     head = wrapper.modules_to_save[adapter]
     if classes is None or classes == backbone.config.num_labels:
         return

@@ -205,10 +205,10 @@ def packed_attention(
         softcap=softcap,
     )
     draws = _AttentionDropout(mux_stream, module, layout, dropout) if dropout > 0.0 else None
-    parts = [
-        _attend(rectangle, *(_heads_first(x[rectangle.rows], rectangle) for x in (q_PHC, k_PGC, v_PGC)), scores, draws)
-        for rectangle in layout.rectangles
-    ]
+    parts = []
+    for rectangle in layout.rectangles:
+        q, k, v = (_heads_first(x[rectangle.rows], rectangle) for x in (q_PHC, k_PGC, v_PGC))
+        parts.append(_attend(rectangle, q, k, v, scores, draws))
     out_PHC = torch.cat(parts) if len(parts) > 1 else parts[0]
     return _ToTokens.apply(out_PHC, layout.row_of_token).unsqueeze(0), None
 
@@ -317,7 +317,7 @@ def _refuse_unknown(module: nn.Module, attention_mask: torch.Tensor | None, kwar
     name = type(module).__name__
     if attention_mask is not None:
         raise UnsupportedModelError(
-            f"{name} builds an attention mask of its own; allowed: none, as a mask over the whole stream would mix tasks."
+            f"{name} builds an attention mask of its own; allowed: none, as a mask over the stream would mix tasks."
         )
     for key, value in kwargs.items():
         if isinstance(value, torch.Tensor) and key not in _HARMLESS_TENSORS:

@@ -21,7 +21,6 @@ from peft_mux.kernels import philox
 from peft_mux.kernels.grouped_lora import LoraSegment, grouped_lora
 from peft_mux.modeling.stream import RowSegment, Stream
 
-
 _HEAD_COPY = re.compile(r"\.modules_to_save\.[^.]+")
 """Part of a task's head's name that holds its internal id, on which no draw may depend."""
 

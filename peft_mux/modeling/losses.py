@@ -54,7 +54,7 @@ def output_head(backbone: Any) -> tuple[Any, float, float | None]:
     module = backbone.get_output_embeddings()
     if module is None:
         raise UnsupportedModelError(
-            f"{type(backbone).__name__} has no output embeddings; allowed: causal language models (AutoModelForCausalLM) "
+            f"{type(backbone).__name__} has no output embeddings; allowed: language models (AutoModelForCausalLM) "
             "and classifiers (AutoModelForSequenceClassification)."
         )
     config = backbone.config

@@ -68,6 +68,8 @@ class MultiTaskPeftModel(PeftModel):
         >>> model(mux_batch).losses.sum().backward()  # doctest: +SKIP
     """
 
+    base_model: Any
+
     def __init__(
         self,
         model: Any,
@@ -265,7 +267,9 @@ class MultiTaskPeftModel(PeftModel):
             ConfigError: if reentrant checkpointing is asked for.
         """
         if kwargs.pop("use_reentrant", False):
-            raise ConfigError("use_reentrant: got True; allowed: False, as adapters sit inside the checkpointed layers.")
+            raise ConfigError(
+                "use_reentrant: got True; allowed: False, as adapters sit inside the checkpointed layers."
+            )
         arguments = {"use_reentrant": False, "context_fn": self._checkpoint_contexts, "preserve_rng_state": False}
         enable = getattr(self.backbone, "activation_checkpointing_enable", None)
         if enable is not None:

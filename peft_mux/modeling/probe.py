@@ -43,7 +43,9 @@ def check_packing(model: MultiTaskPeftModel) -> None:
         with torch.no_grad(), model.without_adapters():
             packed = model.sequence_logits(batch)
             if model.stream.num_attention_calls == 0:
-                raise UnsupportedModelError(_message(model, "its attention never reached the packed attention function"))
+                raise UnsupportedModelError(
+                    _message(model, "its attention never reached the packed attention function")
+                )
             separate = _separate_logits(model, batch)
         _compare(model, packed, separate)
         _check_random_numbers(model, batch)

@@ -23,7 +23,9 @@ def model_shape(backbone: nn.Module, config: Any, *, dtype: torch.dtype, activat
     heads = _first(text, "num_attention_heads", "n_head", default=1)
     hidden = _first(text, "hidden_size", "n_embd", "dim", default=1)
     channels = getattr(text, "head_dim", None) or hidden // heads
-    frozen = {id(p): p for name, p in backbone.named_parameters() if ".lora_" not in name and ".modules_to_save." not in name}
+    frozen = {
+        id(p): p for name, p in backbone.named_parameters() if ".lora_" not in name and ".modules_to_save." not in name
+    }
     return ModelShape(
         num_layers=_first(text, "num_hidden_layers", "n_layer", "n_layers", default=1),
         hidden_size=hidden,

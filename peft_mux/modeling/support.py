@@ -73,7 +73,11 @@ def peft_config_faults(config: PeftConfig, where: str) -> list[Fault]:
 def _unsupported_field_faults(config: LoraConfig, where: str) -> list[Fault]:
     faults = []
     for field in fields(config):
-        if field.name in _SUPPORTED_LORA_FIELDS or field.name in _BOOKKEEPING_FIELDS or field.name == "init_lora_weights":
+        if (
+            field.name in _SUPPORTED_LORA_FIELDS
+            or field.name in _BOOKKEEPING_FIELDS
+            or field.name == "init_lora_weights"
+        ):
             continue
         default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
         value = getattr(config, field.name)
@@ -103,7 +107,7 @@ def _number_faults(config: LoraConfig, where: str) -> list[Fault]:
     return faults
 
 
-def target_faults(config: LoraConfig, backbone: nn.Module, where: str) -> list[Fault]:
+def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
     """Return what is wrong with the target modules, given the backbone (PEFT-injected or not).
 
     Args:
@@ -115,12 +119,12 @@ def target_faults(config: LoraConfig, backbone: nn.Module, where: str) -> list[F
     modules = adaptable_modules(backbone)
     leaves = sorted({name.rsplit(".", 1)[-1] for name in modules})
     targets = config.target_modules
-    known = f"modules of {type(backbone).__name__}: {', '.join(leaves)}; or \"all-linear\""
+    known = f'modules of {type(backbone).__name__}: {", ".join(leaves)}; or "all-linear"'
     if targets is None:
         return _default_target_faults(backbone, where, known)
     if isinstance(targets, str):
         if targets.lower() == "all-linear":
-            return _rank_faults(config, {name: module for name, module in modules.items()}, where)
+            return _rank_faults(config, modules, where)
         return _pattern_faults(targets, modules, where, known)
     faults = []
     matched: dict[str, nn.Module] = {}

@@ -92,8 +92,8 @@ class Plan:
                         f"  {share.num_steps:>6,}  {share.adapter_parameters:>9,}"
                     )
             lines.append(
-                f"  hTask {number}: {htask.micro_batches} pass{'es' if htask.micro_batches > 1 else ''} a step of at most "
-                f"{self.max_tokens_per_micro_batch:,} tokens"
+                f"  hTask {number}: {htask.micro_batches} pass{'es' if htask.micro_batches > 1 else ''} a step of "
+                f"at most {self.max_tokens_per_micro_batch:,} tokens"
             )
         lines += ["", self.memory.summary()]
         lines += [f"note  {note}" for note in self.notes]

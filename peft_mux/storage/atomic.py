@@ -47,7 +47,9 @@ def write_folder(final: Path, fill: Callable[[Path], None], *, facts: Mapping[st
             crashpoint("after_fsync")
             _swap(scratch, final)
     except OSError as error:
-        raise CheckpointError(f"{final}: could not be written ({error}); what stood there before is unchanged.") from error
+        raise CheckpointError(
+            f"{final}: could not be written ({error}); what stood there before is unchanged."
+        ) from error
 
 
 def _swap(scratch: Path, final: Path) -> None:
@@ -92,7 +94,9 @@ def write_file(path: Path, content: bytes) -> None:
         os.replace(scratch, path)
         _flush_folder(path.parent)
     except OSError as error:
-        raise CheckpointError(f"{path}: could not be written ({error}); what stood there before is unchanged.") from error
+        raise CheckpointError(
+            f"{path}: could not be written ({error}); what stood there before is unchanged."
+        ) from error
     finally:
         scratch.unlink(missing_ok=True)
 

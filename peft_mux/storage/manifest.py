@@ -95,7 +95,9 @@ def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> M
     present = {path.name for path in folder.iterdir()} - {MANIFEST_NAME}
     for odd in sorted(present ^ manifest.files.keys()):
         state = "extra" if odd in present else "missing"
-        raise CheckpointError(f"{folder / odd}: got a file that is {state}; allowed: exactly the files of the manifest.")
+        raise CheckpointError(
+            f"{folder / odd}: got a file that is {state}; allowed: exactly the files of the manifest."
+        )
     for name, wanted_file in manifest.files.items():
         path = folder / name
         if path.is_symlink() or digest_file(path) != wanted_file:

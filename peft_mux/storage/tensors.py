@@ -30,7 +30,9 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     try:
         return load_file(path)
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{path}: got no readable tensors ({error}); allowed: an intact safetensors file.") from error
+        raise CheckpointError(
+            f"{path}: got no readable tensors ({error}); allowed: an intact safetensors file."
+        ) from error
 
 
 def pack_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
@@ -68,7 +70,7 @@ def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     if type(value) is list:
         return [_pack(item, f"{path}[{index}]", tensors) for index, item in enumerate(value)]
     raise CheckpointError(
-        f"{path}: got a {type(value).__name__}; allowed: tensors, numbers, strings, None, and dicts, lists and tuples of them."
+        f"{path}: got a {type(value).__name__}; allowed: tensors, numbers, strings, None, and nestings of them."
     )
 
 

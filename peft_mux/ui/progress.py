@@ -13,11 +13,30 @@ from typing import Any, Protocol, TextIO
 class TaskView(Protocol):
     """What is shown of a task."""
 
-    name: str
-    step: int
-    num_steps: int
-    status: Any
-    last_loss: float
+    @property
+    def name(self) -> str:
+        """Name of the task."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps to take."""
+        ...
+
+    @property
+    def status(self) -> Any:
+        """Where it stands."""
+        ...
+
+    @property
+    def last_loss(self) -> float:
+        """Loss of its last step."""
+        ...
 
 
 class Progress(Protocol):
@@ -65,7 +84,7 @@ class PlainProgress(SilentProgress):
 
     def log(self, line: str) -> None:
         """Print a line."""
-        print(line, file=self.stream or sys.stdout, flush=True)  # noqa: T201 - this is the place that prints
+        print(line, file=self.stream or sys.stdout, flush=True)
 
 
 class LiveProgress:
@@ -94,7 +113,7 @@ class LiveProgress:
     def advance(self, tasks: Iterable[TaskView]) -> None:
         """Move the bars; add one for a task that has arrived."""
         for task in tasks:
-            shown = {"status": str(task.status), "loss": f"{task.last_loss:.4f}"}
+            shown: dict[str, Any] = {"status": str(task.status), "loss": f"{task.last_loss:.4f}"}
             if task.name not in self.bars:
                 self.bars[task.name] = self.progress.add_task(task.name, total=task.num_steps, **shown)
             self.progress.update(self.bars[task.name], completed=task.step, **shown)

@@ -41,7 +41,10 @@ def words_tokenizer(*, with_pairs: bool = False) -> PreTrainedTokenizerFast:
             pair="[CLS] $A [SEP] $B:1 [SEP]:1",
             special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
         )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>")
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if with_pairs else [])]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", model_input_names=names
+    )
 
 
 def tokenised(rows: Any, tokenizer: Any = None, **options: Any) -> TokenizedDataset:
@@ -63,7 +66,7 @@ def targets(sequence: Any) -> list[str]:
 
 def test_text_ends_with_eos_exactly_once() -> None:
     data = tokenised([{"text": "the cat sat"}, {"text": "the dog <eos>"}], words_tokenizer())
-    assert words(data[0]) == ["the", "cat", "sat", "<unk>"] or words(data[0])[-1] == "<eos>"
+    assert words(data[0]) == ["the", "cat", "sat", "<eos>"]
     assert words(data[1]) == ["the", "dog", "<eos>"]
     assert (data[1].labels == data[1].input_ids).all()
 
@@ -199,9 +202,9 @@ def test_classified_rows_have_special_tokens_types_and_a_class() -> None:
     assert words(data[0]) == ["[CLS]", "the", "cat", "[SEP]", "a", "dog", "[SEP]"]
     assert [data[row].class_label for row in range(2)] == [2, 0]
     assert data[0].num_targets == 1
-    if "token_type_ids" in tokenizer("the", "cat"):
-        assert data[0].token_type_ids is not None
-        assert data[0].token_type_ids.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert data[0].token_type_ids is not None
+    assert data[0].token_type_ids.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert data[1].token_type_ids is None
 
 
 def test_a_cut_classified_row_is_counted() -> None:
@@ -314,9 +317,11 @@ def test_malformed_messages_are_refused(messages: Any) -> None:
         )
 
 
+@pytest.mark.xfail(strict=True, reason="_messages checks content only where it is a string; 7 is trained on as '7'")
 @pytest.mark.parametrize("content", [None, 7, b"the", ["the"]])
 def test_a_message_whose_content_is_no_text_is_refused(content: Any) -> None:
-    rows = [{"messages": [{"role": "user", "content": content}]}]
+    good = {"role": "user", "content": "the cat"}
+    rows = [{"messages": [good, {"role": "assistant", "content": content}]}]
     with pytest.raises(DataError, match=r"row 0 column messages: got"):
         tokenised(rows, words_tokenizer(), chat_template=PLAIN_TEMPLATE)
 
@@ -379,12 +384,13 @@ def test_one_row_is_a_dataset() -> None:
 
 
 def test_a_string_of_ten_megabytes_is_cut_within_a_few_seconds() -> None:
-    text = "the cat sat on a mat " * (10 * 2**20 // 21)
+    # Words of a hundred letters: a tokenizer's own speed is no matter of this test.
+    text = f"{'cat' * 33} " * (10 * 2**20 // 100)
     started = time.process_time()
     data = tokenised([{"text": text}], words_tokenizer(), max_length=64)
     assert len(data[0]) == 64
     assert data.report.num_truncated == 1
-    assert time.process_time() - started < 30
+    assert time.process_time() - started < 10
 
 
 def test_the_fingerprint_tells_rows_labels_and_classes_apart() -> None:
@@ -392,9 +398,7 @@ def test_the_fingerprint_tells_rows_labels_and_classes_apart() -> None:
         tokenised([{"input_ids": [8, 9]}]),
         tokenised([{"input_ids": [9, 8]}]),
         tokenised([{"input_ids": [8, 9], "labels": [-100, 9]}]),
-        tokenised([{"input_ids": [8]}, {"input_ids": [9]}], is_classification=False)
-        if False
-        else tokenised([{"input_ids": [8, 9], "label": 1}], is_classification=True),
+        tokenised([{"input_ids": [8, 9], "label": 1}], is_classification=True),
         tokenised([{"input_ids": [8, 9], "label": 0}], is_classification=True),
     ]
     assert len({data.fingerprint for data in variants}) == len(variants)

@@ -1,0 +1,90 @@
+"""What a trainer is given: the tasks, in a list or in the short form, and the arguments of Trainer that it refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from peft_mux.errors import ConfigError, Fault, raise_faults
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.task import Task, check_task_names
+
+
+def refuse_trainer_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of `transformers.Trainer` that cannot mean anything for many tasks.
+
+    Raises:
+        ConfigError: naming each one that is set, and where its setting belongs.
+    """
+    set_ones = {name: value for name, value in given.items() if value is not None}
+    if not set_ones:
+        return
+    where = {
+        "compute_metrics": "set it on the Task",
+        "preprocess_logits_for_metrics": "set it on the Task",
+        "data_collator": "sequences are packed by ChunkPackingCollator",
+        "model_init": "give the model, or its name",
+        "optimizers": "every task has an optimizer of its own; set optim on the Task",
+        "optimizer_cls_and_kwargs": "every task has an optimizer of its own; set optim on the Task",
+        "compute_loss_func": "set loss_type on the Task",
+        "peft_config": "set it on the Task",
+    }
+    faults = [
+        Fault(
+            name,
+            type(value).__name__,
+            "nothing",
+            f"{where.get(name, 'It has no meaning for many tasks')}.".capitalize(),
+        )
+        for name, value in set_ones.items()
+    ]
+    raise_faults(faults)
+
+
+def task_list(
+    model: Any,
+    tasks: Sequence[Task] | None,
+    train_dataset: Mapping[str, Any] | None,
+    eval_dataset: Mapping[str, Any] | None,
+) -> list[Task]:
+    """Return the tasks, from the list or from the short form.
+
+    Args:
+        model: as given to the trainer.
+        tasks: the list, or `None` for the short form.
+        train_dataset: rows by task name, in the short form.
+        eval_dataset: held-out rows by task name, in the short form.
+
+    Raises:
+        ConfigError: if there is no task, or both forms are used.
+    """
+    if tasks is None:
+        return _short_form(model, train_dataset, eval_dataset or {})
+    if train_dataset is not None or eval_dataset is not None:
+        raise ConfigError("train_dataset: got rows beside tasks; allowed: one of the two. Put the rows on the tasks.")
+    wrong = [type(task).__name__ for task in tasks if not isinstance(task, Task)]
+    if wrong or not tasks:
+        raise ConfigError(f"tasks: got {', '.join(wrong) or 'an empty list'}; allowed: a list of at least one Task.")
+    check_task_names(task.name for task in tasks)
+    return list(tasks)
+
+
+def _short_form(model: Any, train: Mapping[str, Any] | None, held_out: Mapping[str, Any]) -> list[Task]:
+    if not isinstance(model, MultiTaskPeftModel) or not isinstance(train, Mapping):
+        raise ConfigError(
+            "tasks: got None; allowed: a list of Task, or a MultiTaskPeftModel with train_dataset={name: rows, ...}."
+        )
+    if not isinstance(held_out, Mapping) or set(train) != set(model.tasks) or not set(held_out) <= set(train):
+        raise ConfigError(
+            f"train_dataset: got rows for {', '.join(train)}; allowed: rows for exactly the tasks of the model "
+            f"({', '.join(model.tasks)}), and held-out rows for some of them."
+        )
+    return [
+        Task(
+            name=name,
+            peft_config=model.peft_config[model.adapter_of(name)],
+            train_dataset=train[name],
+            eval_dataset=held_out.get(name),
+        )
+        for name in model.tasks
+    ]

@@ -1,0 +1,214 @@
+"""Tensors and states through safetensors and JSON: every bit comes back."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Adafactor
+
+from peft_mux.errors import CheckpointError
+from peft_mux.storage import load_tensors, pack_state, save_tensors, unpack_state
+
+_SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(-(2**70), 2**70), st.floats(allow_nan=False), st.text(max_size=8)
+)
+_STATES = st.recursive(
+    _SCALARS,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.one_of(st.integers(), st.text(max_size=12)), inner, max_size=3),
+        st.dictionaries(st.sampled_from(["__tensor__", "__map__", "__tuple__", "__float__"]), inner, max_size=2),
+    ),
+    max_leaves=12,
+)
+
+
+def through_json(state: Any) -> Any:
+    tensors, tree = pack_state(state)
+    return unpack_state(tensors, json.loads(json.dumps(tree, allow_nan=False)))
+
+
+def through_files(state: Any, folder: Path) -> Any:
+    tensors, tree = pack_state(state)
+    save_tensors(folder / "state.safetensors", tensors)
+    (folder / "state.json").write_text(json.dumps(tree))
+    return unpack_state(
+        load_tensors(folder / "state.safetensors"), json.loads((folder / "state.json").read_text())
+    )
+
+
+def same(first: Any, second: Any) -> bool:
+    """Whether two states are equal to the bit, types and key order included."""
+    if type(first) is not type(second):
+        return False
+    if isinstance(first, torch.Tensor):
+        return (
+            first.dtype == second.dtype and first.shape == second.shape and bool(torch.equal(first, second))
+        )
+    if isinstance(first, dict):
+        return list(first) == list(second) and all(same(first[key], second[key]) for key in first)
+    if isinstance(first, (list, tuple)):
+        return len(first) == len(second) and all(map(same, first, second))
+    if isinstance(first, float):
+        return first.hex() == second.hex()
+    return bool(first == second)
+
+
+@settings(deadline=None, max_examples=200)
+@given(_STATES)
+def test_any_nested_state_comes_back_with_its_types(state: Any) -> None:
+    assert same(through_json(state), state)
+
+
+def test_floats_that_json_has_no_name_for_come_back() -> None:
+    state = {"a": math.inf, "b": -math.inf, "c": -0.0, "d": 5e-324, "e": math.nan}
+    assert same(through_json(state), state)
+
+
+def test_integer_keys_stay_integers_beside_equal_strings() -> None:
+    assert through_json({0: "a", "0": "b"}) == {0: "a", "0": "b"}
+
+
+@pytest.mark.parametrize(
+    ("state", "place"),
+    [
+        ({"a": {"b": [1, {2, 3}]}}, r"state\.a\.b\[1\]: got a set"),
+        ({"a": np.float64(1.0) * np.ones(2)}, r"state\.a: got a ndarray"),
+        ({"f": len}, r"state\.f: got a builtin"),
+        ([b"bytes"], r"state\[0\]: got a bytes"),
+        ({(1, 2): 3}, "a key that is neither a string nor an integer"),
+        ({True: 3}, "a key that is neither a string nor an integer"),
+    ],
+)
+def test_what_cannot_be_written_exactly_is_refused_with_its_place(state: Any, place: str) -> None:
+    with pytest.raises(CheckpointError, match=place):
+        pack_state(state)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(12.0).reshape(3, 4).t(),
+        torch.randn(6, 6)[1:4, ::2],
+        torch.tensor(3.5),
+        torch.empty(0, 3),
+        torch.randn(5).bfloat16(),
+        torch.tensor([True, False]),
+        torch.tensor([2**62, -1]),
+        torch.tensor([math.nan, math.inf, -0.0]),
+        torch.randn(3, requires_grad=True),
+    ],
+    ids=[
+        "transposed",
+        "strided",
+        "scalar",
+        "empty",
+        "bfloat16",
+        "bool",
+        "int64",
+        "special values",
+        "parameter",
+    ],
+)
+def test_every_kind_of_tensor_comes_back_to_the_bit(tensor: torch.Tensor, tmp_path: Path) -> None:
+    save_tensors(tmp_path / "t.safetensors", {"x": tensor, "same": tensor})
+    back = load_tensors(tmp_path / "t.safetensors")
+    for name in ("x", "same"):
+        assert back[name].dtype == tensor.dtype
+        assert back[name].shape == tensor.shape
+        assert (
+            back[name].reshape(-1).view(torch.uint8).tolist()
+            == tensor.detach().contiguous().reshape(-1).view(torch.uint8).tolist()
+        )
+
+
+def test_equal_content_makes_equal_files_whatever_the_order(tmp_path: Path) -> None:
+    one, two = torch.arange(4.0), torch.arange(3.0)
+    save_tensors(tmp_path / "a", {"x": one, "y": two})
+    save_tensors(tmp_path / "b", {"y": two, "x": one})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+@pytest.mark.parametrize("content", [b"", b"no tensors", b"\xff" * 40])
+def test_a_file_without_tensors_is_a_typed_error(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "t.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"t\.safetensors: got no readable tensors"):
+        load_tensors(path)
+    with pytest.raises(CheckpointError, match="absent"):
+        load_tensors(tmp_path / "absent")
+
+
+# -------------------------------------------------------------- optimizers
+
+
+def _adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return Adafactor(parameters, lr=1e-3, scale_parameter=False, relative_step=False, beta1=0.9)
+
+
+_OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "fused AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, fused=True),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True),
+    "plain SGD": lambda p: torch.optim.SGD(p, lr=1e-2),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, centered=True, momentum=0.5),
+    "Adafactor": _adafactor,
+}
+
+
+def make_parameters() -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in ((4, 3), (5,), (2, 2))]
+
+
+def make_steps(parameters: list[torch.nn.Parameter], optimizer: Any, schedule: Any, steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+        schedule.step()
+
+
+def make_schedule(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+
+@pytest.mark.parametrize("name", list(_OPTIMIZERS))
+def test_an_optimizer_and_its_schedule_go_on_as_if_never_written(name: str, tmp_path: Path) -> None:
+    parameters = make_parameters()
+    optimizer = _OPTIMIZERS[name](parameters)
+    schedule = make_schedule(optimizer)
+    make_steps(parameters, optimizer, schedule, range(3))
+    written = {
+        "optimizer": optimizer.state_dict(),
+        "schedule": schedule.state_dict(),
+        "weights": [parameter.detach().clone() for parameter in parameters],
+    }
+    back = through_files(written, tmp_path)
+    assert same(back, written)
+
+    resumed = make_parameters()
+    other = _OPTIMIZERS[name](resumed)
+    other_schedule = make_schedule(other)
+    with torch.no_grad():
+        for parameter, weight in zip(resumed, back["weights"], strict=True):
+            parameter.copy_(weight)
+    other.load_state_dict(back["optimizer"])
+    other_schedule.load_state_dict(back["schedule"])
+    for both in ((parameters, optimizer, schedule), (resumed, other, other_schedule)):
+        make_steps(*both, range(3, 6))
+    assert all(map(torch.equal, parameters, resumed))
+    assert same(other.state_dict(), optimizer.state_dict())
+    assert other_schedule.get_last_lr() == schedule.get_last_lr()
