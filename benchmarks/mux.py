@@ -30,11 +30,7 @@ def run_mux(model_factory: ModelFactory, workload: Workload, record_losses: bool
         num_steps = trainer.task_states[task.name].global_step
         if num_steps != workload.num_steps:
             raise RuntimeError(f"{task.name}: {num_steps} steps, not {workload.num_steps}")
-    losses = (
-        {task.name: _losses(trainer.task_states[task.name]) for task in workload.tasks}
-        if record_losses
-        else {}
-    )
+    losses = {task.name: _losses(trainer.task_states[task.name]) for task in workload.tasks} if record_losses else {}
     num_stream_tokens = round(metrics["train_runtime"] * metrics["train_tokens_per_second"])
     return Run(train_s, num_stream_tokens, clock.steps_s, losses)
 

@@ -142,9 +142,7 @@ def write(path: Path, results: list[CaseResult], command: list[str]) -> None:
 def cpu_name() -> str:
     """Return the processor's name as the system tells it."""
     cpuinfo = Path("/proc/cpuinfo")
-    found = (
-        re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
-    )
+    found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     return found[1].strip() if found else platform.processor() or platform.machine()
 
 
@@ -211,9 +209,7 @@ def plot(path: Path, results: list[CaseResult]) -> None:
 def _bars(axes: Any, results: list[CaseResult], field: str, unit: float) -> None:
     names = [row.contender for row in results[0].rows]
     for name in names:
-        values = [
-            row[field] / unit for result in results for row in result.figures() if row["contender"] == name
-        ]
+        values = [row[field] / unit for result in results for row in result.figures() if row["contender"] == name]
         centres = [index + _offset(results[0], name) for index in range(len(values))]
         bars = axes.bar(centres, values, _bar_width(results[0]), label=LABELS[name], color=COLOURS[name])
         axes.bar_label(bars, fmt="%.0f" if unit == 1 else "%.2f", fontsize=7)

@@ -140,9 +140,7 @@ def check_equal_work(losses: dict[str, dict[str, list[float]]]) -> None:
     ]
     for name in others:
         if list(losses[name]) != list(losses[reference_name]):
-            faults.append(
-                f"{name} trains {list(losses[name])}, {reference_name} {list(losses[reference_name])}"
-            )
+            faults.append(f"{name} trains {list(losses[name])}, {reference_name} {list(losses[reference_name])}")
             continue
         faults += _first_difference(name, losses[name], reference_name, losses[reference_name])
     if faults:
@@ -153,9 +151,7 @@ def _num_compared_steps(name: str) -> int:
     return 1 if name == "floor" else NUM_STEPS
 
 
-def _first_difference(
-    name: str, own: dict[str, list[float]], reference_name: str, reference: Any
-) -> list[str]:
+def _first_difference(name: str, own: dict[str, list[float]], reference_name: str, reference: Any) -> list[str]:
     for task, values in own.items():
         for step, (value, expected) in enumerate(zip(values, reference[task], strict=False)):
             # Written so that NaN is a difference.
@@ -186,9 +182,7 @@ def _row(name: str, runs: list[Run], found: Audit, num_tokens: int) -> report.Ro
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.throughput", description=__doc__.splitlines()[0]
-    )
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.throughput", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--tasks", type=int, nargs="+", default=[8], help="numbers of tasks to measure, such as 1 4 8 16 32")
     add("--mix", nargs="+", choices=MIXES, default=list(MIXES), help="kinds of workload")

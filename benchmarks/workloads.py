@@ -226,14 +226,10 @@ def make_workload(
         # Shifted once per cycle of sources, so that each data set meets each rank.
         rank = ranks[(index + index // len(sources)) % len(ranks)]
         tasks.append(
-            TaskWorkload(
-                f"{source.name}-{index}", source.name, rank, 100 + index, rows_per_task // num_steps, rows
-            )
+            TaskWorkload(f"{source.name}-{index}", source.name, rank, 100 + index, rows_per_task // num_steps, rows)
         )
     text = "GPT-2 BPE lengths of real rows" if is_real else "seeded synthetic log-normal lengths"
-    return Workload(
-        mix, tuple(tasks), num_steps, loss, f"{text} ({', '.join(source.name for source in sources)})"
-    )
+    return Workload(mix, tuple(tasks), num_steps, loss, f"{text} ({', '.join(source.name for source in sources)})")
 
 
 def _row(length: tuple[int, int], loss: str, vocab_size: int, draw: random.Random) -> dict[str, list[int]]:

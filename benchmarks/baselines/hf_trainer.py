@@ -101,9 +101,7 @@ def run_hf_trainer(model_factory: ModelFactory, workload: Workload, record_losse
             train_s += time.perf_counter() - start_s
             steps_s += clock.steps_s
             if trainer.state.global_step != workload.num_steps:
-                raise RuntimeError(
-                    f"{task.name}: {trainer.state.global_step} steps, not {workload.num_steps}"
-                )
+                raise RuntimeError(f"{task.name}: {trainer.state.global_step} steps, not {workload.num_steps}")
             if record_losses:
                 losses[task.name] = trainer.losses
             # A Trainer sits in reference cycles, which would keep its backbone alive beside the next one.

@@ -29,9 +29,7 @@ from benchmarks.workloads import IGNORE_INDEX, Workload
 class BatchedLoraLinear(nn.Module):
     """A frozen linear layer with the adapters of all tasks; rows lie task after task, equally many."""
 
-    def __init__(
-        self, base: nn.Linear, down: list[torch.Tensor], max_rank: int, scaling_N: torch.Tensor
-    ) -> None:
+    def __init__(self, base: nn.Linear, down: list[torch.Tensor], max_rank: int, scaling_N: torch.Tensor) -> None:
         """Stack the adapters.
 
         Args:
@@ -103,17 +101,13 @@ def attach_batched_lora(backbone: Any, workload: Workload) -> Any:
         owner_name, _, child_name = name.rpartition(".")
         owner = backbone.get_submodule(owner_name)
         max_rank = max(config.r for config in configs)
-        setattr(
-            owner, child_name, BatchedLoraLinear(getattr(owner, child_name), weights, max_rank, scaling_N)
-        )
+        setattr(owner, child_name, BatchedLoraLinear(getattr(owner, child_name), weights, max_rank, scaling_N))
     return backbone
 
 
 def task_losses(model: Any, batch: dict[str, torch.Tensor], num_tasks: int) -> torch.Tensor:
     """Return `[N]`: each task's mean negative log-likelihood over its target tokens."""
-    logits_BLV = model(
-        input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
-    ).logits
+    logits_BLV = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
     targets_BL = F.pad(batch["labels"][:, 1:], (0, 1), value=IGNORE_INDEX)
     losses = F.cross_entropy(
         logits_BLV.view(-1, logits_BLV.shape[-1]),

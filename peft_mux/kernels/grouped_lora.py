@@ -74,7 +74,8 @@ def grouped_lora(
 class GroupedLoraFunction(torch.autograd.Function):
     """Manual forward and backward of `grouped_lora`: in-place `addmm_` on row slices, no copies.
 
-    Fastest of the ways measured in plain torch on CPUs (1.3-1.6x over letting autograd record the slices).
+    Skinny products are written so that the rank is their first dimension (`A x^T`, `B^T dy^T`, `S dy`): on CPUs the
+    other orientation takes up to five times as long (docs/log.md).
     """
 
     @staticmethod
@@ -98,9 +99,9 @@ class GroupedLoraFunction(torch.autograd.Function):
         shrunk = []
         for segment, a, b in zip(segments, factors[::2], factors[1::2], strict=True):
             x_g = _dropped(x, segment, places)
-            s_g = x_g @ a.to(dtype).t()
-            y[segment.start : segment.end].addmm_(s_g, b.to(dtype).t(), alpha=segment.scale)
-            shrunk.append(s_g)
+            s_RT = a.to(dtype) @ x_g.t()
+            y[segment.start : segment.end].addmm_(s_RT.t(), b.to(dtype).t(), alpha=segment.scale)
+            shrunk.append(s_RT)
         ctx.save_for_backward(x, weight_KD, places, *factors, *shrunk)
         ctx.segments, ctx.dtype, ctx.input_dtype = segments, dtype, x_TD.dtype
         return y
@@ -118,14 +119,14 @@ class GroupedLoraFunction(torch.autograd.Function):
         if needs_dx:
             dx = torch.zeros_like(x) if weight is None else dy @ weight.to(ctx.dtype)
         gradients: list[torch.Tensor] = []
-        for segment, a, b, s_g in zip(ctx.segments, factors[::2], factors[1::2], shrunk, strict=True):
+        for segment, a, b, s_RT in zip(ctx.segments, factors[::2], factors[1::2], shrunk, strict=True):
             dy_g = dy[segment.start : segment.end]
-            ds_g = (dy_g @ b.to(ctx.dtype)).mul_(segment.scale)
+            ds_RT = (b.to(ctx.dtype).t().contiguous() @ dy_g.t()).mul_(segment.scale)
             x_g = _dropped(x, segment, places)
-            gradients.append((ds_g.t() @ x_g).to(a.dtype))
-            gradients.append((dy_g.t() @ s_g).mul_(segment.scale).to(b.dtype))
+            gradients.append((ds_RT @ x_g).to(a.dtype))
+            gradients.append((s_RT @ dy_g).mul_(segment.scale).t().to(b.dtype, memory_format=torch.contiguous_format))
             if dx is not None:
-                _add_input_gradient(dx, ds_g, a.to(ctx.dtype), segment, places)
+                _add_input_gradient(dx, ds_RT, a.to(ctx.dtype), segment, places)
         dx = None if dx is None else dx.to(ctx.input_dtype)
         return (dx, None, None, None, None, None, None, *gradients)
 
@@ -138,13 +139,13 @@ def _dropped(x: torch.Tensor, segment: LoraSegment, places: torch.Tensor) -> tor
 
 
 def _add_input_gradient(
-    dx: torch.Tensor, ds_g: torch.Tensor, a: torch.Tensor, segment: LoraSegment, places: torch.Tensor
+    dx: torch.Tensor, ds_RT: torch.Tensor, a: torch.Tensor, segment: LoraSegment, places: torch.Tensor
 ) -> None:
     rows = slice(segment.start, segment.end)
     if segment.dropout == 0.0:
-        dx[rows].addmm_(ds_g, a)
+        dx[rows].addmm_(ds_RT.t(), a)
     else:
-        dx[rows] += philox.dropout(ds_g @ a, places[rows], segment.dropout, segment.seed)
+        dx[rows] += philox.dropout(ds_RT.t() @ a, places[rows], segment.dropout, segment.seed)
 
 
 def reference_grouped_lora(

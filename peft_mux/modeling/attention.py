@@ -58,11 +58,13 @@ class Layout(NamedTuple):
         rectangles: in the order of their rows.
         num_rows: P.
         row_of_token: int64 `[T]`, where each token goes.
+        padding_rows: int64 `[P - T]`, the rows where none goes.
     """
 
     rectangles: tuple[Rectangle, ...]
     num_rows: int
     row_of_token: torch.Tensor
+    padding_rows: torch.Tensor
 
 
 class AttentionStream:
@@ -115,35 +117,45 @@ def build_layout(lengths: tuple[int, ...], length_step: int, device: torch.devic
     sizes = np.asarray(lengths, dtype=np.int64)
     stream_start = np.cumsum(sizes) - sizes
     row_of_token = np.repeat(first_row - stream_start, sizes) + np.arange(sizes.sum())
-    return Layout(tuple(rectangles), start, torch.from_numpy(row_of_token).to(device))
+    is_padding = np.ones(start, dtype=bool)
+    is_padding[row_of_token] = False
+    index, padding = torch.from_numpy(row_of_token), torch.from_numpy(np.flatnonzero(is_padding))
+    return Layout(tuple(rectangles), start, index.to(device), padding.to(device))
 
 
 class _ToRows(torch.autograd.Function):
     """`[T, ...] -> [P, ...]`: each token to its row, padding rows zero."""
 
     @staticmethod
-    def forward(ctx: Any, x_T: torch.Tensor, row_of_token: torch.Tensor, num_rows: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, x_T: torch.Tensor, row_of_token: torch.Tensor, padding_rows: torch.Tensor, num_rows: int
+    ) -> torch.Tensor:
         ctx.save_for_backward(row_of_token)
-        return x_T.new_zeros(num_rows, *x_T.shape[1:]).index_copy_(0, row_of_token, x_T)
+        return _spread(x_T, row_of_token, padding_rows, num_rows)
 
     @staticmethod
     def backward(ctx: Any, grad_P: torch.Tensor) -> tuple[Any, ...]:
-        return grad_P.index_select(0, ctx.saved_tensors[0]), None, None
+        return grad_P.index_select(0, ctx.saved_tensors[0]), None, None, None
 
 
 class _ToTokens(torch.autograd.Function):
     """`[P, ...] -> [T, ...]`: the inverse of `_ToRows`."""
 
     @staticmethod
-    def forward(ctx: Any, x_P: torch.Tensor, row_of_token: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(row_of_token)
+    def forward(ctx: Any, x_P: torch.Tensor, row_of_token: torch.Tensor, padding_rows: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(row_of_token, padding_rows)
         ctx.num_rows = len(x_P)
         return x_P.index_select(0, row_of_token)
 
     @staticmethod
     def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[Any, ...]:
-        grad_P = grad_T.new_zeros(ctx.num_rows, *grad_T.shape[1:])
-        return grad_P.index_copy_(0, ctx.saved_tensors[0], grad_T), None
+        return _spread(grad_T, *ctx.saved_tensors, ctx.num_rows), None, None
+
+
+def _spread(x_T: torch.Tensor, row_of_token: torch.Tensor, padding_rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return `[P, ...]` with the tokens in their rows and zeros in the padding, which must be finite: 0 * NaN = NaN."""
+    x_P = x_T.new_empty(num_rows, *x_T.shape[1:]).index_copy_(0, row_of_token, x_T)
+    return x_P.index_fill_(0, padding_rows, 0.0)
 
 
 def packed_attention(
@@ -196,7 +208,8 @@ def packed_attention(
         )
     layout = mux_stream.layout(is_causal=bool(causal))
     q_PHC, k_PGC, v_PGC = (
-        _ToRows.apply(x[0].transpose(0, 1), layout.row_of_token, layout.num_rows) for x in (query, key, value)
+        _ToRows.apply(x[0].transpose(0, 1), layout.row_of_token, layout.padding_rows, layout.num_rows)
+        for x in (query, key, value)
     )
     scores = _Scores(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
@@ -210,7 +223,7 @@ def packed_attention(
         q, k, v = (_heads_first(x[rectangle.rows], rectangle) for x in (q_PHC, k_PGC, v_PGC))
         parts.append(_attend(rectangle, q, k, v, scores, draws))
     out_PHC = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return _ToTokens.apply(out_PHC, layout.row_of_token).unsqueeze(0), None
+    return _ToTokens.apply(out_PHC, layout.row_of_token, layout.padding_rows).unsqueeze(0), None
 
 
 class _Scores(NamedTuple):

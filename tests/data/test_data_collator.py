@@ -90,9 +90,7 @@ def test_positions_restart_and_labels_are_shifted_within_each_sequence(
     by_place = {
         (batch.task, int(start)): sequence
         for batch in batches
-        for sequence, start in zip(
-            batch.sequences, np.cumsum([0, *map(len, batch.sequences)])[:-1], strict=True
-        )
+        for sequence, start in zip(batch.sequences, np.cumsum([0, *map(len, batch.sequences)])[:-1], strict=True)
     }
     seen = 0
     for micro in ChunkPackingCollator().micro_batches(batches, max_tokens=max_tokens):
@@ -196,9 +194,7 @@ def test_class_labels_follow_their_sequences_and_count_as_one_target_each() -> N
         make_batch("b", [25, 3], classes=[1, 0]),
     ]
     wanted = {
-        (batch.task, sequence.input_ids[0]): sequence.class_label
-        for batch in batches
-        for sequence in batch.sequences
+        (batch.task, sequence.input_ids[0]): sequence.class_label for batch in batches for sequence in batch.sequences
     }
     totals = {"a": 0.0, "b": 0.0}
     micro_batches = ChunkPackingCollator().micro_batches(batches, max_tokens=40)
@@ -229,18 +225,14 @@ def test_a_stream_of_rows_with_and_without_a_class_is_refused() -> None:
 
 def test_padding_to_chunks_is_refused_for_classification() -> None:
     with pytest.raises(ConfigError, match="pad_to_chunks: got True for sequence classification"):
-        ChunkPackingCollator(pad_to_chunks=True).micro_batches(
-            [make_batch("a", [4], classes=[1])], max_tokens=9
-        )
+        ChunkPackingCollator(pad_to_chunks=True).micro_batches([make_batch("a", [4], classes=[1])], max_tokens=9)
 
 
 def test_token_types_are_zero_where_a_sequence_has_none() -> None:
     ids = np.array([5, 6, 7])
     with_types = TokenSequence(ids, ids, 0, 1, np.array([0, 1, 1]))
     without = TokenSequence(ids, ids, 1, 0)
-    (micro,) = ChunkPackingCollator().micro_batches(
-        [TaskBatch("a", 0, 0, (with_types, without))], max_tokens=9
-    )
+    (micro,) = ChunkPackingCollator().micro_batches([TaskBatch("a", 0, 0, (with_types, without))], max_tokens=9)
     assert micro.token_type_ids is not None
     assert micro.token_type_ids.tolist() == [[0, 1, 1, 0, 0, 0]]
 

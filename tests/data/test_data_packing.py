@@ -91,9 +91,7 @@ def test_an_item_that_no_pack_holds_is_refused(lengths: list[int]) -> None:
 
 @PROPERTY
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=20), st.sampled_from([1, 2, 16, 64]))
-def test_the_chunk_size_is_the_greatest_power_of_two_that_divides_all_lengths(
-    lengths: list[int], minimum: int
-) -> None:
+def test_the_chunk_size_is_the_greatest_power_of_two_that_divides_all_lengths(lengths: list[int], minimum: int) -> None:
     divisor = math.gcd(*lengths)
     power = 1
     while divisor % (2 * power) == 0:
@@ -117,9 +115,7 @@ def test_an_override_is_taken_as_it_is() -> None:
     ("settings_", "field"),
     [({"override": 0}, "chunk_size"), ({"override": -4}, "chunk_size"), ({"minimum": 0}, "min_chunk_size")],
 )
-def test_a_chunk_size_below_one_is_refused_with_the_field_named(
-    settings_: dict[str, int], field: str
-) -> None:
+def test_a_chunk_size_below_one_is_refused_with_the_field_named(settings_: dict[str, int], field: str) -> None:
     with pytest.raises(ConfigError, match=rf"^{field}: got .*at least 1"):
         chunk_size([64], **settings_)
 

@@ -123,17 +123,13 @@ def test_without_a_template_with_generation_blocks_assistant_only_loss_is_refuse
         ({"assistant_only_loss": True}, [{"text": "the cat"}]),
     ],
 )
-def test_a_loss_mask_that_a_format_cannot_have_is_refused(
-    options: dict[str, bool], rows: list[dict[str, str]]
-) -> None:
+def test_a_loss_mask_that_a_format_cannot_have_is_refused(options: dict[str, bool], rows: list[dict[str, str]]) -> None:
     with pytest.raises(ConfigError, match=rf"tasks\.own\.{next(iter(options))}: got True for text rows"):
         tokenised(rows, words_tokenizer(), **options)
 
 
 def test_tokenised_rows_take_labels_masks_and_drop_padding_at_either_end() -> None:
-    rows = [
-        {"input_ids": [0, 8, 9, 10, 0], "attention_mask": [0, 1, 1, 1, 0], "labels": [-100, -100, 9, 10, -100]}
-    ]
+    rows = [{"input_ids": [0, 8, 9, 10, 0], "attention_mask": [0, 1, 1, 1, 0], "labels": [-100, -100, 9, 10, -100]}]
     sequence = tokenised(rows)[0]
     assert sequence.input_ids.tolist() == [8, 9, 10]
     assert sequence.labels.tolist() == [-100, 9, 10]
@@ -312,9 +308,7 @@ def test_malformed_tokens_are_refused_by_task_row_and_column(change: dict[str, A
 def test_malformed_messages_are_refused(messages: Any) -> None:
     good = [{"role": "user", "content": "the"}]
     with pytest.raises(DataError, match=r"tasks\.own\.train_dataset row 1 column messages: got"):
-        tokenised(
-            [{"messages": good}, {"messages": messages}], words_tokenizer(), chat_template=PLAIN_TEMPLATE
-        )
+        tokenised([{"messages": good}, {"messages": messages}], words_tokenizer(), chat_template=PLAIN_TEMPLATE)
 
 
 @pytest.mark.xfail(strict=True, reason="_messages checks content only where it is a string; 7 is trained on as '7'")
@@ -492,9 +486,7 @@ _CASES = {
 
 
 @pytest.mark.parametrize("case", list(_CASES))
-def test_rows_become_the_tokens_and_labels_that_trl_makes_of_them(
-    case: str, stories: Any, tmp_path: Path
-) -> None:
+def test_rows_become_the_tokens_and_labels_that_trl_makes_of_them(case: str, stories: Any, tmp_path: Path) -> None:
     import copy
 
     rows, options = _CASES[case]

@@ -217,9 +217,7 @@ def check_torn_checkpoint_is_never_taken(folder: Path) -> None:
 def check_interrupted_save_leaves_the_old_checkpoint(folder: Path) -> None:
     """Check that a save that dies halfway leaves the old one and nothing that looks like a new one."""
     folder.mkdir(parents=True, exist_ok=True)
-    model = MultiTaskPeftModel(
-        lab.tiny_llama(), {"a": LoraConfig(r=2, target_modules=["q_proj"])}, verify=False
-    )
+    model = MultiTaskPeftModel(lab.tiny_llama(), {"a": LoraConfig(r=2, target_modules=["q_proj"])}, verify=False)
     RunFolder(folder, model)
     target = folder / "checkpoint-2"
 

@@ -178,9 +178,7 @@ def make_trainer(
     }
     args = MultiTaskTrainingArguments(output_dir=str(folder), use_cpu=True, **options)
     callbacks = [] if recorder is None else [recorder]
-    trainer = MultiTaskTrainer(
-        model if model is not None else tiny_llama(), args, list(tasks), callbacks=callbacks
-    )
+    trainer = MultiTaskTrainer(model if model is not None else tiny_llama(), args, list(tasks), callbacks=callbacks)
     if recorder is not None:
         recorder.trainer = trainer
     return trainer
@@ -241,9 +239,7 @@ def assert_close(losses: Sequence[float], wanted: Sequence[float], tolerance: fl
     """Assert that two trajectories agree at every step, relative to the second."""
     assert len(losses) == len(wanted) > 0, f"{what}: {len(losses)} steps instead of {len(wanted)}"
     errors = [abs(a - b) / abs(b) for a, b in zip(losses, wanted, strict=True)]
-    assert all(error <= tolerance for error in errors), (
-        f"{what}: worst relative error {max(errors)} of {tolerance}"
-    )
+    assert all(error <= tolerance for error in errors), f"{what}: worst relative error {max(errors)} of {tolerance}"
 
 
 def assert_same(first: Run, second: Run, name: str, tolerance: float) -> None:
@@ -261,9 +257,7 @@ def assert_bit_identical(first: Run, second: Run, name: str, *, steps: int | Non
     assert mine.losses[name][:steps] == theirs.losses[name][:steps], f"losses of {name} differ"
     differing = [
         step
-        for step, (a, b) in enumerate(
-            zip(mine.digests[name][:steps], theirs.digests[name][:steps], strict=True)
-        )
+        for step, (a, b) in enumerate(zip(mine.digests[name][:steps], theirs.digests[name][:steps], strict=True))
         if a != b
     ]
     assert not differing, f"weights or optimizer state of {name} differ at steps {differing}"
@@ -304,9 +298,7 @@ def judge(trainer: MultiTaskTrainer, task: Task) -> Verdict:
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
-    named = {
-        key.replace(".default", ""): value for key, value in model.named_parameters() if value.requires_grad
-    }
+    named = {key.replace(".default", ""): value for key, value in model.named_parameters() if value.requires_grad}
     return Verdict(losses, {key: value.detach() for key, value in named.items()})
 
 

@@ -22,9 +22,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.task import Task, TaskStatus
 
 FIELDS = {field.name for field in fields(MultiTaskTrainingArguments)}
-CHECKPOINTING = (
-    "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
-)
+CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"
 """The switch's name in newer and older transformers."""
 
 
@@ -102,9 +100,7 @@ def dropout_tasks() -> list[Task]:
 @pytest.fixture(scope="module")
 def together(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """All five tasks in one run with everything at its default."""
-    return lab.train(
-        unequal_tasks(), tmp_path_factory.mktemp("together"), recorder=Recorder(keep_weights=False)
-    )
+    return lab.train(unequal_tasks(), tmp_path_factory.mktemp("together"), recorder=Recorder(keep_weights=False))
 
 
 @pytest.fixture(scope="module")
@@ -113,9 +109,7 @@ def verdicts(together: Run) -> dict[str, Verdict]:
     return {task.name: lab.judge(together.trainer, task) for task in together.trainer.tasks}
 
 
-def test_each_task_trains_as_plain_peft_would_train_it_alone(
-    together: Run, verdicts: Mapping[str, Verdict]
-) -> None:
+def test_each_task_trains_as_plain_peft_would_train_it_alone(together: Run, verdicts: Mapping[str, Verdict]) -> None:
     lab.assert_as_judged(together, verdicts)
     assert set(together.trainer.task_statuses.values()) == {TaskStatus.SUCCEEDED}
 
@@ -123,9 +117,7 @@ def test_each_task_trains_as_plain_peft_would_train_it_alone(
 def test_the_tasks_learn_so_that_equal_trajectories_mean_something(verdicts: Mapping[str, Verdict]) -> None:
     for name, verdict in verdicts.items():
         assert verdict.losses[0] != verdict.losses[-1]
-        moved = [
-            key for key, weight in verdict.weights.items() if "lora_B" in key and weight.abs().max() > 1e-4
-        ]
+        moved = [key for key, weight in verdict.weights.items() if "lora_B" in key and weight.abs().max() > 1e-4]
         assert moved, f"{name} has not moved"
 
 
@@ -203,9 +195,7 @@ def test_adapter_dropout_drops_something(tmp_path: Path) -> None:
     dropping = lab.small_task("a", data_seed=1, lora_dropout=0.1, target_modules=targets)
     plain = lab.small_task("a", data_seed=1, target_modules=targets)
     with_dropout, without = lab.train([dropping], tmp_path / "dropout"), lab.train([plain], tmp_path / "none")
-    assert with_dropout.losses["a"][0] == without.losses["a"][0], (
-        "before the first step an adapter adds nothing"
-    )
+    assert with_dropout.losses["a"][0] == without.losses["a"][0], "before the first step an adapter adds nothing"
     assert with_dropout.losses["a"][2] != without.losses["a"][2]
 
 
@@ -227,9 +217,7 @@ def test_the_backbone_s_own_dropout_is_the_same_alone_and_together(tmp_path: Pat
         lab.assert_same(together, lab.train([task], tmp_path / task.name, model=backbone()), task.name, 1e-6)
 
 
-def test_bf16_begins_where_fp32_begins_and_stays_finite(
-    verdicts: Mapping[str, Verdict], tmp_path: Path
-) -> None:
+def test_bf16_begins_where_fp32_begins_and_stays_finite(verdicts: Mapping[str, Verdict], tmp_path: Path) -> None:
     run = lab.train(unequal_tasks(), tmp_path, bf16=True, recorder=Recorder(keep_weights=False))
     for name, verdict in verdicts.items():
         assert run.losses[name][0] == pytest.approx(verdict.losses[0], rel=1e-2)

@@ -47,9 +47,7 @@ GOLDEN = Path(__file__).parent / "golden_losses.json"
 
 def model_of(*names: str, rank: int = 4) -> MultiTaskPeftModel:
     """Return a model whose adapters already add something."""
-    configs = {
-        name: LoraConfig(r=rank + index, target_modules="all-linear") for index, name in enumerate(names)
-    }
+    configs = {name: LoraConfig(r=rank + index, target_modules="all-linear") for index, name in enumerate(names)}
     model = MultiTaskPeftModel(lab.tiny_llama(), configs, verify=False)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -197,9 +195,7 @@ def test_a_paused_task_keeps_every_bit(tmp_path: Path) -> None:
 def test_the_order_of_tasks_does_not_matter(tmp_path: Path) -> None:
     tasks = [
         lab.small_task("a", data_seed=1, length=9),
-        lab.small_task(
-            "b", data_seed=2, length=17, rank=8, target_modules=["q_proj", "up_proj"], max_steps=6
-        ),
+        lab.small_task("b", data_seed=2, length=17, rank=8, target_modules=["q_proj", "up_proj"], max_steps=6),
         lab.small_task("c", data_seed=3, length=30, rank=2, seed=5, max_steps=10),
     ]
     first = lab.train(tasks, tmp_path / "abc")
@@ -213,8 +209,7 @@ def test_no_bit_depends_on_the_order_of_neighbours_of_equal_shape(tmp_path: Path
     # The task itself keeps its rows of the stream: an identical call of the same matrix product.
     own = lab.small_task("a", data_seed=1)
     others = [
-        lab.small_task(name, data_seed=seed, length=17, rank=rank)
-        for name, seed, rank in (("b", 2, 8), ("c", 3, 2))
+        lab.small_task(name, data_seed=seed, length=17, rank=rank) for name, seed, rank in (("b", 2, 8), ("c", 3, 2))
     ]
     first = lab.train([own, *others], tmp_path / "first")
     second = lab.train([own, *reversed(others)], tmp_path / "second")
@@ -229,9 +224,7 @@ def test_a_task_that_is_removed_and_registered_anew_begins_afresh(tmp_path: Path
     fresh: dict[str, Any] = {}
 
     def look(trainer: MultiTaskTrainer) -> None:
-        fresh.update(
-            weights=lab.weights(trainer, "b"), moments=lab.moments(trainer, "b"), step=trainer.table["b"].step
-        )
+        fresh.update(weights=lab.weights(trainer, "b"), moments=lab.moments(trainer, "b"), step=trainer.table["b"].step)
 
     recorder = Recorder(
         at_end={
@@ -245,9 +238,7 @@ def test_a_task_that_is_removed_and_registered_anew_begins_afresh(tmp_path: Path
     assert fresh["step"] == 0
     assert fresh["moments"] == {}
     assert all(not weight.any() for key, weight in fresh["weights"].items() if "lora_B" in key)
-    assert lab.digest(fresh["weights"]) == lab.digest(recorder.before["b"][0]), (
-        "not the first initial weights"
-    )
+    assert lab.digest(fresh["weights"]) == lab.digest(recorder.before["b"][0]), "not the first initial weights"
     lab.assert_close(run.losses["b"][3:], lab.train([again], tmp_path / "alone").losses["b"], 1e-6, "b")
 
 
@@ -270,9 +261,7 @@ def test_twenty_arrivals_and_departures_leave_nothing_in_the_model(tmp_path: Pat
     def arrive(trainer: MultiTaskTrainer) -> None:
         censuses.append(_census(trainer))
         number = len(censuses)
-        trainer.register_tasks(
-            [lab.small_task(f"guest{number}", data_seed=number, rank=1 + number % 5, max_steps=9)]
-        )
+        trainer.register_tasks([lab.small_task(f"guest{number}", data_seed=number, rank=1 + number % 5, max_steps=9)])
 
     def depart(trainer: MultiTaskTrainer) -> None:
         trainer.remove_task(f"guest{len(censuses)}")
@@ -420,13 +409,9 @@ def golden_run(folder: Path) -> dict[str, list[float]]:
             lora_dropout=0.1,
             target_modules=["o_proj"],
         ),
-        lab.small_task(
-            "c", data_seed=3, max_steps=30, rank=2, length=33, target_modules=["v_proj"], weight_decay=0.1
-        ),
+        lab.small_task("c", data_seed=3, max_steps=30, rank=2, length=33, target_modules=["v_proj"], weight_decay=0.1),
     ]
-    return lab.train(
-        tasks, folder, recorder=Recorder(keep_weights=False), max_tokens_per_micro_batch=160
-    ).losses
+    return lab.train(tasks, folder, recorder=Recorder(keep_weights=False), max_tokens_per_micro_batch=160).losses
 
 
 @pytest.fixture(scope="module")
@@ -435,9 +420,7 @@ def golden_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[fl
     return golden_run(tmp_path_factory.mktemp("golden"))
 
 
-def test_two_runs_of_one_seed_agree_in_all_digits(
-    golden_losses: dict[str, list[float]], tmp_path: Path
-) -> None:
+def test_two_runs_of_one_seed_agree_in_all_digits(golden_losses: dict[str, list[float]], tmp_path: Path) -> None:
     again = golden_run(tmp_path)
     for name, losses in golden_losses.items():
         assert list(map(repr, losses)) == list(map(repr, again[name]))

@@ -69,9 +69,7 @@ def in_child(act: Callable[[], str]) -> tuple[int, str]:
 @needs_fork
 @pytest.mark.parametrize("is_there", [False, True], ids=["creating", "overwriting"])
 @pytest.mark.parametrize("point", storage.CRASHPOINTS)
-def test_a_crash_at_any_point_leaves_the_old_folder_or_the_new_one(
-    point: str, is_there: bool, tmp_path: Path
-) -> None:
+def test_a_crash_at_any_point_leaves_the_old_folder_or_the_new_one(point: str, is_there: bool, tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-4"
     if is_there:
         write(folder, "old")
@@ -276,9 +274,7 @@ def test_a_failing_write_leaves_the_old_folder_and_no_scratch(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])
-def test_a_failing_flush_or_rename_is_a_typed_error(
-    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_flush_or_rename_is_a_typed_error(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "checkpoint-4"
 
     def fail(*args: object) -> None:
@@ -358,9 +354,7 @@ def test_a_disk_that_fills_up_under_tensors_is_a_typed_error_too(tmp_path: Path)
 
     def big_tensors() -> None:
         fill = {"w": torch.zeros(100_000)}
-        storage.write_folder(
-            folder, lambda scratch: storage.save_tensors(scratch / "w.safetensors", fill), facts={}
-        )
+        storage.write_folder(folder, lambda scratch: storage.save_tensors(scratch / "w.safetensors", fill), facts={})
 
     said = limited(100_000, big_tensors)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]

@@ -42,9 +42,7 @@ def through_files(state: Any, folder: Path) -> Any:
     tensors, tree = pack_state(state)
     save_tensors(folder / "state.safetensors", tensors)
     (folder / "state.json").write_text(json.dumps(tree))
-    return unpack_state(
-        load_tensors(folder / "state.safetensors"), json.loads((folder / "state.json").read_text())
-    )
+    return unpack_state(load_tensors(folder / "state.safetensors"), json.loads((folder / "state.json").read_text()))
 
 
 def same(first: Any, second: Any) -> bool:
@@ -52,9 +50,7 @@ def same(first: Any, second: Any) -> bool:
     if type(first) is not type(second):
         return False
     if isinstance(first, torch.Tensor):
-        return (
-            first.dtype == second.dtype and first.shape == second.shape and bool(torch.equal(first, second))
-        )
+        return first.dtype == second.dtype and first.shape == second.shape and bool(torch.equal(first, second))
     if isinstance(first, dict):
         return list(first) == list(second) and all(same(first[key], second[key]) for key in first)
     if isinstance(first, (list, tuple)):
