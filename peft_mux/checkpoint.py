@@ -211,5 +211,6 @@ def _check_settings(run: TaskRun, saved: dict[str, Any]) -> None:
         listed = ", ".join(f"{key} {saved.get(key)!r} -> {now[key]!r}" for key in changed)
         raise CheckpointError(
             f'task "{run.name}": got other settings than its checkpoint has ({listed}); allowed: the same,'
-            " as a resumed run continues the interrupted one. Undo the change, or train under another name or output_dir."
+            " as a resumed run continues the interrupted one."
+            " Undo the change, or train under another name or output_dir."
         )

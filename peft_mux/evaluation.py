@@ -73,8 +73,9 @@ def _custom_metrics(
         (micro_batch,) = collator.micro_batches([batch], max_tokens=batch.num_tokens)
         logits = executor.model.sequence_logits(micro_batch.to(executor.device))
         for row_logits, row_labels in zip(logits, _labels(batch, micro_batch), strict=True):
-            if task.preprocess_logits_for_metrics is not None:
-                row_logits = task.preprocess_logits_for_metrics(row_logits[None], torch.as_tensor(row_labels)[None])[0]
+            preprocess = task.preprocess_logits_for_metrics
+            if preprocess is not None:
+                row_logits = preprocess(row_logits[None], torch.as_tensor(row_labels)[None])[0]
             predictions.append(
                 row_logits.float().cpu().numpy() if row_logits.is_floating_point() else row_logits.cpu().numpy()
             )

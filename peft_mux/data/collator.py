@@ -209,19 +209,19 @@ def _spread(batches: Sequence[TaskBatch], max_tokens: int, size: int) -> list[li
     """Pack each task's sequences, then place the packs of all tasks; returns the members of each micro-batch."""
     packs: list[list[_Member]] = []
     pack_tokens: list[int] = []
+    alone: list[list[_Member]] = []
     for task, batch in enumerate(batches):
         lengths = [len(sequence) for sequence in batch.sequences]
-        capacity = max(max_tokens // size * size, *lengths) if lengths else max_tokens
+        fitting = [index for index, length in enumerate(lengths) if length <= max_tokens]
+        alone += [[(task, index)] for index, length in enumerate(lengths) if length > max_tokens]
+        longest = max((lengths[index] for index in fitting), default=1)
         # Packs of about a quarter of a micro-batch let the packs of all tasks fill micro-batches well.
-        capacity = max(max(lengths, default=1), min(capacity, round_up(max(max_tokens // 4, 1), size)))
-        for pack in best_fit_decreasing(lengths, capacity):
-            packs.append([(task, index) for index in pack])
-            pack_tokens.append(sum(lengths[index] for index in pack))
-    fitting = [index for index, tokens in enumerate(pack_tokens) if tokens <= max_tokens]
-    alone = [[index] for index, tokens in enumerate(pack_tokens) if tokens > max_tokens]
-    placed = best_fit_decreasing([pack_tokens[index] for index in fitting], max_tokens)
-    together = [[fitting[index] for index in group] for group in placed]
-    return [sorted(member for index in group for member in packs[index]) for group in together + alone]
+        capacity = min(max_tokens, max(longest, round_up(max(max_tokens // 4, 1), size)))
+        for pack in best_fit_decreasing([lengths[index] for index in fitting], capacity):
+            packs.append([(task, fitting[item]) for item in pack])
+            pack_tokens.append(sum(lengths[fitting[item]] for item in pack))
+    placed = best_fit_decreasing(pack_tokens, max_tokens)
+    return [sorted(member for pack in group for member in packs[pack]) for group in placed] + alone
 
 
 def _sequence(row: Mapping[str, Any], index: int) -> TokenSequence:

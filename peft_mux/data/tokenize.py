@@ -8,6 +8,7 @@ the template.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -274,9 +275,20 @@ class RowTokenizer:
         for message in value:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
                 raise self.error(index, column, f"{message!r:.60}", allowed)
-            if isinstance(message["content"], str):
-                self._text(message, "content", index)
+            self._content(message, index, column)
         return [dict(message) for message in value]
+
+    def _content(self, message: Mapping[str, Any], index: int, column: str) -> None:
+        """Refuse a content that a template would turn into text of its own, such as `None` or 7."""
+        content = message["content"]
+        if isinstance(content, str):
+            self._text(message, "content", index)
+            return
+        only_calls = content is None and bool(message.get("tool_calls"))
+        is_parts = isinstance(content, list) and content and all(isinstance(part, Mapping) for part in content)
+        if not only_calls and not is_parts:
+            got = f"content {content!r:.60} ({type(content).__name__})"
+            raise self.error(index, column, got, "text, a list of parts, or None beside tool_calls")
 
     def _chat(
         self,
@@ -320,9 +332,10 @@ class RowTokenizer:
         return self.tokenizer(text)["input_ids"]
 
     def _integers(self, value: Any, index: int, column: str) -> np.ndarray:
-        array = (
-            np.asarray(value) if isinstance(value, (list, tuple, np.ndarray)) or hasattr(value, "__array__") else None
-        )
+        array = None
+        if isinstance(value, (list, tuple, np.ndarray)) or hasattr(value, "__array__"):
+            with suppress(ValueError):  # numpy's, of lists of unequal lengths
+                array = np.asarray(value)
         if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
             raise self.error(index, column, f"{value!r:.60} ({type(value).__name__})", "a list of integers")
         return array.astype(np.int64)

@@ -149,7 +149,8 @@ class _ToTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[Any, ...]:
-        return _spread(grad_T, *ctx.saved_tensors, ctx.num_rows), None, None
+        row_of_token, padding_rows = ctx.saved_tensors
+        return _spread(grad_T, row_of_token, padding_rows, ctx.num_rows), None, None
 
 
 def _spread(x_T: torch.Tensor, row_of_token: torch.Tensor, padding_rows: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -58,7 +58,12 @@ def _swap(scratch: Path, final: Path) -> None:
         aside = final.parent / f"{_ASIDE}{final.name}-{uuid.uuid4().hex}"
         os.rename(final, aside)
         crashpoint("after_move_aside")
-    os.rename(scratch, final)
+    try:
+        os.rename(scratch, final)
+    except OSError:
+        if aside is not None:
+            os.rename(aside, final)
+        raise
     crashpoint("after_rename")
     _flush_folder(final.parent)
     if aside is not None:

@@ -18,7 +18,7 @@ from typing import Any
 from peft_mux.errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
-_NUMBERED = re.compile(r"checkpoint-(\d+)")
+_NUMBERED = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +87,7 @@ def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> M
     Raises:
         CheckpointError: naming the file that is missing, extra or changed, or the fact that differs.
     """
-    value = unsealed_json(folder / MANIFEST_NAME)
-    manifest = Manifest(value["facts"], {name: (size, digest) for name, (size, digest) in value["files"].items()})
+    manifest = _read_manifest(folder / MANIFEST_NAME)
     for key, wanted in (expect or {}).items():
         if manifest.facts.get(key) != wanted:
             raise CheckpointError(f"{folder}: got {key} {manifest.facts.get(key)!r}; allowed: {wanted!r}.")
@@ -100,9 +99,17 @@ def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> M
         )
     for name, wanted_file in manifest.files.items():
         path = folder / name
-        if path.is_symlink() or digest_file(path) != wanted_file:
+        if path.is_symlink() or not path.is_file() or digest_file(path) != wanted_file:
             raise CheckpointError(f"{path}: got a file that was changed since it was written; allowed: an intact one.")
     return manifest
+
+
+def _read_manifest(path: Path) -> Manifest:
+    value = unsealed_json(path)
+    try:
+        return Manifest(dict(value["facts"]), {name: (size, digest) for name, (size, digest) in value["files"].items()})
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: got a file that is no manifest ({error!r}); allowed: an intact one.") from error
 
 
 def numbered_folders(parent: Path) -> list[int]:

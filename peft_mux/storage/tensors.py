@@ -16,9 +16,16 @@ _TENSOR, _TUPLE, _MAP, _FLOAT = "__tensor__", "__tuple__", "__map__", "__float__
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors; views of one storage are written apart."""
+    """Write tensors; views of one storage are written apart.
+
+    Raises:
+        CheckpointError: if the file cannot be written; safetensors has an error of its own for a full disk.
+    """
     copies = {name: tensors[name].detach().cpu().clone().contiguous() for name in sorted(tensors)}
-    save_file(copies, path, metadata={"format": "pt"})
+    try:
+        save_file(copies, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: could not be written ({error}).") from error
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -139,10 +139,6 @@ def test_micro_batches_keep_to_their_tokens_their_order_and_their_offsets(
         assert len(micro_batches) == 1, "what fits is one micro-batch"
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="_spread: one row longer than max_tokens raises the capacity of all packs of its task to its length",
-)
 def test_a_row_that_is_too_long_does_not_let_shorter_ones_exceed_the_limit_together() -> None:
     batch = make_batch("a", [300, 60, 60, 60, 60])
     micro_batches = ChunkPackingCollator().micro_batches([batch], max_tokens=100)
