@@ -25,12 +25,16 @@ from peft_mux import storage
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters import CONFIG_NAME, WEIGHTS_NAME
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.shape import backbone_fingerprint
 from peft_mux.task import TaskStatus
-from peft_mux.task_run import TaskRun
+from peft_mux.task_run import TaskRun, TaskTable
 
 FORMAT_VERSION = 1
 STATE_FOLDER = "state"
 _FREE_TO_CHANGE = frozenset({"eval_steps", "save_steps"})
+_NOT_OF_THE_ADAPTER = frozenset(
+    {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
+)
 
 
 class RunFolder:
@@ -101,7 +105,12 @@ class RunFolder:
         Every task must have been saved before; the record is what makes its step the one to resume from.
         """
         tasks = {run.name: {"status": run.status.value, "reason": run.reason, "step": run.step} for run in runs}
-        record = {"format_version": FORMAT_VERSION, "run_step": run_step, "tasks": tasks}
+        record = {
+            "format_version": FORMAT_VERSION,
+            "run_step": run_step,
+            "backbone": backbone_fingerprint(self.model.backbone),
+            "tasks": tasks,
+        }
         path = self.root / STATE_FOLDER / f"run-{run_step:08d}.json"
         storage.write_file(path, storage.sealed_json(record))
         self._prune()
@@ -178,6 +187,53 @@ class RunFolder:
             run.end(status, state["reason"])
 
 
+def open_run_folder(root: Path, model: MultiTaskPeftModel, *, keep: int | None, is_resumed: bool) -> RunFolder:
+    """Open the folder that a run writes to.
+
+    Raises:
+        CheckpointError: if it holds a run that is not resumed, whose state would be mixed with the new one's.
+    """
+    folder = RunFolder(root, model, keep=keep)
+    if folder.records() and not is_resumed:
+        raise CheckpointError(
+            f"output_dir: got {root}, which holds a run; allowed: a new folder, or train(resume_from_checkpoint=True) "
+            "to go on with it. Delete it to train anew."
+        )
+    return folder
+
+
+def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]) -> int:
+    """Put all tasks back to where the newest record of a run left them; return its run step.
+
+    Args:
+        folder: of the run to go on with.
+        table: of started tasks; brought into the order of the record.
+        say: told of tasks left out, and of checkpoints that are not valid.
+
+    Raises:
+        CheckpointError: if there is no record, the backbone is another one, or a task cannot be restored.
+    """
+    records = folder.records()
+    if not records:
+        raise CheckpointError(
+            f"resume_from_checkpoint: got {folder.root}, which holds no state of a run; allowed: the output_dir of a "
+            "run that has saved at least once. Call train() without it to begin."
+        )
+    record = records[-1][0]
+    if record["backbone"] != backbone_fingerprint(folder.model.backbone):
+        raise CheckpointError(
+            f"resume_from_checkpoint: got {folder.root}, whose tasks were trained on other weights than those of "
+            "`model`; allowed: the same backbone in the same dtype. Load that one, or train into a new output_dir."
+        )
+    for name, entry in record["tasks"].items():
+        if name in table:
+            folder.restore(table[name], entry["step"], say)
+        else:
+            say(f'task "{name}" of the resumed run is not among the tasks given now; it is left out')
+    table.reorder(list(record["tasks"]))
+    return record["run_step"]
+
+
 def _task_state(run: TaskRun) -> dict[str, Any]:
     return {
         "settings": _settings(run),
@@ -198,10 +254,16 @@ def _task_state(run: TaskRun) -> dict[str, Any]:
 
 def _settings(run: TaskRun) -> dict[str, Any]:
     """Return what must not change between a checkpoint and its resumption, as plain JSON."""
+    config = run.task.peft_config.to_dict()
     settings = {**asdict(run.hyper), "num_steps": run.num_steps, "shuffle": run.task.shuffle}
+    settings["peft_config"] = {key: _plain(value) for key, value in config.items() if key not in _NOT_OF_THE_ADAPTER}
     rows = getattr(getattr(run.loader, "dataset", None), "fingerprint", None)
     settings["rows"] = None if rows is None else rows
     return json.loads(json.dumps(settings, default=str))
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, (set, frozenset)) else value
 
 
 def _check_settings(run: TaskRun, saved: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,23 +21,25 @@ from transformers.trainer_utils import TrainOutput
 from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments, task_arguments
 from peft_mux.backbone import Backbone
 from peft_mux.callbacks import TaskCallbacks, TaskFlowCallback
-from peft_mux.checkpoint import RunFolder
+from peft_mux.checkpoint import RunFolder, open_run_folder, resume_tasks
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.dispatcher import Dispatcher
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.isolation import LastGood
-from peft_mux.errors import CheckpointError, ConfigError, closest
-from peft_mux.evaluation import evaluate_task
+from peft_mux.errors import ConfigError, closest
 from peft_mux.interrupts import stop_at_signal
 from peft_mux.metrics import MetricsLog, read_metrics
 from peft_mux.optim import TaskOptimizer
 from peft_mux.planning import make_plan
+from peft_mux.run_log import RunLog
+from peft_mux.saving import Saver, describe_run
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import Task, TaskStatus, check_task_names
+from peft_mux.task_evaluation import TaskEvaluator
 from peft_mux.task_run import TaskEvent, TaskRun, TaskTable
 from peft_mux.task_setup import class_count, make_task_runs
 from peft_mux.trainer_inputs import refuse_trainer_arguments, task_list
-from peft_mux.ui.progress import Progress, SilentProgress, make_progress
+from peft_mux.ui.progress import make_progress
 from peft_mux.ui.report import report_table
 
 
@@ -106,13 +107,11 @@ class MultiTaskTrainer(Trainer):
             self.table.add(run)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._collator = self._make_collator()
-        self._is_saved_at: int | None = None
-        self._folder: RunFolder | None = None
+        self._log = RunLog(self.table, self.state, self._emit)
+        self._saver = Saver(None, self.table, run_args, self._log)
         self._executor: Executor | None = None
         self._dispatcher: Dispatcher | None = None
-        self._metrics = MetricsLog(None)
-        self._progress: Progress = SilentProgress()
-        self._task_callbacks: dict[str, TaskCallbacks] = {}
+        self._evaluator: TaskEvaluator | None = None
         self._num_stream_tokens = 0
         self._has_trained = False
 
@@ -157,7 +156,7 @@ class MultiTaskTrainer(Trainer):
             with stop_at_signal(self._request_stop):
                 self._run_steps()
         finally:
-            self._progress.stop()
+            self._log.progress.stop()
             self.is_in_train = False
             self._obey_commands()
         seconds = time.perf_counter() - started
@@ -186,14 +185,14 @@ class MultiTaskTrainer(Trainer):
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
         for name in names:
             if self.table[name].status is TaskStatus.RUNNING:
-                self._task_callbacks[name].call("on_step_end")
+                self._log.callbacks[name].call("on_step_end")
         self._log_if_due()
         self._evaluate_if_due(names)
         self._prove_finished()
         for event in self.table.collect():
             self._on_event(event)
         self._save_if_due(names)
-        self._progress.advance(self.table)
+        self._log.progress.advance(self.table)
 
     def _prove_finished(self) -> None:
         """Hold the last update of a task to the test of all others: the weights it left must give a finite loss."""
@@ -210,16 +209,12 @@ class MultiTaskTrainer(Trainer):
         """Load what must be loaded, start or restore the tasks, and open the run folder."""
         self._materialise()
         root = self._root
-        saves = self.args.save_strategy != "no"
-        if self._folder is None and saves:
-            self._folder = RunFolder(root, self.model, keep=self.args.save_total_limit)
-            if self._folder.records() and not resume:
-                raise CheckpointError(
-                    f"output_dir: got {root}, which holds a run; allowed: a new folder, or train(resume_from_"
-                    "checkpoint=True) to go on with it. Delete it to train anew."
-                )
+        if self._saver.folder is None and self.args.save_strategy != "no":
+            self._saver.folder = open_run_folder(
+                root, self.model, keep=self.args.save_total_limit, is_resumed=bool(resume)
+            )
         root.mkdir(parents=True, exist_ok=True)
-        self._metrics = MetricsLog(root)
+        self._log.metrics = MetricsLog(root)
         for run in self.table:
             if run.status is TaskStatus.WAITING:
                 self._start(run)
@@ -227,14 +222,16 @@ class MultiTaskTrainer(Trainer):
             self._resume(root if resume is True else Path(resume))
         self._has_trained = True
         self._replan()
-        self._write_config(root)
+        describe_run(root, self.args, self.table, self.plan())
         self.is_in_train = True
         self.control.should_training_stop = False
-        self._progress = make_progress(enabled=not self.args.disable_tqdm, is_main_process=self.is_world_process_zero())
-        self._progress.start(self.table)
+        self._log.progress = make_progress(
+            enabled=not self.args.disable_tqdm, is_main_process=self.is_world_process_zero()
+        )
+        self._log.progress.start(self.table)
         self.table.collect()
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
-        for callbacks in self._task_callbacks.values():
+        for callbacks in self._log.callbacks.values():
             callbacks.call("on_train_begin")
 
     def _materialise(self) -> None:
@@ -248,6 +245,9 @@ class MultiTaskTrainer(Trainer):
             self.model.activation_checkpointing_enable(**self.args.checkpointing_kwargs)
         self.model.train()
         self._executor = Executor(self.model, bf16=self.args.bf16)
+        self._evaluator = TaskEvaluator(
+            self._executor, self._collator, self.args.max_tokens_per_micro_batch, self._log, self._saver
+        )
 
     def _start(self, run: TaskRun) -> None:
         """Give a task its optimizer and let it take steps."""
@@ -256,25 +256,13 @@ class MultiTaskTrainer(Trainer):
         run.last_good = LastGood(parameters)
         run.status = TaskStatus.RUNNING
         own_args = task_arguments(run.hyper, self.args)
-        self._task_callbacks[run.name] = TaskCallbacks(run, own_args, self.model, self.processing_class)
+        self._log.callbacks[run.name] = TaskCallbacks(run, own_args, self.model, self.processing_class)
 
     def _resume(self, root: Path) -> None:
-        folder = self._folder if self._folder is not None and root == self._folder.root else RunFolder(root, self.model)
-        records = folder.records()
-        if not records:
-            raise CheckpointError(
-                f"resume_from_checkpoint: got {root}, which holds no state of a run; allowed: the output_dir of a run "
-                "that has saved at least once. Call train() without it to begin."
-            )
-        record = records[-1][0]
-        for name, entry in record["tasks"].items():
-            if name not in self.table:
-                self._say(f'task "{name}" of the resumed run is not among the tasks given now; it is left out')
-                continue
-            folder.restore(self.table[name], entry["step"], self._say)
-        self.table.reorder(list(record["tasks"]))
-        self.state.global_step = record["run_step"]
-        self._metrics.truncate_after(record["run_step"])
+        own = self._saver.folder
+        folder = own if own is not None and root == own.root else RunFolder(root, self.model)
+        self.state.global_step = resume_tasks(folder, self.table, self._log.say)
+        self._log.metrics.truncate_after(self.state.global_step)
 
     def _finish(self, seconds: float, num_tokens: int, num_steps: int) -> TrainOutput:
         metrics: dict[str, float] = {
@@ -284,11 +272,11 @@ class MultiTaskTrainer(Trainer):
         metrics["train_steps_per_second"] = num_steps / max(seconds, 1e-9)
         for run in self.table:
             metrics[f"{run.name}/train_loss"] = run.last_loss
-        if self._folder is not None and self._is_saved_at != self.state.global_step:
-            self._save([run for run in self.table if not run.status.is_final])
-        self._metrics.write({"event": "run", "run_step": self.state.global_step, **metrics})
+        if not self._saver.is_current:
+            self._save()
+        self._log.event("run", **metrics)
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        for callbacks in self._task_callbacks.values():
+        for callbacks in self._log.callbacks.values():
             callbacks.call("on_train_end")
         finite = [run.last_loss for run in self.table if run.last_loss == run.last_loss]
         return TrainOutput(self.state.global_step, sum(finite) / max(len(finite), 1), metrics)
@@ -302,35 +290,7 @@ class MultiTaskTrainer(Trainer):
         )
         if due or self.control.should_log:
             self.control.should_log = False
-            self._log_tasks()
-
-    def _log_tasks(self) -> None:
-        logs: dict[str, float] = {}
-        for run in self.table:
-            loss = run.loss_mean.read()
-            if loss is None:
-                continue
-            own = {"loss": loss, "grad_norm": run.last_gradient_norm}
-            if run.optimizer is not None:
-                own["learning_rate"] = run.optimizer.learning_rate
-            self._record(run, "train", own)
-            logs.update({f"{run.name}/{key}": value for key, value in own.items()})
-        if logs:
-            self._progress.log(
-                f"step {self.state.global_step}  "
-                + "  ".join(
-                    f"{key.removesuffix('/loss')} {value:.4f}" for key, value in logs.items() if key.endswith("/loss")
-                )
-            )
-            self._emit(logs)
-
-    def _record(self, run: TaskRun, event: str, values: Mapping[str, float]) -> None:
-        """Keep numbers of one task: in its state, in `metrics.jsonl`, and for its own callbacks."""
-        entry: dict[str, Any] = {"step": run.step, **({} if run.epoch is None else {"epoch": run.epoch}), **values}
-        run.state.log_history.append(entry)
-        record = {"event": event, "run_step": self.state.global_step, "task": run.name, "num_tokens": run.num_tokens}
-        self._metrics.write({**record, **entry})
-        self._task_callbacks[run.name].call("on_log", logs=dict(values))
+            self._log.losses()
 
     def _emit(self, logs: dict[str, float]) -> None:
         """Hand `task/metric` numbers to the run's callbacks and integrations."""
@@ -338,53 +298,16 @@ class MultiTaskTrainer(Trainer):
         self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
 
     def _evaluate_if_due(self, names: list[str]) -> None:
+        assert self._evaluator is not None, "only called while training"
         everybody = self.control.should_evaluate
         self.control.should_evaluate = False
         for name in names:
             run = self.table[name]
             if run.status is TaskStatus.RUNNING and run.eval_data is not None and (run.is_evaluation_due or everybody):
-                self._evaluate(run)
-            if run.status is TaskStatus.RUNNING and self._task_callbacks[name].control.should_training_stop:
-                self._end(run, TaskStatus.STOPPED_EARLY, "stopped by a callback of the task")
-
-    def _evaluate(self, run: TaskRun) -> dict[str, float]:
-        """Evaluate one task and follow its early stopping."""
-        assert self._executor is not None, "evaluation needs a materialised model"
-        metrics = evaluate_task(
-            self._executor, run.task, run.eval_data, self._collator, max_tokens=self.args.max_tokens_per_micro_batch
-        )
-        self._record(run, "eval", metrics)
-        logs = {f"{run.name}/{key}": value for key, value in metrics.items()}
-        self._progress.log("  ".join(f"{key} {value:.4f}" for key, value in logs.items()))
-        self._emit(logs)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
-        self._task_callbacks[run.name].call("on_evaluate", metrics=metrics)
-        if run.task.early_stopping is not None and run.status is TaskStatus.RUNNING:
-            self._follow_best(run, metrics)
-        return metrics
-
-    def _follow_best(self, run: TaskRun, metrics: dict[str, float]) -> None:
-        try:
-            is_best = run.best.update(metrics, run.step)
-        except ConfigError as error:
-            run.quarantine(str(error))
-            return
-        if is_best:
-            run.keep_best(self.model.task_parameters(run.name))
-            if self._folder is not None:
-                self._folder.save_best(run)
-        if run.best.is_exhausted:
-            rule = run.task.early_stopping
-            assert rule is not None, "patience runs out only where early stopping is set"
-            self._end(
-                run,
-                TaskStatus.STOPPED_EARLY,
-                f"{rule.metric} has not improved for {rule.patience} evaluations; best {run.best.value:.6g} "
-                f"at step {run.best.step}",
-            )
-
-    def _end(self, run: TaskRun, status: TaskStatus, reason: str) -> None:
-        run.end(status, reason)
+                logs = self._evaluator.evaluate(run)
+                self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
+            if run.status is TaskStatus.RUNNING and self._log.callbacks[name].control.should_training_stop:
+                run.end(TaskStatus.STOPPED_EARLY, "stopped by a callback of the task")
 
     def evaluate(self, task: str | None = None, **unsupported: Any) -> dict[str, float]:  # type: ignore[override]
         """Evaluate one task, or all that have held-out rows.
@@ -398,19 +321,11 @@ class MultiTaskTrainer(Trainer):
         """
         refuse_trainer_arguments(unsupported)
         self._materialise()
+        assert self._evaluator is not None, "made with the executor"
         names = [task] if task is not None else [run.name for run in self.table if run.eval_data is not None]
         results: dict[str, float] = {}
         for name in names:
-            run = self._run_of(name)
-            if run.eval_data is None:
-                raise ConfigError(f"tasks.{name}.eval_dataset: got None; allowed: held-out rows, to evaluate the task.")
-            metrics = evaluate_task(
-                self._executor,  # type: ignore[arg-type]
-                run.task,
-                run.eval_data,
-                self._collator,
-                max_tokens=self.args.max_tokens_per_micro_batch,
-            )
+            metrics = self._evaluator.metrics(self._run_of(name))
             results.update({f"{name}/{key}": value for key, value in metrics.items()})
         return results
 
@@ -418,57 +333,27 @@ class MultiTaskTrainer(Trainer):
 
     def _on_event(self, event: TaskEvent) -> None:
         """Tell of a change, keep the adapter of a task that ended, and plan anew without it."""
-        record = {"event": "status", "run_step": self.state.global_step, "task": event.task}
         run = self.table[event.task]
-        self._metrics.write({**record, "step": run.step, "status": event.status.value, "reason": event.reason})
-        self._say(f"{event.task}: {event.status.value}{f' ({event.reason})' if event.reason else ''}")
+        self._log.status(event, run.step)
         if not event.status.is_final:
             return
         if run.best.value is not None and event.status is not TaskStatus.FAILED:
             run.restore_best(self.model.task_parameters(event.task))
-        if self._folder is not None:
-            self._folder.save_adapter(event.task)
-            self._folder.save_task(run)
+        self._saver.save_ended(run)
         if event.status is TaskStatus.FAILED and self.args.quarantine_policy == "stop":
             self._request_stop()
         self._replan()
 
     def _save_if_due(self, names: list[str]) -> None:
-        if self._folder is None:
-            return
-        every = self.args.save_steps if self.args.save_strategy == "steps" else 0
-        if (every and self.state.global_step % every == 0) or self.control.should_save:
+        if self._saver.is_due() or self.control.should_save:
             self.control.should_save = False
-            self._save([run for run in self.table if not run.status.is_final])
-            return
-        for name in names:
-            run = self.table[name]
-            if run.status is TaskStatus.RUNNING and run.hyper.save_steps and run.step % run.hyper.save_steps == 0:
-                self._save_safely(lambda run=run: self._folder.save_task(run))  # type: ignore[union-attr]
+            self._save()
+        else:
+            self._saver.save_due_tasks(names)
 
-    def _save(self, runs: list[TaskRun]) -> None:
-        """Write a state from which all tasks resume together."""
-
-        def write() -> None:
-            assert self._folder is not None, "only called with a folder"
-            for run in runs:
-                self._folder.save_adapter(run.name)
-                self._folder.save_task(run)
-            self._folder.save_record(self.state.global_step, list(self.table))
-
-        if self._save_safely(write):
-            self._is_saved_at = self.state.global_step
+    def _save(self) -> None:
+        if self._saver.save_run():
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
-
-    def _save_safely(self, write: Callable[[], Any]) -> bool:
-        """Write, and go on training when it fails: a full disk must not cost the run."""
-        try:
-            write()
-        except CheckpointError as error:
-            self._say(f"not saved at step {self.state.global_step}: {error}")
-            self._metrics.write({"event": "save_failed", "run_step": self.state.global_step, "reason": str(error)})
-            return False
-        return True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write every task's adapter, each at the root of its sub-folder, loadable by plain PEFT."""
@@ -486,18 +371,7 @@ class MultiTaskTrainer(Trainer):
 
     def report(self) -> str:
         """Return a table of all tasks: how each ended, its last losses, and where its adapter lies."""
-        return report_table(self.table, None if self._folder is None else self._folder.root)
-
-    def _write_config(self, root: Path) -> None:
-        from dataclasses import asdict
-
-        tasks = {
-            run.name: {**asdict(run.hyper), "num_steps": run.num_steps, "peft_config": run.task.peft_config.to_dict()}
-            for run in self.table
-        }
-        config = {"args": self.args.to_dict(), "tasks": tasks}
-        (root / "config.json").write_text(json.dumps(config, indent=2, default=str), encoding="utf-8")
-        (root / "plan.json").write_text(self.plan().to_json(), encoding="utf-8")
+        return report_table(self.table, None if self._saver.folder is None else self._root)
 
     # ------------------------------------------------ arrivals and departures
 
@@ -564,16 +438,14 @@ class MultiTaskTrainer(Trainer):
         run = self.table[name]
         if not run.status.is_final:
             run.end(TaskStatus.REMOVED, "" if save else "not saved")
-        if save and self._folder is not None:
-            self._folder.save_adapter(name)
+        if save:
+            self._saver.save_adapter(name)
         self.table.drop(name)
         self.tasks = [task for task in self.tasks if task.name != name]
-        self._task_callbacks.pop(name, None)
+        self._log.callbacks.pop(name, None)
         self._class_counts.pop(name, None)
         self.model.remove_tasks([name])
-        self._metrics.write(
-            {"event": "status", "run_step": self.state.global_step, "task": name, "step": run.step, "status": "removed"}
-        )
+        self._log.event("status", task=name, step=run.step, status="removed")
 
     def _switch(self, name: str, before: TaskStatus, after: TaskStatus) -> None:
         run = self.table[name]
@@ -606,6 +478,3 @@ class MultiTaskTrainer(Trainer):
             names = [run.name for run in self.table]
             raise ConfigError(f'got task "{name}"; allowed: {", ".join(names)}. {closest(name, names)}'.rstrip())
         return self.table[name]
-
-    def _say(self, line: str) -> None:
-        self._progress.log(line)

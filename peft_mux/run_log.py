@@ -1,0 +1,92 @@
+"""`RunLog`: where the numbers and events of a run go.
+
+One record reaches up to four places: the task's state (`log_history`), the task's own callbacks (plain keys), the run's
+callbacks and integrations (`task/metric` keys), `metrics.jsonl`; and a line goes to the screen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from transformers import TrainerState
+
+from peft_mux.callbacks import TaskCallbacks
+from peft_mux.metrics import MetricsLog
+from peft_mux.task_run import TaskEvent, TaskRun, TaskTable
+from peft_mux.ui.progress import Progress, SilentProgress
+
+
+class RunLog:
+    """Writes what happens in a run.
+
+    Args:
+        table: all tasks.
+        state: of the run; its `global_step` counts run steps.
+        emit: hands `task/metric` numbers to the callbacks of the run.
+
+    Attributes:
+        metrics: the file; writes nothing until training begins.
+        progress: the screen; silent until training begins.
+        callbacks: of each started task, by name.
+    """
+
+    def __init__(self, table: TaskTable, state: TrainerState, emit: Callable[[dict[str, float]], None]) -> None:
+        """Start with nowhere to write to."""
+        self.table = table
+        self.state = state
+        self.metrics = MetricsLog(None)
+        self.progress: Progress = SilentProgress()
+        self.callbacks: dict[str, TaskCallbacks] = {}
+        self._emit = emit
+
+    def say(self, line: str) -> None:
+        """Print a line beside the progress."""
+        self.progress.log(line)
+
+    def numbers(self, run: TaskRun, event: str, values: Mapping[str, float]) -> None:
+        """Keep numbers of one task: in its state, in `metrics.jsonl`, and for its own callbacks."""
+        entry: dict[str, Any] = {"step": run.step, **({} if run.epoch is None else {"epoch": run.epoch}), **values}
+        run.state.log_history.append(entry)
+        record = {"event": event, "run_step": self.state.global_step, "task": run.name, "num_tokens": run.num_tokens}
+        self.metrics.write({**record, **entry})
+        self.callbacks[run.name].call("on_log", logs=dict(values))
+
+    def losses(self) -> None:
+        """Log the mean loss of every task since its last log."""
+        logs: dict[str, float] = {}
+        shown = []
+        for run in self.table:
+            loss = run.loss_mean.read()
+            if loss is None:
+                continue
+            own = {"loss": loss, "grad_norm": run.last_gradient_norm}
+            if run.optimizer is not None:
+                own["learning_rate"] = run.optimizer.learning_rate
+            self.numbers(run, "train", own)
+            shown.append(f"{run.name} {loss:.4f}")
+            logs.update(_prefixed(run.name, own))
+        if logs:
+            self.say("  ".join((f"step {self.state.global_step}", *shown)))
+            self._emit(logs)
+
+    def evaluation(self, run: TaskRun, metrics: dict[str, float]) -> dict[str, float]:
+        """Log what an evaluation found; return it under `task/metric` keys."""
+        self.numbers(run, "eval", metrics)
+        logs = _prefixed(run.name, metrics)
+        self.say("  ".join(f"{key} {value:.4f}" for key, value in logs.items()))
+        self._emit(logs)
+        return logs
+
+    def status(self, event: TaskEvent, step: int) -> None:
+        """Log a change in the life of a task."""
+        self.event("status", task=event.task, step=step, status=event.status.value, reason=event.reason)
+        self.say(f"{event.task}: {event.status.value}{f' ({event.reason})' if event.reason else ''}")
+
+    def event(self, event: str, **facts: Any) -> None:
+        """Write a record of the run to `metrics.jsonl`."""
+        self.metrics.write({"event": event, "run_step": self.state.global_step, **facts})
+
+
+def _prefixed(task: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{task}/{key}": value for key, value in values.items()}

@@ -1,0 +1,80 @@
+"""`TaskEvaluator`: evaluates running tasks on their held-out rows and follows their early stopping."""
+
+from __future__ import annotations
+
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.executor import Executor
+from peft_mux.errors import ConfigError
+from peft_mux.evaluation import evaluate_task
+from peft_mux.run_log import RunLog
+from peft_mux.saving import Saver
+from peft_mux.task import TaskStatus
+from peft_mux.task_run import TaskRun
+
+
+class TaskEvaluator:
+    """Evaluates one task at a time, between steps.
+
+    Args:
+        executor: holds the model.
+        collator: packs held-out rows.
+        max_tokens: of one pass.
+        log: takes the metrics.
+        saver: keeps the best adapters.
+    """
+
+    def __init__(
+        self, executor: Executor, collator: ChunkPackingCollator, max_tokens: int, log: RunLog, saver: Saver
+    ) -> None:
+        """Remember what to evaluate with."""
+        self.executor = executor
+        self.collator = collator
+        self.max_tokens = max_tokens
+        self.log = log
+        self.saver = saver
+
+    def metrics(self, run: TaskRun) -> dict[str, float]:
+        """Return a task's metrics and change nothing.
+
+        Raises:
+            ConfigError: if the task has no held-out rows.
+        """
+        if run.eval_data is None:
+            raise ConfigError(f"tasks.{run.name}.eval_dataset: got None; allowed: held-out rows, to evaluate the task.")
+        return evaluate_task(self.executor, run.task, run.eval_data, self.collator, max_tokens=self.max_tokens)
+
+    def evaluate(self, run: TaskRun) -> dict[str, float]:
+        """Evaluate a running task, log what came out, and stop it where its early stopping says so.
+
+        What a task's own `compute_metrics` raises fails that task and no other.
+
+        Returns:
+            Metrics under `task/metric` keys; empty where the evaluation failed.
+        """
+        try:
+            metrics = self.metrics(run)
+            is_best = run.task.early_stopping is not None and run.best.update(metrics, run.step)
+        except Exception as error:
+            # Everything of the evaluation but this task's own functions serves all tasks; a fault there is ours.
+            if run.task.compute_metrics is None and not isinstance(error, ConfigError):
+                raise
+            run.quarantine(f"evaluation failed: {type(error).__name__}: {error}")
+            return {}
+        logs = self.log.evaluation(run, metrics)
+        self.log.callbacks[run.name].call("on_evaluate", metrics=metrics)
+        if is_best:
+            run.keep_best(self.executor.model.task_parameters(run.name))
+            self.saver.save_best(run)
+        if run.best.is_exhausted:
+            _stop_early(run)
+        return logs
+
+
+def _stop_early(run: TaskRun) -> None:
+    rule = run.task.early_stopping
+    assert rule is not None, "patience runs out only where early stopping is set"
+    run.end(
+        TaskStatus.STOPPED_EARLY,
+        f"{rule.metric} has not improved for {rule.patience} evaluations; best {run.best.value:.6g} "
+        f"at step {run.best.step}",
+    )
