@@ -35,7 +35,7 @@ def train_one_by_one(backbone: Any, runs: list[TaskRun], *, num_steps: int) -> t
 def _trainer(backbone: Any, run: TaskRun, batches: list[Any]) -> Any:
     from peft import get_peft_model
     from torch.utils.data import SequentialSampler
-    from transformers import Trainer, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainingArguments
 
     class InOrder(Trainer):
         """Trainer that takes the rows in the order in which they are given."""
@@ -62,7 +62,9 @@ def _trainer(backbone: Any, run: TaskRun, batches: list[Any]) -> Any:
         disable_tqdm=True,
     )
     model = get_peft_model(backbone, copy.deepcopy(run.task.peft_config))
-    return InOrder(model=model, args=args, train_dataset=rows, data_collator=_padded)  # type: ignore[arg-type]
+    trainer = InOrder(model=model, args=args, train_dataset=rows, data_collator=_padded)  # type: ignore[arg-type]
+    trainer.remove_callback(PrinterCallback)
+    return trainer
 
 
 def _padded(features: list[dict[str, Any]]) -> dict[str, Any]:

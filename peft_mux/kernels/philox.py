@@ -18,15 +18,24 @@ _ROUNDS = 7
 _DRAWS_PER_CALL = 8
 
 
-def draw_seed(task_seed: int, step: int, module_name: str) -> int:
-    """Return the 64-bit seed of one module's draws in one optimizer step of one task."""
-    digest = hashlib.blake2b(f"{task_seed}/{step}/{module_name}".encode(), digest_size=8).digest()
+def hash_seed(*parts: object) -> int:
+    """Return 64 well-mixed bits that depend on all parts."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
 
+def draw_seed(task_seed: int, step: int, module_name: str) -> int:
+    """Return the 64-bit seed of one module's draws in one optimizer step of one task.
+
+    The exclusive or of one part that changes with the step and one that belongs to the module: on a GPU the first lies
+    in a table written once a step, the second is a constant of the launch, so that captured steps can be replayed.
+    """
+    return hash_seed(task_seed, step) ^ hash_seed(module_name)
+
+
 def drop_threshold(probability: float) -> int:
-    """Return the number of 16-bit draws, of 65,536, that drop an element."""
-    return round(probability * 65536)
+    """Return the number of 16-bit draws, of 65,536, that drop an element; at least one always keeps it."""
+    return min(round(probability * 65536), 65535)
 
 
 def keep_scale(probability: float) -> float:
