@@ -197,13 +197,13 @@ class MultiTaskTrainer(Trainer):
     def _prove_finished(self) -> None:
         """Hold the last update of a task to the test of all others: the weights it left must give a finite loss."""
         assert self._executor is not None, "only called while training"
-        for run in self.table.running:
-            if run.step < run.num_steps:
-                continue
-            batch = run.loader.batch(run.step - 1)
-            micro_batches = self._collator.micro_batches([batch], max_tokens=self.args.max_tokens_per_micro_batch)
-            if not self._executor.is_finite(micro_batches):
-                run.quarantine(f"non_finite: loss after the last step, {run.step - 1}")
+        ended = {run.name: run for run in self.table.running if run.step >= run.num_steps}
+        if not ended:
+            return
+        batches = [run.loader.batch(run.step - 1) for run in ended.values()]
+        micro_batches = self._collator.micro_batches(batches, max_tokens=self.args.max_tokens_per_micro_batch)
+        for name in self._executor.non_finite_tasks(micro_batches):
+            ended[name].quarantine(f"non_finite: loss after the last step, {ended[name].step - 1}")
 
     def _begin(self, resume: str | bool | None) -> None:
         """Load what must be loaded, start or restore the tasks, and open the run folder."""

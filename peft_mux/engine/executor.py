@@ -42,11 +42,13 @@ class Executor:
         stream_tokens = sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
         return StepResult(losses, work.num_tokens, stream_tokens, work.failures)
 
-    def is_finite(self, micro_batches: Sequence[MuxBatch]) -> bool:
-        """Whether a forward pass gives finite losses everywhere; no gradients, and nothing is changed."""
+    def non_finite_tasks(self, micro_batches: Sequence[MuxBatch]) -> list[str]:
+        """Return the tasks whose loss is not finite in a forward pass; no gradients, and nothing is changed."""
         with torch.no_grad(), self.precision():
-            losses = [self.model(micro_batch.to(self.device)).losses for micro_batch in micro_batches]
-        return bool(torch.cat(losses).isfinite().all())
+            outputs = [self.model(micro_batch.to(self.device)) for micro_batch in micro_batches]
+        names = [name for output in outputs for name in output.task_names]
+        finite = torch.cat([output.losses for output in outputs]).isfinite().tolist()
+        return sorted({name for name, is_finite in zip(names, finite, strict=True) if not is_finite})
 
     def precision(self) -> AbstractContextManager[object]:
         """Return the autocast context of the run."""
