@@ -1,6 +1,6 @@
-"""Prints the measurements behind two choices of the CPU path: how skinny products are written, and how attention groups lengths.
+"""Prints the measurements behind two choices of the CPU path: skinny products, and lengths in attention.
 
-    python -m benchmarks.cpu_choices            about 20 s, one thread
+python -m benchmarks.cpu_choices            about 20 s, one thread
 """
 
 from __future__ import annotations
@@ -53,9 +53,7 @@ def attention_grouping(lengths: tuple[int, ...], heads: int, channels: int, step
     def run() -> None:
         parts = []
         for rectangle in layout.rectangles:
-            batch = (
-                t[rectangle.rows].view(-1, rectangle.length, heads, channels).transpose(1, 2) for t in (q, k, v)
-            )
+            batch = (t[rectangle.rows].view(-1, rectangle.length, heads, channels).transpose(1, 2) for t in (q, k, v))
             parts.append(F.scaled_dot_product_attention(*batch, is_causal=True).transpose(1, 2).reshape(-1, heads))
         torch.cat(parts).sum().backward()
 

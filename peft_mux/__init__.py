@@ -69,6 +69,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """List the public names, used already or not."""
+    return sorted({*globals(), *__all__})
+
+
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used, so that `import peft_mux` costs nothing."""
     if name not in _HOMES:

@@ -28,6 +28,10 @@ _HONOURED = frozenset(
     "trackio_static_space_id logging_dir eval_strategy eval_steps save_strategy save_steps save_total_limit seed "
     "use_cpu full_determinism resume_from_checkpoint do_train do_eval do_predict local_rank ddp_timeout".split()
 )
+_TASK_DEFAULTS = (
+    "learning_rate num_train_epochs max_steps weight_decay warmup_steps max_grad_norm adam_beta1 adam_beta2 "
+    "adam_epsilon seed max_length"
+).split()
 _REASONS = {
     "fp16": "losses would need one scaler a task; use bf16",
     "label_smoothing_factor": "the packed loss is the plain negative log-likelihood",
@@ -188,8 +192,15 @@ def _eval_steps(task: Task, args: MultiTaskTrainingArguments) -> int:
 
 
 def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
-    faults = hyper_parameter_faults(args, "args")
-    faults = [fault for fault in faults if fault.where not in ("args.eval_steps", "args.save_steps")]
+    # train_batch_size is a property of TrainingArguments that sets up the process group.
+    faults = hyper_parameter_faults(args, "args", but=("train_batch_size", "eval_steps", "save_steps"))
+    faults += [
+        Fault(f"args.{name}", "None", "a value: it is the default of all tasks")
+        for name in _TASK_DEFAULTS
+        if getattr(args, name) is None
+    ]
+    if not isinstance(args.pad_to_chunks, bool):
+        faults.append(Fault("args.pad_to_chunks", repr(args.pad_to_chunks), "True or False"))
     faults += _refused_fields(args)
     integers = {
         "max_tokens_per_micro_batch": 1,

@@ -6,6 +6,7 @@ checked and a plan be made before any weight is read. The weights follow when tr
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ import torch
 from peft_mux.arguments import MultiTaskTrainingArguments, resolve
 from peft_mux.errors import ConfigError, Fault, raise_faults
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.support import peft_config_faults, target_faults
+from peft_mux.modeling.support import HEAD_NAMES, peft_config_faults, target_faults
 from peft_mux.task import Task
 
 
@@ -55,9 +56,12 @@ class Backbone:
 
         try:
             config = AutoConfig.from_pretrained(name)
-            tokenizer = AutoTokenizer.from_pretrained(name) if tokenizer is None else tokenizer
         except (OSError, ValueError) as error:
             raise ConfigError(f'model: got "{name}", which cannot be read: {error}') from error
+        if tokenizer is None:
+            # Rows that are tokenised already need none; others are refused by name where there is none.
+            with suppress(OSError, ValueError):
+                tokenizer = AutoTokenizer.from_pretrained(name)
         return config, tokenizer
 
     def check(self, tasks: list[Task], against: MultiTaskPeftModel | None = None) -> None:
@@ -104,20 +108,41 @@ class Backbone:
         options = dict(self.model_init_kwargs)
         options.setdefault("dtype", torch.bfloat16 if self.args.bf16 else "auto")
         config = self._sized_config(tasks, class_counts)
-        backbone = self._auto_class(tasks).from_pretrained(self.model, config=config, **options)
-        return self._wrap(backbone, tasks, class_counts)
+        try:
+            backbone, report = self._auto_class(tasks).from_pretrained(
+                self.model, config=config, output_loading_info=True, **options
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(f'model: got "{self.model}", whose weights cannot be loaded: {error}') from error
+        is_head_new = any(key.split(".")[0] in HEAD_NAMES for key in report["missing_keys"])
+        return self._wrap(backbone, tasks, class_counts, is_head_new=is_head_new)
 
-    def _wrap(self, backbone: Any, tasks: list[Task], class_counts: dict[str, int]) -> MultiTaskPeftModel:
+    def _wrap(
+        self, backbone: Any, tasks: list[Task], class_counts: dict[str, int], *, is_head_new: bool = False
+    ) -> MultiTaskPeftModel:
         return MultiTaskPeftModel(
             backbone,
             {task.name: task.peft_config for task in tasks},
             seeds={task.name: resolve(task, self.args).seed for task in tasks},
             num_labels=class_counts,
+            is_head_new=is_head_new,
         )
 
     def _completed(
         self, model: MultiTaskPeftModel, tasks: list[Task], class_counts: dict[str, int]
     ) -> MultiTaskPeftModel:
+        raise_faults(
+            [
+                Fault(
+                    f"tasks.{task.name}.peft_config",
+                    "another configuration than that of the model's adapter of this name",
+                    "the same one",
+                    "Rename the task, or give the model without this adapter.",
+                )
+                for task in tasks
+                if task.name in model.tasks and not model.was_given(task.name, task.peft_config)
+            ]
+        )
         missing = [task for task in tasks if task.name not in model.tasks]
         if missing:
             model.register_tasks(

@@ -7,6 +7,7 @@ Callbacks given to the trainer see the run: its state counts run steps, and logs
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from transformers import DefaultFlowCallback, TrainerControl
@@ -14,6 +15,8 @@ from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.task_run import TaskRun
+
+_logger = logging.getLogger(__name__)
 
 
 class TaskFlowCallback(DefaultFlowCallback):
@@ -45,12 +48,37 @@ class TaskCallbacks:
         self.control = TrainerControl()
         self.handler = CallbackHandler([TaskFlowCallback(), *run.task.callbacks], model, processing_class, None, None)
 
+    def step_begins(self) -> None:
+        """Tell of a step, and of an epoch where one begins with it."""
+        if self._is_at_epoch_boundary:
+            self.call("on_epoch_begin")
+        self.call("on_step_begin")
+
+    def step_ends(self) -> None:
+        """Tell of a step, and of an epoch where one ends with it."""
+        self.call("on_step_end")
+        if self._is_at_epoch_boundary:
+            self.call("on_epoch_end")
+
+    @property
+    def _is_at_epoch_boundary(self) -> bool:
+        per_epoch = self.run.loader.steps_per_epoch
+        return per_epoch is not None and self.run.step % per_epoch == 0
+
     def call(self, event: str, **kwargs: Any) -> TrainerControl:
-        """Call `event` (`on_step_end`, ...) of every callback and return what they ask for."""
+        """Call `event` (`on_step_end`, ...) of every callback and return what they ask for.
+
+        What a callback of a task raises fails that task and no other.
+        """
         if not self.run.task.callbacks:
             return self.control
         optimizer = self.run.optimizer
         self.handler.optimizer = None if optimizer is None else optimizer.optimizer
         self.handler.lr_scheduler = None if optimizer is None else optimizer.schedule
-        self.control = self.handler.call_event(event, self.args, self.run.state, self.control, **kwargs)
+        try:
+            self.control = self.handler.call_event(event, self.args, self.run.state, self.control, **kwargs)
+        except Exception as error:
+            _logger.warning('a callback of task "%s" failed in %s', self.run.name, event, exc_info=True)
+            if not self.run.status.is_final:
+                self.run.quarantine(f"a callback failed in {event}: {type(error).__name__}: {error}")
         return self.control

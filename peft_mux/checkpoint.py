@@ -23,10 +23,11 @@ from transformers import TrainerState
 
 from peft_mux import storage
 from peft_mux.errors import CheckpointError
+from peft_mux.metrics import METRICS_NAME
 from peft_mux.modeling.adapters import CONFIG_NAME, WEIGHTS_NAME
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.shape import backbone_fingerprint
-from peft_mux.task import TaskStatus
+from peft_mux.task import TaskStatus, name_fault
 from peft_mux.task_run import TaskRun, TaskTable
 
 FORMAT_VERSION = 1
@@ -51,11 +52,21 @@ class RunFolder:
         self.root = root
         self.model = model
         self.keep = keep
-        (root / STATE_FOLDER).mkdir(parents=True, exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
+        self._refuse_links()
+        (root / STATE_FOLDER).mkdir(exist_ok=True)
         storage.remove_stale(root)
         for folder in root.iterdir():
             if folder.is_dir() and not folder.is_symlink():
                 storage.remove_stale(folder)
+
+    def _refuse_links(self) -> None:
+        for name in (STATE_FOLDER, METRICS_NAME):
+            if (self.root / name).is_symlink():
+                raise CheckpointError(
+                    f"output_dir: got {self.root / name}, which is a link; allowed: a run folder without links, as "
+                    "what they lead to would be written over. Remove the link."
+                )
 
     def task_folder(self, name: str) -> Path:
         """Return a task's folder; no name leads out of the run folder, not even through a link."""
@@ -67,11 +78,14 @@ class RunFolder:
 
     def save_adapter(self, name: str) -> None:
         """Write a task's adapter at the root of its folder, each file whole or not at all."""
-        folder = self.task_folder(name)
-        with storage.scratch_folder(folder) as scratch:
-            self.model.save_task(name, scratch)
-            for file in (CONFIG_NAME, WEIGHTS_NAME):
-                storage.write_file(folder / file, (scratch / file).read_bytes())
+        try:
+            folder = self.task_folder(name)
+            with storage.scratch_folder(folder) as scratch:
+                self.model.save_task(name, scratch)
+                for file in (CONFIG_NAME, WEIGHTS_NAME):
+                    storage.write_file(folder / file, (scratch / file).read_bytes())
+        except OSError as error:
+            raise CheckpointError(f'task "{name}": its adapter could not be written ({error}).') from error
 
     def save_best(self, run: TaskRun) -> None:
         """Write a task's adapter as its best so far."""
@@ -109,6 +123,7 @@ class RunFolder:
             "format_version": FORMAT_VERSION,
             "run_step": run_step,
             "backbone": backbone_fingerprint(self.model.backbone),
+            "order": list(tasks),
             "tasks": tasks,
         }
         path = self.root / STATE_FOLDER / f"run-{run_step:08d}.json"
@@ -124,21 +139,28 @@ class RunFolder:
         needed: dict[str, set[Path]] = {}
         for record, _ in records[-self.keep :]:
             for name, entry in record["tasks"].items():
+                if name_fault(name) is not None:  # not written by us; it may lead out of the folder
+                    continue
                 needed.setdefault(name, set()).add(self.root / name / f"checkpoint-{entry['step']}")
         for name, folders in needed.items():
             storage.prune(self.root / name, keep=self.keep, protect=folders)
 
     # -------------------------------------------------------------- reading
 
-    def records(self) -> list[tuple[dict[str, Any], Path]]:
-        """Return the valid run records, oldest first."""
+    def records(self, warn: Callable[[str], None] | None = None) -> list[tuple[dict[str, Any], Path]]:
+        """Return the valid run records, oldest first; `warn` is told of each one that is not."""
         found = []
-        for path in sorted((self.root / STATE_FOLDER).glob("run-*.json")):
+        for path in self.record_paths():
             try:
                 found.append((storage.unsealed_json(path), path))
-            except CheckpointError:
-                continue
+            except CheckpointError as error:
+                if warn is not None:
+                    warn(f"{error} Trying the record before it.")
         return sorted(found, key=lambda item: item[0]["run_step"])
+
+    def record_paths(self) -> list[Path]:
+        """Return the run records, valid or not."""
+        return sorted((self.root / STATE_FOLDER).glob("run-*.json"))
 
     def restore(self, run: TaskRun, step: int, warn: Callable[[str], None]) -> None:
         """Put a task back to its checkpoint of `step`, or to the newest valid one before it.
@@ -152,6 +174,9 @@ class RunFolder:
             CheckpointError: if no checkpoint of the task is valid, or its settings have changed.
         """
         folder = self.task_folder(run.name)
+        if step not in storage.numbered_folders(folder):
+            gone = folder / f"checkpoint-{step}"
+            warn(f'task "{run.name}": {gone} or its manifest is gone. Trying the checkpoint before it.')
         steps = sorted((number for number in storage.numbered_folders(folder) if number <= step), reverse=True)
         for candidate in steps:
             path = folder / f"checkpoint-{candidate}"
@@ -194,7 +219,7 @@ def open_run_folder(root: Path, model: MultiTaskPeftModel, *, keep: int | None, 
         CheckpointError: if it holds a run that is not resumed, whose state would be mixed with the new one's.
     """
     folder = RunFolder(root, model, keep=keep)
-    if folder.records() and not is_resumed:
+    if folder.record_paths() and not is_resumed:
         raise CheckpointError(
             f"output_dir: got {root}, which holds a run; allowed: a new folder, or train(resume_from_checkpoint=True) "
             "to go on with it. Delete it to train anew."
@@ -213,13 +238,18 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
     Raises:
         CheckpointError: if there is no record, the backbone is another one, or a task cannot be restored.
     """
-    records = folder.records()
+    records = folder.records(say)
     if not records:
         raise CheckpointError(
             f"resume_from_checkpoint: got {folder.root}, which holds no state of a run; allowed: the output_dir of a "
             "run that has saved at least once. Call train() without it to begin."
         )
-    record = records[-1][0]
+    record, path = records[-1]
+    if record["format_version"] != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path}: got format version {record['format_version']}; allowed: {FORMAT_VERSION}, which this version of "
+            "peft_mux reads. Resume with the version that wrote it, or train into a new output_dir."
+        )
     if record["backbone"] != backbone_fingerprint(folder.model.backbone):
         raise CheckpointError(
             f"resume_from_checkpoint: got {folder.root}, whose tasks were trained on other weights than those of "
@@ -230,7 +260,7 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
             folder.restore(table[name], entry["step"], say)
         else:
             say(f'task "{name}" of the resumed run is not among the tasks given now; it is left out')
-    table.reorder(list(record["tasks"]))
+    table.reorder(record["order"])
     return record["run_step"]
 
 

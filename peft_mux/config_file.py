@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ _TASK_KEYS = (
     "peft",
     *(name for name in TASK_FIELDS if name not in (*_NOT_IN_FILES, "preprocess_logits_for_metrics")),
 )
+_DEFAULTS_OF = re.compile(r"^tasks\.[^.]+\.")
 _FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
@@ -78,9 +79,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     data, lines = _parse(path)
     for override in overrides:
         _apply_override(data, override)
-    faults = _shape_faults(data)
-    if faults:
-        raise_faults([_with_line(fault, lines, path) for fault in faults])
+    raise_faults([_with_line(fault, lines, path) for fault in _shape_faults(data)])
     return _build(data, path.parent, lines, path)
 
 
@@ -89,7 +88,7 @@ def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
         text = path.read_text(encoding="utf-8")
         node = yaml.compose(text, Loader=_Loader)
         data = yaml.load(text, Loader=_Loader)
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: is not YAML: {error}") from error
@@ -117,6 +116,9 @@ def _find_lines(node: Any, prefix: str, lines: dict[str, int], twice: list[Fault
 
 def _with_line(fault: Fault, lines: Mapping[str, int], path: Path) -> Fault:
     where = fault.where
+    inherited = _DEFAULTS_OF.sub("defaults.", where)
+    if where not in lines and inherited in lines:
+        where = inherited
     while where not in lines and "." in where:
         where = where.rsplit(".", 1)[0]
     prefix = f"{path.name}:{lines[where]} " if where in lines else f"{path.name} "
@@ -133,7 +135,10 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         target = target.setdefault(parent, {})
         if not isinstance(target, dict):
             raise ConfigError(f"--set {key}: got a value where {parent} would be a mapping; allowed: an existing path.")
-    target[last] = yaml.load(text, Loader=_Loader)
+    try:
+        target[last] = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--set {key}: got {text!r}, which is not YAML: {error}") from error
 
 
 def _shape_faults(data: dict[str, Any]) -> list[Fault]:
@@ -141,6 +146,11 @@ def _shape_faults(data: dict[str, Any]) -> list[Fault]:
     for key in ("model", "tasks"):
         if not data.get(key):
             faults.append(Fault(key, repr(data.get(key)), "a value; every file needs it"))
+    for key in ("model", "tokenizer", "output_dir"):
+        if data.get(key) is not None and not isinstance(data[key], str):
+            faults.append(Fault(key, f"{data[key]!r:.40}", "a string"))
+    if not isinstance(data.get("model_init_kwargs") or {}, dict):
+        faults.append(_not_mapping("model_init_kwargs", data["model_init_kwargs"]))
     run_keys = sorted(SETTABLE_FIELDS - {"output_dir"})
     for key, allowed in (("run", run_keys), ("defaults", _TASK_KEYS)):
         section = data.get(key) or {}
@@ -155,10 +165,27 @@ def _shape_faults(data: dict[str, Any]) -> list[Fault]:
         faults += (
             _unknown_keys(task, _TASK_KEYS, f"{where}.") if isinstance(task, dict) else [_not_mapping(where, task)]
         )
-        if isinstance(task, dict) and not {**(data.get("defaults") or {}), **task}.get("dataset"):
-            faults.append(
-                Fault(f"{where}.dataset", "None", "a .jsonl, .json, .csv or .parquet file, a folder, or a hub id")
-            )
+        if isinstance(task, dict):
+            faults += _value_faults({**_mapping(data.get("defaults")), **task}, where)
+    return faults + _value_faults({"dataset": "-", **_mapping(data.get("defaults"))}, "defaults")
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _value_faults(task: Mapping[str, Any], where: str) -> list[Fault]:
+    """Return the faults of what is not handed on as it is: where the rows lie, and the nested sections."""
+    source = "a .jsonl, .json, .csv or .parquet file, a folder, or a hub id"
+    faults = []
+    if not isinstance(task.get("dataset"), str) or not task["dataset"]:
+        faults.append(Fault(f"{where}.dataset", f"{task.get('dataset')!r:.40}", source))
+    for key in ("eval_dataset", "dataset_config", "split", "eval_split"):
+        if task.get(key) is not None and not isinstance(task[key], str):
+            faults.append(Fault(f"{where}.{key}", f"{task[key]!r:.40}", source if key == "eval_dataset" else "a name"))
+    for key in ("peft", "early_stopping"):
+        if task.get(key) is not None and not isinstance(task[key], dict):
+            faults.append(_not_mapping(f"{where}.{key}", task[key]))
     return faults
 
 
@@ -175,32 +202,50 @@ def _not_mapping(where: str, value: Any) -> Fault:
 
 
 def _build(data: dict[str, Any], folder: Path, lines: Mapping[str, int], path: Path) -> RunConfig:
-    tasks, errors = [], []
+    tasks: list[Task] = []
+    errors: list[str] = []
     defaults = data.get("defaults") or {}
     try:
         args = MultiTaskTrainingArguments(
             output_dir=data.get("output_dir", "peft_mux_output"), **(data.get("run") or {})
         )
     except ConfigError as error:
-        args, errors = None, [str(error)]
+        args, errors = None, _told(error, lines, path, "run")
     for name, settings in data["tasks"].items():
         merged = {**defaults, **settings, "peft": {**(defaults.get("peft") or {}), **(settings.get("peft") or {})}}
         try:
             tasks.append(_task(str(name), merged, folder))
         except ConfigError as error:
-            line = lines.get(f"tasks.{name}")
-            errors.append(f"{path.name}:{line} {error}" if line else str(error))
+            errors += _told(error, lines, path, f"tasks.{name}")
     if errors or args is None:
         raise ConfigError("\n".join(errors))
-    model = str(data["model"])
-    local = folder / model
     return RunConfig(
-        model=str(local) if local.is_dir() else model,
-        tokenizer=data.get("tokenizer"),
+        model=_local_or_hub(data["model"], folder),
+        tokenizer=None if data.get("tokenizer") is None else _local_or_hub(data["tokenizer"], folder),
         args=args,
         tasks=tasks,
         model_init_kwargs=data.get("model_init_kwargs") or {},
     )
+
+
+def _told(error: ConfigError, lines: Mapping[str, int], path: Path, section: str) -> list[str]:
+    """Return the lines of an error, each fault with the line of the file that it stands in."""
+    if not error.faults:
+        return [f"{path.name}:{lines[section]} {error}" if section in lines else str(error)]
+    words = {"args.": "run.", ".peft_config.": ".peft."}
+    faults = []
+    for fault in error.faults:
+        where = fault.where
+        for ours, theirs in words.items():
+            where = where.replace(ours, theirs, 1)
+        faults.append(str(_with_line(replace(fault, where=where), lines, path)))
+    return faults
+
+
+def _local_or_hub(name: str, folder: Path) -> str:
+    """Return the path of a folder beside the file, or the name as it is."""
+    local = folder / name
+    return str(local) if local.is_dir() else name
 
 
 def _task(name: str, settings: dict[str, Any], folder: Path) -> Task:
@@ -258,7 +303,12 @@ def load_rows(source: str, split: str, config: str | None, folder: Path, where: 
             kind = _FILE_KINDS.get(path.suffix)
             if kind is None:
                 raise ConfigError(f"{where}.dataset: got {source!r}; allowed: {', '.join(_FILE_KINDS)} files.")
-            return load_dataset(kind, data_files=str(path), split=split if split.startswith("train") else "train")
+            if not split.startswith("train"):
+                raise ConfigError(
+                    f"{where}.split: got {split!r} of {source!r}; allowed: train, or a part of it such as train[:90%], "
+                    "as a single file has no other. Put the held-out rows into a file of their own: eval_dataset."
+                )
+            return load_dataset(kind, data_files=str(path), split=split)
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
             loaded = load_from_disk(str(path))
             return loaded[split] if hasattr(loaded, "keys") else loaded

@@ -15,7 +15,13 @@ from dataclasses import dataclass
 
 
 class PeftMuxError(Exception):
-    """Base of all errors that peft_mux raises on purpose."""
+    """Base of all errors that peft_mux raises on purpose.
+
+    Attributes:
+        faults: what was found wrong, one by one, where the message is made of them.
+    """
+
+    faults: tuple[Fault, ...] = ()
 
 
 class ConfigError(PeftMuxError, ValueError):
@@ -77,9 +83,13 @@ def raise_faults(faults: Sequence[Fault], error: type[PeftMuxError] = ConfigErro
     if not faults:
         return
     if len(faults) == 1:
-        raise error(str(faults[0]))
-    lines = "\n".join(f"  {number}. {fault}" for number, fault in enumerate(faults, start=1))
-    raise error(f"{len(faults)} things are wrong:\n{lines}")
+        message = str(faults[0])
+    else:
+        lines = "\n".join(f"  {number}. {fault}" for number, fault in enumerate(faults, start=1))
+        message = f"{len(faults)} things are wrong:\n{lines}"
+    refusal = error(message)
+    refusal.faults = tuple(faults)
+    raise refusal
 
 
 def closest(word: str, options: Iterable[str]) -> str:

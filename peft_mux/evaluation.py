@@ -156,6 +156,9 @@ class BestMetric:
                 f"produce; allowed: {', '.join(metrics)}. {closest(key, metrics)}".rstrip()
             )
         value = metrics[key]
+        if value != value:  # no number: never the best, and no improvement
+            self.bad_evaluations += 1
+            return False
         gain = 0.0 if self.value is None else (value - self.value) * (1 if rule.maximise else -1)
         if self.value is None or gain > rule.min_delta:
             self.value, self.step, self.bad_evaluations = value, step, 0

@@ -90,6 +90,15 @@ class TaskOptimizer:
         self.schedule.load_state_dict(state["schedule"])
 
 
+def check_optimizer(name: str, hyper: HyperParameters, num_steps: int, args: MultiTaskTrainingArguments) -> None:
+    """Build a task's optimizer and schedule in trial, so that what cannot be built is told before any weight is read.
+
+    Raises:
+        ConfigError: as for `TaskOptimizer`.
+    """
+    TaskOptimizer(name, {"trial": nn.Parameter(torch.zeros(1, 1))}, hyper, num_steps, args)
+
+
 def _parameter_groups(parameters: dict[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
     """Split as Trainer does: biases and norms do not decay."""
     decayed = [p for key, p in parameters.items() if not key.endswith("bias") and "norm" not in key.lower()]

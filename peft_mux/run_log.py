@@ -6,15 +6,19 @@ callbacks and integrations (`task/metric` keys), `metrics.jsonl`; and a line goe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from transformers import TrainerState
 
 from peft_mux.callbacks import TaskCallbacks
 from peft_mux.metrics import MetricsLog
+from peft_mux.task import TaskStatus
 from peft_mux.task_run import TaskEvent, TaskRun, TaskTable
 from peft_mux.ui.progress import Progress, SilentProgress
+
+_logger = logging.getLogger(__name__)
 
 
 class RunLog:
@@ -44,6 +48,13 @@ class RunLog:
         """Print a line beside the progress."""
         self.progress.log(line)
 
+    def warn(self, line: str) -> None:
+        """Print a line that nobody may miss: through `logging` where there is no progress to print it beside."""
+        if type(self.progress) is SilentProgress:
+            _logger.warning(line)
+        else:
+            self.progress.log(line)
+
     def numbers(self, run: TaskRun, event: str, values: Mapping[str, float]) -> None:
         """Keep numbers of one task: in its state, in `metrics.jsonl`, and for its own callbacks."""
         entry: dict[str, Any] = {"step": run.step, **({} if run.epoch is None else {"epoch": run.epoch}), **values}
@@ -52,11 +63,11 @@ class RunLog:
         self.metrics.write({**record, **entry})
         self.callbacks[run.name].call("on_log", logs=dict(values))
 
-    def losses(self) -> None:
-        """Log the mean loss of every task since its last log."""
+    def losses(self, runs: Iterable[TaskRun] | None = None) -> None:
+        """Log the mean loss of tasks (by default all) since their last log."""
         logs: dict[str, float] = {}
         shown = []
-        for run in self.table:
+        for run in self.table if runs is None else runs:
             loss = run.loss_mean.read()
             if loss is None:
                 continue
@@ -81,7 +92,8 @@ class RunLog:
     def status(self, event: TaskEvent, step: int) -> None:
         """Log a change in the life of a task."""
         self.event("status", task=event.task, step=step, status=event.status.value, reason=event.reason)
-        self.say(f"{event.task}: {event.status.value}{f' ({event.reason})' if event.reason else ''}")
+        tell = self.warn if event.status is TaskStatus.FAILED else self.say
+        tell(f"{event.task}: {event.status.value}{f' ({event.reason})' if event.reason else ''}")
 
     def event(self, event: str, **facts: Any) -> None:
         """Write a record of the run to `metrics.jsonl`."""

@@ -94,7 +94,7 @@ class Saver:
         try:
             write(self.folder)
         except CheckpointError as error:
-            self.log.say(f"not saved at step {self.log.state.global_step}: {error}")
+            self.log.warn(f"not saved at step {self.log.state.global_step}: {error}")
             self.log.event("save_failed", reason=str(error))
             return False
         return True

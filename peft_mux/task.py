@@ -53,7 +53,7 @@ class EarlyStopping:
         metric: key of an evaluation metric, `eval_loss` or one that `compute_metrics` returns.
         patience: evaluations without improvement after which the task stops.
         min_delta: change that counts as an improvement.
-        greater_is_better: direction; by default `False` for names that end with `loss`, else `True`.
+        greater_is_better: direction; by default `False` for names that end with `loss` or `perplexity`, else `True`.
     """
 
     metric: str = "eval_loss"
@@ -81,7 +81,7 @@ class EarlyStopping:
         """Whether a greater metric is the better one."""
         if self.greater_is_better is not None:
             return self.greater_is_better
-        return not self.metric.endswith("loss")
+        return not self.metric.endswith(("loss", "perplexity"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -205,15 +205,18 @@ def name_fault(name: object, where: str = "task.name") -> Fault | None:
     return None
 
 
-def hyper_parameter_faults(values: Any, where: str) -> list[Fault]:
+def hyper_parameter_faults(values: Any, where: str, *, but: Iterable[str] = ()) -> list[Fault]:
     """Return what is wrong with the numbers of a task or of the run's arguments.
 
     Args:
         values: object whose attributes carry `TrainingArguments` names; `None` and absent are skipped.
         where: prefix of the fields in messages, such as `tasks.sql`.
+        but: names that mean something else in `values`; they are not read.
     """
     faults = []
     for name, (is_valid, allowed) in _NUMBER_RULES.items():
+        if name in but:
+            continue
         value = getattr(values, name, None)
         if value is not None and not is_valid(value):
             faults.append(Fault(f"{where}.{name}", repr(value), allowed))
@@ -251,6 +254,7 @@ def _task_faults(task: Task) -> list[Fault]:
         faults += _dataset_faults(task.eval_dataset, f"{where}.eval_dataset")
     faults += hyper_parameter_faults(task, where)
     faults += _choice_faults(task, where)
+    faults += _type_faults(task, where)
     faults += _combination_faults(task, where)
     return faults
 
@@ -269,7 +273,10 @@ def _dataset_faults(dataset: Any, where: str) -> list[Fault]:
         fix = "Pick one split, such as dataset['train']." if isinstance(dataset, dict) else ""
         return [Fault(where, type(dataset).__name__, allowed, fix)]
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        return [] if len(dataset) else [Fault(where, "an empty dataset", allowed)]
+        try:
+            return [] if len(dataset) else [Fault(where, "an empty dataset", allowed)]
+        except TypeError:  # an array without dimensions
+            return [Fault(where, repr(dataset), allowed)]
     if hasattr(dataset, "__iter__") and not hasattr(dataset, "__next__"):
         return []
     fix = "An iterator can be read only once; give the iterable itself." if hasattr(dataset, "__next__") else ""
@@ -284,12 +291,33 @@ def _choice_faults(task: Task, where: str) -> list[Fault]:
         ("loss_type", task.loss_type, ["nll"]),
     ):
         plain = getattr(value, "value", value)
-        if plain is not None and plain not in options:
+        if plain is not None and (not isinstance(plain, str) or plain not in options):
             faults.append(Fault(f"{where}.{name}", repr(plain), ", ".join(options), closest(str(plain), options)))
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
         value = getattr(task, name)
         if value is not None and not callable(value):
             faults.append(Fault(f"{where}.{name}", repr(value), "a function"))
+    return faults
+
+
+def _type_faults(task: Task, where: str) -> list[Fault]:
+    from transformers import TrainerCallback
+
+    faults = []
+    for name, (kind, allowed) in {
+        "shuffle": (bool, "True or False"),
+        "assistant_only_loss": (bool, "True or False"),
+        "completion_only_loss": ((bool, type(None)), "True, False or None"),
+        "chat_template": ((str, type(None)), "a Jinja template"),
+        "lr_scheduler_kwargs": ((dict, type(None)), "a dict of options of the schedule"),
+        "optim_args": ((str, type(None)), 'options as "key=value,key=value"'),
+    }.items():
+        value = getattr(task, name)
+        if not isinstance(value, kind):
+            faults.append(Fault(f"{where}.{name}", f"{value!r:.60}", allowed))
+    callbacks = task.callbacks
+    if not isinstance(callbacks, (list, tuple)) or not all(isinstance(item, TrainerCallback) for item in callbacks):
+        faults.append(Fault(f"{where}.callbacks", f"{callbacks!r:.60}", "a list of TrainerCallback objects"))
     return faults
 
 
@@ -302,6 +330,8 @@ def _combination_faults(task: Task, where: str) -> list[Fault]:
     elif task.early_stopping is not None:
         if task.eval_dataset is None:
             faults.append(Fault(f"{where}.eval_dataset", "None", "held-out rows, as early_stopping is set"))
+        if _is_integer(task.eval_steps) and task.eval_steps == 0:
+            faults.append(Fault(f"{where}.eval_steps", "0", "at least 1, as early_stopping is set"))
         if task.compute_metrics is None and task.early_stopping.metric not in ("eval_loss", "eval_perplexity"):
             faults.append(
                 Fault(
@@ -320,7 +350,10 @@ def _combination_faults(task: Task, where: str) -> list[Fault]:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
 
 
 def _is_integer(value: object) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.executor import Executor
 from peft_mux.errors import ConfigError
@@ -10,6 +12,8 @@ from peft_mux.run_log import RunLog
 from peft_mux.saving import Saver
 from peft_mux.task import TaskStatus
 from peft_mux.task_run import TaskRun
+
+_logger = logging.getLogger(__name__)
 
 
 class TaskEvaluator:
@@ -58,6 +62,7 @@ class TaskEvaluator:
             # Everything of the evaluation but this task's own functions serves all tasks; a fault there is ours.
             if run.task.compute_metrics is None and not isinstance(error, ConfigError):
                 raise
+            _logger.warning('the evaluation of task "%s" failed', run.name, exc_info=True)
             run.quarantine(f"evaluation failed: {type(error).__name__}: {error}")
             return {}
         logs = self.log.evaluation(run, metrics)

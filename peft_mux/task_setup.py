@@ -15,6 +15,7 @@ from peft_mux.data.tokenize import RowTokenizer, TokenizeOptions
 from peft_mux.errors import ConfigError, DataError
 from peft_mux.evaluation import BestMetric
 from peft_mux.modeling.support import max_positions
+from peft_mux.optim import check_optimizer
 from peft_mux.task import Task, TaskStatus
 from peft_mux.task_run import TaskRun
 
@@ -35,6 +36,8 @@ def make_task_run(task: Task, args: MultiTaskTrainingArguments, tokenizer: Any, 
     hyper = resolve(task, args)
     options = _options(task, hyper, args, config)
     loader = _loader(task, hyper, options, tokenizer)
+    num_steps = _num_steps(task, hyper, loader)
+    check_optimizer(task.name, hyper, num_steps, args)
     eval_data = None
     if task.eval_dataset is not None:
         eval_data = _eval_rows(task, options, tokenizer)
@@ -43,8 +46,8 @@ def make_task_run(task: Task, args: MultiTaskTrainingArguments, tokenizer: Any, 
         hyper=hyper,
         loader=loader,
         eval_data=eval_data,
-        num_steps=_num_steps(task, hyper, loader),
-        state=TrainerState(max_steps=_num_steps(task, hyper, loader)),
+        num_steps=num_steps,
+        state=TrainerState(max_steps=num_steps),
         best=BestMetric(task),
         status=TaskStatus.WAITING,
     )

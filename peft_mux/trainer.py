@@ -38,7 +38,7 @@ from peft_mux.task import Task, TaskStatus, check_task_names
 from peft_mux.task_evaluation import TaskEvaluator
 from peft_mux.task_run import TaskEvent, TaskRun, TaskTable
 from peft_mux.task_setup import class_count, make_task_runs
-from peft_mux.trainer_inputs import refuse_trainer_arguments, task_list
+from peft_mux.trainer_inputs import check_evaluation, no_new_folder, refuse_trainer_arguments, task_list
 from peft_mux.ui.progress import make_progress
 from peft_mux.ui.report import report_table
 
@@ -91,13 +91,20 @@ class MultiTaskTrainer(Trainer):
         self.tasks = task_list(model, tasks, train_dataset, eval_dataset)
         source = Backbone(model, run_args, processing_class, dict(model_init_kwargs or {}))
         source.check(self.tasks)
+        check_evaluation(run_args, self.tasks)
         runs = make_task_runs(self.tasks, run_args, source.tokenizer, source.config)
         self._source = source
         self._class_counts = {run.name: count for run in runs if (count := class_count(run)) is not None}
         described = source.describe(self.tasks, self._class_counts)
-        super().__init__(
-            model=described, args=run_args, processing_class=source.tokenizer, callbacks=list(callbacks or ())
-        )
+        with no_new_folder(Path(run_args.output_dir or ".")):
+            super().__init__(
+                model=described,
+                args=run_args,
+                processing_class=source.tokenizer,
+                callbacks=list(callbacks or ()),
+                # Held-out rows are the tasks'; Trainer itself asks for some where eval_strategy is set.
+                eval_dataset=[],  # type: ignore[arg-type]
+            )
         for callback in (DefaultFlowCallback, PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
         self.add_callback(TaskFlowCallback())
@@ -106,6 +113,7 @@ class MultiTaskTrainer(Trainer):
         for run in runs:
             self.table.add(run)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._arriving: set[str] = set()
         self._collator = self._make_collator()
         self._log = RunLog(self.table, self.state, self._emit)
         self._saver = Saver(None, self.table, run_args, self._log)
@@ -173,6 +181,8 @@ class MultiTaskTrainer(Trainer):
         assert self._dispatcher is not None, "train() begins before it steps"
         assert self._executor is not None, "train() begins before it steps"
         self.control = self.callback_handler.on_step_begin(self.args, self.state, self.control)
+        for run in self.table.running:
+            self._log.callbacks[run.name].step_begins()
         stepping = [run.name for run in self.table.running]
         work = self._dispatcher.next(self.table.running)
         result = self._executor.run(work)
@@ -185,7 +195,7 @@ class MultiTaskTrainer(Trainer):
         self.control = self.callback_handler.on_step_end(self.args, self.state, self.control)
         for name in names:
             if self.table[name].status is TaskStatus.RUNNING:
-                self._log.callbacks[name].call("on_step_end")
+                self._log.callbacks[name].step_ends()
         self._log_if_due()
         self._evaluate_if_due(names)
         self._prove_finished()
@@ -215,6 +225,9 @@ class MultiTaskTrainer(Trainer):
             )
         root.mkdir(parents=True, exist_ok=True)
         self._log.metrics = MetricsLog(root)
+        self._log.progress = make_progress(
+            enabled=not self.args.disable_tqdm, is_main_process=self.is_world_process_zero()
+        )
         for run in self.table:
             if run.status is TaskStatus.WAITING:
                 self._start(run)
@@ -225,9 +238,6 @@ class MultiTaskTrainer(Trainer):
         describe_run(root, self.args, self.table, self.plan())
         self.is_in_train = True
         self.control.should_training_stop = False
-        self._log.progress = make_progress(
-            enabled=not self.args.disable_tqdm, is_main_process=self.is_world_process_zero()
-        )
         self._log.progress.start(self.table)
         self.table.collect()
         self.control = self.callback_handler.on_train_begin(self.args, self.state, self.control)
@@ -257,11 +267,13 @@ class MultiTaskTrainer(Trainer):
         run.status = TaskStatus.RUNNING
         own_args = task_arguments(run.hyper, self.args)
         self._log.callbacks[run.name] = TaskCallbacks(run, own_args, self.model, self.processing_class)
+        if self.is_in_train:
+            self._log.callbacks[run.name].call("on_train_begin")
 
     def _resume(self, root: Path) -> None:
         own = self._saver.folder
         folder = own if own is not None and root == own.root else RunFolder(root, self.model)
-        self.state.global_step = resume_tasks(folder, self.table, self._log.say)
+        self.state.global_step = resume_tasks(folder, self.table, self._log.warn)
         self._log.metrics.truncate_after(self.state.global_step)
 
     def _finish(self, seconds: float, num_tokens: int, num_steps: int) -> TrainOutput:
@@ -337,6 +349,8 @@ class MultiTaskTrainer(Trainer):
         self._log.status(event, run.step)
         if not event.status.is_final:
             return
+        if self.args.logging_strategy != "no":
+            self._log.losses([run])
         if run.best.value is not None and event.status is not TaskStatus.FAILED:
             run.restore_best(self.model.task_parameters(event.task))
         self._saver.save_ended(run)
@@ -353,6 +367,8 @@ class MultiTaskTrainer(Trainer):
 
     def _save(self) -> None:
         if self._saver.save_run():
+            for run in self.table.running:
+                self._log.callbacks[run.name].call("on_save")
             self.control = self.callback_handler.on_save(self.args, self.state, self.control)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -384,9 +400,10 @@ class MultiTaskTrainer(Trainer):
             ConfigError: naming every setting that cannot be run; then none is added.
             DataError: naming the rows that cannot be trained on.
         """
-        check_task_names([task.name for task in tasks], [run.name for run in self.table])
+        check_task_names([task.name for task in tasks], [*(run.name for run in self.table), *self._arriving])
         self._source.check(list(tasks), against=self.model)
         runs = make_task_runs(list(tasks), self.args, self._source.tokenizer, self._source.config)
+        self._arriving.update(run.name for run in runs)
         self._command(lambda: self._arrive(runs))
 
     def remove_task(self, name: str, *, save: bool = True) -> None:
@@ -421,6 +438,7 @@ class MultiTaskTrainer(Trainer):
             self._replan()
 
     def _arrive(self, runs: list[TaskRun]) -> None:
+        self._arriving.difference_update(run.name for run in runs)
         counts = {run.name: count for run in runs if (count := class_count(run)) is not None}
         self._class_counts.update(counts)
         self.tasks = [*self.tasks, *(run.task for run in runs)]
@@ -435,6 +453,8 @@ class MultiTaskTrainer(Trainer):
                 self._start(run)
 
     def _depart(self, name: str, save: bool) -> None:
+        if name not in self.table:  # removed by a command before this one
+            return
         run = self.table[name]
         if not run.status.is_final:
             run.end(TaskStatus.REMOVED, "" if save else "not saved")
@@ -448,9 +468,8 @@ class MultiTaskTrainer(Trainer):
         self._log.event("status", task=name, step=run.step, status="removed")
 
     def _switch(self, name: str, before: TaskStatus, after: TaskStatus) -> None:
-        run = self.table[name]
-        if run.status is before:
-            run.status = after
+        if name in self.table and self.table[name].status is before:
+            self.table[name].status = after
 
     # -------------------------------------------------------------- helpers
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
+from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError, Fault, raise_faults
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import Task, check_task_names
@@ -20,25 +23,49 @@ def refuse_trainer_arguments(given: Mapping[str, Any]) -> None:
     if not set_ones:
         return
     where = {
-        "compute_metrics": "set it on the Task",
-        "preprocess_logits_for_metrics": "set it on the Task",
-        "data_collator": "sequences are packed by ChunkPackingCollator",
-        "model_init": "give the model, or its name",
-        "optimizers": "every task has an optimizer of its own; set optim on the Task",
-        "optimizer_cls_and_kwargs": "every task has an optimizer of its own; set optim on the Task",
-        "compute_loss_func": "set loss_type on the Task",
-        "peft_config": "set it on the Task",
+        "compute_metrics": "Set it on the Task",
+        "preprocess_logits_for_metrics": "Set it on the Task",
+        "data_collator": "Sequences are packed by ChunkPackingCollator",
+        "model_init": "Give the model, or its name",
+        "optimizers": "Every task has an optimizer of its own; set optim on the Task",
+        "optimizer_cls_and_kwargs": "Every task has an optimizer of its own; set optim on the Task",
+        "compute_loss_func": "Set loss_type on the Task",
+        "peft_config": "Set it on the Task",
     }
     faults = [
         Fault(
             name,
             type(value).__name__,
             "nothing",
-            f"{where.get(name, 'It has no meaning for many tasks')}.".capitalize(),
+            f"{where.get(name, 'It has no meaning for many tasks')}.",
         )
         for name, value in set_ones.items()
     ]
     raise_faults(faults)
+
+
+@contextmanager
+def no_new_folder(folder: Path) -> Iterator[None]:
+    """Take back an empty folder that comes into being meanwhile: Trainer makes `output_dir`, a plan must not."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    yield
+    for path in missing:
+        with suppress(OSError):  # not empty
+            path.rmdir()
+
+
+def check_evaluation(args: MultiTaskTrainingArguments, tasks: Sequence[Task]) -> None:
+    """Refuse a run that shall evaluate but has nothing to evaluate on.
+
+    Raises:
+        ConfigError: if `eval_strategy` is set and no task has held-out rows.
+    """
+    strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+    if strategy != "no" and all(task.eval_dataset is None for task in tasks):
+        raise ConfigError(
+            f'args.eval_strategy: got "{strategy}" where no task has held-out rows; allowed: "no". '
+            "Give eval_dataset to the tasks that shall be evaluated."
+        )
 
 
 def task_list(

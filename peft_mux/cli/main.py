@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from peft_mux.errors import PeftMuxError
+from peft_mux.errors import ConfigError, PeftMuxError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -82,7 +82,10 @@ def _trainer(arguments: argparse.Namespace) -> Any:
     if config.tokenizer is not None:
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f'tokenizer: got "{config.tokenizer}", which cannot be read: {error}') from error
     return MultiTaskTrainer(
         config.model,
         config.args,

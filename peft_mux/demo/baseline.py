@@ -24,15 +24,16 @@ def train_one_by_one(backbone: Any, runs: list[TaskRun], *, num_steps: int) -> t
     seconds, tokens = 0.0, 0
     for run in runs:
         batches = [run.loader.batch(step) for step in range(num_steps)]
-        trainer = _trainer(copy.deepcopy(backbone), run, batches)
-        started = time.perf_counter()
-        trainer.train()
-        seconds += time.perf_counter() - started
+        with tempfile.TemporaryDirectory(prefix="peft-mux-baseline-") as folder:
+            trainer = _trainer(copy.deepcopy(backbone), run, batches, folder)
+            started = time.perf_counter()
+            trainer.train()
+            seconds += time.perf_counter() - started
         tokens += sum(batch.num_tokens for batch in batches)
     return seconds, tokens
 
 
-def _trainer(backbone: Any, run: TaskRun, batches: list[Any]) -> Any:
+def _trainer(backbone: Any, run: TaskRun, batches: list[Any], folder: str) -> Any:
     from peft import get_peft_model
     from torch.utils.data import SequentialSampler
     from transformers import PrinterCallback, Trainer, TrainingArguments
@@ -49,7 +50,7 @@ def _trainer(backbone: Any, run: TaskRun, batches: list[Any]) -> Any:
         for s in batch.sequences
     ]
     args = TrainingArguments(
-        output_dir=tempfile.mkdtemp(prefix="peft-mux-baseline-"),
+        output_dir=folder,
         per_device_train_batch_size=run.hyper.train_batch_size,
         max_steps=len(batches),
         learning_rate=run.hyper.learning_rate,

@@ -87,7 +87,7 @@ def keep_mask(seed: int, places: torch.Tensor, num_columns: int, probability: fl
     columns = torch.arange(calls_per_row, device=places.device)
     words = philox(seed, places[:, None] * calls_per_row + columns)
     draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
-    draws = draws.permute(1, 2, 0, 3).reshape(len(places), -1)[:, :num_columns]
+    draws = draws.permute(1, 2, 0, 3).reshape(len(places), calls_per_row * _DRAWS_PER_CALL)[:, :num_columns]
     return draws >= drop_threshold(probability)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -38,10 +39,21 @@ def save_adapter(model: Any, adapter: str, folder: Path) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors` into `folder`, as a solo PEFT model would."""
     folder.mkdir(parents=True, exist_ok=True)
     state = {key: value.detach().cpu().contiguous() for key, value in adapter_state(model, adapter).items()}
-    save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    try:
+        save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    except SafetensorError as error:  # its own, for a full disk too
+        raise CheckpointError(f"{folder / WEIGHTS_NAME}: could not be written ({error}).") from error
     config = copy.deepcopy(model.peft_config[adapter])
     config.inference_mode = True
-    config.save_pretrained(str(folder))
+    config.save_pretrained(str(folder), auto_mapping_dict=_auto_mapping(model, config))
+
+
+def _auto_mapping(model: Any, config: Any) -> dict[str, str] | None:
+    """Return what PEFT notes of the backbone's class where there is no task type to tell it."""
+    if config.task_type is not None:
+        return None
+    backbone = type(model.backbone)
+    return {"base_model_class": backbone.__name__, "parent_library": backbone.__module__}
 
 
 def load_adapter(model: Any, adapter: str, folder: Path) -> None:
@@ -89,28 +101,35 @@ def num_labels(folder: Path) -> int | None:
         return file.get_slice(heads[0]).get_shape()[0] if heads else None
 
 
-def resize_head(backbone: Any, adapter: str, classes: int | None, seed: int) -> None:
-    """Give a task's classification head its own number of classes, drawn anew where it differs from the backbone's.
+def prepare_head(backbone: Any, adapter: str, classes: int | None, seed: int, *, is_new: bool) -> None:
+    """Give a task's classification head its own number of classes, and draw from the task's seed what is not trained.
+
+    Args:
+        backbone: with the adapter injected.
+        adapter: internal id of the task.
+        classes: of the task; `None` for those of the backbone.
+        seed: of the task.
+        is_new: the backbone's own head was not among its weights, so that it holds random numbers of nobody's seed.
 
     Raises:
         ConfigError: if the head is not a single linear layer and its size would have to change.
     """
     _, wrapper = head_module(backbone)
     head = wrapper.modules_to_save[adapter]
-    if classes is None or classes == backbone.config.num_labels:
+    if classes is not None and classes != backbone.config.num_labels:
+        if not isinstance(head, nn.Linear):
+            raise ConfigError(
+                f"num_labels: got {classes} for the {type(head).__name__} of {type(backbone).__name__}; allowed: "
+                f"{backbone.config.num_labels}, as the backbone was loaded. Load it with num_labels={classes}."
+            )
+        options = {"bias": head.bias is not None, "device": head.weight.device, "dtype": head.weight.dtype}
+        head = wrapper.modules_to_save[adapter] = nn.Linear(head.in_features, classes, **options)
+    elif not is_new:
         return
-    if not isinstance(head, nn.Linear):
-        raise ConfigError(
-            f"num_labels: got {classes} for the {type(head).__name__} of {type(backbone).__name__}; allowed: "
-            f"{backbone.config.num_labels}, as the backbone was loaded. Load it with num_labels={classes}."
-        )
-    options = {"bias": head.bias is not None, "device": head.weight.device, "dtype": head.weight.dtype}
-    fresh = nn.Linear(head.in_features, classes, **options)
-    if not head.weight.is_meta:
-        generator = torch.Generator().manual_seed(seed)
-        deviation = getattr(backbone.config, "initializer_range", 0.02)
-        weight = torch.normal(0.0, deviation, fresh.weight.shape, generator=generator)
-        fresh.weight.data.copy_(weight)
-        if fresh.bias is not None:
-            fresh.bias.data.zero_()
-    wrapper.modules_to_save[adapter] = fresh
+    generator = torch.Generator().manual_seed(seed)
+    deviation = getattr(backbone.config, "initializer_range", 0.02)
+    for layer in head.modules():
+        if isinstance(layer, nn.Linear) and not layer.weight.is_meta:
+            layer.weight.data.copy_(torch.normal(0.0, deviation, layer.weight.shape, generator=generator))
+            if layer.bias is not None:
+                layer.bias.data.zero_()

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -42,6 +43,21 @@ def attach(model: nn.Module, stream: Stream) -> None:
             module.forward = kind(module, name, stream)
         elif isinstance(module, nn.Dropout) and not name.startswith(inside_tuner):
             module.forward = MultiplexedDropout(module, name, stream)
+
+
+def detach(model: nn.Module) -> None:
+    """Take adapters and multiplexed forwards out again, so that the model is as it was before PEFT's injection."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), _Multiplexed):
+            del module.forward
+    for name, module in list(model.named_modules()):
+        original = getattr(module, "original_module", None) if isinstance(module, ModulesToSaveWrapper) else None
+        if isinstance(module, BaseTunerLayer):
+            original = module.get_base_layer()
+        if original is not None:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, original)
+    model.__dict__.pop("peft_config", None)
 
 
 class _Multiplexed:

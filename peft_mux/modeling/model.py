@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from peft_mux.errors import ConfigError, Fault, closest, raise_faults
 from peft_mux.modeling import adapters as adapter_io
 from peft_mux.modeling import classification, losses
 from peft_mux.modeling.attention import ATTENTION_NAME, AttentionStream, register
-from peft_mux.modeling.layers import attach
+from peft_mux.modeling.layers import attach, detach
 from peft_mux.modeling.stream import Stream
 from peft_mux.modeling.support import (
     HEAD_NAMES,
@@ -57,6 +58,8 @@ class MultiTaskPeftModel(PeftModel):
         seeds: fixes the initial adapter weights of a task, as `torch.manual_seed` before `get_peft_model` would; 42
             where absent.
         num_labels: classes of a task's head, for sequence classification; the backbone's where absent.
+        is_head_new: the backbone's classification head was not loaded but made at random; then each task's head is
+            drawn from the task's seed instead of copied.
         verify: hold packed against separate results on the backbone before anything else (a few short sequences).
 
     Raises:
@@ -77,6 +80,7 @@ class MultiTaskPeftModel(PeftModel):
         *,
         seeds: Mapping[str, int] | None = None,
         num_labels: Mapping[str, int] | None = None,
+        is_head_new: bool = False,
         verify: bool = True,
     ) -> None:
         """Inject the adapters, attach the multiplexed layers, and probe the backbone."""
@@ -88,18 +92,22 @@ class MultiTaskPeftModel(PeftModel):
         first, *others = peft_configs
         config = _own_copy(peft_configs[first], model)
         adapter = "t000001"
-        with _seeded((seeds or {}).get(first, 42)), _peft_refusals(first):
+        with _seeded((seeds or {}).get(first, 42)), _peft_refusals(first), _as_it_was(model):
             super().__init__(model, config, adapter, low_cpu_mem_usage=_is_meta(model))
         self.stream = Stream()
         self._adapters: dict[str, str] = {}
         self._num_registered = 0
+        self._is_head_new = is_head_new
+        self._given_configs: dict[str, dict[str, Any]] = {}
         self._module_names: dict[nn.Module, str] = {}
         self._task_parameters: dict[str, dict[str, nn.Parameter]] = {}
-        self._adopt(first, adapter, (num_labels or {}).get(first), (seeds or {}).get(first, 42))
-        self._freeze_backbone()
-        self._register({name: peft_configs[name] for name in others}, seeds or {}, num_labels or {})
-        if verify and not _is_meta(model):
-            self.verify()
+        self._given_configs[first] = peft_configs[first].to_dict()
+        with _as_it_was(model):
+            self._adopt(first, adapter, (num_labels or {}).get(first), (seeds or {}).get(first, 42))
+            self._freeze_backbone()
+            self._register({name: peft_configs[name] for name in others}, seeds or {}, num_labels or {})
+            if verify and not _is_meta(model):
+                self.verify()
 
     # ------------------------------------------------------------------ tasks
 
@@ -148,7 +156,7 @@ class MultiTaskPeftModel(PeftModel):
             self.adapter_of(name)
         for name in dict.fromkeys(names):
             adapter = self._adapters.pop(name)
-            del self._task_parameters[name]
+            del self._task_parameters[name], self._given_configs[name]
             others = list(self._adapters.values())
             if adapter in self.active_adapters and others:
                 self.base_model.set_adapter(others[0])
@@ -172,6 +180,10 @@ class MultiTaskPeftModel(PeftModel):
         """Return a task's own parameters, by their PEFT names without the adapter id."""
         self.adapter_of(name)
         return self._task_parameters[name]
+
+    def was_given(self, name: str, config: PeftConfig) -> bool:
+        """Whether a task was registered with this configuration, or holds it now (PEFT completes what it is given)."""
+        return config.to_dict() in (self._given_configs[name], self.peft_config[self.adapter_of(name)].to_dict())
 
     def task_view(self, name: str) -> TaskView:
         """Return one task's model, for `generate` and plain forward passes."""
@@ -340,11 +352,28 @@ class MultiTaskPeftModel(PeftModel):
     def _register(
         self, peft_configs: Mapping[str, PeftConfig], seeds: Mapping[str, int], num_labels: Mapping[str, int]
     ) -> None:
-        for name, config in peft_configs.items():
-            adapter = f"t{self._num_registered + 1:06d}"
-            with _seeded(seeds.get(name, 42)), _peft_refusals(name):
-                self.add_adapter(adapter, _own_copy(config, self.backbone), low_cpu_mem_usage=_is_meta(self.backbone))
-            self._adopt(name, adapter, num_labels.get(name), seeds.get(name, 42))
+        before = self.tasks
+        try:
+            for name, config in peft_configs.items():
+                adapter = f"t{self._num_registered + 1:06d}"
+                own, is_meta = _own_copy(config, self.backbone), _is_meta(self.backbone)
+                with _seeded(seeds.get(name, 42)), _peft_refusals(name), self._forgetting(adapter):
+                    self.add_adapter(adapter, own, low_cpu_mem_usage=is_meta)
+                self._given_configs[name] = config.to_dict()
+                self._adopt(name, adapter, num_labels.get(name), seeds.get(name, 42))
+        except ConfigError:
+            self.remove_tasks([name for name in self.tasks if name not in before])
+            raise
+
+    @contextmanager
+    def _forgetting(self, adapter: str) -> Iterator[None]:
+        """Leave nothing of an adapter whose injection fails."""
+        try:
+            yield
+        except Exception:
+            self.peft_config.pop(adapter, None)
+            self._mark_trainable()
+            raise
 
     def _adopt(self, name: str, adapter: str, num_labels: int | None, seed: int) -> None:
         """Take an injected adapter in: its head, its layers, its parameters."""
@@ -353,8 +382,9 @@ class MultiTaskPeftModel(PeftModel):
         if not self.active_adapter:
             self.base_model.set_adapter(adapter)
             self.active_adapter = adapter
+        self._drop_heads_from_targets(adapter)
         if self.is_classifier:
-            adapter_io.resize_head(self.backbone, adapter, num_labels, seed)
+            adapter_io.prepare_head(self.backbone, adapter, num_labels, seed, is_new=self._is_head_new)
         attach(self.backbone, self.stream)
         self._module_names = {module: module_name for module_name, module in self.backbone.named_modules()}
         marker = f".{adapter}"
@@ -364,6 +394,14 @@ class MultiTaskPeftModel(PeftModel):
             if f"{marker}." in key or key.endswith(marker)
         }
         self._mark_trainable()
+
+    def _drop_heads_from_targets(self, adapter: str) -> None:
+        """Keep other tasks' heads, which "all-linear" also finds, out of what is saved as this task's targets."""
+        config = self.peft_config[adapter]
+        targets = getattr(config, "target_modules", None)
+        if isinstance(targets, set):
+            parts = (".modules_to_save.", ".original_module")
+            config.target_modules = {name for name in targets if not any(part in name for part in parts)}
 
     def _freeze_backbone(self) -> None:
         own = {id(parameter) for group in self._task_parameters.values() for parameter in group.values()}
@@ -421,6 +459,19 @@ def _is_meta(model: nn.Module) -> bool:
 
 
 @contextmanager
+def _as_it_was(backbone: Any) -> Iterator[None]:
+    """Give the caller's backbone back without adapters where the construction around it fails."""
+    flags = {name: parameter.requires_grad for name, parameter in backbone.named_parameters()}
+    try:
+        yield
+    except Exception:
+        detach(backbone)
+        for name, parameter in backbone.named_parameters():
+            parameter.requires_grad_(flags.get(name, True))
+        raise
+
+
+@contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seed torch's CPU generator, as an owner who trains alone would, and put it back afterwards."""
     state = torch.get_rng_state()
@@ -436,5 +487,5 @@ def _peft_refusals(name: str) -> Iterator[None]:
     """Turn what PEFT itself refuses into an error that names the task."""
     try:
         yield
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, re.error) as error:
         raise ConfigError(f"tasks.{name}.peft_config: PEFT refuses it: {error}") from error

@@ -83,6 +83,9 @@ def _unsupported_field_faults(config: LoraConfig, where: str) -> list[Fault]:
         value = getattr(config, field.name)
         if value == default or not value:
             continue
+        is_head = field.name == "modules_to_save" and config.task_type == TaskType.SEQ_CLS
+        if is_head and not isinstance(value, str) and set(value) <= set(HEAD_NAMES):
+            continue  # as PEFT itself writes it for classifiers
         reason = _REASONS.get(field.name, "it has no multiplexed layer yet")
         faults.append(
             Fault(f"{where}.{field.name}", repr(value), f"its default {default!r}", f"Not supported: {reason}.")

@@ -1,0 +1,335 @@
+"""`MultiTaskTrainingArguments`: what is refused by name, what a task inherits, and the way to a dict and back."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig
+from transformers import TrainingArguments
+
+from peft_mux.arguments import (
+    SETTABLE_FIELDS,
+    MultiTaskTrainingArguments,
+    require_arguments,
+    resolve,
+    task_arguments,
+)
+from peft_mux.errors import ConfigError
+from peft_mux.task import EarlyStopping, Task
+
+ROWS = [{"input_ids": [1, 2, 3]}]
+
+
+def arguments(**settings: Any) -> MultiTaskTrainingArguments:
+    return MultiTaskTrainingArguments(**{"output_dir": "unused", "use_cpu": True, **settings})
+
+
+def refusal(**settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        arguments(**settings)
+    return str(caught.value)
+
+
+def task(**settings: Any) -> Task:
+    return Task(name="own", peft_config=LoraConfig(r=4), train_dataset=ROWS, **settings)
+
+
+# -------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("fp16", True, "use bf16"),
+        ("label_smoothing_factor", 0.1, "negative log-likelihood"),
+        ("neftune_noise_alpha", 5.0, "shared between tasks"),
+        ("load_best_model_at_end", True, "early_stopping"),
+        ("metric_for_best_model", "f1", "early_stopping"),
+        ("greater_is_better", True, "early_stopping"),
+        ("auto_find_batch_size", True, "max_tokens_per_micro_batch"),
+        ("torch_compile", True, "not supported yet"),
+        ("use_liger_kernel", True, "layers that are multiplexed"),
+        ("push_to_hub", True, "after the run"),
+        ("deepspeed", {"stage": 3}, "one process"),
+        ("fsdp", True, "one process"),
+        ("dataloader_drop_last", True, "last batch"),
+        ("dataloader_num_workers", 2, "before the first step"),
+        ("ignore_data_skip", True, "resuming is exact"),
+        ("save_only_model", True, "resuming is exact"),
+        ("data_seed", 3, "no meaning for many tasks"),
+        ("remove_unused_columns", False, "no meaning for many tasks"),
+        ("eval_on_start", True, "no meaning for many tasks"),
+        ("tf32", True, "no meaning for many tasks"),
+    ],
+)
+def test_an_argument_of_trainer_without_meaning_is_refused_by_name_with_the_reason(
+    field: str, value: Any, reason: str
+) -> None:
+    message = refusal(**{field: value})
+    assert message.startswith(f"args.{field}: got {value!r}; allowed: its default ")
+    assert reason in message
+
+
+def test_every_field_is_either_settable_or_refused_when_it_is_changed() -> None:
+    """No inherited field may be accepted and ignored, not even one that a later transformers brings."""
+    inherited = {name for name, item in TrainingArguments.__dataclass_fields__.items() if item.init}
+    refused = inherited - SETTABLE_FIELDS
+    assert {"fp16", "fsdp", "push_to_hub", "data_seed"} <= refused
+    strange = object()
+    for name in sorted(refused - {"ddp_backend"}):
+        assert f"args.{name}: got {strange!r}" in refusal(**{name: strange})
+
+
+def test_a_backend_of_processes_is_refused_by_name_and_not_used() -> None:
+    assert "args.ddp_backend: got 'gloo'" in refusal(ddp_backend="gloo")
+
+
+def test_a_refused_argument_may_be_given_its_default() -> None:
+    assert arguments(fp16=False, push_to_hub=False, dataloader_num_workers=0).fp16 is False
+
+
+def test_an_unknown_argument_is_a_type_error_of_python() -> None:
+    with pytest.raises(TypeError, match="learning_rte"):
+        arguments(learning_rte=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("learning_rate", 0.0),
+        ("learning_rate", -1e-3),
+        ("learning_rate", math.nan),
+        ("learning_rate", "1e-3"),
+        ("max_steps", 0),
+        ("max_steps", -2),
+        ("num_train_epochs", 0),
+        ("weight_decay", math.nan),
+        ("max_grad_norm", -1.0),
+        ("adam_beta1", 1.0),
+        ("warmup_steps", -1),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("gradient_accumulation_steps", 0),
+        ("per_device_eval_batch_size", 0),
+        ("logging_steps", 0),
+        ("logging_steps", 0.5),
+        ("save_steps", 0),
+        ("eval_steps", 0),
+        ("save_total_limit", 0),
+        ("max_length", 1),
+        ("max_tokens_per_micro_batch", 0),
+        ("max_tokens_per_micro_batch", 1.5),
+        ("chunk_size", 0),
+        ("min_chunk_size", 0),
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_field_with_what_came_and_what_is_allowed(field: str, value: Any) -> None:
+    message = refusal(**{field: value})
+    assert message.startswith(f"args.{field}: got {value!r}; allowed: "), message
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "right"),
+    [
+        ("overlong_policy", "trunkate", "truncate"),
+        ("quarantine_policy", "quarantin", "quarantine"),
+        ("save_strategy", "step", "steps"),
+        ("eval_strategy", "epochs", "epoch"),
+        ("logging_strategy", "stesp", "steps"),
+        ("optim", "adamw_torhc", "adamw_torch"),
+        ("lr_scheduler_type", "cosin", "cosine"),
+    ],
+)
+def test_a_misspelt_choice_is_refused_with_the_nearest_one(field: str, wrong: str, right: str) -> None:
+    message = refusal(**{field: wrong})
+    assert message.startswith(f"args.{field}: got {wrong!r}")
+    assert message.endswith(f'Did you mean "{right}"?')
+
+
+def test_all_faults_are_named_at_once() -> None:
+    faults = {
+        "learning_rate": -1.0,
+        "max_steps": 0,
+        "fp16": True,
+        "overlong_policy": "cut",
+        "optim": "adamw_torhc",
+        "chunk_size": -4,
+    }
+    message = refusal(**faults)
+    assert message.startswith("6 things are wrong:")
+    for name, value in faults.items():
+        assert f"args.{name}: got {value!r}; allowed: " in message
+
+
+@pytest.mark.parametrize("strategy", ["epoch", "best"])
+def test_saving_by_epochs_is_refused_as_tasks_have_epochs_of_their_own(strategy: str) -> None:
+    assert f"args.save_strategy: got {strategy!r}; allowed: steps, no." in refusal(save_strategy=strategy)
+
+
+def test_plain_training_arguments_are_refused_with_the_class_that_is_wanted() -> None:
+    with pytest.raises(ConfigError, match="got TrainingArguments; allowed: MultiTaskTrainingArguments"):
+        require_arguments(TrainingArguments(output_dir="unused", use_cpu=True))
+    own = arguments()
+    assert require_arguments(own) is own
+
+
+SIMPLE = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.integers()))
+OWN = "max_length overlong_policy max_tokens_per_micro_batch chunk_size min_chunk_size quarantine_policy".split()
+NUMBERS = "learning_rate num_train_epochs max_steps weight_decay warmup_steps max_grad_norm adam_beta1 seed".split()
+
+
+@given(values=st.dictionaries(st.sampled_from([*OWN, *NUMBERS, "optim", "lr_scheduler_type"]), SIMPLE, max_size=5))
+def test_any_values_give_arguments_or_a_config_error(values: dict[str, Any]) -> None:
+    message = ""
+    try:
+        made = arguments(**values)
+    except ConfigError as error:
+        message = str(error)
+    if message:
+        assert "; allowed: " in message
+        return
+    assert {name: getattr(made, name) for name in OWN if name in values} == {
+        name: value for name, value in values.items() if name in OWN
+    }
+
+
+@pytest.mark.parametrize("value", [0, None, "4"])
+def test_a_wrong_batch_size_is_refused_once_under_its_own_name(value: Any) -> None:
+    message = refusal(per_device_train_batch_size=value)
+    assert message.startswith(f"args.per_device_train_batch_size: got {value!r}")
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "field", "learning_rate num_train_epochs max_steps weight_decay max_grad_norm seed max_length".split()
+)
+def test_a_default_of_the_tasks_may_not_be_none(field: str) -> None:
+    assert refusal(**{field: None}).startswith(f"args.{field}: got None")
+
+
+def test_an_integer_beyond_floats_is_a_config_error() -> None:
+    assert "args.learning_rate" in refusal(learning_rate=10**400)
+
+
+def test_a_word_is_no_switch() -> None:
+    assert "args.pad_to_chunks" in refusal(pad_to_chunks="no")
+
+
+# -------------------------------------------------------------- to a dict and back
+
+
+def test_arguments_go_to_a_dict_and_back() -> None:
+    first = arguments(
+        learning_rate=3e-3,
+        max_steps=7,
+        optim="sgd",
+        lr_scheduler_type="cosine",
+        max_length=96,
+        overlong_policy="drop",
+        max_tokens_per_micro_batch=512,
+        chunk_size=32,
+        pad_to_chunks=True,
+        quarantine_policy="stop",
+        eval_strategy="steps",
+        eval_steps=3,
+        save_total_limit=2,
+        seed=5,
+    )
+    written = json.loads(json.dumps(first.to_dict()))
+    second = MultiTaskTrainingArguments(**{name: written[name] for name in SETTABLE_FIELDS if name in written})
+    assert second.to_dict() == first.to_dict()
+    for name in ("max_length", "overlong_policy", "chunk_size", "pad_to_chunks", "quarantine_policy"):
+        assert written[name] == getattr(first, name)
+    assert json.loads(second.to_json_string()) == json.loads(first.to_json_string())
+
+
+def test_nothing_is_reported_anywhere_unless_asked() -> None:
+    assert arguments().report_to == []
+    assert arguments(report_to="none").report_to == []
+
+
+def test_a_machine_without_accelerator_gets_the_cpu_even_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+    made = MultiTaskTrainingArguments(output_dir="unused", bf16=True)
+    assert made.use_cpu
+    assert made.device.type == "cpu"
+
+
+def test_making_arguments_creates_no_folder(tmp_path: Path) -> None:
+    arguments(output_dir=str(tmp_path / "run"))
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------- what a task inherits
+
+
+def test_a_task_takes_what_it_does_not_set_from_the_run() -> None:
+    args = arguments(learning_rate=3e-3, optim="sgd", seed=9, max_length=77, max_steps=5, weight_decay=0.2)
+    hyper = resolve(task(learning_rate=1e-4, seed=0, weight_decay=0), args)
+    assert (hyper.learning_rate, hyper.seed, hyper.weight_decay) == (1e-4, 0, 0), "a zero of the task is a setting"
+    assert (hyper.optim, hyper.max_length, hyper.max_steps) == ("sgd", 77, 5)
+
+
+def test_enumerations_become_plain_names() -> None:
+    hyper = resolve(task(), arguments())
+    assert type(hyper.lr_scheduler_type) is str
+    assert hyper.lr_scheduler_type == "linear"
+    assert type(hyper.optim) is str
+
+
+def test_the_batch_of_a_task_is_that_of_the_device_times_accumulation_unless_it_sets_its_own() -> None:
+    args = arguments(per_device_train_batch_size=3, gradient_accumulation_steps=4)
+    assert resolve(task(), args).train_batch_size == 12
+    assert resolve(task(train_batch_size=5), args).train_batch_size == 5
+
+
+@pytest.mark.parametrize(
+    ("own", "of_run", "steps", "epochs"),
+    [
+        ({}, {"max_steps": 9}, 9, 3.0),
+        ({"num_train_epochs": 2}, {"max_steps": 9}, -1, 2),
+        ({"max_steps": 4}, {"max_steps": 9}, 4, 3.0),
+        ({"max_steps": 4, "num_train_epochs": 2}, {}, 4, 2),
+        ({"max_steps": -1}, {"max_steps": 9}, -1, 3.0),
+        ({}, {"num_train_epochs": 1.5}, -1, 1.5),
+    ],
+)
+def test_a_task_that_sets_only_epochs_is_not_held_to_the_steps_of_the_run(
+    own: dict[str, Any], of_run: dict[str, Any], steps: int, epochs: float
+) -> None:
+    hyper = resolve(task(**own), arguments(**of_run))
+    assert (hyper.max_steps, hyper.num_train_epochs) == (steps, epochs)
+
+
+@pytest.mark.parametrize(
+    ("own", "of_run", "every"),
+    [
+        ({"eval_dataset": ROWS}, {}, 0),
+        ({}, {"eval_strategy": "steps", "eval_steps": 4}, 0),
+        ({"eval_dataset": ROWS}, {"eval_strategy": "steps", "eval_steps": 4}, 4),
+        ({"eval_dataset": ROWS}, {"eval_strategy": "steps", "logging_steps": 6}, 6),
+        ({"eval_dataset": ROWS}, {"eval_strategy": "epoch"}, -1),
+        ({"eval_dataset": ROWS, "eval_steps": 2}, {"eval_strategy": "epoch"}, 2),
+        ({"eval_dataset": ROWS, "eval_steps": 0}, {"eval_strategy": "epoch"}, 0),
+        ({"eval_dataset": ROWS, "early_stopping": EarlyStopping()}, {}, -1),
+    ],
+)
+def test_how_often_a_task_is_evaluated(own: dict[str, Any], of_run: dict[str, Any], every: int) -> None:
+    assert resolve(task(**own), arguments(**of_run)).eval_steps == every
+
+
+def test_the_arguments_of_a_task_are_a_copy_of_those_of_the_run() -> None:
+    args = arguments(learning_rate=3e-3, optim="sgd", max_length=77)
+    own = task_arguments(resolve(task(learning_rate=1e-4, max_length=8), args), args)
+    assert (own.learning_rate, own.max_length, own.optim) == (1e-4, 8, "sgd")
+    assert (args.learning_rate, args.max_length) == (3e-3, 77)
+    assert isinstance(own, MultiTaskTrainingArguments)

@@ -1,0 +1,53 @@
+"""What every test folder shares: no network, one thread, repeatable random cases, and the helpers of the invariants."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+# Libraries read these while they are imported, so they come before anything that imports transformers.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["DO_NOT_TRACK"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+TESTS = Path(__file__).parent
+sys.path.insert(0, str(TESTS / "invariants"))  # every test may import `mux_lab`
+if importlib.util.find_spec("peft_mux") is None:
+    sys.path.append(str(TESTS.parent))  # a checkout that is not installed
+
+settings.register_profile(
+    "peft_mux",
+    deadline=None,  # the first case of a property pays for imports
+    derandomize=True,
+    max_examples=25,
+    database=None,  # nothing is written beside the sources
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("peft_mux")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread_everywhere() -> Iterator[None]:
+    """Fix the number of threads: it takes part in the order of sums, and so in the last bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Return the folder of real inputs that may lie beside the repository."""
+    folder = TESTS.parent.parent / "shared" / "data"
+    if not folder.is_dir():
+        pytest.skip("../shared/data absent")
+    return folder
