@@ -19,8 +19,6 @@ import triton.language as tl
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What the logits may be held in; the arithmetic is fp32 in any case."""
 
-MAX_VOCABULARY = 2**18
-
 _MAX_BLOCK = 8192
 _ROW_ALIGNMENT = 16
 
@@ -100,18 +98,18 @@ def _cross_entropy_kernel(
         # Read before the first pass: its reductions are barriers, after which no warp can still be reading while
         # another one already overwrites.
         raw_target = tl.load(row_ptr + target, mask=known, other=0.0)
-        target_logit, target_slope = _transformed(raw_target, scale, softcap, HAS_SOFTCAP)
+        target_logit = _transformed(raw_target, scale, softcap, HAS_SOFTCAP)[0]
         target_logit = tl.where(known, target_logit, float("nan"))
 
         maximum = tl.full([], float("-inf"), dtype=tl.float32)
         total = tl.full([], 0.0, dtype=tl.float32)
         for block in range(FULL):
             raw = tl.load(row_ptr + block * BLOCK + lanes)
-            logits, slope = _transformed(raw, scale, softcap, HAS_SOFTCAP)
+            logits = _transformed(raw, scale, softcap, HAS_SOFTCAP)[0]
             maximum, total = _absorb(maximum, total, logits)
         if TAIL > 0:
             raw = tl.load(row_ptr + FULL * BLOCK + lanes, mask=lanes < TAIL, other=0.0)
-            logits, slope = _transformed(raw, scale, softcap, HAS_SOFTCAP)
+            logits = _transformed(raw, scale, softcap, HAS_SOFTCAP)[0]
             maximum, total = _absorb(maximum, total, tl.where(lanes < TAIL, logits, float("-inf")))
         shift = _shift(maximum)
         # In this order a row whose target is far ahead of all others keeps its small loss.
@@ -163,6 +161,7 @@ def cross_entropy_(
     row_weights_M: torch.Tensor | None = None,
     ignore_index: int = -100,
     with_gradient: bool = True,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the negative log-likelihood of each row, and turn the logits into its gradient, in place.
 
@@ -179,6 +178,7 @@ def cross_entropy_(
         row_weights_M: `[M]`, multiplies the gradient of each row, not its loss; ones by default.
         ignore_index: rows with this target have loss 0 and gradient 0, whatever their logits are.
         with_gradient: false to leave the logits as they are.
+        out: contiguous fp32 `[M]` to write the losses to; allocated by default.
 
     Returns:
         fp32 `[M]`, not differentiable.
@@ -186,39 +186,42 @@ def cross_entropy_(
     Raises:
         ValueError: if a shape, a dtype or the layout is not as above.
     """
-    _check(logits_MV, targets_M, row_weights_M)
+    losses = torch.empty(len(logits_MV), dtype=torch.float32, device=logits_MV.device) if out is None else out
+    _check(logits_MV, targets_M, row_weights_M, losses)
     num_rows, vocab_size = logits_MV.shape
-    losses = torch.empty(num_rows, dtype=torch.float32, device=logits_MV.device)
     if num_rows == 0:
         return losses
     block, num_warps = launch_shape(vocab_size)
-    _cross_entropy_kernel[(num_rows,)](
-        logits_MV,
-        targets_M,
-        losses if row_weights_M is None else row_weights_M,  # never read without weights
-        losses,
-        logits_MV.stride(0),
-        ignore_index,
-        float(scale),
-        1.0 if softcap is None else float(softcap),
-        V=vocab_size,
-        BLOCK=block,
-        HAS_SOFTCAP=softcap is not None,
-        HAS_WEIGHTS=row_weights_M is not None,
-        WITH_GRADIENT=with_gradient,
-        num_warps=num_warps,
-    )
+    with torch.cuda.device_of(logits_MV):  # Triton launches on the current device, whatever the tensors are on
+        _cross_entropy_kernel[(num_rows,)](
+            logits_MV,
+            targets_M,
+            losses if row_weights_M is None else row_weights_M,  # never read without weights
+            losses,
+            logits_MV.stride(0),
+            ignore_index,
+            float(scale),
+            1.0 if softcap is None else float(softcap),
+            V=vocab_size,
+            BLOCK=block,
+            HAS_SOFTCAP=softcap is not None,
+            HAS_WEIGHTS=row_weights_M is not None,
+            WITH_GRADIENT=with_gradient,
+            num_warps=num_warps,  # pyright: ignore[reportCallIssue] - of the launch, not of the kernel
+        )
     return losses
 
 
-def _check(logits_MV: torch.Tensor, targets_M: torch.Tensor, row_weights_M: torch.Tensor | None) -> None:
+def _check(
+    logits_MV: torch.Tensor, targets_M: torch.Tensor, row_weights_M: torch.Tensor | None, losses_M: torch.Tensor
+) -> None:
     if logits_MV.ndim != 2 or logits_MV.dtype not in DTYPES:
         raise ValueError(
             f"logits are {logits_MV.dtype} of shape {tuple(logits_MV.shape)}; allowed: [M, V] in bf16, fp16 or fp32."
         )
     num_rows, vocab_size = logits_MV.shape
-    if not 1 <= vocab_size <= MAX_VOCABULARY:
-        raise ValueError(f"the vocabulary has {vocab_size} entries; allowed: 1 to {MAX_VOCABULARY}.")
+    if vocab_size == 0:
+        raise ValueError("the vocabulary has no entries; allowed: 1 or more.")
     if logits_MV.stride(1) != 1 and vocab_size > 1:
         raise ValueError(f"the columns of the logits are {logits_MV.stride(1)} elements apart; allowed: 1.")
     if num_rows > 1 and logits_MV.stride(0) < vocab_size:
@@ -229,3 +232,7 @@ def _check(logits_MV: torch.Tensor, targets_M: torch.Tensor, row_weights_M: torc
         )
     if row_weights_M is not None and (row_weights_M.shape != (num_rows,) or not row_weights_M.is_contiguous()):
         raise ValueError(f"row weights have shape {tuple(row_weights_M.shape)}; allowed: contiguous [{num_rows}].")
+    if losses_M.dtype != torch.float32 or losses_M.shape != (num_rows,) or not losses_M.is_contiguous():
+        raise ValueError(
+            f"out is {losses_M.dtype} of shape {tuple(losses_M.shape)}; allowed: contiguous float32 [{num_rows}]."
+        )

@@ -9,6 +9,7 @@ Shape letters: M rows with a target, D hidden features, V vocabulary.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch.nn import functional as F
 
 _BLOCK_ELEMENTS = {"cpu": 2**22}
 _DEFAULT_BLOCK_ELEMENTS = 2**26
+_TILE_ROWS = 128
 
 
 class Head(NamedTuple):
@@ -47,7 +49,25 @@ class Head(NamedTuple):
 
 def block_rows(vocab_size: int, device_type: str) -> int:
     """Return how many rows of logits are held at a time."""
-    return max(16, _BLOCK_ELEMENTS.get(device_type, _DEFAULT_BLOCK_ELEMENTS) // vocab_size)
+    rows = max(16, _BLOCK_ELEMENTS.get(device_type, _DEFAULT_BLOCK_ELEMENTS) // vocab_size)
+    # Whole tiles of the two products: 523 rows would cost as much as 640.
+    return rows // _TILE_ROWS * _TILE_ROWS if device_type != "cpu" and rows >= _TILE_ROWS else rows
+
+
+@functools.cache
+def _triton_kernel() -> Any | None:
+    """Return the file with the fused loss, imported when it is first wanted; `None` where Triton is absent."""
+    try:
+        from peft_mux.kernels import cross_entropy_triton
+    except ImportError:
+        return None
+    return cross_entropy_triton
+
+
+def _fused_kernel(hidden_MD: torch.Tensor) -> Any | None:
+    """Return the fused loss if it runs on this device and in this dtype."""
+    kernel = _triton_kernel() if hidden_MD.is_cuda else None
+    return kernel if kernel is not None and hidden_MD.dtype in kernel.DTYPES else None
 
 
 def linear_cross_entropy(
@@ -80,8 +100,12 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         needs_gradient = ctx.needs_input_grad[0]
         gradient = torch.empty_like(hidden_MD) if needs_gradient else None
         losses = hidden_MD.new_empty(len(hidden_MD), dtype=torch.promote_types(hidden_MD.dtype, torch.float32))
-        for start in range(0, len(hidden_MD), rows_per_block):
-            rows = slice(start, start + rows_per_block)
+        kernel = _fused_kernel(hidden_MD)
+        blocks = [slice(start, start + rows_per_block) for start in range(0, len(hidden_MD), rows_per_block)]
+        if kernel is not None:
+            _fused_blocks(kernel, hidden_MD, head, targets_M, blocks, losses, gradient)
+            blocks = []
+        for rows in blocks:
             logits, targets = head.logits(hidden_MD[rows]), targets_M[rows, None]
             log_normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
             losses[rows] = (log_normaliser - logits.gather(1, targets)).squeeze(1)
@@ -97,6 +121,39 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         """Scale each row's gradient by what flows into its loss."""
         (gradient,) = ctx.saved_tensors
         return gradient * d_losses_M[:, None].to(gradient.dtype), None, None, None
+
+
+def _fused_blocks(
+    kernel: Any,
+    hidden_MD: torch.Tensor,
+    head: Head,
+    targets_M: torch.Tensor,
+    blocks: list[slice],
+    losses_M: torch.Tensor,
+    gradient_MD: torch.Tensor | None,
+) -> None:
+    """Fill losses and gradient with three launches a block: logits, loss over them in place, and back."""
+    weight = head.weight.to(hidden_MD.dtype)
+    bias = None if head.bias is None else head.bias.to(hidden_MD.dtype)
+    num_rows = min(len(hidden_MD), blocks[0].stop) if blocks else 0
+    buffer = hidden_MD.new_empty(num_rows, kernel.row_stride(len(weight)))[:, : len(weight)]
+    for rows in blocks:
+        hidden = hidden_MD[rows]
+        logits = buffer[: len(hidden)]
+        if bias is None:
+            torch.mm(hidden, weight.t(), out=logits)
+        else:
+            torch.addmm(bias, hidden, weight.t(), out=logits)
+        kernel.cross_entropy_(
+            logits,
+            targets_M[rows],
+            scale=head.scale,
+            softcap=head.softcap,
+            with_gradient=gradient_MD is not None,
+            out=losses_M[rows],
+        )
+        if gradient_MD is not None:
+            torch.mm(logits, weight, out=gradient_MD[rows])
 
 
 def _hidden_gradient(

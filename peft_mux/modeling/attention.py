@@ -1,8 +1,9 @@
 """Attention over a packed stream, through transformers' attention interface.
 
-Each sequence attends to itself alone. Sequences are gathered into rectangles of near-equal length, and one
-scaled-dot-product call is made per rectangle: no dense T x T mask, and no sequence shares arithmetic with another
-(a masked NaN is still NaN: 0 * NaN), so a poisoned sequence harms nobody.
+Each sequence attends to itself alone. On CUDA that is one call, where `varlen` has a kernel for it. Elsewhere
+sequences are gathered into rectangles of near-equal length, and one scaled-dot-product call is made per rectangle: no
+dense T x T mask, and no sequence shares arithmetic with another (a masked NaN is still NaN: 0 * NaN), so a poisoned
+sequence harms nobody.
 
 Causal sequences are padded at their end to a multiple of 16 tokens, which needs no mask: a padded key comes after
 every real query. Where every token sees every other (encoders), rectangles hold equal lengths and nothing is padded.
@@ -26,6 +27,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels import philox
 from peft_mux.modeling.stream import Stream
+from peft_mux.modeling.varlen import say_once, varlen_attention, varlen_support
 
 ATTENTION_NAME = "peft_mux"
 _LENGTH_STEP = 16
@@ -84,6 +86,7 @@ class AttentionStream:
         self.stream = stream
         self.batch = batch
         self.module_names = module_names
+        self.max_length = max(batch.sequence_lengths, default=0)
         self._layouts: dict[bool, Layout] = {}
 
     def layout(self, *, is_causal: bool) -> Layout:
@@ -207,13 +210,32 @@ def packed_attention(
         raise UnsupportedModelError(
             f"{type(module).__name__} slides a window over both directions; allowed: windows of causal attention."
         )
+    scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
+    reason = varlen_support(
+        query.device, query.dtype, query.shape[-1], value_dim=value.shape[-1], softcap=softcap, dropout=dropout
+    )
+    if reason is None:
+        q_THC, k_TGC, v_TGC = (x[0].transpose(0, 1) for x in (query, key, value))
+        out_THC = varlen_attention(
+            q_THC,
+            k_TGC,
+            v_TGC,
+            mux_stream.batch.cu_seqlens,
+            mux_stream.max_length,
+            is_causal=bool(causal),
+            window=sliding_window,
+            scaling=scale,
+        )
+        return out_THC.unsqueeze(0), None
+    if query.is_cuda:
+        say_once(reason)
     layout = mux_stream.layout(is_causal=bool(causal))
     q_PHC, k_PGC, v_PGC = (
         _ToRows.apply(x[0].transpose(0, 1), layout.row_of_token, layout.padding_rows, layout.num_rows)
         for x in (query, key, value)
     )
     scores = _Scores(
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        scaling=scale,
         is_causal=bool(causal),
         window=sliding_window,
         softcap=softcap,

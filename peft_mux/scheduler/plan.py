@@ -77,7 +77,7 @@ class Plan:
         return sum(share.tokens_per_step for share in self.shares)
 
     def summary(self) -> str:
-        """Return the plan as a table of at most 100 columns."""
+        """Return the plan as a table."""
         width = max([len("task"), *(len(share.name) for share in self.shares)])
         lines = [
             f"plan  {len(self.shares)} tasks on {self.device}, {len(self.htasks)} hTask"

@@ -1,0 +1,98 @@
+"""A plan is a value that prints and travels as JSON; its memory estimate follows the terms of M Eq. 5."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peft_mux.scheduler.memory import ModelShape, activation_bytes_per_token, estimate_memory
+from peft_mux.scheduler.plan import HTask, Plan, TaskShare
+
+SHAPE = ModelShape(
+    num_layers=4,
+    hidden_size=64,
+    intermediate_size=160,
+    attention_size=64,
+    key_value_size=32,
+    vocab_size=500,
+    backbone_bytes=1_000_000,
+    activation_bytes=4,
+)
+
+
+def a_plan() -> Plan:
+    memory = estimate_memory(SHAPE, [100, 200], max_tokens=256, checkpointing=False, block_bytes=10_000)
+    return Plan(
+        htasks=(HTask(("sql", "tales"), 2), HTask(("sums",), 1)),
+        shares=(
+            TaskShare("sql", 8, 100.5, 30, 100),
+            TaskShare("tales", 4, 200.0, 10, 200),
+            TaskShare("sums", 2, 40.0, 5, 50),
+        ),
+        max_tokens_per_micro_batch=256,
+        chunk_size=64,
+        pad_to_chunks=False,
+        memory=memory,
+        device="cpu",
+        notes=("sql: 3 of 40 rows are cut",),
+    )
+
+
+def test_a_plan_comes_back_from_json_as_it_was() -> None:
+    assert Plan.from_json(a_plan().to_json()) == a_plan()
+
+
+def test_a_plan_of_another_format_is_refused() -> None:
+    data = {**json.loads(a_plan().to_json()), "format_version": 99}
+    with pytest.raises(ValueError, match="format_version: got 99; allowed: 1"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_a_plan_cannot_be_changed() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        a_plan().chunk_size = 8  # type: ignore[misc]
+
+
+def test_a_printed_plan_shows_each_task_under_its_htask_and_every_note() -> None:
+    lines = str(a_plan()).splitlines()
+    assert lines[0] == "plan  3 tasks on cpu, 2 hTasks, chunks of 64 tokens"
+    (sums,) = [line.split() for line in lines if line.startswith("  sums")]
+    assert sums == ["sums", "2", "2", "40", "5", "50"]
+    assert "  hTask 1: 2 passes a step of at most 256 tokens" in lines
+    assert lines[-1] == "note  sql: 3 of 40 rows are cut"
+
+
+def test_the_tokens_of_a_step_are_those_of_all_tasks() -> None:
+    assert a_plan().tokens_per_step == 340.5
+
+
+def test_the_backbone_counts_once_and_every_adapter_with_its_optimizer_state() -> None:
+    one, many = (
+        estimate_memory(SHAPE, sizes, max_tokens=256, checkpointing=False, block_bytes=0)
+        for sizes in ([100], [100] * 9)
+    )
+    assert one.backbone_bytes == many.backbone_bytes == 1_000_000
+    assert one.adapter_bytes == 100 * (4 + 4 + 8 + 4), "weight, gradient, two moments, last good copy; all in fp32"
+    assert many.adapter_bytes == 9 * one.adapter_bytes
+    parts = dataclasses.astuple(many)
+    assert many.peak_bytes == sum(parts)
+
+
+@given(st.integers(1, 4096), st.integers(1, 4096))
+def test_activations_grow_with_the_tokens_of_a_pass_and_with_nothing_else(few: int, more: int) -> None:
+    first, second = (
+        estimate_memory(SHAPE, [10], max_tokens=tokens, checkpointing=False, block_bytes=0)
+        for tokens in (few, few + more)
+    )
+    per_token = activation_bytes_per_token(SHAPE, checkpointing=False)
+    assert second.activation_bytes - first.activation_bytes == more * per_token
+
+
+def test_checkpointing_keeps_one_row_a_layer_and_one_layer_at_a_time() -> None:
+    kept = activation_bytes_per_token(SHAPE, checkpointing=True)
+    layer = activation_bytes_per_token(SHAPE, checkpointing=False) // SHAPE.num_layers
+    assert kept == SHAPE.num_layers * SHAPE.hidden_size * 4 + layer
