@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # On a machine with CUDA: make demo TORCH_SPEC="torch>=2.11"
 TORCH_SPEC ?= torch==2.13.0
-PYTEST_ARGS ?= -m "not slow and not gpu"
+# One process a core; each computes on one thread.
+PYTEST_ARGS ?= -m "not slow and not gpu" --numprocesses auto --dist loadfile
 
 .PHONY: demo test test-slow lint types bench plan clean
 
