@@ -30,7 +30,7 @@ lint: $(VENV)/.ready
 	$(BIN)/ruff format --check .
 
 types: $(VENV)/.ready
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.throughput
