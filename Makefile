@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # On a machine with CUDA: make demo TORCH_SPEC="torch>=2.11"
 TORCH_SPEC ?= torch==2.13.0
 # One process a core; each computes on one thread.
-PYTEST_ARGS ?= -m "not slow and not gpu" --numprocesses auto --dist loadfile
+PYTEST_ARGS ?= --numprocesses auto --dist loadfile
 
 .PHONY: demo test test-slow lint types bench plan clean
 

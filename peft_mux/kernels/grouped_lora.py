@@ -39,6 +39,24 @@ class LoraSegment(NamedTuple):
     seed: int = 0
 
 
+class LinearSlice(NamedTuple):
+    """One frozen linear layer of several that read the same activations (q, k and v; gate and up).
+
+    Attributes:
+        weight_KD: frozen `[K, D]`; `None` for the adapters' part alone (the base is added by the caller).
+        bias_K: frozen `[K]` or `None`.
+        out_features: K.
+        segments: rows of the tasks that have an adapter here; rows of no segment get the base alone.
+        factors: `(A [R, D], B [K, R])` per segment; ranks may differ.
+    """
+
+    weight_KD: torch.Tensor | None
+    bias_K: torch.Tensor | None
+    out_features: int
+    segments: Sequence[LoraSegment]
+    factors: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
 def grouped_lora(
     x_TD: torch.Tensor,
     weight_KD: torch.Tensor | None,
@@ -53,82 +71,157 @@ def grouped_lora(
 
     Args:
         x_TD: `[T, D]` activations, sorted by task.
-        weight_KD: frozen `[K, D]`; `None` for the adapters' part alone (the base is added by the caller).
-        bias_K: frozen `[K]` or `None`.
-        segments: rows of the tasks that have an adapter here; rows of no segment get the base alone.
-        factors: `(A [R, D], B [K, R])` per segment; ranks may differ.
+        weight_KD: as in `LinearSlice`.
+        bias_K: as in `LinearSlice`.
+        segments: as in `LinearSlice`.
+        factors: as in `LinearSlice`.
         places: int64 `[T]`, for dropout.
         out_features: K.
 
     Returns:
         `[T, K]`, in the autocast dtype where autocast is on, else in that of `x`.
     """
+    (y,) = grouped_lora_slices(x_TD, [LinearSlice(weight_KD, bias_K, out_features, segments, factors)], places)
+    return y
+
+
+def grouped_lora_slices(
+    x_TD: torch.Tensor, slices: Sequence[LinearSlice], places: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return the outputs of several frozen layers that read the same `x`, each with its adapters (M §3.4.3).
+
+    A task's factors A of all slices work as one of their summed rank: `x` is read once a task, and `dx` written once.
+
+    Args:
+        x_TD: `[T, D]` activations, sorted by task.
+        slices: the layers.
+        places: int64 `[T]`, for dropout.
+
+    Returns:
+        One `[T, K]` a slice, in the autocast dtype where autocast is on, else in that of `x`.
+    """
     device_type = x_TD.device.type
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocast else x_TD.dtype
-    flat = [factor for pair in factors for factor in pair]
+    flat = [factor for part in slices for pair in part.factors for factor in pair]
     with torch.autocast(device_type, enabled=False):
-        return GroupedLoraFunction.apply(x_TD, weight_KD, bias_K, tuple(segments), places, out_features, dtype, *flat)
+        return GroupedLoraFunction.apply(x_TD, tuple(slices), places, dtype, *flat)
+
+
+class _Bundle(NamedTuple):
+    """Adapters of one task that read the same rows of `x`, with the same draws: one product for all of their A.
+
+    Attributes:
+        segment: rows and dropout.
+        members: slice, number among all adapters, and scale of each.
+    """
+
+    segment: LoraSegment
+    members: tuple[tuple[int, int, float], ...]
+
+
+def _bundles(slices: Sequence[LinearSlice]) -> list[_Bundle]:
+    """Gather the adapters of each task; one with dropout stands alone, as its draws are its own."""
+    shared: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
+    alone: list[_Bundle] = []
+    number = 0
+    for index, part in enumerate(slices):
+        for segment in part.segments:
+            member = (index, number, segment.scale)
+            if segment.dropout == 0.0:
+                shared.setdefault((segment.start, segment.end), []).append(member)
+            else:
+                alone.append(_Bundle(segment, (member,)))
+            number += 1
+    return [_Bundle(LoraSegment(*rows, 1.0), tuple(members)) for rows, members in shared.items()] + alone
 
 
 class GroupedLoraFunction(torch.autograd.Function):
-    """Manual forward and backward of `grouped_lora`: in-place `addmm_` on row slices, no copies.
+    """Manual forward and backward of `grouped_lora_slices`: in-place `addmm_` on row slices, no copies of activations.
 
     Skinny products are written so that the rank is their first dimension (`A x^T`, `B^T dy^T`, `S dy`): on CPUs the
-    other orientation takes up to five times as long (docs/log.md).
+    other orientation takes up to ten times as long (docs/log.md).
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         x_TD: torch.Tensor,
-        weight_KD: torch.Tensor | None,
-        bias_K: torch.Tensor | None,
-        segments: tuple[LoraSegment, ...],
+        slices: tuple[LinearSlice, ...],
         places: torch.Tensor,
-        out_features: int,
         dtype: torch.dtype,
         *factors: torch.Tensor,
-    ) -> torch.Tensor:
-        """Compute `y`; save `x`, the factors and each `S`."""
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute each `y`; save `x`, the factors and each `S`."""
         x = x_TD.to(dtype)
-        if weight_KD is None:
-            y = x.new_zeros(len(x), out_features)
-        else:
-            y = F.linear(x, weight_KD.to(dtype), None if bias_K is None else bias_K.to(dtype))
-        shrunk = []
-        for segment, a, b in zip(segments, factors[::2], factors[1::2], strict=True):
-            x_g = _dropped(x, segment, places)
-            s_RT = a.to(dtype) @ x_g.t()
-            y[segment.start : segment.end].addmm_(s_RT.t(), b.to(dtype).t(), alpha=segment.scale)
+        ys = tuple(_base(x, part) for part in slices)
+        bundles, shrunk = _bundles(slices), []
+        for bundle in bundles:
+            s_RT = _joint_a(bundle, factors, dtype) @ _dropped(x, bundle.segment, places).t()
+            rows = slice(bundle.segment.start, bundle.segment.end)
+            for (index, number, scale), s in zip(bundle.members, _split(s_RT, bundle, factors), strict=True):
+                ys[index][rows].addmm_(s.t(), factors[2 * number + 1].to(dtype).t(), alpha=scale)
             shrunk.append(s_RT)
-        ctx.save_for_backward(x, weight_KD, places, *factors, *shrunk)
-        ctx.segments, ctx.dtype, ctx.input_dtype = segments, dtype, x_TD.dtype
-        return y
+        ctx.save_for_backward(x, places, *factors, *shrunk)
+        ctx.weights = tuple(part.weight_KD for part in slices)
+        ctx.bundles, ctx.dtype, ctx.input_dtype = bundles, dtype, x_TD.dtype
+        return ys
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, dy_TK: torch.Tensor) -> tuple[Any, ...]:
-        """Compute `dx` and each `dA`, `dB`; the frozen weight gets no gradient."""
-        x, weight, places, *rest = ctx.saved_tensors
-        count = len(ctx.segments)
-        factors, shrunk = rest[: 2 * count], rest[2 * count :]
-        needs_dx = ctx.needs_input_grad[0]
-        dy = dy_TK.to(ctx.dtype)
-        dx = None
-        if needs_dx:
-            dx = torch.zeros_like(x) if weight is None else dy @ weight.to(ctx.dtype)
-        gradients: list[torch.Tensor] = []
-        for segment, a, b, s_RT in zip(ctx.segments, factors[::2], factors[1::2], shrunk, strict=True):
-            dy_g = dy[segment.start : segment.end]
-            ds_RT = (b.to(ctx.dtype).t().contiguous() @ dy_g.t()).mul_(segment.scale)
-            x_g = _dropped(x, segment, places)
-            gradients.append((ds_RT @ x_g).to(a.dtype))
-            gradients.append((s_RT @ dy_g).mul_(segment.scale).t().to(b.dtype, memory_format=torch.contiguous_format))
+    def backward(ctx: Any, *dys_TK: torch.Tensor) -> tuple[Any, ...]:
+        """Compute `dx` and each `dA`, `dB`; the frozen weights get no gradient."""
+        x, places, *rest = ctx.saved_tensors
+        bundles: list[_Bundle] = ctx.bundles
+        factors, shrunk = rest[: len(rest) - len(bundles)], rest[len(rest) - len(bundles) :]
+        dys = [dy.to(ctx.dtype) for dy in dys_TK]
+        dx = _base_input_gradient(x, dys, ctx.weights) if ctx.needs_input_grad[0] else None
+        gradients: list[Any] = [None] * len(factors)
+        for bundle, s_RT in zip(bundles, shrunk, strict=True):
+            rows = slice(bundle.segment.start, bundle.segment.end)
+            ds_RT = torch.empty_like(s_RT)
+            parts = zip(bundle.members, _split(s_RT, bundle, factors), _split(ds_RT, bundle, factors), strict=True)
+            for (index, number, scale), s, ds in parts:
+                b = factors[2 * number + 1]
+                dy_g = dys[index][rows]
+                torch.mm(b.to(ctx.dtype).t().contiguous(), dy_g.t(), out=ds).mul_(scale)
+                db = (s @ dy_g).mul_(scale).t()
+                gradients[2 * number + 1] = db.to(b.dtype, memory_format=torch.contiguous_format)
+            da_RD = ds_RT @ _dropped(x, bundle.segment, places)
+            for (_, number, _), da in zip(bundle.members, _split(da_RD, bundle, factors), strict=True):
+                gradients[2 * number] = da.to(factors[2 * number].dtype)
             if dx is not None:
-                _add_input_gradient(dx, ds_RT, a.to(ctx.dtype), segment, places)
+                _add_input_gradient(dx, ds_RT, _joint_a(bundle, factors, ctx.dtype), bundle.segment, places)
         dx = None if dx is None else dx.to(ctx.input_dtype)
-        return (dx, None, None, None, None, None, None, *gradients)
+        return (dx, None, None, None, *gradients)
+
+
+def _base(x: torch.Tensor, part: LinearSlice) -> torch.Tensor:
+    if part.weight_KD is None:
+        return x.new_zeros(len(x), part.out_features)
+    bias = None if part.bias_K is None else part.bias_K.to(x.dtype)
+    return F.linear(x, part.weight_KD.to(x.dtype), bias)
+
+
+def _base_input_gradient(
+    x: torch.Tensor, dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """Return the sum of `dy W` over the slices that have a frozen weight."""
+    dx = None
+    for dy, weight in zip(dys, weights, strict=True):
+        if weight is not None:
+            dx = dy @ weight.to(x.dtype) if dx is None else dx.addmm_(dy, weight.to(x.dtype))
+    return torch.zeros_like(x) if dx is None else dx
+
+
+def _joint_a(bundle: _Bundle, factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    parts = [factors[2 * number].to(dtype) for _, number, _ in bundle.members]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _split(x_R: torch.Tensor, bundle: _Bundle, factors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return each member's rows of a tensor whose first dimension is the summed rank."""
+    return x_R.split([len(factors[2 * number]) for _, number, _ in bundle.members])
 
 
 def _dropped(x: torch.Tensor, segment: LoraSegment, places: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,14 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels import philox
-from peft_mux.kernels.grouped_lora import LoraSegment, grouped_lora
+from peft_mux.kernels.grouped_lora import LinearSlice, LoraSegment, grouped_lora_slices
 from peft_mux.modeling.stream import RowSegment, Stream
 
 _HEAD_COPY = re.compile(r"\.modules_to_save\.[^.]+")
 """Part of a task's head's name that holds its internal id, on which no draw may depend."""
+
+_SIBLING_NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("query", "key", "value"))
+"""Layers that read the same activations, under the names that transformers gives them."""
 
 
 def attach(model: nn.Module, stream: Stream) -> None:
@@ -43,6 +46,19 @@ def attach(model: nn.Module, stream: Stream) -> None:
             module.forward = kind(module, name, stream)
         elif isinstance(module, nn.Dropout) and not name.startswith(inside_tuner):
             module.forward = MultiplexedDropout(module, name, stream)
+    for parent in model.modules():
+        for names in _SIBLING_NAMES:
+            _group_siblings(parent, names, stream)
+
+
+def _group_siblings(parent: nn.Module, names: tuple[str, ...], stream: Stream) -> None:
+    """Let the linear layers of these names, which read the same activations, be computed together."""
+    forwards = [getattr(parent, name).__dict__.get("forward") for name in names if hasattr(parent, name)]
+    members = [item for item in forwards if isinstance(item, MultiplexedLinear) and item.is_plain]
+    if len(members) > 1 and not (members[0].siblings and members[0].siblings.members == members):
+        siblings = Siblings(members, stream)
+        for member in members:
+            member.siblings = siblings
 
 
 def detach(model: nn.Module) -> None:
@@ -92,26 +108,84 @@ class _Multiplexed:
 class MultiplexedLinear(_Multiplexed):
     """The frozen linear layer once over the stream, and each task's LoRA on its own rows."""
 
+    siblings: Siblings | None = None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the frozen layer is a matrix that we multiply with ourselves."""
+        layer: Any = self.module
+        return frozen_weight(layer.base_layer)[0] is not None
+
     def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[..., K]`."""
+        if self.siblings is not None:
+            return self.siblings.output(self, x)
+        return self.alone(x)
+
+    def alone(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[..., K]`, computed by itself."""
         layer: Any = self.module
-        x_TD = self.rows(x, layer.in_features)
+        part = self.slice()
+        (y_TK,) = grouped_lora_slices(self.rows(x, layer.in_features), [part], self.stream.places)
+        y = y_TK.view(*x.shape[:-1], -1)
+        return y if part.weight_KD is not None else layer.base_layer(x) + y
+
+    def slice(self) -> LinearSlice:
+        """Return the layer and the adapters that the tasks of the stream have here."""
+        layer: Any = self.module
         segments, factors = [], []
         for segment in self.stream.segments:
             if segment.adapter in layer.lora_A and not layer.disable_adapters:
                 segments.append(self._segment(segment))
                 factors.append((layer.lora_A[segment.adapter].weight, layer.lora_B[segment.adapter].weight))
         weight, bias = frozen_weight(layer.base_layer)
-        y = grouped_lora(
-            x_TD, weight, bias, segments, factors, places=self.stream.places, out_features=layer.out_features
-        ).view(*x.shape[:-1], -1)
-        return y if weight is not None else layer.base_layer(x) + y
+        return LinearSlice(weight, bias, layer.out_features, segments, factors)
 
     def _segment(self, rows: RowSegment) -> LoraSegment:
         layer: Any = self.module
         dropout = getattr(layer.lora_dropout[rows.adapter], "p", 0.0) if layer.training else 0.0
         seed = rows.draw_seed(self.name) if dropout > 0.0 else 0
         return LoraSegment(rows.start, rows.end, layer.scaling[rows.adapter], dropout, seed)
+
+
+class Siblings:
+    """Linear layers that read the same activations: the first one called computes all of them (M §3.4.3).
+
+    Model code calls them one after another with one tensor; the others find their outputs ready. Where a model calls
+    only some of them with a tensor, they are computed one by one from then on.
+
+    Args:
+        members: the layers.
+        stream: of the model.
+    """
+
+    def __init__(self, members: list[MultiplexedLinear], stream: Stream) -> None:
+        self.members = members
+        self.stream = stream
+        self.are_apart = False
+        self._x: torch.Tensor | None = None
+        self._pass = -1
+        self._ready: dict[int, torch.Tensor] = {}
+
+    def output(self, member: MultiplexedLinear, x: torch.Tensor) -> torch.Tensor:
+        """Return one member's output for `x`."""
+        if x is self._x and id(member) in self._ready:
+            y = self._ready.pop(id(member))
+            if not self._ready:
+                self._x = None
+            return y
+        # What is left over from another pass was cut off there: a recomputation ends where nothing more is needed.
+        self.are_apart |= bool(self._ready) and self._pass == self.stream.num_passes
+        self._ready.clear()
+        self._x = None
+        if self.are_apart:
+            return member.alone(x)
+        x_TD = member.rows(x, x.shape[-1])
+        ys = grouped_lora_slices(x_TD, [item.slice() for item in self.members], self.stream.places)
+        outputs = {id(item): y.view(*x.shape[:-1], -1) for item, y in zip(self.members, ys, strict=True)}
+        y = outputs.pop(id(member))
+        self._x, self._pass, self._ready = x, self.stream.num_passes, outputs
+        return y
 
 
 class SlicedAdapter(_Multiplexed):

@@ -48,6 +48,7 @@ class Stream:
         places: int64 `[rows]`, place of each row in its task's global batch.
         num_rows: rows that modules see now: the tokens, or fewer inside `selected_rows`.
         num_attention_calls: how often packed attention ran, since the stream was made.
+        num_passes: how often a batch was dispatched; recomputations count.
     """
 
     def __init__(self) -> None:
@@ -57,6 +58,7 @@ class Stream:
         self.places: torch.Tensor = torch.empty(0, dtype=torch.int64)
         self.num_rows = 0
         self.num_attention_calls = 0
+        self.num_passes = 0
 
     @property
     def is_idle(self) -> bool:
@@ -72,6 +74,7 @@ class Stream:
             adapters: internal adapter id of each task name.
         """
         before = self.batch, self.segments, self.places, self.num_rows
+        self.num_passes += 1
         self.batch = batch
         self.segments = _segments(batch, batch.task_offsets, adapters)
         self.places = batch.token_places

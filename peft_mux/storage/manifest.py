@@ -143,10 +143,10 @@ def prune(parent: Path, *, keep: int, protect: set[Path] = frozenset()) -> list[
     kept = 0
     deleted = []
     for folder in folders:
-        if folder in protect or (kept < max(keep, 1) and is_valid(folder)):
+        is_wanted = kept < max(keep, 1)
+        if (folder in protect or is_wanted) and is_valid(folder):
             kept += 1
-            continue
-        if kept >= max(keep, 1):
+        elif folder not in protect and not is_wanted:
             shutil.rmtree(folder)
             deleted.append(folder)
     return deleted

@@ -20,7 +20,7 @@ from peft_mux import storage
 from peft_mux.data.batch import TaskBatch
 from peft_mux.data.loader import TaskLoader
 from peft_mux.errors import CheckpointError
-from peft_mux.kernels.grouped_lora import LoraSegment
+from peft_mux.kernels.grouped_lora import LinearSlice
 from peft_mux.modeling import adapters, layers
 from peft_mux.optim import TaskOptimizer
 from peft_mux.task import TaskStatus
@@ -48,23 +48,20 @@ def multiply_by_masks(patch: pytest.MonkeyPatch) -> None:
     """Every adapter on every row, times 0 or 1: 0 * NaN is NaN, so one task's NaN is everybody's."""
 
     def masked_lora(
-        x_TD: torch.Tensor,
-        weight_KD: torch.Tensor,
-        bias_K: torch.Tensor | None,
-        segments: Sequence[LoraSegment],
-        factors: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        *,
-        places: torch.Tensor,
-        out_features: int,
-    ) -> torch.Tensor:
-        y = F.linear(x_TD, weight_KD, bias_K)
-        for segment, (a, b) in zip(segments, factors, strict=True):
-            mask = torch.zeros(len(x_TD), 1)
-            mask[segment.start : segment.end] = 1.0
-            y = y + mask * (segment.scale * (x_TD @ a.t() @ b.t()))
-        return y
+        x_TD: torch.Tensor, slices: Sequence[LinearSlice], places: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ys = []
+        for part in slices:
+            assert part.weight_KD is not None
+            y = F.linear(x_TD, part.weight_KD, part.bias_K)
+            for segment, (a, b) in zip(part.segments, part.factors, strict=True):
+                mask = torch.zeros(len(x_TD), 1)
+                mask[segment.start : segment.end] = 1.0
+                y = y + mask * (segment.scale * (x_TD @ a.t() @ b.t()))
+            ys.append(y)
+        return tuple(ys)
 
-    patch.setattr(layers, "grouped_lora", masked_lora)
+    patch.setattr(layers, "grouped_lora_slices", masked_lora)
 
 
 def step_idle_tasks_too(patch: pytest.MonkeyPatch) -> None:
