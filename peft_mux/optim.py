@@ -14,6 +14,10 @@ from transformers import Trainer, get_scheduler
 
 from peft_mux.arguments import HyperParameters, MultiTaskTrainingArguments, task_arguments
 from peft_mux.errors import ConfigError
+from peft_mux.modeling.slabs import TaskSlab, decays
+
+_ELEMENTWISE = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
+"""Optimizers that treat every element alike, so that it does not matter how weights are cut into tensors."""
 
 
 class TaskOptimizer:
@@ -22,6 +26,7 @@ class TaskOptimizer:
     Args:
         name: of the task, for messages.
         parameters: the task's parameters by name.
+        slab: that they are views of; element-wise optimizers step its pages instead, each in one operation.
         hyper: the task's settings.
         num_steps: optimizer steps that the task will take, for the schedule.
         args: the run's arguments, read as Trainer reads them.
@@ -37,14 +42,17 @@ class TaskOptimizer:
         hyper: HyperParameters,
         num_steps: int,
         args: MultiTaskTrainingArguments,
+        slab: TaskSlab | None = None,
     ) -> None:
         """Build both, as Trainer would for this task alone."""
         own_args = task_arguments(hyper, args)
-        self.parameters = list(parameters.values())
+        self.slab = slab if hyper.optim in _ELEMENTWISE else None
+        groups = _parameter_groups(parameters, hyper.weight_decay, self.slab)
+        self.parameters = [parameter for group in groups for parameter in group["params"]]
         self.max_grad_norm = hyper.max_grad_norm
         try:
             optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(own_args)
-            self.optimizer = optimizer_class(_parameter_groups(parameters, hyper.weight_decay), **options)
+            self.optimizer = optimizer_class(groups, **options)
             self.schedule = get_scheduler(
                 hyper.lr_scheduler_type,
                 optimizer=self.optimizer,
@@ -77,8 +85,14 @@ class TaskOptimizer:
         self.zero_gradients()
 
     def zero_gradients(self) -> None:
-        """Drop the gradients."""
+        """Set the gradients to zero."""
+        self.optimizer.zero_grad(set_to_none=self.slab is None)
+
+    def release(self) -> None:
+        """Free the gradients."""
         self.optimizer.zero_grad(set_to_none=True)
+        if self.slab is not None:
+            self.slab.drop_gradients()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of optimizer and schedule."""
@@ -99,9 +113,13 @@ def check_optimizer(name: str, hyper: HyperParameters, num_steps: int, args: Mul
     TaskOptimizer(name, {"trial": nn.Parameter(torch.zeros(1, 1))}, hyper, num_steps, args)
 
 
-def _parameter_groups(parameters: dict[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+def _parameter_groups(
+    parameters: dict[str, nn.Parameter], weight_decay: float, slab: TaskSlab | None
+) -> list[dict[str, Any]]:
     """Split as Trainer does: biases and norms do not decay."""
-    decayed = [p for key, p in parameters.items() if not key.endswith("bias") and "norm" not in key.lower()]
-    plain = [p for key, p in parameters.items() if key.endswith("bias") or "norm" in key.lower()]
-    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    if slab is not None:
+        split = [[page.values for page in slab.pages if page.decays is does] for does in (True, False)]
+    else:
+        split = [[p for key, p in parameters.items() if decays(key) is does] for does in (True, False)]
+    groups = [{"params": split[0], "weight_decay": weight_decay}, {"params": split[1], "weight_decay": 0.0}]
     return [group for group in groups if group["params"]]

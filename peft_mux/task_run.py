@@ -96,7 +96,7 @@ class TaskRun:
     def end(self, status: TaskStatus, reason: str = "") -> None:
         """Leave the run: keep the weights, free optimizer state and copies."""
         if self.optimizer is not None:
-            self.optimizer.zero_gradients()
+            self.optimizer.release()
         self.status, self.reason = status, reason
         self.optimizer, self.last_good = None, None
 

@@ -262,8 +262,9 @@ class MultiTaskTrainer(Trainer):
     def _start(self, run: TaskRun) -> None:
         """Give a task its optimizer and let it take steps."""
         parameters = self.model.task_parameters(run.name)
-        run.optimizer = TaskOptimizer(run.name, parameters, run.hyper, run.num_steps, self.args)
-        run.last_good = LastGood(parameters)
+        slab = self.model.task_slab(run.name)
+        run.optimizer = TaskOptimizer(run.name, parameters, run.hyper, run.num_steps, self.args, slab)
+        run.last_good = LastGood({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
         run.status = TaskStatus.RUNNING
         own_args = task_arguments(run.hyper, self.args)
         self._log.callbacks[run.name] = TaskCallbacks(run, own_args, self.model, self.processing_class)

@@ -162,7 +162,9 @@ class GroupedLoraFunction(torch.autograd.Function):
             for (index, number, scale), s in zip(bundle.members, _split(s_RT, bundle, factors), strict=True):
                 ys[index][rows].addmm_(s.t(), factors[2 * number + 1].to(dtype).t(), alpha=scale)
             shrunk.append(s_RT)
-        ctx.save_for_backward(x, places, *factors, *shrunk)
+        # The factors are changed only between steps, by optimizers that do so on purpose.
+        ctx.save_for_backward(x, places, *shrunk)
+        ctx.factors = factors
         ctx.weights = tuple(part.weight_KD for part in slices)
         ctx.bundles, ctx.dtype, ctx.input_dtype = bundles, dtype, x_TD.dtype
         return ys
@@ -170,30 +172,74 @@ class GroupedLoraFunction(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dys_TK: torch.Tensor) -> tuple[Any, ...]:
-        """Compute `dx` and each `dA`, `dB`; the frozen weights get no gradient."""
-        x, places, *rest = ctx.saved_tensors
-        bundles: list[_Bundle] = ctx.bundles
-        factors, shrunk = rest[: len(rest) - len(bundles)], rest[len(rest) - len(bundles) :]
+        """Compute `dx` and each `dA`, `dB`; the frozen weights get no gradient.
+
+        Where a factor has a gradient already, `dA` and `dB` are added to it in place, by the product itself.
+        """
+        x, places, *shrunk = ctx.saved_tensors
+        factors: tuple[torch.Tensor, ...] = ctx.factors
         dys = [dy.to(ctx.dtype) for dy in dys_TK]
         dx = _base_input_gradient(x, dys, ctx.weights) if ctx.needs_input_grad[0] else None
         gradients: list[Any] = [None] * len(factors)
-        for bundle, s_RT in zip(bundles, shrunk, strict=True):
+        for bundle, s_RT in zip(ctx.bundles, shrunk, strict=True):
             rows = slice(bundle.segment.start, bundle.segment.end)
             ds_RT = torch.empty_like(s_RT)
             parts = zip(bundle.members, _split(s_RT, bundle, factors), _split(ds_RT, bundle, factors), strict=True)
             for (index, number, scale), s, ds in parts:
-                b = factors[2 * number + 1]
-                dy_g = dys[index][rows]
+                b, dy_g = factors[2 * number + 1], dys[index][rows]
                 torch.mm(b.to(ctx.dtype).t().contiguous(), dy_g.t(), out=ds).mul_(scale)
-                db = (s @ dy_g).mul_(scale).t()
-                gradients[2 * number + 1] = db.to(b.dtype, memory_format=torch.contiguous_format)
-            da_RD = ds_RT @ _dropped(x, bundle.segment, places)
-            for (_, number, _), da in zip(bundle.members, _split(da_RD, bundle, factors), strict=True):
-                gradients[2 * number] = da.to(factors[2 * number].dtype)
+                gradients[2 * number + 1] = _b_gradient(b, s, dy_g, scale)
+            x_g = _dropped(x, bundle.segment, places)
+            _put_a_gradients(bundle, factors, ds_RT, x_g, gradients)
             if dx is not None:
                 _add_input_gradient(dx, ds_RT, _joint_a(bundle, factors, ctx.dtype), bundle.segment, places)
         dx = None if dx is None else dx.to(ctx.input_dtype)
         return (dx, None, None, None, *gradients)
+
+
+def _takes_in_place(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a product may be added to the parameter's gradient directly: it has one, and nobody waits to see it."""
+    is_watched = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return parameter.is_leaf and parameter.grad is not None and parameter.grad.dtype == dtype and not is_watched
+
+
+def _b_gradient(b: torch.Tensor, s_RT: torch.Tensor, dy_TK: torch.Tensor, scale: float) -> torch.Tensor | None:
+    """Return `dB`, or add it to the gradient that is there."""
+    if _takes_in_place(b, dy_TK.dtype):
+        b.grad.t().addmm_(s_RT, dy_TK, alpha=scale)  # type: ignore[union-attr]
+        return None
+    return (s_RT @ dy_TK).mul_(scale).t().to(b.dtype, memory_format=torch.contiguous_format)
+
+
+def _put_a_gradients(
+    bundle: _Bundle, factors: Sequence[torch.Tensor], ds_RT: torch.Tensor, x_TD: torch.Tensor, gradients: list[Any]
+) -> None:
+    """Put each `dA` into `gradients`, or add them to the gradients that are there."""
+    owners = [factors[2 * number] for _, number, _ in bundle.members]
+    if all(_takes_in_place(a, x_TD.dtype) for a in owners):
+        joint = _adjacent([a.grad for a in owners])  # type: ignore[misc]
+        if joint is not None:
+            joint.addmm_(ds_RT, x_TD)
+            return
+    da_RD = ds_RT @ x_TD
+    for (_, number, _), a, da in zip(bundle.members, owners, _split(da_RD, bundle, factors), strict=True):
+        gradients[2 * number] = da.to(a.dtype)
+
+
+def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return matrices that follow each other in memory as one, without a copy; `None` where they do not."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    end = first.data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != end:
+            return None
+        end += part.numel() * part.element_size()
+    size = sum(len(part) for part in parts)
+    if first.storage_offset() + size * first.shape[1] > first.untyped_storage().nbytes() // first.element_size():
+        return None  # neighbours by chance, of storages of their own
+    return first.as_strided((size, first.shape[1]), (first.shape[1], 1))
 
 
 def _base(x: torch.Tensor, part: LinearSlice) -> torch.Tensor:
@@ -215,8 +261,10 @@ def _base_input_gradient(
 
 
 def _joint_a(bundle: _Bundle, factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    parts = [factors[2 * number].to(dtype) for _, number, _ in bundle.members]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    """Return the factors A of a bundle as one `[summed R, D]`; a view where they lie side by side."""
+    owners = [factors[2 * number].detach() for _, number, _ in bundle.members]
+    joint = _adjacent(owners)
+    return torch.cat([a.to(dtype) for a in owners]) if joint is None else joint.to(dtype)
 
 
 def _split(x_R: torch.Tensor, bundle: _Bundle, factors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -20,6 +20,7 @@ from peft_mux.modeling import adapters as adapter_io
 from peft_mux.modeling import classification, losses
 from peft_mux.modeling.attention import ATTENTION_NAME, AttentionStream, register
 from peft_mux.modeling.layers import attach, detach
+from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.modeling.stream import Stream
 from peft_mux.modeling.support import (
     HEAD_NAMES,
@@ -101,6 +102,7 @@ class MultiTaskPeftModel(PeftModel):
         self._given_configs: dict[str, dict[str, Any]] = {}
         self._module_names: dict[nn.Module, str] = {}
         self._task_parameters: dict[str, dict[str, nn.Parameter]] = {}
+        self._slabs: dict[str, TaskSlab] = {}
         self._given_configs[first] = peft_configs[first].to_dict()
         with _as_it_was(model):
             self._adopt(first, adapter, (num_labels or {}).get(first), (seeds or {}).get(first, 42))
@@ -157,6 +159,7 @@ class MultiTaskPeftModel(PeftModel):
         for name in dict.fromkeys(names):
             adapter = self._adapters.pop(name)
             del self._task_parameters[name], self._given_configs[name]
+            self._slabs.pop(name, None)
             others = list(self._adapters.values())
             if adapter in self.active_adapters and others:
                 self.base_model.set_adapter(others[0])
@@ -180,6 +183,18 @@ class MultiTaskPeftModel(PeftModel):
         """Return a task's own parameters, by their PEFT names without the adapter id."""
         self.adapter_of(name)
         return self._task_parameters[name]
+
+    def task_slab(self, name: str) -> TaskSlab:
+        """Return the flat buffers that a task's parameters are views of."""
+        self.adapter_of(name)
+        return self._slabs[name]
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Move or cast as any module does, and lay the adapters out anew."""
+        result = super()._apply(*args, **kwargs)
+        for name in getattr(self, "_slabs", {}):
+            self._slabs[name] = TaskSlab(self._task_parameters[name])
+        return result
 
     def was_given(self, name: str, config: PeftConfig) -> bool:
         """Whether a task was registered with this configuration, or holds it now (PEFT completes what it is given)."""
@@ -215,6 +230,9 @@ class MultiTaskPeftModel(PeftModel):
         if not isinstance(mux_batch, MuxBatch):
             args = args if mux_batch is None else (mux_batch, *args)
             return super().forward(*args, **kwargs)
+        if torch.is_grad_enabled():
+            for name in mux_batch.task_names:
+                self.task_slab(name).bind_gradients()
         with self.multiplexing(mux_batch):
             hidden_TD = self._hidden_states(mux_batch)
             if self.is_classifier:
@@ -393,6 +411,8 @@ class MultiTaskPeftModel(PeftModel):
             for key, parameter in self.named_parameters()
             if f"{marker}." in key or key.endswith(marker)
         }
+        if not _is_meta(self.backbone):
+            self._slabs[name] = TaskSlab(self._task_parameters[name])
         self._mark_trainable()
 
     def _drop_heads_from_targets(self, adapter: str) -> None:

@@ -523,7 +523,10 @@ def test_a_saved_task_loads_in_plain_peft_with_equal_logits(tmp_path: Path) -> N
     for name in "ab":
         plain = PeftModel.from_pretrained(backbone(), tmp_path / name).eval()
         with torch.no_grad():
-            assert torch.equal(plain(input_ids=PROMPT).logits, model.task_view(name)(input_ids=PROMPT).logits)
+            theirs, ours = plain(input_ids=PROMPT).logits, model.task_view(name)(input_ids=PROMPT).logits
+            assert (theirs - ours).norm() <= 1e-6 * theirs.norm(), (
+                "B lies transposed in ours, which may round a last bit"
+            )
             for _ in range(3):
                 end = next(bounds)
                 wanted, start = plain(input_ids=batch.input_ids[:, start:end]).logits[0], end
@@ -619,7 +622,10 @@ def test_a_classifier_loads_in_plain_peft_with_its_head(tmp_path: Path) -> None:
     for name in "ab":
         plain = PeftModel.from_pretrained(backbone("bert"), tmp_path / name).eval()
         with torch.no_grad():
-            assert torch.equal(plain(input_ids=PROMPT).logits, model.task_view(name)(input_ids=PROMPT).logits)
+            theirs, ours = plain(input_ids=PROMPT).logits, model.task_view(name)(input_ids=PROMPT).logits
+            assert (theirs - ours).norm() <= 1e-6 * theirs.norm(), (
+                "B lies transposed in ours, which may round a last bit"
+            )
 
 
 def test_an_adapted_embedding_comes_back_in_plain_peft(tmp_path: Path) -> None:
