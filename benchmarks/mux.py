@@ -24,15 +24,15 @@ def run_mux(model_factory: ModelFactory, workload: Workload, record_losses: bool
         clock = StepClock()
         trainer.add_callback(clock)
         start_s = time.perf_counter()
-        metrics = trainer.train().metrics
+        trainer.train()
         train_s = time.perf_counter() - start_s
     for task in workload.tasks:
         num_steps = trainer.task_states[task.name].global_step
         if num_steps != workload.num_steps:
             raise RuntimeError(f"{task.name}: {num_steps} steps, not {workload.num_steps}")
     losses = {task.name: _losses(trainer.task_states[task.name]) for task in workload.tasks} if record_losses else {}
-    num_stream_tokens = round(metrics["train_runtime"] * metrics["train_tokens_per_second"])
-    return Run(train_s, num_stream_tokens, clock.steps_s, losses)
+    # Nothing is padded in a stream, so the tokens that are processed are the real ones.
+    return Run(train_s, workload.num_timed_tokens, clock.steps_s, losses)
 
 
 def _trainer(model_factory: ModelFactory, workload: Workload, folder: str, record_losses: bool) -> Any:

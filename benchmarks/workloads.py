@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.baselines import timed
+
 IGNORE_INDEX = -100
 MIXES = ("uniform", "nonuniform")
 LOSSES = ("full", "completion")
@@ -142,6 +144,12 @@ class Workload:
     def num_tokens(self) -> int:
         """Number of real tokens of all tasks and steps."""
         return sum(len(row["input_ids"]) for task in self.tasks for row in task.rows)
+
+    @property
+    def num_timed_tokens(self) -> int:
+        """Number of real tokens of the steps that are timed."""
+        batches = [batch for task in self.tasks for batch in timed(task.batches)]
+        return sum(len(row["input_ids"]) for batch in batches for row in batch)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,16 @@ every task of the workload for all its steps, and times the training alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from benchmarks.workloads import Workload
 
 ModelFactory = Callable[[], Any]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,17 +24,22 @@ class Run:
 
     Attributes:
         train_s: seconds of training, from the call that starts it to its return.
-        num_processed_tokens: tokens that went through the backbone, padding included.
+        num_processed_tokens: tokens that went through the backbone in `steps_s`, padding included.
         losses: loss of each task at each of its steps, before the update; empty unless it was asked for.
-        steps_s: the part of `train_s` between the start of the first and the end of the last step of each
-            task, where the contender is a Trainer (the rest is the start and the end of `train()`); else
-            equal to `train_s`.
+        steps_s: seconds of all steps but the first of each task, which pays for what a run does once (memory
+            that is touched for the first time, optimizer state, the start of `train()`); of all steps where
+            there is only one.
     """
 
     train_s: float
     num_processed_tokens: int
     steps_s: float
     losses: dict[str, list[float]] = field(default_factory=dict)
+
+
+def timed(per_step: Sequence[T]) -> Sequence[T]:
+    """Return what belongs to the timed steps: all but the first, or all where there is only one."""
+    return per_step[1:] if len(per_step) > 1 else per_step
 
 
 class Contender(Protocol):

@@ -18,13 +18,14 @@ from __future__ import annotations
 import time
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
-from benchmarks.baselines import ModelFactory, Run
+from benchmarks.baselines import ModelFactory, Run, timed
 from benchmarks.workloads import IGNORE_INDEX, TaskWorkload, Workload
 
 ATTENTION_NAME = "benchmark_floor"
@@ -69,8 +70,7 @@ def run_floor(model_factory: ModelFactory, workload: Workload, record_losses: bo
     backbone = model_factory().requires_grad_(False)
     backbone.set_attn_implementation(ATTENTION_NAME)
     backbone.train()
-    losses = {}
-    start_s = time.perf_counter()
+    losses, clock_s = {}, [time.perf_counter()]
     for step in range(workload.num_steps):
         losses_N = torch.zeros(len(workload.tasks))
         for packed in pack(workload.tasks, step, MAX_TOKENS):
@@ -79,8 +79,9 @@ def run_floor(model_factory: ModelFactory, workload: Workload, record_losses: bo
                 losses_N.index_add_(0, packed.task_of_target, weighted_M)
         if record_losses and step == 0:
             losses = {task.name: [loss] for task, loss in zip(workload.tasks, losses_N.tolist(), strict=True)}
-    train_s = time.perf_counter() - start_s
-    return Run(train_s, workload.num_tokens, train_s, losses)
+        clock_s.append(time.perf_counter())
+    steps_s = [end - begin for begin, end in pairwise(clock_s)]
+    return Run(sum(steps_s), workload.num_timed_tokens, sum(timed(steps_s)), losses)
 
 
 def forward_and_backward(backbone: Any, packed: PackedTokens) -> torch.Tensor:

@@ -16,21 +16,25 @@ import torch
 from peft import get_peft_model
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
-from benchmarks.baselines import ModelFactory, Run
+from benchmarks.baselines import ModelFactory, Run, timed
 from benchmarks.workloads import IGNORE_INDEX, TaskWorkload, Workload
 
 
 class PadToLongest:
-    """Pads the rows of a batch at their end to the longest, as transformers' collators do; counts tokens."""
+    """Pads the rows of a batch at their end to the longest, as transformers' collators do; counts tokens.
+
+    Attributes:
+        tokens_per_batch: padding included.
+    """
 
     def __init__(self) -> None:
         """Start counting."""
-        self.num_tokens = 0
+        self.tokens_per_batch: list[int] = []
 
     def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
         """Return `input_ids`, `labels` and `attention_mask`, `[B, L]` each."""
         length = max(len(row["input_ids"]) for row in rows)
-        self.num_tokens += length * len(rows)
+        self.tokens_per_batch.append(length * len(rows))
 
         def padded(lists: list[list[int]], value: int) -> torch.Tensor:
             return torch.tensor([values + [value] * (length - len(values)) for values in lists])
@@ -43,12 +47,12 @@ class PadToLongest:
 
 
 class StepClock(TrainerCallback):
-    """Notes when the first step of a `train()` begins and when its last step ends."""
+    """Notes when the steps of a `train()` end, and when the first one begins."""
 
     def __init__(self) -> None:
         """Start without a step."""
         self.first_begin_s: float | None = None
-        self.last_end_s = 0.0
+        self.ends_s: list[float] = []
 
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Note the time of the first step only."""
@@ -57,13 +61,13 @@ class StepClock(TrainerCallback):
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Note the time."""
-        self.last_end_s = time.perf_counter()
+        self.ends_s.append(time.perf_counter())
 
     @property
     def steps_s(self) -> float:
-        """Seconds from the begin of the first to the end of the last step."""
+        """Seconds from the end of the first to the end of the last step; of the only step where there is one."""
         assert self.first_begin_s is not None, "train() ended without a step"
-        return self.last_end_s - self.first_begin_s
+        return self.ends_s[-1] - (self.ends_s[0] if len(self.ends_s) > 1 else self.first_begin_s)
 
 
 class _RecordingTrainer(Trainer):
@@ -89,10 +93,10 @@ def run_hf_trainer(model_factory: ModelFactory, workload: Workload, record_losse
         record_losses: keep the loss of each step.
     """
     train_s = steps_s = 0.0
-    losses, collator = {}, PadToLongest()
+    losses, num_tokens = {}, 0
     with tempfile.TemporaryDirectory() as folder:
         for task in workload.tasks:
-            clock = StepClock()
+            clock, collator = StepClock(), PadToLongest()
             trainer = _trainer(task, workload, model_factory, collator, folder, record_losses)
             trainer.remove_callback(PrinterCallback)
             trainer.add_callback(clock)
@@ -100,6 +104,7 @@ def run_hf_trainer(model_factory: ModelFactory, workload: Workload, record_losse
             trainer.train()
             train_s += time.perf_counter() - start_s
             steps_s += clock.steps_s
+            num_tokens += sum(timed(collator.tokens_per_batch))
             if trainer.state.global_step != workload.num_steps:
                 raise RuntimeError(f"{task.name}: {trainer.state.global_step} steps, not {workload.num_steps}")
             if record_losses:
@@ -107,7 +112,7 @@ def run_hf_trainer(model_factory: ModelFactory, workload: Workload, record_losse
             # A Trainer sits in reference cycles, which would keep its backbone alive beside the next one.
             del trainer
             gc.collect()
-    return Run(train_s, collator.num_tokens, steps_s, losses)
+    return Run(train_s, num_tokens, steps_s, losses)
 
 
 def _trainer(

@@ -13,6 +13,7 @@ features, K output features, V vocabulary.
 from __future__ import annotations
 
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from torch.nn import functional as F
 
-from benchmarks.baselines import ModelFactory, Run
+from benchmarks.baselines import ModelFactory, Run, timed
 from benchmarks.baselines.hf_trainer import PadToLongest
 from benchmarks.workloads import IGNORE_INDEX, Workload
 
@@ -64,9 +65,8 @@ def run_padded_joint(model_factory: ModelFactory, workload: Workload, record_los
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # AdamW works element by element: one optimizer over the stacks is each task's own, as all share one rate.
     optimizer = torch.optim.AdamW(parameters, lr=workload.learning_rate, weight_decay=0.0, fused=True)
-    collator, losses_by_step = PadToLongest(), []
+    collator, losses_by_step, clock_s = PadToLongest(), [], [time.perf_counter()]
     model.train()
-    start_s = time.perf_counter()
     for step, batches in enumerate(zip(*(task.batches for task in workload.tasks), strict=True)):
         for group in optimizer.param_groups:
             group["lr"] = workload.learning_rate * (1 - step / workload.num_steps)
@@ -76,12 +76,13 @@ def run_padded_joint(model_factory: ModelFactory, workload: Workload, record_los
         optimizer.step()
         optimizer.zero_grad()
         losses_by_step.append(losses_N.detach())
-    train_s = time.perf_counter() - start_s
+        clock_s.append(time.perf_counter())
     losses = {}
     if record_losses:
         by_task = torch.stack(losses_by_step, dim=1).tolist()
         losses = {task.name: values for task, values in zip(workload.tasks, by_task, strict=True)}
-    return Run(train_s, collator.num_tokens, train_s, losses)
+    steps_s = [end - begin for begin, end in pairwise(clock_s)]
+    return Run(sum(steps_s), sum(timed(collator.tokens_per_batch)), sum(timed(steps_s)), losses)
 
 
 def attach_batched_lora(backbone: Any, workload: Workload) -> Any:
