@@ -95,9 +95,9 @@ def compile_variant(variant: Variant, folder: Path) -> dict[str, Any]:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from peft_mux.kernels import grouped_lora_triton as kernels
+    from peft_mux.kernels import grouped_lora_device as kernels
 
-    function = getattr(kernels, f"_{variant.kernel}_kernel")
+    function = getattr(kernels, f"{variant.kernel}_kernel")
     constants = constants_of(variant)
     tile: Any = constants.pop("tile")
     names = function.arg_names
