@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import queue
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,15 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.dispatcher import Dispatcher
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.isolation import LastGood
-from peft_mux.errors import ConfigError, closest
 from peft_mux.interrupts import stop_at_signal
+from peft_mux.membership import TaskMembership
 from peft_mux.metrics import MetricsLog, read_metrics
 from peft_mux.optim import TaskOptimizer
 from peft_mux.planning import make_plan
 from peft_mux.run_log import RunLog
 from peft_mux.saving import Saver, describe_run
 from peft_mux.scheduler.plan import Plan
-from peft_mux.task import Task, TaskStatus, check_task_names
+from peft_mux.task import Task, TaskStatus
 from peft_mux.task_evaluation import TaskEvaluator
 from peft_mux.task_run import TaskEvent, TaskRun, TaskTable
 from peft_mux.task_setup import class_count, make_task_runs
@@ -43,7 +42,7 @@ from peft_mux.ui.progress import make_progress
 from peft_mux.ui.report import report_table
 
 
-class MultiTaskTrainer(Trainer):
+class MultiTaskTrainer(TaskMembership, Trainer):
     """Trains many PEFT tasks at once; a `transformers.Trainer` whose one model serves them all.
 
     Args:
@@ -112,8 +111,7 @@ class MultiTaskTrainer(Trainer):
         self.table = TaskTable()
         for run in runs:
             self.table.add(run)
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._arriving: set[str] = set()
+        self._open_membership()
         self._collator = self._make_collator()
         self._log = RunLog(self.table, self.state, self._emit)
         self._saver = Saver(None, self.table, run_args, self._log)
@@ -390,88 +388,6 @@ class MultiTaskTrainer(Trainer):
         """Return a table of all tasks: how each ended, its last losses, and where its adapter lies."""
         return report_table(self.table, None if self._saver.folder is None else self._root)
 
-    # ------------------------------------------------ arrivals and departures
-
-    def register_tasks(self, tasks: Sequence[Task]) -> None:
-        """Add tasks; while `train` runs (this may be called from a callback or another thread) at the next step.
-
-        Their configuration and rows are checked here, in the caller's thread.
-
-        Raises:
-            ConfigError: naming every setting that cannot be run; then none is added.
-            DataError: naming the rows that cannot be trained on.
-        """
-        check_task_names([task.name for task in tasks], [*(run.name for run in self.table), *self._arriving])
-        self._source.check(list(tasks), against=self.model)
-        runs = make_task_runs(list(tasks), self.args, self._source.tokenizer, self._source.config)
-        self._arriving.update(run.name for run in runs)
-        self._command(lambda: self._arrive(runs))
-
-    def remove_task(self, name: str, *, save: bool = True) -> None:
-        """Take a task out at the next step boundary; its adapter is written first unless `save` is `False`."""
-        self._run_of(name)
-        self._command(lambda: self._depart(name, save))
-
-    def pause_task(self, name: str) -> None:
-        """Keep a task's exact state and take no steps of it until `resume_task`."""
-        self._run_of(name)
-        self._command(lambda: self._switch(name, TaskStatus.RUNNING, TaskStatus.PAUSED))
-
-    def resume_task(self, name: str) -> None:
-        """Let a paused task go on where it stopped."""
-        self._run_of(name)
-        self._command(lambda: self._switch(name, TaskStatus.PAUSED, TaskStatus.RUNNING))
-
-    def _command(self, command: Callable[[], None]) -> None:
-        if self.is_in_train:
-            self._commands.put(command)
-        else:
-            command()
-
-    def _obey_commands(self) -> None:
-        changed = False
-        while not self._commands.empty():
-            self._commands.get()()
-            changed = True
-        if changed:
-            for event in self.table.collect():
-                self._on_event(event)
-            self._replan()
-
-    def _arrive(self, runs: list[TaskRun]) -> None:
-        self._arriving.difference_update(run.name for run in runs)
-        counts = {run.name: count for run in runs if (count := class_count(run)) is not None}
-        self._class_counts.update(counts)
-        self.tasks = [*self.tasks, *(run.task for run in runs)]
-        self.model.register_tasks(
-            {run.name: run.task.peft_config for run in runs},
-            seeds={run.name: run.hyper.seed for run in runs},
-            num_labels=counts,
-        )
-        for run in runs:
-            self.table.add(run)
-            if self._executor is not None:
-                self._start(run)
-
-    def _depart(self, name: str, save: bool) -> None:
-        if name not in self.table:  # removed by a command before this one
-            return
-        run = self.table[name]
-        if not run.status.is_final:
-            run.end(TaskStatus.REMOVED, "" if save else "not saved")
-        if save:
-            self._saver.save_adapter(name)
-        self.table.drop(name)
-        self.tasks = [task for task in self.tasks if task.name != name]
-        self._log.callbacks.pop(name, None)
-        self._class_counts.pop(name, None)
-        self.model.remove_tasks([name])
-        self._log.event("status", task=name, step=run.step, status="removed")
-
-    def _switch(self, name: str, before: TaskStatus, after: TaskStatus) -> None:
-        if name in self.table and self.table[name].status is before:
-            self.table[name].status = after
-
     # -------------------------------------------------------------- helpers
 
     @property
@@ -492,9 +408,3 @@ class MultiTaskTrainer(Trainer):
             pad_to_chunks=self.args.pad_to_chunks,
             pad_token_id=pad_token_id or 0,
         )
-
-    def _run_of(self, name: str) -> TaskRun:
-        if name not in self.table:
-            names = [run.name for run in self.table]
-            raise ConfigError(f'got task "{name}"; allowed: {", ".join(names)}. {closest(name, names)}'.rstrip())
-        return self.table[name]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -11,26 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, PeftModel, TaskType
+from peft import PeftConfig, PeftModel
 from torch import nn
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.errors import ConfigError, Fault, closest, raise_faults
+from peft_mux.errors import ConfigError, closest
 from peft_mux.modeling import adapters as adapter_io
 from peft_mux.modeling import classification, losses
 from peft_mux.modeling.attention import ATTENTION_NAME, AttentionStream, register
-from peft_mux.modeling.layers import attach, detach
+from peft_mux.modeling.injection import as_it_was, check_configs, is_meta, own_copy, peft_refusals, seeded
+from peft_mux.modeling.layers import attach
 from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.modeling.stream import Stream
-from peft_mux.modeling.support import (
-    HEAD_NAMES,
-    check_backbone,
-    peft_config_faults,
-    position_offset,
-    target_faults,
-)
+from peft_mux.modeling.support import check_backbone, position_offset
 from peft_mux.modeling.view import TaskView
-from peft_mux.task import check_task_names, name_fault
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,13 +80,13 @@ class MultiTaskPeftModel(PeftModel):
         check_backbone(model)
         if not peft_configs:
             raise ConfigError("peft_configs: got no task; allowed: at least one task name with its PeftConfig.")
-        _check_configs(peft_configs, model, taken=())
+        check_configs(peft_configs, model, taken=())
         register()
         first, *others = peft_configs
-        config = _own_copy(peft_configs[first], model)
+        config = own_copy(peft_configs[first], model)
         adapter = "t000001"
-        with _seeded((seeds or {}).get(first, 42)), _peft_refusals(first), _as_it_was(model):
-            super().__init__(model, config, adapter, low_cpu_mem_usage=_is_meta(model))
+        with seeded((seeds or {}).get(first, 42)), peft_refusals(first), as_it_was(model):
+            super().__init__(model, config, adapter, low_cpu_mem_usage=is_meta(model))
         self.stream = Stream()
         self._adapters: dict[str, str] = {}
         self._num_registered = 0
@@ -104,11 +96,11 @@ class MultiTaskPeftModel(PeftModel):
         self._task_parameters: dict[str, dict[str, nn.Parameter]] = {}
         self._slabs: dict[str, TaskSlab] = {}
         self._given_configs[first] = peft_configs[first].to_dict()
-        with _as_it_was(model):
+        with as_it_was(model):
             self._adopt(first, adapter, (num_labels or {}).get(first), (seeds or {}).get(first, 42))
             self._freeze_backbone()
             self._register({name: peft_configs[name] for name in others}, seeds or {}, num_labels or {})
-            if verify and not _is_meta(model):
+            if verify and not is_meta(model):
                 self.verify()
 
     # ------------------------------------------------------------------ tasks
@@ -145,7 +137,7 @@ class MultiTaskPeftModel(PeftModel):
         Raises:
             ConfigError: naming every fault of every new task; then none is added.
         """
-        _check_configs(peft_configs, self.backbone, taken=self.tasks)
+        check_configs(peft_configs, self.backbone, taken=self.tasks)
         self._register(peft_configs, seeds or {}, num_labels or {})
 
     def remove_tasks(self, names: list[str] | tuple[str, ...]) -> None:
@@ -374,9 +366,9 @@ class MultiTaskPeftModel(PeftModel):
         try:
             for name, config in peft_configs.items():
                 adapter = f"t{self._num_registered + 1:06d}"
-                own, is_meta = _own_copy(config, self.backbone), _is_meta(self.backbone)
-                with _seeded(seeds.get(name, 42)), _peft_refusals(name), self._forgetting(adapter):
-                    self.add_adapter(adapter, own, low_cpu_mem_usage=is_meta)
+                own = own_copy(config, self.backbone)
+                with seeded(seeds.get(name, 42)), peft_refusals(name), self._forgetting(adapter):
+                    self.add_adapter(adapter, own, low_cpu_mem_usage=is_meta(self.backbone))
                 self._given_configs[name] = config.to_dict()
                 self._adopt(name, adapter, num_labels.get(name), seeds.get(name, 42))
         except ConfigError:
@@ -411,7 +403,7 @@ class MultiTaskPeftModel(PeftModel):
             for key, parameter in self.named_parameters()
             if f"{marker}." in key or key.endswith(marker)
         }
-        if not _is_meta(self.backbone):
+        if not is_meta(self.backbone):
             self._slabs[name] = TaskSlab(self._task_parameters[name])
         self._mark_trainable()
 
@@ -433,79 +425,3 @@ class MultiTaskPeftModel(PeftModel):
         for group in self._task_parameters.values():
             for parameter in group.values():
                 parameter.requires_grad_(True)
-
-
-def _check_configs(peft_configs: Mapping[str, PeftConfig], backbone: Any, taken: tuple[str, ...]) -> None:
-    faults: list[Fault] = []
-    for name, config in peft_configs.items():
-        fault = name_fault(name, f"tasks.{name}.name")
-        faults += [fault] if fault else []
-        own = peft_config_faults(config, f"tasks.{name}")
-        faults += own or target_faults(config, backbone, f"tasks.{name}") + _task_type_faults(config, backbone, name)
-    raise_faults(faults)
-    check_task_names(peft_configs, taken)
-
-
-def _task_type_faults(config: PeftConfig, backbone: Any, name: str) -> list[Fault]:
-    is_classifier = "ForSequenceClassification" in type(backbone).__name__
-    wants_classifier = config.task_type == TaskType.SEQ_CLS
-    if is_classifier == wants_classifier:
-        return []
-    where, got = f"tasks.{name}.peft_config.task_type", str(getattr(config.task_type, "value", config.task_type))
-    if is_classifier:
-        return [Fault(where, got, f"SEQ_CLS, as the backbone is a {type(backbone).__name__}")]
-    return [
-        Fault(
-            where,
-            got,
-            f"CAUSAL_LM or None, as the backbone is a {type(backbone).__name__}",
-            "Load it with AutoModelForSequenceClassification to train classifiers.",
-        )
-    ]
-
-
-def _own_copy(config: PeftConfig, backbone: Any) -> PeftConfig:
-    """Return a copy that PEFT may write into, completed as `get_peft_model` completes it."""
-    own = copy.deepcopy(config)
-    own.base_model_name_or_path = getattr(backbone, "name_or_path", None)
-    own.inference_mode = False
-    if isinstance(own, LoraConfig) and own.task_type == TaskType.SEQ_CLS:
-        own.modules_to_save = list(HEAD_NAMES)
-    return own
-
-
-def _is_meta(model: nn.Module) -> bool:
-    return next(model.parameters()).is_meta
-
-
-@contextmanager
-def _as_it_was(backbone: Any) -> Iterator[None]:
-    """Give the caller's backbone back without adapters where the construction around it fails."""
-    flags = {name: parameter.requires_grad for name, parameter in backbone.named_parameters()}
-    try:
-        yield
-    except Exception:
-        detach(backbone)
-        for name, parameter in backbone.named_parameters():
-            parameter.requires_grad_(flags.get(name, True))
-        raise
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch's CPU generator, as an owner who trains alone would, and put it back afterwards."""
-    state = torch.get_rng_state()
-    torch.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
-
-
-@contextmanager
-def _peft_refusals(name: str) -> Iterator[None]:
-    """Turn what PEFT itself refuses into an error that names the task."""
-    try:
-        yield
-    except (TypeError, ValueError, re.error) as error:
-        raise ConfigError(f"tasks.{name}.peft_config: PEFT refuses it: {error}") from error
