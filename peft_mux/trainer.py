@@ -37,7 +37,13 @@ from peft_mux.task import Task, TaskStatus
 from peft_mux.task_evaluation import TaskEvaluator
 from peft_mux.task_run import TaskEvent, TaskRun, TaskTable
 from peft_mux.task_setup import class_count, make_task_runs
-from peft_mux.trainer_inputs import check_evaluation, no_new_folder, refuse_trainer_arguments, task_list
+from peft_mux.trainer_inputs import (
+    check_evaluation,
+    check_processes,
+    no_new_folder,
+    refuse_trainer_arguments,
+    task_list,
+)
 from peft_mux.ui.progress import make_progress
 from peft_mux.ui.report import report_table
 
@@ -90,6 +96,7 @@ class MultiTaskTrainer(TaskMembership, Trainer):
         self.tasks = task_list(model, tasks, train_dataset, eval_dataset)
         source = Backbone(model, run_args, processing_class, dict(model_init_kwargs or {}))
         source.check(self.tasks)
+        check_processes(run_args)
         check_evaluation(run_args, self.tasks)
         runs = make_task_runs(self.tasks, run_args, source.tokenizer, source.config)
         self._source = source

@@ -54,6 +54,19 @@ def no_new_folder(folder: Path) -> Iterator[None]:
             path.rmdir()
 
 
+def check_processes(args: MultiTaskTrainingArguments) -> None:
+    """Refuse a launch with several processes: each would train every task and write over the others' files.
+
+    Raises:
+        ConfigError: if there is more than one.
+    """
+    if args.world_size > 1:
+        raise ConfigError(
+            f"args.world_size: got {args.world_size} processes; allowed: 1 for now. Start one process, such as "
+            "accelerate launch --num_processes 1."
+        )
+
+
 def check_evaluation(args: MultiTaskTrainingArguments, tasks: Sequence[Task]) -> None:
     """Refuse a run that shall evaluate but has nothing to evaluate on.
 
