@@ -6,6 +6,7 @@ checked and a plan be made before any weight is read. The weights follow when tr
 
 from __future__ import annotations
 
+import copy
 from contextlib import suppress
 from typing import Any
 
@@ -14,6 +15,12 @@ import torch
 from peft_mux.arguments import MultiTaskTrainingArguments, resolve
 from peft_mux.errors import ConfigError, Fault, raise_faults
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.quantized import (
+    prepare_quantized,
+    quantization_of,
+    quantize_description,
+    require_bitsandbytes,
+)
 from peft_mux.modeling.support import HEAD_NAMES, peft_config_faults, target_faults
 from peft_mux.task import Task
 
@@ -30,6 +37,7 @@ class Backbone:
     Attributes:
         config: of the backbone.
         tokenizer: given, or that of the hub id or folder, or `None`.
+        quantization: `BitsAndBytesConfig` with which a hub id or folder will be loaded, or `None`.
     """
 
     def __init__(
@@ -39,8 +47,12 @@ class Backbone:
         self.model = model
         self.args = args
         self.model_init_kwargs = model_init_kwargs
+        self.quantization: Any = None
         if isinstance(model, str):
             self.config, self.tokenizer = self._read_config(model, tokenizer)
+            self.quantization = quantization_of(self.config, model_init_kwargs)
+            if self.quantization is not None:
+                require_bitsandbytes(self.quantization, args.device)
         else:
             if model_init_kwargs:
                 raise ConfigError("model_init_kwargs: got options for a model that is loaded already; allowed: none.")
@@ -50,6 +62,7 @@ class Backbone:
                     "MultiTaskPeftModel."
                 )
             self.config, self.tokenizer = model.config, tokenizer
+            prepare_quantized(model.backbone if isinstance(model, MultiTaskPeftModel) else model)
 
     def _read_config(self, name: str, tokenizer: Any) -> tuple[Any, Any]:
         from transformers import AutoConfig, AutoTokenizer
@@ -94,8 +107,13 @@ class Backbone:
         if isinstance(self.model, MultiTaskPeftModel):
             return self._completed(self.model, tasks, class_counts)
         if isinstance(self.model, str):
+            config = self._sized_config(tasks, class_counts)
+            # Quantisation is written into the configuration, from which the weights are still to be loaded.
+            config = config if self.quantization is None else copy.deepcopy(config)
             with torch.device("meta"):
-                backbone = self._auto_class(tasks).from_config(self._sized_config(tasks, class_counts))
+                backbone = self._auto_class(tasks).from_config(config)
+            if self.quantization is not None:
+                quantize_description(backbone, self.quantization)
             return self._wrap(backbone, tasks, class_counts)
         return self._wrap(self.model, tasks, class_counts)
 
@@ -107,6 +125,7 @@ class Backbone:
             return described
         options = dict(self.model_init_kwargs)
         options.setdefault("dtype", torch.bfloat16 if self.args.bf16 else "auto")
+        options |= self._quantization_options()
         config = self._sized_config(tasks, class_counts)
         try:
             backbone, report = self._auto_class(tasks).from_pretrained(
@@ -114,8 +133,18 @@ class Backbone:
             )
         except (OSError, ValueError, ImportError) as error:
             raise ConfigError(f'model: got "{self.model}", whose weights cannot be loaded: {error}') from error
+        prepare_quantized(backbone)
         is_head_new = any(key.split(".")[0] in HEAD_NAMES for key in report["missing_keys"])
         return self._wrap(backbone, tasks, class_counts, is_head_new=is_head_new)
+
+    def _quantization_options(self) -> dict[str, Any]:
+        """Return what `from_pretrained` is told of quantisation: the format, unless stored, and where to quantise."""
+        if self.quantization is None:
+            return {}
+        options: dict[str, Any] = {"device_map": self.model_init_kwargs.get("device_map", {"": self.args.device})}
+        if "quantization_config" in self.model_init_kwargs:
+            options["quantization_config"] = copy.deepcopy(self.quantization)
+        return options
 
     def _wrap(
         self, backbone: Any, tasks: list[Task], class_counts: dict[str, int], *, is_head_new: bool = False

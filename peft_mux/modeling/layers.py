@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels import philox
 from peft_mux.kernels.grouped_lora import LinearSlice, LoraSegment, grouped_lora_slices
+from peft_mux.modeling.quantized import base_output
 from peft_mux.modeling.stream import RowSegment, Stream
 
 _HEAD_COPY = re.compile(r"\.modules_to_save\.[^.]+")
@@ -128,7 +129,7 @@ class MultiplexedLinear(_Multiplexed):
         part = self.slice()
         (y_TK,) = grouped_lora_slices(self.rows(x, layer.in_features), [part], self.stream.places)
         y = y_TK.view(*x.shape[:-1], -1)
-        return y if part.weight_KD is not None else layer.base_layer(x) + y
+        return y if part.weight_KD is not None else base_output(layer.base_layer, x, self.name) + y
 
     def slice(self) -> LinearSlice:
         """Return the layer and the adapters that the tasks of the stream have here."""

@@ -19,6 +19,7 @@ from peft_mux.modeling import classification, losses
 from peft_mux.modeling.attention import ATTENTION_NAME, AttentionStream, register
 from peft_mux.modeling.injection import as_it_was, check_configs, is_meta, own_copy, peft_refusals, seeded
 from peft_mux.modeling.layers import attach
+from peft_mux.modeling.quantized import prepare_quantized
 from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.modeling.stream import Stream
 from peft_mux.modeling.support import check_backbone, position_offset
@@ -78,6 +79,7 @@ class MultiTaskPeftModel(PeftModel):
     ) -> None:
         """Inject the adapters, attach the multiplexed layers, and probe the backbone."""
         check_backbone(model)
+        prepare_quantized(model)
         if not peft_configs:
             raise ConfigError("peft_configs: got no task; allowed: at least one task name with its PeftConfig.")
         check_configs(peft_configs, model, taken=())

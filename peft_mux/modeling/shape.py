@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from peft_mux.modeling.quantized import quantized_layers, scales, weight_bytes
 from peft_mux.scheduler.memory import ModelShape
 
 
@@ -18,7 +19,7 @@ def model_shape(backbone: nn.Module, config: Any, *, dtype: torch.dtype, activat
     Args:
         backbone: possibly on the meta device, possibly with adapters (whose parameters are not counted).
         config: its configuration.
-        dtype: in which its weights are (or will be) held.
+        dtype: in which its weights are (or will be) held, those that are not quantised.
         activation_dtype: in which it computes.
     """
     text = config.get_text_config()
@@ -28,6 +29,8 @@ def model_shape(backbone: nn.Module, config: Any, *, dtype: torch.dtype, activat
     frozen = {
         id(p): p for name, p in backbone.named_parameters() if ".lora_" not in name and ".modules_to_save." not in name
     }
+    quantized = {id(layer.weight): weight_bytes(layer, bits) for _, layer, bits in quantized_layers(backbone)}
+    plain = sum(parameter.numel() for key, parameter in frozen.items() if key not in quantized)
     return ModelShape(
         num_layers=_first(text, "num_hidden_layers", "n_layer", "n_layers", default=1),
         hidden_size=hidden,
@@ -35,7 +38,7 @@ def model_shape(backbone: nn.Module, config: Any, *, dtype: torch.dtype, activat
         attention_size=heads * channels,
         key_value_size=_first(text, "num_key_value_heads", default=heads) * channels,
         vocab_size=text.vocab_size,
-        backbone_bytes=sum(parameter.numel() for parameter in frozen.values()) * dtype.itemsize,
+        backbone_bytes=plain * dtype.itemsize + sum(quantized.values()),
         activation_bytes=activation_dtype.itemsize,
     )
 
@@ -45,7 +48,8 @@ def backbone_fingerprint(backbone: PreTrainedModel) -> str:
     """Return a short digest of the frozen weights: names, shapes, types, and the first 256 bytes of each tensor.
 
     Tells another model, another size, another dtype or other weights of the same model; a few changed values deep
-    inside a tensor it does not see. Task heads are left out, and so is what lies outside the base model.
+    inside a tensor it does not see. Formats and scales of quantised layers take part. Task heads are left out, and so
+    is what lies outside the base model.
     """
     digest = hashlib.sha256(type(backbone).__name__.encode())
     samples = []
@@ -55,6 +59,10 @@ def backbone_fingerprint(backbone: PreTrainedModel) -> str:
         plain_name = name.replace(".base_layer.", ".")
         digest.update(f"{plain_name} {tuple(parameter.shape)} {parameter.dtype}".encode())
         samples.append(parameter.flatten()[: 256 // parameter.element_size()].contiguous().view(torch.uint8))
+    for name, layer, bits in quantized_layers(backbone.base_model):
+        form, tensors = scales(layer, bits)
+        digest.update(f"{name} {form}".encode())
+        samples += [tensor.flatten()[: 256 // tensor.element_size()].view(torch.uint8) for tensor in tensors]
     for sample in samples:
         digest.update(sample.cpu().numpy().tobytes())
     return digest.hexdigest()[:32]
