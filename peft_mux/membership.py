@@ -45,7 +45,8 @@ class TaskMembership:
     def register_tasks(self, tasks: Sequence[Task]) -> None:
         """Add tasks; while `train` runs (this may be called from a callback or another thread) at the next step.
 
-        Their configuration and rows are checked here, in the caller's thread.
+        Their configuration and rows are checked here, in the caller's thread. What PEFT itself refuses only when it
+        makes the adapter is told as a warning and in `metrics.jsonl`, if the others train by then.
 
         Raises:
             ConfigError: naming every setting that cannot be run; then none is added.
@@ -91,13 +92,21 @@ class TaskMembership:
     def _arrive(self, runs: list[TaskRun]) -> None:
         self._arriving.difference_update(run.name for run in runs)
         counts = {run.name: count for run in runs if (count := class_count(run)) is not None}
+        try:
+            self.model.register_tasks(
+                {run.name: run.task.peft_config for run in runs},
+                seeds={run.name: run.hyper.seed for run in runs},
+                num_labels=counts,
+            )
+        except ConfigError as error:
+            if not self.is_in_train:
+                raise
+            # PEFT refused it as late as at its injection: those that train must not end for one that never began.
+            self._log.warn(f"not registered: {error}")
+            self._log.event("arrival_refused", tasks=[run.name for run in runs], reason=str(error))
+            return
         self._class_counts.update(counts)
         self.tasks = [*self.tasks, *(run.task for run in runs)]
-        self.model.register_tasks(
-            {run.name: run.task.peft_config for run in runs},
-            seeds={run.name: run.hyper.seed for run in runs},
-            num_labels=counts,
-        )
         for run in runs:
             self.table.add(run)
             if self._executor is not None:

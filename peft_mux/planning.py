@@ -51,7 +51,7 @@ def make_plan(
         pad_to_chunks=args.pad_to_chunks,
         memory=memory,
         device=str(args.device),
-        notes=_notes(runs),
+        notes=_notes(runs, args.device.type),
     )
 
 
@@ -65,6 +65,11 @@ def _share(run: TaskRun, model: MultiTaskPeftModel) -> TaskShare:
     )
 
 
-def _notes(runs: Sequence[TaskRun]) -> tuple[str, ...]:
+def _notes(runs: Sequence[TaskRun], device_type: str) -> tuple[str, ...]:
+    device_notes = (
+        ("adapters are computed task by task with torch; the Triton kernels are not on the training path yet",)
+        if device_type == "cuda"
+        else ()
+    )
     reports = [getattr(getattr(run.loader, "dataset", None), "report", None) for run in runs]
-    return tuple(remark for report in reports if report is not None for remark in report.remarks)
+    return device_notes + tuple(remark for report in reports if report is not None for remark in report.remarks)

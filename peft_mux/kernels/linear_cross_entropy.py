@@ -10,6 +10,7 @@ Shape letters: M rows with a target, D hidden features, V vocabulary.
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any, NamedTuple
 
 import torch
@@ -59,7 +60,11 @@ def _triton_kernel() -> Any | None:
     """Return the file with the fused loss, imported when it is first wanted; `None` where Triton is absent."""
     try:
         from peft_mux.kernels import cross_entropy_triton
-    except ImportError:
+    except ImportError as error:
+        warnings.warn(
+            f"the loss is computed in several passes over blocks of logits, as Triton is absent ({error}).",
+            stacklevel=2,
+        )
         return None
     return cross_entropy_triton
 

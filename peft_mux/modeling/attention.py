@@ -215,30 +215,42 @@ def packed_attention(
         query.device, query.dtype, query.shape[-1], value_dim=value.shape[-1], softcap=softcap, dropout=dropout
     )
     if reason is None:
-        q_THC, k_TGC, v_TGC = (x[0].transpose(0, 1) for x in (query, key, value))
-        out_THC = varlen_attention(
-            q_THC,
-            k_TGC,
-            v_TGC,
-            mux_stream.batch.cu_seqlens,
-            mux_stream.max_length,
-            is_causal=bool(causal),
-            window=sliding_window,
-            scaling=scale,
-        )
-        return out_THC.unsqueeze(0), None
+        return _through_varlen(query, key, value, mux_stream, scale, bool(causal), sliding_window), None
     if query.is_cuda:
         say_once(reason)
-    layout = mux_stream.layout(is_causal=bool(causal))
-    q_PHC, k_PGC, v_PGC = (
-        _ToRows.apply(x[0].transpose(0, 1), layout.row_of_token, layout.padding_rows, layout.num_rows)
-        for x in (query, key, value)
+    scores = _Scores(scaling=scale, is_causal=bool(causal), window=sliding_window, softcap=softcap)
+    return _through_rectangles(module, (query, key, value), mux_stream, scores, dropout), None
+
+
+def _through_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mux_stream: AttentionStream,
+    scaling: float,
+    is_causal: bool,
+    window: int | None,
+) -> torch.Tensor:
+    """Attend in one call that knows where each sequence begins; `[1, T, H, C']`."""
+    q_THC, k_TGC, v_TGC = (x[0].transpose(0, 1) for x in (query, key, value))
+    bounds, longest = mux_stream.batch.cu_seqlens, mux_stream.max_length
+    out_THC = varlen_attention(
+        q_THC, k_TGC, v_TGC, bounds, longest, is_causal=is_causal, window=window, scaling=scaling
     )
-    scores = _Scores(
-        scaling=scale,
-        is_causal=bool(causal),
-        window=sliding_window,
-        softcap=softcap,
+    return out_THC.unsqueeze(0)
+
+
+def _through_rectangles(
+    module: nn.Module,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mux_stream: AttentionStream,
+    scores: _Scores,
+    dropout: float,
+) -> torch.Tensor:
+    """Attend in one call for each group of sequences of near-equal length; `[1, T, H, C']`."""
+    layout = mux_stream.layout(is_causal=scores.is_causal)
+    q_PHC, k_PGC, v_PGC = (
+        _ToRows.apply(x[0].transpose(0, 1), layout.row_of_token, layout.padding_rows, layout.num_rows) for x in qkv
     )
     draws = _AttentionDropout(mux_stream, module, layout, dropout) if dropout > 0.0 else None
     parts = []
@@ -246,7 +258,7 @@ def packed_attention(
         q, k, v = (_heads_first(x[rectangle.rows], rectangle) for x in (q_PHC, k_PGC, v_PGC))
         parts.append(_attend(rectangle, q, k, v, scores, draws))
     out_PHC = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return _ToTokens.apply(out_PHC, layout.row_of_token, layout.padding_rows).unsqueeze(0), None
+    return _ToTokens.apply(out_PHC, layout.row_of_token, layout.padding_rows).unsqueeze(0)
 
 
 class _Scores(NamedTuple):

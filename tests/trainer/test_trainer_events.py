@@ -6,12 +6,14 @@ import json
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mux_lab import Recorder, Run, make_trainer, small_task, train
+from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -163,6 +165,20 @@ def test_an_arrival_whose_schedule_cannot_be_built_does_not_end_the_run(tmp_path
 
     run = train([small_task("own", data_seed=1)], tmp_path, recorder=act({2: ask}))
     assert run.trainer.task_statuses == {"own": "succeeded"}
+
+
+def test_an_arrival_that_peft_refuses_when_it_makes_the_adapter_does_not_end_the_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    nothing_left = LoraConfig(r=2, target_modules=["q_proj"], exclude_modules=["q_proj"])
+    late = replace(small_task("late", data_seed=2), peft_config=nothing_left)
+    run = train([small_task("own", data_seed=1)], tmp_path, recorder=act({2: lambda t: t.register_tasks([late])}))
+    assert run.trainer.task_statuses == {"own": "succeeded"}
+    assert [task.name for task in run.trainer.tasks] == ["own"]
+    assert run.trainer.model.tasks == ("own",)
+    assert "tasks.late.peft_config: PEFT refuses it" in caplog.text
+    (line,) = [line for line in records(tmp_path) if line["event"] == "arrival_refused"]
+    assert line["tasks"] == ["late"]
 
 
 # --------------------------------------------------------------------- failures
