@@ -11,6 +11,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.backbone import Backbone
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.kernels.linear_cross_entropy import block_rows
+from peft_mux.modeling.lora_pass import runs_kernels
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.shape import model_shape
 from peft_mux.scheduler.memory import estimate_memory
@@ -66,10 +67,8 @@ def _share(run: TaskRun, model: MultiTaskPeftModel) -> TaskShare:
 
 
 def _notes(runs: Sequence[TaskRun], device_type: str) -> tuple[str, ...]:
-    device_notes = (
-        ("adapters are computed task by task with torch; the Triton kernels are not on the training path yet",)
-        if device_type == "cuda"
-        else ()
-    )
+    device_notes = ()
+    if device_type == "cuda" and not runs_kernels(torch.device(device_type)):
+        device_notes = ("adapters are computed task by task with torch, as Triton is absent",)
     reports = [getattr(getattr(run.loader, "dataset", None), "report", None) for run in runs]
     return device_notes + tuple(remark for report in reports if report is not None for remark in report.remarks)

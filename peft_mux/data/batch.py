@@ -84,11 +84,14 @@ class MuxBatch:
     """Packed tokens of several tasks, sorted by task; batch dimension 1.
 
     Host-side tuples repeat what the tensors say, so that no code has to read a device tensor back.
+    What predicts something is listed here, where the labels are at hand: finding it on a device would wait for it.
 
     Attributes:
         input_ids: int64 `[1, T]`.
         position_ids: int64 `[1, T]`, restarting at each sequence.
         labels: int64 `[1, T]`, already shifted: what position t predicts, never across sequences.
+        target_rows: int64 `[M]`, the positions that predict something.
+        target_offsets: of the tasks among them, `N + 1` numbers.
         token_places: int64 `[T]`, place of the token within its task's global batch.
         cu_seqlens: int32 `[S + 1]`, cumulative sequence lengths.
         task_offsets: token offsets of the tasks, `N + 1` numbers.
@@ -107,6 +110,8 @@ class MuxBatch:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     labels: torch.Tensor
+    target_rows: torch.Tensor
+    target_offsets: tuple[int, ...]
     token_places: torch.Tensor
     cu_seqlens: torch.Tensor
     task_offsets: tuple[int, ...]
@@ -131,9 +136,10 @@ class MuxBatch:
         return len(self.sequence_lengths)
 
     def to(self, device: torch.device | str) -> MuxBatch:
-        """Return the batch with its tensors on `device`."""
+        """Return the batch with its tensors on `device`; to a GPU through pinned memory, without waiting."""
+        is_gpu = torch.device(device).type == "cuda"
         moved = {
-            field.name: value.to(device, non_blocking=True)
+            field.name: (value.pin_memory() if is_gpu and not value.is_cuda else value).to(device, non_blocking=True)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
         }

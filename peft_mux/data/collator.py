@@ -172,10 +172,13 @@ class _Stream:
         shifted = np.concatenate((shifted[1:], [IGNORE_INDEX]))
         shifted[bounds[1:] - 1] = IGNORE_INDEX
         places = positions + np.repeat(np.asarray(self.first_places, dtype=np.int64), lengths)
+        target_rows = np.flatnonzero(shifted != IGNORE_INDEX)
         return MuxBatch(
             input_ids=_tensor(np.concatenate(self.ids))[None],
             position_ids=_tensor(positions)[None],
             labels=_tensor(shifted)[None],
+            target_rows=_tensor(target_rows),
+            target_offsets=tuple(np.searchsorted(target_rows, self.task_offsets).tolist()),
             token_places=_tensor(places),
             cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
             task_offsets=tuple(self.task_offsets),

@@ -12,7 +12,7 @@ Shape letters: T rows of the stream, D input features, K output features, R rank
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,7 +103,7 @@ def grouped_lora_slices(
     device_type = x_TD.device.type
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocast else x_TD.dtype
-    flat = [factor for part in slices for pair in part.factors for factor in pair]
+    flat = _factors(slices)
     with torch.autocast(device_type, enabled=False):
         return GroupedLoraFunction.apply(x_TD, tuple(slices), places, dtype, *flat)
 
@@ -152,49 +152,109 @@ class GroupedLoraFunction(torch.autograd.Function):
         dtype: torch.dtype,
         *factors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
-        """Compute each `y`; save `x`, the factors and each `S`."""
+        """Compute each `y`; save `x` and S."""
         x = x_TD.to(dtype)
-        ys = tuple(_base(x, part) for part in slices)
-        bundles, shrunk = _bundles(slices), []
-        for bundle in bundles:
-            s_RT = _joint_a(bundle, factors, dtype) @ _dropped(x, bundle.segment, places).t()
-            rows = slice(bundle.segment.start, bundle.segment.end)
-            for (index, number, scale), s in zip(bundle.members, _split(s_RT, bundle, factors), strict=True):
-                ys[index][rows].addmm_(s.t(), factors[2 * number + 1].to(dtype).t(), alpha=scale)
-            shrunk.append(s_RT)
-        # The factors are changed only between steps, by optimizers that do so on purpose.
-        ctx.save_for_backward(x, places, *shrunk)
-        ctx.factors = factors
-        ctx.weights = tuple(part.weight_KD for part in slices)
-        ctx.bundles, ctx.dtype, ctx.input_dtype = bundles, dtype, x_TD.dtype
+        saved = x.new_empty(num_saved(slices))
+        ys = slices_forward(x, slices, places, saved)
+        ctx.save_for_backward(x, places, saved)
+        ctx.slices, ctx.dtype, ctx.input_dtype = slices, dtype, x_TD.dtype
         return ys
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dys_TK: torch.Tensor) -> tuple[Any, ...]:
-        """Compute `dx` and each `dA`, `dB`; the frozen weights get no gradient.
-
-        Where a factor has a gradient already, `dA` and `dB` are added to it in place, by the product itself.
-        """
-        x, places, *shrunk = ctx.saved_tensors
-        factors: tuple[torch.Tensor, ...] = ctx.factors
+        """Compute `dx` and each `dA`, `dB`; the frozen weights get no gradient."""
+        x, places, saved = ctx.saved_tensors
         dys = [dy.to(ctx.dtype) for dy in dys_TK]
-        dx = _base_input_gradient(x, dys, ctx.weights) if ctx.needs_input_grad[0] else None
-        gradients: list[Any] = [None] * len(factors)
-        for bundle, s_RT in zip(ctx.bundles, shrunk, strict=True):
-            rows = slice(bundle.segment.start, bundle.segment.end)
-            ds_RT = torch.empty_like(s_RT)
-            parts = zip(bundle.members, _split(s_RT, bundle, factors), _split(ds_RT, bundle, factors), strict=True)
-            for (index, number, scale), s, ds in parts:
-                b, dy_g = factors[2 * number + 1], dys[index][rows]
-                torch.mm(b.to(ctx.dtype).t().contiguous(), dy_g.t(), out=ds).mul_(scale)
-                gradients[2 * number + 1] = _b_gradient(b, s, dy_g, scale)
-            x_g = _dropped(x, bundle.segment, places)
-            _put_a_gradients(bundle, factors, ds_RT, x_g, gradients)
-            if dx is not None:
-                _add_input_gradient(dx, ds_RT, _joint_a(bundle, factors, ctx.dtype), bundle.segment, places)
+        dx, gradients = slices_backward(dys, x, ctx.slices, places, saved, needs_dx=ctx.needs_input_grad[0])
         dx = None if dx is None else dx.to(ctx.input_dtype)
         return (dx, None, None, None, *gradients)
+
+
+def num_saved(slices: Sequence[LinearSlice]) -> int:
+    """Return how many elements of S `slices_forward` writes."""
+    return sum(
+        len(a) * (segment.end - segment.start)
+        for part in slices
+        for segment, (a, _) in zip(part.segments, part.factors, strict=True)
+    )
+
+
+def slices_forward(
+    x_TD: torch.Tensor, slices: Sequence[LinearSlice], places: torch.Tensor, saved: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return each `y`; autograd sees nothing of it.
+
+    Args:
+        x_TD: in the dtype to compute in.
+        slices: the layers.
+        places: int64 `[T]`, for dropout.
+        saved: 1-D, of at least `num_saved` elements, to be filled with S.
+    """
+    factors = _factors(slices)
+    ys = tuple(_base(x_TD, part) for part in slices)
+    for bundle, s_RT in _shrunk(slices, factors, saved):
+        torch.mm(_joint_a(bundle, factors, x_TD.dtype), _dropped(x_TD, bundle.segment, places).t(), out=s_RT)
+        rows = slice(bundle.segment.start, bundle.segment.end)
+        for (index, number, scale), s in zip(bundle.members, _split(s_RT, bundle, factors), strict=True):
+            ys[index][rows].addmm_(s.t(), factors[2 * number + 1].to(x_TD.dtype).t(), alpha=scale)
+    return ys
+
+
+def slices_backward(
+    dys_TK: Sequence[torch.Tensor],
+    x_TD: torch.Tensor,
+    slices: Sequence[LinearSlice],
+    places: torch.Tensor,
+    saved: torch.Tensor,
+    *,
+    needs_dx: bool,
+) -> tuple[torch.Tensor | None, list[Any]]:
+    """Return `dx` and the gradient of each factor.
+
+    Where a factor has a gradient already, `dA` and `dB` are added to it in place, by the product itself, and `None` is
+    returned for it.
+
+    Args:
+        dys_TK: gradient of each `y`, in the dtype of `x`.
+        x_TD: as in `slices_forward`.
+        slices: as in `slices_forward`.
+        places: as in `slices_forward`.
+        saved: S, from `slices_forward`.
+        needs_dx: whether anything below wants `dx`.
+    """
+    factors, dtype = _factors(slices), x_TD.dtype
+    dx = _base_input_gradient(x_TD, dys_TK, [part.weight_KD for part in slices]) if needs_dx else None
+    gradients: list[Any] = [None] * len(factors)
+    for bundle, s_RT in _shrunk(slices, factors, saved):
+        rows = slice(bundle.segment.start, bundle.segment.end)
+        ds_RT = torch.empty_like(s_RT)
+        parts = zip(bundle.members, _split(s_RT, bundle, factors), _split(ds_RT, bundle, factors), strict=True)
+        for (index, number, scale), s, ds in parts:
+            b, dy_g = factors[2 * number + 1], dys_TK[index][rows]
+            torch.mm(b.to(dtype).t().contiguous(), dy_g.t(), out=ds).mul_(scale)
+            gradients[2 * number + 1] = _b_gradient(b, s, dy_g, scale)
+        x_g = _dropped(x_TD, bundle.segment, places)
+        _put_a_gradients(bundle, factors, ds_RT, x_g, gradients)
+        if dx is not None:
+            _add_input_gradient(dx, ds_RT, _joint_a(bundle, factors, dtype), bundle.segment, places)
+    return dx, gradients
+
+
+def _factors(slices: Sequence[LinearSlice]) -> list[torch.Tensor]:
+    return [factor for part in slices for pair in part.factors for factor in pair]
+
+
+def _shrunk(
+    slices: Sequence[LinearSlice], factors: Sequence[torch.Tensor], saved: torch.Tensor
+) -> Iterator[tuple[_Bundle, torch.Tensor]]:
+    """Yield each bundle with its `S [R, rows]`, a part of `saved`."""
+    offset = 0
+    for bundle in _bundles(slices):
+        rank = sum(len(factors[2 * number]) for _, number, _ in bundle.members)
+        rows = bundle.segment.end - bundle.segment.start
+        yield bundle, saved[offset : offset + rank * rows].view(rank, rows)
+        offset += rank * rows
 
 
 def _takes_in_place(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -216,14 +276,17 @@ def _put_a_gradients(
 ) -> None:
     """Put each `dA` into `gradients`, or add them to the gradients that are there."""
     owners = [factors[2 * number] for _, number, _ in bundle.members]
-    if all(_takes_in_place(a, x_TD.dtype) for a in owners):
-        joint = _adjacent([a.grad for a in owners])  # type: ignore[misc]
-        if joint is not None:
-            joint.addmm_(ds_RT, x_TD)
-            return
+    are_in_place = all(_takes_in_place(a, x_TD.dtype) for a in owners)
+    joint = _adjacent([a.grad for a in owners]) if are_in_place else None  # type: ignore[misc]
+    if joint is not None:
+        joint.addmm_(ds_RT, x_TD)
+        return
     da_RD = ds_RT @ x_TD
     for (_, number, _), a, da in zip(bundle.members, owners, _split(da_RD, bundle, factors), strict=True):
-        gradients[2 * number] = da.to(a.dtype)
+        if are_in_place and a.grad is not None:
+            a.grad.add_(da)
+        else:
+            gradients[2 * number] = da.to(a.dtype)
 
 
 def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:

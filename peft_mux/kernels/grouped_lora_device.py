@@ -106,7 +106,7 @@ def shrink_kernel(
     tile_row_ptr,
     seg_end_ptr,
     step_seed_ptr,
-    w_row_ptr,
+    w_offset_ptr,
     s_column_ptr,
     rank_ptr,
     scale_ptr,
@@ -143,7 +143,7 @@ def shrink_kernel(
         key, threshold, counter = _dropout_state(
             step_seed_ptr, threshold_ptr, places_ptr, segment, row, row_mask, module_seed, D
         )
-    w_ptr += tl.load(w_row_ptr + segment).to(tl.int64) * D
+    w_ptr += tl.multiple_of(tl.load(w_offset_ptr + segment), 8)
     x_ptr = x_ptr + row[:, None] * x_stride + column[None, :]
     w_ptr = w_ptr + ranks[:, None] * D + column[None, :]
     sums = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
@@ -178,7 +178,7 @@ def expand_kernel(
     tile_row_ptr,
     seg_end_ptr,
     step_seed_ptr,
-    w_row_ptr,
+    w_offset_ptr,
     s_column_ptr,
     rank_ptr,
     scale_ptr,
@@ -196,6 +196,7 @@ def expand_kernel(
     SCALED: tl.constexpr,
     DROP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """One tile of rows and one block of columns of `y`: the sum over a segment's ranks."""
@@ -213,7 +214,7 @@ def expand_kernel(
     column_mask = column < K
     lane = tl.arange(0, BLOCK_R)
     s_ptr += tl.multiple_of(tl.load(s_column_ptr + segment), 8)
-    w_ptr += tl.load(w_row_ptr + segment).to(tl.int64) * K
+    w_ptr += tl.multiple_of(tl.load(w_offset_ptr + segment), 8)
     s_ptr = s_ptr + row[:, None] * s_stride + lane[None, :]
     w_ptr = w_ptr + lane[:, None] * K + column[None, :]
     sums = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
@@ -232,6 +233,8 @@ def expand_kernel(
     if HAS_BIAS:
         sums += tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
     y_ptr = y_ptr + row[:, None] * y_stride + column[None, :]
+    if ADD:
+        sums += tl.load(y_ptr, mask=row_mask[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
     tl.store(y_ptr, sums.to(y_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
@@ -310,9 +313,8 @@ def reduce_kernel(
     part_ptr,
     grad_ptr,
     chunk_begin_ptr,
-    w_row_ptr,
+    w_offset_ptr,
     rank_ptr,
-    grad_stride,
     part_ranks: tl.int32,
     D: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -331,8 +333,8 @@ def reduce_kernel(
     part_ptr = part_ptr + ranks.to(tl.int64)[:, None] * D + column[None, :]
     for chunk in range(tl.load(chunk_begin_ptr + segment), tl.load(chunk_begin_ptr + segment + 1)):
         sums += tl.load(part_ptr + tl.cast(chunk, tl.int64) * part_ranks * D, mask=mask, other=0.0)
-    grad_row = tl.load(w_row_ptr + segment) + ranks
-    grad_ptr = grad_ptr + grad_row.to(tl.int64)[:, None] * grad_stride + column[None, :]
+    grad_ptr += tl.multiple_of(tl.load(w_offset_ptr + segment), 8)
+    grad_ptr = grad_ptr + ranks[:, None] * D + column[None, :]
     if ACCUMULATE:
         sums += tl.load(grad_ptr, mask=mask, other=0.0)
     tl.store(grad_ptr, sums, mask=mask)

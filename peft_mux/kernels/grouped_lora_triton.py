@@ -6,7 +6,7 @@
 
 The kernels stand in `grouped_lora_device`. Importing this file imports Triton; only who has chosen it does so.
 
-Shape letters: T rows of the stream, D features, K features written, R rows of a slab, C columns of S, G segments.
+Shape letters: T rows of the stream, D features, K features written, C columns of S, G segments.
 """
 
 # Plain values stand for Triton's constexpr.
@@ -21,7 +21,7 @@ import triton
 
 from peft_mux.kernels import tunings
 from peft_mux.kernels.grouped_lora_device import expand_kernel, reduce_kernel, shrink_kernel, wgrad_kernel
-from peft_mux.kernels.tables import MAX_RANK, RankTable, SegmentTables, signed_seed
+from peft_mux.kernels.tables import MAX_JOINT_RANK, Factors, RankTable, SegmentTables, signed_seed
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What activations and factors may be held in; sums are fp32 in any case."""
@@ -33,7 +33,7 @@ _INTERPRETED = not isinstance(shrink_kernel, triton.JITFunction)
 
 def shrink(
     x_TD: torch.Tensor,
-    w_RD: torch.Tensor,
+    w: Factors,
     s_TC: torch.Tensor,
     tables: SegmentTables,
     ranks: RankTable,
@@ -49,7 +49,7 @@ def shrink(
 
     Args:
         x_TD: `[T, D]`, any row stride.
-        w_RD: contiguous slab `[R, D]` of the factors.
+        w: the segments' factors `[r, D]`.
         s_TC: output `[T, C]` with at least `ranks.num_columns` columns.
         tables: the segments.
         ranks: their adapters in this module.
@@ -61,7 +61,7 @@ def shrink(
         ValueError: if a shape, a dtype or a layout is not as above.
     """
     x_TD = _adjacent_columns(x_TD)
-    _check_launch(x_TD, w_RD, s_TC, tables, ranks, places)
+    _check_launch(x_TD, w, s_TC, tables, ranks, places)
     if tables.num_tiles == 0:
         return
     for lowest, highest, block_ranks in _rank_classes(ranks):
@@ -70,9 +70,9 @@ def shrink(
             shrink_kernel,
             (tables.num_tiles, _cdiv(min(highest, ranks.max_rank), block_ranks)),
             tile,
-            *(x_TD, w_RD, s_TC, tables.step_seed_G if places is None else places),
+            *(x_TD, w.base, s_TC, tables.step_seed_G if places is None else places),
             *(tables.tile_segment, tables.tile_row, tables.seg_end_G, tables.step_seed_G),
-            *_adapter_arguments(ranks),
+            *(w.offset_G, *_adapter_arguments(ranks)),
             *(x_TD.stride(0), s_TC.stride(0), lowest, highest, signed_seed(module_seed)),
             D=x_TD.shape[1],
             BLOCK_M=tables.block_rows,
@@ -86,7 +86,7 @@ def shrink(
 
 def expand(
     s_TC: torch.Tensor,
-    w_RK: torch.Tensor,
+    w: Factors,
     y_TK: torch.Tensor,
     tables: SegmentTables,
     ranks: RankTable,
@@ -95,15 +95,17 @@ def expand(
     bias: torch.Tensor | None = None,
     places: torch.Tensor | None = None,
     module_seed: int = 0,
+    add: bool = False,
 ) -> None:
     """Write `y[m] = scale? * drop?(S[m] @ W_g) + bias`, for (S, B transposed) and for (dS, A).
 
     All rows of all segments are written and none is read: a segment without an adapter gets the bias, or zeros. The
-    base product is then added on top (`torch.addmm(y, x, W.t(), out=y)`).
+    base product is then added on top (`torch.addmm(y, x, W.t(), out=y)`). With `add` the result is added to what is
+    there, and segments without an adapter are left alone.
 
     Args:
         s_TC: `[T, C]`, from `shrink`.
-        w_RK: contiguous slab `[R, K]`.
+        w: the segments' factors `[r, K]`.
         y_TK: output `[T, K]`, any row stride.
         tables: the segments.
         ranks: their adapters in this module.
@@ -111,11 +113,12 @@ def expand(
         bias: `[K]`.
         places: int64 `[T]`, to drop elements of the result where the table has dropout (that is dx).
         module_seed: the module's half of the key.
+        add: whether to add to `y_TK`.
 
     Raises:
         ValueError: if a shape, a dtype or a layout is not as above, or a bias would be dropped from.
     """
-    _check_launch(y_TK, w_RK, s_TC, tables, ranks, places)
+    _check_launch(y_TK, w, s_TC, tables, ranks, places)
     width = y_TK.shape[1]
     drop = ranks.has_dropout and places is not None
     if y_TK.stride(1) != 1 and width > 1:
@@ -124,15 +127,15 @@ def expand(
         raise ValueError(f"bias of shape {tuple(bias.shape)}; allowed: contiguous [{width}], and none with dropout.")
     if tables.num_tiles == 0:
         return
-    for lowest, highest, block_ranks in _rank_classes(ranks, with_zero=True):
+    for lowest, highest, block_ranks in _rank_classes(ranks, with_zero=not add):
         tile = _tiles("expand", y_TK, block_ranks)
         _launch(
             expand_kernel,
             (tables.num_tiles, _cdiv(width, tile.columns)),
             tile,
-            *(s_TC, w_RK, y_TK, w_RK if bias is None else bias, tables.step_seed_G if places is None else places),
+            *(s_TC, w.base, y_TK, w.base if bias is None else bias, tables.step_seed_G if places is None else places),
             *(tables.tile_segment, tables.tile_row, tables.seg_end_G, tables.step_seed_G),
-            *_adapter_arguments(ranks),
+            *(w.offset_G, *_adapter_arguments(ranks)),
             *(s_TC.stride(0), y_TK.stride(0), lowest, highest, signed_seed(module_seed)),
             K=width,
             BLOCK_M=tables.block_rows,
@@ -141,6 +144,7 @@ def expand(
             SCALED=scaled,
             DROP=drop,
             HAS_BIAS=bias is not None,
+            ADD=add,
             UPCAST=_INTERPRETED,
         )
 
@@ -148,7 +152,7 @@ def expand(
 def wgrad(
     s_TC: torch.Tensor,
     x_TD: torch.Tensor,
-    grad_RD: torch.Tensor,
+    grad: Factors,
     tables: SegmentTables,
     ranks: RankTable,
     *,
@@ -166,19 +170,19 @@ def wgrad(
     Args:
         s_TC: `[T, C]`, from `shrink`.
         x_TD: `[T, D]`, any row stride.
-        grad_RD: fp32 `[R, D]`, of the shape of the slab.
+        grad: fp32 `[r, D]` of each segment.
         tables: the segments.
-        ranks: their adapters in this module; no two share rows of the slab.
+        ranks: their adapters in this module; no two share a gradient.
         scaled: whether to multiply by each segment's scale.
         places: int64 `[T]`, to drop elements of x where the table has dropout.
         module_seed: the module's half of the key.
-        accumulate: whether to add to `grad_RD`.
+        accumulate: whether to add to `grad`.
 
     Raises:
         ValueError: if a shape, a dtype or a layout is not as above.
     """
     x_TD = _adjacent_columns(x_TD)
-    _check_launch(x_TD, grad_RD, s_TC, tables, ranks, places, is_gradient=True)
+    _check_launch(x_TD, grad, s_TC, tables, ranks, places, is_gradient=True)
     width = x_TD.shape[1]
     if ranks.max_rank == 0 or tables.num_segments == 0:
         return
@@ -191,7 +195,7 @@ def wgrad(
             tile,
             *(s_TC, x_TD, parts, tables.step_seed_G if places is None else places),
             *(tables.chunk_segment, tables.chunk_row, tables.seg_end_G, tables.step_seed_G),
-            *_adapter_arguments(ranks)[1:],
+            *_adapter_arguments(ranks),
             *(s_TC.stride(0), x_TD.stride(0), ranks.max_rank, lowest, highest, signed_seed(module_seed)),
             D=width,
             CHUNK=tables.chunk_rows,
@@ -202,12 +206,12 @@ def wgrad(
             DROP=ranks.has_dropout and places is not None,
             UPCAST=_INTERPRETED,
         )
-    tile = _tiles("reduce", grad_RD, _REDUCE_RANKS)
+    tile = tunings.tiles("reduce", tunings.device_name(x_TD.device), width, _REDUCE_RANKS, grad.base.element_size())
     _launch(
         reduce_kernel,
         (tables.num_segments, _cdiv(width, tile.columns), _cdiv(ranks.max_rank, _REDUCE_RANKS)),
         tile,
-        *(parts, grad_RD, tables.chunk_begin, ranks.w_row_G, ranks.rank_G, grad_RD.stride(0), ranks.max_rank),
+        *(parts, grad.base, tables.chunk_begin, grad.offset_G, ranks.rank_G, ranks.max_rank),
         D=width,
         BLOCK_R=_REDUCE_RANKS,
         BLOCK_D=tile.columns,
@@ -221,7 +225,7 @@ def _launch(kernel: Any, grid: tuple[int, ...], tile: tunings.Tiles, *arguments:
 
 def _adapter_arguments(ranks: RankTable) -> tuple[torch.Tensor, ...]:
     """Return the table's columns in the order in which all kernels take them."""
-    return ranks.w_row_G, ranks.s_column_G, ranks.rank_G, ranks.scale_G, ranks.keep_scale_G, ranks.threshold_G
+    return ranks.s_column_G, ranks.rank_G, ranks.scale_G, ranks.keep_scale_G, ranks.threshold_G
 
 
 def _cdiv(value: int, size: int) -> int:
@@ -238,7 +242,7 @@ def _rank_classes(ranks: RankTable, *, with_zero: bool = False) -> list[tuple[in
     if ranks.has_narrow:
         classes.append((1, tunings.NARROW_RANK, tunings.NARROW_RANK))
     if ranks.has_wide:
-        classes.append((tunings.NARROW_RANK + 1, MAX_RANK, tunings.WIDE_BLOCK))
+        classes.append((tunings.NARROW_RANK + 1, MAX_JOINT_RANK, tunings.WIDE_BLOCK))
     if with_zero:
         _, highest, block = classes[0] if classes else (0, 0, tunings.NARROW_RANK)
         classes[:1] = [(0, highest, block)]
@@ -257,7 +261,7 @@ def _adjacent_columns(x_TD: torch.Tensor) -> torch.Tensor:
 
 def _check_launch(
     x_TD: torch.Tensor,
-    w_RD: torch.Tensor,
+    w: Factors,
     s_TC: torch.Tensor,
     tables: SegmentTables,
     ranks: RankTable,
@@ -269,20 +273,19 @@ def _check_launch(
     num_rows, width = x_TD.shape
     if x_TD.dtype not in DTYPES or s_TC.dtype != x_TD.dtype:
         raise ValueError(f"activations are {x_TD.dtype}, S is {s_TC.dtype}; allowed: one of bf16, fp16, fp32 for both.")
-    if w_RD.dtype != (torch.float32 if is_gradient else x_TD.dtype):
-        raise ValueError(f"factors or gradients are {w_RD.dtype}; allowed: that of activations, fp32 for gradients.")
-    if w_RD.shape[1] != width or not w_RD.is_contiguous():
-        raise ValueError(f"slab of shape {tuple(w_RD.shape)}; allowed: contiguous with {width} columns.")
+    if w.base.dtype != (torch.float32 if is_gradient else x_TD.dtype):
+        raise ValueError(f"factors or gradients are {w.base.dtype}; allowed: that of activations, fp32 for gradients.")
+    if w.width != width:
+        raise ValueError(f"factors have {w.width} columns; allowed: {width}, as activations.")
     if len(s_TC) != num_rows or s_TC.shape[1] < ranks.num_columns or s_TC.stride(1) != 1:
         raise ValueError(
             f"S of shape {tuple(s_TC.shape)}; allowed: [{num_rows}, at least {ranks.num_columns}], columns adjacent."
         )
-    if w_RD.shape[0] < ranks.num_slab_rows:
-        raise ValueError(f"slab of {len(w_RD)} rows; allowed: at least {ranks.num_slab_rows}.")
-    if ranks.num_segments != tables.num_segments or tables.num_rows > num_rows:
+    counts = {tables.num_segments, ranks.num_segments, len(w.offset_G)}
+    if len(counts) > 1 or tables.num_rows > num_rows:
         raise ValueError(
             f"{tables.num_segments} segments of {tables.num_rows} rows, ranks of {ranks.num_segments} segments, "
-            f"{num_rows} rows of the stream; the tables do not fit."
+            f"factors of {len(w.offset_G)}, {num_rows} rows of the stream; the tables do not fit."
         )
     if places is not None and (places.dtype != torch.int64 or len(places) < num_rows or not places.is_contiguous()):
         raise ValueError(f"places are {places.dtype} of length {len(places)}; allowed: contiguous int64 [{num_rows}].")

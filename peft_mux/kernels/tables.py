@@ -1,10 +1,10 @@
 """What grouped LoRA kernels have to know about a packed stream, as small arrays on the device.
 
 `SegmentTables` describes one step and is shared by all launches of it: which rows belong to which segment, cut into
-tiles and into chunks that never cross a segment. `RankTable` describes one module: where each segment's adapter lies
-in the module's slabs, its rank, its scale, its dropout. Each is built on the host in one numpy buffer and moved in one
-copy. With fixed sizes the device buffers keep their addresses and shapes whatever the mix, so that a captured CUDA
-graph serves every step of the same budget.
+tiles and into chunks that never cross a segment. `RankTable` describes one module: each segment's rank, scale and
+dropout. `Factors` says where one factor of each segment lies, wherever its owner keeps it. All are built on the host in
+one numpy buffer and moved in one copy. With fixed sizes the device buffers keep their addresses and shapes whatever the
+mix, so that a captured CUDA graph serves every step of the same budget.
 
 Segments are contiguous and in order: the first one begins at row 0, each next one where the last one ended, and any
 may be empty. Rows behind the last segment belong to nobody and are not written by any kernel; a stream that is padded
@@ -29,6 +29,10 @@ CHUNK_ROWS = 512
 """Rows of a chunk: what one program of wgrad sums up before the chunks are added in order."""
 
 MAX_RANK = 256
+"""Of one adapter."""
+
+MAX_JOINT_RANK = 1024
+"""Of adapters that are worked on as one, as they read the same activations."""
 
 _UNUSED = -1
 _WORD_ALIGNMENT = 4  # int32 words in 16 bytes: else Triton would compile anew for each alignment that occurs
@@ -152,7 +156,6 @@ class RankTable:
     """Adapters of all segments in one module, on the device.
 
     Attributes:
-        w_row_G: int32, first row of the segment's factor in the slabs of A and of B transposed.
         s_column_G: int32, its first column in S.
         rank_G: int32, 0 where the segment has no adapter in this module.
         scale_G: fp32.
@@ -163,7 +166,6 @@ class RankTable:
         has_wide: whether there may be greater ones; each of the two kinds takes a launch of its own.
         has_dropout: whether launches draw masks.
         num_columns: how many columns of S are needed.
-        num_slab_rows: how many rows of the slabs are needed.
         num_segments: G.
     """
 
@@ -171,7 +173,6 @@ class RankTable:
         self,
         ranks: Sequence[int],
         scales: Sequence[float],
-        w_rows: Sequence[int],
         *,
         s_columns: Sequence[int] | None = None,
         dropouts: Sequence[float] | None = None,
@@ -185,7 +186,6 @@ class RankTable:
         Args:
             ranks: of each segment, 0 for no adapter here.
             scales: alpha / rank, or alpha / sqrt(rank).
-            w_rows: first rows in the slabs; no two segments of a launch that writes gradients may share rows.
             s_columns: first columns in S, multiples of 8; zeros by default: segments have their own rows of S anyway.
             dropouts: probabilities, zeros by default.
             device: where the kernels run.
@@ -194,31 +194,30 @@ class RankTable:
             has_dropout: likewise; whether any of `dropouts` is above 0 by default.
 
         Raises:
-            ValueError: if a rank is not in 0..256, an offset is not as above, lengths differ, or a fixed size is
+            ValueError: if a rank is not in 0..1024, a column is not as above, lengths differ, or a fixed size is
                 exceeded.
         """
         is_fixed = max_segments is not None or max_rank is not None
         self.num_segments = len(ranks) if max_segments is None else max_segments
         self.max_rank = max((0, *ranks)) if max_rank is None else max_rank
-        if not 0 <= self.max_rank <= MAX_RANK:
-            raise ValueError(f"the largest rank is {self.max_rank}; allowed: 0 to {MAX_RANK}.")
+        if not 0 <= self.max_rank <= MAX_JOINT_RANK:
+            raise ValueError(f"the largest rank is {self.max_rank}; allowed: 0 to {MAX_JOINT_RANK}.")
         self.has_narrow = is_fixed or any(0 < rank <= tunings.NARROW_RANK for rank in ranks)
         self.has_wide = self.max_rank > tunings.NARROW_RANK
         self.has_dropout = _any_drops(dropouts or ()) if has_dropout is None else has_dropout
         self.num_columns = max(_columns(ranks, s_columns), _round_up(self.max_rank, 8) if is_fixed else 0)
-        self._slots = _slots((self.num_segments,) * 6)
-        host = self._pack(ranks, scales, w_rows, s_columns, dropouts)
+        self._slots = _slots((self.num_segments,) * 5)
+        host = self._pack(ranks, scales, s_columns, dropouts)
         self._buffer = torch.empty(len(host), dtype=torch.int32, device=device)
         _copy(host, self._buffer)
         parts = [self._buffer[slot] for slot in self._slots]
-        self.w_row_G, self.s_column_G, self.rank_G, self.threshold_G = parts[:4]
-        self.scale_G, self.keep_scale_G = parts[4].view(torch.float32), parts[5].view(torch.float32)
+        self.s_column_G, self.rank_G, self.threshold_G = parts[:3]
+        self.scale_G, self.keep_scale_G = parts[3].view(torch.float32), parts[4].view(torch.float32)
 
     def update(
         self,
         ranks: Sequence[int],
         scales: Sequence[float],
-        w_rows: Sequence[int],
         *,
         s_columns: Sequence[int] | None = None,
         dropouts: Sequence[float] | None = None,
@@ -228,20 +227,18 @@ class RankTable:
         Args:
             ranks: as in `__init__`.
             scales: as in `__init__`.
-            w_rows: as in `__init__`.
             s_columns: as in `__init__`.
             dropouts: as in `__init__`.
 
         Raises:
             ValueError: as `__init__`; also if a rank or a probability exceeds what launches were made for.
         """
-        _copy(self._pack(ranks, scales, w_rows, s_columns, dropouts), self._buffer)
+        _copy(self._pack(ranks, scales, s_columns, dropouts), self._buffer)
 
     def _pack(
         self,
         ranks: Sequence[int],
         scales: Sequence[float],
-        w_rows: Sequence[int],
         s_columns: Sequence[int] | None,
         dropouts: Sequence[float] | None,
     ) -> np.ndarray:
@@ -249,18 +246,17 @@ class RankTable:
         count = len(ranks)
         s_columns = [0] * count if s_columns is None else s_columns
         dropouts = [0.0] * count if dropouts is None else dropouts
-        columns = (w_rows, s_columns, ranks, [philox.drop_threshold(p) for p in dropouts], scales)
+        columns = (s_columns, ranks, [philox.drop_threshold(p) for p in dropouts], scales)
         if any(len(column) != count for column in columns):
             raise ValueError(f"columns have {[len(column) for column in columns]} entries; allowed: as many as ranks.")
-        if any(row < 0 for row in w_rows) or any(column < 0 or column % 8 for column in s_columns):
-            raise ValueError("first rows and columns; allowed: 0 or more, columns in multiples of 8.")
+        if any(column < 0 or column % 8 for column in s_columns):
+            raise ValueError(f"first columns are {list(s_columns)}; allowed: 0 or more, in multiples of 8.")
         self._check_fixed(ranks, s_columns, dropouts)
-        self.num_slab_rows = max((0, *(row + rank for row, rank in zip(w_rows, ranks, strict=True) if rank)))
         buffer = np.zeros(self._slots[-1].stop, dtype=np.int32)
-        for slot, column in zip(self._slots[:4], columns[:4], strict=True):
+        for slot, column in zip(self._slots[:3], columns[:3], strict=True):
             buffer[slot][:count] = column
-        buffer[self._slots[4]].view(np.float32)[:count] = scales
-        buffer[self._slots[5]].view(np.float32)[:count] = [philox.keep_scale(p) for p in dropouts]
+        buffer[self._slots[3]].view(np.float32)[:count] = scales
+        buffer[self._slots[4]].view(np.float32)[:count] = [philox.keep_scale(p) for p in dropouts]
         return buffer
 
     def _check_fixed(self, ranks: Sequence[int], s_columns: Sequence[int], dropouts: Sequence[float]) -> None:
@@ -277,6 +273,82 @@ class RankTable:
             raise ValueError(f"{_columns(ranks, s_columns)} columns of S; the table was made for {self.num_columns}.")
         if _any_drops(dropouts) and not self.has_dropout:
             raise ValueError("dropout above 0, but the launches of this table draw no masks.")
+
+
+class Factors:
+    """Where one factor (A, B transposed, or the gradient of either) of each segment lies on the device.
+
+    Owners keep their adapters in memory of their own; a launch is handed one tensor and, for each segment, how far from
+    its beginning the segment's factor lies, in elements.
+
+    Attributes:
+        base: tensor that distances are counted from.
+        offset_G: int64, in multiples of 8 elements where `width` is one.
+        width: columns of every factor.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor | None],
+        width: int,
+        *,
+        num_segments: int | None = None,
+        base: torch.Tensor | None = None,
+    ) -> None:
+        """Find the factors.
+
+        Args:
+            parts: contiguous `[R, width]` of each segment; `None` for a segment without an adapter here.
+            width: of all of them.
+            num_segments: that the table is made for; as many as `parts` by default.
+            base: tensor that distances are counted from; the first factor by default.
+
+        Raises:
+            ValueError: if there is no factor and no base, or one differs in width, dtype or device, or does not begin
+                on 16 bytes.
+        """
+        base = next((part for part in parts if part is not None), None) if base is None else base
+        if base is None:
+            raise ValueError("factors: got none; allowed: at least one segment with an adapter.")
+        self.base, self.width = base, width
+        size = self.base.element_size()
+        offsets = np.zeros(len(parts) if num_segments is None else num_segments, dtype=np.int64)
+        for index, part in enumerate(parts):
+            if part is not None:
+                _check_factor(part, self.base, width)
+                offsets[index] = (part.data_ptr() - self.base.data_ptr()) // size
+        self.offset_G = torch.empty(len(offsets), dtype=torch.int64, device=self.base.device)
+        _copy(offsets, self.offset_G)
+
+    @classmethod
+    def of_slab(
+        cls, slab_RD: torch.Tensor, first_rows: Sequence[int], ranks: Sequence[int], *, num_segments: int | None = None
+    ) -> Factors:
+        """Return factors that lie below each other in one tensor.
+
+        Args:
+            slab_RD: contiguous `[rows, D]`.
+            first_rows: of each segment's factor.
+            ranks: rows of each factor, 0 for none.
+            num_segments: as for the class.
+
+        Raises:
+            ValueError: if a factor reaches out of the slab.
+        """
+        ends = [row + rank for row, rank in zip(first_rows, ranks, strict=True)]
+        if max(ends, default=0) > len(slab_RD) or min(first_rows, default=0) < 0:
+            raise ValueError(f"factors end at rows {ends}; allowed: 0 to {len(slab_RD)}, the rows of the slab.")
+        parts = [slab_RD[row:end] if end > row else None for row, end in zip(first_rows, ends, strict=True)]
+        return cls(parts, slab_RD.shape[1], num_segments=num_segments, base=slab_RD)
+
+
+def _check_factor(part: torch.Tensor, base: torch.Tensor, width: int) -> None:
+    if part.dim() != 2 or part.shape[1] != width or not part.is_contiguous():
+        raise ValueError(f"factor of shape {tuple(part.shape)}; allowed: contiguous with {width} columns.")
+    if part.dtype != base.dtype or part.device != base.device:
+        raise ValueError(f"factor in {part.dtype} on {part.device}; allowed: {base.dtype} on {base.device}, as others.")
+    if width % 8 == 0 and part.data_ptr() % 16:
+        raise ValueError("a factor does not begin on 16 bytes; allowed: memory that loads of whole words can read.")
 
 
 def _check_blocks(block_rows: int, chunk_rows: int) -> None:

@@ -60,12 +60,14 @@ class Layout(NamedTuple):
         rectangles: in the order of their rows.
         num_rows: P.
         row_of_token: int64 `[T]`, where each token goes.
+        row_of_token_on_host: the same.
         padding_rows: int64 `[P - T]`, the rows where none goes.
     """
 
     rectangles: tuple[Rectangle, ...]
     num_rows: int
     row_of_token: torch.Tensor
+    row_of_token_on_host: np.ndarray
     padding_rows: torch.Tensor
 
 
@@ -123,7 +125,7 @@ def build_layout(lengths: tuple[int, ...], length_step: int, device: torch.devic
     is_padding = np.ones(start, dtype=bool)
     is_padding[row_of_token] = False
     index, padding = torch.from_numpy(row_of_token), torch.from_numpy(np.flatnonzero(is_padding))
-    return Layout(tuple(rectangles), start, index.to(device), padding.to(device))
+    return Layout(tuple(rectangles), start, index.to(device), row_of_token, padding.to(device))
 
 
 class _ToRows(torch.autograd.Function):
@@ -204,7 +206,8 @@ def packed_attention(
             "so its sequences cannot be told apart; allowed: architectures that pass **kwargs through to attention."
         )
     _refuse_unknown(module, attention_mask, kwargs)
-    mux_stream.stream.num_attention_calls += 1
+    if not torch.compiler.is_compiling():
+        mux_stream.stream.num_attention_calls += 1
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if sliding_window is not None and not causal:
         raise UnsupportedModelError(
@@ -290,7 +293,7 @@ class _AttentionDropout:
             owner[segment.start : segment.end] = index
         self.segments = stream.segments
         self.owner_of_row = np.full(layout.num_rows, -1)
-        self.owner_of_row[layout.row_of_token.cpu().numpy()] = owner
+        self.owner_of_row[layout.row_of_token_on_host] = owner
 
     def __call__(self, weights_nHLL: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
         owners = self.owner_of_row[rectangle.rows].reshape(rectangle.num_sequences, rectangle.length)[:, 0]
@@ -377,11 +380,8 @@ def _refuse_unknown(module: nn.Module, attention_mask: torch.Tensor | None, kwar
 
 def register() -> None:
     """Make `packed_attention` known to transformers under `ATTENTION_NAME`; may be called again."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface
 
+    # No mask function under this name: transformers then makes no mask, and does not search the positions for packed
+    # sequences either, which would wait for the device.
     AttentionInterface.register(ATTENTION_NAME, packed_attention)
-    AttentionMaskInterface.register(ATTENTION_NAME, _no_mask)
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    return None

@@ -8,6 +8,7 @@ the original `forward` runs, so `generate`, merging and saving work as ever.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from transformers.pytorch_utils import Conv1D
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels import philox
 from peft_mux.kernels.grouped_lora import LinearSlice, LoraSegment, grouped_lora_slices
+from peft_mux.kernels.lora_group import Base
 from peft_mux.modeling.quantized import base_output
+from peft_mux.modeling.slabs import round_up
 from peft_mux.modeling.stream import RowSegment, Stream
 
 _HEAD_COPY = re.compile(r"\.modules_to_save\.[^.]+")
@@ -50,16 +53,20 @@ def attach(model: nn.Module, stream: Stream) -> None:
     for parent in model.modules():
         for names in _SIBLING_NAMES:
             _group_siblings(parent, names, stream)
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, MultiplexedLinear):
+            forward.group.count_columns()
 
 
 def _group_siblings(parent: nn.Module, names: tuple[str, ...], stream: Stream) -> None:
     """Let the linear layers of these names, which read the same activations, be computed together."""
     forwards = [getattr(parent, name).__dict__.get("forward") for name in names if hasattr(parent, name)]
     members = [item for item in forwards if isinstance(item, MultiplexedLinear) and item.is_plain]
-    if len(members) > 1 and not (members[0].siblings and members[0].siblings.members == members):
-        siblings = Siblings(members, stream)
+    if len(members) > 1 and members[0].group.members != members:
+        group = LinearGroup(members, stream)
         for member in members:
-            member.siblings = siblings
+            member.group = group
 
 
 def detach(model: nn.Module) -> None:
@@ -109,7 +116,9 @@ class _Multiplexed:
 class MultiplexedLinear(_Multiplexed):
     """The frozen linear layer once over the stream, and each task's LoRA on its own rows."""
 
-    siblings: Siblings | None = None
+    def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
+        super().__init__(module, name, stream)
+        self.group = LinearGroup([self], stream)
 
     @property
     def is_plain(self) -> bool:
@@ -119,56 +128,103 @@ class MultiplexedLinear(_Multiplexed):
 
     def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[..., K]`."""
-        if self.siblings is not None:
-            return self.siblings.output(self, x)
-        return self.alone(x)
-
-    def alone(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `[..., K]`, computed by itself."""
+        if len(self.group.members) > 1:
+            return self.group.shared_output(self, x)
         layer: Any = self.module
-        part = self.slice()
-        (y_TK,) = grouped_lora_slices(self.rows(x, layer.in_features), [part], self.stream.places)
+        (y_TK,) = self.group.outputs(x)
         y = y_TK.view(*x.shape[:-1], -1)
-        return y if part.weight_KD is not None else base_output(layer.base_layer, x, self.name) + y
+        return y if self.is_plain else base_output(layer.base_layer, x, self.name) + y
 
     def slice(self) -> LinearSlice:
         """Return the layer and the adapters that the tasks of the stream have here."""
+        return self.slice_of(self.stream.segments)
+
+    def slice_of(self, rows: Sequence[RowSegment]) -> LinearSlice:
+        """Return the layer and the adapters that the tasks of given rows have here."""
         layer: Any = self.module
         segments, factors = [], []
-        for segment in self.stream.segments:
+        for segment in rows:
             if segment.adapter in layer.lora_A and not layer.disable_adapters:
                 segments.append(self._segment(segment))
                 factors.append((layer.lora_A[segment.adapter].weight, layer.lora_B[segment.adapter].weight))
         weight, bias = frozen_weight(layer.base_layer)
         return LinearSlice(weight, bias, layer.out_features, segments, factors)
 
+    def dropout_of(self, adapter: str) -> float:
+        """Return the probability with which an adapter drops its input now."""
+        layer: Any = self.module
+        return getattr(layer.lora_dropout[adapter], "p", 0.0) if layer.training else 0.0
+
     def _segment(self, rows: RowSegment) -> LoraSegment:
         layer: Any = self.module
-        dropout = getattr(layer.lora_dropout[rows.adapter], "p", 0.0) if layer.training else 0.0
+        dropout = self.dropout_of(rows.adapter)
         seed = rows.draw_seed(self.name) if dropout > 0.0 else 0
         return LoraSegment(rows.start, rows.end, layer.scaling[rows.adapter], dropout, seed)
 
 
-class Siblings:
+class LinearGroup:
     """Linear layers that read the same activations: the first one called computes all of them (M §3.4.3).
 
     Model code calls them one after another with one tensor; the others find their outputs ready. Where a model calls
     only some of them with a tensor, they are computed one by one from then on.
 
     Args:
-        members: the layers.
+        members: the layers; often one.
         stream: of the model.
+
+    Attributes:
+        number: by which compiled graphs find the group.
+        num_columns: columns of S that any tasks may need; kept up to date by `attach`.
+        are_apart: whether the model has called only some of them with a tensor.
     """
 
     def __init__(self, members: list[MultiplexedLinear], stream: Stream) -> None:
         self.members = members
         self.stream = stream
+        self.number = stream.groups.enroll(self)
+        self.num_columns = 0
         self.are_apart = False
         self._x: torch.Tensor | None = None
         self._pass = -1
         self._ready: dict[int, torch.Tensor] = {}
 
-    def output(self, member: MultiplexedLinear, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def is_training(self) -> bool:
+        """Whether adapters drop out."""
+        return self.members[0].module.training
+
+    @property
+    def widths(self) -> list[int]:
+        """Output features of each layer."""
+        return [member.module.out_features for member in self.members]  # type: ignore[misc]
+
+    def bases(self) -> list[Base]:
+        """Return the frozen part of each layer."""
+        layers: list[Any] = [member.module for member in self.members]
+        return [Base(*frozen_weight(layer.base_layer), layer.out_features) for layer in layers]
+
+    def count_columns(self) -> None:
+        """Count anew what S needs: whole groups of eight ranks of each layer's greatest adapter."""
+        layers: list[Any] = [member.module for member in self.members]
+        self.num_columns = sum(round_up(max(map(int, layer.r.values()), default=0)) for layer in layers)
+
+    def outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return `[T, K]` of each layer."""
+        x_TD = self.members[0].rows(x, x.shape[-1])
+        lora_pass = self.stream.lora_pass
+        if lora_pass is not None and not any(member.module.disable_adapters for member in self.members):
+            device_type = x_TD.device.type
+            autocast = torch.is_autocast_enabled(device_type)
+            dtype = torch.get_autocast_dtype(device_type) if autocast else x_TD.dtype
+            with torch.autocast(device_type, enabled=False):
+                if torch.compiler.is_compiling():
+                    return lora_pass.compiled_outputs(self, x_TD, dtype)
+                ys = lora_pass.outputs(self, x_TD, dtype)
+            if ys is not None:
+                return ys
+        return grouped_lora_slices(x_TD, [member.slice() for member in self.members], self.stream.places)
+
+    def shared_output(self, member: MultiplexedLinear, x: torch.Tensor) -> torch.Tensor:
         """Return one member's output for `x`."""
         if x is self._x and id(member) in self._ready:
             y = self._ready.pop(id(member))
@@ -176,16 +232,20 @@ class Siblings:
                 self._x = None
             return y
         # What is left over from another pass was cut off there: a recomputation ends where nothing more is needed.
-        self.are_apart |= bool(self._ready) and self._pass == self.stream.num_passes
+        # A compiled graph must not depend on the number of the pass.
+        this_pass = 0 if torch.compiler.is_compiling() else self.stream.num_passes
+        if self._ready and self._pass == this_pass:
+            self.are_apart = True
         self._ready.clear()
         self._x = None
         if self.are_apart:
-            return member.alone(x)
-        x_TD = member.rows(x, x.shape[-1])
-        ys = grouped_lora_slices(x_TD, [item.slice() for item in self.members], self.stream.places)
+            member.group = LinearGroup([member], self.stream)
+            member.group.count_columns()
+            return member.multiplexed(x)
+        ys = self.outputs(x)
         outputs = {id(item): y.view(*x.shape[:-1], -1) for item, y in zip(self.members, ys, strict=True)}
         y = outputs.pop(id(member))
-        self._x, self._pass, self._ready = x, self.stream.num_passes, outputs
+        self._x, self._pass, self._ready = x, this_pass, outputs
         return y
 
 

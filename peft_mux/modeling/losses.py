@@ -15,34 +15,11 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from peft_mux.data.batch import IGNORE_INDEX, MuxBatch
+from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels.linear_cross_entropy import Head, block_rows, linear_cross_entropy
 from peft_mux.modeling.layers import frozen_weight
 from peft_mux.modeling.stream import Stream
-
-
-class TargetRows:
-    """Rows of a micro-batch that predict something.
-
-    Attributes:
-        rows: int64 `[M]`, places in the stream.
-        targets: int64 `[M]`.
-        offsets: of the tasks among these rows, `N + 1` numbers.
-    """
-
-    def __init__(self, batch: MuxBatch) -> None:
-        """Find the target rows of `batch`."""
-        labels = batch.labels[0]
-        self.rows = torch.nonzero(labels != IGNORE_INDEX).squeeze(1)
-        self.targets = labels[self.rows]
-        bounds = torch.searchsorted(self.rows, torch.tensor(batch.task_offsets, device=labels.device))
-        self.offsets: tuple[int, ...] = tuple(bounds.tolist())
-
-    @property
-    def counts(self) -> list[int]:
-        """Number of target rows of each task."""
-        return [end - start for start, end in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
 
 
 def output_head(backbone: Any) -> tuple[Any, float, float | None]:
@@ -65,8 +42,8 @@ def output_head(backbone: Any) -> tuple[Any, float, float | None]:
 
 def token_losses(
     hidden_TD: torch.Tensor, backbone: Any, batch: MuxBatch, stream: Stream, adapters: dict[str, str]
-) -> tuple[torch.Tensor, TargetRows]:
-    """Return the negative log-likelihood of every target of a micro-batch.
+) -> torch.Tensor:
+    """Return the negative log-likelihood of every target of a micro-batch, sorted by task.
 
     Args:
         hidden_TD: `[T, D]` last hidden states.
@@ -76,16 +53,16 @@ def token_losses(
         adapters: internal adapter id of each task name.
 
     Returns:
-        `[M]` losses and the rows they belong to.
+        `[M]`.
     """
-    target_rows = TargetRows(batch)
-    hidden_MD = hidden_TD.index_select(0, target_rows.rows)
+    hidden_MD = hidden_TD.index_select(0, batch.target_rows)
+    targets_M = batch.labels[0].index_select(0, batch.target_rows)
     module, scale, softcap = output_head(backbone)
     weight, bias = frozen_weight(module)
     if weight is not None:
-        return linear_cross_entropy(hidden_MD, Head(weight, bias, scale, softcap), target_rows.targets), target_rows
+        return linear_cross_entropy(hidden_MD, Head(weight, bias, scale, softcap), targets_M)
     if isinstance(module, BaseTunerLayer):
-        return _adapted_losses(hidden_MD, module, target_rows, batch, stream, adapters, (scale, softcap)), target_rows
+        return _adapted_losses(hidden_MD, targets_M, module, batch, stream, adapters, (scale, softcap))
     raise UnsupportedModelError(
         f"the output head of {type(backbone).__name__} is a {type(module).__name__}; allowed: a linear layer."
     )
@@ -93,8 +70,8 @@ def token_losses(
 
 def _adapted_losses(
     hidden_MD: torch.Tensor,
+    targets_M: torch.Tensor,
     module: Any,
-    target_rows: TargetRows,
     batch: MuxBatch,
     stream: Stream,
     adapters: dict[str, str],
@@ -102,16 +79,16 @@ def _adapted_losses(
 ) -> torch.Tensor:
     """The same where some task adapts the head: blocks of logits are recomputed in the backward pass."""
     scale, softcap = transform
-    places_M = batch.token_places[target_rows.rows]
+    places_M = batch.token_places.index_select(0, batch.target_rows)
     size = block_rows(module.base_layer.weight.shape[0], hidden_MD.device.type)
 
     def block(hidden: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        offsets = tuple(min(max(offset - start, 0), end - start) for offset in target_rows.offsets)
+        offsets = tuple(min(max(offset - start, 0), end - start) for offset in batch.target_offsets)
         with stream.reading(batch, adapters), stream.selected_rows(offsets, places_M[start:end], adapters):
             logits = module(hidden).float() * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
-        return F.cross_entropy(logits, target_rows.targets[start:end], reduction="none")
+        return F.cross_entropy(logits, targets_M[start:end], reduction="none")
 
     parts = []
     for start in range(0, len(hidden_MD), size):

@@ -19,6 +19,7 @@ from peft_mux.modeling import classification, losses
 from peft_mux.modeling.attention import ATTENTION_NAME, AttentionStream, register
 from peft_mux.modeling.injection import as_it_was, check_configs, is_meta, own_copy, peft_refusals, seeded
 from peft_mux.modeling.layers import attach
+from peft_mux.modeling.lora_pass import LoraGroups, LoraPass
 from peft_mux.modeling.quantized import prepare_quantized
 from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.modeling.stream import Stream
@@ -89,7 +90,8 @@ class MultiTaskPeftModel(PeftModel):
         adapter = "t000001"
         with seeded((seeds or {}).get(first, 42)), peft_refusals(first), as_it_was(model):
             super().__init__(model, config, adapter, low_cpu_mem_usage=is_meta(model))
-        self.stream = Stream()
+        self._groups = LoraGroups(self._slab_of_adapter)
+        self.stream = Stream(self._groups)
         self._adapters: dict[str, str] = {}
         self._num_registered = 0
         self._is_head_new = is_head_new
@@ -154,6 +156,7 @@ class MultiTaskPeftModel(PeftModel):
             adapter = self._adapters.pop(name)
             del self._task_parameters[name], self._given_configs[name]
             self._slabs.pop(name, None)
+            self._groups.clear()
             others = list(self._adapters.values())
             if adapter in self.active_adapters and others:
                 self.base_model.set_adapter(others[0])
@@ -188,7 +191,13 @@ class MultiTaskPeftModel(PeftModel):
         result = super()._apply(*args, **kwargs)
         for name in getattr(self, "_slabs", {}):
             self._slabs[name] = TaskSlab(self._task_parameters[name])
+        if hasattr(self, "_groups"):
+            self._groups.clear()
         return result
+
+    def _slab_of_adapter(self, adapter: str) -> TaskSlab | None:
+        name = next((name for name, known in self._adapters.items() if known == adapter), None)
+        return None if name is None else self._slabs.get(name)
 
     def was_given(self, name: str, config: PeftConfig) -> bool:
         """Whether a task was registered with this configuration, or holds it now (PEFT completes what it is given)."""
@@ -224,23 +233,22 @@ class MultiTaskPeftModel(PeftModel):
         if not isinstance(mux_batch, MuxBatch):
             args = args if mux_batch is None else (mux_batch, *args)
             return super().forward(*args, **kwargs)
-        if torch.is_grad_enabled():
-            for name in mux_batch.task_names:
-                self.task_slab(name).bind_gradients()
+        self._prepare(mux_batch)
         with self.multiplexing(mux_batch):
             hidden_TD = self._hidden_states(mux_batch)
             if self.is_classifier:
                 logits = classification.task_logits(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
                 terms, bounds = classification.task_losses(logits, mux_batch), mux_batch.sequence_offsets
-                counts = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
             else:
-                terms, rows = losses.token_losses(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
-                counts = rows.counts
+                terms = losses.token_losses(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
+                bounds = mux_batch.target_offsets
+            counts = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
         return MuxOutput(losses.per_task(terms, counts, mux_batch.loss_weights), mux_batch.task_names)
 
     @torch.no_grad()
     def sequence_logits(self, mux_batch: MuxBatch) -> list[torch.Tensor]:
         """Return the logits of every sequence: `[L, V]` for language models, `[C]` for classifiers."""
+        self._prepare(mux_batch)
         with self.multiplexing(mux_batch):
             hidden_TD = self._hidden_states(mux_batch)
             if self.is_classifier:
@@ -249,14 +257,19 @@ class MultiTaskPeftModel(PeftModel):
             return losses.stream_logits(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
 
     @contextmanager
-    def multiplexing(self, batch: MuxBatch) -> Iterator[None]:
-        """Let the attached layers and attention read `batch` for the time of the `with` block."""
+    def multiplexing(self, batch: MuxBatch, lora_pass: LoraPass | None = None) -> Iterator[None]:
+        """Let the attached layers and attention read `batch` for the time of the `with` block.
+
+        Args:
+            batch: the micro-batch, its tensors on the model's device.
+            lora_pass: of the same batch, where its activations are recomputed.
+        """
         config = self.backbone.config
         attention = config._attn_implementation
         if attention != ATTENTION_NAME:
             config._attn_implementation = ATTENTION_NAME
         try:
-            with self.stream.reading(batch, self._adapters):
+            with self.stream.reading(batch, self._adapters, lora_pass):
                 yield
         finally:
             if attention != ATTENTION_NAME:
@@ -305,7 +318,18 @@ class MultiTaskPeftModel(PeftModel):
 
     def _checkpoint_contexts(self) -> tuple[Any, Any]:
         batch = self.stream.batch
-        return nullcontext(), nullcontext() if batch is None else self.multiplexing(batch)
+        if batch is None:
+            return nullcontext(), nullcontext()
+        return nullcontext(), self.multiplexing(batch, self.stream.lora_pass)
+
+    @torch.compiler.disable()
+    def _prepare(self, batch: MuxBatch) -> None:
+        """Bind the gradients of a pass, and let kernels in another dtype see the weights as they are now."""
+        for name in batch.task_names:
+            slab = self.task_slab(name)
+            if torch.is_grad_enabled():
+                slab.bind_gradients()
+            slab.refresh_copies()
 
     # ------------------------------------------------------------------ files
 
@@ -407,6 +431,7 @@ class MultiTaskPeftModel(PeftModel):
         }
         if not is_meta(self.backbone):
             self._slabs[name] = TaskSlab(self._task_parameters[name])
+        self._groups.clear()
         self._mark_trainable()
 
     def _drop_heads_from_targets(self, adapter: str) -> None:

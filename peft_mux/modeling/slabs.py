@@ -5,6 +5,9 @@ the clipping and the copies of a task are each one operation over one tensor. A 
 activations lie side by side, so that they are one matrix without a copy; B lies transposed (`[R, K]`), as it is used.
 
     page   | q.A | k.A | v.A | o.A | q.B^T | k.B^T | v.B^T | o.B^T | gate.A | ...
+
+Kernels read a factor in words of 16 bytes and the columns of S in groups of eight ranks. So A takes whole groups of
+eight rows, and every parameter a multiple of eight elements; what is left over stays zero in weights and gradients.
 """
 
 from __future__ import annotations
@@ -15,17 +18,36 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+GROUP = 8
+"""Rows of A, and elements of any parameter, that a page is laid out in."""
+
 
 class _Entry(NamedTuple):
     parameter: nn.Parameter
     offset: int
     is_transposed: bool
 
+    def rows_of(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return this parameter's part of a flat buffer as it lies there: contiguous, B transposed."""
+        shape = self.parameter.shape[::-1] if self.is_transposed else self.parameter.shape
+        return flat[self.offset : self.offset + self.parameter.numel()].view(shape)
+
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this parameter's part of a flat buffer, in the parameter's shape."""
-        shape = self.parameter.shape
-        part = flat[self.offset : self.offset + self.parameter.numel()]
-        return part.view(shape[1], shape[0]).t() if self.is_transposed else part.view(shape)
+        rows = self.rows_of(flat)
+        return rows.t() if self.is_transposed else rows
+
+
+class Factor(NamedTuple):
+    """Where kernels find A or B transposed of one adapter.
+
+    Attributes:
+        values: `[R, width]` in the dtype that was asked for.
+        gradient: `[R, width]` in the dtype of the weights; `None` where none is bound.
+    """
+
+    values: torch.Tensor
+    gradient: torch.Tensor | None
 
 
 class Page:
@@ -34,31 +56,56 @@ class Page:
     Attributes:
         decays: whether weight decay applies to them.
         values: 1-D, a leaf for optimizers.
+        num_bindings: how often a new buffer of gradients was made; addresses taken before are no longer true.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], *, decays: bool) -> None:
         """Copy the weights into a flat buffer and make the parameters views of it."""
         self.decays = decays
+        self.num_bindings = 0
+        self._shadows: dict[torch.dtype, torch.Tensor] = {}
         first = next(iter(parameters.values()))
-        flat = first.new_empty(sum(parameter.numel() for parameter in parameters.values()), requires_grad=False)
-        self._entries = []
+        flat = first.new_zeros(sum(_size(name, item) for name, item in parameters.items()), requires_grad=False)
+        self._entries: dict[int, _Entry] = {}
         offset = 0
         for name, parameter in parameters.items():
-            entry = _Entry(parameter, offset, ".lora_B." in f".{name}" and parameter.dim() == 2)
+            entry = _Entry(parameter, offset, _is_b(name, parameter))
             view = entry.view_of(flat)
             view.copy_(parameter.data)
             parameter.data = view
-            self._entries.append(entry)
-            offset += parameter.numel()
+            self._entries[id(parameter)] = entry
+            offset += _size(name, parameter)
         self.values = nn.Parameter(flat)
+
+    def factor(self, parameter: nn.Parameter, dtype: torch.dtype) -> Factor | None:
+        """Return where a factor lies, in a dtype; `None` for a parameter that is not of this page."""
+        entry = self._entries.get(id(parameter))
+        if entry is None:
+            return None
+        gradient = None if self.values.grad is None else entry.rows_of(self.values.grad)
+        return Factor(entry.rows_of(self._values_in(dtype)), gradient)
+
+    def _values_in(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype == self.values.dtype:
+            return self.values.detach()
+        if dtype not in self._shadows:
+            self._shadows[dtype] = self.values.detach().to(dtype)
+        return self._shadows[dtype]
+
+    @torch.no_grad()
+    def refresh_copies(self) -> None:
+        """Bring the copies in other dtypes, which kernels read, up to date with the weights."""
+        for copy in self._shadows.values():
+            copy.copy_(self.values)
 
     def bind_gradients(self) -> None:
         """See to it that every parameter has a gradient that is a view of one flat buffer; new ones are zero."""
         if self.values.grad is None:
+            self.num_bindings += 1
             self.values.grad = torch.zeros_like(self.values)
-        elif all(entry.parameter.grad is not None for entry in self._entries):
+        elif all(entry.parameter.grad is not None for entry in self._entries.values()):
             return
-        for entry in self._entries:
+        for entry in self._entries.values():
             if entry.parameter.grad is None:
                 view = entry.view_of(self.values.grad)
                 view.zero_()
@@ -67,7 +114,7 @@ class Page:
     def drop_gradients(self) -> None:
         """Free the gradients."""
         self.values.grad = None
-        for entry in self._entries:
+        for entry in self._entries.values():
             entry.parameter.grad = None
 
 
@@ -86,6 +133,26 @@ class TaskSlab:
         with torch.no_grad():
             self.pages = [Page(members, decays=does_decay) for (_, does_decay), members in kinds.items()]
 
+    @property
+    def num_bindings(self) -> int:
+        """Changes whenever gradients lie somewhere else than before."""
+        return sum(page.num_bindings for page in self.pages)
+
+    def factor(self, parameter: nn.Parameter, dtype: torch.dtype) -> Factor | None:
+        """Return where kernels find A or B transposed of one adapter.
+
+        Args:
+            parameter: of this task.
+            dtype: of the values; a copy is made where it is not that of the weights.
+        """
+        found = (page.factor(parameter, dtype) for page in self.pages)
+        return next((factor for factor in found if factor is not None), None)
+
+    def refresh_copies(self) -> None:
+        """Bring the copies in other dtypes up to date with the weights; once before every pass."""
+        for page in self.pages:
+            page.refresh_copies()
+
     def bind_gradients(self) -> None:
         """Make ready for a backward pass."""
         for page in self.pages:
@@ -95,6 +162,22 @@ class TaskSlab:
         """Free the gradients."""
         for page in self.pages:
             page.drop_gradients()
+
+
+def _is_b(name: str, parameter: nn.Parameter) -> bool:
+    return ".lora_B." in f".{name}" and parameter.dim() == 2
+
+
+def _size(name: str, parameter: nn.Parameter) -> int:
+    """Return how many elements of a page a parameter takes."""
+    if ".lora_A." in f".{name}" and parameter.dim() == 2:
+        return round_up(len(parameter)) * parameter.shape[1]
+    return round_up(parameter.numel())
+
+
+def round_up(count: int) -> int:
+    """Return the next multiple of `GROUP`."""
+    return -(-count // GROUP) * GROUP
 
 
 def decays(name: str) -> bool:

@@ -15,6 +15,7 @@ import torch
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.kernels import philox
+from peft_mux.modeling.lora_pass import LoraGroups, LoraPass
 
 
 class RowSegment(NamedTuple):
@@ -47,12 +48,18 @@ class Stream:
         segments: rows of each task in the activations that modules see now.
         places: int64 `[rows]`, place of each row in its task's global batch.
         num_rows: rows that modules see now: the tokens, or fewer inside `selected_rows`.
+        lora_pass: rows bound to adapters, for layers that see every token; `None` while idle or inside `selected_rows`.
         num_attention_calls: how often packed attention ran, since the stream was made.
         num_passes: how often a batch was dispatched; recomputations count.
+
+    Args:
+        groups: tables of the model's adapters; none by default.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: LoraGroups | None = None) -> None:
         """Make an idle stream."""
+        self.groups = groups or LoraGroups(lambda adapter: None)
+        self.lora_pass: LoraPass | None = None
         self.batch: MuxBatch | None = None
         self.segments: tuple[RowSegment, ...] = ()
         self.places: torch.Tensor = torch.empty(0, dtype=torch.int64)
@@ -66,23 +73,27 @@ class Stream:
         return self.batch is None
 
     @contextmanager
-    def reading(self, batch: MuxBatch, adapters: Mapping[str, str]) -> Iterator[Stream]:
+    def reading(
+        self, batch: MuxBatch, adapters: Mapping[str, str], lora_pass: LoraPass | None = None
+    ) -> Iterator[Stream]:
         """Dispatch the rows of `batch` for the time of the `with` block.
 
         Args:
             batch: the micro-batch, its tensors on the model's device.
             adapters: internal adapter id of each task name.
+            lora_pass: of the same batch, where activations are recomputed; made by default.
         """
-        before = self.batch, self.segments, self.places, self.num_rows
+        before = self.batch, self.segments, self.places, self.num_rows, self.lora_pass
         self.num_passes += 1
         self.batch = batch
         self.segments = _segments(batch, batch.task_offsets, adapters)
         self.places = batch.token_places
         self.num_rows = batch.num_tokens
+        self.lora_pass = lora_pass or LoraPass(self.groups, self.segments, self.places)
         try:
             yield self
         finally:
-            self.batch, self.segments, self.places, self.num_rows = before
+            self.batch, self.segments, self.places, self.num_rows, self.lora_pass = before
 
     @contextmanager
     def selected_rows(
@@ -96,13 +107,13 @@ class Stream:
             adapters: internal adapter id of each task name.
         """
         assert self.batch is not None, "rows can only be selected inside reading()"
-        before = self.segments, self.places, self.num_rows
+        before = self.segments, self.places, self.num_rows, self.lora_pass
         self.segments = _segments(self.batch, offsets, adapters)
-        self.places, self.num_rows = places, offsets[-1]
+        self.places, self.num_rows, self.lora_pass = places, offsets[-1], None
         try:
             yield self
         finally:
-            self.segments, self.places, self.num_rows = before
+            self.segments, self.places, self.num_rows, self.lora_pass = before
 
 
 def _segments(batch: MuxBatch, offsets: tuple[int, ...], adapters: Mapping[str, str]) -> tuple[RowSegment, ...]:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from peft_mux.kernels import philox
-from peft_mux.kernels.tables import RankTable, SegmentTables
+from peft_mux.kernels.tables import Factors, RankTable, SegmentTables
 
 MODULE_SEED = philox.hash_seed("layers.3.q_proj")
 QUANTITIES: tuple[str, ...] = ("y", "dx", "dA", "dB")
@@ -136,7 +136,6 @@ def run_pass(data: Sequence[Data], case: Case) -> list[dict[str, torch.Tensor]]:
     ranks = RankTable(
         [d.task.rank for d in data],
         [d.scale for d in data],
-        w_rows,
         s_columns=[8 * (i % 3) for i in range(len(data))],
         dropouts=[d.task.dropout for d in data],
         **(limits if settings.fixed else {}),
@@ -159,12 +158,16 @@ def run_pass(data: Sequence[Data], case: Case) -> list[dict[str, torch.Tensor]]:
     y, dx = blank(out_features), blank(in_features)
     fill = 1.0 if settings.accumulate else NAN
     da, db = torch.full(a.shape, fill), torch.full(bt.shape, fill)
-    kernels.shrink(x, a, s, tables, ranks, scaled=False, **drop)
-    kernels.expand(s, bt, y, tables, ranks, scaled=True, bias=bias)
-    kernels.shrink(dy, bt, ds, tables, ranks, scaled=True)
-    kernels.expand(ds, a, dx, tables, ranks, scaled=False, **drop)
-    kernels.wgrad(ds, x, da, tables, ranks, scaled=False, accumulate=settings.accumulate, **drop)
-    kernels.wgrad(s, dy, db, tables, ranks, scaled=True, accumulate=settings.accumulate)
+
+    def placed(tensor: torch.Tensor) -> Factors:
+        return Factors.of_slab(tensor, w_rows, [d.task.rank for d in data], num_segments=ranks.num_segments)
+
+    kernels.shrink(x, placed(a), s, tables, ranks, scaled=False, **drop)
+    kernels.expand(s, placed(bt), y, tables, ranks, scaled=True, bias=bias)
+    kernels.shrink(dy, placed(bt), ds, tables, ranks, scaled=True)
+    kernels.expand(ds, placed(a), dx, tables, ranks, scaled=False, **drop)
+    kernels.wgrad(ds, x, placed(da), tables, ranks, scaled=False, accumulate=settings.accumulate, **drop)
+    kernels.wgrad(s, dy, placed(db), tables, ranks, scaled=True, accumulate=settings.accumulate)
     untouched = a.isnan().all(1)
     same = da.isnan().all(1) if not settings.accumulate else (da == 1).all(1)
     assert (same >= untouched).all(), "wrote to rows of a slab that are nobody's"
@@ -258,17 +261,17 @@ def masks(width: int, probability: float) -> dict[str, bool]:
     tables = SegmentTables([rows], [step_seed], block_rows=16, chunk_rows=32)
     ones = torch.ones(rows, width)
 
-    wide = RankTable([width], [1.0], [0], dropouts=[probability])
+    wide = RankTable([width], [1.0], dropouts=[probability])
     s = torch.zeros(rows, wide.num_columns)
-    kernels.shrink(ones, torch.eye(width), s, tables, wide, **drop)
+    kernels.shrink(ones, whole(torch.eye(width)), s, tables, wide, **drop)
 
-    single = RankTable([1], [1.0], [0], dropouts=[probability])
+    single = RankTable([1], [1.0], dropouts=[probability])
     dx = torch.full((rows, width), NAN)
-    kernels.expand(torch.ones(rows, 8), torch.ones(1, width), dx, tables, single, **drop)
+    kernels.expand(torch.ones(rows, 8), whole(torch.ones(1, width)), dx, tables, single, **drop)
 
-    square = RankTable([rows], [1.0], [0], dropouts=[probability])
+    square = RankTable([rows], [1.0], dropouts=[probability])
     gradient = torch.full((rows, width), NAN)
-    kernels.wgrad(torch.eye(rows), ones, gradient, tables, square, **drop)
+    kernels.wgrad(torch.eye(rows), ones, whole(gradient), tables, square, **drop)
 
     scaled = expected.float() * philox.keep_scale(probability)
     return {
@@ -279,24 +282,30 @@ def masks(width: int, probability: float) -> dict[str, bool]:
     }
 
 
+def whole(factor: torch.Tensor, num_segments: int = 1) -> Factors:
+    return Factors.of_slab(factor, [0], [len(factor)], num_segments=num_segments)
+
+
 def refusals() -> dict[str, str]:
     """Return what launches say that would read or write outside of their tensors."""
     from peft_mux.kernels import grouped_lora_triton as kernels
 
-    tables, ranks = SegmentTables([8], [0]), RankTable([20], [1.0], [4])
-    x, w, s, y = torch.ones(8, 16), torch.ones(24, 16), torch.ones(8, 24), torch.ones(8, 16)
+    tables, ranks = SegmentTables([8], [0]), RankTable([20], [1.0])
+    x, w, s, y = torch.ones(8, 16), whole(torch.ones(20, 16)), torch.ones(8, 24), torch.ones(8, 16)
+    doubles, halves = whole(torch.ones(20, 16).double()), whole(torch.ones(20, 16).bfloat16())
     attempts = {
-        "float64": lambda: kernels.shrink(x.double(), w.double(), s.double(), tables, ranks, scaled=False),
-        "mixed dtypes": lambda: kernels.shrink(x, w.bfloat16(), s, tables, ranks, scaled=False),
+        "float64": lambda: kernels.shrink(x.double(), doubles, s.double(), tables, ranks, scaled=False),
+        "mixed dtypes": lambda: kernels.shrink(x, halves, s, tables, ranks, scaled=False),
         "narrow S": lambda: kernels.shrink(x, w, s[:, :23], tables, ranks, scaled=False),
-        "short slab": lambda: kernels.expand(s, w[:23], y, tables, ranks, scaled=False),
+        "factors of more segments": lambda: kernels.expand(
+            s, whole(torch.ones(20, 16), 2), y, tables, ranks, scaled=False
+        ),
         "wrong width": lambda: kernels.expand(s, w, torch.ones(8, 17), tables, ranks, scaled=False),
-        "strided slab": lambda: kernels.expand(s, torch.ones(16, 24).t(), y, tables, ranks, scaled=False),
         "transposed y": lambda: kernels.expand(s, w, torch.ones(16, 8).t(), tables, ranks, scaled=False),
         "too few rows": lambda: kernels.expand(s[:7], w, y[:7], tables, ranks, scaled=False),
         "other tables": lambda: kernels.expand(s, w, y, SegmentTables([4, 4], [0, 0]), ranks, scaled=False),
         "short places": lambda: kernels.shrink(x, w, s, tables, ranks, scaled=False, places=torch.arange(7)),
-        "bf16 gradients": lambda: kernels.wgrad(s, x, w.bfloat16(), tables, ranks, scaled=False),
+        "bf16 gradients": lambda: kernels.wgrad(s, x, halves, tables, ranks, scaled=False),
         "wrong bias": lambda: kernels.expand(s, w, y, tables, ranks, scaled=False, bias=torch.ones(15)),
     }
     said = {}
@@ -330,19 +339,21 @@ def updated() -> dict[str, bool]:
     from peft_mux.kernels import grouped_lora_triton as kernels
 
     fixed = SegmentTables([50], [1], block_rows=16, chunk_rows=32, max_tokens=64, max_segments=4)
-    table = RankTable([8], [1.0], [0], max_segments=4, max_rank=40, has_dropout=True)
+    table = RankTable([8], [1.0], max_segments=4, max_rank=40, has_dropout=True)
     pointers = fixed.tile_row.data_ptr(), table.scale_G.data_ptr()
     fixed.update([30, 0, 34], [5, 6, 2**64 - 1])
-    table.update([40, 8, 4], [2.0, 1.0, 0.5], [0, 40, 48], dropouts=[0.5, 0.0, 0.1])
+    table.update([40, 8, 4], [2.0, 1.0, 0.5], dropouts=[0.5, 0.0, 0.1])
     fresh = SegmentTables([30, 0, 34], [5, 6, 2**64 - 1], block_rows=16, chunk_rows=32)
-    fresh_table = RankTable([40, 8, 4], [2.0, 1.0, 0.5], [0, 40, 48], dropouts=[0.5, 0.0, 0.1])
+    fresh_table = RankTable([40, 8, 4], [2.0, 1.0, 0.5], dropouts=[0.5, 0.0, 0.1])
     x, w, places = torch.randn(64, 24), torch.randn(52, 24), torch.arange(64)
     results = []
     for tables, ranks in ((fixed, table), (fresh, fresh_table)):
         s, gradient, y = torch.zeros(64, 40), torch.full((52, 24), NAN), torch.full((64, 24), NAN)
-        kernels.shrink(x, w, s, tables, ranks, scaled=True, places=places)
-        kernels.expand(s, w, y, tables, ranks, scaled=True)
-        kernels.wgrad(s, x, gradient, tables, ranks, scaled=True, places=places)
+        options: dict[str, Any] = {"num_segments": ranks.num_segments}
+        factors, gradients = (Factors.of_slab(t, [0, 40, 48], [40, 8, 4], **options) for t in (w, gradient))
+        kernels.shrink(x, factors, s, tables, ranks, scaled=True, places=places)
+        kernels.expand(s, factors, y, tables, ranks, scaled=True)
+        kernels.wgrad(s, x, gradients, tables, ranks, scaled=True, places=places)
         results.append((s, y, gradient))
     equal = [torch.equal(left, right) for left, right in zip(*results, strict=True)]
     finite = all(bool(tensor.isfinite().all()) for tensor in results[0])
@@ -358,7 +369,7 @@ def blocks_of_ranks() -> dict[str, list[list[int]]]:
     for rank in (0, 1, 16, 17, 64, 65, 256):
         found[str(rank)] = []
         for others in ([], [0], [4], [40], [4, 40], [256], [1, 256]):
-            table = RankTable([rank, *others], [1.0] * (1 + len(others)), [0] * (1 + len(others)))
+            table = RankTable([rank, *others], [1.0] * (1 + len(others)))
             for with_zero in (False, True):
                 launches = kernels._rank_classes(table, with_zero=with_zero)
                 found[str(rank)].append([block for low, high, block in launches if low <= rank <= high])
@@ -369,9 +380,9 @@ def columns_of_s() -> dict[str, bool]:
     """Return what shrink does to columns of S: a rank's own, those that fill eight, all others."""
     from peft_mux.kernels import grouped_lora_triton as kernels
 
-    tables, ranks = SegmentTables([4, 4], [0, 0]), RankTable([3, 0], [1.0, 1.0], [0, 0], s_columns=[8, 0])
+    tables, ranks = SegmentTables([4, 4], [0, 0]), RankTable([3, 0], [1.0, 1.0], s_columns=[8, 0])
     s = torch.full((8, 24), NAN)
-    kernels.shrink(torch.ones(8, 16), torch.ones(3, 16), s, tables, ranks, scaled=False)
+    kernels.shrink(torch.ones(8, 16), whole(torch.ones(3, 16), 2), s, tables, ranks, scaled=False)
     nothing = torch.ones(8, 24, dtype=torch.bool)
     nothing[:4, 8:16] = False
     return {

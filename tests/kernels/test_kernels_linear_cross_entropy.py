@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from peft_mux.kernels.linear_cross_entropy import (
     linear_cross_entropy,
     reference_linear_cross_entropy,
 )
-from peft_mux.modeling.losses import TargetRows, per_task
+from peft_mux.modeling.losses import per_task
 
 PROPERTY = settings(deadline=None, max_examples=60)
 D, V = 16, 53
@@ -191,9 +192,9 @@ def stream(*tasks: list[tuple[list[int], list[int]]]) -> Any:
 
 def task_means(hidden: torch.Tensor, head: Head, batch: Any) -> torch.Tensor:
     """Return each task's loss as the model computes it from hidden states."""
-    target_rows = TargetRows(batch)
-    losses = linear_cross_entropy(hidden.index_select(0, target_rows.rows), head, target_rows.targets, rows_per_block=2)
-    return per_task(losses, target_rows.counts, batch.loss_weights)
+    losses = linear_cross_entropy(hidden[batch.target_rows], head, batch.labels[0][batch.target_rows], rows_per_block=2)
+    counts = [end - start for start, end in pairwise(batch.target_offsets)]
+    return per_task(losses, counts, batch.loss_weights)
 
 
 def test_ignored_labels_carry_no_loss_and_each_task_has_the_mean_of_its_own() -> None:
@@ -207,7 +208,7 @@ def test_ignored_labels_carry_no_loss_and_each_task_has_the_mean_of_its_own() ->
     logits = hidden @ head.weight.t() + head.bias
     labels = batch.labels[0]
     wanted = torch.stack([F.cross_entropy(logits[:7], labels[:7]), F.cross_entropy(logits[7:], labels[7:])])
-    assert TargetRows(batch).counts == [4, 1]
+    assert batch.target_offsets == (0, 4, 5)
     assert torch.allclose(found, wanted, rtol=1e-12)
     for index, part in enumerate((slice(0, 7), slice(7, 12))):
         (mine,) = torch.autograd.grad(found[index], hidden, retain_graph=True)
@@ -242,7 +243,7 @@ def test_a_stream_where_everything_is_masked_has_losses_of_zero() -> None:
 
 def test_the_label_of_a_first_token_is_never_a_target() -> None:
     batch = stream([([3], [3]), ([4, 5], [4, 5])])
-    assert TargetRows(batch).targets.tolist() == [5]
+    assert batch.labels[0][batch.target_rows].tolist() == [5]
 
 
 # ------------------------------------------------------------------ memory

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peft_mux.kernels import philox, tunings
-from peft_mux.kernels.tables import RankTable, SegmentTables
+from peft_mux.kernels.tables import Factors, RankTable, SegmentTables
 
 LENGTHS = st.lists(st.integers(0, 150), max_size=8)
 
@@ -145,14 +145,13 @@ def test_a_refused_update_changes_nothing() -> None:
 
 
 def test_a_rank_table_holds_what_it_was_given() -> None:
-    table = RankTable([8, 0, 40], [2.0, 0.0, 0.3], [0, 0, 16], s_columns=[0, 0, 8], dropouts=[0.1, 0.0, 0.5])
+    table = RankTable([8, 0, 40], [2.0, 0.0, 0.3], s_columns=[0, 0, 8], dropouts=[0.1, 0.0, 0.5])
     assert table.rank_G.tolist() == [8, 0, 40]
-    assert table.w_row_G.tolist() == [0, 0, 16]
     assert table.s_column_G.tolist() == [0, 0, 8]
     assert torch.equal(table.scale_G, torch.tensor([2.0, 0.0, 0.3]))
     assert table.threshold_G.tolist() == [philox.drop_threshold(p) for p in (0.1, 0.0, 0.5)]
     assert torch.equal(table.keep_scale_G, torch.tensor([philox.keep_scale(p) for p in (0.1, 0.0, 0.5)]))
-    assert (table.max_rank, table.has_dropout, table.num_columns, table.num_slab_rows) == (40, True, 48, 56)
+    assert (table.max_rank, table.has_dropout, table.num_columns) == (40, True, 48)
 
 
 @pytest.mark.parametrize(
@@ -160,37 +159,37 @@ def test_a_rank_table_holds_what_it_was_given() -> None:
     [([], False, False), ([0], False, False), ([1, 0], True, False), ([16], True, False), ([17], False, True)],
 )
 def test_launches_are_made_only_for_kinds_of_rank_that_occur(ranks: list[int], narrow: bool, wide: bool) -> None:
-    table = RankTable(ranks, [1.0] * len(ranks), [0] * len(ranks))
+    table = RankTable(ranks, [1.0] * len(ranks))
     assert (table.has_narrow, table.has_wide) == (narrow, wide)
 
 
 def test_a_probability_that_rounds_to_no_draw_is_no_dropout() -> None:
-    assert not RankTable([8], [1.0], [0], dropouts=[1e-6]).has_dropout
-    assert RankTable([8], [1.0], [0], dropouts=[1e-4]).has_dropout
+    assert not RankTable([8], [1.0], dropouts=[1e-6]).has_dropout
+    assert RankTable([8], [1.0], dropouts=[1e-4]).has_dropout
 
 
 def test_a_rank_table_is_rewritten_in_place() -> None:
-    table = RankTable([40, 3], [1.0, 2.0], [0, 40], max_segments=3, max_rank=64, has_dropout=True)
+    table = RankTable([40, 3], [1.0, 2.0], max_segments=3, max_rank=64, has_dropout=True)
     address = table.rank_G.data_ptr()
-    table.update([64], [0.5], [8], dropouts=[0.5])
+    table.update([64], [0.5], dropouts=[0.5])
     assert table.rank_G.tolist() == [64, 0, 0]
     assert table.scale_G.tolist() == [0.5, 0.0, 0.0]
     assert table.threshold_G.tolist() == [32768, 0, 0]
-    assert (table.rank_G.data_ptr(), table.max_rank, table.num_slab_rows) == (address, 64, 72)
+    assert (table.rank_G.data_ptr(), table.max_rank) == (address, 64)
 
 
 @pytest.mark.parametrize(
     ("arguments", "options", "message"),
     [
-        (([257], [1.0], [0]), {}, "0 to 256"),
-        (([-1], [1.0], [0]), {}, "0 to"),
-        (([8], [1.0], [-1]), {}, "0 or more"),
-        (([8], [1.0], [0]), {"s_columns": [4]}, "multiples of 8"),
-        (([8], [1.0], [0, 1]), {}, "as many as ranks"),
-        (([8], [1.0], [0]), {"dropouts": [0.1, 0.1]}, "as many as ranks"),
-        (([8], [1.0], [0]), {"dropouts": [0.1], "has_dropout": False}, "draw no masks"),
-        (([8], [1.0], [0]), {"max_rank": 4}, "0 to 4"),
-        (([8, 8], [1.0, 1.0], [0, 8]), {"max_segments": 1}, "holds 1"),
+        (([1025], [1.0]), {}, "0 to 1024"),
+        (([-1], [1.0]), {}, "0 to"),
+        (([8], [1.0]), {"s_columns": [-8]}, "0 or more"),
+        (([8], [1.0]), {"s_columns": [4]}, "multiples of 8"),
+        (([8], [1.0, 1.0]), {}, "as many as ranks"),
+        (([8], [1.0]), {"dropouts": [0.1, 0.1]}, "as many as ranks"),
+        (([8], [1.0]), {"dropouts": [0.1], "has_dropout": False}, "draw no masks"),
+        (([8], [1.0]), {"max_rank": 4}, "0 to 4"),
+        (([8, 8], [1.0, 1.0]), {"max_segments": 1}, "holds 1"),
     ],
 )
 def test_what_a_rank_table_cannot_hold_is_refused(arguments: tuple, options: dict, message: str) -> None:
@@ -199,13 +198,53 @@ def test_what_a_rank_table_cannot_hold_is_refused(arguments: tuple, options: dic
 
 
 def test_an_update_that_launches_would_not_serve_is_refused() -> None:
-    table = RankTable([32], [1.0], [0])
+    table = RankTable([32], [1.0])
     with pytest.raises(ValueError, match="built with max_rank"):
-        table.update([8], [1.0], [0])
+        table.update([8], [1.0])
     with pytest.raises(ValueError, match="columns of S"):
-        table.update([32], [1.0], [0], s_columns=[8])
+        table.update([32], [1.0], s_columns=[8])
     with pytest.raises(ValueError, match="draw no masks"):
-        table.update([32], [1.0], [0], dropouts=[0.5])
+        table.update([32], [1.0], dropouts=[0.5])
+
+
+# ------------------------------------------------------------------------------ where factors lie
+
+
+def test_factors_are_found_from_one_base_wherever_their_owners_keep_them() -> None:
+    pages = [torch.zeros(64, dtype=torch.bfloat16) for _ in range(3)]
+    parts = [pages[0][8:40].view(2, 16), None, pages[2][16:32].view(1, 16), pages[1].view(4, 16)]
+    factors = Factors(parts, 16, num_segments=6)
+    assert len(factors.offset_G) == 6
+    for part, offset in zip(parts, factors.offset_G.tolist(), strict=False):
+        if part is not None:
+            assert factors.base.data_ptr() + 2 * offset == part.data_ptr()
+
+
+def test_factors_of_a_slab_lie_at_its_rows() -> None:
+    slab = torch.zeros(12, 16)
+    assert Factors.of_slab(slab, [0, 4, 0], [4, 8, 0]).offset_G.tolist() == [0, 64, 0]
+    assert len(Factors.of_slab(slab, [], []).offset_G) == 0
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ([None], "at least one"),
+        ([torch.zeros(2, 8)], "16 columns"),
+        ([torch.zeros(16, 2).t()], "contiguous"),
+        ([torch.zeros(2, 16), torch.zeros(2, 16).bfloat16()], "allowed: torch.float32"),
+        ([torch.zeros(33)[1:].view(2, 16)], "16 bytes"),
+    ],
+)
+def test_factors_that_a_launch_could_not_read_are_refused(parts: list, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Factors(parts, 16)
+
+
+@pytest.mark.parametrize(("row", "rank"), [(9, 4), (-1, 4)])
+def test_factors_that_reach_out_of_a_slab_are_refused(row: int, rank: int) -> None:
+    with pytest.raises(ValueError, match="rows of the slab"):
+        Factors.of_slab(torch.zeros(12, 16), [row], [rank])
 
 
 # ------------------------------------------------------------------------------ tile choices

@@ -38,20 +38,25 @@ def test_parameters_keep_their_values_and_become_views() -> None:
     for name, parameter in parameters.items():
         assert torch.equal(parameter, before[name])
         assert parameter.untyped_storage().data_ptr() in storages, name
-    assert sum(page.values.numel() for page in slab.pages) == sum(p.numel() for p in parameters.values())
+    with torch.no_grad():  # none overlaps another, and what is left over is zero
+        for parameter in parameters.values():
+            parameter.fill_(1.0)
+    values = torch.cat([page.values for page in slab.pages])
+    assert values.sum() == sum(parameter.numel() for parameter in parameters.values())
+    assert ((values == 0) | (values == 1)).all()
 
 
-def test_a_of_layers_with_one_input_lie_side_by_side_and_b_lies_transposed() -> None:
+def test_a_of_layers_with_one_input_lie_side_by_side_in_groups_of_eight_rows_and_b_lies_transposed() -> None:
     parameters = factors()
     TaskSlab(parameters)
     a = [parameters[f"{layer}.lora_A.weight"] for layer in (Q, K, V)]
-    assert [part.data_ptr() for part in a[1:]] == [part.data_ptr() + part.numel() * 4 for part in a[:-1]]
+    assert [part.data_ptr() for part in a[1:]] == [part.data_ptr() + 8 * part.shape[1] * 4 for part in a[:-1]]
     assert all(parameters[f"{layer}.lora_B.weight"].t().is_contiguous() for layer in (Q, K, V))
 
 
 def test_what_weight_decay_leaves_alone_has_a_page_of_its_own() -> None:
     slab = TaskSlab(factors())
-    assert {page.decays: page.values.numel() for page in slab.pages} == {True: 3 * 24 + 18 + 12 + 12, False: 5}
+    assert {page.decays: page.values.numel() for page in slab.pages} == {True: 3 * 64 + 24 + 16 + 16, False: 8}
 
 
 def test_parameters_of_two_dtypes_get_two_pages() -> None:
@@ -84,7 +89,7 @@ def test_gradients_are_bound_once_and_keep_what_was_added() -> None:
     slab.bind_gradients()
     parameters["score.bias"].grad.fill_(2.0)  # type: ignore[union-attr]
     slab.bind_gradients()
-    assert torch.equal(next(page for page in slab.pages if not page.decays).values.grad, torch.full((5,), 2.0))
+    assert torch.equal(next(page for page in slab.pages if not page.decays).values.grad[:5], torch.full((5,), 2.0))
 
 
 def test_a_gradient_that_was_set_to_none_comes_back_as_zero_and_as_a_view() -> None:
@@ -138,7 +143,7 @@ def apart(model: MultiTaskPeftModel) -> MultiTaskPeftModel:
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, layers.MultiplexedLinear):
-            forward.siblings = None
+            forward.group = layers.LinearGroup([forward], forward.stream)
     return model
 
 
@@ -169,9 +174,12 @@ def test_a_model_that_gives_siblings_different_activations_gets_them_one_by_one(
     model = two_tasks()
     attention = model.backbone.model.layers[0].self_attn
     query, key = attention.q_proj.forward, attention.k_proj.forward
+    shared = query.group
     monkeypatch.setattr(attention.k_proj, "forward", lambda x: key(x.clone()))
     found = model(batch()).losses
-    assert query.siblings.are_apart
+    assert len(shared.members) == 3
+    assert shared.are_apart
+    assert key.group.members == [key]
     assert torch.allclose(found, apart(two_tasks())(batch()).losses, rtol=1e-6)
 
 

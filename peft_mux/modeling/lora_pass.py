@@ -1,0 +1,236 @@
+"""`LoraPass`: the rows of one pass, bound to the adapters that work on them, for layers that are computed in groups.
+
+On a GPU with Triton, what launches need to know (where each adapter lies, its rank, its scale) is gathered once for
+each set of tasks and kept by `LoraGroups`; a pass adds only which rows are whose. Anywhere else, and wherever kernels
+cannot serve an adapter, the same result comes from products on slices (`kernels.grouped_lora`).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from peft_mux.kernels import philox
+from peft_mux.kernels.grouped_lora import LinearSlice, slices_backward, slices_forward
+from peft_mux.kernels.lora_function import PASSES, LoraGroupFunction
+from peft_mux.kernels.lora_group import Adapter, Base, LoraGroup
+from peft_mux.kernels.tables import SegmentTables
+from peft_mux.modeling.slabs import TaskSlab
+
+if TYPE_CHECKING:
+    from peft_mux.modeling.layers import LinearGroup
+    from peft_mux.modeling.stream import RowSegment
+
+_MAX_COMPOSITIONS = 32
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether Triton can be imported; says so once where it cannot."""
+    if importlib.util.find_spec("triton") is not None:
+        return True
+    warnings.warn("adapters are computed task by task, as Triton is absent.", stacklevel=2)
+    return False
+
+
+def runs_kernels(device: torch.device) -> bool:
+    """Whether grouped kernels serve a device."""
+    return device.type == "cuda" and has_triton()
+
+
+class LoraGroups:
+    """Tables of all groups of a model, for each set of tasks that shares a pass.
+
+    Args:
+        slab_of: the slab of an adapter, by its internal id; `None` where it has none.
+    """
+
+    def __init__(self, slab_of: Callable[[str], TaskSlab | None]) -> None:
+        """Start empty."""
+        self._slab_of = slab_of
+        self._compositions: OrderedDict[tuple[Any, ...], dict[int, LoraGroup | None]] = OrderedDict()
+        self._num_enrolled = 0
+        self._groups: weakref.WeakValueDictionary[int, LinearGroup] = weakref.WeakValueDictionary()
+
+    def clear(self) -> None:
+        """Forget all tables; needed whenever an adapter came, went or moved."""
+        self._compositions.clear()
+
+    def enroll(self, group: LinearGroup) -> int:
+        """Return a number for a group of layers, by which compiled graphs find it."""
+        self._num_enrolled += 1
+        self._groups[self._num_enrolled] = group
+        return self._num_enrolled
+
+    def group(self, number: int) -> LinearGroup:
+        """Return the group of a number."""
+        return self._groups[number]
+
+    def tables(self, group: LinearGroup, adapters: tuple[str, ...], dtype: torch.dtype) -> LoraGroup | None:
+        """Return what launches need to know, or `None` where kernels cannot serve this group.
+
+        Args:
+            group: the layers.
+            adapters: internal id of each segment's task.
+            dtype: of the activations.
+        """
+        slabs = [self._slab_of(adapter) for adapter in adapters]
+        bindings = tuple(0 if slab is None else slab.num_bindings for slab in slabs)
+        key = adapters, bindings, dtype, group.is_training
+        known = self._compositions.setdefault(key, {})
+        self._compositions.move_to_end(key)
+        while len(self._compositions) > _MAX_COMPOSITIONS:
+            self._compositions.popitem(last=False)
+        if group.number not in known:
+            known[group.number] = _tables(group, adapters, slabs, dtype)
+        return known[group.number]
+
+
+def _tables(
+    group: LinearGroup, adapters: tuple[str, ...], slabs: Sequence[TaskSlab | None], dtype: torch.dtype
+) -> LoraGroup | None:
+    layers = []
+    for member in group.members:
+        found = [_adapter(member, adapter, slab, dtype) for adapter, slab in zip(adapters, slabs, strict=True)]
+        if any(item is _UNSERVED for item in found):
+            return None
+        layers.append([item if isinstance(item, Adapter) else None for item in found])
+    try:
+        return LoraGroup(layers, [member.name for member in group.members])
+    except ValueError as error:
+        _say_once(str(error))
+        return None
+
+
+_UNSERVED = object()
+
+
+def _adapter(member: Any, adapter: str, slab: TaskSlab | None, dtype: torch.dtype) -> Adapter | object | None:
+    """Return where kernels find an adapter, `None` where the task has none here, or `_UNSERVED`."""
+    layer = member.module
+    if adapter not in layer.lora_A:
+        return None
+    weights = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+    if slab is None or dtype not in _DTYPES or any(_is_watched(weight) for weight in weights):
+        return _UNSERVED
+    a, b = (slab.factor(weight, dtype) for weight in weights)
+    if a is None or b is None or any(f.gradient is not None and f.gradient.dtype != torch.float32 for f in (a, b)):
+        return _UNSERVED
+    return Adapter(a.values, b.values, a.gradient, b.gradient, layer.scaling[adapter], member.dropout_of(adapter))
+
+
+def _is_watched(parameter: torch.Tensor) -> bool:
+    """Whether somebody waits to see the gradient pass through autograd."""
+    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    warnings.warn(f"adapters of some layers are computed task by task: {reason}", stacklevel=2)
+
+
+class LoraPass:
+    """One pass of one micro-batch: whose rows are where.
+
+    Args:
+        groups: of the model.
+        segments: rows of each task.
+        places: int64 `[T]`, place of each row in its task's global batch, for dropout.
+
+    Attributes:
+        anchor: scalar that requires gradients.
+        handle: stands for the pass in compiled graphs.
+    """
+
+    def __init__(self, groups: LoraGroups, segments: tuple[RowSegment, ...], places: torch.Tensor) -> None:
+        """Cut the rows into tiles where kernels will run."""
+        self._groups = groups
+        self.segments, self.places = segments, places
+        self.adapters = tuple(segment.adapter for segment in segments)
+        self.anchor = torch.zeros((), device=places.device, requires_grad=True)
+        self.handle = PASSES.add(self._find)
+        self._tables: SegmentTables | None = None
+        if runs_kernels(places.device):
+            lengths = [segment.end - segment.start for segment in segments]
+            seeds = [philox.hash_seed(segment.task_seed, segment.step) for segment in segments]
+            self._tables = SegmentTables(lengths, seeds, device=places.device)
+
+    def outputs(self, group: LinearGroup, x_TD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...] | None:
+        """Return `[T, K]` of each layer of a group through the kernels; `None` where they cannot serve it.
+
+        Args:
+            group: the layers.
+            x_TD: their input.
+            dtype: to compute in.
+        """
+        if self._tables is None:
+            return None
+        tables = self._groups.tables(group, self.adapters, dtype)
+        if tables is None:
+            return None
+        call = _KernelCall(tables, group.bases(), self._tables, self.places)
+        return LoraGroupFunction.apply(x_TD, self.anchor, call, dtype)
+
+    def compiled_outputs(self, group: LinearGroup, x_TD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+        """Return the same as one opaque operator of a compiled graph."""
+        x_TD = x_TD.to(dtype)
+        *outputs, _ = torch.ops.peft_mux.lora_group(
+            x_TD, self.anchor, self.handle, group.number, group.widths, group.num_columns
+        )
+        return tuple(outputs)
+
+    def _find(self, number: int, dtype: torch.dtype) -> _KernelCall | _SliceCall:
+        group = self._groups.group(number)
+        tables = None if self._tables is None else self._groups.tables(group, self.adapters, dtype)
+        if tables is not None and self._tables is not None:
+            return _KernelCall(tables, group.bases(), self._tables, self.places, group.num_columns)
+        slices = [member.slice_of(self.segments) for member in group.members]
+        return _SliceCall(slices, self.places, group.num_columns)
+
+
+class _KernelCall(NamedTuple):
+    """A group in a pass, through the kernels."""
+
+    group: LoraGroup
+    bases: Sequence[Base]
+    segments: SegmentTables
+    places: torch.Tensor
+    num_columns: int | None = None
+
+    def forward(self, x_TD: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        return self.group.forward(x_TD, self.bases, self.segments, self.places, num_columns=self.num_columns)
+
+    def backward(
+        self, dys_TK: Sequence[torch.Tensor], x_TD: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
+    ) -> torch.Tensor | None:
+        return self.group.backward(dys_TK, x_TD, saved, self.bases, self.segments, self.places, needs_dx=needs_dx)
+
+
+class _SliceCall(NamedTuple):
+    """A group in a pass, through products on slices; adds to the parameters' own gradients."""
+
+    slices: Sequence[LinearSlice]
+    places: torch.Tensor
+    num_columns: int
+
+    def forward(self, x_TD: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        saved = x_TD.new_zeros(len(x_TD) * self.num_columns)
+        return slices_forward(x_TD, self.slices, self.places, saved), saved
+
+    def backward(
+        self, dys_TK: Sequence[torch.Tensor], x_TD: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
+    ) -> torch.Tensor | None:
+        factors = [factor for part in self.slices for pair in part.factors for factor in pair]
+        dx, gradients = slices_backward(dys_TK, x_TD, self.slices, self.places, saved.reshape(-1), needs_dx=needs_dx)
+        for factor, gradient in zip(factors, gradients, strict=True):
+            if gradient is not None:
+                factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
+        return dx
