@@ -1,19 +1,27 @@
 """One optimizer, schedule and gradient norm per task: nothing of one task's step depends on another's.
 
 Global clipping would couple tasks (one NaN makes every norm NaN), and stepping an idle task would move it (AdamW's
-momentum and decay act on zero gradients), so both are done task by task.
+momentum and decay act on zero gradients), so both are done task by task. On CUDA the AdamW steps of all tasks are one
+launch all the same (`peft_mux.kernels.multi_adamw`): each task's optimizer keeps its settings and its state,
+and only the arithmetic is done for it.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import optimizer as torch_hooks
 from transformers import Trainer, get_scheduler
 
 from peft_mux.arguments import HyperParameters, MultiTaskTrainingArguments, task_arguments
+from peft_mux.engine.isolation import LastGood
 from peft_mux.errors import ConfigError
+from peft_mux.kernels import multi_adamw
+from peft_mux.kernels.multi_adamw import PageUpdate
 from peft_mux.modeling.slabs import TaskSlab, decays
 
 _ELEMENTWISE = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
@@ -50,6 +58,7 @@ class TaskOptimizer:
         groups = _parameter_groups(parameters, hyper.weight_decay, self.slab)
         self.parameters = [parameter for group in groups for parameter in group["params"]]
         self.max_grad_norm = hyper.max_grad_norm
+        self._counts: dict[nn.Parameter, _Count] = {}
         try:
             optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(own_args)
             self.optimizer = optimizer_class(groups, **options)
@@ -71,18 +80,87 @@ class TaskOptimizer:
         """Rate of the next step."""
         return float(self.schedule.get_last_lr()[0])
 
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """Those of the parameters that took part in the step."""
+        return [parameter.grad for parameter in self.parameters if parameter.grad is not None]
+
     def gradient_norm(self) -> torch.Tensor:
         """Return the 2-norm of all gradients of the task, without waiting for the device."""
-        gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-        return nn.utils.get_total_norm(gradients)
+        return nn.utils.get_total_norm(self.gradients)
 
     def step(self, gradient_norm: torch.Tensor) -> None:
         """Clip to `max_grad_norm` (0 for not at all), update the parameters, and advance the schedule."""
-        if self.max_grad_norm > 0:
+        if self.max_grad_norm > 0 and not self._is_short(gradient_norm):
             nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, gradient_norm)
         self.optimizer.step()
         self.schedule.step()
         self.zero_gradients()
+
+    def _is_short(self, gradient_norm: torch.Tensor) -> bool:
+        """Whether the clip factor is known to be 1, which spares a pass; on other devices asking would be waiting."""
+        return gradient_norm.is_cpu and bool(self.max_grad_norm / (gradient_norm + 1e-6) >= 1)
+
+    def page_updates(self, task: int, last_good: LastGood) -> list[PageUpdate]:
+        """Return what a joint step of many tasks needs to know of this one; nothing if the task must step by itself.
+
+        The state of the optimizer is made where it is not there yet.
+
+        Args:
+            task: column of the task among the verdicts.
+            last_good: takes the weights as they are before the update.
+        """
+        if not self._can_join():
+            return []
+        updates = []
+        for group in self.optimizer.param_groups:
+            values, gradients, exp_avgs, exp_avg_sqs, counters = [], [], [], [], []
+            self.optimizer._init_group(group, values, gradients, exp_avgs, exp_avg_sqs, [], counters)
+            columns = zip(values, gradients, exp_avgs, exp_avg_sqs, counters, strict=True)
+            for page, gradient, exp_avg, exp_avg_sq, counter in columns:
+                update = PageUpdate(
+                    page,
+                    gradient,
+                    exp_avg,
+                    exp_avg_sq,
+                    last_good.copy_of(page),
+                    task=task,
+                    step=self._count(page, counter) + 1,
+                    rate=group["lr"],
+                    betas=group["betas"],
+                    eps=group["eps"],
+                    weight_decay=group["weight_decay"],
+                    max_grad_norm=self.max_grad_norm,
+                )
+                updates.append(update)
+        return updates
+
+    def joint_step_counted(self) -> None:
+        """Take note that a joint update did the arithmetic of a step and that it is counted; advance the schedule."""
+        for page, counter in self.counters.items():
+            self._counts[page] = _Count(counter, counter._version, self._counts[page].value + 1)
+        self.optimizer._opt_called = True  # what the schedule looks for, so as to warn of a wrong order
+        self.schedule.step()
+
+    @property
+    def counters(self) -> dict[nn.Parameter, torch.Tensor]:
+        """Torch's count of the steps of each page; on the device for fused optimizers."""
+        return {page: self.optimizer.state[page]["step"] for page in self.parameters}
+
+    def _can_join(self) -> bool:
+        """Whether the next step is one of plain AdamW over the pages of a slab, that nobody listens to."""
+        if self.slab is None or type(self.optimizer) is not torch.optim.AdamW or _has_step_hooks(self.optimizer):
+            return False
+        if any(page.grad is None or page.dtype not in multi_adamw.DTYPES for page in self.parameters):
+            return False
+        return all(_is_plain(group) for group in self.optimizer.param_groups)
+
+    def _count(self, page: nn.Parameter, counter: torch.Tensor) -> int:
+        """Return the steps taken, for which a counter on the device is read only after somebody else changed it."""
+        known = self._counts.get(page)
+        if known is None or known.counter is not counter or known.version != counter._version:
+            known = self._counts[page] = _Count(counter, counter._version, int(counter.item()))
+        return known.value
 
     def zero_gradients(self) -> None:
         """Set the gradients to zero."""
@@ -104,6 +182,40 @@ class TaskOptimizer:
         self.schedule.load_state_dict(state["schedule"])
 
 
+class _Count(NamedTuple):
+    """What was last known of a step counter.
+
+    Attributes:
+        counter: of torch's optimizer.
+        version: of its content.
+        value: steps taken.
+    """
+
+    counter: torch.Tensor
+    version: int
+    value: int
+
+
+def gradient_norms(optimizers: Sequence[TaskOptimizer]) -> list[torch.Tensor]:
+    """Return the gradient norm of every task, in one call for all where the device has such a one."""
+    if any(multi_adamw.joint_update(optimizer.parameters[0].device) is None for optimizer in optimizers):
+        return [optimizer.gradient_norm() for optimizer in optimizers]
+    return multi_adamw.total_norms([optimizer.gradients for optimizer in optimizers])
+
+
+@torch.no_grad()
+def joint_steps_taken(optimizers: Sequence[TaskOptimizer]) -> None:
+    """Count a step of these tasks, whose arithmetic a joint update has done, and advance their schedules."""
+    by_device: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
+    for optimizer in optimizers:
+        for counter in optimizer.counters.values():
+            by_device[counter.device].append(counter)
+    for counters in by_device.values():
+        torch._foreach_add_(counters, 1)
+    for optimizer in optimizers:
+        optimizer.joint_step_counted()
+
+
 def check_optimizer(name: str, hyper: HyperParameters, num_steps: int, args: MultiTaskTrainingArguments) -> None:
     """Build a task's optimizer and schedule in trial, so that what cannot be built is told before any weight is read.
 
@@ -111,6 +223,23 @@ def check_optimizer(name: str, hyper: HyperParameters, num_steps: int, args: Mul
         ConfigError: as for `TaskOptimizer`.
     """
     TaskOptimizer(name, {"trial": nn.Parameter(torch.zeros(1, 1))}, hyper, num_steps, args)
+
+
+def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    hooks = (
+        optimizer._optimizer_step_pre_hooks,
+        optimizer._optimizer_step_post_hooks,
+        torch_hooks._global_optimizer_pre_hooks,
+        torch_hooks._global_optimizer_post_hooks,
+    )
+    return any(hooks)
+
+
+def _is_plain(group: dict[str, Any]) -> bool:
+    """Whether a parameter group of AdamW has numbers for settings, and none of the variants."""
+    numbers = (group["lr"], group["eps"], group["weight_decay"], *group["betas"])
+    variants = ("amsgrad", "maximize", "capturable", "differentiable")
+    return not any(isinstance(number, torch.Tensor) for number in numbers) and not any(group[key] for key in variants)
 
 
 def _parameter_groups(

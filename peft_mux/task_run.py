@@ -14,8 +14,9 @@ from peft_mux.arguments import HyperParameters
 from peft_mux.engine.isolation import LastGood, non_finite_reason
 from peft_mux.engine.work import StepResult
 from peft_mux.evaluation import BestMetric
+from peft_mux.kernels import multi_adamw
 from peft_mux.metrics import LossMean
-from peft_mux.optim import TaskOptimizer
+from peft_mux.optim import TaskOptimizer, gradient_norms, joint_steps_taken
 from peft_mux.task import Task, TaskStatus
 
 
@@ -161,30 +162,49 @@ class TaskTable:
         The device is waited for once, for all tasks together.
         """
         names = list(result.losses)
-        norms = [self._optimizer(name).gradient_norm() for name in names]
-        pairs = [
-            torch.stack((result.losses[name].float(), norm.float())) for name, norm in zip(names, norms, strict=True)
-        ]
-        values = torch.stack(pairs).tolist() if pairs else []
-        for name, norm, (loss, norm_value) in zip(names, norms, values, strict=True):
-            self._step(self[name], norm, loss, norm_value, result.num_tokens[name])
+        norms = gradient_norms([self._optimizer(name) for name in names])
+        verdicts, updated = self._update_jointly(result.losses, norms)
+        passed = []
+        for name, norm, loss, norm_value in zip(names, norms, *verdicts, strict=True):
+            if not self._passes(self[name], loss, norm_value):
+                continue
+            passed.append(name)
+            if name not in updated:
+                self._last_good(name).keep()
+                self._optimizer(name).step(norm)
+            _count_step(self[name], result.num_tokens[name])
+        joint_steps_taken([self._optimizer(name) for name in passed if name in updated])
         for name, reason in result.failures.items():
             self[name].quarantine(reason)
 
-    def _step(self, run: TaskRun, norm: torch.Tensor, loss: float, norm_value: float, num_tokens: int) -> None:
-        run.last_loss, run.last_gradient_norm = loss, norm_value
-        reason = non_finite_reason(loss, norm_value)
+    def _update_jointly(
+        self, losses: Mapping[str, torch.Tensor], norms: list[torch.Tensor]
+    ) -> tuple[list[list[float]], set[str]]:
+        """Update the tasks that can be updated together, where the device has such an operation.
+
+        Returns:
+            All losses and all gradient norms, as numbers; and which tasks were updated unless they are not finite.
+        """
+        if not losses:
+            return [[], []], set()
+        device = next(iter(losses.values())).device
+        verdicts = torch.stack([value.to(device, torch.float32) for value in (*losses.values(), *norms)]).view(2, -1)
+        update = multi_adamw.joint_update(device)
+        if update is None:
+            return verdicts.tolist(), set()
+        pages = {
+            name: self._optimizer(name).page_updates(task, self._last_good(name)) for task, name in enumerate(losses)
+        }
+        values = update([page for own in pages.values() for page in own], verdicts)
+        return values, {name for name, own in pages.items() if own}
+
+    def _passes(self, run: TaskRun, loss: float, norm: float) -> bool:
+        """Take note of loss and norm; quarantine the task if they are not finite."""
+        run.last_loss, run.last_gradient_norm = loss, norm
+        reason = non_finite_reason(loss, norm)
         if reason is not None:
             run.quarantine(f"{reason} at step {run.step}")
-            return
-        assert run.last_good is not None, "a running task has a last good copy"
-        run.last_good.keep()
-        self._optimizer(run.name).step(norm)
-        run.step += 1
-        run.num_tokens += num_tokens
-        run.loss_mean.add(loss)
-        run.state.global_step = run.step
-        run.state.epoch = run.epoch
+        return reason is None
 
     def collect(self) -> list[TaskEvent]:
         """End the tasks that have taken all their steps; return every change since the last call."""
@@ -202,3 +222,16 @@ class TaskTable:
         optimizer = self[name].optimizer
         assert optimizer is not None, "a running task has an optimizer"
         return optimizer
+
+    def _last_good(self, name: str) -> LastGood:
+        last_good = self[name].last_good
+        assert last_good is not None, "a running task has a last good copy"
+        return last_good
+
+
+def _count_step(run: TaskRun, num_tokens: int) -> None:
+    run.step += 1
+    run.num_tokens += num_tokens
+    run.loss_mean.add(run.last_loss)
+    run.state.global_step = run.step
+    run.state.epoch = run.epoch

@@ -34,6 +34,17 @@ class LastGood:
         """Put the kept weights back."""
         torch._foreach_copy_([p.detach() for p in self._parameters.values()], list(self._copy.values()))
 
+    def copy_of(self, parameter: nn.Parameter) -> torch.Tensor:
+        """Return the kept copy of a parameter, for an update that keeps and steps in one pass.
+
+        Raises:
+            KeyError: if the parameter is not among those that are kept.
+        """
+        for name, own in self._parameters.items():
+            if own is parameter:
+                return self._copy[name]
+        raise KeyError("the parameter is not among those of this task")
+
     def state(self) -> dict[str, torch.Tensor]:
         """Return the kept weights by name."""
         return self._copy

@@ -71,7 +71,7 @@ def constants_of(variant: Variant) -> dict[str, object]:
     constants: dict[str, object] = {width: variant.width, columns: tile.columns, "tile": tile}
     constants |= {"BLOCK_M": tables.BLOCK_ROWS, "BLOCK_R": variant.block_ranks, "SCALED": True, "DROP": variant.drop}
     if variant.kernel == "expand":
-        constants["HAS_BIAS"] = not variant.drop
+        constants |= {"HAS_BIAS": not variant.drop, "ADD": variant.drop}
     if variant.kernel == "wgrad":
         constants["CHUNK"] = tables.CHUNK_ROWS
     return constants | {"UPCAST": False}
@@ -80,7 +80,7 @@ def constants_of(variant: Variant) -> dict[str, object]:
 def type_of(argument: str, dtype: str) -> str:
     if argument in ("x_ptr", "w_ptr", "s_ptr", "y_ptr", "bias_ptr"):
         return f"*{dtype}"
-    if argument in ("places_ptr", "step_seed_ptr"):
+    if argument in ("places_ptr", "step_seed_ptr", "w_offset_ptr"):
         return "*i64"
     if argument in ("part_ptr", "grad_ptr", "scale_ptr", "keep_scale_ptr"):
         return "*fp32"
@@ -216,7 +216,7 @@ def test_every_rank_bucket_is_served_by_block_sizes_that_are_compiled_here() -> 
     from peft_mux.kernels.tables import RankTable
 
     for rank in BUCKETS:
-        table = RankTable([rank], [1.0], [0])
+        table = RankTable([rank], [1.0])
         assert (table.has_narrow, table.has_wide) == (rank <= tunings.NARROW_RANK, rank > tunings.NARROW_RANK)
     assert {tunings.NARROW_RANK, tunings.WIDE_BLOCK} == {variant.block_ranks for variant in QUICK}
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,12 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from mux_lab import Recorder, make_trainer, small_task, train
+from mux_lab import Recorder, Run, make_trainer, small_task, train, weights
 from transformers import Adafactor, Trainer, TrainerCallback, get_scheduler
 
 from peft_mux import ConfigError, MultiTaskTrainer
 from peft_mux.arguments import task_arguments
+from peft_mux.engine.isolation import LastGood
 from peft_mux.engine.work import StepResult
+from peft_mux.kernels import multi_adamw
+from peft_mux.kernels.multi_adamw import PageUpdate
+from peft_mux.modeling import slabs
+from peft_mux.modeling.slabs import TaskSlab
+from peft_mux.optim import TaskOptimizer, joint_steps_taken
 from peft_mux.task import supported_optimizers, supported_schedules
 from peft_mux.task_run import TaskTable
 
@@ -163,6 +170,239 @@ def test_every_task_is_clipped_by_its_own_norm(tmp_path: Path, monkeypatch: pyte
     moved = [(spy.after["tight"][0][key] - value).flatten() for key, value in spy.first["tight"].items()]
     # sums of fp32 weights round at about 1e-8, the step is 3e-6 long
     assert torch.cat(moved).norm().item() == pytest.approx(RATE * 1e-3, rel=2e-2)
+
+
+def test_a_gradient_within_its_limit_is_not_gone_through_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clipped = []
+    original = torch.nn.utils.clip_grads_with_norm_
+
+    def clip(parameters: Any, max_norm: float, norm: torch.Tensor) -> None:
+        clipped.append(max_norm)
+        original(parameters, max_norm, norm)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", clip)
+    tasks = [small_task("loose", data_seed=2, max_grad_norm=1e6), small_task("free", data_seed=2, max_grad_norm=0)]
+    tasks.append(small_task("tight", data_seed=2, max_grad_norm=1e-3, max_steps=2))
+    run = train(tasks, tmp_path)
+    assert clipped == [1e-3, 1e-3]
+    assert run.recorder.digests["loose"] == run.recorder.digests["free"]
+
+
+# ----------------------------------------------------------------- joint steps
+
+
+class Joint:
+    """Makes the CPU step jointly, as CUDA without Triton does, and remembers the pages of each step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[list[PageUpdate]] = []
+
+        def update(pages: list[PageUpdate], verdicts: torch.Tensor) -> list[list[float]]:
+            self.steps.append(pages)
+            return multi_adamw.foreach_update(pages, verdicts)
+
+        monkeypatch.setattr(multi_adamw, "joint_update", lambda device: update)
+
+
+def of_all_kinds(**settings: Any) -> list[Any]:
+    """Return tasks of which five join, one of them for three steps only, and one cannot."""
+    common: dict[str, Any] = {"optim": "adamw_torch", "lr_scheduler_type": "linear", "warmup_steps": 2, **settings}
+    return [
+        small_task("decaying", data_seed=2, weight_decay=0.1, learning_rate=1e-2, **common),
+        small_task("descent", data_seed=3, **{**common, "optim": "sgd"}),
+        small_task("unclipped", data_seed=4, max_grad_norm=0, **common),
+        small_task("clipped", data_seed=5, max_grad_norm=1e-3, **common),
+        small_task("odd", data_seed=6, adam_beta1=0.5, adam_beta2=0.7, adam_epsilon=1e-3, rank=2, **common),
+        small_task("short", data_seed=7, **{**common, "max_steps": 3}),
+    ]
+
+
+@pytest.fixture
+def two_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each task, a part that does not decay, as biases and norms do not."""
+    monkeypatch.setattr(slabs, "decays", lambda name: "q_proj" not in name)
+
+
+def assert_same_run(found: Run, wanted: Run) -> None:
+    assert found.losses == wanted.losses
+    assert found.recorder.digests == wanted.recorder.digests
+
+
+@pytest.mark.usefixtures("two_pages")
+def test_a_joint_step_leaves_the_bits_of_single_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, moments and counters after each step; the tasks differ in all that an optimizer can be told."""
+    single = train(of_all_kinds(), tmp_path / "single")
+    joint = Joint(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", lambda *args: pytest.fail("a task that joins stepped by itself"))
+        together = train(of_all_kinds(), tmp_path / "joint")
+    assert_same_run(together, single)
+    assert len(single.recorder.digests["decaying"]) == 8
+    assert [len(pages) for pages in joint.steps] == [10] * 3 + [8] * 5
+    assert sorted(page.weight_decay for page in joint.steps[0] if page.task == 0) == [0.0, 0.1]
+
+
+def test_fused_tasks_join_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = [small_task(name, data_seed=seed, optim="adamw_torch_fused") for seed, name in enumerate("ab")]
+    single = train(tasks, tmp_path / "single")
+    joint = Joint(monkeypatch)
+    together = train(tasks, tmp_path / "joint")
+    assert [len(pages) for pages in joint.steps] == [2] * 8
+    for name in "ab":
+        for key, weight in single.weights(name).items():
+            torch.testing.assert_close(together.weights(name)[key], weight, rtol=1e-5, atol=1e-7)
+
+
+def test_a_task_has_the_same_bits_in_a_joint_step_alone_and_among_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Joint(monkeypatch)
+    optimizers = {name: slab_optimizer(tmp_path, seed=seed) for seed, name in enumerate(("own", "other"))}
+    alone = slab_optimizer(tmp_path, seed=0)
+    for _ in range(3):
+        steps_of([*optimizers.values()])
+        steps_of([alone])
+    own = optimizers["own"]
+    assert torch.equal(own.parameters[0], alone.parameters[0])
+    assert not torch.equal(own.parameters[0], optimizers["other"].parameters[0])
+
+
+def test_a_task_that_is_not_finite_leaves_a_joint_step_with_its_last_good_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poison(trainer: MultiTaskTrainer) -> None:
+        parameter = next(iter(trainer.model.task_parameters("bad").values()))
+        handle = parameter.register_hook(lambda gradient: (handle.remove(), gradient * math.nan)[1])
+
+    def run(folder: Path) -> Run:
+        tasks = [small_task(name, data_seed=seed, optim="adamw_torch") for seed, name in enumerate(("good", "bad"))]
+        return train(tasks, folder, recorder=Recorder(at_begin={4: poison}))
+
+    single = run(tmp_path / "single")
+    Joint(monkeypatch)
+    joint = run(tmp_path / "joint")
+    assert_same_run(joint, single)
+    assert joint.trainer.task_statuses == {"good": "succeeded", "bad": "failed"}
+    assert joint.trainer.table["bad"].step == 4
+    # the weights that were good at last are those with which the step before began
+    kept = joint.recorder.before["bad"][3]
+    assert all(torch.equal(weights(joint.trainer, "bad")[key], value) for key, value in kept.items())
+
+
+@pytest.mark.usefixtures("two_pages")
+def test_a_jointly_stepped_run_resumes_with_equal_bits_even_from_single_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(trainer: MultiTaskTrainer) -> None:
+        trainer.control.should_training_stop = True
+
+    whole = train(of_all_kinds(), tmp_path / "whole")
+    saving = {"save_strategy": "steps", "save_steps": 100}
+    first = train(of_all_kinds(), tmp_path / "run", recorder=Recorder(at_end={3: stop}), **saving)
+    assert first.losses["decaying"] == whole.losses["decaying"][:3]
+    joint = Joint(monkeypatch)
+    second = train(of_all_kinds(), tmp_path / "run", recorder=Recorder(at_end={6: stop}), resume=True, **saving)
+    third = train(of_all_kinds(), tmp_path / "run", resume=True, **saving)
+    assert len(joint.steps) == 5
+    assert {page.step for page in joint.steps[0]} == {4}
+    for name, digests in whole.recorder.digests.items():
+        resumed = [digest for run in (first, second, third) for digest in run.recorder.digests.get(name, [])]
+        assert resumed == digests, name
+
+
+def test_no_schedule_warns_that_its_optimizer_did_not_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Joint(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
+        train([small_task("own", data_seed=1, max_steps=3)], tmp_path)
+
+
+def slab_optimizer(
+    folder: Path, *, seed: int = 0, optim: str = "adamw_torch", dtype: torch.dtype = torch.float32
+) -> TaskOptimizer:
+    """Return an optimizer over a slab of one page, with a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = {"q.lora_A.weight": torch.nn.Parameter(torch.randn(8, 8, generator=generator, dtype=dtype))}
+    like = make_trainer([small_task("own", data_seed=1, optim=optim)], folder / "like")
+    slab = TaskSlab(parameters)
+    optimizer = TaskOptimizer("own", parameters, like.table["own"].hyper, 9, like.args, slab)
+    slab.bind_gradients()
+    for page in slab.pages:
+        assert page.values.grad is not None
+        page.values.grad.fill_(0.1 * (seed + 1))
+    return optimizer
+
+
+def steps_of(optimizers: list[TaskOptimizer]) -> list[int]:
+    """Take a joint step; return which one it was for each page."""
+    pages = []
+    for task, optimizer in enumerate(optimizers):
+        last_good = LastGood({str(index): page for index, page in enumerate(optimizer.parameters)})
+        pages += optimizer.page_updates(task, last_good)
+    multi_adamw.foreach_update(pages, torch.ones(2, len(optimizers)))
+    joint_steps_taken(optimizers)
+    return [page.step for page in pages]
+
+
+def test_steps_that_others_take_are_counted_and_counters_are_read_no_more_than_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = slab_optimizer(tmp_path)
+    reads = []
+    original = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: (reads.append(1), original(tensor))[1])
+    assert [steps_of([optimizer]) for _ in range(3)] == [[1], [2], [3]]
+    assert len(reads) == 1, "a counter on a device is waited for when it is read"
+    optimizer.optimizer.step()
+    assert steps_of([optimizer]) == [5]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert steps_of([optimizer]) == [6]
+
+
+def _turn_on(variant: str) -> Callable[[TaskOptimizer], None]:
+    def turn_on(optimizer: TaskOptimizer) -> None:
+        optimizer.optimizer.param_groups[0][variant] = True
+
+    return turn_on
+
+
+def _listen(optimizer: TaskOptimizer) -> None:
+    optimizer.optimizer.register_step_post_hook(lambda *args: None)
+
+
+def _take_rate_from_a_tensor(optimizer: TaskOptimizer) -> None:
+    optimizer.optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
+
+
+def _lose_a_gradient(optimizer: TaskOptimizer) -> None:
+    optimizer.parameters[0].grad = None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(_listen, id="somebody listens"),
+        pytest.param(_take_rate_from_a_tensor, id="rate in a tensor"),
+        pytest.param(_lose_a_gradient, id="no gradient"),
+        *[pytest.param(_turn_on(name), id=name) for name in ("amsgrad", "maximize", "capturable", "differentiable")],
+    ],
+)
+def test_what_a_joint_step_would_not_do_right_steps_by_itself(
+    tmp_path: Path, change: Callable[[TaskOptimizer], None]
+) -> None:
+    optimizer = slab_optimizer(tmp_path)
+    last_good = LastGood({"page": optimizer.parameters[0]})
+    assert len(optimizer.page_updates(0, last_good)) == 1
+    change(optimizer)
+    assert optimizer.page_updates(0, last_good) == []
+
+
+@pytest.mark.parametrize("settings", [{"optim": "sgd"}, {"dtype": torch.float64}], ids=str)
+def test_other_optimizers_and_types_do_not_join(tmp_path: Path, settings: dict[str, Any]) -> None:
+    optimizer = slab_optimizer(tmp_path, **settings)
+    assert optimizer.page_updates(0, LastGood({"page": optimizer.parameters[0]})) == []
 
 
 # ------------------------------------------------------------------- schedules
