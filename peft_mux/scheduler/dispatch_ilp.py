@@ -1,0 +1,140 @@
+"""L Eq. 3 as an integer linear programme, given to any solver that PuLP knows.
+
+Eq. 3 has integers d_ij and rounds d_ij / p_i up. The ceilings x_ij alone say as much: any d_ij <= p_i x_ij with the
+right sums is as fast, so that the programme is
+
+    minimise T   subject to   sum_j c_ij x_ij + k_i u_i <= T          for each group i
+                              sum_i p_i x_ij >= B_j                   for each bucket j
+                              0 <= x_ij <= ceil(B_j / p_i) u_i        x_ij integer, u_i binary
+
+with c_ij seconds per sequence, and k_i seconds for any sequence at all. The paper has no u_i: its k_i would be paid by
+a replica that stays idle. Groups with k_i = 0 need none here either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from peft_mux.scheduler.dispatch_problem import DispatchProblem
+
+_CBC_NAMES = ("PULP_CBC_CMD", "COIN_CMD")
+"""The CBC that comes with PuLP, and the name that is left of it in PuLP 4."""
+
+_BOUND_SLACK = 1e-6
+"""Relative room above a known makespan, so that rounding inside a solver cannot cut off the known solution."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IlpAnswer:
+    """What a solver found.
+
+    Attributes:
+        ceilings: int64 of shape `(groups, buckets)`.
+        proven: whether the solver says that no answer is better by more than the gap.
+    """
+
+    ceilings: np.ndarray
+    proven: bool
+
+
+def solve_ilp(
+    problem: DispatchProblem,
+    known: np.ndarray,
+    *,
+    solver: Any = None,
+    time_limit_s: float,
+    relative_gap: float,
+    start_from_known: bool = False,
+) -> IlpAnswer | None:
+    """Return the best ceilings that the solver finds, or None where it finds none.
+
+    Args:
+        problem: the linear form of the step.
+        known: ceilings that are allowed; their makespan bounds T from above.
+        solver: name of a PuLP solver, a PuLP solver itself, or None for the bundled CBC.
+        time_limit_s: after which the best found so far is taken.
+        relative_gap: how far from the optimum an answer may be.
+        start_from_known: whether solvers that take a first solution shall get `known`.
+
+    Raises:
+        ValueError: for a name that PuLP does not know.
+        Exception: whatever the solver, or an absent PuLP, raises.
+    """
+    import pulp
+
+    makespan_s = float(problem.group_s(known).max())
+    programme, variables = _build(pulp, problem, makespan_s)
+    if start_from_known:
+        for (group, bucket), variable in variables.items():
+            variable.setInitialValue(int(known[group, bucket]))
+    programme.solve(_find_solver(pulp, solver, time_limit_s, relative_gap, start_from_known))
+    if programme.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        return None
+    ceilings = np.zeros(problem.sequence_s.shape, dtype=np.int64)
+    for (group, bucket), variable in variables.items():
+        ceilings[group, bucket] = round(variable.value())
+    if (problem.num_replicas @ ceilings < problem.num_sequences).any():
+        return None
+    return IlpAnswer(ceilings, programme.sol_status == pulp.LpSolutionOptimal)
+
+
+def _build(pulp: Any, problem: DispatchProblem, makespan_s: float) -> tuple[Any, dict[tuple[int, int], Any]]:
+    """Return the programme in units of the known makespan, and its integers by group and bucket."""
+    unit_s = makespan_s or 1.0
+    programme = pulp.LpProblem("dispatch", pulp.LpMinimize)
+    # PuLP 4 knows only the second way, PuLP 2 only the first.
+    new_variable = getattr(programme, "add_variable", pulp.LpVariable)
+    makespan = new_variable("makespan", 0, 1 + _BOUND_SLACK)
+    programme += makespan
+    most = -(-problem.num_sequences // problem.num_replicas[:, None])
+    pairs = [(int(group), int(bucket)) for group, bucket in np.argwhere(problem.fits & (most > 0))]
+    variables = {
+        (group, bucket): new_variable(f"x_{group}_{bucket}", 0, int(most[group, bucket]), cat="Integer")
+        for group, bucket in pairs
+    }
+    for group, constant_s in enumerate(problem.constant_s.tolist()):
+        own = {bucket: variables[member, bucket] for member, bucket in pairs if member == group}
+        terms = [float(problem.sequence_s[group, bucket]) / unit_s * x for bucket, x in own.items()]
+        if constant_s and own:
+            used = new_variable(f"used_{group}", cat="Binary")
+            terms.append(constant_s / unit_s * used)
+            for bucket, x in own.items():
+                programme += x <= int(most[group, bucket]) * used
+        programme += pulp.lpSum(terms) <= makespan
+    for bucket, num_sequences in enumerate(problem.num_sequences.tolist()):
+        held = [int(problem.num_replicas[group]) * variables[group, b] for group, b in pairs if b == bucket]
+        if num_sequences:
+            programme += pulp.lpSum(held) >= num_sequences
+    return programme, variables
+
+
+def _find_solver(pulp: Any, solver: Any, time_limit_s: float, relative_gap: float, start_from_known: bool) -> Any:
+    """Return a silent PuLP solver; one that is passed in keeps its own limits."""
+    if solver is not None and not isinstance(solver, str):
+        return solver
+    name = solver or next(name for name in _CBC_NAMES if name in pulp.listSolvers())
+    check_solver_name(name)
+    options: dict[str, Any] = {"msg": False, "timeLimit": time_limit_s, "gapRel": relative_gap}
+    if name in _CBC_NAMES:
+        # No number of threads: with any, even one, CBC 2.10.3 now and then hangs for 10 s past its time limit.
+        options |= {"warmStart": start_from_known}
+    elif name == "HiGHS":
+        options |= {"threads": 1, "warmStart": start_from_known}
+    return pulp.getSolver(name, **options)
+
+
+def check_solver_name(name: str) -> None:
+    """Refuse a name that PuLP does not know; a known one may still be absent from this machine.
+
+    Raises:
+        ValueError: with the names that are installed.
+        ImportError: where PuLP is absent.
+    """
+    import pulp
+
+    if name not in pulp.listSolvers():
+        installed = ", ".join(pulp.listSolvers(onlyAvailable=True))
+        raise ValueError(f"solver is {name!r}; allowed: a solver of PuLP. Installed here: {installed}.")
