@@ -1,0 +1,256 @@
+"""Which replicas to deploy for a joint run: the first stage of LobRA (L section 4.2, Eq. 2, Appendix A).
+
+`plan_deployment` puts the parts together: candidate configurations and their combinations (`deployment_space`), lower
+bounds (`deployment_bounds`, `deployment_filter`), an integer programme for each combination left (`deployment_solve`).
+Each step's sequences are then spread by `dispatch`. The value that comes out is in `deployment_plan`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from peft_mux.scheduler.bucketing import (
+    DEFAULT_INTERVAL_TOKENS,
+    DEFAULT_NUM_BUCKETS,
+    Bucketing,
+    bucket_boundaries,
+)
+from peft_mux.scheduler.deployment_bounds import PlanBounds
+from peft_mux.scheduler.deployment_filter import Bounded, Filtered, filter_plans
+from peft_mux.scheduler.deployment_plan import Candidate, DeploymentPlan, PlanningStatistics
+from peft_mux.scheduler.deployment_solve import PlanAnswer, SolverOptions, search
+from peft_mux.scheduler.deployment_space import (
+    benchmark_lengths,
+    configurations_that_fit,
+    count_plans,
+    propose_configurations,
+)
+from peft_mux.scheduler.dispatch import DEFAULT_RELATIVE_GAP, dispatch
+from peft_mux.scheduler.dispatch_ilp import check_solver_name
+from peft_mux.scheduler.dispatch_problem import build_problem
+from peft_mux.scheduler.replica_time import ReplicaTimeModel
+from peft_mux.scheduler.replicas import ParallelConfig, ReplicaGroup, TimeModel
+
+DEFAULT_THRESHOLD = 0.15
+"""How far above the least lower bound a deployment's own may be (L Appendix A)."""
+DEFAULT_MAX_CANDIDATES = 1000
+"""Rows of the table of a plan."""
+DEFAULT_MAX_PLANS = 20_000_000
+"""Above this many combinations planning is refused rather than left to run for minutes."""
+
+_OUT_OF_REACH = "bound: not faster than the best"
+_OVER_THRESHOLD = "Theorem 1: over the threshold"
+
+
+def plan_deployment(
+    lengths: Sequence[int],
+    global_batch: int,
+    num_gpus: int,
+    time_model: ReplicaTimeModel,
+    *,
+    num_buckets: int = DEFAULT_NUM_BUCKETS,
+    interval: int = DEFAULT_INTERVAL_TOKENS,
+    proposal: bool = True,
+    lower_bound_filter: bool = True,
+    threshold: float = DEFAULT_THRESHOLD,
+    workers: int = 1,
+    solver: Any = None,
+    time_limit_s: float = 10.0,
+    relative_gap: float = DEFAULT_RELATIVE_GAP,
+    max_candidates: int = DEFAULT_MAX_CANDIDATES,
+    max_plans: int = DEFAULT_MAX_PLANS,
+) -> DeploymentPlan:
+    """Return the replicas that train an expected batch fastest (L Eq. 2).
+
+    What is exact: every combination of the candidates that leaves no room for one more replica is considered, and the
+    fastest is found up to `relative_gap`, where no time limit is reached. What is not: `proposal` leaves out
+    configurations that are never the fastest for their number of GPUs, and `lower_bound_filter` leaves out deployments
+    whose bound by Theorem 1 is more than `threshold` above the least one; both are heuristics of the paper. The filter
+    also switches on a cut that is not in the paper and loses nothing: bounds that need no premises end the search where
+    no deployment that is left can be faster. Among equally fast deployments the one of the least bound is taken.
+
+    Args:
+        lengths: a sample of all tasks' sequences in tokens, each task in proportion to its batch; the paper draws 100
+            batches.
+        global_batch: sequences of one step of all tasks together (B).
+        num_gpus: N.
+        time_model: of one replica, with the configurations that there are.
+        num_buckets: R.
+        interval: distance of candidate boundaries in tokens.
+        proposal: whether only proposed configurations are combined.
+        lower_bound_filter: whether deployments may be left out by their bounds; without, every one is solved.
+        threshold: relative, as 0.15 for 15 %.
+        workers: processes that solve. With more than one, the script that calls needs `if __name__ == "__main__"`.
+        solver: name of a PuLP solver such as "HiGHS", a PuLP solver itself, or None for the bundled CBC.
+        time_limit_s: for one deployment.
+        relative_gap: how far from its optimum each solution may be.
+        max_candidates: rows of the plan's table; the statistics count all.
+        max_plans: most combinations that are looked at.
+
+    Raises:
+        ValueError: for an argument out of its range, lengths that no configuration on `num_gpus` supports, an unknown
+            solver, or more than `max_plans` combinations.
+    """
+    start = time.perf_counter()
+    _check_at_least_one(
+        global_batch=global_batch,
+        num_gpus=num_gpus,
+        workers=workers,
+        max_candidates=max_candidates,
+        max_plans=max_plans,
+    )
+    _check_search_options(threshold, time_limit_s, relative_gap, solver)
+    bucketing = expected_bucketing(lengths, global_batch, time_model, num_buckets=num_buckets, interval=interval)
+    configs = _configurations(time_model, num_gpus, bucketing.boundaries[-1], proposal)
+    _check_number_of_plans(count_plans(num_gpus, [config.num_gpus for config in configs]), max_plans, proposal)
+    full = build_problem(
+        [ReplicaGroup(config, 1, time_model.max_tokens[config]) for config in configs], bucketing, time_model
+    )
+    filtered = filter_plans(full, num_gpus, threshold if lower_bound_filter else None, max_candidates)
+    kept = filtered.kept
+    start_of_solving = time.perf_counter()
+    options = SolverOptions(solver, time_limit_s, relative_gap)
+    answers, best = search(full, kept.counts, kept.bounds_s, options, workers=workers, prune=lower_bound_filter)
+    groups = replica_groups(configs, kept.counts[best], time_model)
+    statistics = PlanningStatistics(
+        num_configurations=len(time_model.configurations),
+        num_proposed=len(configs),
+        num_enumerated=filtered.num_enumerated,
+        num_too_short=filtered.num_too_short,
+        num_over_threshold=filtered.num_over_threshold,
+        num_out_of_reach=filtered.num_out_of_reach + len(kept) - len(answers),
+        num_solved=sum(answer.how != "bound met" for answer in answers.values()),
+        num_bound_met=sum(answer.how == "bound met" for answer in answers.values()),
+        num_time_limits=sum(answer.how in ("time limit", "solver failed") for answer in answers.values()),
+        filter_s=start_of_solving - start,
+        solve_s=time.perf_counter() - start_of_solving,
+    )
+    return DeploymentPlan(
+        groups=groups,
+        num_gpus=num_gpus,
+        global_batch=global_batch,
+        bucketing=bucketing,
+        expected=dispatch(
+            groups, bucketing, time_model, solver=solver, time_limit_s=time_limit_s, relative_gap=relative_gap
+        ),
+        configurations=configs,
+        candidates=_table(filtered, answers, best, max_candidates),
+        statistics=statistics,
+    )
+
+
+def expected_bucketing(
+    lengths: Sequence[int],
+    global_batch: int,
+    time_model: ReplicaTimeModel,
+    *,
+    num_buckets: int = DEFAULT_NUM_BUCKETS,
+    interval: int = DEFAULT_INTERVAL_TOKENS,
+) -> Bucketing:
+    """Return the buckets of the sample, with the sequences that one batch is expected to have of each.
+
+    Eq. 2 asks for sum_i d_ij >= B f_j with integer d_ij, which is B f_j rounded up; so there may be up to R sequences
+    more than the batch has, as the paper notes. The padding is that of the sample, in proportion.
+
+    Raises:
+        ValueError: for a batch below 1, or lengths that no configuration supports.
+    """
+    _check_at_least_one(global_batch=global_batch)
+    longest_supported = max(time_model.max_tokens.values())
+    sample = bucket_boundaries(lengths, num_buckets, interval, max_length=longest_supported)
+    counts = tuple(-(-global_batch * count // sample.num_sequences) for count in sample.counts)
+    return Bucketing(sample.boundaries, counts, round(sample.padding_tokens * sum(counts) / sample.num_sequences))
+
+
+def lower_bound_s(groups: Sequence[ReplicaGroup], bucketing: Bucketing, time_model: TimeModel) -> float:
+    """Return sum_i N_i t_i / N of one deployment under length-based dispatch (L Theorem 1), in seconds.
+
+    `PlanBounds.length_based_s` says what its premise is, and what is decided where the paper is silent.
+
+    Raises:
+        ValueError: for no groups, or a bucket with sequences that fits no group.
+    """
+    problem = build_problem(groups, bucketing, time_model)
+    return float(PlanBounds(problem).length_based_s(problem.num_replicas[None, :])[0])
+
+
+def replica_groups(
+    configs: Sequence[ParallelConfig], counts: Sequence[int] | np.ndarray, time_model: ReplicaTimeModel
+) -> tuple[ReplicaGroup, ...]:
+    """Return the groups of a deployment from its replicas of each configuration; zeros are left out."""
+    return tuple(
+        ReplicaGroup(config, int(count), time_model.max_tokens[config])
+        for config, count in zip(configs, counts, strict=True)
+        if count
+    )
+
+
+def _configurations(
+    time_model: ReplicaTimeModel, num_gpus: int, longest: int, proposal: bool
+) -> tuple[ParallelConfig, ...]:
+    fitting = configurations_that_fit(time_model, num_gpus, longest)
+    if not proposal:
+        return fitting
+    supported = max(time_model.max_tokens[config] for config in fitting)
+    lengths = [length for length in benchmark_lengths(time_model, longest) if length <= supported]
+    return propose_configurations(time_model, num_gpus, lengths)
+
+
+def _table(filtered: Filtered, answers: dict[int, PlanAnswer], best: int, limit: int) -> tuple[Candidate, ...]:
+    """Return what was considered: solved ones by time, then those out of reach, then those above the threshold."""
+    solved = sorted(answers, key=lambda row: (row != best, answers[row].step_s, row))
+    unsolved = [row for row in range(len(filtered.kept)) if row not in answers]
+    verdicts = [
+        "chosen" if row == best else f"not faster ({answers[row].how})" if row in answers else _OUT_OF_REACH
+        for row in solved + unsolved
+    ]
+    kept = filtered.kept.take(np.array(solved + unsolved, dtype=np.int64))
+    return (
+        *_candidates(kept, verdicts, [answers[row].step_s for row in solved] + [None] * len(unsolved)),
+        *_candidates(filtered.out_of_reach, [_OUT_OF_REACH] * len(filtered.out_of_reach)),
+        *_candidates(filtered.over_threshold, [_OVER_THRESHOLD] * len(filtered.over_threshold)),
+    )[:limit]
+
+
+def _candidates(
+    plans: Bounded, verdicts: Sequence[str], step_s: Sequence[float | None] | None = None
+) -> list[Candidate]:
+    rows = zip(
+        plans.counts.tolist(),
+        plans.length_based_s.tolist(),
+        plans.bounds_s.tolist(),
+        step_s or [None] * len(plans),
+        verdicts,
+        strict=True,
+    )
+    return [
+        Candidate(tuple(counts), length_based_s, bound_s, seconds, verdict)
+        for counts, length_based_s, bound_s, seconds, verdict in rows
+    ]
+
+
+def _check_at_least_one(**numbers: int) -> None:
+    for field, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{field} is {number}; allowed: 1 or more.")
+
+
+def _check_number_of_plans(number: int, limit: int, proposal: bool) -> None:
+    if number > limit:
+        fix = "Raise max_plans, or use fewer configurations." if proposal else "Set proposal=True."
+        raise ValueError(f"there are {number} combinations of replicas; allowed: at most max_plans = {limit}. {fix}")
+
+
+def _check_search_options(threshold: float, time_limit_s: float, relative_gap: float, solver: Any) -> None:
+    if not threshold >= 0:
+        raise ValueError(f"threshold is {threshold}; allowed: 0 or more, such as 0.15 for 15 %.")
+    if not time_limit_s > 0:
+        raise ValueError(f"time_limit_s is {time_limit_s}; allowed: more than 0.")
+    if not relative_gap >= 0:
+        raise ValueError(f"relative_gap is {relative_gap}; allowed: 0 or more, such as 0.005 for 0.5 %.")
+    if isinstance(solver, str):  # a name that is wrong would otherwise only send every deployment back to the rules
+        check_solver_name(solver)
