@@ -1,10 +1,12 @@
-"""The GPU benchmarks on a machine without a GPU: the dry run in a child process, and the judges in this one.
+"""The GPU benchmarks on a machine without a GPU: dry runs in child processes, and the judges in this one.
 
-The dry run chooses Triton's interpreter before Triton is imported, so it cannot run in the process of the tests.
+One dry run goes through Triton's interpreter, which has to be chosen before Triton is imported. The other goes without,
+and without the packages that a GPU machine may lack.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -19,130 +21,168 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from benchmarks import gpu, gpu_report, kernels  # noqa: E402
+from benchmarks import gpu, gpu_report, gpu_settings, gpu_train, gpu_trainers, kernels  # noqa: E402
+from benchmarks.kernel_contenders import CONTENDERS  # noqa: E402
+from benchmarks.kernel_problem import Result  # noqa: E402
+
+ABSENT = ("datasets", "pulp", "bitsandbytes")
+BLOCKED = f"import sys; sys.modules.update(dict.fromkeys({ABSENT})); from benchmarks import gpu; sys.exit(gpu.main())"
+LORA_CHECKS = [f"lora{group} float32{kind}" for group in ("", " group") for kind in ("", " co-location")]
+
+
+def dry_run(path: Path, interpret: str, *command: str) -> dict[str, Any]:
+    """Return the report of a dry run."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    environment["TRITON_INTERPRET"] = interpret
+    arguments = [sys.executable, *command, "--dry-run", "--output", str(path)]
+    result = subprocess.run(arguments, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return json.loads(path.read_text())
 
 
 @pytest.fixture(scope="module")
-def dry_run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the report of a dry run."""
-    path = tmp_path_factory.mktemp("gpu") / "report.json"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--dry-run", "--output", str(path)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
-    return json.loads(path.read_text())
+def through_slices(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return dry_run(tmp_path_factory.mktemp("gpu") / "slices.json", "0", "-c", BLOCKED)
+
+
+@pytest.fixture(scope="module")
+def through_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("needs Triton, for its interpreter")
+    return dry_run(tmp_path_factory.mktemp("gpu") / "kernels.json", "1", "-m", "benchmarks.gpu")
+
+
+@pytest.fixture(params=["slices", "kernels"])
+def path(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def report(path: str, request: pytest.FixtureRequest) -> dict[str, Any]:
+    return request.getfixturevalue(f"through_{path}")
 
 
 def rows_of(report: dict[str, Any], section: str) -> dict[str, Any]:
     return report["sections"][section]["rows"]
 
 
-def test_the_dry_run_finishes_every_section(dry_run: dict[str, Any]) -> None:
-    assert {name: entry["status"] for name, entry in dry_run["sections"].items()} == dict.fromkeys(gpu.SECTIONS, "done")
+def test_the_dry_run_finishes_every_section_also_without_optional_packages(report: dict[str, Any]) -> None:
+    assert {name: entry["status"] for name, entry in report["sections"].items()} == dict.fromkeys(gpu.SECTIONS, "done")
 
 
-def test_the_dry_run_checks_each_kernel_and_finds_it_right(dry_run: dict[str, Any]) -> None:
-    rows = rows_of(dry_run, "correctness")
-    checks = ["lora float32", "lora float32 co-location", "cross entropy float32"]
+def test_the_dry_run_checks_each_kernel_that_can_run_and_finds_it_right(path: str, report: dict[str, Any]) -> None:
+    rows = dict(rows_of(report, "correctness"))
+    checks = [*LORA_CHECKS, "cross entropy float32"] if path == "kernels" else []
     for direction in ("varlen causal", "varlen both directions"):
-        checks += [direction, f"{direction} co-location", f"{direction} NaN isolation"]
+        checks = [*checks, direction, f"{direction} co-location", f"{direction} NaN isolation"]
+    skipped = rows.pop("Triton kernels", None)
+    assert (skipped is None) == (path == "kernels")
     assert {name: row["is_right"] for name, row in rows.items()} == dict.fromkeys(checks, True)
 
 
-def test_the_dry_run_holds_every_contender_against_float64(dry_run: dict[str, Any]) -> None:
-    (row,) = rows_of(dry_run, "kernels").values()
-    assert list(row["contenders"]) == list(kernels.CONTENDERS)
-    for name, contender in row["contenders"].items():
-        wanted = set() if name == "frozen" else set(kernels.Result._fields)
-        assert set(contender["errors"]) == wanted, name
-        assert all(0 < error <= 1e-5 for error in contender["errors"].values()), name
-    assert len(row["kernels"]) == 6
+def test_the_dry_run_holds_every_contender_against_float64(path: str, report: dict[str, Any]) -> None:
+    rows = rows_of(report, "kernels")
+    tables = [row for row in rows.values() if "contenders" in row]
+    assert len(tables) == 2
+    for row in tables:
+        assert list(row["contenders"]) == list(CONTENDERS)
+        for name, contender in row["contenders"].items():
+            wanted = set() if name == "frozen" else set(Result._fields)
+            assert set(contender["errors"]) == wanted, name
+            assert all(0 < error <= 1e-5 for error in contender["errors"].values()), name
+        assert row["contenders"]["mux"]["path"] == path
+    assert rows["all linear layers of a block"]["mux eager_us"] > 0
 
 
-def test_every_trainer_has_the_losses_of_plain_peft_also_after_an_update(dry_run: dict[str, Any]) -> None:
+def test_each_kernel_of_a_group_is_timed_by_itself(through_kernels: dict[str, Any]) -> None:
+    counts = [len(row["kernels"]) for row in rows_of(through_kernels, "kernels").values() if "kernels" in row]
+    assert counts == [6, 12]
+
+
+def test_every_trainer_has_the_losses_of_plain_peft_also_after_an_update(report: dict[str, Any]) -> None:
     for section in ("layer", "end_to_end"):
-        rows = rows_of(dry_run, section)
+        rows = rows_of(report, section)
         for name in ("hf", "mux", "padded"):
             found = [row for case, row in rows.items() if case.endswith(f": {name}")]
             assert found, f"{section} has no {name}"
             assert all(len(row["losses"]) == 2 and row["is_right"] for row in found), name
 
 
+def test_the_report_tells_which_path_the_model_took(path: str, report: dict[str, Any]) -> None:
+    groups = {"layer": 4, "end_to_end": 8}  # q/k/v, o, gate/up and down of each layer
+    for section, count in groups.items():
+        (row,) = (row for case, row in rows_of(report, section).items() if case.endswith(": mux"))
+        assert row["path"] == path
+        assert row["group_calls"][path] == 2 * count  # two steps of one micro-batch
+        assert sum(row["group_calls"].values()) == 2 * count
+
+
 # ------------------------------------------------------------------- the judges
-
-
-def tiny_problem() -> kernels.Problem:
-    return kernels.Problem(kernels.Shape(24, 16, 48, 2, 8), torch.device("cpu"), torch.float32)
-
-
-@pytest.mark.parametrize("name", kernels.Result._fields)
-def test_a_contender_that_is_wrong_in_one_quantity_is_found(name: str) -> None:
-    problem = tiny_problem()
-    right = kernels.unsloth_style(problem)
-
-    def wrong(call: int) -> kernels.Result:
-        result = right(call)
-        value = getattr(result, name)
-        return result._replace(**{name: [1.01 * part for part in value] if isinstance(value, list) else 1.01 * value})
-
-    errors = kernels.errors(problem, wrong)
-    assert errors.pop(name) > 5e-3
-    assert all(error <= 1e-5 for error in errors.values())
-
-
-def test_a_nan_of_a_single_task_is_an_error_whichever_comes_after_it() -> None:
-    problem = tiny_problem()
-    right = kernels.unsloth_style(problem)
-
-    def poisoned(call: int) -> kernels.Result:
-        result = right(call)
-        return result._replace(da=[torch.full_like(result.da[0], float("nan")), result.da[1]])
-
-    error = kernels.errors(problem, poisoned)["da"]
-    assert error != error
-
-
-def test_the_gathering_contender_refuses_copies_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = tiny_problem()
-    needed = 48 * 8 * (24 + 16) * 4
-    monkeypatch.setattr(kernels, "MAX_GATHERED_BYTES", needed)
-    kernels.gather_bmm(problem)
-    monkeypatch.setattr(kernels, "MAX_GATHERED_BYTES", needed - 1)
-    with pytest.raises(kernels.CannotRunError, match="gathered factors take"):
-        kernels.gather_bmm(problem)
-
-
-def test_a_baseline_may_be_skipped_and_our_kernels_may_not() -> None:
-    skipped = {"skipped": "absent"}
-    assert kernels.wrong_contenders({"contenders": {"grouped_mm": skipped, "frozen": {"is_right": True}}}) == []
-    assert kernels.wrong_contenders({"contenders": {"grouped_mm": skipped, "mux_triton": skipped}}) == ["mux_triton"]
-
-
-def test_tokens_that_do_not_divide_go_to_the_last_task_in_groups_of_eight() -> None:
-    problem = kernels.Problem(kernels.Shape(8, 8, 80, 3, 8), torch.device("cpu"), torch.float32)
-    assert problem.lengths == [24, 24, 32]
-    assert problem.bounds == [0, 24, 48, 80]
 
 
 def test_losses_of_the_second_step_count_and_a_nan_is_no_agreement() -> None:
     reference = [[2.0, 4.0], [1.0, 3.0]]
-    assert gpu.loss_difference([[2.0, 4.0], [1.0, 3.3]], reference) == pytest.approx(0.1)
-    assert gpu.loss_difference([[2.0, 4.0]], reference) == 0.0
-    error = gpu.loss_difference([[float("nan"), 4.0], [1.0, 3.0]], reference)
+    assert gpu_train.loss_difference([[2.0, 4.0], [1.0, 3.3]], reference) == pytest.approx(0.1)
+    assert gpu_train.loss_difference([[2.0, 4.0]], reference) == 0.0
+    error = gpu_train.loss_difference([[float("nan"), 4.0], [1.0, 3.0]], reference)
     assert error != error
 
 
 def test_useful_work_is_that_of_the_formula() -> None:
     from benchmarks.workloads import ModelSpec, TaskWorkload, Workload
 
-    settings = gpu.Settings(torch.device("cpu"), is_dry=True)
-    backbone = gpu.llama(settings, ModelSpec(32, 2, 48, 4, 64))
+    settings = gpu_settings.Settings(torch.device("cpu"), is_dry=True)
+    backbone = gpu_train.llama(settings, ModelSpec(32, 2, 48, 4, 64))
     rows = tuple({"input_ids": [1] * length, "labels": [1] * length} for length in (2, 6))
     work = Workload("uniform", (TaskWorkload("a", "x", 4, 0, 2, rows),), 1, "full", "none")
     layer = 32 * 32 + 2 * 32 * 8 + 32 * 32 + 3 * 32 * 48
     widths = 2 * (4 * 32 + 2 * (32 + 8) + 3 * (32 + 48))
     wanted = 4 * (2 * layer + 32 * 64) + 6 * 4 * widths + 7 * 32 * 2 * (4 + 36) / 8
-    assert gpu.flops_per_token(backbone, work) == pytest.approx(wanted)
+    assert gpu_train.flops_per_token(backbone, work) == pytest.approx(wanted)
+
+
+def judged(device: str, calls: dict[str, int]) -> dict[str, Any]:
+    settings = gpu_settings.Settings(torch.device(device), is_dry=False)
+    reference = {"tokens_per_s": 1.0, "losses": [[2.0]]}
+    row = {**reference, "path": gpu_train.path_of(calls)}
+    return gpu_train.judged(settings, row, 1.0, {"floor": reference, "hf": reference})
+
+
+@pytest.mark.parametrize("calls", [{"kernels": 0, "slices": 4}, {"kernels": 4, "slices": 1}, {}])
+def test_slices_on_a_gpu_are_a_fault_even_with_the_right_losses(
+    calls: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
+    assert judged("cuda", calls)["is_right"] is False
+    assert judged("cuda", {"kernels": 4, "slices": 0})["is_right"] is True
+
+
+def test_slices_are_right_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert judged("cpu", {"kernels": 0, "slices": 4})["is_right"] is True
+    assert judged("cpu", {"kernels": 4, "slices": 0})["is_right"] is False
+
+
+def test_paths_are_counted_only_while_somebody_asks() -> None:
+    from peft_mux.modeling import layers
+
+    before = layers.grouped_lora_slices
+    with gpu_trainers.counted_paths() as calls:
+        assert layers.grouped_lora_slices is not before
+    assert layers.grouped_lora_slices is before
+    assert dict(calls) == {"kernels": 0, "slices": 0}
+
+
+def test_the_first_shapes_are_the_groups_of_a_block() -> None:
+    groups, others = gpu._kernel_shapes(gpu_settings.Settings(torch.device("cpu"), is_dry=False))
+    assert [(shape.in_features, shape.out_features) for shape in groups] == list(kernels.LLAMA_LAYER)
+    assert {(shape.num_tokens, shape.num_tasks, shape.rank) for shape in groups} == {(4096, 8, 16)}
+    assert len({*groups, *others}) == len(groups) + len(others)
+
+
+def test_the_sections_fit_into_nine_minutes() -> None:
+    assert sum(seconds for seconds, _ in gpu.SECTIONS.values()) <= gpu.TOTAL_S
+    assert gpu.TOTAL_S <= 500
 
 
 # --------------------------------------------------------------- budget and report
