@@ -132,7 +132,7 @@ def lora_group_backward(
 
 @lora_group_backward.register_fake
 def _(dys: list[torch.Tensor], x: torch.Tensor, saved: torch.Tensor, handle: torch.Tensor, group: int) -> torch.Tensor:
-    return torch.empty_like(x)
+    return x.new_empty(x.shape)
 
 
 def _set_up(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:

@@ -189,7 +189,8 @@ class LoraGroup:
         """Return dx: the adapters' part first, the base's on top; in this order in any company."""
         from peft_mux.kernels import grouped_lora_triton as kernels
 
-        dx_TD = torch.empty_like(x_TD) if self.joint is not None else torch.zeros_like(x_TD)
+        # Rows of their own, whatever the layout of x: kernels write whole words of a row.
+        dx_TD = x_TD.new_empty(x_TD.shape) if self.joint is not None else x_TD.new_zeros(x_TD.shape)
         if self.joint is not None:
             kernels.expand(ds_TC, self.joint.values, dx_TD, segments, self.joint.ranks, scaled=False)
         for part in self.apart:

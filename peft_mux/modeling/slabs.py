@@ -98,11 +98,21 @@ class Page:
         for copy in self._shadows.values():
             copy.copy_(self.values)
 
+    def watched(self) -> list[int]:
+        """Return the ids of parameters that have hooks on their gradients."""
+        parameters = (entry.parameter for entry in self._entries.values())
+        return [id(p) for p in parameters if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+
     def bind_gradients(self) -> None:
         """See to it that every parameter has a gradient that is a view of one flat buffer; new ones are zero."""
         if self.values.grad is None:
             self.num_bindings += 1
             self.values.grad = torch.zeros_like(self.values)
+            for entry in self._entries.values():
+                if entry.parameter.grad is not None:  # of a pass before the weights were laid out anew
+                    view = entry.view_of(self.values.grad)
+                    view.copy_(entry.parameter.grad)
+                    entry.parameter.grad = view
         elif all(entry.parameter.grad is not None for entry in self._entries.values()):
             return
         for entry in self._entries.values():
@@ -147,6 +157,10 @@ class TaskSlab:
         """
         found = (page.factor(parameter, dtype) for page in self.pages)
         return next((factor for factor in found if factor is not None), None)
+
+    def watched(self) -> list[int]:
+        """Return the ids of parameters whose gradients somebody waits to see pass through autograd."""
+        return [number for page in self.pages for number in page.watched()]
 
     def refresh_copies(self) -> None:
         """Bring the copies in other dtypes up to date with the weights; once before every pass."""
