@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         MemoryBudgetError,
         PeftMuxError,
         PlanError,
+        ProcessError,
         UnsupportedModelError,
     )
     from peft_mux.modeling.model import MultiTaskPeftModel
@@ -43,6 +44,7 @@ _HOMES = {
     "PeftMuxError": "errors",
     "Plan": "scheduler.plan",
     "PlanError": "errors",
+    "ProcessError": "errors",
     "Task": "task",
     "TaskStatus": "task",
     "UnsupportedModelError": "errors",
@@ -62,6 +64,7 @@ __all__ = [
     "PeftMuxError",
     "Plan",
     "PlanError",
+    "ProcessError",
     "Task",
     "TaskStatus",
     "UnsupportedModelError",

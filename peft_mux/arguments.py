@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import copy
 from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainingArguments
 
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults
+from peft_mux.scheduler.plan import POLICIES
 from peft_mux.task import Task, hyper_parameter_faults, supported_optimizers, supported_schedules
 
 OVERLONG_POLICIES = ("truncate", "drop", "error")
@@ -40,13 +42,13 @@ _REASONS = {
     "metric_for_best_model": "name it in the task's early_stopping",
     "greater_is_better": "set it in the task's early_stopping",
     "auto_find_batch_size": "set max_tokens_per_micro_batch instead",
-    "torch_compile": "compiled steps are not supported yet",
+    "torch_compile": "compile modules of the backbone (layer.mlp.compile()); grouped LoRA is one operator inside them",
     "use_liger_kernel": "it replaces the layers that are multiplexed",
     "optim_target_modules": "every task trains exactly its own adapter",
     "push_to_hub": "push the task's folder after the run",
-    "fsdp": "a run uses one process for now",
-    "deepspeed": "a run uses one process for now",
-    "parallelism_config": "a run uses one process for now",
+    "fsdp": "every process of a run holds the whole frozen model for now",
+    "deepspeed": "every process of a run holds the whole frozen model for now",
+    "parallelism_config": "every process of a run holds the whole frozen model for now",
     "dataloader_drop_last": "the last batch of an epoch is trained on",
     "dataloader_num_workers": "rows are tokenised before the first step",
     "ignore_data_skip": "resuming is exact",
@@ -72,8 +74,16 @@ class MultiTaskTrainingArguments(TrainingArguments):
         chunk_size: tokens of a chunk; by default the rule of M §3.5 (greatest power-of-two divisor of all lengths).
         min_chunk_size: least chunk size of that rule.
         pad_to_chunks: fill each task's part of a stream up to a multiple of the chunk size, for equal shapes.
+        planner: how tasks are put together: "mux" by predicted cost, or a baseline: "together" all in one batch,
+            "interleaved" every task by itself in each step, "sequential" one task after another.
+        memory_limit_gib: memory of a device that a plan may fill; by default 95 % of a GPU, and no limit on a CPU.
+            Tasks that do not fit wait, by priority.
+        cost_profile: JSON file of `peft-mux profile`, to plan with measured times instead of data sheets.
         quarantine_policy: what happens to a task with a non-finite loss or gradient: "quarantine" fails that task,
             keeps its last good adapter and goes on; "stop" ends the run.
+        cuda_graphs: capture passes of equal shape as CUDA graphs and replay them, which spares the time that the host
+            takes to launch them. Passes that cannot be captured run as ever, and the run says why. On CUDA only; off
+            by default, as it has not been measured on a GPU yet.
 
     Raises:
         ConfigError: naming every field that cannot be run.
@@ -85,7 +95,11 @@ class MultiTaskTrainingArguments(TrainingArguments):
     chunk_size: int | None = field(default=None, metadata={"help": "Tokens of a chunk; None for the rule of M 3.5."})
     min_chunk_size: int = field(default=64, metadata={"help": "Least chunk size of the rule."})
     pad_to_chunks: bool = field(default=False, metadata={"help": "Fill each task's part up to whole chunks."})
+    planner: str = field(default="mux", metadata={"help": "mux, together, interleaved or sequential."})
+    memory_limit_gib: float | None = field(default=None, metadata={"help": "Memory of a device that a plan may fill."})
+    cost_profile: str | None = field(default=None, metadata={"help": "JSON file of peft-mux profile."})
     quarantine_policy: str = field(default="quarantine", metadata={"help": "quarantine or stop."})
+    cuda_graphs: bool = field(default=False, metadata={"help": "Replay passes as CUDA graphs; not measured yet."})
 
     def __post_init__(self) -> None:
         """Check all fields before `TrainingArguments` completes them."""
@@ -199,8 +213,11 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         for name in _TASK_DEFAULTS
         if getattr(args, name) is None
     ]
-    if not isinstance(args.pad_to_chunks, bool):
-        faults.append(Fault("args.pad_to_chunks", repr(args.pad_to_chunks), "True or False"))
+    for name in ("pad_to_chunks", "cuda_graphs"):
+        if not isinstance(getattr(args, name), bool):
+            faults.append(Fault(f"args.{name}", repr(getattr(args, name)), "True or False"))
+    if args.cuda_graphs is True and (args.use_cpu or not torch.cuda.is_available()):
+        faults.append(Fault("args.cuda_graphs", "True", "False", "Reason: a CPU has no CUDA graphs."))
     faults += _refused_fields(args)
     integers = {
         "max_tokens_per_micro_batch": 1,
@@ -219,8 +236,16 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         value = getattr(args, name)
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             faults.append(Fault(f"args.{name}", repr(value), "an integer of at least 1, or None"))
+    limit = args.memory_limit_gib
+    if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
+        faults.append(Fault("args.memory_limit_gib", repr(limit), "a number of GiB above 0, or None"))
+    if args.cost_profile is not None and not Path(str(args.cost_profile)).is_file():
+        faults.append(
+            Fault("args.cost_profile", repr(args.cost_profile), "a file that peft-mux profile wrote, or None")
+        )
     for name, options in {
         "overlong_policy": OVERLONG_POLICIES,
+        "planner": POLICIES,
         "quarantine_policy": QUARANTINE_POLICIES,
         "save_strategy": ("steps", "no"),
         "eval_strategy": ("steps", "epoch", "no"),

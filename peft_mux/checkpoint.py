@@ -45,13 +45,18 @@ class RunFolder:
         root: made where absent.
         model: whose adapters are written and read.
         keep: checkpoints kept per task, and run records; `None` for all.
+        is_writer: whether this process writes; one that only reads leaves the folder as it is.
     """
 
-    def __init__(self, root: Path, model: MultiTaskPeftModel, *, keep: int | None = None) -> None:
+    def __init__(
+        self, root: Path, model: MultiTaskPeftModel, *, keep: int | None = None, is_writer: bool = True
+    ) -> None:
         """Make the folder and clear away what a crash left behind."""
         self.root = root
         self.model = model
         self.keep = keep
+        if not is_writer:
+            return
         root.mkdir(parents=True, exist_ok=True)
         self._refuse_links()
         (root / STATE_FOLDER).mkdir(exist_ok=True)
@@ -212,14 +217,16 @@ class RunFolder:
             run.end(status, state["reason"])
 
 
-def open_run_folder(root: Path, model: MultiTaskPeftModel, *, keep: int | None, is_resumed: bool) -> RunFolder:
-    """Open the folder that a run writes to.
+def open_run_folder(
+    root: Path, model: MultiTaskPeftModel, *, keep: int | None, is_resumed: bool, is_writer: bool = True
+) -> RunFolder:
+    """Open the folder that a run writes to; a process that does not write looks at nothing.
 
     Raises:
         CheckpointError: if it holds a run that is not resumed, whose state would be mixed with the new one's.
     """
-    folder = RunFolder(root, model, keep=keep)
-    if folder.record_paths() and not is_resumed:
+    folder = RunFolder(root, model, keep=keep, is_writer=is_writer)
+    if is_writer and folder.record_paths() and not is_resumed:
         raise CheckpointError(
             f"output_dir: got {root}, which holds a run; allowed: a new folder, or train(resume_from_checkpoint=True) "
             "to go on with it. Delete it to train anew."
@@ -266,7 +273,7 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
 
 def _task_state(run: TaskRun) -> dict[str, Any]:
     return {
-        "settings": _settings(run),
+        "settings": task_settings(run),
         "step": run.step,
         "status": run.status.value,
         "reason": run.reason,
@@ -282,7 +289,7 @@ def _task_state(run: TaskRun) -> dict[str, Any]:
     }
 
 
-def _settings(run: TaskRun) -> dict[str, Any]:
+def task_settings(run: TaskRun) -> dict[str, Any]:
     """Return what must not change between a checkpoint and its resumption, as plain JSON."""
     config = run.task.peft_config.to_dict()
     settings = {**asdict(run.hyper), "num_steps": run.num_steps, "shuffle": run.task.shuffle}
@@ -297,7 +304,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check_settings(run: TaskRun, saved: dict[str, Any]) -> None:
-    now = _settings(run)
+    now = task_settings(run)
     changed = [key for key in now if key not in _FREE_TO_CHANGE and saved.get(key) != now[key]]
     if changed:
         listed = ", ".join(f"{key} {saved.get(key)!r} -> {now[key]!r}" for key in changed)

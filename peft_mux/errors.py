@@ -48,6 +48,10 @@ class CheckpointError(PeftMuxError, RuntimeError):
     """A checkpoint is missing, torn or corrupt, or could not be written."""
 
 
+class ProcessError(PeftMuxError, RuntimeError):
+    """The processes of a run have lost one another, or no longer do the same."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One thing that is wrong, in the four parts of a message.

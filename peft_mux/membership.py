@@ -33,9 +33,7 @@ class TaskMembership:
     _class_counts: dict[str, int]
     _log: RunLog
     _saver: Saver
-    _executor: Any
-    _start: Callable[[TaskRun], None]
-    _replan: Callable[[], None]
+    _replan: Callable[[], Any]
     _on_event: Callable[[Any], None]
 
     def _open_membership(self) -> None:
@@ -85,9 +83,9 @@ class TaskMembership:
             self._commands.get()()
             changed = True
         if changed:
+            self._replan()
             for event in self.table.collect():
                 self._on_event(event)
-            self._replan()
 
     def _arrive(self, runs: list[TaskRun]) -> None:
         self._arriving.difference_update(run.name for run in runs)
@@ -109,8 +107,6 @@ class TaskMembership:
         self.tasks = [*self.tasks, *(run.task for run in runs)]
         for run in runs:
             self.table.add(run)
-            if self._executor is not None:
-                self._start(run)
 
     def _depart(self, name: str, save: bool) -> None:
         if name not in self.table:  # removed by a command before this one

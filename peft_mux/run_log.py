@@ -33,6 +33,7 @@ class RunLog:
         metrics: the file; writes nothing until training begins.
         progress: the screen; silent until training begins.
         callbacks: of each started task, by name.
+        is_shown: whether this process is the one that prints.
     """
 
     def __init__(self, table: TaskTable, state: TrainerState, emit: Callable[[dict[str, float]], None]) -> None:
@@ -42,6 +43,7 @@ class RunLog:
         self.metrics = MetricsLog(None)
         self.progress: Progress = SilentProgress()
         self.callbacks: dict[str, TaskCallbacks] = {}
+        self.is_shown = True
         self._emit = emit
 
     def say(self, line: str) -> None:
@@ -50,6 +52,8 @@ class RunLog:
 
     def warn(self, line: str) -> None:
         """Print a line that nobody may miss: through `logging` where there is no progress to print it beside."""
+        if not self.is_shown:
+            return
         if type(self.progress) is SilentProgress:
             _logger.warning(line)
         else:

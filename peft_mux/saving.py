@@ -25,6 +25,9 @@ class Saver:
         table: all tasks.
         args: of the run.
         log: where failures are told.
+
+    Attributes:
+        is_writer: whether this process writes; the others go the same way without.
     """
 
     def __init__(
@@ -35,6 +38,7 @@ class Saver:
         self.table = table
         self.args = args
         self.log = log
+        self.is_writer = True
         self._saved_step: int | None = None
 
     def is_due(self) -> bool:
@@ -91,6 +95,8 @@ class Saver:
         """Write, and go on training when it fails: a full disk must not cost the run."""
         if self.folder is None:
             return False
+        if not self.is_writer:
+            return True
         try:
             write(self.folder)
         except CheckpointError as error:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import (
     DefaultFlowCallback,
     PrinterCallback,
@@ -22,6 +23,7 @@ from peft_mux.backbone import Backbone
 from peft_mux.callbacks import TaskCallbacks, TaskFlowCallback
 from peft_mux.checkpoint import RunFolder, open_run_folder, resume_tasks
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.allocator import keeping_freed_memory
 from peft_mux.engine.dispatcher import Dispatcher
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.isolation import LastGood
@@ -29,14 +31,16 @@ from peft_mux.interrupts import stop_at_signal
 from peft_mux.membership import TaskMembership
 from peft_mux.metrics import MetricsLog, read_metrics
 from peft_mux.optim import TaskOptimizer
-from peft_mux.planning import make_plan
+from peft_mux.planning import Planner
 from peft_mux.run_log import RunLog
 from peft_mux.saving import Saver, describe_run
 from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.profile import Profile
 from peft_mux.task import Task, TaskStatus
 from peft_mux.task_evaluation import TaskEvaluator
 from peft_mux.task_run import TaskEvent, TaskRun, TaskTable
 from peft_mux.task_setup import class_count, make_task_runs
+from peft_mux.team import Team
 from peft_mux.trainer_inputs import (
     check_evaluation,
     check_processes,
@@ -118,13 +122,18 @@ class MultiTaskTrainer(TaskMembership, Trainer):
         self.table = TaskTable()
         for run in runs:
             self.table.add(run)
+        self._team = Team(run_args, self.table)
+        self._mark_main(self.state)
         self._open_membership()
         self._collator = self._make_collator()
         self._log = RunLog(self.table, self.state, self._emit)
         self._saver = Saver(None, self.table, run_args, self._log)
+        self._saver.is_writer = self._log.is_shown = self._team.processes.is_main
         self._executor: Executor | None = None
         self._dispatcher: Dispatcher | None = None
+        self._planner: Planner | None = None
         self._evaluator: TaskEvaluator | None = None
+        self._plan: Plan | None = None
         self._num_stream_tokens = 0
         self._has_trained = False
 
@@ -140,10 +149,28 @@ class MultiTaskTrainer(TaskMembership, Trainer):
         """Where each task stands."""
         return {run.name: run.status for run in self.table}
 
-    def plan(self) -> Plan:
-        """Return what would run together, in how many passes and how much memory; allocates nothing."""
-        runs = [run for run in self.table if not run.status.is_final and run.status is not TaskStatus.PAUSED]
-        return make_plan(runs, self.model, self._source, self.args, self._collator)
+    def plan(self, devices: str | None = None) -> Plan:
+        """Return what would run together, in how many passes, how fast, and in how much memory; allocates nothing.
+
+        Args:
+            devices: plan for other devices than this machine's, such as "4xA100-80GB", as stages of a pipeline.
+
+        Raises:
+            ConfigError: if nothing fits into memory, naming the cheapest fixes; or for unknown devices.
+        """
+        running = [run.name for run in self.table.running]
+        return self._planner_of_model().plan(self._plannable, running=running, devices=devices)
+
+    def measure_profile(self, budget_s: float = 60.0) -> Profile:
+        """Measure how long the parts of a step take on this device, for `cost_profile`; reads and changes no weights.
+
+        Args:
+            budget_s: seconds that this may take.
+        """
+        from peft_mux.profiling import profile_backbone
+
+        dtype = torch.bfloat16 if self.args.bf16 else self._source.dtype
+        return profile_backbone(self.model, device=self.args.device, dtype=dtype, budget_s=budget_s)
 
     # ------------------------------------------------------------- training
 
@@ -163,10 +190,14 @@ class MultiTaskTrainer(TaskMembership, Trainer):
         """
         refuse_trainer_arguments(unsupported)
         resume = resume_from_checkpoint or self.args.resume_from_checkpoint
+        with self._team.processes.together(), keeping_freed_memory(self.args.device):
+            return self._train(resume)
+
+    def _train(self, resume: str | bool | None) -> TrainOutput:
         self._begin(resume)
         started, first_token, first_step = time.perf_counter(), self._num_stream_tokens, self.state.global_step
         try:
-            with stop_at_signal(self._request_stop):
+            with stop_at_signal(self._request_stop, echo_s=0.0 if self._team.processes.is_alone else 2.0):
                 self._run_steps()
         finally:
             self._log.progress.stop()
@@ -177,9 +208,17 @@ class MultiTaskTrainer(TaskMembership, Trainer):
 
     def _run_steps(self) -> None:
         self._obey_commands()
-        while self.table.running and not self.control.should_training_stop:
+        while self._goes_on():
             self._step()
             self._obey_commands()
+
+    def _goes_on(self) -> bool:
+        """Whether all processes take another step; what another process has stopped is stopped here."""
+        wants_stop = self.control.should_training_stop
+        goes_on = self._team.goes_on(self.state.global_step, self.model, wants_stop=wants_stop)
+        for event in self.table.collect():
+            self._on_event(event)
+        return goes_on
 
     def _step(self) -> None:
         """Take one step of every running task."""
@@ -189,9 +228,14 @@ class MultiTaskTrainer(TaskMembership, Trainer):
         for run in self.table.running:
             self._log.callbacks[run.name].step_begins()
         stepping = [run.name for run in self.table.running]
+        started = time.perf_counter()
         work = self._dispatcher.next(self.table.running)
         result = self._executor.run(work)
         self.table.apply(result)
+        # Each of several processes measures a time of its own, and all must make the same plan.
+        if self._plan is not None and self._team.processes.world_size == 1:
+            tokens = sum(result.num_tokens.values())
+            self._planner_of_model().observe(self._plan, tokens, time.perf_counter() - started)
         self.state.global_step += 1
         self._num_stream_tokens += result.num_stream_tokens
         self._after_step(stepping)
@@ -204,8 +248,11 @@ class MultiTaskTrainer(TaskMembership, Trainer):
         self._log_if_due()
         self._evaluate_if_due(names)
         self._prove_finished()
-        for event in self.table.collect():
+        events = self.table.collect()
+        for event in events:
             self._on_event(event)
+        if any(event.status.is_final for event in events):
+            self._replan()
         self._save_if_due(names)
         self._log.progress.advance(self.table)
 
@@ -223,24 +270,27 @@ class MultiTaskTrainer(TaskMembership, Trainer):
     def _begin(self, resume: str | bool | None) -> None:
         """Load what must be loaded, start or restore the tasks, and open the run folder."""
         self._materialise()
-        root = self._root
+        self._team.begin(self.model, resume=resume)
+        root, is_writer = self._root, self._saver.is_writer
         if self._saver.folder is None and self.args.save_strategy != "no":
             self._saver.folder = open_run_folder(
-                root, self.model, keep=self.args.save_total_limit, is_resumed=bool(resume)
+                root, self.model, keep=self.args.save_total_limit, is_resumed=bool(resume), is_writer=is_writer
             )
-        root.mkdir(parents=True, exist_ok=True)
-        self._log.metrics = MetricsLog(root)
+        if is_writer:
+            root.mkdir(parents=True, exist_ok=True)
+            self._log.metrics = MetricsLog(root)
         self._log.progress = make_progress(
             enabled=not self.args.disable_tqdm, is_main_process=self.is_world_process_zero()
         )
         for run in self.table:
-            if run.status is TaskStatus.WAITING:
+            if run.status is TaskStatus.WAITING and resume and not self._has_trained:
                 self._start(run)
         if resume and not self._has_trained:
             self._resume(root if resume is True else Path(resume))
         self._has_trained = True
-        self._replan()
-        describe_run(root, self.args, self.table, self.plan())
+        plan = self._replan()
+        if is_writer:
+            describe_run(root, self.args, self.table, plan)
         self.is_in_train = True
         self.control.should_training_stop = False
         self._log.progress.start(self.table)
@@ -259,7 +309,9 @@ class MultiTaskTrainer(TaskMembership, Trainer):
         if self.args.uses_checkpointing:
             self.model.activation_checkpointing_enable(**self.args.checkpointing_kwargs)
         self.model.train()
-        self._executor = Executor(self.model, bf16=self.args.bf16)
+        self._executor = Executor(
+            self.model, bf16=self.args.bf16, cuda_graphs=self.args.cuda_graphs, processes=self._team.processes
+        )
         self._evaluator = TaskEvaluator(
             self._executor, self._collator, self.args.max_tokens_per_micro_batch, self._log, self._saver
         )
@@ -270,29 +322,38 @@ class MultiTaskTrainer(TaskMembership, Trainer):
         slab = self.model.task_slab(run.name)
         run.optimizer = TaskOptimizer(run.name, parameters, run.hyper, run.num_steps, self.args, slab)
         run.last_good = LastGood({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
-        run.status = TaskStatus.RUNNING
+        run.status, run.reason = TaskStatus.RUNNING, ""
+        self._mark_main(run.state)
         own_args = task_arguments(run.hyper, self.args)
         self._log.callbacks[run.name] = TaskCallbacks(run, own_args, self.model, self.processing_class)
         if self.is_in_train:
             self._log.callbacks[run.name].call("on_train_begin")
 
     def _resume(self, root: Path) -> None:
-        own = self._saver.folder
-        folder = own if own is not None and root == own.root else RunFolder(root, self.model)
+        folder = self._saver.folder
+        if folder is None or root != folder.root:
+            folder = RunFolder(root, self.model, is_writer=self._saver.is_writer)
+        self._team.processes.wait_for_all()  # others read the folder when the first one has put it in order
         self.state.global_step = resume_tasks(folder, self.table, self._log.warn)
         self._log.metrics.truncate_after(self.state.global_step)
 
     def _finish(self, seconds: float, num_tokens: int, num_steps: int) -> TrainOutput:
-        metrics: dict[str, float] = {
-            "train_runtime": seconds,
-            "train_tokens_per_second": num_tokens / max(seconds, 1e-9),
-        }
-        metrics["train_steps_per_second"] = num_steps / max(seconds, 1e-9)
-        for run in self.table:
-            metrics[f"{run.name}/train_loss"] = run.last_loss
         if not self._saver.is_current:
             self._save()
+        records = self._team.finish(num_tokens, seconds)
+        metrics: dict[str, float] = {
+            "train_runtime": seconds,
+            "train_tokens_per_second": sum(record.tokens for record in records) / max(seconds, 1e-9),
+        }
+        metrics["train_steps_per_second"] = num_steps / max(seconds, 1e-9)
+        ratio = self._planner_of_model().time_ratio
+        if ratio is not None:
+            metrics["measured_over_planned_time"] = ratio
+        for run in self.table:
+            metrics[f"{run.name}/train_loss"] = run.last_loss
         self._log.event("run", **metrics)
+        for record in records if len(records) > 1 else ():
+            self._log.event("rank", **record._asdict())
         self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
         for callbacks in self._log.callbacks.values():
             callbacks.call("on_train_end")
@@ -380,6 +441,8 @@ class MultiTaskTrainer(TaskMembership, Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write every task's adapter, each at the root of its sub-folder, loadable by plain PEFT."""
         self._materialise()
+        if not self._saver.is_writer:
+            return
         folder = RunFolder(Path(output_dir or self._root), self.model)
         for run in self.table:
             folder.save_adapter(run.name)
@@ -389,11 +452,12 @@ class MultiTaskTrainer(TaskMembership, Trainer):
         from peft_mux.ui.plots import plot_losses
 
         root = self._root
-        return plot_losses(read_metrics(root / "metrics.jsonl"), Path(path or root / "losses.png"))
+        image = Path(path or root / "losses.png")
+        return plot_losses(read_metrics(root / "metrics.jsonl"), image) if self._saver.is_writer else image
 
     def report(self) -> str:
         """Return a table of all tasks: how each ended, its last losses, and where its adapter lies."""
-        return report_table(self.table, None if self._saver.folder is None else self._root)
+        return report_table(self.table, None if self._saver.folder is None else self._root, self._team.records)
 
     # -------------------------------------------------------------- helpers
 
@@ -401,11 +465,37 @@ class MultiTaskTrainer(TaskMembership, Trainer):
     def _root(self) -> Path:
         return Path(self.args.output_dir or "peft_mux_output")
 
+    def _mark_main(self, state: TrainerState) -> None:
+        """Tell callbacks whether this process is the one that writes."""
+        state.is_world_process_zero = self.is_world_process_zero()
+        state.is_local_process_zero = self.is_local_process_zero()
+
     def _request_stop(self) -> None:
         self.control.should_training_stop = True
 
-    def _replan(self) -> None:
-        self._dispatcher = Dispatcher(self.plan(), self._collator)
+    def _replan(self) -> Plan:
+        """Plan anew, start the tasks that are admitted now, and follow the plan from the next step on."""
+        plan = self._planner_of_model().replan(self._plannable, running=[run.name for run in self.table.running])
+        admitted = {name for htask in plan.htasks for name in htask.tasks}
+        for run in list(self.table):
+            if run.status is TaskStatus.WAITING and run.name in admitted and self._executor is not None:
+                self._start(run)
+        reasons = {one.name: one.reason for one in plan.waiting}
+        for run in self.table:
+            if run.status is TaskStatus.WAITING:
+                run.reason = reasons.get(run.name, "")
+        self._plan, self._dispatcher = plan, Dispatcher(plan, self._collator, self._team.processes)
+        return plan
+
+    @property
+    def _plannable(self) -> list[TaskRun]:
+        return [run for run in self.table if not run.status.is_final and run.status is not TaskStatus.PAUSED]
+
+    def _planner_of_model(self) -> Planner:
+        if self._planner is None:
+            self._planner = Planner(self.model, self._source, self.args, self._collator)
+        self._planner.model = self.model  # a description at first, and then the model itself
+        return self._planner
 
     def _make_collator(self) -> ChunkPackingCollator:
         pad_token_id = getattr(self.processing_class, "pad_token_id", None)

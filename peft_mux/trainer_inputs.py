@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -55,16 +56,49 @@ def no_new_folder(folder: Path) -> Iterator[None]:
 
 
 def check_processes(args: MultiTaskTrainingArguments) -> None:
-    """Refuse a launch with several processes: each would train every task and write over the others' files.
+    """Refuse a launch of which fewer processes came than were asked for, or of a kind that is not built.
+
+    `accelerate launch --cpu --num_processes 2` starts one process without a word; only the address at which it should
+    have met the others shows that there were to be more.
 
     Raises:
-        ConfigError: if there is more than one.
+        ConfigError: naming what was started, and what to type.
     """
-    if args.world_size > 1:
+    if args.world_size == 1:
+        promised = promised_processes(os.environ)
+        if promised is not None:
+            raise ConfigError(
+                f"processes: got 1 where the launcher was asked for {promised}; allowed: as many as were asked for. "
+                "On CPUs start them with torchrun --nproc-per-node N script.py (accelerate launch --cpu starts one), "
+                "on GPUs with accelerate launch --multi_gpu --num_processes N script.py; a single one with "
+                "python script.py."
+            )
+        return
+    kinds = [kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG") if _is_launched_with(kind)]
+    if kinds:
         raise ConfigError(
-            f"args.world_size: got {args.world_size} processes; allowed: 1 for now. Start one process, such as "
-            "accelerate launch --num_processes 1."
+            f"processes: got a launch with {', '.join(kinds)}; allowed: plain processes, each with the whole model "
+            "(accelerate launch --multi_gpu, or torchrun). Leave the option out."
         )
+
+
+def promised_processes(environment: Mapping[str, str]) -> str | None:
+    """Return how many processes a launcher was asked for where that is more than one, else `None`.
+
+    Args:
+        environment: of a process that is alone.
+    """
+    counts = [environment.get(name, "") for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")]
+    stated = next((count for count in counts if count.isdigit()), None)
+    if stated is not None:
+        return stated if int(stated) > 1 else None
+    # accelerate's launcher sets the precision always, and an address only where it was asked for several processes.
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment
+    return "several" if by_accelerate else None
+
+
+def _is_launched_with(kind: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() in ("1", "true")
 
 
 def check_evaluation(args: MultiTaskTrainingArguments, tasks: Sequence[Task]) -> None:

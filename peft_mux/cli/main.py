@@ -1,4 +1,4 @@
-"""`peft-mux demo | train | plan`: the same as in Python, from a file."""
+"""`peft-mux demo | train | plan | profile`: the same as in Python, from a file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,16 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="show what would run together and in how much memory; loads no weights")
     _file_arguments(plan)
     plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("--devices", metavar="NxNAME", help="plan for other devices, such as 4xA100-80GB")
+    plan.add_argument("--explain", metavar="TASK", help="say in sentences what one task shares and needs")
+    plan.add_argument("--gantt", action="store_true", help="draw when each pass runs, and the memory of each stage")
+    plan.add_argument("--image", metavar="FILE", help="draw the same into a .png or .svg")
     plan.set_defaults(command=_plan)
+    profile = commands.add_parser("profile", help="measure the backbone on this device, to plan with; under a minute")
+    _file_arguments(profile)
+    profile.add_argument("--output", default="profile.json", help="where the measured profile goes")
+    profile.add_argument("--seconds", type=float, default=60.0, help="how long it may take (60)")
+    profile.set_defaults(command=_profile)
     return parser
 
 
@@ -61,15 +70,42 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     trainer = _trainer(arguments)
-    print(trainer.plan(), flush=True)  # noqa: T201
+    is_shown = trainer.is_world_process_zero()
+    if is_shown:
+        print(trainer.plan(), flush=True)  # noqa: T201
     trainer.train(resume_from_checkpoint=arguments.resume or None)
-    print(trainer.report(), flush=True)  # noqa: T201
+    if is_shown:
+        print(trainer.report(), flush=True)  # noqa: T201
     return 1 if any(status == "failed" for status in trainer.task_statuses.values()) else 0
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    plan = _trainer(arguments).plan()
-    print(plan.to_json() if arguments.json else plan)  # noqa: T201
+    plan = _trainer(arguments).plan(arguments.devices)
+    if arguments.json:
+        print(plan.to_json())  # noqa: T201
+    elif arguments.explain:
+        try:
+            print(plan.explain(arguments.explain))  # noqa: T201
+        except ValueError as error:
+            raise ConfigError(f"--explain: {error}") from error
+    else:
+        print(plan)  # noqa: T201
+    if arguments.gantt:
+        print(f"\n{plan.gantt()}\n\n{plan.memory_bars()}")  # noqa: T201
+    if arguments.image:
+        print(f"drawn: {plan.save_gantt(arguments.image)}")  # noqa: T201
+    return 0
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from peft_mux.scheduler.profile_text import profile_text
+
+    profile = _trainer(arguments).measure_profile(arguments.seconds)
+    path = Path(arguments.output)
+    path.write_text(profile.to_json(), encoding="utf-8")
+    print(f"{profile_text(profile)}\nwritten: {path}; to plan with it, set run.cost_profile: {path}")  # noqa: T201
     return 0
 
 

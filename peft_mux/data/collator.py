@@ -69,7 +69,9 @@ class ChunkPackingCollator:
         (micro_batch,) = self.micro_batches(batches, max_tokens=sum(batch.num_tokens for batch in batches))
         return micro_batch
 
-    def micro_batches(self, batches: Sequence[TaskBatch], *, max_tokens: int) -> list[MuxBatch]:
+    def micro_batches(
+        self, batches: Sequence[TaskBatch], *, max_tokens: int, only: Sequence[Sequence[int]] | None = None
+    ) -> list[MuxBatch]:
         """Lay out the global batches of several tasks in as few micro-batches as packing finds.
 
         No sequence is split: one longer than `max_tokens` gets a micro-batch of its own.
@@ -77,15 +79,17 @@ class ChunkPackingCollator:
         Args:
             batches: one a task, in stream order.
             max_tokens: of a micro-batch, before any padding to chunks.
+            only: indices of the sequences to lay out, for each batch; by default all. Places and loss weights are
+                those within the whole global batch either way.
 
         Returns:
             Micro-batches, each sorted by task, with only the tasks that have tokens in it.
         """
         size = self.size([len(sequence) for batch in batches for sequence in batch.sequences])
-        if sum(batch.num_tokens for batch in batches) <= max_tokens:
-            members = [[(t, s) for t, batch in enumerate(batches) for s in range(len(batch.sequences))]]
-        else:
-            members = _spread(batches, max_tokens, size)
+        chosen = [range(len(batch.sequences)) for batch in batches] if only is None else only
+        members = [[(task, index) for task, indices in enumerate(chosen) for index in indices]]
+        if sum(len(batches[task].sequences[index]) for task, index in members[0]) > max_tokens:
+            members = _spread(batches, chosen, max_tokens, size)
         layout = _Layout(batches)
         return [self._build(batches, layout, part, size) for part in members if part]
 
@@ -208,15 +212,17 @@ class _Stream:
         return _tensor(np.concatenate(parts))[None]
 
 
-def _spread(batches: Sequence[TaskBatch], max_tokens: int, size: int) -> list[list[_Member]]:
+def _spread(
+    batches: Sequence[TaskBatch], chosen: Sequence[Sequence[int]], max_tokens: int, size: int
+) -> list[list[_Member]]:
     """Pack each task's sequences, then place the packs of all tasks; returns the members of each micro-batch."""
     packs: list[list[_Member]] = []
     pack_tokens: list[int] = []
     alone: list[list[_Member]] = []
     for task, batch in enumerate(batches):
         lengths = [len(sequence) for sequence in batch.sequences]
-        fitting = [index for index, length in enumerate(lengths) if length <= max_tokens]
-        alone += [[(task, index)] for index, length in enumerate(lengths) if length > max_tokens]
+        fitting = [index for index in chosen[task] if lengths[index] <= max_tokens]
+        alone += [[(task, index)] for index in chosen[task] if lengths[index] > max_tokens]
         longest = max((lengths[index] for index in fitting), default=1)
         # Packs of about a quarter of a micro-batch let the packs of all tasks fill micro-batches well.
         capacity = min(max_tokens, max(longest, round_up(max(max_tokens // 4, 1), size)))

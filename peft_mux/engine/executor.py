@@ -8,6 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from peft_mux.data.batch import MuxBatch
+from peft_mux.engine.captured import CapturedPasses
+from peft_mux.engine.data_parallel import GradientSync
+from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 
@@ -18,13 +21,24 @@ class Executor:
     Args:
         model: on its device, in training mode.
         bf16: run under bfloat16 autocast.
+        cuda_graphs: replay passes as graphs where they can be captured.
+        processes: that share the rows of a step; by default this one is alone.
     """
 
-    def __init__(self, model: MultiTaskPeftModel, *, bf16: bool = False) -> None:
+    def __init__(
+        self,
+        model: MultiTaskPeftModel,
+        *,
+        bf16: bool = False,
+        cuda_graphs: bool = False,
+        processes: Processes | None = None,
+    ) -> None:
         """Remember the model and its device."""
         self.model = model
         self.device = model.device
         self.bf16 = bf16
+        self.captured = CapturedPasses(model, self.precision) if cuda_graphs else None
+        self.sync = GradientSync(model, processes or Processes())
 
     def run(self, work: StepWork) -> StepResult:
         """Compute the loss of every task and add its gradients to its parameters.
@@ -32,15 +46,24 @@ class Executor:
         A task's loss does not depend on how its global batch was split, as each part is already divided by the
         number of targets of the whole.
         """
+        self.sync.begin(work)
         losses = {name: torch.zeros((), device=self.device) for name in work.tasks}
         for micro_batch in work.micro_batches:
-            with self.precision():
-                output = self.model(micro_batch.to(self.device))
-            output.losses.sum().backward()
-            for name, loss in zip(output.task_names, output.losses.detach().unbind(), strict=True):
+            for name, loss in zip(micro_batch.task_names, self._pass(micro_batch).unbind(), strict=True):
                 losses[name] = losses[name] + loss
+            self.sync.passed(micro_batch)
         stream_tokens = sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
-        return StepResult(losses, work.num_tokens, stream_tokens, work.failures)
+        return self.sync.finish(StepResult(losses, work.num_tokens, stream_tokens, work.failures))
+
+    def _pass(self, micro_batch: MuxBatch) -> torch.Tensor:
+        """Run one micro-batch forward and backward; return its losses `[N]`."""
+        replayed = None if self.captured is None else self.captured.run(micro_batch)
+        if replayed is not None:
+            return replayed
+        with self.precision():
+            output = self.model(micro_batch.to(self.device))
+        output.losses.sum().backward()
+        return output.losses.detach()
 
     def non_finite_tasks(self, micro_batches: Sequence[MuxBatch]) -> list[str]:
         """Return the tasks whose loss is not finite in a forward pass; no gradients, and nothing is changed."""

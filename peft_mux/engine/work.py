@@ -15,15 +15,17 @@ class StepWork:
 
     Attributes:
         tasks: names, in stream order.
-        micro_batches: to be run in this order; the gradients of a task add up over them.
+        micro_batches: of this process, to be run in this order; the gradients of a task add up over them.
         num_tokens: tokens of each task's global batch.
         failures: tasks whose data could not be read, with the reason; they take no step.
+        sync_order: the tasks in the order in which the plan is done with them, the same on every process.
     """
 
     tasks: tuple[str, ...]
     micro_batches: tuple[MuxBatch, ...]
     num_tokens: dict[str, int]
     failures: dict[str, str] = field(default_factory=dict)
+    sync_order: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +35,7 @@ class StepResult:
     Attributes:
         losses: mean loss of each task over its global batch, as device scalars (not yet waited for).
         num_tokens: tokens of each task's global batch.
-        num_stream_tokens: tokens that went through the backbone, padding included.
+        num_stream_tokens: tokens that went through the backbone of this process, padding included.
         failures: passed on from the work.
     """
 

@@ -51,10 +51,14 @@ class LoraGroups:
 
     Args:
         slab_of: the slab of an adapter, by its internal id; `None` where it has none.
+
+    Attributes:
+        version: changes whenever tables made before are no longer true.
     """
 
     def __init__(self, slab_of: Callable[[str], TaskSlab | None]) -> None:
         """Start empty."""
+        self.version = 0
         self._slab_of = slab_of
         self._compositions: OrderedDict[tuple[Any, ...], dict[int, LoraGroup | None]] = OrderedDict()
         self._num_enrolled = 0
@@ -62,7 +66,13 @@ class LoraGroups:
 
     def clear(self) -> None:
         """Forget all tables; needed whenever an adapter came, went or moved."""
+        self.version += 1
         self._compositions.clear()
+
+    def watched(self, adapters: tuple[str, ...]) -> frozenset[int]:
+        """Return the ids of parameters whose gradients somebody waits to see pass through autograd."""
+        slabs = (self._slab_of(adapter) for adapter in adapters)
+        return frozenset(number for slab in slabs if slab is not None for number in slab.watched())
 
     def enroll(self, group: LinearGroup) -> int:
         """Return a number for a group of layers, by which compiled graphs find it."""
@@ -74,32 +84,39 @@ class LoraGroups:
         """Return the group of a number."""
         return self._groups[number]
 
-    def tables(self, group: LinearGroup, adapters: tuple[str, ...], dtype: torch.dtype) -> LoraGroup | None:
+    def tables(
+        self, group: LinearGroup, adapters: tuple[str, ...], dtype: torch.dtype, watched: frozenset[int] = frozenset()
+    ) -> LoraGroup | None:
         """Return what launches need to know, or `None` where kernels cannot serve this group.
 
         Args:
             group: the layers.
             adapters: internal id of each segment's task.
             dtype: of the activations.
+            watched: ids of parameters that slices serve.
         """
         slabs = [self._slab_of(adapter) for adapter in adapters]
         bindings = tuple(0 if slab is None else slab.num_bindings for slab in slabs)
-        key = adapters, bindings, dtype, group.is_training
+        key = adapters, bindings, dtype, group.is_training, watched
         known = self._compositions.setdefault(key, {})
         self._compositions.move_to_end(key)
         while len(self._compositions) > _MAX_COMPOSITIONS:
             self._compositions.popitem(last=False)
         if group.number not in known:
-            known[group.number] = _tables(group, adapters, slabs, dtype)
+            known[group.number] = _tables(group, adapters, slabs, dtype, watched)
         return known[group.number]
 
 
 def _tables(
-    group: LinearGroup, adapters: tuple[str, ...], slabs: Sequence[TaskSlab | None], dtype: torch.dtype
+    group: LinearGroup,
+    adapters: tuple[str, ...],
+    slabs: Sequence[TaskSlab | None],
+    dtype: torch.dtype,
+    watched: frozenset[int],
 ) -> LoraGroup | None:
     layers = []
     for member in group.members:
-        found = [_adapter(member, adapter, slab, dtype) for adapter, slab in zip(adapters, slabs, strict=True)]
+        found = [_adapter(member, name, slab, dtype, watched) for name, slab in zip(adapters, slabs, strict=True)]
         if any(item is _UNSERVED for item in found):
             return None
         layers.append([item if isinstance(item, Adapter) else None for item in found])
@@ -113,23 +130,20 @@ def _tables(
 _UNSERVED = object()
 
 
-def _adapter(member: Any, adapter: str, slab: TaskSlab | None, dtype: torch.dtype) -> Adapter | object | None:
+def _adapter(
+    member: Any, adapter: str, slab: TaskSlab | None, dtype: torch.dtype, watched: frozenset[int]
+) -> Adapter | object | None:
     """Return where kernels find an adapter, `None` where the task has none here, or `_UNSERVED`."""
     layer = member.module
     if adapter not in layer.lora_A:
         return None
     weights = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-    if slab is None or dtype not in _DTYPES or any(_is_watched(weight) for weight in weights):
+    if slab is None or dtype not in _DTYPES or any(id(weight) in watched for weight in weights):
         return _UNSERVED
     a, b = (slab.factor(weight, dtype) for weight in weights)
     if a is None or b is None or any(f.gradient is not None and f.gradient.dtype != torch.float32 for f in (a, b)):
         return _UNSERVED
     return Adapter(a.values, b.values, a.gradient, b.gradient, layer.scaling[adapter], member.dropout_of(adapter))
-
-
-def _is_watched(parameter: torch.Tensor) -> bool:
-    """Whether somebody waits to see the gradient pass through autograd."""
-    return bool(parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 @functools.cache
@@ -144,24 +158,53 @@ class LoraPass:
         groups: of the model.
         segments: rows of each task.
         places: int64 `[T]`, place of each row in its task's global batch, for dropout.
+        has_fixed_size: whether `update` may bring other rows of the same adapters, up to T of them; launches of such a
+            pass may be captured and replayed.
 
     Attributes:
         anchor: scalar that requires gradients.
         handle: stands for the pass in compiled graphs.
+        found: of a pass of fixed size, the tables of each group that was computed, by its number and the dtype; `None`
+            where kernels cannot serve it. They live as long as the pass: captured launches go on reading them.
     """
 
-    def __init__(self, groups: LoraGroups, segments: tuple[RowSegment, ...], places: torch.Tensor) -> None:
+    def __init__(
+        self,
+        groups: LoraGroups,
+        segments: tuple[RowSegment, ...],
+        places: torch.Tensor,
+        *,
+        has_fixed_size: bool = False,
+    ) -> None:
         """Cut the rows into tiles where kernels will run."""
         self._groups = groups
         self.segments, self.places = segments, places
         self.adapters = tuple(segment.adapter for segment in segments)
         self.anchor = torch.zeros((), device=places.device, requires_grad=True)
-        self.handle = PASSES.add(self._find)
+        self._has_fixed_size = has_fixed_size
+        self.handle = PASSES.add(_weakly(self._find) if has_fixed_size else self._find)
+        self.found: dict[tuple[int, torch.dtype], LoraGroup | None] = {}
         self._tables: SegmentTables | None = None
+        self._watched: frozenset[int] = frozenset()
         if runs_kernels(places.device):
-            lengths = [segment.end - segment.start for segment in segments]
-            seeds = [philox.hash_seed(segment.task_seed, segment.step) for segment in segments]
-            self._tables = SegmentTables(lengths, seeds, device=places.device)
+            self._watched = groups.watched(self.adapters)
+            sizes = {"max_tokens": len(places), "max_segments": len(segments)} if has_fixed_size else {}
+            self._tables = SegmentTables(*_lengths_and_seeds(segments), device=places.device, **sizes)
+
+    def update(self, segments: tuple[RowSegment, ...]) -> None:
+        """Let a pass of fixed size stand for other rows of the same adapters, in the same memory.
+
+        Args:
+            segments: one of each adapter, in the same order; it may be empty.
+
+        Raises:
+            ValueError: if the adapters are others, or there are more rows than the pass was made for.
+        """
+        if tuple(segment.adapter for segment in segments) != self.adapters:
+            raise ValueError(f"adapters of the segments are not {', '.join(self.adapters)}, of which the pass is.")
+        if self._tables is not None:
+            self._tables.update(*_lengths_and_seeds(segments))
+        self.segments = segments
 
     def outputs(self, group: LinearGroup, x_TD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...] | None:
         """Return `[T, K]` of each layer of a group through the kernels; `None` where they cannot serve it.
@@ -171,10 +214,8 @@ class LoraPass:
             x_TD: their input.
             dtype: to compute in.
         """
-        if self._tables is None:
-            return None
-        tables = self._groups.tables(group, self.adapters, dtype)
-        if tables is None:
+        tables = self._tables_of(group, dtype)
+        if tables is None or self._tables is None:
             return None
         call = _KernelCall(tables, group.bases(), self._tables, self.places)
         return LoraGroupFunction.apply(x_TD, self.anchor, call, dtype)
@@ -189,11 +230,39 @@ class LoraPass:
 
     def _find(self, number: int, dtype: torch.dtype) -> _KernelCall | _SliceCall:
         group = self._groups.group(number)
-        tables = None if self._tables is None else self._groups.tables(group, self.adapters, dtype)
+        tables = self._tables_of(group, dtype)
         if tables is not None and self._tables is not None:
             return _KernelCall(tables, group.bases(), self._tables, self.places, group.num_columns)
         slices = [member.slice_of(self.segments) for member in group.members]
         return _SliceCall(slices, self.places, group.num_columns)
+
+    def _tables_of(self, group: LinearGroup, dtype: torch.dtype) -> LoraGroup | None:
+        if self._tables is None:
+            return None
+        if not self._has_fixed_size:
+            return self._groups.tables(group, self.adapters, dtype, self._watched)
+        key = group.number, dtype
+        if key not in self.found:
+            self.found[key] = self._groups.tables(group, self.adapters, dtype, self._watched)
+        return self.found[key]
+
+
+def _weakly(find: Callable[[int, torch.dtype], Any]) -> Callable[[int, torch.dtype], Any]:
+    """Return the same method without keeping its pass alive: whoever captures one holds it himself."""
+    method = weakref.WeakMethod(find)
+
+    def find_now(group: int, dtype: torch.dtype) -> Any:
+        bound = method()
+        assert bound is not None, "a captured pass lives while it computes"
+        return bound(group, dtype)
+
+    return find_now
+
+
+def _lengths_and_seeds(segments: Sequence[RowSegment]) -> tuple[list[int], list[int]]:
+    """Return the rows of each segment, and the task's and step's half of its dropout key."""
+    lengths = [segment.end - segment.start for segment in segments]
+    return lengths, [philox.hash_seed(segment.task_seed, segment.step) for segment in segments]
 
 
 class _KernelCall(NamedTuple):

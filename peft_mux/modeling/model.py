@@ -245,6 +245,20 @@ class MultiTaskPeftModel(PeftModel):
             counts = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
         return MuxOutput(losses.per_task(terms, counts, mux_batch.loss_weights), mux_batch.task_names)
 
+    def target_losses(self, mux_batch: MuxBatch, lora_pass: LoraPass, attention: AttentionStream) -> torch.Tensor:
+        """Return the `[M]` negative log-likelihoods of a language model's targets, for passes that are captured.
+
+        Nothing is bound or refreshed, and nothing that is made here needs to outlive the pass.
+
+        Args:
+            mux_batch: the packed stream, on the model's device.
+            lora_pass: its rows, bound to adapters.
+            attention: of the same batch.
+        """
+        with self.multiplexing(mux_batch, lora_pass):
+            hidden_TD = self._hidden_states(mux_batch, attention)
+            return losses.token_losses(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
+
     @torch.no_grad()
     def sequence_logits(self, mux_batch: MuxBatch) -> list[torch.Tensor]:
         """Return the logits of every sequence: `[L, V]` for language models, `[C]` for classifiers."""
@@ -275,11 +289,11 @@ class MultiTaskPeftModel(PeftModel):
             if attention != ATTENTION_NAME:
                 config._attn_implementation = attention
 
-    def _hidden_states(self, batch: MuxBatch) -> torch.Tensor:
+    def _hidden_states(self, batch: MuxBatch, attention: AttentionStream | None = None) -> torch.Tensor:
         """Return `[T, D]` last hidden states."""
         position_ids = batch.position_ids + position_offset(self.backbone)
         arguments: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": position_ids}
-        arguments["mux_stream"] = AttentionStream(self.stream, batch, self._module_names)
+        arguments["mux_stream"] = attention or AttentionStream(self.stream, batch, self._module_names)
         if batch.token_type_ids is not None:
             arguments["token_type_ids"] = batch.token_type_ids
         if hasattr(self.backbone.config, "use_cache"):

@@ -1,13 +1,24 @@
-"""How many bytes a run needs, from shapes alone: an analytic estimate, not a measurement.
+"""How many bytes a run needs (M Eq. 5): an analytic estimate, corrected by what can be counted exactly.
 
 Terms follow M Eq. 5: backbone parameters once, adapters with gradients and optimizer state for every task, and
-activations for the tokens of one pass.
+activations for the tokens of the micro-batches in flight. `estimate_memory` is the short form for one device;
+`MemoryModel` knows stages and what is in flight.
+
+What Eq. 5 leaves out and a real device does not: optimizer states, which the paper's third-party optimizer holds
+elsewhere; the loss, whose logits are workspace; transient buffers of the backward pass; and what an allocator keeps
+back. Its M_g, gradients of inputs, is here the gradients of adapters: gradients of activations are transient, and are
+counted as workspace of one micro-batch (the paper itself says that they reuse the memory of M_a).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from peft_mux.scheduler.loads import TaskLoad
 
 _GIB = 2**30
 _ADAPTER_BYTES_PER_PARAMETER = 4 + 4 + 8 + 4
@@ -112,3 +123,237 @@ def estimate_memory(
         activation_bytes=max_tokens * per_token,
         workspace_bytes=3 * block_bytes + transient,
     )
+
+
+# ---------------------------------------------------------------------- stages
+
+_LOSS_BLOCK_ELEMENTS = {"cpu": 2**22}
+_DEFAULT_LOSS_BLOCK_ELEMENTS = 2**26
+_LEAST_BLOCK_ROWS = 16
+_TILE_ROWS = 128
+"""As `kernels.linear_cross_entropy.block_rows` has it; a test compares the two."""
+
+_TRANSIENT_COPIES = 4
+"""Gradients that a decoder layer holds at once in its backward pass, each as wide as its MLP."""
+
+_ALLOCATOR_MARGINS = {"cpu": 0.6, "cuda": 0.05}
+"""Part of the dynamic bytes that the allocator holds beyond them.
+
+On a CPU, glibc keeps freed blocks of up to 32 MiB in its heap, where later ones of other sizes do not fit: runs were
+seen to hold 1.5 to 1.65 times their dynamic bytes. With MALLOC_MMAP_THRESHOLD_=65536 in the environment they hold them
+to the percent, and a margin of 0 is right (`benchmarks/planner_accuracy.py` measures both).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """Predicts the bytes of each stage of a pipeline (M Eq. 5).
+
+    Attributes:
+        shape: of the backbone.
+        num_stages: S.
+        devices_per_stage: over which a stage's weights and activations are sharded.
+        checkpointing: whether each layer's activations are recomputed.
+        activation_bytes_per_token: that a pass through all layers keeps for its backward, as counted by
+            `profiling.activation_bytes_per_token`; `None` for the analytic number.
+        allocator_margin: part of the dynamic bytes that the allocator holds beyond them; `None` for that of the device.
+        layers_per_stage: S numbers; by default as equal as can be.
+        device_type: "cuda" or "cpu", for the blocks of the loss.
+
+    Raises:
+        ValueError: for counts below 1, layers that do not add up, or negative numbers.
+    """
+
+    shape: ModelShape
+    num_stages: int = 1
+    devices_per_stage: int = 1
+    checkpointing: bool = False
+    activation_bytes_per_token: float | None = None
+    allocator_margin: float | None = None
+    layers_per_stage: tuple[int, ...] | None = None
+    device_type: str = "cuda"
+
+    def __post_init__(self) -> None:
+        if self.devices_per_stage < 1:
+            raise ValueError(f"devices_per_stage is {self.devices_per_stage}; allowed: 1 or more. Use 1 for one.")
+        for field in ("activation_bytes_per_token", "allocator_margin"):
+            value = getattr(self, field)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{field} is {value}; allowed: 0 or more, or None for the default.")
+        split_layers(self.shape.num_layers, self.num_stages, self.layers_per_stage)
+
+    def static_bytes(self, loads: Sequence[TaskLoad], stage: int = 0) -> int:
+        """Return what lies on each device of a stage whatever is computed: the first two terms of Eq. 5.
+
+        Args:
+            loads: of all tasks on the backbone.
+            stage: from 0.
+        """
+        return self._backbone_bytes(stage) + self._adapter_bytes(loads, stage)
+
+    def activation_bytes(self, tokens: float, stage: int = 0) -> int:
+        """Return what one micro-batch in flight keeps on a stage for its backward: M_a of Eq. 5.
+
+        Args:
+            tokens: of the micro-batch.
+            stage: from 0.
+        """
+        per_token = self.activation_bytes_per_token
+        if per_token is None:
+            per_token = activation_bytes_per_token(self.shape, checkpointing=self.checkpointing)
+        return math.ceil(tokens * per_token * self._share(stage) / self.devices_per_stage)
+
+    def workspace_bytes(self, tokens: float, stage: int = 0) -> int:
+        """Return transient bytes of computing one micro-batch on a stage; only one is computed at a time.
+
+        The blocks of logits and the gradients of a layer are never there at once, so the greater counts.
+
+        Args:
+            tokens: of the micro-batch.
+            stage: from 0; the last one holds the head.
+        """
+        widest = max(self.shape.intermediate_size, self.shape.hidden_size)
+        transient = _TRANSIENT_COPIES * tokens * widest * self.shape.activation_bytes / self.devices_per_stage
+        loss = self.loss_bytes(tokens) if stage == self.num_stages - 1 else 0
+        return math.ceil(max(transient, loss))
+
+    def loss_bytes(self, targets: float) -> int:
+        """Return the bytes of the blocks of logits in the loss.
+
+        Args:
+            targets: of the micro-batch; tokens bound them.
+        """
+        rows = min(loss_block_rows(self.shape.vocab_size, self.device_type), math.ceil(targets))
+        # The fused loss on CUDA works in place on logits of the activations' dtype; elsewhere there are fp32 logits and
+        # the copy that logsumexp makes.
+        is_fused = self.device_type == "cuda" and self.shape.activation_bytes == 2
+        bytes_per_logit = 2 if is_fused else 4 * 2
+        return rows * self.shape.vocab_size * bytes_per_logit // self.devices_per_stage
+
+    def peak_bytes(
+        self, loads: Sequence[TaskLoad], tokens_per_micro_batch: float, in_flight: int = 1, stage: int = 0
+    ) -> int:
+        """Return the most that each device of a stage holds at once.
+
+        Args:
+            loads: of all tasks on the backbone.
+            tokens_per_micro_batch: of the largest micro-batch.
+            in_flight: micro-batches whose backward is still to come; up to S in 1F1B.
+            stage: from 0.
+        """
+        return self.estimate_stage(loads, tokens_per_micro_batch, in_flight, stage).peak_bytes
+
+    def max_tokens(self, loads: Sequence[TaskLoad], limit_bytes: int, in_flight: int = 1, stage: int = 0) -> int:
+        """Return the most tokens of a micro-batch with which a stage stays within a limit; 0 where none do.
+
+        Args:
+            loads: of all tasks on the backbone.
+            limit_bytes: of a device.
+            in_flight: micro-batches whose backward is still to come.
+            stage: from 0.
+        """
+        if self.peak_bytes(loads, 1, in_flight, stage) > limit_bytes:
+            return 0
+        fits, too_many = 1, 2
+        while self.peak_bytes(loads, too_many, in_flight, stage) <= limit_bytes and too_many < _MANY_TOKENS:
+            fits, too_many = too_many, 2 * too_many
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if self.peak_bytes(loads, middle, in_flight, stage) <= limit_bytes:
+                fits = middle
+            else:
+                too_many = middle
+        return fits
+
+    def estimate(self, loads: Sequence[TaskLoad], tokens: float, in_flight: int = 1) -> MemoryEstimate:
+        """Return the fullest stage's memory by part.
+
+        Args:
+            loads: of all tasks on the backbone.
+            tokens: of the largest micro-batch.
+            in_flight: micro-batches whose backward is still to come.
+        """
+        stages = [self.estimate_stage(loads, tokens, in_flight, stage) for stage in range(self.num_stages)]
+        return max(stages, key=lambda estimate: estimate.peak_bytes)
+
+    def estimate_stage(
+        self, loads: Sequence[TaskLoad], tokens: float, in_flight: int = 1, stage: int = 0
+    ) -> MemoryEstimate:
+        """Return one stage's memory by part; the allocator's margin counts as workspace."""
+        if in_flight < 0 or tokens < 0:
+            raise ValueError(f"in_flight is {in_flight} and tokens {tokens}; allowed: 0 or more. Correct them.")
+        activations = in_flight * self.activation_bytes(tokens, stage)
+        workspace = self.workspace_bytes(tokens, stage)
+        # When tasks are updated, activations are gone and buffers as large as one task's weights are there.
+        share = self._share(stage)
+        update = _UPDATE_BYTES_PER_PARAMETER * share * max((load.trainable_parameters for load in loads), default=0)
+        workspace = max(workspace, math.ceil(update) - activations)
+        margin = self.allocator_margin
+        if margin is None:
+            margin = _ALLOCATOR_MARGINS.get(self.device_type, 0.0)
+        return MemoryEstimate(
+            backbone_bytes=self._backbone_bytes(stage),
+            adapter_bytes=self._adapter_bytes(loads, stage),
+            activation_bytes=activations,
+            workspace_bytes=workspace + math.ceil(margin * (activations + workspace)),
+        )
+
+    # ---------------------------------------------------------------- internal
+
+    def _share(self, stage: int) -> float:
+        if not 0 <= stage < self.num_stages:
+            raise ValueError(f"stage is {stage}; allowed: 0 to {self.num_stages - 1}. Count stages from 0.")
+        layers = split_layers(self.shape.num_layers, self.num_stages, self.layers_per_stage)
+        return layers[stage] / self.shape.num_layers
+
+    def _backbone_bytes(self, stage: int) -> int:
+        # Eq. 5 spreads the backbone evenly, embedding and head included.
+        return math.ceil(self.shape.backbone_bytes * self._share(stage) / self.devices_per_stage)
+
+    def _adapter_bytes(self, loads: Sequence[TaskLoad], stage: int) -> int:
+        # Kernels read copies in the dtype of the activations, where it is not that of the weights.
+        copies = self.shape.activation_bytes if self.shape.activation_bytes != _ADAPTER_ITEM_BYTES else 0
+        per_parameter = _ADAPTER_BYTES_PER_PARAMETER + copies
+        return math.ceil(per_parameter * self._share(stage) * sum(load.trainable_parameters for load in loads))
+
+
+_ADAPTER_ITEM_BYTES = 4
+_UPDATE_BYTES_PER_PARAMETER = 8
+"""Two buffers of the size of the weights while AdamW updates a page."""
+_MANY_TOKENS = 2**40
+
+
+def loss_block_rows(vocab_size: int, device_type: str) -> int:
+    """Return how many rows of logits the loss holds at a time.
+
+    Args:
+        vocab_size: V.
+        device_type: "cuda" or "cpu".
+    """
+    elements = _LOSS_BLOCK_ELEMENTS.get(device_type, _DEFAULT_LOSS_BLOCK_ELEMENTS)
+    rows = max(_LEAST_BLOCK_ROWS, elements // vocab_size)
+    return rows // _TILE_ROWS * _TILE_ROWS if device_type != "cpu" and rows >= _TILE_ROWS else rows
+
+
+def split_layers(num_layers: int, num_stages: int, layers_per_stage: tuple[int, ...] | None = None) -> tuple[int, ...]:
+    """Return the layers of each stage: those given, or as equal as can be, the first stages taking one more.
+
+    Args:
+        num_layers: of the backbone.
+        num_stages: S.
+        layers_per_stage: S numbers, or `None`.
+
+    Raises:
+        ValueError: for stages without layers, or numbers that do not add up.
+    """
+    if not 1 <= num_stages <= num_layers:
+        raise ValueError(f"num_stages is {num_stages}; allowed: 1 to {num_layers}, the layers of the backbone.")
+    if layers_per_stage is None:
+        each, rest = divmod(num_layers, num_stages)
+        return tuple(each + (stage < rest) for stage in range(num_stages))
+    if len(layers_per_stage) != num_stages or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
+        raise ValueError(
+            f"layers_per_stage is {layers_per_stage}; allowed: {num_stages} numbers of 1 or more that add up to "
+            f"{num_layers}."
+        )
+    return tuple(layers_per_stage)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from peft_mux.task_run import TaskRun
+from peft_mux.team import RankRecord
 
 
-def report_table(runs: Iterable[TaskRun], root: Path | None) -> str:
+def report_table(runs: Iterable[TaskRun], root: Path | None, records: Sequence[RankRecord] = ()) -> str:
     """Return one line a task: how it ended, its steps, its last losses, and where its adapter lies.
+
+    Where several processes have trained, one line a process follows: its tokens, its seconds, and how many it waited.
 
     Args:
         runs: of all tasks.
         root: of the run folder; `None` where nothing is saved.
+        records: of the processes.
     """
     runs = list(runs)
     width = max(len("task"), *(len(run.name) for run in runs))
@@ -28,4 +32,9 @@ def report_table(runs: Iterable[TaskRun], root: Path | None) -> str:
             f"{run.name:<{width}}  {run.status.value:<13}  {steps:>11}  {run.last_loss:>8.4f}  {held_out:>8}  "
             f"{place}{reason}"
         )
-    return "\n".join(lines)
+    return "\n".join([*lines, *(_process_lines(records) if len(records) > 1 else ())])
+
+
+def _process_lines(records: Sequence[RankRecord]) -> list[str]:
+    rows = [f"{one.rank:>4}  {one.tokens:>12,}  {one.seconds:>9.1f}  {one.waited_seconds:>13.1f}" for one in records]
+    return ["", f"{'rank':>4}  {'tokens':>12}  {'seconds':>9}  {'of it waiting':>13}", *rows]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from peft_mux.errors import ConfigError
+from peft_mux.scheduler.gantt import gantt_text, memory_bars_text, save_gantt
 from peft_mux.scheduler.pipeline_template import BucketLoad, build_template
 from peft_mux.scheduler.simulator import Simulation, simulate
-from peft_mux.scheduler.gantt import gantt_text, memory_bars_text, save_gantt
 
 
 def simulated(latencies_s: list[float], *, stages: int = 2, micro_batches: int = 1) -> Simulation:

@@ -10,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.memory import ModelShape, activation_bytes_per_token, estimate_memory
-from peft_mux.scheduler.plan import HTask, Plan, TaskShare
+from peft_mux.scheduler.pipeline_load import BucketLoad
+from peft_mux.scheduler.pipeline_template import build_template
+from peft_mux.scheduler.plan import HTask, Plan, TaskShare, Waiting
 
 SHAPE = ModelShape(
     num_layers=4,
@@ -22,12 +24,17 @@ SHAPE = ModelShape(
     backbone_bytes=1_000_000,
     activation_bytes=4,
 )
+LOADS = (
+    BucketLoad(name="hTask 1", forward_s=(0.2,), backward_s=(0.3,), activation_bytes=(1000,), num_micro_batches=2),
+    BucketLoad(name="hTask 2", forward_s=(0.04,), backward_s=(0.06,), activation_bytes=(300,), num_micro_batches=1),
+)
+TEMPLATE = build_template(LOADS, "1f1b")
 
 
 def a_plan() -> Plan:
     memory = estimate_memory(SHAPE, [100, 200], max_tokens=256, checkpointing=False, block_bytes=10_000)
     return Plan(
-        htasks=(HTask(("sql", "tales"), 2), HTask(("sums",), 1)),
+        htasks=(HTask(("sql", "tales"), 2, 150.25, 0.5), HTask(("sums",), 1, 40.0, 0.1)),
         shares=(
             TaskShare("sql", 8, 100.5, 30, 100),
             TaskShare("tales", 4, 200.0, 10, 200),
@@ -38,6 +45,14 @@ def a_plan() -> Plan:
         pad_to_chunks=False,
         memory=memory,
         device="cpu",
+        buckets=((0,), (1,)),
+        template=TEMPLATE,
+        bucket_loads=LOADS,
+        step_s=1.25,
+        peak_bytes=(memory.peak_bytes,),
+        limit_bytes=2**30,
+        profile_source="analytic",
+        waiting=(Waiting("late", "0.10 GiB too much beside sql; runs when others end"),),
         notes=("sql: 3 of 40 rows are cut",),
     )
 
@@ -48,7 +63,7 @@ def test_a_plan_comes_back_from_json_as_it_was() -> None:
 
 def test_a_plan_of_another_format_is_refused() -> None:
     data = {**json.loads(a_plan().to_json()), "format_version": 99}
-    with pytest.raises(ValueError, match="format_version: got 99; allowed: 1"):
+    with pytest.raises(ValueError, match="format_version: got 99; allowed: 2"):
         Plan.from_json(json.dumps(data))
 
 
@@ -62,8 +77,60 @@ def test_a_printed_plan_shows_each_task_under_its_htask_and_every_note() -> None
     assert lines[0] == "plan  3 tasks on cpu, 2 hTasks, chunks of 64 tokens"
     (sums,) = [line.split() for line in lines if line.startswith("  sums")]
     assert sums == ["sums", "2", "2", "40", "5", "50"]
-    assert "  hTask 1: 2 passes a step of at most 256 tokens" in lines
+    assert "  hTask 1: 2 passes a step of about 150 tokens (at most 256), 500 ms each" in lines
+    assert "  late   waits: 0.10 GiB too much beside sql; runs when others end" in lines
+    assert any(line.startswith("time (analytic profile, not measured)  1.25 s a step, 272 tokens/s") for line in lines)
     assert lines[-1] == "note  sql: 3 of 40 rows are cut"
+
+
+def test_a_task_is_explained_with_its_company_and_its_share() -> None:
+    told = a_plan().explain("sql")
+    assert told.startswith("sql shares its passes with tales (hTask 1 of 2).")
+    assert "2 passes of about 150 tokens" in told
+    assert "1 s of the step's 1.25 s" in told
+    assert "it trains 100 parameters" in told.lower()
+    assert "has its passes to itself" in a_plan().explain("sums")
+    assert a_plan().explain("late") == "late waits: 0.10 GiB too much beside sql; runs when others end"
+
+
+def test_a_task_that_a_plan_does_not_know_is_refused_with_those_it_knows() -> None:
+    with pytest.raises(ValueError, match="task is 'sqll'; allowed: sql, tales, sums, late"):
+        a_plan().explain("sqll")
+
+
+def test_a_diff_tells_who_comes_goes_and_changes_company() -> None:
+    before = a_plan()
+    after = dataclasses.replace(
+        before,
+        htasks=(HTask(("sql",), 2, 50.0, 0.2), HTask(("tales", "late"), 1, 240.0, 0.4)),
+        shares=(*before.shares[:2], TaskShare("late", 1, 40.0, 5, 10)),
+        waiting=(),
+        step_s=1.0,
+    )
+    assert before.diff(before) == ""
+    assert before.diff(after).splitlines() == [
+        "+ late starts",
+        "- sums leaves",
+        "~ sql shares its passes with nobody, before with tales",
+        "~ tales shares its passes with late, before with sql",
+        "~ step_s: 1.25 s -> 1 s",
+    ]
+    assert after.diff(before).splitlines()[:2] == ["+ sums starts", f"- late waits: {before.waiting[0].reason}"]
+
+
+def test_a_plan_draws_its_step_and_its_memory() -> None:
+    drawn = a_plan().gantt(60)
+    assert "A" in drawn
+    assert "B" in drawn
+    assert a_plan().timeline().makespan_s == pytest.approx(1.1)
+    assert "stage 0" in a_plan().memory_bars()
+
+
+def test_a_plan_without_tasks_has_no_timeline_and_says_so() -> None:
+    empty = dataclasses.replace(a_plan(), htasks=(), shares=(), buckets=(), template=None, bucket_loads=())
+    with pytest.raises(ValueError, match="no running task"):
+        empty.gantt()
+    assert Plan.from_json(empty.to_json()) == empty
 
 
 def test_the_tokens_of_a_step_are_those_of_all_tasks() -> None:

@@ -415,10 +415,3 @@ def test_a_plan_of_a_folder_equals_that_of_the_loaded_model(described: str, tmp_
     tasks = [small_task("own", data_seed=1)]
     first = make_trainer(tasks, tmp_path / "a", model=described).plan()
     assert make_trainer(tasks, tmp_path / "b", model=tiny_llama()).plan() == first
-
-
-def test_a_launch_with_several_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MultiTaskTrainingArguments, "world_size", property(lambda args: 2))
-    with pytest.raises(ConfigError, match=r"got 2 processes; allowed: 1 for now"):
-        make_trainer([small_task("own", data_seed=1)], tmp_path / "run")
-    assert not (tmp_path / "run").exists()

@@ -1,0 +1,204 @@
+"""What all processes must agree on at every step: whether there is one, of which tasks, and on which rows.
+
+Each process follows the same rules on the same numbers, so that they agree by themselves; they exchange digests to be
+sure. Where digests differ, a task that failed on one process (its stream broke there, its callback raised) is given up
+on all of them, and its neighbours go on. Any other difference ends the run with an error on every process, before
+anybody waits for a sum that never comes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from peft_mux.data.batch import TaskBatch
+from peft_mux.engine.processes import Processes
+from peft_mux.errors import ProcessError
+from peft_mux.task import TaskStatus
+
+_ENDED = "ended"
+_MERGEABLE = ("failed", "stopped_early")
+"""What a task's own callbacks and metrics can bring about on one process alone."""
+
+
+class StandingTask(Protocol):
+    """What is compared of a task."""
+
+    @property
+    def name(self) -> str:
+        """Name of the task."""
+        ...
+
+    @property
+    def status(self) -> TaskStatus:
+        """Where it stands."""
+        ...
+
+    @property
+    def reason(self) -> str:
+        """Why it stands there."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        ...
+
+
+class Ending(NamedTuple):
+    """How a task has ended on another process."""
+
+    status: TaskStatus
+    reason: str
+
+
+class Agreement:
+    """Keeps the processes of a run together.
+
+    Args:
+        processes: of the run.
+    """
+
+    def __init__(self, processes: Processes) -> None:
+        """Remember the processes."""
+        self.processes = processes
+
+    def on_tasks(self, step: int, tasks: Iterable[StandingTask], *, wants_stop: bool) -> tuple[dict[str, Ending], bool]:
+        """Agree on which tasks there are and where they stand, before a step.
+
+        Args:
+            step: of the run.
+            tasks: all of them, in stream order.
+            wants_stop: whether this process was asked to stop.
+
+        Returns:
+            Tasks that have failed or were stopped on another process and are running here; and whether any process
+            was asked to stop.
+
+        Raises:
+            ProcessError: if processes differ in anything else; on every process.
+        """
+        if self.processes.is_alone:
+            return {}, wants_stop
+        tasks = list(tasks)
+        standing = [[task.name, _ENDED if task.status.is_final else str(task.status), task.step] for task in tasks]
+        seen = self.processes.exchange([_digest([step, standing]), int(wants_stop)])
+        stops = any(one[1] for one in seen)
+        if _are_equal([one[0] for one in seen]):
+            return {}, stops
+        everywhere = self.processes.gather([step, standing, [[task.status.value, task.reason] for task in tasks]])
+        return self._merged_endings(everywhere), stops
+
+    def on_batches(
+        self, batches: dict[str, TaskBatch], failures: dict[str, str], order: Sequence[str]
+    ) -> tuple[dict[str, TaskBatch], dict[str, str]]:
+        """Agree on the rows of a step.
+
+        Args:
+            batches: the global batch of each task.
+            failures: tasks whose rows could not be read, with the reason.
+            order: of the tasks in the plan.
+
+        Returns:
+            The batches that every process could read, and the failures of all processes.
+
+        Raises:
+            ProcessError: if the rows of a task, or the plans, differ between processes; on every process.
+        """
+        if self.processes.is_alone:
+            return batches, failures
+        rows = {name: _digest_of_rows(batch) for name, batch in batches.items()}
+        if _are_equal(
+            [one[0] for one in self.processes.exchange([_digest([list(rows.items()), failures, list(order)])])]
+        ):
+            return batches, failures
+        everywhere = self.processes.gather([rows, failures, list(order)])
+        self._require_equal_rows([one[0] for one in everywhere])
+        merged = _merged_failures(everywhere)
+        orders = [[name for name in one[2] if name not in merged] for one in everywhere]
+        if not _are_equal(orders):
+            raise ProcessError(_difference("plan", [", ".join(order) for order in orders], "Use equal devices."))
+        return {name: batch for name, batch in batches.items() if name not in merged}, merged
+
+    def _merged_endings(self, everywhere: list[Any]) -> dict[str, Ending]:
+        steps, standings, endings = zip(*everywhere, strict=True)
+        if not _are_equal(steps):
+            raise ProcessError(_difference("step of the run", steps, _CALL_EVERYWHERE))
+        names = [[name for name, _, _ in one] for one in standings]
+        if not _are_equal(names):
+            raise ProcessError(_difference("tasks", [", ".join(one) for one in names], _CALL_EVERYWHERE))
+        merged: dict[str, Ending] = {}
+        for place, name in enumerate(names[0]):
+            states = [one[place][1:] for one in standings]
+            if _are_equal(states):
+                continue
+            ended = [rank for rank, (state, _) in enumerate(states) if state == _ENDED]
+            status, reason = endings[ended[0]][place] if ended else ("", "")
+            if status not in _MERGEABLE or any(state not in (_ENDED, "running") for state, _ in states):
+                shown = [f"{status} at step {step}" for (_, step), (status, _) in _side_by_side(states, endings, place)]
+                raise ProcessError(_difference(f'task "{name}"', shown, _CALL_EVERYWHERE))
+            if self.processes.rank not in ended:
+                merged[name] = Ending(TaskStatus(status), f"{reason} (on rank {ended[0]})")
+        return merged
+
+    def _require_equal_rows(self, rows: list[dict[str, list[int]]]) -> None:
+        for name in dict.fromkeys(name for one in rows for name in one):
+            own = [one[name] for one in rows if name in one]
+            if not _are_equal(own):
+                shown = [f"{one[name][1]} tokens, digest {one[name][2]:08x}" if name in one else "none" for one in rows]
+                raise ProcessError(
+                    _difference(
+                        f'rows of task "{name}"',
+                        shown,
+                        "Give every process the same rows in the same order; each global batch is divided among them.",
+                    )
+                )
+
+
+_CALL_EVERYWHERE = (
+    "Call register_tasks, remove_task, pause_task and resume_task on every process, as callbacks are; not only on one."
+)
+
+
+def _side_by_side(states: list[Any], endings: Sequence[Any], place: int) -> Iterable[Any]:
+    return zip(states, (one[place] for one in endings), strict=True)
+
+
+def _difference(what: str, found: Sequence[Any], fix: str) -> str:
+    listed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
+    return f"{what}: got {listed}; allowed: the same on every process. {fix}"
+
+
+def _merged_failures(everywhere: list[Any]) -> dict[str, str]:
+    """Return the failures of all processes; a task without rows or a reason has failed in a callback since."""
+    merged: dict[str, str] = {}
+    names = dict.fromkeys(name for rows, failures, _ in everywhere for name in (*rows, *failures))
+    for name in names:
+        for rank, (rows, failures, _) in enumerate(everywhere):
+            if name in failures:
+                merged.setdefault(name, f"{failures[name]} (on rank {rank})")
+            elif name not in rows:
+                merged.setdefault(name, f"failed on rank {rank}")
+    return merged
+
+
+def _digest_of_rows(batch: TaskBatch) -> list[int]:
+    """Return step, number of tokens, and a checksum of tokens and labels."""
+    check = 0
+    for sequence in batch.sequences:
+        check = zlib.crc32(sequence.input_ids.tobytes(), check)
+        check = zlib.crc32(sequence.labels.tobytes(), check)
+        check = zlib.crc32(repr(sequence.class_label).encode(), check)
+    return [batch.step, batch.num_tokens, check]
+
+
+def _digest(value: Any) -> int:
+    """Return 56 bits of a plain value."""
+    return int.from_bytes(hashlib.blake2b(json.dumps(value).encode(), digest_size=7).digest(), "big")
+
+
+def _are_equal(values: Sequence[Any]) -> bool:
+    return all(value == values[0] for value in values)

@@ -1,0 +1,270 @@
+"""The pipeline engine: forward and backward of a plan's micro-batches through S stages in S processes (M §3.4.1).
+
+Each process runs its own list of a template, in order, and nothing decides anything on the way: an action takes its
+input from the place before, computes, and hands its result on. Orders and shapes are known to all, as every process
+makes the same micro-batches from the same rows. What may wait for what, and why that always ends, is told in
+`peft_mux.engine.pipeline_links`.
+
+Between its forward and its backward, a micro-batch holds its input, its output, its autograd graph and its `LoraPass`;
+so what is in flight, and the memory that it takes, is what the template's list says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from peft_mux.data.batch import MuxBatch
+from peft_mux.engine.pipeline_links import PipelineLinks
+from peft_mux.engine.pipeline_messages import Key, Messages
+from peft_mux.engine.pipeline_plan import PipelinePlan, Slot
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.work import StepResult, StepWork
+from peft_mux.errors import PlanError
+from peft_mux.modeling.stages import StageModel, StagePass
+from peft_mux.scheduler.pipeline_template import Action, PipelineTemplate
+from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.simulator import Span
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A micro-batch between its forward and its backward at one place.
+
+    Attributes:
+        hidden_TD: its input, whose gradient goes back; `None` at place 0.
+        passed: what the forward gave.
+    """
+
+    hidden_TD: torch.Tensor | None
+    passed: StagePass
+
+
+class PipelineExecutor:
+    """Runs the micro-batches of a step through the pipeline; to its caller what `Executor` is on one device.
+
+    Args:
+        model: of this process, on its device, in training mode.
+        plan: to follow.
+        processes: of the run; `torch.distributed` is initialised where there are several stages.
+        pipelines: global ranks of the stages of every pipeline of the run; by default one of ranks 0 to S - 1.
+        bf16: run under bfloat16 autocast.
+
+    Attributes:
+        on_action: called after each action, for those who watch.
+        spans: of the last step on this process, by the host's clock: seconds since its first action.
+        most_in_flight: micro-batches that this process held at once in the last step.
+
+    Raises:
+        PlanError: if the template is of another pipeline than the model was cut for.
+        ProcessError: if another stage does not come within the time limit.
+
+    Example:
+        >>> executor = PipelineExecutor(stage_model, plan, processes)  # doctest: +SKIP
+        >>> executor.run(work).losses  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        plan: Plan | PipelinePlan,
+        processes: Processes,
+        *,
+        pipelines: Sequence[Sequence[int]] | None = None,
+        bf16: bool = False,
+    ) -> None:
+        """Open the channels."""
+        self.model, self.processes, self.bf16 = model, processes, bf16
+        self.device = model.model.device
+        self.on_action: Callable[[Action], None] | None = None
+        self.spans: tuple[Span, ...] = ()
+        self.most_in_flight = 0
+        self.follow(plan)
+        stages, num_chunks = range(model.layout.num_stages), model.layout.num_chunks
+        self.links = PipelineLinks(pipelines or (stages,), num_chunks, processes)
+        if self.links.stage != model.stage:
+            raise PlanError(
+                f"the model holds stage {model.stage}; allowed: stage {self.links.stage}, as rank {processes.rank} has"
+                " in its pipeline. Cut the model for that one."
+            )
+        self._flights: dict[tuple[int, int, int], list[Flight]] = {}
+        self._slots: Mapping[Slot, list[MuxBatch]] = {}
+        self._losses: dict[str, torch.Tensor] = {}
+
+    def follow(self, plan: Plan | PipelinePlan) -> None:
+        """Follow another plan from the next step on.
+
+        Raises:
+            PlanError: if its template is of another pipeline than the model was cut for.
+        """
+        self.plan = PipelinePlan.of(plan) if isinstance(plan, Plan) else plan
+        template, layout = self.plan.template, self.model.layout
+        if (template.num_stages, template.num_chunks) != (layout.num_stages, layout.num_chunks):
+            raise PlanError(
+                f"the template has {template.num_stages} stages of {template.num_chunks} chunks; allowed:"
+                f" {layout.num_stages} of {layout.num_chunks}, for which the model was cut."
+            )
+
+    def run(self, work: StepWork) -> StepResult:
+        """Compute the loss of every task and add its gradients to its parameters, on every stage its own.
+
+        Returns:
+            The losses, on every process.
+
+        Raises:
+            ProcessError: if another stage fails, dies, or does not answer within the time limit.
+            PlanError: if the work is not of the plan.
+        """
+        self.model.prepare(work.tasks)
+        self._losses = {name: torch.zeros((), device=self.device) for name in work.tasks}
+        with self._speaking():
+            self._execute(self.plan.template, self.plan.slots(work.micro_batches))
+            losses = self._shared_losses(work.tasks)
+        stream_tokens = sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
+        return StepResult(losses, work.num_tokens, stream_tokens, work.failures)
+
+    @torch.no_grad()
+    def non_finite_tasks(self, micro_batches: Sequence[MuxBatch]) -> list[str]:
+        """Return the tasks whose loss is not finite in a forward pass, on every process; nothing is changed.
+
+        Raises:
+            ProcessError: as `run`.
+        """
+        tasks = list(dict.fromkeys(name for micro_batch in micro_batches for name in micro_batch.task_names))
+        self.model.prepare(tasks)
+        self._losses = {name: torch.zeros((), device=self.device) for name in tasks}
+        slots = {(0, number): [micro_batch] for number, micro_batch in enumerate(micro_batches)}
+        with self._speaking():
+            self._execute(_forwards_only(self.plan.template, len(micro_batches)), slots)
+            losses = self._shared_losses(tasks)
+        return sorted(name for name, loss in losses.items() if not loss.isfinite())
+
+    def gradient_norms(self, tasks: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return the gradient norm of each task over the adapters of all stages, with equal bits on every process.
+
+        Args:
+            tasks: the same on every process.
+        """
+        squares = torch.zeros(len(tasks), dtype=torch.float64, device=self.device)
+        for index, name in enumerate(tasks):
+            gradients = [page.values.grad for page in self.model.model.task_slab(name).pages]
+            own = [gradient for gradient in gradients if gradient is not None]
+            if own:
+                squares[index] = nn.utils.get_total_norm(own).double().square()
+        with self._speaking():
+            self.links.sum(squares)
+        return dict(zip(tasks, squares.sqrt().float().unbind(), strict=True))
+
+    def precision(self) -> AbstractContextManager[object]:
+        """Return the autocast context of the run."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.bf16 else nullcontext()
+
+    # --------------------------------------------------------------- actions
+
+    def _execute(self, template: PipelineTemplate, slots: Mapping[Slot, list[MuxBatch]]) -> None:
+        """Execute this stage's list."""
+        stage = self.model.stage
+        self._slots, self._flights, self._messages = slots, {}, Messages(template, slots, stage)
+        for (kind, source), incoming in self.links.incoming.items():
+            incoming.expect(self._messages.expected(kind, source, self.model.hidden_size), self.model.dtype)
+        self._taken = {source: self._messages.gradients_taken(source) for _, source in self.links.incoming}
+        self.most_in_flight, spans, begin = 0, [], time.perf_counter()
+        for action in template.actions[stage]:
+            start = time.perf_counter()
+            (self._forward if action.kind == "F" else self._backward)(action)
+            spans.append(Span(stage, action, start - begin, time.perf_counter() - begin))
+            self.most_in_flight = max(self.most_in_flight, len(self._flights))
+            if self.on_action is not None:
+                self.on_action(action)
+        self.links.flush()
+        self.spans = tuple(spans)
+
+    def _forward(self, action: Action) -> None:
+        place, target = self.model.layout.place(action.stage, action.chunk), self._messages.target(action)
+        flights = self._flights[action.bucket, action.micro_batch, action.chunk] = []
+        for number, micro_batch in enumerate(self._slots[action.bucket, action.micro_batch]):
+            hidden_TD = self._take(action, number)
+            if hidden_TD is not None:
+                hidden_TD.requires_grad_()
+            with self.precision():
+                passed = self.model.forward(place, micro_batch.to(self.device), hidden_TD)
+            if torch.is_grad_enabled():
+                flights.append(Flight(hidden_TD, passed))
+            if target is None:
+                self._add_losses(micro_batch, passed.output)
+            else:
+                output = passed.output.detach().to(self.model.dtype)
+                self._put(action, number, target, output)
+
+    def _backward(self, action: Action) -> None:
+        target, source = self._messages.target(action), self._messages.source(action)
+        for number, flight in enumerate(self._flights.pop((action.bucket, action.micro_batch, action.chunk))):
+            output, gradient = flight.passed.output, self._take(action, number)
+            if source is not None:
+                # The gradient of an output has come, so the output itself was taken.
+                key = Key(action.bucket, action.micro_batch, number, source[1])
+                self.links.outgoing["F", source[0]].release(key)
+            gradient = torch.ones_like(output) if gradient is None else gradient.to(output.dtype)
+            if output.requires_grad:  # the first stage may have no adapter at all
+                torch.autograd.backward(output, gradient)
+            if target is not None:
+                assert flight.hidden_TD is not None, "only place 0 has no input, and nobody before it"
+                back = flight.hidden_TD.grad
+                self._put(action, number, target, torch.zeros_like(flight.hidden_TD) if back is None else back)
+
+    def _put(self, action: Action, number: int, target: tuple[int, int], tensor: torch.Tensor) -> None:
+        """Hand a result on."""
+        key = Key(action.bucket, action.micro_batch, number, target[1])
+        self.links.outgoing[action.kind, target[0]].put(key, tensor)
+
+    def _take(self, action: Action, number: int) -> torch.Tensor | None:
+        """Return an action's input: `[T, D]`, or `None` where its way begins."""
+        source = self._messages.source(action)
+        if source is None:
+            return None
+        key = Key(action.bucket, action.micro_batch, number, action.chunk)
+        tensor = self.links.incoming[action.kind, source[0]].take(key)
+        if action.kind == "F":
+            for taken in self._taken[source[0]].pop(key, ()):
+                self.links.outgoing["B", source[0]].release(taken)
+        return tensor
+
+    @contextmanager
+    def _speaking(self) -> Iterator[None]:
+        """Break the connections where this process fails, so that its neighbours learn of it at once."""
+        try:
+            yield
+        except BaseException:
+            self.links.close()
+            raise
+
+    # ---------------------------------------------------------------- losses
+
+    def _add_losses(self, micro_batch: MuxBatch, losses: torch.Tensor) -> None:
+        for name, loss in zip(micro_batch.task_names, losses.detach().unbind(), strict=True):
+            self._losses[name] = self._losses[name] + loss
+
+    def _shared_losses(self, tasks: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return the losses of the last stage, in one message."""
+        losses = torch.stack([self._losses[name].float() for name in tasks]) if tasks else torch.zeros(0)
+        if tasks:
+            self.links.broadcast(losses, self.model.layout.num_stages - 1)
+        return dict(zip(tasks, losses.unbind(), strict=True))
+
+
+def _forwards_only(like: PipelineTemplate, num_micro_batches: int) -> PipelineTemplate:
+    """Return a template of the same pipeline that takes the micro-batches of one bucket through it, one by one."""
+    rows = tuple(
+        tuple(
+            Action("F", 0, number, stage, chunk)
+            for number in range(num_micro_batches)
+            for chunk in range(like.num_chunks)
+        )
+        for stage in range(like.num_stages)
+    )
+    return PipelineTemplate("mux", like.num_stages, like.num_chunks, rows)

@@ -1,0 +1,187 @@
+"""`Processes`: who takes part in a run, and the few ways in which they speak with one another.
+
+Everything else asks this value, never `torch.distributed`. Numbers and words go through a gloo group, on any device;
+tensors go through a group of the device's own backend. Both have the time limit of the run (`ddp_timeout`), which
+`torch.distributed` would not know on CPUs.
+
+Here every process holds the whole model, so that all of them are replicas of one another.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.engine.last_words import LastWords
+from peft_mux.errors import ProcessError
+
+
+class Pending(NamedTuple):
+    """A sum over all processes that is under way.
+
+    Attributes:
+        work: of the backend; `None` where there was nothing to do.
+        processes: that take part.
+    """
+
+    work: Any
+    processes: Processes
+
+    def wait(self) -> None:
+        """Wait for the sum; on a GPU the stream waits, not the host.
+
+        Raises:
+            ProcessError: if another process has failed, died or hangs.
+        """
+        if self.work is not None:
+            with self.processes.speaking("the sum of gradients"):
+                self.work.wait()
+
+
+class Processes:
+    """The processes of a run, as this one sees them.
+
+    Args:
+        rank: of this process, from 0.
+        world_size: how many there are.
+        device: of this process.
+        timeout_s: how long one waits for another.
+
+    Attributes:
+        waited_s: time that this process has spent waiting for others.
+
+    Example:
+        >>> alone = Processes()
+        >>> alone.is_main, alone.gather("word")
+        (True, ['word'])
+    """
+
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, *, device: torch.device | None = None, timeout_s: float = 1800.0
+    ) -> None:
+        """Remember the numbers; speak with nobody yet."""
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device or torch.device("cpu")
+        self.timeout_s = timeout_s
+        self.waited_s = 0.0
+        self._words: LastWords | None = None
+        self._control: Any = None
+        self._replicas: Any = None
+
+    @classmethod
+    def of(cls, args: MultiTaskTrainingArguments) -> Processes:
+        """Return the processes that a launcher has started, as accelerate sees them."""
+        return cls(args.process_index, args.world_size, device=args.device, timeout_s=float(args.ddp_timeout))
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this process prints and writes."""
+        return self.rank == 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no other process."""
+        return self.world_size == 1
+
+    def connect(self) -> None:
+        """Make the groups, once; every process must call this.
+
+        Raises:
+            ProcessError: if another process does not within the time limit.
+        """
+        if self.is_alone or self._control is not None:
+            return
+        timeout = timedelta(seconds=self.timeout_s)
+        self._words = LastWords(self.rank, self.world_size, patience_s=min(10.0, self.timeout_s))
+        with self.speaking("the start"):
+            self._control = dist.new_group(backend="gloo", timeout=timeout)
+            self._replicas = self._control if self.device.type == "cpu" else dist.new_group(timeout=timeout)
+            self._words.introduce(self.gather(self._words.own_place))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what every process has given, by rank.
+
+        Args:
+            value: small and plain.
+        """
+        if self.is_alone:
+            return [value]
+        found: list[Any] = [None] * self.world_size
+        with self.speaking("an exchange"):
+            dist.all_gather_object(found, value, group=self._control)
+        return found
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of every process, by rank: the cheap way, for every step.
+
+        Args:
+            numbers: of 63 bits; as many on every process.
+        """
+        if self.is_alone:
+            return [list(numbers)]
+        own = torch.tensor(numbers, dtype=torch.int64)
+        found = [torch.empty_like(own) for _ in range(self.world_size)]
+        with self.speaking("the exchange before a step"):
+            dist.all_gather(found, own, group=self._control)
+        return [one.tolist() for one in found]
+
+    def wait_for_all(self) -> None:
+        """Go on when every process has come here."""
+        self.exchange([0])
+
+    def sum(self, tensor: torch.Tensor) -> Pending:
+        """Begin to replace a tensor by its sum over all processes; all must begin their sums in the same order.
+
+        Args:
+            tensor: contiguous, on the device; of one shape on every process.
+        """
+        if self.is_alone:
+            return Pending(None, self)
+        with self.speaking("the sum of gradients"):
+            return Pending(dist.all_reduce(tensor, group=self._replicas, async_op=True), self)
+
+    @contextmanager
+    def speaking(self, what: str) -> Iterator[None]:
+        """Turn what the backend raises into an error that says which process is the cause; take the time."""
+        started = time.perf_counter()
+        try:
+            yield
+        except ProcessError:
+            raise
+        except RuntimeError as error:  # also what torch.distributed derives from it
+            words = "" if self._words is None else self._words.ask(error, self.timeout_s)
+            raise ProcessError(
+                f"rank {self.rank} of {self.world_size} got no answer at {what}: {words or error} Allowed: processes "
+                "that all go on. See what the other one printed, start all of them anew, and go on from the last saved "
+                "state with train(resume_from_checkpoint=True)."
+            ) from error
+        finally:
+            self.waited_s += time.perf_counter() - started
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Run a part that all processes run; the error of one ends the waiting of the others at once."""
+        try:
+            yield
+        except BaseException as error:
+            if not self.is_alone and self._words is not None:
+                self._words.leave(error)
+                self._part()
+            raise
+
+    def _part(self) -> None:
+        """Close the connections, so that nobody waits for this process any longer."""
+        groups = {id(group): group for group in (self._control, self._replicas) if group is not None}
+        self._control = self._replicas = None
+        # NCCL would wait for its peers; its own watchdog ends them, and the next exchange through gloo before that.
+        for group in groups.values():
+            if "gloo" in dist.get_backend(group):
+                dist.destroy_process_group(group)

@@ -1,0 +1,100 @@
+"""What to change when not even one task fits into memory: the cheapest changes first, each with its predicted peak."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.scheduler.admission import DoesNotFitError, least_pass_tokens
+from peft_mux.scheduler.loads import TaskLoad
+from peft_mux.scheduler.memory import MemoryModel
+from peft_mux.scheduler.units import bytes_text
+
+_NUM_FIXES = 3
+
+
+class Fix(NamedTuple):
+    """One change and what it is predicted to lead to.
+
+    Attributes:
+        change: what to set.
+        cost: what it costs, in words.
+        peak_bytes: of the fullest device afterwards.
+    """
+
+    change: str
+    cost: str
+    peak_bytes: int
+
+
+def fixes_for(
+    error: DoesNotFitError,
+    loads: Sequence[TaskLoad],
+    memory: MemoryModel,
+    args: MultiTaskTrainingArguments,
+    weight_bytes: int,
+) -> str:
+    """Return a sentence with the three cheapest fixes; those that suffice come first.
+
+    Args:
+        error: what does not fit.
+        loads: of all tasks.
+        memory: the model that found so.
+        args: of the run.
+        weight_bytes: of one frozen weight as it is held; 1 for quantised ones.
+    """
+    load = next(load for load in loads if load.name == error.task)
+    found = [fix for fix in _all_fixes(load, memory, args, weight_bytes) if fix.peak_bytes < error.peak_bytes]
+    enough = [fix for fix in found if fix.peak_bytes <= error.limit_bytes]
+    rest = sorted((fix for fix in found if fix not in enough), key=lambda fix: fix.peak_bytes)
+    chosen = [*enough, *rest][:_NUM_FIXES]
+    if not chosen:
+        return "Take a smaller backbone or a larger device."
+    listed = "; ".join(
+        f"{number}. {fix.change} ({bytes_text(fix.peak_bytes)}"
+        f"{'' if fix.peak_bytes <= error.limit_bytes else ', not enough by itself'}; {fix.cost})"
+        for number, fix in enumerate(chosen, start=1)
+    )
+    return f"Cheapest fixes, with the peak that each is predicted to have: {listed}."
+
+
+def _all_fixes(load: TaskLoad, memory: MemoryModel, args: MultiTaskTrainingArguments, weight_bytes: int) -> list[Fix]:
+    """Return every change that could help, by what it costs the owner, least first."""
+    fixes = []
+    shape = memory.shape
+
+    def add(change: str, cost: str, changed: MemoryModel, own: TaskLoad = load) -> None:
+        fixes.append(Fix(change, cost, _peak(changed, own, args.max_tokens_per_micro_batch)))
+
+    def with_shape(**changes: int) -> MemoryModel:
+        return replace(memory, shape=replace(shape, **changes))
+
+    kept = memory.activation_bytes_per_token
+    if shape.activation_bytes > 2:
+        halved = None if kept is None else kept * 2 / shape.activation_bytes
+        in_16_bits = replace(with_shape(activation_bytes=2), activation_bytes_per_token=halved)
+        add("bf16=True", "activations in 16 bits, faster on a GPU", in_16_bits)
+    if not args.uses_checkpointing:
+        recomputed = replace(memory, checkpointing=True, activation_bytes_per_token=None)
+        add("gradient_checkpointing=True", "about a third more time", recomputed)
+    if weight_bytes >= 4:
+        half = with_shape(backbone_bytes=shape.backbone_bytes // 2)
+        add("a backbone in bf16", "rounds the frozen weights to 16 bits", half)
+    longest = load.longest
+    if longest > 64:
+        shorter = replace(load, lengths=tuple(min(length, longest // 2) for length in load.lengths))
+        add(f"max_length={longest // 2}", "cuts longer rows", memory, shorter)
+    if weight_bytes >= 2:
+        # Half a byte a weight and a scale for every 64; what is not linear stays as it is, which this leaves out.
+        bits = with_shape(backbone_bytes=int(shape.backbone_bytes * 0.56 / weight_bytes))
+        add("a backbone in 4 bits (BitsAndBytesConfig)", "quantises the frozen weights", bits)
+    smaller = replace(load, trainable_parameters=load.trainable_parameters // 2)
+    add("half the rank", "a smaller adapter", memory, smaller)
+    return fixes
+
+
+def _peak(memory: MemoryModel, load: TaskLoad, max_tokens: int) -> int:
+    tokens = least_pass_tokens([load], max_tokens)
+    return max(int(memory.peak_bytes([load], tokens, in_flight=1, stage=stage)) for stage in range(memory.num_stages))

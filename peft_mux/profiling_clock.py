@@ -1,0 +1,75 @@
+"""Times functions on a device: warm-up, repetitions within a budget, medians."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_LEAST_REPEATS = 2
+_MOST_REPEATS = 25
+
+
+class Clock:
+    """Takes times, and keeps what it may spend.
+
+    Args:
+        device: on which the functions run; CUDA is timed by events.
+        budget_s: seconds for everything together.
+        timer: with which functions on a CPU are timed.
+    """
+
+    def __init__(self, device: torch.device, budget_s: float, timer: Callable[[], float] = time.perf_counter) -> None:
+        """Start counting."""
+        self._timer = timer
+        self.device = device
+        self.budget_s = budget_s
+        self._start_s = time.perf_counter()
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left of the budget."""
+        return self.budget_s - (time.perf_counter() - self._start_s)
+
+    def measure(self, run: Callable[[], Any], *, share: float) -> float:
+        """Return the median seconds of a function.
+
+        Args:
+            run: called once to warm up, at least twice to measure, and more often while its share lasts.
+            share: of the budget.
+        """
+        return self.measure_all([run], share=share)[0]
+
+    def measure_all(self, runs: list[Callable[[], Any]], *, share: float) -> list[float]:
+        """Return the median seconds of functions that are taken in turns, so that noise meets all alike.
+
+        Args:
+            runs: as for `measure`.
+            share: of the budget, for all of them.
+        """
+        end_s = time.perf_counter() + share * self.budget_s
+        taken: list[list[float]] = [[] for _ in runs]
+        for run in runs:
+            self._once(run)
+        for count in range(_MOST_REPEATS):
+            if count >= _LEAST_REPEATS and time.perf_counter() > end_s:
+                break
+            for seconds, run in zip(taken, runs, strict=True):
+                seconds.append(self._once(run))
+        return [statistics.median(seconds) for seconds in taken]
+
+    def _once(self, run: Callable[[], Any]) -> float:
+        if self.device.type != "cuda":
+            start_s = self._timer()
+            run()
+            return self._timer() - start_s
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self.device)
+        begin.record()
+        run()
+        end.record()
+        torch.cuda.synchronize(self.device)
+        return begin.elapsed_time(end) / 1000

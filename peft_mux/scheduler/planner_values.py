@@ -1,0 +1,54 @@
+"""What the planner is given and what it returns, apart from loads and models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peft_mux.scheduler.pipeline_load import BucketLoad, Link
+from peft_mux.scheduler.pipeline_template import PipelineTemplate, Schedule
+from peft_mux.scheduler.plan import HTask, Waiting
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a plan may use.
+
+    Attributes:
+        max_tokens: of one pass.
+        limit_bytes: of a device; `None` for no limit.
+        num_micro_batches: C on several stages; by default four for each stage, as is common (M Appendix A), and more
+            where that does not fit into memory.
+        schedule: of the pipeline.
+        num_chunks: virtual stages of a device.
+        links: between stages.
+    """
+
+    max_tokens: int
+    limit_bytes: int | None = None
+    num_micro_batches: int | None = None
+    schedule: Schedule = "mux"
+    num_chunks: int = 1
+    links: Link | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the planner decided, without the particulars of a run that `Plan` adds.
+
+    Attributes:
+        htasks: in the order in which they run.
+        buckets: hTasks, by index.
+        template: of all stages.
+        bucket_loads: that it was timed with.
+        step_s: predicted.
+        peak_bytes: of each stage.
+        waiting: tasks left out, with reasons.
+    """
+
+    htasks: tuple[HTask, ...]
+    buckets: tuple[tuple[int, ...], ...]
+    template: PipelineTemplate | None
+    bucket_loads: tuple[BucketLoad, ...]
+    step_s: float
+    peak_bytes: tuple[int, ...]
+    waiting: tuple[Waiting, ...]
