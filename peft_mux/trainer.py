@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import (
     DefaultFlowCallback,
     PrinterCallback,
@@ -31,11 +30,11 @@ from peft_mux.interrupts import stop_at_signal
 from peft_mux.membership import TaskMembership
 from peft_mux.metrics import MetricsLog, read_metrics
 from peft_mux.optim import TaskOptimizer
+from peft_mux.planned_run import PlannedRun
 from peft_mux.planning import Planner
 from peft_mux.run_log import RunLog
 from peft_mux.saving import Saver, describe_run
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.profile import Profile
 from peft_mux.task import Task, TaskStatus
 from peft_mux.task_evaluation import TaskEvaluator
 from peft_mux.task_run import TaskEvent, TaskRun, TaskTable
@@ -52,7 +51,7 @@ from peft_mux.ui.progress import make_progress
 from peft_mux.ui.report import report_table
 
 
-class MultiTaskTrainer(TaskMembership, Trainer):
+class MultiTaskTrainer(PlannedRun, TaskMembership, Trainer):
     """Trains many PEFT tasks at once; a `transformers.Trainer` whose one model serves them all.
 
     Args:
@@ -131,7 +130,7 @@ class MultiTaskTrainer(TaskMembership, Trainer):
         self._saver.is_writer = self._log.is_shown = self._team.processes.is_main
         self._executor: Executor | None = None
         self._dispatcher: Dispatcher | None = None
-        self._planner: Planner | None = None
+        self._planner = Planner(described, source, run_args, self._collator)
         self._evaluator: TaskEvaluator | None = None
         self._plan: Plan | None = None
         self._num_stream_tokens = 0
@@ -148,29 +147,6 @@ class MultiTaskTrainer(TaskMembership, Trainer):
     def task_statuses(self) -> dict[str, TaskStatus]:
         """Where each task stands."""
         return {run.name: run.status for run in self.table}
-
-    def plan(self, devices: str | None = None) -> Plan:
-        """Return what would run together, in how many passes, how fast, and in how much memory; allocates nothing.
-
-        Args:
-            devices: plan for other devices than this machine's, such as "4xA100-80GB", as stages of a pipeline.
-
-        Raises:
-            ConfigError: if nothing fits into memory, naming the cheapest fixes; or for unknown devices.
-        """
-        running = [run.name for run in self.table.running]
-        return self._planner_of_model().plan(self._plannable, running=running, devices=devices)
-
-    def measure_profile(self, budget_s: float = 60.0) -> Profile:
-        """Measure how long the parts of a step take on this device, for `cost_profile`; reads and changes no weights.
-
-        Args:
-            budget_s: seconds that this may take.
-        """
-        from peft_mux.profiling import profile_backbone
-
-        dtype = torch.bfloat16 if self.args.bf16 else self._source.dtype
-        return profile_backbone(self.model, device=self.args.device, dtype=dtype, budget_s=budget_s)
 
     # ------------------------------------------------------------- training
 
@@ -472,30 +448,6 @@ class MultiTaskTrainer(TaskMembership, Trainer):
 
     def _request_stop(self) -> None:
         self.control.should_training_stop = True
-
-    def _replan(self) -> Plan:
-        """Plan anew, start the tasks that are admitted now, and follow the plan from the next step on."""
-        plan = self._planner_of_model().replan(self._plannable, running=[run.name for run in self.table.running])
-        admitted = {name for htask in plan.htasks for name in htask.tasks}
-        for run in list(self.table):
-            if run.status is TaskStatus.WAITING and run.name in admitted and self._executor is not None:
-                self._start(run)
-        reasons = {one.name: one.reason for one in plan.waiting}
-        for run in self.table:
-            if run.status is TaskStatus.WAITING:
-                run.reason = reasons.get(run.name, "")
-        self._plan, self._dispatcher = plan, Dispatcher(plan, self._collator, self._team.processes)
-        return plan
-
-    @property
-    def _plannable(self) -> list[TaskRun]:
-        return [run for run in self.table if not run.status.is_final and run.status is not TaskStatus.PAUSED]
-
-    def _planner_of_model(self) -> Planner:
-        if self._planner is None:
-            self._planner = Planner(self.model, self._source, self.args, self._collator)
-        self._planner.model = self.model  # a description at first, and then the model itself
-        return self._planner
 
     def _make_collator(self) -> ChunkPackingCollator:
         pad_token_id = getattr(self.processing_class, "pad_token_id", None)
