@@ -36,9 +36,9 @@ def names(outcome: object) -> list[str]:
     return sorted(name for htask in outcome.htasks for name in htask.tasks)  # type: ignore[attr-defined]
 
 
-MIXES = st.lists(
-    st.tuples(st.sampled_from([16, 64, 128, 256]), st.integers(1, 16)), min_size=1, max_size=6
-).map(lambda pairs: [load(f"t{i}", length, count) for i, (length, count) in enumerate(pairs)])
+MIXES = st.lists(st.tuples(st.sampled_from([16, 64, 128, 256]), st.integers(1, 16)), min_size=1, max_size=6).map(
+    lambda pairs: [load(f"t{i}", length, count) for i, (length, count) in enumerate(pairs)]
+)
 
 
 # ------------------------------------------------------------------ one device
