@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pipeline_cases as cases
+import pipeline_engine_cases as cases
 import pytest
 import torch
 from peft import LoraConfig
@@ -46,7 +46,7 @@ SEEDS = {name: index for index, name in enumerate(cases.LENGTHS)}
 
 
 def run_launches(folder: Path, groups: list[list[dict[str, Any]]], timeout_s: float) -> None:
-    """Run launches of `pipeline_cases`, those of a group at the same time; end them all if that takes too long."""
+    """Run launches of `pipeline_engine_cases`, those of a group at the same time; end them all if that takes too long."""
     path = folder / f"launches-{len(list(folder.glob('launches-*')))}.json"
     path.write_text(json.dumps(groups))
     own = os.environ.get("PYTHONPATH", "")
