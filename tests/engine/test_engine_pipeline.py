@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pipeline_engine_cases as cases
 import pytest
+import stage_cases as cases
 import torch
 from peft import LoraConfig
 from safetensors import safe_open
@@ -46,7 +46,7 @@ SEEDS = {name: index for index, name in enumerate(cases.LENGTHS)}
 
 
 def run_launches(folder: Path, groups: list[list[dict[str, Any]]], timeout_s: float) -> None:
-    """Run launches of `pipeline_engine_cases`, those of a group at the same time; end them all if that takes too long."""
+    """Run launches of `stage_cases`, those of a group at the same time; end them all if that takes too long."""
     path = folder / f"launches-{len(list(folder.glob('launches-*')))}.json"
     path.write_text(json.dumps(groups))
     own = os.environ.get("PYTHONPATH", "")

@@ -1,6 +1,6 @@
 """Pipelines of real processes, and the same tasks in one process to hold them against.
 
-Run as `python pipeline_engine_cases.py LAUNCHES.json`: starts the processes of each launch. Each of them is one stage, runs
+Run as `python stage_cases.py LAUNCHES.json`: starts the processes of each launch. Each of them is one stage, runs
 the items of the launch, and leaves what it saw in the launch's folder.
 """
 
