@@ -15,6 +15,7 @@ import torch
 from transformers import TrainingArguments
 
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults
+from peft_mux.scheduler.pipeline_template import SCHEDULES
 from peft_mux.scheduler.plan import POLICIES
 from peft_mux.task import Task, hyper_parameter_faults, supported_optimizers, supported_schedules
 
@@ -46,9 +47,9 @@ _REASONS = {
     "use_liger_kernel": "it replaces the layers that are multiplexed",
     "optim_target_modules": "every task trains exactly its own adapter",
     "push_to_hub": "push the task's folder after the run",
-    "fsdp": "every process of a run holds the whole frozen model for now",
-    "deepspeed": "every process of a run holds the whole frozen model for now",
-    "parallelism_config": "every process of a run holds the whole frozen model for now",
+    "fsdp": "adapters of many tasks are laid out by peft_mux; set shard_backbone=True for FSDP2",
+    "deepspeed": "adapters of many tasks are laid out by peft_mux; set shard_backbone, or the two parallel sizes",
+    "parallelism_config": "set tensor_parallel_size, pipeline_parallel_size or shard_backbone",
     "dataloader_drop_last": "the last batch of an epoch is trained on",
     "dataloader_num_workers": "rows are tokenised before the first step",
     "ignore_data_skip": "resuming is exact",
@@ -84,6 +85,14 @@ class MultiTaskTrainingArguments(TrainingArguments):
         cuda_graphs: capture passes of equal shape as CUDA graphs and replay them, which spares the time that the host
             takes to launch them. Passes that cannot be captured run as ever, and the run says why. On CUDA only; off
             by default, as it has not been measured on a GPU yet.
+        tensor_parallel_size: processes that share every layer of a replica of the backbone.
+        pipeline_parallel_size: stages of whole layers of a replica; the processes that are left over make further
+            replicas, which share the rows of each step.
+        replicas: unequal replicas instead, as LobRA writes them: "<2,1>, <1,1>x2" stands for one of tensor parallel
+            degree 2 and two whole ones. Processes are given out in this order.
+        pipeline_schedule: template of the pipeline: "mux" over all hTasks, or a baseline: "1f1b", "gpipe",
+            "interleaved_1f1b".
+        shard_backbone: divide the frozen weights among replicas (FSDP2), which gather each layer before they use it.
 
     Raises:
         ConfigError: naming every field that cannot be run.
@@ -100,6 +109,11 @@ class MultiTaskTrainingArguments(TrainingArguments):
     cost_profile: str | None = field(default=None, metadata={"help": "JSON file of peft-mux profile."})
     quarantine_policy: str = field(default="quarantine", metadata={"help": "quarantine or stop."})
     cuda_graphs: bool = field(default=False, metadata={"help": "Replay passes as CUDA graphs; not measured yet."})
+    tensor_parallel_size: int = field(default=1, metadata={"help": "Processes that share every layer."})
+    pipeline_parallel_size: int = field(default=1, metadata={"help": "Stages of whole layers."})
+    replicas: str | None = field(default=None, metadata={"help": 'Unequal replicas, such as "<2,1>, <1,1>x2".'})
+    pipeline_schedule: str = field(default="mux", metadata={"help": "mux, 1f1b, gpipe or interleaved_1f1b."})
+    shard_backbone: bool = field(default=False, metadata={"help": "Divide the frozen weights among replicas (FSDP2)."})
 
     def __post_init__(self) -> None:
         """Check all fields before `TrainingArguments` completes them."""
@@ -213,7 +227,7 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         for name in _TASK_DEFAULTS
         if getattr(args, name) is None
     ]
-    for name in ("pad_to_chunks", "cuda_graphs"):
+    for name in ("pad_to_chunks", "cuda_graphs", "shard_backbone"):
         if not isinstance(getattr(args, name), bool):
             faults.append(Fault(f"args.{name}", repr(getattr(args, name)), "True or False"))
     if args.cuda_graphs is True and (args.use_cpu or not torch.cuda.is_available()):
@@ -227,6 +241,8 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         "gradient_accumulation_steps": 1,
         "logging_steps": 1,
         "save_steps": 1,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
     }
     for name, minimum in integers.items():
         value = getattr(args, name)
@@ -246,6 +262,7 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     for name, options in {
         "overlong_policy": OVERLONG_POLICIES,
         "planner": POLICIES,
+        "pipeline_schedule": SCHEDULES,
         "quarantine_policy": QUARANTINE_POLICIES,
         "save_strategy": ("steps", "no"),
         "eval_strategy": ("steps", "epoch", "no"),

@@ -21,6 +21,7 @@ from peft_mux.modeling.injection import as_it_was, check_configs, is_meta, own_c
 from peft_mux.modeling.layers import attach
 from peft_mux.modeling.lora_pass import LoraGroups, LoraPass
 from peft_mux.modeling.quantized import prepare_quantized
+from peft_mux.modeling.pieces import Piece
 from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.modeling.stream import Stream
 from peft_mux.modeling.support import check_backbone, position_offset
@@ -67,6 +68,8 @@ class MultiTaskPeftModel(PeftModel):
     """
 
     base_model: Any
+    pieces: dict[tuple[str, str], Piece]
+    """By task and parameter, where a process holds less than all of it, or its gradient does not add."""
 
     def __init__(
         self,
@@ -99,6 +102,7 @@ class MultiTaskPeftModel(PeftModel):
         self._module_names: dict[nn.Module, str] = {}
         self._task_parameters: dict[str, dict[str, nn.Parameter]] = {}
         self._slabs: dict[str, TaskSlab] = {}
+        self.pieces: dict[tuple[str, str], Piece] = {}
         self._given_configs[first] = peft_configs[first].to_dict()
         with as_it_was(model):
             self._adopt(first, adapter, (num_labels or {}).get(first), (seeds or {}).get(first, 42))
@@ -185,6 +189,13 @@ class MultiTaskPeftModel(PeftModel):
         """Return the flat buffers that a task's parameters are views of."""
         self.adapter_of(name)
         return self._slabs[name]
+
+    def task_pieces(self, name: str) -> dict[str, Piece]:
+        """Return what of each of `task_parameters` lies in this process."""
+        return {
+            key: self.pieces.get((name, key)) or Piece.whole(parameter.shape)
+            for key, parameter in self.task_parameters(name).items()
+        }
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast as any module does, and lay the adapters out anew."""
