@@ -162,14 +162,15 @@ def print_policies(bucketings: list[Bucketing], model: TimeModel) -> None:
 
 def print_parts(bucketings: list[Bucketing], model: TimeModel) -> None:
     """Print what the ILP and the moves after it are each worth, at the ceilings of Eq. 3."""
-    rows = []
+    rows, moves = [], []
     for bucketing in bucketings:
         problem = build_problem(GROUPS, bucketing, model)
         moved = relocate(problem, length_based(problem))
         answer = solve_ilp(problem, moved, time_limit_s=10, relative_gap=DEFAULT_RELATIVE_GAP)
         solved = moved if answer is None else answer.ceilings
         start = time.perf_counter()
-        refined = refine(problem, GROUPS, model, solved)
+        refined, num_moves, _ = refine(problem, GROUPS, model, solved)
+        moves.append(num_moves)
         milliseconds = (time.perf_counter() - start) * 1e3
         makespans = [replicas_s(problem, model, ceilings) for ceilings in (moved, solved, refined)]
         rows.append((problem.group_s(solved).max(), *makespans, milliseconds))
@@ -178,6 +179,7 @@ def print_parts(bucketings: list[Bucketing], model: TimeModel) -> None:
     print(f"  by length, moved off the slowest group   {moved_s:.3f}")
     print(f"  ILP                                      {solved_s:.3f}, which its linear form takes for {linear_s:.3f}")
     print(f"  ILP, then moves by the time model        {refined_s:.3f}, in {milliseconds:.1f} ms")
+    print(f"  moves of a step                          {np.median(moves):.0f} (median), {max(moves)} at most")
 
 
 def print_solvers(bucketings: list[Bucketing], model: TimeModel) -> None:

@@ -36,9 +36,9 @@ FUSION_BOUND_S = 2.0
 PLANNING_BOUND_S = 10.0
 
 
-def random_loads(count: int) -> list[TaskLoad]:
+def random_loads(count: int, seed: int = 0) -> list[TaskLoad]:
     """Draw tasks."""
-    draw = random.Random(0)
+    draw = random.Random(seed)
     kinds = [TaskKind(draw.choice((64, 128, 256)), draw.choice((8, 16, 32)), 16) for _ in range(count)]
     return [kind.load(f"task {number}", LLAMA_7B) for number, kind in enumerate(kinds)]
 

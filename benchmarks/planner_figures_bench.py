@@ -10,7 +10,7 @@ from peft_mux.scheduler.cost_model import CostModel
 from peft_mux.scheduler.hardware import parse_devices
 from peft_mux.scheduler.loads import TaskLoad
 from peft_mux.scheduler.memory import MemoryModel, ModelShape
-from peft_mux.scheduler.pipeline_load import BucketLoad, Link
+from peft_mux.scheduler.pipeline_load import BucketLoad
 from peft_mux.scheduler.pipeline_template import Schedule, build_template
 from peft_mux.scheduler.planner import Budget, Outcome, plan_tasks
 from peft_mux.scheduler.profile import analytic_profile
@@ -59,8 +59,7 @@ class Bench:
         self.num_stages = num_stages
         self.cost = CostModel(analytic_profile(self.devices.device, shape), shape, num_stages=num_stages)
         self.memory = MemoryModel(shape, num_stages=num_stages)
-        link = self.devices.intra_node
-        self.link = Link(link.latency_s, link.bytes_per_s)
+        self.link = self.devices.intra_node
 
     def tasks(self, lengths: Sequence[int], batch_size: int, *, padded_to: int | None = None) -> list[TaskLoad]:
         """Return a task for each length of sequence, all with the same global batch."""
@@ -90,7 +89,7 @@ class Bench:
     def plan(
         self, loads: Sequence[TaskLoad], num_micro_batches: int, policy: str, schedule: Schedule = "mux"
     ) -> Outcome:
-        """Plan within the memory of the device, with a tenth kept free for workspace and the allocator."""
+        """Plan within the memory of the device, with a tenth kept free for what the memory model leaves out."""
         limit = int(0.9 * self.devices.device.memory_bytes)
         budget = Budget(MAX_TOKENS, limit, num_micro_batches=num_micro_batches, schedule=schedule, links=self.link)
         outcome = plan_tasks(loads, self.cost, self.memory, budget, policy=policy)

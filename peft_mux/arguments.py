@@ -9,12 +9,13 @@ from __future__ import annotations
 import copy
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from transformers import TrainingArguments
 
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults
+from peft_mux.scheduler.dispatch import Policy
 from peft_mux.scheduler.pipeline_template import SCHEDULES
 from peft_mux.scheduler.plan import POLICIES
 from peft_mux.task import Task, hyper_parameter_faults, supported_optimizers, supported_schedules
@@ -71,10 +72,13 @@ class MultiTaskTrainingArguments(TrainingArguments):
         max_length: tokens of a row after which `overlong_policy` applies.
         overlong_policy: "truncate" keeps the start of longer rows, "drop" leaves them out, "error" refuses them.
         max_tokens_per_micro_batch: tokens that one forward and backward pass may hold; the global batches of all tasks
-            are met by as many passes as that takes. A longer single row gets a pass of its own.
+            are met by as many passes as that takes.
         chunk_size: tokens of a chunk; by default the rule of M §3.5 (greatest power-of-two divisor of all lengths).
         min_chunk_size: least chunk size of that rule.
         pad_to_chunks: fill each task's part of a stream up to a multiple of the chunk size, for equal shapes.
+        split_long_sequences: cut sequences that are longer than a pass into whole chunks, which lie in consecutive
+            passes and read the keys and values of those before them (M §3.5); gradients are exact. Otherwise a longer
+            row gets a pass of its own.
         planner: how tasks are put together: "mux" by predicted cost, or a baseline: "together" all in one batch,
             "interleaved" every task by itself in each step, "sequential" one task after another.
         memory_limit_gib: memory of a device that a plan may fill; by default 95 % of a GPU, and no limit on a CPU.
@@ -90,6 +94,14 @@ class MultiTaskTrainingArguments(TrainingArguments):
             replicas, which share the rows of each step.
         replicas: unequal replicas instead, as LobRA writes them: "<2,1>, <1,1>x2" stands for one of tensor parallel
             degree 2 and two whole ones. Processes are given out in this order.
+        dispatch: which of unequal replicas trains which sequences of a step (LobRA): "balanced" by its integer
+            programme, or a baseline: "length" (the smallest replica that holds a length), "uniform" (evenly over all
+            that do).
+        redeploy: when tasks come or go, move to the replicas that LobRA's planner finds fastest, where that saves more
+            than it costs; `trainer.redeploy` moves when told to.
+        interleaved_passes: with tensor parallelism, how many passes of different hTasks are interleaved at subgraph
+            granularity, so that one computes while the sums of another are under way (M §3.4.2). They hold the memory
+            of that many passes. 1 for one after another; on GPUs it has not been measured yet.
         pipeline_schedule: template of the pipeline: "mux" over all hTasks, or a baseline: "1f1b", "gpipe",
             "interleaved_1f1b".
         shard_backbone: divide the frozen weights among replicas (FSDP2), which gather each layer before they use it.
@@ -104,6 +116,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
     chunk_size: int | None = field(default=None, metadata={"help": "Tokens of a chunk; None for the rule of M 3.5."})
     min_chunk_size: int = field(default=64, metadata={"help": "Least chunk size of the rule."})
     pad_to_chunks: bool = field(default=False, metadata={"help": "Fill each task's part up to whole chunks."})
+    split_long_sequences: bool = field(default=False, metadata={"help": "Cut rows longer than a pass into chunks."})
     planner: str = field(default="mux", metadata={"help": "mux, together, interleaved or sequential."})
     memory_limit_gib: float | None = field(default=None, metadata={"help": "Memory of a device that a plan may fill."})
     cost_profile: str | None = field(default=None, metadata={"help": "JSON file of peft-mux profile."})
@@ -112,6 +125,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
     tensor_parallel_size: int = field(default=1, metadata={"help": "Processes that share every layer."})
     pipeline_parallel_size: int = field(default=1, metadata={"help": "Stages of whole layers."})
     replicas: str | None = field(default=None, metadata={"help": 'Unequal replicas, such as "<2,1>, <1,1>x2".'})
+    dispatch: str = field(default="balanced", metadata={"help": "balanced, length or uniform."})
+    redeploy: bool = field(default=False, metadata={"help": "Move to better replicas when tasks come or go."})
+    interleaved_passes: int = field(default=1, metadata={"help": "Passes interleaved under tensor parallelism."})
     pipeline_schedule: str = field(default="mux", metadata={"help": "mux, 1f1b, gpipe or interleaved_1f1b."})
     shard_backbone: bool = field(default=False, metadata={"help": "Divide the frozen weights among replicas (FSDP2)."})
 
@@ -227,7 +243,7 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         for name in _TASK_DEFAULTS
         if getattr(args, name) is None
     ]
-    for name in ("pad_to_chunks", "cuda_graphs", "shard_backbone"):
+    for name in ("pad_to_chunks", "cuda_graphs", "shard_backbone", "redeploy", "split_long_sequences"):
         if not isinstance(getattr(args, name), bool):
             faults.append(Fault(f"args.{name}", repr(getattr(args, name)), "True or False"))
     if args.cuda_graphs is True and (args.use_cpu or not torch.cuda.is_available()):
@@ -243,6 +259,7 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         "save_steps": 1,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
+        "interleaved_passes": 1,
     }
     for name, minimum in integers.items():
         value = getattr(args, name)
@@ -263,6 +280,7 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         "overlong_policy": OVERLONG_POLICIES,
         "planner": POLICIES,
         "pipeline_schedule": SCHEDULES,
+        "dispatch": get_args(Policy),
         "quarantine_policy": QUARANTINE_POLICIES,
         "save_strategy": ("steps", "no"),
         "eval_strategy": ("steps", "epoch", "no"),

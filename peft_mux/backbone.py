@@ -7,7 +7,9 @@ checked and a plan be made before any weight is read. The weights follow when tr
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -136,6 +138,31 @@ class Backbone:
         prepare_quantized(backbone)
         is_head_new = any(key.split(".")[0] in HEAD_NAMES for key in report["missing_keys"])
         return self._wrap(backbone, tasks, class_counts, is_head_new=is_head_new)
+
+    def folder(self, tasks: Sequence[Task]) -> Path | None:
+        """Return the folder of safetensors from which a process may read a part of a language model alone.
+
+        Args:
+            tasks: of the run.
+
+        Returns:
+            `None` where the model is given as an object, is quantised, or needs options of `from_pretrained`.
+
+        Raises:
+            ConfigError: if a hub id cannot be downloaded.
+        """
+        given_options = {key for key in self.model_init_kwargs if key != "dtype"}
+        is_plain = isinstance(self.model, str) and self.quantization is None and not given_options
+        if not is_plain or any(task.is_classification for task in tasks):
+            return None
+        if Path(self.model).is_dir():
+            return Path(self.model)
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(self.model, allow_patterns=["*.json", "*.safetensors"]))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f'model: got "{self.model}", whose weights cannot be loaded: {error}') from error
 
     def _quantization_options(self) -> dict[str, Any]:
         """Return what `from_pretrained` is told of quantisation: the format, unless stored, and where to quantise."""

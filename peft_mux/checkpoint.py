@@ -7,31 +7,39 @@
       <task>/checkpoint-30/                  the same, plus optimizer, last good and best weights, state
       <task>/best/                           the adapter of the best evaluation, where early stopping is set
 
-Everything is safetensors and JSON; folders appear whole or not at all (`peft_mux.storage`). Data position, schedule and
+Everything is safetensors and JSON, tensors by the names of parameters, so that any number and layout of processes goes
+on from it; folders appear whole or not at all (`peft_mux.storage`). Data position, schedule and
 dropout are functions of the task's step and seed, so they need no state beyond those numbers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerState
 
 from peft_mux import storage
+from peft_mux.engine.task_state import TaskState
 from peft_mux.errors import CheckpointError
 from peft_mux.metrics import METRICS_NAME
 from peft_mux.modeling.adapters import CONFIG_NAME, WEIGHTS_NAME
+from peft_mux.modeling.fingerprint import backbone_fingerprint
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.shape import backbone_fingerprint
+from peft_mux.snapshot import BEST, LAST_GOOD, put_snapshot
 from peft_mux.task import TaskStatus, name_fault
 from peft_mux.task_run import TaskRun, TaskTable
 
-FORMAT_VERSION = 1
+Weights = Mapping[str, torch.Tensor]
+"""By parameter name."""
+
+FORMAT_VERSION = 2
 STATE_FOLDER = "state"
+_OF_OPTIMIZER = ("moments", "settings", "schedule")
 _FREE_TO_CHANGE = frozenset({"eval_steps", "save_steps"})
 _NOT_OF_THE_ADAPTER = frozenset(
     {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
@@ -46,15 +54,23 @@ class RunFolder:
         model: whose adapters are written and read.
         keep: checkpoints kept per task, and run records; `None` for all.
         is_writer: whether this process writes; one that only reads leaves the folder as it is.
+        fingerprint: of the whole backbone, where the model holds only a part of it.
     """
 
     def __init__(
-        self, root: Path, model: MultiTaskPeftModel, *, keep: int | None = None, is_writer: bool = True
+        self,
+        root: Path,
+        model: MultiTaskPeftModel,
+        *,
+        keep: int | None = None,
+        is_writer: bool = True,
+        fingerprint: str | None = None,
     ) -> None:
         """Make the folder and clear away what a crash left behind."""
         self.root = root
         self.model = model
         self.keep = keep
+        self._fingerprint = fingerprint
         if not is_writer:
             return
         root.mkdir(parents=True, exist_ok=True)
@@ -81,34 +97,53 @@ class RunFolder:
 
     # -------------------------------------------------------------- writing
 
-    def save_adapter(self, name: str) -> None:
-        """Write a task's adapter at the root of its folder, each file whole or not at all."""
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the frozen weights."""
+        if self._fingerprint is None:
+            self._fingerprint = backbone_fingerprint(self.model.backbone)
+        return self._fingerprint
+
+    def save_adapter(self, name: str, weights: Weights | None = None) -> None:
+        """Write a task's adapter at the root of its folder, each file whole or not at all.
+
+        Args:
+            name: of the task.
+            weights: of the whole adapter, where the model holds only a part of it.
+        """
         try:
             folder = self.task_folder(name)
             with storage.scratch_folder(folder) as scratch:
-                self.model.save_task(name, scratch)
+                self.model.save_task(name, scratch, weights)
                 for file in (CONFIG_NAME, WEIGHTS_NAME):
                     storage.write_file(folder / file, (scratch / file).read_bytes())
         except OSError as error:
             raise CheckpointError(f'task "{name}": its adapter could not be written ({error}).') from error
 
-    def save_best(self, run: TaskRun) -> None:
+    def save_best(self, run: TaskRun, weights: Weights | None = None) -> None:
         """Write a task's adapter as its best so far."""
-        self._write(self.task_folder(run.name) / "best", run, lambda folder: self.model.save_task(run.name, folder))
+        folder = self.task_folder(run.name) / "best"
+        self._write(folder, run, lambda scratch: self.model.save_task(run.name, scratch, weights))
 
-    def save_task(self, run: TaskRun) -> Path:
-        """Write a checkpoint from which the task resumes exactly; return its folder."""
+    def save_task(self, run: TaskRun, snapshot: TaskState, weights: Weights | None = None) -> Path:
+        """Write a checkpoint from which the task resumes exactly; return its folder.
+
+        Args:
+            run: the task.
+            snapshot: of the whole task.
+            weights: of the whole adapter, where the model holds only a part of it.
+        """
         folder = self.task_folder(run.name) / f"checkpoint-{run.step}"
 
         def fill(scratch: Path) -> None:
-            self.model.save_task(run.name, scratch)
+            self.model.save_task(run.name, scratch, weights)
             state = _task_state(run)
-            if run.optimizer is not None and run.last_good is not None:
-                tensors, tree = storage.pack_state(run.optimizer.state_dict())
+            if run.optimizer is not None:
+                tensors, tree = storage.pack_state({name: getattr(snapshot, name) for name in _OF_OPTIMIZER})
                 storage.save_tensors(scratch / "optimizer.safetensors", tensors)
-                storage.save_tensors(scratch / "last_good.safetensors", run.last_good.state())
                 state["optimizer"] = tree
-                storage.save_tensors(scratch / "best.safetensors", run.best_weights)
+                for copy in (LAST_GOOD, BEST):
+                    storage.save_tensors(scratch / f"{copy}.safetensors", snapshot.copies[copy])
             (scratch / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
 
         self._write(folder, run, fill)
@@ -127,7 +162,7 @@ class RunFolder:
         record = {
             "format_version": FORMAT_VERSION,
             "run_step": run_step,
-            "backbone": backbone_fingerprint(self.model.backbone),
+            "backbone": self.fingerprint,
             "order": list(tasks),
             "tasks": tasks,
         }
@@ -200,32 +235,50 @@ class RunFolder:
     def _load(self, run: TaskRun, folder: Path) -> None:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         _check_settings(run, state["settings"])
-        self.model.load_task(run.name, folder)
+        snapshot = self._snapshot(run, folder, state)
         run.step, run.num_tokens = state["step"], state["num_tokens"]
         run.last_loss = float(state["last_loss"])
         run.loss_mean.total, run.loss_mean.count = state["loss_mean"]
         run.best.load(state["best"])
         run.state = TrainerState(**{**asdict(run.state), **state["trainer_state"]})
-        status = TaskStatus(state["status"])
-        if "optimizer" in state and run.optimizer is not None and run.last_good is not None:
-            tensors = storage.load_tensors(folder / "optimizer.safetensors")
-            run.optimizer.load_state_dict(storage.unpack_state(tensors, state["optimizer"]))
-            run.last_good.load(storage.load_tensors(folder / "last_good.safetensors"))
-            run.best_weights = storage.load_tensors(folder / "best.safetensors")
-            run.status, run.reason = status, state["reason"]
-        else:
-            run.end(status, state["reason"])
+        if "optimizer" not in state or run.optimizer is None:
+            run.end(TaskStatus(state["status"]), state["reason"])
+        put_snapshot(run, self.model, snapshot)
+        if run.optimizer is not None:
+            run.status, run.reason = TaskStatus(state["status"]), state["reason"]
+
+    def _snapshot(self, run: TaskRun, folder: Path, state: dict[str, Any]) -> TaskState:
+        weights = self.model.saved_weights(run.name, folder)
+        if "optimizer" not in state:
+            return TaskState(weights, {}, {}, {})
+        own = storage.unpack_state(storage.load_tensors(folder / "optimizer.safetensors"), state["optimizer"])
+        copies = {copy: storage.load_tensors(folder / f"{copy}.safetensors") for copy in (LAST_GOOD, BEST)}
+        return TaskState(weights, **own, copies=copies)
 
 
 def open_run_folder(
-    root: Path, model: MultiTaskPeftModel, *, keep: int | None, is_resumed: bool, is_writer: bool = True
+    root: Path,
+    model: MultiTaskPeftModel,
+    *,
+    keep: int | None,
+    is_resumed: bool,
+    is_writer: bool = True,
+    fingerprint: str | None = None,
 ) -> RunFolder:
     """Open the folder that a run writes to; a process that does not write looks at nothing.
+
+    Args:
+        root: made where absent.
+        model: as for `RunFolder`.
+        keep: likewise.
+        is_resumed: whether the run goes on with what is there.
+        is_writer: as for `RunFolder`.
+        fingerprint: likewise.
 
     Raises:
         CheckpointError: if it holds a run that is not resumed, whose state would be mixed with the new one's.
     """
-    folder = RunFolder(root, model, keep=keep, is_writer=is_writer)
+    folder = RunFolder(root, model, keep=keep, is_writer=is_writer, fingerprint=fingerprint)
     if is_writer and folder.record_paths() and not is_resumed:
         raise CheckpointError(
             f"output_dir: got {root}, which holds a run; allowed: a new folder, or train(resume_from_checkpoint=True) "
@@ -257,7 +310,7 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
             f"{path}: got format version {record['format_version']}; allowed: {FORMAT_VERSION}, which this version of "
             "peft_mux reads. Resume with the version that wrote it, or train into a new output_dir."
         )
-    if record["backbone"] != backbone_fingerprint(folder.model.backbone):
+    if record["backbone"] != folder.fingerprint:
         raise CheckpointError(
             f"resume_from_checkpoint: got {folder.root}, whose tasks were trained on other weights than those of "
             "`model`; allowed: the same backbone in the same dtype. Load that one, or train into a new output_dir."

@@ -52,6 +52,10 @@ class ProcessError(PeftMuxError, RuntimeError):
     """The processes of a run have lost one another, or no longer do the same."""
 
 
+class MetricsError(PeftMuxError, RuntimeError):
+    """A task's own `compute_metrics` or `preprocess_logits_for_metrics` has failed on some process."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One thing that is wrong, in the four parts of a message.

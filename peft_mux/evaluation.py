@@ -9,15 +9,16 @@ from typing import Any
 import numpy as np
 import torch
 
-from peft_mux.data.batch import IGNORE_INDEX, TaskBatch
+from peft_mux.data.batch import TaskBatch
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.engine.executor import Executor
-from peft_mux.errors import ConfigError, closest
+from peft_mux.engine.work import StepExecutor
+from peft_mux.errors import ConfigError, MetricsError, closest
+from peft_mux.own_metrics import OwnMetrics
 from peft_mux.task import Task
 
 
 def evaluate_task(
-    executor: Executor, task: Task, dataset: Any, collator: ChunkPackingCollator, *, max_tokens: int
+    executor: StepExecutor, task: Task, dataset: Any, collator: ChunkPackingCollator, *, max_tokens: int
 ) -> dict[str, float]:
     """Return the metrics of one task on held-out rows.
 
@@ -30,58 +31,66 @@ def evaluate_task(
 
     Returns:
         `eval_loss` (mean over all target tokens, or over all rows of a classifier), `eval_perplexity` (language
-        models) and what `compute_metrics` returns, each under a key that begins with `eval_`.
+        models) and what `compute_metrics` returns, each under a key that begins with `eval_`. Where processes hold
+        parts of the model they all call this, and all get the same numbers.
+
+    Raises:
+        MetricsError: on all of these, if the task's own functions fail on one.
     """
-    model = executor.model
+    model = executor.mux_model
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), executor.precision():
             metrics = _loss_metrics(executor, task, dataset, collator, max_tokens)
-            if task.compute_metrics is not None:
-                metrics.update(_custom_metrics(executor, task, dataset, collator, max_tokens))
+            if task.compute_metrics is None:
+                found, error = metrics, None
+            else:
+                own, error = _own_metrics(executor, task, dataset, collator, max_tokens)
+                found = None if own is None else {**metrics, **own}
     finally:
         model.train(was_training)
-    return metrics
+    return _of_all(executor, found, error)
 
 
 def _loss_metrics(
-    executor: Executor, task: Task, dataset: Any, collator: ChunkPackingCollator, max_tokens: int
+    executor: StepExecutor, task: Task, dataset: Any, collator: ChunkPackingCollator, max_tokens: int
 ) -> dict[str, float]:
     total, num_targets = 0.0, 0
     for batch in _batches(task.name, dataset, max_tokens):
         targets = batch.num_targets
-        for micro_batch in collator.micro_batches([batch], max_tokens=max_tokens):
-            total += executor.model(micro_batch.to(executor.device)).losses.sum().item() * targets
+        micro_batches = collator.micro_batches([batch], max_tokens=max_tokens)
+        total += executor.forward_losses(micro_batches)[task.name].item() * targets
         num_targets += targets
     loss = total / num_targets
     metrics = {"eval_loss": loss}
-    if not executor.model.is_classifier:
+    if not executor.mux_model.is_classifier:
         metrics["eval_perplexity"] = math.exp(min(loss, 700.0))
     return metrics
 
 
-def _custom_metrics(
-    executor: Executor, task: Task, dataset: Any, collator: ChunkPackingCollator, max_tokens: int
-) -> dict[str, float]:
-    from transformers import EvalPrediction
-
-    compute_metrics = task.compute_metrics
-    assert compute_metrics is not None, "only called for tasks with compute_metrics"
-    predictions, labels = [], []
+def _own_metrics(
+    executor: StepExecutor, task: Task, dataset: Any, collator: ChunkPackingCollator, max_tokens: int
+) -> tuple[dict[str, float] | None, Exception | None]:
+    """Return what the task's `compute_metrics` gives, or what it raises; neither where this process has no logits."""
+    own = OwnMetrics(task)
     for batch in _batches(task.name, dataset, max_tokens, one_pass=True):
         (micro_batch,) = collator.micro_batches([batch], max_tokens=batch.num_tokens)
-        logits = executor.model.sequence_logits(micro_batch.to(executor.device))
-        for row_logits, row_labels in zip(logits, _labels(batch, micro_batch), strict=True):
-            preprocess = task.preprocess_logits_for_metrics
-            if preprocess is not None:
-                row_logits = preprocess(row_logits[None], torch.as_tensor(row_labels)[None])[0]
-            predictions.append(
-                row_logits.float().cpu().numpy() if row_logits.is_floating_point() else row_logits.cpu().numpy()
-            )
-            labels.append(row_labels)
-    result = compute_metrics(EvalPrediction(predictions=_stack(predictions), label_ids=_stack(labels)))
-    return {key if key.startswith("eval_") else f"eval_{key}": float(value) for key, value in result.items()}
+        logits = executor.sequence_logits(micro_batch)
+        if logits is not None:
+            own.add(logits, list(_labels(batch, micro_batch)))
+    return own.result(), own.error
+
+
+def _of_all(executor: StepExecutor, metrics: dict[str, float] | None, error: Exception | None) -> dict[str, float]:
+    """Return the metrics of the first process that has them, or fail where one has failed."""
+    told = executor.gather((metrics, None if error is None else f"{type(error).__name__}: {error}"))
+    if len(told) == 1 and error is not None:
+        raise error
+    failure = next((failure for _, failure in told if failure is not None), None)
+    if failure is not None:
+        raise MetricsError(failure) from error
+    return next(found for found, _ in told if found is not None)
 
 
 def _labels(batch: TaskBatch, micro_batch: Any) -> Iterator[np.ndarray]:
@@ -95,18 +104,6 @@ def _labels(batch: TaskBatch, micro_batch: Any) -> Iterator[np.ndarray]:
         place += len(sequence)
     for start in micro_batch.cu_seqlens[:-1].tolist():
         yield by_place[int(micro_batch.token_places[start])]
-
-
-def _stack(rows: list[np.ndarray]) -> np.ndarray:
-    """Return one array, shorter rows filled with -100 at their end, as Trainer gathers them."""
-    if all(np.ndim(row) == 0 for row in rows):
-        return np.asarray(rows)
-    length = max(len(row) for row in rows)
-    padded = []
-    for row in rows:
-        widths = [(0, length - len(row))] + [(0, 0)] * (np.ndim(row) - 1)
-        padded.append(np.pad(row, widths, constant_values=IGNORE_INDEX))
-    return np.stack(padded)
 
 
 def _batches(name: str, dataset: Any, max_tokens: int, *, one_pass: bool = False) -> Iterator[TaskBatch]:

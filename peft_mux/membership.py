@@ -14,6 +14,8 @@ from peft_mux.task_setup import class_count, make_task_runs
 if TYPE_CHECKING:
     from peft_mux.arguments import MultiTaskTrainingArguments
     from peft_mux.backbone import Backbone
+    from peft_mux.engine.batches_ahead import BatchesAhead
+    from peft_mux.model_part import ModelPart
     from peft_mux.run_log import RunLog
     from peft_mux.saving import Saver
 
@@ -31,10 +33,13 @@ class TaskMembership:
     table: TaskTable
     _source: Backbone
     _class_counts: dict[str, int]
+    _ahead: BatchesAhead
+    _part: ModelPart
+    _outline: Any
     _log: RunLog
     _saver: Saver
     _replan: Callable[[], Any]
-    _on_event: Callable[[Any], None]
+    _take_note: Callable[[], None]
 
     def _open_membership(self) -> None:
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -51,7 +56,8 @@ class TaskMembership:
             DataError: naming the rows that cannot be trained on.
         """
         check_task_names([task.name for task in tasks], [*(run.name for run in self.table), *self._arriving])
-        self._source.check(list(tasks), against=self.model)
+        self._source.check(list(tasks), against=self._outline)
+        self._part.check(tasks, self._outline.backbone)
         runs = make_task_runs(list(tasks), self.args, self._source.tokenizer, self._source.config)
         self._arriving.update(run.name for run in runs)
         self._command(lambda: self._arrive(runs))
@@ -84,18 +90,16 @@ class TaskMembership:
             changed = True
         if changed:
             self._replan()
-            for event in self.table.collect():
-                self._on_event(event)
+            self._take_note()
 
     def _arrive(self, runs: list[TaskRun]) -> None:
         self._arriving.difference_update(run.name for run in runs)
         counts = {run.name: count for run in runs if (count := class_count(run)) is not None}
+        configs, seeds = {run.name: run.task.peft_config for run in runs}, {run.name: run.hyper.seed for run in runs}
         try:
-            self.model.register_tasks(
-                {run.name: run.task.peft_config for run in runs},
-                seeds={run.name: run.hyper.seed for run in runs},
-                num_labels=counts,
-            )
+            if self._outline is not self.model:
+                self._outline.register_tasks(configs, seeds=seeds, num_labels=counts)
+            self._part.register(self.model, configs, seeds, counts)
         except ConfigError as error:
             if not self.is_in_train:
                 raise
@@ -117,10 +121,12 @@ class TaskMembership:
         if save:
             self._saver.save_adapter(name)
         self.table.drop(name)
+        self._ahead.drop(name)
         self.tasks = [task for task in self.tasks if task.name != name]
         self._log.callbacks.pop(name, None)
         self._class_counts.pop(name, None)
-        self.model.remove_tasks([name])
+        for model in {id(own): own for own in (self.model, self._outline)}.values():
+            model.remove_tasks([name])
         self._log.event("status", task=name, step=run.step, status="removed")
 
     def _switch(self, name: str, before: TaskStatus, after: TaskStatus) -> None:

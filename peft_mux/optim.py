@@ -24,7 +24,7 @@ from peft_mux.kernels import multi_adamw
 from peft_mux.kernels.multi_adamw import PageUpdate
 from peft_mux.modeling.slabs import TaskSlab, decays
 
-_ELEMENTWISE = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
+ELEMENTWISE = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
 """Optimizers that treat every element alike, so that it does not matter how weights are cut into tensors."""
 
 
@@ -54,7 +54,7 @@ class TaskOptimizer:
     ) -> None:
         """Build both, as Trainer would for this task alone."""
         own_args = task_arguments(hyper, args)
-        self.slab = slab if hyper.optim in _ELEMENTWISE else None
+        self.slab = slab if hyper.optim in ELEMENTWISE else None
         groups = _parameter_groups(parameters, hyper.weight_decay, self.slab)
         self.parameters = [parameter for group in groups for parameter in group["params"]]
         self.max_grad_norm = hyper.max_grad_norm

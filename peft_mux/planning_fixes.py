@@ -66,35 +66,36 @@ def _all_fixes(load: TaskLoad, memory: MemoryModel, args: MultiTaskTrainingArgum
     shape = memory.shape
 
     def add(change: str, cost: str, changed: MemoryModel, own: TaskLoad = load) -> None:
-        fixes.append(Fix(change, cost, _peak(changed, own, args.max_tokens_per_micro_batch)))
+        fixes.append(Fix(change, cost, _peak(changed, own)))
 
-    def with_shape(**changes: int) -> MemoryModel:
-        return replace(memory, shape=replace(shape, **changes))
+    def in_precision(factor: float) -> MemoryModel:
+        return replace(memory, shape=shape.in_precision(factor))
 
     kept = memory.activation_bytes_per_token
     if shape.activation_bytes > 2:
         halved = None if kept is None else kept * 2 / shape.activation_bytes
-        in_16_bits = replace(with_shape(activation_bytes=2), activation_bytes_per_token=halved)
+        in_16_bits = replace(memory, shape=replace(shape, activation_bytes=2), activation_bytes_per_token=halved)
         add("bf16=True", "activations in 16 bits, faster on a GPU", in_16_bits)
     if not args.uses_checkpointing:
         recomputed = replace(memory, checkpointing=True, activation_bytes_per_token=None)
         add("gradient_checkpointing=True", "about a third more time", recomputed)
     if weight_bytes >= 4:
-        half = with_shape(backbone_bytes=shape.backbone_bytes // 2)
-        add("a backbone in bf16", "rounds the frozen weights to 16 bits", half)
+        add("a backbone in bf16", "rounds the frozen weights to 16 bits", in_precision(0.5))
     longest = load.longest
     if longest > 64:
-        shorter = replace(load, lengths=tuple(min(length, longest // 2) for length in load.lengths))
+        cut = tuple(min(length, longest // 2) for length in load.lengths)
+        shorter = replace(load, lengths=cut, longest_row_tokens=longest // 2)
         add(f"max_length={longest // 2}", "cuts longer rows", memory, shorter)
     if weight_bytes >= 2:
         # Half a byte a weight and a scale for every 64; what is not linear stays as it is, which this leaves out.
-        bits = with_shape(backbone_bytes=int(shape.backbone_bytes * 0.56 / weight_bytes))
+        bits = in_precision(0.56 / weight_bytes)
         add("a backbone in 4 bits (BitsAndBytesConfig)", "quantises the frozen weights", bits)
-    smaller = replace(load, trainable_parameters=load.trainable_parameters // 2)
+    halves = {name: getattr(load, name) // 2 for name in ("trainable_parameters", "cut_parameters")}
+    smaller = replace(load, **halves)
     add("half the rank", "a smaller adapter", memory, smaller)
     return fixes
 
 
-def _peak(memory: MemoryModel, load: TaskLoad, max_tokens: int) -> int:
-    tokens = least_pass_tokens([load], max_tokens)
+def _peak(memory: MemoryModel, load: TaskLoad) -> int:
+    tokens = least_pass_tokens([load])
     return max(int(memory.peak_bytes([load], tokens, in_flight=1, stage=stage)) for stage in range(memory.num_stages))

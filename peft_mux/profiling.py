@@ -25,14 +25,14 @@ from peft_mux.profiling_parts import PartTimes, SmallPass
 from peft_mux.profiling_subject import Subject, config_of, plain_backbone
 from peft_mux.scheduler.cost_model import CostModel
 from peft_mux.scheduler.curves import AdapterTable, Curve
-from peft_mux.scheduler.hardware import Link
+from peft_mux.scheduler.link import Link
 from peft_mux.scheduler.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.profile import Profile, profile_key, shape_signature
 from peft_mux.storage.atomic import write_file
 
 __all__ = ["activation_bytes_per_token", "profile_backbone"]
 
-_PART_VERSION = "1"
+_PART_VERSION = "2"
 """Of what is measured and how; profiles of another version are measured anew."""
 
 
@@ -55,11 +55,12 @@ def profile_backbone(
         model: `MultiTaskPeftModel` or backbone, possibly without weights; not changed.
         device: to measure on.
         dtype: in which the backbone computes.
-        budget_s: seconds that the measurement may take; large shapes are left out where they would not fit, and each
-            shape is taken at least twice.
+        budget_s: seconds that the measurement may take; large shapes are left out where they would not fit, but of
+            each part the two smallest are always taken, three times at least. `Profile.reach` says where it stopped.
         folder: of stored profiles; `None` to store nothing.
         refresh: measure although a stored profile fits.
-        link: between devices, where there are several; `profiling_link.measure_link` measures it.
+        link: between devices, where there are several; `profiling_link.measure_link` measures it. It takes the place
+            of a stored one.
         timer: with which a CPU is timed; `time.process_time` leaves out what other programs take from one thread.
 
     Raises:
@@ -73,13 +74,26 @@ def profile_backbone(
     if path is not None and not refresh:
         stored = _stored(path)
         if stored is not None:
-            return stored
+            return _with_link(stored, link, path)
     clock = Clock(device, budget_s, timer)
     profile = _measure(Subject(model, device=device, dtype=dtype), clock, names, link)
     if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, profile.to_json().encode())
+        _store(profile, path)
     return profile
+
+
+def _with_link(stored: Profile, link: Link | None, path: Path) -> Profile:
+    """Return a stored profile with the link that was measured now, if one was; it is stored with it."""
+    if link is None or link == stored.link:
+        return stored
+    profile = replace(stored, link=link)
+    _store(profile, path)
+    return profile
+
+
+def _store(profile: Profile, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, profile.to_json().encode())
 
 
 def _names(model: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
@@ -137,7 +151,7 @@ def _measure(subject: Subject, clock: Clock, names: dict[str, Any], link: Link |
         model=names["model"],
         versions=tuple(sorted(names["versions"].items())),
         layer=Curve.measured(*layer),
-        attention=Curve.measured(*attention),
+        attention=Curve.measured(*attention, is_quadratic=True),
         adapter=AdapterTable.measured(ranks, widths, tokens, adapter_s),
         utilization=AdapterTable.measured(ranks, widths, tokens, utilization, level=False),
         head=Curve.measured(*head),

@@ -8,7 +8,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from peft_mux.scheduler.hardware import Link
+from peft_mux.scheduler.link import Link
 
 _SMALL_ELEMENTS = 2
 _LARGE_ELEMENTS = 2**22

@@ -93,15 +93,16 @@ class PartTimes:
         Adapters of several tasks run together, and on a GPU also one alone: n of them that take as long as m
         one after another keep m / n of the device busy each.
         """
-        subject, groups = self.subject, self.subject.groups()
+        subject, groups = self.subject, self._groups_of_one_layer()
         subject.drop_base_weights()
-        tokens = _ADAPTER_TOKENS
         widths = sorted({_width(group) for group in groups})
-        shape = len(RANKS), len(widths), len(tokens)
+        shape = len(RANKS), len(widths), len(_ADAPTER_TOKENS)
         alone_s, utilization = np.zeros(shape), np.ones(shape)
         share = 0.2 / (len(RANKS) * len(_ADAPTER_TOKENS))
-        for r, rank in enumerate(RANKS):
-            for t, count in enumerate(tokens):
+        tokens: list[float] = []
+        for t, count in enumerate(self._affordable(_ADAPTER_TOKENS, part=0.25)):
+            tokens.append(float(count))
+            for r, rank in enumerate(RANKS):
                 times = self._adapter_times(groups, rank, count, share)
                 for w, width in enumerate(widths):
                     own = [number for number, group in enumerate(groups) if _width(group) == width]
@@ -112,7 +113,7 @@ class PartTimes:
                         utilization[r, w, t] = np.clip(
                             together / (subject.tasks_per_rank * max(alone, 1e-9)), 0.01, 1.0
                         )
-        return RANKS, widths, tokens, alone_s, utilization
+        return RANKS, widths, tokens, alone_s[..., : len(tokens)], utilization[..., : len(tokens)]
 
     def head(self) -> Points:
         """Return seconds of output head and loss over targets."""
@@ -134,8 +135,11 @@ class PartTimes:
 
     def optimizer(self) -> Points:
         """Return seconds of one task's update over its parameters."""
-        seconds = [self.clock.measure(self._update_run(count), share=0.01) for count in _PARAMETERS]
-        return [float(count) for count in _PARAMETERS], seconds
+        counts, seconds = [], []
+        for count in self._affordable(_PARAMETERS, part=0.05):
+            counts.append(float(count))
+            seconds.append(self.clock.measure(self._update_run(count), share=0.01))
+        return counts, seconds
 
     def small_pass(self) -> SmallPass:
         """Return seconds of a whole pass of two short sequences, in which overheads weigh most."""
@@ -151,12 +155,26 @@ class PartTimes:
     # ---------------------------------------------------------------- internal
 
     def _affordable(self, points: Sequence[int], *, part: float) -> Any:
-        """Yield points in ascending order; stop after the second where the part of the budget is spent."""
-        start_left_s = self.clock.left_s
+        """Yield points in ascending order; from the third on only those that should fit into a part of the budget.
+
+        A point is taken to need what the one before it needed at the fewest repetitions, times the ratio of the two.
+        """
+        clock, before, needed_s = self.clock, 0, 0.0
+        end_left_s = max(0.0, clock.left_s - part * clock.budget_s)
         for number, point in enumerate(points):
-            if number >= 2 and start_left_s - self.clock.left_s > part * self.clock.budget_s:
+            if number >= 2 and clock.left_s - needed_s * point / before < end_left_s:
                 return
+            least_s = clock.least_s
             yield point
+            before, needed_s = point, clock.least_s - least_s
+
+    def _groups_of_one_layer(self) -> list[LinearGroup]:
+        """Return the groups of the first layer, and of further layers those of a width that the first has not."""
+        groups = self.subject.groups()
+        count = len(groups) // self.subject.num_layers
+        known = {_width(group) for group in groups[:count]}
+        others = {_width(group): group for group in reversed(groups[count:]) if _width(group) not in known}
+        return groups[:count] + list(others.values())
 
     def _attention_run(self, lengths: Sequence[int]) -> Callable[[], None]:
         subject = self.subject

@@ -6,15 +6,26 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Protocol
 
 from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.checkpoint import RunFolder
+from peft_mux.checkpoint import RunFolder, Weights
+from peft_mux.engine.task_state import TaskState
 from peft_mux.errors import CheckpointError
 from peft_mux.run_log import RunLog
 from peft_mux.scheduler.plan import Plan
+from peft_mux.snapshot import take_snapshot
 from peft_mux.task import TaskStatus
 from peft_mux.task_run import TaskRun, TaskTable
+
+
+class Gather(Protocol):
+    """Makes a task whole out of the parts of all processes."""
+
+    def __call__(self, run: TaskRun, *, only_weights: bool = False) -> TaskState | None:
+        """Return the state on the process that writes, `None` on the others; all call this."""
+        ...
 
 
 class Saver:
@@ -28,6 +39,9 @@ class Saver:
 
     Attributes:
         is_writer: whether this process writes; the others go the same way without.
+        agree: returns whether all processes have saved, where they hold parts of the model.
+        gather: returns a whole task's snapshot on the writer and `None` on the others, which all call it, where the
+            processes hold parts of the model; `None` where each holds all of it.
     """
 
     def __init__(
@@ -39,6 +53,8 @@ class Saver:
         self.args = args
         self.log = log
         self.is_writer = True
+        self.gather: Gather | None = None
+        self.agree: Callable[[bool], bool] = bool
         self._saved_step: int | None = None
 
     def is_due(self) -> bool:
@@ -53,15 +69,14 @@ class Saver:
 
     def save_run(self) -> bool:
         """Write a state from which all tasks resume together; return whether it was written."""
-
-        def write(folder: RunFolder) -> None:
-            for run in self.table:
-                if not run.status.is_final:
-                    folder.save_adapter(run.name)
-                    folder.save_task(run)
-            folder.save_record(self.log.state.global_step, list(self.table))
-
-        saved = self._safely(write)
+        saved = True
+        for run in self.table:
+            # The others would wait for a process that does not gather, so a failure ends nothing but the writing.
+            if not run.status.is_final and (saved or self.gather is not None):
+                saved = self._save_task(run, is_wanted=saved) and saved
+        if saved:
+            saved = self._safely(lambda folder: folder.save_record(self.log.state.global_step, list(self.table)))
+        saved = self.agree(saved)
         if saved:
             self._saved_step = self.log.state.global_step
         return saved
@@ -72,24 +87,46 @@ class Saver:
             run = self.table[name]
             every = run.hyper.save_steps
             if run.status is TaskStatus.RUNNING and every and run.step % every == 0:
-                self._safely(lambda folder, run=run: folder.save_task(run))
+                self._save_task(run, with_adapter=False)
 
     def save_ended(self, run: TaskRun) -> None:
         """Write the adapter and the last state of a task that has ended."""
-
-        def write(folder: RunFolder) -> None:
-            folder.save_adapter(run.name)
-            folder.save_task(run)
-
-        self._safely(write)
+        self._save_task(run)
 
     def save_best(self, run: TaskRun) -> None:
         """Write a task's adapter as its best so far."""
-        self._safely(lambda folder: folder.save_best(run))
+        weights = self.whole_weights(run)
+        self._safely(lambda folder: folder.save_best(run, weights))
 
     def save_adapter(self, name: str) -> None:
         """Write a task's adapter."""
-        self._safely(lambda folder: folder.save_adapter(name))
+        if self.folder is not None:
+            weights = self.whole_weights(self.table[name])
+            self._safely(lambda folder: folder.save_adapter(name, weights))
+
+    def whole_weights(self, run: TaskRun) -> Weights | None:
+        """Return a task's weights on the writer, where processes hold parts of them; every process calls this."""
+        state = None if self.gather is None else self.gather(run, only_weights=True)
+        return None if state is None else state.weights
+
+    def _save_task(self, run: TaskRun, *, with_adapter: bool = True, is_wanted: bool = True) -> bool:
+        """Write one task; where processes hold parts of it, all take part, also in what is not wanted any more."""
+        if self.folder is None:
+            return False
+        if self.gather is not None:
+            snapshot = self.gather(run)
+            weights = None if snapshot is None else snapshot.weights
+        else:
+            snapshot = take_snapshot(run, self.folder.model) if self.is_writer else None
+            weights = None  # PEFT selects them from the model
+
+        def write(folder: RunFolder) -> None:
+            assert snapshot is not None, "the writer has what it writes"
+            if with_adapter:
+                folder.save_adapter(run.name, weights)
+            folder.save_task(run, snapshot, weights)
+
+        return is_wanted and self._safely(write)
 
     def _safely(self, write: Callable[[RunFolder], object]) -> bool:
         """Write, and go on training when it fails: a full disk must not cost the run."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.engine.executor import Executor
-from peft_mux.errors import ConfigError
+from peft_mux.engine.work import StepExecutor
+from peft_mux.errors import ConfigError, MetricsError, ProcessError
 from peft_mux.evaluation import evaluate_task
 from peft_mux.run_log import RunLog
 from peft_mux.saving import Saver
@@ -28,7 +28,7 @@ class TaskEvaluator:
     """
 
     def __init__(
-        self, executor: Executor, collator: ChunkPackingCollator, max_tokens: int, log: RunLog, saver: Saver
+        self, executor: StepExecutor, collator: ChunkPackingCollator, max_tokens: int, log: RunLog, saver: Saver
     ) -> None:
         """Remember what to evaluate with."""
         self.executor = executor
@@ -60,15 +60,17 @@ class TaskEvaluator:
             is_best = run.task.early_stopping is not None and run.best.update(metrics, run.step)
         except Exception as error:
             # Everything of the evaluation but this task's own functions serves all tasks; a fault there is ours.
-            if run.task.compute_metrics is None and not isinstance(error, ConfigError):
+            is_own = run.task.compute_metrics is not None and not isinstance(error, ProcessError)
+            if not is_own and not isinstance(error, ConfigError):
                 raise
             _logger.warning('the evaluation of task "%s" failed', run.name, exc_info=True)
-            run.quarantine(f"evaluation failed: {type(error).__name__}: {error}")
+            reason = str(error) if isinstance(error, MetricsError) else f"{type(error).__name__}: {error}"
+            run.quarantine(f"evaluation failed: {reason}")
             return {}
         logs = self.log.evaluation(run, metrics)
         self.log.callbacks[run.name].call("on_evaluate", metrics=metrics)
         if is_best:
-            run.keep_best(self.executor.model.task_parameters(run.name))
+            run.keep_best(self.executor.mux_model.task_parameters(run.name))
             self.saver.save_best(run)
         if run.best.is_exhausted:
             _stop_early(run)

@@ -162,7 +162,10 @@ class TaskTable:
         The device is waited for once, for all tasks together.
         """
         names = list(result.losses)
-        norms = gradient_norms([self._optimizer(name) for name in names])
+        if result.norms is None:
+            norms = gradient_norms([self._optimizer(name) for name in names])
+        else:
+            norms = [result.norms[name] for name in names]
         verdicts, updated = self._update_jointly(result.losses, norms)
         passed = []
         for name, norm, loss, norm_value in zip(names, norms, *verdicts, strict=True):

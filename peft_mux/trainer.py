@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,16 +23,18 @@ from peft_mux.backbone import Backbone
 from peft_mux.callbacks import TaskCallbacks, TaskFlowCallback
 from peft_mux.checkpoint import RunFolder, open_run_folder, resume_tasks
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.deployed_run import DeployedRun
 from peft_mux.engine.allocator import keeping_freed_memory
+from peft_mux.engine.batches_ahead import BatchesAhead
 from peft_mux.engine.dispatcher import Dispatcher
-from peft_mux.engine.executor import Executor
-from peft_mux.engine.isolation import LastGood
+from peft_mux.engine.work import StepExecutor
 from peft_mux.interrupts import stop_at_signal
 from peft_mux.membership import TaskMembership
-from peft_mux.metrics import MetricsLog, read_metrics
-from peft_mux.optim import TaskOptimizer
+from peft_mux.metrics import MetricsLog
+from peft_mux.model_part import ModelPart
 from peft_mux.planned_run import PlannedRun
 from peft_mux.planning import Planner
+from peft_mux.reported_run import ReportedRun
 from peft_mux.run_log import RunLog
 from peft_mux.saving import Saver, describe_run
 from peft_mux.scheduler.plan import Plan
@@ -48,10 +51,9 @@ from peft_mux.trainer_inputs import (
     task_list,
 )
 from peft_mux.ui.progress import make_progress
-from peft_mux.ui.report import report_table
 
 
-class MultiTaskTrainer(PlannedRun, TaskMembership, Trainer):
+class MultiTaskTrainer(PlannedRun, DeployedRun, ReportedRun, TaskMembership, Trainer):
     """Trains many PEFT tasks at once; a `transformers.Trainer` whose one model serves them all.
 
     Args:
@@ -122,15 +124,23 @@ class MultiTaskTrainer(PlannedRun, TaskMembership, Trainer):
         for run in runs:
             self.table.add(run)
         self._team = Team(run_args, self.table)
+        self._part = ModelPart(source, run_args, self._team.layout, self._team.processes.rank)
+        self._part.check(self.tasks, described.backbone)
+        if run_args.redeploy:
+            self._check_can_move()
+        self._outline = self._part.outline(described, self.tasks, self._class_counts)
         self._mark_main(self.state)
         self._open_membership()
         self._collator = self._make_collator()
         self._log = RunLog(self.table, self.state, self._emit)
         self._saver = Saver(None, self.table, run_args, self._log)
         self._saver.is_writer = self._log.is_shown = self._team.processes.is_main
-        self._executor: Executor | None = None
+        self._ahead = BatchesAhead()
+        self._executor: StepExecutor | None = None
         self._dispatcher: Dispatcher | None = None
-        self._planner = Planner(described, source, run_args, self._collator)
+        self._planner = Planner(
+            self._outline, source, run_args, self._collator, num_replicas=self._team.layout.num_replicas
+        )
         self._evaluator: TaskEvaluator | None = None
         self._plan: Plan | None = None
         self._num_stream_tokens = 0
@@ -171,6 +181,7 @@ class MultiTaskTrainer(PlannedRun, TaskMembership, Trainer):
 
     def _train(self, resume: str | bool | None) -> TrainOutput:
         self._begin(resume)
+        self._team.processes.waited_s = 0.0
         started, first_token, first_step = time.perf_counter(), self._num_stream_tokens, self.state.global_step
         try:
             with stop_at_signal(self._request_stop, echo_s=0.0 if self._team.processes.is_alone else 2.0):
@@ -178,8 +189,11 @@ class MultiTaskTrainer(PlannedRun, TaskMembership, Trainer):
         finally:
             self._log.progress.stop()
             self.is_in_train = False
-            self._obey_commands()
+            # Others may be stuck in the step that failed here, and answer nothing.
+            if self._team.processes.is_alone or sys.exc_info()[0] is None:
+                self._obey_commands()
         seconds = time.perf_counter() - started
+        self._team.waited_s = self._team.processes.waited_s
         return self._finish(seconds, self._num_stream_tokens - first_token, self.state.global_step - first_step)
 
     def _run_steps(self) -> None:
@@ -191,9 +205,12 @@ class MultiTaskTrainer(PlannedRun, TaskMembership, Trainer):
     def _goes_on(self) -> bool:
         """Whether all processes take another step; what another process has stopped is stopped here."""
         wants_stop = self.control.should_training_stop
-        goes_on = self._team.goes_on(self.state.global_step, self.model, wants_stop=wants_stop)
-        for event in self.table.collect():
-            self._on_event(event)
+        goes_on = self._team.goes_on(
+            self.state.global_step, self.model, wants_stop=wants_stop, replicas=self._replicas_to_move_to
+        )
+        self._take_note()
+        if goes_on and self._moves():
+            self._replan()
         return goes_on
 
     def _step(self) -> None:
@@ -206,6 +223,7 @@ class MultiTaskTrainer(PlannedRun, TaskMembership, Trainer):
         stepping = [run.name for run in self.table.running]
         started = time.perf_counter()
         work = self._dispatcher.next(self.table.running)
+        self._dispatcher.prepare(self.table.running)
         result = self._executor.run(work)
         self.table.apply(result)
         # Each of several processes measures a time of its own, and all must make the same plan.
@@ -221,16 +239,29 @@ class MultiTaskTrainer(PlannedRun, TaskMembership, Trainer):
         for name in names:
             if self.table[name].status is TaskStatus.RUNNING:
                 self._log.callbacks[name].step_ends()
+        self._settle()
         self._log_if_due()
         self._evaluate_if_due(names)
+        self._settle()
         self._prove_finished()
+        self._take_note()
+        self._save_if_due(names)
+        self._log.progress.advance(self.table)
+
+    def _settle(self) -> None:
+        """Bring what callbacks did on single processes to all, where what follows needs every one of them."""
+        if self._acts_alone:
+            return
+        asked = self.control.should_save, self.control.should_evaluate
+        self.control.should_save, self.control.should_evaluate = self._team.settle(self.state.global_step, asked)
+
+    def _take_note(self) -> None:
+        """Tell of every change since the last time, and plan anew without the tasks that have ended."""
         events = self.table.collect()
         for event in events:
             self._on_event(event)
         if any(event.status.is_final for event in events):
             self._replan()
-        self._save_if_due(names)
-        self._log.progress.advance(self.table)
 
     def _prove_finished(self) -> None:
         """Hold the last update of a task to the test of all others: the weights it left must give a finite loss."""
@@ -239,18 +270,24 @@ class MultiTaskTrainer(PlannedRun, TaskMembership, Trainer):
         if not ended:
             return
         batches = [run.loader.batch(run.step - 1) for run in ended.values()]
-        micro_batches = self._collator.micro_batches(batches, max_tokens=self.args.max_tokens_per_micro_batch)
+        micro_batches = self._collator.micro_batches(batches, max_tokens=self._max_tokens)
         for name in self._executor.non_finite_tasks(micro_batches):
             ended[name].quarantine(f"non_finite: loss after the last step, {ended[name].step - 1}")
 
     def _begin(self, resume: str | bool | None) -> None:
         """Load what must be loaded, start or restore the tasks, and open the run folder."""
+        self._team.begin(resume=resume)
         self._materialise()
-        self._team.begin(self.model, resume=resume)
+        self._fingerprint = self._team.fingerprint(type(self.model.backbone).__name__, self._part.samples)
         root, is_writer = self._root, self._saver.is_writer
         if self._saver.folder is None and self.args.save_strategy != "no":
             self._saver.folder = open_run_folder(
-                root, self.model, keep=self.args.save_total_limit, is_resumed=bool(resume), is_writer=is_writer
+                root,
+                self.model,
+                keep=self.args.save_total_limit,
+                is_resumed=bool(resume),
+                is_writer=is_writer,
+                fingerprint=self._fingerprint,
             )
         if is_writer:
             root.mkdir(parents=True, exist_ok=True)
@@ -275,29 +312,9 @@ class MultiTaskTrainer(PlannedRun, TaskMembership, Trainer):
         for callbacks in self._log.callbacks.values():
             callbacks.call("on_train_begin")
 
-    def _materialise(self) -> None:
-        """Load the weights, if the model is still a description, and place the model."""
-        if self._executor is not None:
-            return
-        self.model = self._source.load(self.model, self.tasks, self._class_counts)
-        self.model_wrapped = self.callback_handler.model = self.model
-        self.model.to(self.args.device)
-        if self.args.uses_checkpointing:
-            self.model.activation_checkpointing_enable(**self.args.checkpointing_kwargs)
-        self.model.train()
-        self._executor = Executor(
-            self.model, bf16=self.args.bf16, cuda_graphs=self.args.cuda_graphs, processes=self._team.processes
-        )
-        self._evaluator = TaskEvaluator(
-            self._executor, self._collator, self.args.max_tokens_per_micro_batch, self._log, self._saver
-        )
-
     def _start(self, run: TaskRun) -> None:
         """Give a task its optimizer and let it take steps."""
-        parameters = self.model.task_parameters(run.name)
-        slab = self.model.task_slab(run.name)
-        run.optimizer = TaskOptimizer(run.name, parameters, run.hyper, run.num_steps, self.args, slab)
-        run.last_good = LastGood({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
+        self._equip(run)
         run.status, run.reason = TaskStatus.RUNNING, ""
         self._mark_main(run.state)
         own_args = task_arguments(run.hyper, self.args)
@@ -306,88 +323,19 @@ class MultiTaskTrainer(PlannedRun, TaskMembership, Trainer):
             self._log.callbacks[run.name].call("on_train_begin")
 
     def _resume(self, root: Path) -> None:
-        folder = self._saver.folder
-        if folder is None or root != folder.root:
-            folder = RunFolder(root, self.model, is_writer=self._saver.is_writer)
+        folder = self._folder_to_read(root)
         self._team.processes.wait_for_all()  # others read the folder when the first one has put it in order
         self.state.global_step = resume_tasks(folder, self.table, self._log.warn)
+        if folder is not self._saver.folder:  # what has ended elsewhere is part of what this folder is resumed from
+            for run in self.table:
+                if run.status.is_final:
+                    self._saver.save_ended(run)
         self._log.metrics.truncate_after(self.state.global_step)
-
-    def _finish(self, seconds: float, num_tokens: int, num_steps: int) -> TrainOutput:
-        if not self._saver.is_current:
-            self._save()
-        records = self._team.finish(num_tokens, seconds)
-        metrics: dict[str, float] = {
-            "train_runtime": seconds,
-            "train_tokens_per_second": sum(record.tokens for record in records) / max(seconds, 1e-9),
-        }
-        metrics["train_steps_per_second"] = num_steps / max(seconds, 1e-9)
-        ratio = self._planner_of_model().time_ratio
-        if ratio is not None:
-            metrics["measured_over_planned_time"] = ratio
-        for run in self.table:
-            metrics[f"{run.name}/train_loss"] = run.last_loss
-        self._log.event("run", **metrics)
-        for record in records if len(records) > 1 else ():
-            self._log.event("rank", **record._asdict())
-        self.control = self.callback_handler.on_train_end(self.args, self.state, self.control)
-        for callbacks in self._log.callbacks.values():
-            callbacks.call("on_train_end")
-        finite = [run.last_loss for run in self.table if run.last_loss == run.last_loss]
-        return TrainOutput(self.state.global_step, sum(finite) / max(len(finite), 1), metrics)
-
-    # -------------------------------------------------- logging, evaluation
-
-    def _log_if_due(self) -> None:
-        step = self.state.global_step
-        due = self.args.logging_strategy != "no" and (
-            step % self.args.logging_steps == 0 or (self.args.logging_first_step and step == 1)
-        )
-        if due or self.control.should_log:
-            self.control.should_log = False
-            self._log.losses()
-
-    def _emit(self, logs: dict[str, float]) -> None:
-        """Hand `task/metric` numbers to the run's callbacks and integrations."""
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.control = self.callback_handler.on_log(self.args, self.state, self.control, logs)
-
-    def _evaluate_if_due(self, names: list[str]) -> None:
-        assert self._evaluator is not None, "only called while training"
-        everybody = self.control.should_evaluate
-        self.control.should_evaluate = False
-        for name in names:
-            run = self.table[name]
-            if run.status is TaskStatus.RUNNING and run.eval_data is not None and (run.is_evaluation_due or everybody):
-                logs = self._evaluator.evaluate(run)
-                self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, logs)
-            if run.status is TaskStatus.RUNNING and self._log.callbacks[name].control.should_training_stop:
-                run.end(TaskStatus.STOPPED_EARLY, "stopped by a callback of the task")
-
-    def evaluate(self, task: str | None = None, **unsupported: Any) -> dict[str, float]:  # type: ignore[override]
-        """Evaluate one task, or all that have held-out rows.
-
-        Args:
-            task: name; by default all.
-            **unsupported: Trainer's other arguments are refused.
-
-        Returns:
-            Metrics with `task/metric` keys.
-        """
-        refuse_trainer_arguments(unsupported)
-        self._materialise()
-        assert self._evaluator is not None, "made with the executor"
-        names = [task] if task is not None else [run.name for run in self.table if run.eval_data is not None]
-        results: dict[str, float] = {}
-        for name in names:
-            metrics = self._evaluator.metrics(self._run_of(name))
-            results.update({f"{name}/{key}": value for key, value in metrics.items()})
-        return results
 
     # ----------------------------------------------------- events and files
 
     def _on_event(self, event: TaskEvent) -> None:
-        """Tell of a change, keep the adapter of a task that ended, and plan anew without it."""
+        """Tell of a change, and keep the adapter of a task that ended."""
         run = self.table[event.task]
         self._log.status(event, run.step)
         if not event.status.is_final:
@@ -399,7 +347,6 @@ class MultiTaskTrainer(PlannedRun, TaskMembership, Trainer):
         self._saver.save_ended(run)
         if event.status is TaskStatus.FAILED and self.args.quarantine_policy == "stop":
             self._request_stop()
-        self._replan()
 
     def _save_if_due(self, names: list[str]) -> None:
         if self._saver.is_due() or self.control.should_save:
@@ -417,23 +364,10 @@ class MultiTaskTrainer(PlannedRun, TaskMembership, Trainer):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write every task's adapter, each at the root of its sub-folder, loadable by plain PEFT."""
         self._materialise()
-        if not self._saver.is_writer:
-            return
-        folder = RunFolder(Path(output_dir or self._root), self.model)
         for run in self.table:
-            folder.save_adapter(run.name)
-
-    def plot_losses(self, path: str | Path | None = None) -> Path:
-        """Draw the losses of all tasks from `metrics.jsonl` into a PNG (by default `losses.png` in `output_dir`)."""
-        from peft_mux.ui.plots import plot_losses
-
-        root = self._root
-        image = Path(path or root / "losses.png")
-        return plot_losses(read_metrics(root / "metrics.jsonl"), image) if self._saver.is_writer else image
-
-    def report(self) -> str:
-        """Return a table of all tasks: how each ended, its last losses, and where its adapter lies."""
-        return report_table(self.table, None if self._saver.folder is None else self._root, self._team.records)
+            weights = self._saver.whole_weights(run)
+            if self._saver.is_writer:
+                RunFolder(Path(output_dir or self._root), self.model).save_adapter(run.name, weights)
 
     # -------------------------------------------------------------- helpers
 
@@ -456,4 +390,5 @@ class MultiTaskTrainer(PlannedRun, TaskMembership, Trainer):
             min_chunk_size=self.args.min_chunk_size,
             pad_to_chunks=self.args.pad_to_chunks,
             pad_token_id=pad_token_id or 0,
+            split_long_sequences=self.args.split_long_sequences,
         )

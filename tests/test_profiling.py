@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,7 @@ from peft import LoraConfig
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peft_mux import profiling
+from peft_mux import profiling, profiling_parts
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.kernels.linear_cross_entropy import block_rows
 from peft_mux.modeling import losses
@@ -25,7 +26,9 @@ from peft_mux.profiling_clock import Clock
 from peft_mux.profiling_memory import _Kept
 from peft_mux.profiling_subject import RANKS, Subject
 from peft_mux.scheduler import memory
+from peft_mux.scheduler.link import Link
 from peft_mux.scheduler.profile import Profile
+from peft_mux.scheduler.profile_text import profile_text
 
 LENGTHS = [40, 17, 60, 33]
 
@@ -126,6 +129,20 @@ def test_a_stored_profile_that_is_damaged_or_of_other_versions_is_measured_anew(
         assert Profile.from_json(path.read_text(encoding="utf-8")) == again
 
 
+def test_a_link_that_was_measured_now_takes_the_place_of_a_stored_one(tmp_path: Path) -> None:
+    backbone = a_backbone(1)
+
+    def profile(link: Link | None) -> Profile:
+        return profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5, folder=tmp_path, link=link)
+
+    first = profile(None)
+    assert first.link is None
+    linked = profile(Link(1e-5, 1e9))
+    assert linked == replace(first, link=Link(1e-5, 1e9))
+    assert profile(None) == linked  # as it was stored with the link
+    assert profile(Link(2e-5, 2e9)).link == Link(2e-5, 2e9)
+
+
 def test_the_key_tells_other_shapes_other_dtypes_and_other_threads_apart() -> None:
     def key(backbone: nn.Module, dtype: torch.dtype = torch.float32) -> str:
         names = profiling._names(backbone, torch.device("cpu"), dtype)
@@ -170,6 +187,70 @@ def test_functions_that_are_compared_are_taken_in_turns() -> None:
     clock = Clock(torch.device("cpu"), 1.0)
     clock.measure_all([lambda: calls.append("a"), lambda: calls.append("b")], share=0.0)
     assert calls == ["a", "b"] * 3
+
+
+class FakeTime:
+    """A clock that goes on only as work is pretended to be done: `s_per_token` for every token of a run."""
+
+    def __init__(self, s_per_token: float) -> None:
+        self.now_s, self.s_per_token = 0.0, s_per_token
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def work(self, tokens: float) -> None:
+        self.now_s += tokens * self.s_per_token
+
+
+def pretend(patch: pytest.MonkeyPatch, fake: FakeTime) -> None:
+    """Let every run of a profile take fake seconds and nothing else."""
+
+    def loss(hidden: torch.Tensor, *others: object) -> torch.Tensor:
+        fake.work(len(hidden))
+        return hidden.sum(1)
+
+    parts = profiling_parts.PartTimes
+    patch.setattr(profiling_parts, "linear_cross_entropy", loss)
+    patch.setattr(Subject, "layers_run", lambda self, tokens, **how: lambda: fake.work(4 * tokens))
+    patch.setattr(Subject, "pass_run", lambda self, lengths, names: lambda: fake.work(sum(lengths)))
+    patch.setattr(parts, "_attention_run", lambda self, lengths: lambda: fake.work(sum(n * n for n in lengths) / 64))
+    patch.setattr(parts, "_group_run", lambda self, group, batch, x, **how: lambda: fake.work(batch.num_tokens))
+    patch.setattr(parts, "_update_run", lambda self, count: lambda: fake.work(count / 500))
+
+
+@pytest.mark.parametrize("s_per_token", [1e-6, 1e-4, 5e-4, 1e-3])
+def test_a_slow_device_is_measured_up_to_smaller_sizes_but_within_the_budget(
+    s_per_token: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeTime(s_per_token)
+    pretend(monkeypatch, fake)
+    subject = Subject(a_backbone(4), device=torch.device("cpu"), dtype=torch.float32)
+    names = profiling._names(a_backbone(4), torch.device("cpu"), torch.float32)
+    clock = Clock(torch.device("cpu"), 60.0, timer=fake, wall=fake)
+    profile = profiling._measure(subject, clock, names, None)
+    assert fake.now_s <= 60
+    if s_per_token == 1e-6:
+        assert profile.reach == {
+            "layer": 2048,
+            "attention": 1024,
+            "head": 2048,
+            "embedding": 2048,
+            "optimizer": 4_000_000,
+            "adapter": 1024,
+        }
+    if s_per_token == 1e-3:
+        assert profile.reach["adapter"] == 64
+        assert profile.reach["optimizer"] < 4_000_000
+        assert f"{profile.reach['adapter']:,.0f} of an adapter" in profile_text(profile)
+
+
+def test_adapters_are_measured_on_one_layer_whatever_the_number_of_layers() -> None:
+    def widths(num_layers: int) -> list[int]:
+        subject = Subject(a_backbone(num_layers), device=torch.device("cpu"), dtype=torch.float32)
+        groups = profiling_parts.PartTimes(subject, Clock(torch.device("cpu"), 1.0))._groups_of_one_layer()
+        return [len(group.members) for group in groups]
+
+    assert widths(1) == widths(4) == [3, 1, 2, 1]
 
 
 def test_layers_are_run_without_adapters_and_adapters_without_layers() -> None:

@@ -41,11 +41,16 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--explain", metavar="TASK", help="say in sentences what one task shares and needs")
     plan.add_argument("--gantt", action="store_true", help="draw when each pass runs, and the memory of each stage")
     plan.add_argument("--image", metavar="FILE", help="draw the same into a .png or .svg")
+    deployment = plan.add_argument_group("replicas", "which replicas of the backbone to deploy, unlike ones included")
+    deployment.add_argument("--deployment", action="store_true", help="plan replicas instead of passes, as LobRA does")
+    deployment.add_argument("--layer-profile", metavar="CSV", help="measured times of a layer: tp, seq_len, mbs, time")
+    deployment.add_argument("--max-tokens", metavar="CSV", help="most tokens of a micro-batch: tp, pp, max_tokens")
     plan.set_defaults(command=_plan)
     profile = commands.add_parser("profile", help="measure the backbone on this device, to plan with; under a minute")
     _file_arguments(profile)
     profile.add_argument("--output", default="profile.json", help="where the measured profile goes")
     profile.add_argument("--seconds", type=float, default=60.0, help="how long it may take (60)")
+    profile.add_argument("--refresh", action="store_true", help="measure anew although one that fits is stored")
     profile.set_defaults(command=_profile)
     return parser
 
@@ -80,7 +85,19 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
-    plan = _trainer(arguments).plan(arguments.devices)
+    if arguments.deployment:
+        from peft_mux.cli.deployment import show_deployment
+
+        return show_deployment(_trainer(arguments), arguments)
+    for option in ("layer_profile", "max_tokens"):
+        if getattr(arguments, option):
+            raise ConfigError(f"--{option.replace('_', '-')}: got it without --deployment; allowed: both. Add it.")
+    if arguments.devices is None:
+        plan = _trainer(arguments).plan()
+    else:
+        from peft_mux.cli.planning import plan_for_devices
+
+        plan = plan_for_devices(arguments, _config(arguments), _trainer_of)
     if arguments.json:
         print(plan.to_json())  # noqa: T201
     elif arguments.explain:
@@ -102,18 +119,27 @@ def _profile(arguments: argparse.Namespace) -> int:
 
     from peft_mux.scheduler.profile_text import profile_text
 
-    profile = _trainer(arguments).measure_profile(arguments.seconds)
     path = Path(arguments.output)
+    stored = path.parent / "profiles"  # by device, dtype, shapes and versions
+    profile = _trainer(arguments).measure_profile(arguments.seconds, folder=stored, refresh=arguments.refresh)
     path.write_text(profile.to_json(), encoding="utf-8")
     print(f"{profile_text(profile)}\nwritten: {path}; to plan with it, set run.cost_profile: {path}")  # noqa: T201
     return 0
 
 
-def _trainer(arguments: argparse.Namespace) -> Any:
+def _config(arguments: argparse.Namespace) -> Any:
     from peft_mux.config_file import read_config
+
+    return read_config(arguments.file, arguments.overrides)
+
+
+def _trainer(arguments: argparse.Namespace) -> Any:
+    return _trainer_of(_config(arguments))
+
+
+def _trainer_of(config: Any) -> Any:
     from peft_mux.trainer import MultiTaskTrainer
 
-    config = read_config(arguments.file, arguments.overrides)
     tokenizer = None
     if config.tokenizer is not None:
         from transformers import AutoTokenizer

@@ -18,6 +18,8 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 import torch
 
+from peft_mux.data.parts import SequencePart
+
 IGNORE_INDEX = -100
 """Label of a position that carries no loss, as in torch and transformers."""
 
@@ -88,8 +90,8 @@ class MuxBatch:
 
     Attributes:
         input_ids: int64 `[1, T]`.
-        position_ids: int64 `[1, T]`, restarting at each sequence.
-        labels: int64 `[1, T]`, already shifted: what position t predicts, never across sequences.
+        position_ids: int64 `[1, T]`, restarting at each sequence; a later part of one goes on counting.
+        labels: int64 `[1, T]`, already shifted: what position t predicts, never across sequences, but across parts.
         target_rows: int64 `[M]`, the positions that predict something.
         target_offsets: of the tasks among them, `N + 1` numbers.
         token_places: int64 `[T]`, place of the token within its task's global batch.
@@ -105,6 +107,7 @@ class MuxBatch:
         num_padding_tokens: tokens that belong to no row (only where equal chunks were asked for).
         class_labels: `[S]` int64 or float32 for sequence classification, else `None`.
         token_type_ids: int64 `[1, T]` or `None`.
+        parts: for each of the S sequences, which tokens of a row it is; empty where all are whole.
     """
 
     input_ids: torch.Tensor
@@ -124,6 +127,12 @@ class MuxBatch:
     num_padding_tokens: int = 0
     class_labels: torch.Tensor | None = None
     token_type_ids: torch.Tensor | None = None
+    parts: tuple[SequencePart, ...] = ()
+
+    @property
+    def has_more(self) -> bool:
+        """Whether a sequence goes on in the next micro-batch."""
+        return any(part.has_more for part in self.parts)
 
     @property
     def num_tokens(self) -> int:

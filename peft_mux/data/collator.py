@@ -11,10 +11,8 @@ import torch
 from peft_mux.data.batch import IGNORE_INDEX, MuxBatch, TaskBatch, TokenSequence
 from peft_mux.data.chunking import chunk_size, round_up
 from peft_mux.data.packing import best_fit_decreasing
+from peft_mux.data.parts import Member, SequencePart, part_bounds
 from peft_mux.errors import ConfigError, DataError
-
-_Member = tuple[int, int]
-"""A sequence: index of its task batch, index within it."""
 
 
 class ChunkPackingCollator:
@@ -25,6 +23,8 @@ class ChunkPackingCollator:
         min_chunk_size: least chunk size of that rule.
         pad_to_chunks: fill each task's part of a stream up to a multiple of the chunk size.
         pad_token_id: of that filling.
+        split_long_sequences: lay sequences that are longer than a micro-batch out as parts in consecutive ones (see
+            `peft_mux.data.parts`); by default they get a micro-batch of their own. Sequences with a class stay whole.
 
     Example:
         >>> collator = ChunkPackingCollator()
@@ -40,12 +40,14 @@ class ChunkPackingCollator:
         min_chunk_size: int = 64,
         pad_to_chunks: bool = False,
         pad_token_id: int = 0,
+        split_long_sequences: bool = False,
     ) -> None:
         """Remember the settings."""
         self.chunk_size = chunk_size
         self.min_chunk_size = min_chunk_size
         self.pad_to_chunks = pad_to_chunks
         self.pad_token_id = pad_token_id
+        self.split_long_sequences = split_long_sequences
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> MuxBatch:
         """Collate rows of one or more tasks into one `MuxBatch`, for use in a plain `DataLoader`.
@@ -74,7 +76,8 @@ class ChunkPackingCollator:
     ) -> list[MuxBatch]:
         """Lay out the global batches of several tasks in as few micro-batches as packing finds.
 
-        No sequence is split: one longer than `max_tokens` gets a micro-batch of its own.
+        A sequence longer than `max_tokens` is split into parts in consecutive micro-batches, or, where it shall not
+        be, gets a micro-batch of its own.
 
         Args:
             batches: one a task, in stream order.
@@ -87,9 +90,9 @@ class ChunkPackingCollator:
         """
         size = self.size([len(sequence) for batch in batches for sequence in batch.sequences])
         chosen = [range(len(batch.sequences)) for batch in batches] if only is None else only
-        members = [[(task, index) for task, indices in enumerate(chosen) for index in indices]]
-        if sum(len(batches[task].sequences[index]) for task, index in members[0]) > max_tokens:
-            members = _spread(batches, chosen, max_tokens, size)
+        members = [[_whole(batches, task, index) for task, indices in enumerate(chosen) for index in indices]]
+        if sum(member.num_tokens for member in members[0]) > max_tokens:
+            members = _spread(batches, chosen, max_tokens, size, is_split=self.split_long_sequences)
         layout = _Layout(batches)
         return [self._build(batches, layout, part, size) for part in members if part]
 
@@ -97,11 +100,11 @@ class ChunkPackingCollator:
         """Return the chunk size for sequences of these lengths."""
         return chunk_size(lengths, minimum=self.min_chunk_size, override=self.chunk_size)
 
-    def _build(self, batches: Sequence[TaskBatch], layout: _Layout, members: list[_Member], size: int) -> MuxBatch:
+    def _build(self, batches: Sequence[TaskBatch], layout: _Layout, members: list[Member], size: int) -> MuxBatch:
         stream = _Stream()
-        for task in sorted({task for task, _ in members}):
+        for task in sorted({member.task for member in members}):
             batch = batches[task]
-            chosen = [sequence for owner, sequence in members if owner == task]
+            chosen = [member for member in members if member.task == task]
             stream.add_task(batch, layout, task, chosen)
             if self.pad_to_chunks:
                 self._pad(stream, batch, size)
@@ -134,25 +137,31 @@ class _Stream:
         self.labels: list[np.ndarray] = []
         self.types: list[np.ndarray | None] = []
         self.first_places: list[int] = []
+        self.parts: list[SequencePart] = []
+        self.next_labels: dict[int, int] = {}
         self.class_labels: list[int | float] = []
         self.batches: list[TaskBatch] = []
         self.weights: list[float] = []
         self.task_offsets, self.sequence_offsets = [0], [0]
         self.num_padding_tokens = 0
 
-    def add_task(self, batch: TaskBatch, layout: _Layout, task: int, chosen: list[int]) -> None:
-        for index in chosen:
+    def add_task(self, batch: TaskBatch, layout: _Layout, task: int, chosen: list[Member]) -> None:
+        for _, index, start, end in chosen:
             sequence = batch.sequences[index]
-            self.ids.append(sequence.input_ids)
-            self.labels.append(sequence.labels)
-            self.types.append(sequence.token_type_ids)
-            self.first_places.append(int(layout.places[task][index]))
+            types = sequence.token_type_ids
+            if end < len(sequence):
+                self.next_labels[len(self.ids)] = int(sequence.labels[end])
+            self.ids.append(sequence.input_ids[start:end])
+            self.labels.append(sequence.labels[start:end])
+            self.types.append(None if types is None else types[start:end])
+            self.first_places.append(int(layout.places[task][index]) + start)
+            self.parts.append(SequencePart(batch.task, index, start, end, len(sequence)))
             if sequence.class_label is not None:
                 self.class_labels.append(sequence.class_label)
         self.batches.append(batch)
         self.weights.append(layout.weights[task])
         self.sequence_offsets.append(len(self.ids))
-        self.task_offsets.append(self.task_offsets[-1] + sum(len(batch.sequences[index]) for index in chosen))
+        self.task_offsets.append(self.task_offsets[-1] + sum(member.num_tokens for member in chosen))
 
     def pad_task(self, size: int, pad_token_id: int, first_place: int) -> None:
         """Fill the last task's part up to whole chunks, as one sequence without targets."""
@@ -164,6 +173,7 @@ class _Stream:
         self.labels.append(np.full(missing, IGNORE_INDEX, dtype=np.int64))
         self.types.append(None)
         self.first_places.append(first_place)
+        self.parts.append(SequencePart(self.batches[-1].task, -1, 0, missing, missing))
         self.task_offsets[-1] += missing
         self.sequence_offsets[-1] += 1
         self.num_padding_tokens += missing
@@ -175,7 +185,12 @@ class _Stream:
         shifted = np.concatenate(self.labels)
         shifted = np.concatenate((shifted[1:], [IGNORE_INDEX]))
         shifted[bounds[1:] - 1] = IGNORE_INDEX
+        for index, label in self.next_labels.items():
+            shifted[bounds[index + 1] - 1] = label
         places = positions + np.repeat(np.asarray(self.first_places, dtype=np.int64), lengths)
+        has_parts = not all(part.is_whole for part in self.parts)
+        if has_parts:
+            positions += np.repeat(np.fromiter((part.start for part in self.parts), dtype=np.int64), lengths)
         target_rows = np.flatnonzero(shifted != IGNORE_INDEX)
         return MuxBatch(
             input_ids=_tensor(np.concatenate(self.ids))[None],
@@ -195,6 +210,7 @@ class _Stream:
             num_padding_tokens=self.num_padding_tokens,
             class_labels=self._class_labels(),
             token_type_ids=self._token_types(),
+            parts=tuple(self.parts) if has_parts else (),
         )
 
     def _class_labels(self) -> torch.Tensor | None:
@@ -213,24 +229,39 @@ class _Stream:
 
 
 def _spread(
-    batches: Sequence[TaskBatch], chosen: Sequence[Sequence[int]], max_tokens: int, size: int
-) -> list[list[_Member]]:
-    """Pack each task's sequences, then place the packs of all tasks; returns the members of each micro-batch."""
-    packs: list[list[_Member]] = []
+    batches: Sequence[TaskBatch], chosen: Sequence[Sequence[int]], max_tokens: int, size: int, *, is_split: bool
+) -> list[list[Member]]:
+    """Pack each task's sequences, then place the packs of all tasks; returns the members of each micro-batch.
+
+    Parts of long sequences come first, one in each micro-batch, and packs take the room that they leave.
+    """
+    packs: list[list[Member]] = []
     pack_tokens: list[int] = []
-    alone: list[list[_Member]] = []
+    parts: list[Member] = []
+    alone: list[list[Member]] = []
     for task, batch in enumerate(batches):
         lengths = [len(sequence) for sequence in batch.sequences]
         fitting = [index for index in chosen[task] if lengths[index] <= max_tokens]
-        alone += [[(task, index)] for index in chosen[task] if lengths[index] > max_tokens]
+        for index in chosen[task]:
+            if lengths[index] > max_tokens and is_split and batch.sequences[index].class_label is None:
+                parts += [Member(task, index, *bounds) for bounds in part_bounds(lengths[index], max_tokens, size)]
+            elif lengths[index] > max_tokens:
+                alone.append([_whole(batches, task, index)])
         longest = max((lengths[index] for index in fitting), default=1)
         # Packs of about a quarter of a micro-batch let the packs of all tasks fill micro-batches well.
         capacity = min(max_tokens, max(longest, round_up(max(max_tokens // 4, 1), size)))
         for pack in best_fit_decreasing([lengths[index] for index in fitting], capacity):
-            packs.append([(task, fitting[item]) for item in pack])
+            packs.append([_whole(batches, task, fitting[item]) for item in pack])
             pack_tokens.append(sum(lengths[fitting[item]] for item in pack))
-    placed = best_fit_decreasing(pack_tokens, max_tokens)
-    return [sorted(member for pack in group for member in packs[pack]) for group in placed] + alone
+    placed = best_fit_decreasing(pack_tokens, max_tokens, rooms=[max_tokens - part.num_tokens for part in parts])
+    groups = [[member for pack in group for member in packs[pack]] for group in placed]
+    for part, group in zip(parts, groups, strict=False):
+        group.append(part)
+    return [sorted(group) for group in groups] + alone
+
+
+def _whole(batches: Sequence[TaskBatch], task: int, index: int) -> Member:
+    return Member(task, index, 0, len(batches[task].sequences[index]))
 
 
 def _sequence(row: Mapping[str, Any], index: int) -> TokenSequence:

@@ -99,11 +99,14 @@ class StreamLoader:
         self.seed = seed
         self._rows: Iterator[TokenSequence] = self._read()
         self._next_step = 0
+        self._sample_lengths: list[int] = []
 
     @property
     def sample_lengths(self) -> list[int]:
-        """Lengths of the first global batch, as a sample."""
-        return [len(sequence) for sequence in self.batch(0).sequences]
+        """Lengths of the first global batch, as a sample; read once, as going back reads the stream anew."""
+        if not self._sample_lengths:
+            self._sample_lengths = [len(sequence) for sequence in self.batch(0).sequences]
+        return self._sample_lengths
 
     @property
     def tokens_per_step(self) -> float:

@@ -15,7 +15,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 
-def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+def best_fit_decreasing(lengths: Sequence[int], capacity: int, *, rooms: Sequence[int] = ()) -> list[list[int]]:
     """Put items into as few packs as the best-fit-decreasing rule finds (at most 11/9 of the fewest, plus 6/9).
 
     Longest first, each into the fullest pack that still has room; of equally full ones the first made. Deterministic,
@@ -24,9 +24,11 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
     Args:
         lengths: of the items, each at least 1 and at most `capacity`.
         capacity: of a pack, in tokens.
+        rooms: tokens that are free in packs which were opened before.
 
     Returns:
         Indices of the items of each pack, ascending within a pack; packs in the order in which they were opened.
+        Those that were opened before come first, with what was added to them, which may be nothing.
 
     Raises:
         ValueError: if an item is longer than a pack, or shorter than 1.
@@ -35,16 +37,16 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]
         raise ValueError(
             f"lengths: got {min(lengths)} to {max(lengths)}; allowed: 1 to {capacity}, the capacity of a pack."
         )
-    packs: list[list[int]] = []
-    rooms: list[tuple[int, int]] = []
+    packs: list[list[int]] = [[] for _ in rooms]
+    free: list[tuple[int, int]] = sorted((room, number) for number, room in enumerate(rooms))
     for index in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):
         length = lengths[index]
-        place = bisect_left(rooms, (length, -1))
-        if place == len(rooms):
+        place = bisect_left(free, (length, -1))
+        if place == len(free):
             room, number = capacity, len(packs)
             packs.append([])
         else:
-            room, number = rooms.pop(place)
+            room, number = free.pop(place)
         packs[number].append(index)
-        insort(rooms, (room - length, number))
+        insort(free, (room - length, number))
     return [sorted(pack) for pack in packs]

@@ -66,13 +66,16 @@ class Agreement:
         """Remember the processes."""
         self.processes = processes
 
-    def on_tasks(self, step: int, tasks: Iterable[StandingTask], *, wants_stop: bool) -> tuple[dict[str, Ending], bool]:
+    def on_tasks(
+        self, step: int, tasks: Iterable[StandingTask], *, wants_stop: bool, replicas: str = ""
+    ) -> tuple[dict[str, Ending], bool]:
         """Agree on which tasks there are and where they stand, before a step.
 
         Args:
             step: of the run.
             tasks: all of them, in stream order.
             wants_stop: whether this process was asked to stop.
+            replicas: to which this process was asked to move.
 
         Returns:
             Tasks that have failed or were stopped on another process and are running here; and whether any process
@@ -85,11 +88,13 @@ class Agreement:
             return {}, wants_stop
         tasks = list(tasks)
         standing = [[task.name, _ENDED if task.status.is_final else str(task.status), task.step] for task in tasks]
-        seen = self.processes.exchange([_digest([step, standing]), int(wants_stop)])
+        seen = self.processes.exchange([_digest([step, standing, replicas]), int(wants_stop)])
         stops = any(one[1] for one in seen)
         if _are_equal([one[0] for one in seen]):
             return {}, stops
-        everywhere = self.processes.gather([step, standing, [[task.status.value, task.reason] for task in tasks]])
+        everywhere = self.processes.gather(
+            [step, standing, [[task.status.value, task.reason] for task in tasks], replicas]
+        )
         return self._merged_endings(everywhere), stops
 
     def on_batches(
@@ -124,7 +129,11 @@ class Agreement:
         return {name: batch for name, batch in batches.items() if name not in merged}, merged
 
     def _merged_endings(self, everywhere: list[Any]) -> dict[str, Ending]:
-        steps, standings, endings = zip(*everywhere, strict=True)
+        steps, standings, endings, replicas = zip(*everywhere, strict=True)
+        if not _are_equal(replicas):
+            raise ProcessError(
+                _difference("replicas to move to", [one or "none" for one in replicas], _CALL_EVERYWHERE)
+            )
         if not _are_equal(steps):
             raise ProcessError(_difference("step of the run", steps, _CALL_EVERYWHERE))
         names = [[name for name, _, _ in one] for one in standings]

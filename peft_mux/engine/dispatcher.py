@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.agreement import Agreement
-from peft_mux.engine.data_parallel import RowShares
+from peft_mux.engine.batches_ahead import BatchesAhead
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.processes import Processes
+from peft_mux.engine.replica_dispatch import ReplicaShares
 from peft_mux.engine.work import StepWork
 from peft_mux.errors import DataError
 from peft_mux.scheduler.plan import HTask, Plan
@@ -41,6 +43,11 @@ class RunningTask(Protocol):
         ...
 
     @property
+    def num_steps(self) -> int:
+        """Optimizer steps that it shall take."""
+        ...
+
+    @property
     def loader(self) -> Loader:
         """Its rows."""
         ...
@@ -52,14 +59,29 @@ class Dispatcher:
     Args:
         plan: which tasks share their passes, and how many tokens a pass may hold.
         collator: packs and chunks.
-        processes: that divide the rows among them; by default this one does all.
+        processes: of the run; by default this one is alone.
+        layout: of the processes: its replicas divide the rows among them. By default each process is one.
+        shares: divides the rows of a step among replicas; by default evenly by tokens.
+        ahead: keeps rows that were read a step early; outlives a plan.
     """
 
-    def __init__(self, plan: Plan, collator: ChunkPackingCollator, processes: Processes | None = None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        collator: ChunkPackingCollator,
+        processes: Processes | None = None,
+        layout: ParallelLayout | None = None,
+        shares: ReplicaShares | None = None,
+        ahead: BatchesAhead | None = None,
+    ) -> None:
         """Remember the plan."""
         self.plan = plan
         self.collator = collator
         self.processes = processes or Processes()
+        self.layout = layout or ParallelLayout.of(self.processes.world_size)
+        self.shares = shares or ReplicaShares(self.layout, processes=self.processes)
+        self.ahead = ahead or BatchesAhead()
+        self._replica = self.layout.place(self.processes.rank).replica
 
     def next(self, tasks: Iterable[RunningTask]) -> StepWork:
         """Return the next step of the given tasks.
@@ -70,17 +92,20 @@ class Dispatcher:
         failures: dict[str, str] = {}
         for task in tasks:
             try:
-                batches[task.name] = task.loader.batch(task.step)
+                batches[task.name] = self.ahead.take(task)
             except DataError as error:
                 failures[task.name] = f"data: {error}"
-        order = tuple(name for htask in self.plan.htasks for name in htask.tasks)
-        batches, failures = Agreement(self.processes).on_batches(batches, failures, order)
-        shares = RowShares(self.processes.world_size)
+        batches, failures = Agreement(self.processes).on_batches(batches, failures, self._order(batches))
+        for name, batch in list(batches.items()):
+            refusal = self.shares.refusal(batch)
+            if refusal is not None:
+                failures[name] = f"data: {refusal}"
+                del batches[name]
         micro_batches: list[MuxBatch] = []
-        for htask in self.plan.htasks:
-            fused = [batches[name] for name in htask.tasks if name in batches]
-            if fused:
-                micro_batches += self._own_share(htask, fused, shares)
+        for htask, own in zip(self.plan.htasks, self._own_rows(batches), strict=True):
+            if own:
+                micro_batches += self._passes(htask, [batches[name] for name in own], list(own.values()))
+        order = self._order(batches)
         return StepWork(
             tasks=tuple(batches),
             micro_batches=tuple(micro_batches),
@@ -89,17 +114,51 @@ class Dispatcher:
             sync_order=tuple(sorted(batches, key=lambda name: order.index(name) if name in order else len(order))),
         )
 
-    def _own_share(self, htask: HTask, fused: list[TaskBatch], shares: RowShares) -> list[MuxBatch]:
-        """Return the passes of this process over its rows of tasks that are fused."""
-        own = shares.divide(fused)[self.processes.rank]
+    def _order(self, batches: Mapping[str, TaskBatch]) -> tuple[str, ...]:
+        """Return the order in which all processes sum gradients: that of the plan, where they all have the same one."""
+        if self.layout.are_alike:
+            return tuple(name for htask in self.plan.htasks for name in htask.tasks)
+        return tuple(batches)
+
+    def _own_rows(self, batches: Mapping[str, TaskBatch]) -> list[dict[str, list[int]]]:
+        """Return for each hTask and each of its tasks that take a step the rows of this replica."""
+        self.shares.begin(list(batches.values()))
+        own = []
+        for htask in self.plan.htasks:
+            names = [name for name in htask.tasks if name in batches]
+            share = self.shares.divide([batches[name] for name in names])[self._replica]
+            own.append(dict(zip(names, share, strict=True)))
+        return own
+
+    def prepare(self, tasks: Iterable[RunningTask]) -> None:
+        """Begin to divide the step after the present one, where that takes time; returns at once.
+
+        Args:
+            tasks: those of the present step, before they have taken it.
+        """
+        if self.shares.looks_ahead:
+            self.shares.prepare(self.ahead.read(tasks))
+
+    def _passes(self, htask: HTask, fused: list[TaskBatch], own: list[list[int]]) -> list[MuxBatch]:
+        """Return the passes of this replica over its rows of tasks that are fused."""
         own_tokens = sum(len(batch.sequences[row]) for batch, rows in zip(fused, own, strict=True) for row in rows)
         if own_tokens == 0:
             return []
-        return self.collator.micro_batches(fused, max_tokens=self._capacity(htask, own_tokens), only=own)
+        capacity = self._capacity(htask, own_tokens)
+        if self.collator.split_long_sequences:  # evenness is no reason to cut what a pass may hold
+            longest = max(len(batch.sequences[row]) for batch, rows in zip(fused, own, strict=True) for row in rows)
+            capacity = max(capacity, min(longest, self._bound))
+        return self.collator.micro_batches(fused, max_tokens=capacity, only=own)
+
+    @property
+    def _bound(self) -> int:
+        """Tokens that a pass of this replica may hold."""
+        bound = self.plan.max_tokens_per_micro_batch
+        return min(bound, self.shares.max_tokens[self._replica] or bound)
 
     def _capacity(self, htask: HTask, num_tokens: int) -> int:
         """Return the bound of a pass that cuts these tokens into as many even passes as the plan means."""
-        bound = self.plan.max_tokens_per_micro_batch
+        bound = self._bound
         if not htask.tokens_per_micro_batch:
             return bound
         passes = max(1, math.ceil(num_tokens / bound), round(num_tokens / htask.tokens_per_micro_batch))

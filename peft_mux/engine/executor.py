@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 from peft_mux.data.batch import MuxBatch
+from peft_mux.data.chains import chains_of, is_chained
 from peft_mux.engine.captured import CapturedPasses
+from peft_mux.engine.chains import run_chain
 from peft_mux.engine.data_parallel import GradientSync
+from peft_mux.engine.interleaved_pass import Chain, Interleaving
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.scheduler.plan import Plan
 
 
 class Executor:
@@ -22,7 +27,12 @@ class Executor:
         model: on its device, in training mode.
         bf16: run under bfloat16 autocast.
         cuda_graphs: replay passes as graphs where they can be captured.
-        processes: that share the rows of a step; by default this one is alone.
+        sync: adds up the gradients of all processes; by default this one is alone.
+        interleaving: runs chains of different tasks in turns, where shards add up (`peft_mux.engine.interleaved_pass`);
+            by default they run one after another.
+
+    Raises:
+        ValueError: for passes both replayed and in turns.
     """
 
     def __init__(
@@ -31,14 +41,24 @@ class Executor:
         *,
         bf16: bool = False,
         cuda_graphs: bool = False,
-        processes: Processes | None = None,
+        sync: GradientSync | None = None,
+        interleaving: Interleaving | None = None,
     ) -> None:
         """Remember the model and its device."""
-        self.model = model
+        if cuda_graphs and interleaving is not None:
+            raise ValueError("cuda_graphs is True with interleaving; allowed: one of them, as a replay gives no turn.")
+        self.model = self.mux_model = model
         self.device = model.device
         self.bf16 = bf16
         self.captured = CapturedPasses(model, self.precision) if cuda_graphs else None
-        self.sync = GradientSync(model, processes or Processes())
+        self.sync = sync or GradientSync(model, Processes())
+        self.interleaving = interleaving
+
+    def follow(self, plan: Plan) -> None:
+        """Do nothing: the work of a step tells all that a plan means on one device."""
+
+    def close(self) -> None:
+        """Do nothing: what is spoken through outlives the run."""
 
     def run(self, work: StepWork) -> StepResult:
         """Compute the loss of every task and add its gradients to its parameters.
@@ -48,12 +68,31 @@ class Executor:
         """
         self.sync.begin(work)
         losses = {name: torch.zeros((), device=self.device) for name in work.tasks}
-        for micro_batch in work.micro_batches:
-            for name, loss in zip(micro_batch.task_names, self._pass(micro_batch).unbind(), strict=True):
-                losses[name] = losses[name] + loss
-            self.sync.passed(micro_batch)
+        for group in self._groups(chains_of(work.micro_batches)):
+            for chain, passes in zip(group, self._group_passes(group), strict=True):
+                for micro_batch, losses_N in zip(chain, passes, strict=True):
+                    for name, loss in zip(micro_batch.task_names, losses_N.unbind(), strict=True):
+                        losses[name] = losses[name] + loss
+                    self.sync.passed(micro_batch)
         stream_tokens = sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
         return self.sync.finish(StepResult(losses, work.num_tokens, stream_tokens, work.failures))
+
+    def _groups(self, chains: Sequence[Chain]) -> Sequence[Sequence[Chain]]:
+        """Return which chains run at a time."""
+        return [(chain,) for chain in chains] if self.interleaving is None else self.interleaving.groups(chains)
+
+    def _group_passes(self, group: Sequence[Chain]) -> list[list[torch.Tensor]]:
+        """Run the chains of a group; return the losses of each."""
+        if self.interleaving is None:
+            return [self._passes(chain) for chain in group]
+        return self.interleaving.run(group, lambda index: self._passes(group[index]))
+
+    def _passes(self, chain: Sequence[MuxBatch]) -> list[torch.Tensor]:
+        """Run the micro-batches of a chain forward and backward; return the losses `[N]` of each."""
+        if not is_chained(chain):
+            return [self._pass(micro_batch) for micro_batch in chain]
+        self.model.stream.key_values.clear()  # a step that failed may have left something
+        return run_chain(self.model, chain, self.precision)
 
     def _pass(self, micro_batch: MuxBatch) -> torch.Tensor:
         """Run one micro-batch forward and backward; return its losses `[N]`."""
@@ -65,13 +104,31 @@ class Executor:
         output.losses.sum().backward()
         return output.losses.detach()
 
+    @torch.no_grad()
+    def forward_losses(self, micro_batches: Sequence[MuxBatch]) -> dict[str, torch.Tensor]:
+        """Return the loss of each task in a forward pass, summed over the micro-batches; nothing is changed."""
+        losses: dict[str, torch.Tensor] = {}
+        with self.precision():
+            for micro_batch in micro_batches:
+                output = self.model(micro_batch.to(self.device))
+                for name, loss in zip(output.task_names, output.losses.unbind(), strict=True):
+                    losses[name] = losses[name] + loss if name in losses else loss
+        return losses
+
+    def sequence_logits(self, micro_batch: MuxBatch) -> list[torch.Tensor] | None:
+        """Return the logits of every sequence: `[L, V]` for language models, `[C]` for classifiers."""
+        with self.precision():
+            return self.model.sequence_logits(micro_batch.to(self.device))
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what every process of the run has given, by rank, where processes hold parts of the model."""
+        return self.sync.gather(value)
+
     def non_finite_tasks(self, micro_batches: Sequence[MuxBatch]) -> list[str]:
         """Return the tasks whose loss is not finite in a forward pass; no gradients, and nothing is changed."""
-        with torch.no_grad(), self.precision():
-            outputs = [self.model(micro_batch.to(self.device)) for micro_batch in micro_batches]
-        names = [name for output in outputs for name in output.task_names]
-        finite = torch.cat([output.losses for output in outputs]).isfinite().tolist()
-        return sorted({name for name, is_finite in zip(names, finite, strict=True) if not is_finite})
+        losses = self.forward_losses(micro_batches)
+        finite = torch.stack(list(losses.values())).isfinite().tolist() if losses else []
+        return sorted(name for name, is_finite in zip(losses, finite, strict=True) if not is_finite)
 
     def precision(self) -> AbstractContextManager[object]:
         """Return the autocast context of the run."""

@@ -15,17 +15,20 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
 
 from peft_mux.data.batch import MuxBatch
+from peft_mux.engine.chains import pass_backward
+from peft_mux.engine.data_parallel import GradientSync
 from peft_mux.engine.pipeline_links import PipelineLinks
 from peft_mux.engine.pipeline_messages import Key, Messages
 from peft_mux.engine.pipeline_plan import PipelinePlan, Slot
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.errors import PlanError
+from peft_mux.modeling.key_values import Kept, KeyValueStore
 from peft_mux.modeling.stages import StageModel, StagePass
 from peft_mux.scheduler.pipeline_template import Action, PipelineTemplate
 from peft_mux.scheduler.plan import Plan
@@ -39,10 +42,12 @@ class Flight:
     Attributes:
         hidden_TD: its input, whose gradient goes back; `None` at place 0.
         passed: what the forward gave.
+        kept: keys and values that later parts of its sequences read.
     """
 
     hidden_TD: torch.Tensor | None
     passed: StagePass
+    kept: list[Kept]
 
 
 class PipelineExecutor:
@@ -54,6 +59,7 @@ class PipelineExecutor:
         processes: of the run; `torch.distributed` is initialised where there are several stages.
         pipelines: global ranks of the stages of every pipeline of the run; by default one of ranks 0 to S - 1.
         bf16: run under bfloat16 autocast.
+        sync: adds up the gradients of all replicas and counts norms; by default nothing is added up or counted.
 
     Attributes:
         on_action: called after each action, for those who watch.
@@ -77,9 +83,12 @@ class PipelineExecutor:
         *,
         pipelines: Sequence[Sequence[int]] | None = None,
         bf16: bool = False,
+        sync: GradientSync | None = None,
     ) -> None:
         """Open the channels."""
         self.model, self.processes, self.bf16 = model, processes, bf16
+        self.mux_model = model.model
+        self.sync = sync or GradientSync(model.model, Processes())
         self.device = model.model.device
         self.on_action: Callable[[Action], None] | None = None
         self.spans: tuple[Span, ...] = ()
@@ -97,11 +106,13 @@ class PipelineExecutor:
         self._losses: dict[str, torch.Tensor] = {}
 
     def follow(self, plan: Plan | PipelinePlan) -> None:
-        """Follow another plan from the next step on.
+        """Follow another plan from the next step on; a plan without running tasks changes nothing.
 
         Raises:
             PlanError: if its template is of another pipeline than the model was cut for.
         """
+        if isinstance(plan, Plan) and plan.template is None and hasattr(self, "plan"):
+            return
         self.plan = PipelinePlan.of(plan) if isinstance(plan, Plan) else plan
         template, layout = self.plan.template, self.model.layout
         if (template.num_stages, template.num_chunks) != (layout.num_stages, layout.num_chunks):
@@ -113,6 +124,8 @@ class PipelineExecutor:
     def run(self, work: StepWork) -> StepResult:
         """Compute the loss of every task and add its gradients to its parameters, on every stage its own.
 
+        The sum of a task's gradients over replicas begins when its last backward here is done, while others still run.
+
         Returns:
             The losses, on every process.
 
@@ -122,15 +135,24 @@ class PipelineExecutor:
         """
         self.model.prepare(work.tasks)
         self._losses = {name: torch.zeros((), device=self.device) for name in work.tasks}
+        stream_tokens = sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
         with self._speaking():
+            self.sync.begin(work)
             self._execute(self.plan.template, self.plan.slots(work.micro_batches))
             losses = self._shared_losses(work.tasks)
-        stream_tokens = sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
-        return StepResult(losses, work.num_tokens, stream_tokens, work.failures)
+            return self.sync.finish(StepResult(losses, work.num_tokens, stream_tokens, work.failures))
 
-    @torch.no_grad()
     def non_finite_tasks(self, micro_batches: Sequence[MuxBatch]) -> list[str]:
         """Return the tasks whose loss is not finite in a forward pass, on every process; nothing is changed.
+
+        Raises:
+            ProcessError: as `run`.
+        """
+        return sorted(name for name, loss in self.forward_losses(micro_batches).items() if not loss.isfinite())
+
+    @torch.no_grad()
+    def forward_losses(self, micro_batches: Sequence[MuxBatch]) -> dict[str, torch.Tensor]:
+        """Return the loss of each task in a forward pass, summed over the micro-batches, on every process.
 
         Raises:
             ProcessError: as `run`.
@@ -141,24 +163,39 @@ class PipelineExecutor:
         slots = {(0, number): [micro_batch] for number, micro_batch in enumerate(micro_batches)}
         with self._speaking():
             self._execute(_forwards_only(self.plan.template, len(micro_batches)), slots)
-            losses = self._shared_losses(tasks)
-        return sorted(name for name, loss in losses.items() if not loss.isfinite())
+            return self._shared_losses(tasks)
 
-    def gradient_norms(self, tasks: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return the gradient norm of each task over the adapters of all stages, with equal bits on every process.
+    @torch.no_grad()
+    def sequence_logits(self, micro_batch: MuxBatch) -> list[torch.Tensor] | None:
+        """Return the logits of every sequence on the last stage, `None` on the others, which all call this.
 
-        Args:
-            tasks: the same on every process.
+        Raises:
+            ProcessError: as `run`.
         """
-        squares = torch.zeros(len(tasks), dtype=torch.float64, device=self.device)
-        for index, name in enumerate(tasks):
-            gradients = [page.values.grad for page in self.model.model.task_slab(name).pages]
-            own = [gradient for gradient in gradients if gradient is not None]
-            if own:
-                squares[index] = nn.utils.get_total_norm(own).double().square()
+        self.model.prepare(micro_batch.task_names)
+        template, batch = _forwards_only(self.plan.template, 1), micro_batch.to(self.device)
+        logits = None
         with self._speaking():
-            self.links.sum(squares)
-        return dict(zip(tasks, squares.sqrt().float().unbind(), strict=True))
+            self._expect(template, {(0, 0): [micro_batch]})
+            for action in template.actions[self.model.stage]:
+                place, target = self.model.layout.place(action.stage, action.chunk), self._messages.target(action)
+                hidden_TD = self._take(action, 0)
+                with self.precision():
+                    if target is None:
+                        logits = self.model.sequence_logits(batch, hidden_TD)
+                    else:
+                        output = self.model.forward(place, batch, hidden_TD).output
+                        self._put(action, 0, target, output.to(self.model.dtype))
+            self.links.flush()
+        return logits
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what every process of the run has given, by rank."""
+        return self.sync.gather(value)
+
+    def close(self) -> None:
+        """Give up the channels; all stages call this when none of them waits for another."""
+        self.links.close()
 
     def precision(self) -> AbstractContextManager[object]:
         """Return the autocast context of the run."""
@@ -166,23 +203,39 @@ class PipelineExecutor:
 
     # --------------------------------------------------------------- actions
 
+    @property
+    def _key_values(self) -> KeyValueStore:
+        return self.model.model.stream.key_values
+
     def _execute(self, template: PipelineTemplate, slots: Mapping[Slot, list[MuxBatch]]) -> None:
         """Execute this stage's list."""
         stage = self.model.stage
-        self._slots, self._flights, self._messages = slots, {}, Messages(template, slots, stage)
-        for (kind, source), incoming in self.links.incoming.items():
-            incoming.expect(self._messages.expected(kind, source, self.model.hidden_size), self.model.dtype)
-        self._taken = {source: self._messages.gradients_taken(source) for _, source in self.links.incoming}
+        self._expect(template, slots)
         self.most_in_flight, spans, begin = 0, [], time.perf_counter()
         for action in template.actions[stage]:
             start = time.perf_counter()
             (self._forward if action.kind == "F" else self._backward)(action)
             spans.append(Span(stage, action, start - begin, time.perf_counter() - begin))
             self.most_in_flight = max(self.most_in_flight, len(self._flights))
+            self._note_passed(action)
             if self.on_action is not None:
                 self.on_action(action)
         self.links.flush()
         self.spans = tuple(spans)
+
+    def _expect(self, template: PipelineTemplate, slots: Mapping[Slot, list[MuxBatch]]) -> None:
+        """Make ready for what neighbours will send."""
+        self._slots, self._flights, self._messages = slots, {}, Messages(template, slots, self.model.stage)
+        self._key_values.clear()  # a step that failed may have left something
+        for (kind, source), incoming in self.links.incoming.items():
+            incoming.expect(self._messages.expected(kind, source, self.model.hidden_size), self.model.dtype)
+        self._taken = {source: self._messages.gradients_taken(source) for _, source in self.links.incoming}
+
+    def _note_passed(self, action: Action) -> None:
+        """Let sums begin: the backward of chunk 0 is the last one of a micro-batch in this process."""
+        if action.kind == "B" and action.chunk == 0:
+            for micro_batch in self._slots[action.bucket, action.micro_batch]:
+                self.sync.passed(micro_batch)
 
     def _forward(self, action: Action) -> None:
         place, target = self.model.layout.place(action.stage, action.chunk), self._messages.target(action)
@@ -191,10 +244,10 @@ class PipelineExecutor:
             hidden_TD = self._take(action, number)
             if hidden_TD is not None:
                 hidden_TD.requires_grad_()
-            with self.precision():
+            with self._key_values.recording() as kept, self.precision():
                 passed = self.model.forward(place, micro_batch.to(self.device), hidden_TD)
             if torch.is_grad_enabled():
-                flights.append(Flight(hidden_TD, passed))
+                flights.append(Flight(hidden_TD, passed, kept))
             if target is None:
                 self._add_losses(micro_batch, passed.output)
             else:
@@ -203,15 +256,17 @@ class PipelineExecutor:
 
     def _backward(self, action: Action) -> None:
         target, source = self._messages.target(action), self._messages.source(action)
-        for number, flight in enumerate(self._flights.pop((action.bucket, action.micro_batch, action.chunk))):
+        flights = self._flights.pop((action.bucket, action.micro_batch, action.chunk))
+        for number in self._messages.numbers(action):
+            flight = flights[number]
             output, gradient = flight.passed.output, self._take(action, number)
             if source is not None:
                 # The gradient of an output has come, so the output itself was taken.
                 key = Key(action.bucket, action.micro_batch, number, source[1])
                 self.links.outgoing["F", source[0]].release(key)
             gradient = torch.ones_like(output) if gradient is None else gradient.to(output.dtype)
-            if output.requires_grad:  # the first stage may have no adapter at all
-                torch.autograd.backward(output, gradient)
+            pass_backward(output, gradient, flight.kept)
+            self._key_values.release(flight.kept)
             if target is not None:
                 assert flight.hidden_TD is not None, "only place 0 has no input, and nobody before it"
                 back = flight.hidden_TD.grad

@@ -244,35 +244,6 @@ class PipelineLinks:
             with self._processes.speaking("the losses of a step"):
                 dist.broadcast(tensor, src=self._ranks[stage], group=self._everybody)
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        """Replace a tensor by its sum over all stages; all of them get the same bits."""
-        if self._everybody is not None:
-            with self._processes.speaking("the gradient norms of a step"):
-                dist.all_reduce(tensor, group=self._everybody)
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return what every stage has given, by stage.
-
-        Args:
-            value: small and plain.
-        """
-        if self._everybody is None:
-            return [value]
-        found: list[Any] = [None] * len(self._ranks)
-        with self._processes.speaking("an exchange of the stages"):
-            dist.all_gather_object(found, value, group=self._everybody)
-        return found
-
-    def send(self, tensor: torch.Tensor, stage: int) -> None:
-        """Send to another stage, and wait until it is taken."""
-        with self._processes.speaking("the gathering of adapters"):
-            dist.send(tensor, dst=self._ranks[stage], group=self._everybody)
-
-    def receive(self, tensor: torch.Tensor, stage: int) -> None:
-        """Fill a tensor with what another stage sends."""
-        with self._processes.speaking("the gathering of adapters"):
-            dist.recv(tensor, src=self._ranks[stage], group=self._everybody)
-
     def close(self) -> None:
         """Break the connections, so that nobody waits for this process any longer."""
         groups, self._groups = self._groups, []

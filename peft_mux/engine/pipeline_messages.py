@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from peft_mux.data.batch import MuxBatch
+from peft_mux.data.chains import is_chained
 from peft_mux.engine.pipeline_plan import Slot
 from peft_mux.scheduler.pipeline_launch import next_virtual_stage
 from peft_mux.scheduler.pipeline_template import Action, PipelineTemplate
@@ -53,10 +54,15 @@ class Messages:
         """Return the (stage, chunk) from which an action has its input; `None` where its way begins."""
         return self._neighbour("B" if action.kind == "F" else "F", action)
 
+    def numbers(self, action: Action) -> Sequence[int]:
+        """Return the passes of an action in the order in which it runs them: chains backward in reverse."""
+        passes = self._slots[action.bucket, action.micro_batch]
+        forward = range(len(passes))
+        return forward[::-1] if action.kind == "B" and is_chained(passes) else forward
+
     def keys(self, action: Action, chunk: int) -> list[Key]:
-        """Return the messages of an action that go to a chunk of the receiver."""
-        count = len(self._slots[action.bucket, action.micro_batch])
-        return [Key(action.bucket, action.micro_batch, number, chunk) for number in range(count)]
+        """Return the messages of an action that go to a chunk of the receiver, in order."""
+        return [Key(action.bucket, action.micro_batch, number, chunk) for number in self.numbers(action)]
 
     def expected(self, kind: str, source: int, width: int) -> Iterator[tuple[Key, torch.Size]]:
         """Yield what another stage sends here, in its order, with shapes `[T, D]`.
@@ -70,8 +76,8 @@ class Messages:
             target = self.target(action)
             if action.kind == kind and target is not None and target[0] == self._stage:
                 passes = self._slots[action.bucket, action.micro_batch]
-                for key, micro_batch in zip(self.keys(action, target[1]), passes, strict=True):
-                    yield key, torch.Size((micro_batch.num_tokens, width))
+                for key in self.keys(action, target[1]):
+                    yield key, torch.Size((passes[key.number].num_tokens, width))
 
     def gradients_taken(self, other: int) -> dict[Key, list[Key]]:
         """Return, for hidden states that come from a stage, which gradients that stage has taken by then.

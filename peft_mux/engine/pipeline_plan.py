@@ -7,6 +7,10 @@ micro-batches of their bucket in order and evenly; hTasks of one bucket follow o
     bucket 0, C = 4         0        1        2     3
     hTask x, 4 passes       x0       x1       x2    x3
     hTask y, 2 passes       y0                y1
+
+Passes that share a long sequence (`peft_mux.data.chains`) stay together in one micro-batch of their bucket: its
+forward runs them in order, its backward in reverse. Each goes on to the next stage as soon as it is done, so that one
+part is in a stage while the part before it is in the next one. Such a micro-batch holds all parts of its sequences.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from peft_mux.data.batch import MuxBatch
+from peft_mux.data.chains import chains_of
 from peft_mux.errors import PlanError
 from peft_mux.scheduler.pipeline_template import PipelineTemplate
 from peft_mux.scheduler.plan import Plan
@@ -114,5 +119,7 @@ class PipelinePlan:
 
 
 def _spread(passes: Sequence[MuxBatch], bucket: int, count: int, slots: Mapping[Slot, list[MuxBatch]]) -> None:
-    for number, micro_batch in enumerate(passes):
-        slots[bucket, number * count // len(passes)].append(micro_batch)
+    number = 0
+    for chain in chains_of(passes):
+        slots[bucket, number * count // len(passes)].extend(chain)
+        number += len(chain)

@@ -1,16 +1,15 @@
 """`Processes`: who takes part in a run, and the few ways in which they speak with one another.
 
-Everything else asks this value, never `torch.distributed`. Numbers and words go through a gloo group, on any device;
-tensors go through a group of the device's own backend. Both have the time limit of the run (`ddp_timeout`), which
+Everything else asks this value, never `torch.distributed`. Numbers, words and what is to be saved go through a gloo
+group, on any device; gradients go through groups of the device's own backend: one of all processes, and one for every
+other set of ranks that has something to sum. All have the time limit of the run (`ddp_timeout`), which
 `torch.distributed` would not know on CPUs.
-
-Here every process holds the whole model, so that all of them are replicas of one another.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from peft_mux.errors import ProcessError
 
 
 class Pending(NamedTuple):
-    """A sum over all processes that is under way.
+    """A sum over processes that is under way.
 
     Attributes:
         work: of the backend; `None` where there was nothing to do.
@@ -75,6 +74,8 @@ class Processes:
         self._words: LastWords | None = None
         self._control: Any = None
         self._replicas: Any = None
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._opened: list[Any] = []
 
     @classmethod
     def of(cls, args: MultiTaskTrainingArguments) -> Processes:
@@ -105,6 +106,50 @@ class Processes:
             self._control = dist.new_group(backend="gloo", timeout=timeout)
             self._replicas = self._control if self.device.type == "cpu" else dist.new_group(timeout=timeout)
             self._words.introduce(self.gather(self._words.own_place))
+
+    def meet(self, sets: Iterable[tuple[int, ...]]) -> None:
+        """Make groups for sets of ranks, each once; a set of one rank or of all needs none.
+
+        Args:
+            sets: ascending ranks; the same on every process, which all call this, as `new_group` wants it.
+
+        Raises:
+            ProcessError: if another process does not within the time limit.
+        """
+        for ranks in sets:
+            if 1 < len(ranks) < self.world_size and ranks not in self._groups:
+                with self.speaking("the start of a group"):
+                    group = dist.new_group(list(ranks), timeout=timedelta(seconds=self.timeout_s))
+                self._groups[ranks] = group if self.rank in ranks else None
+
+    def open_group(self, ranks: Sequence[int] | None = None) -> Any:
+        """Return a new group, for those who speak beside the sums; every process of the run calls this.
+
+        Args:
+            ranks: that it consists of; all by default.
+
+        Returns:
+            `None` for a process that is not in it.
+
+        Raises:
+            ProcessError: if another process does not within the time limit.
+        """
+        members = list(range(self.world_size) if ranks is None else ranks)
+        with self.speaking("the start of a group"):
+            group: Any = dist.new_group(members, timeout=timedelta(seconds=self.timeout_s))
+        if self.rank not in members:
+            return None
+        self._opened.append(group)
+        return group
+
+    def close_group(self, group: Any) -> None:
+        """Give up a group that `open_group` returned; nothing if all were given up because a process failed."""
+        if not any(one is group for one in self._opened):
+            return
+        self._opened = [one for one in self._opened if one is not group]
+        # NCCL would wait for its peers; its own watchdog ends them.
+        if "gloo" in dist.get_backend(group):
+            dist.destroy_process_group(group)
 
     def gather(self, value: Any) -> list[Any]:
         """Return what every process has given, by rank.
@@ -137,16 +182,42 @@ class Processes:
         """Go on when every process has come here."""
         self.exchange([0])
 
-    def sum(self, tensor: torch.Tensor) -> Pending:
-        """Begin to replace a tensor by its sum over all processes; all must begin their sums in the same order.
+    def sum(self, tensor: torch.Tensor, ranks: tuple[int, ...] | None = None) -> Pending:
+        """Begin to replace a tensor by its sum over processes; all must begin their sums in the same order.
 
         Args:
-            tensor: contiguous, on the device; of one shape on every process.
+            tensor: contiguous, on the device; of one shape on every process that takes part.
+            ranks: that take part, this one among them; all by default. Others have to `meet` first.
         """
-        if self.is_alone:
+        if self.is_alone or (ranks is not None and len(ranks) == 1):
             return Pending(None, self)
+        group = self._replicas if ranks is None or len(ranks) == self.world_size else self._groups[ranks]
         with self.speaking("the sum of gradients"):
-            return Pending(dist.all_reduce(tensor, group=self._replicas, async_op=True), self)
+            return Pending(dist.all_reduce(tensor, group=group, async_op=True), self)
+
+    def send(self, value: Any, buffer: torch.Tensor, target: int) -> None:
+        """Hand words and numbers to another process, and wait until they are taken.
+
+        Args:
+            value: small and plain.
+            buffer: `[bytes]`, contiguous, on the CPU.
+            target: rank that calls `receive`.
+        """
+        with self.speaking(f"handing a state to rank {target}"):
+            dist.send_object_list([(value, buffer.numel())], dst=target, group=self._control)
+            if buffer.numel():
+                dist.send(buffer, dst=target, group=self._control)
+
+    def receive(self, source: int) -> tuple[Any, torch.Tensor]:
+        """Return the words and numbers that another process sends here."""
+        found: list[Any] = [None]
+        with self.speaking(f"the state of rank {source}"):
+            dist.recv_object_list(found, src=source, group=self._control)
+            value, num_bytes = found[0]
+            buffer = torch.empty(num_bytes, dtype=torch.uint8)
+            if num_bytes:
+                dist.recv(buffer, src=source, group=self._control)
+        return value, buffer
 
     @contextmanager
     def speaking(self, what: str) -> Iterator[None]:
@@ -179,8 +250,9 @@ class Processes:
 
     def _part(self) -> None:
         """Close the connections, so that nobody waits for this process any longer."""
-        groups = {id(group): group for group in (self._control, self._replicas) if group is not None}
-        self._control = self._replicas = None
+        own = (self._control, self._replicas, *self._groups.values(), *self._opened)
+        groups = {id(group): group for group in own if group is not None}
+        self._control, self._replicas, self._groups, self._opened = None, None, {}, []
         # NCCL would wait for its peers; its own watchdog ends them, and the next exchange through gloo before that.
         for group in groups.values():
             if "gloo" in dist.get_backend(group):

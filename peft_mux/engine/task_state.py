@@ -11,7 +11,7 @@ and the other way round; so any layout can go on from any other::
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,12 +34,14 @@ class TaskState:
         moments: of each parameter; empty before the first step.
         settings: of the optimizer's groups: those of parameters that decay under "decays", of others under "stays".
         schedule: of the schedule; lists with one entry for each group are by the same two words.
+        copies: of the weights at other times, by what they are (such as the last good ones) and parameter.
     """
 
     weights: dict[str, torch.Tensor]
     moments: dict[str, Moments]
     settings: dict[str, dict[str, Any]]
     schedule: dict[str, Any]
+    copies: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -64,9 +66,10 @@ def split_state(parameters: Mapping[str, nn.Parameter], optimizer: TaskOptimizer
     settings = {
         kind: {key: value for key, value in group.items() if key != "params"}
         for kind, group in zip(kinds, own.param_groups, strict=True)
+        if kind != _NONE
     }
     schedule = {
-        key: dict(zip(kinds, value, strict=True)) if _is_by_group(value, kinds) else value
+        key: _by_kind(value, kinds) if _is_by_group(value, kinds) else value
         for key, value in optimizer.schedule.state_dict().items()
     }
     return TaskState(weights, moments, settings, schedule)
@@ -109,6 +112,7 @@ def merge_states(parts: Iterable[TaskState]) -> TaskState:
     moments: dict[str, Moments] = {}
     settings: dict[str, dict[str, Any]] = {}
     schedule: dict[str, Any] = {}
+    copies: dict[str, dict[str, torch.Tensor]] = {}
     for part in parts:
         weights |= part.weights
         moments |= part.moments
@@ -116,20 +120,31 @@ def merge_states(parts: Iterable[TaskState]) -> TaskState:
         for key, value in part.schedule.items():
             is_by_kind = isinstance(value, dict) and set(value) <= _KINDS
             schedule[key] = {**schedule.get(key, {}), **value} if is_by_kind else value
-    return TaskState(weights, moments, settings, schedule)
+        for key, own in part.copies.items():
+            copies.setdefault(key, {}).update(own)
+    return TaskState(weights, moments, settings, schedule, copies)
 
 
 _KINDS = {"decays", "stays"}
+_NONE = "none"
+"""Kind of a group without elements, which a process has where no adapter of the task lies."""
 
 
 def _kinds(optimizer: TaskOptimizer, parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """Return for each group of an optimizer whether weight decay applies to it."""
-    firsts = [group["params"][0] for group in optimizer.optimizer.param_groups]
-    do_decay = [any(decays(name) and _lies_in(item, first) for name, item in parameters.items()) for first in firsts]
-    return ["decays" if does else "stays" for does in do_decay]
+    kinds = []
+    of_page = {id(page.values): page for page in ([] if optimizer.slab is None else optimizer.slab.pages)}
+    for group in optimizer.optimizer.param_groups:
+        member = next((name for name, item in parameters.items() if _lies_in(item, group["params"][0])), None)
+        page = of_page.get(id(group["params"][0]))
+        does_decay = member is not None and (decays(member) if page is None else page.decays)
+        kinds.append(_NONE if member is None else "decays" if does_decay else "stays")
+    return kinds
 
 
 def _of_kind(kind: str, settings: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    if kind == _NONE:  # the rate is the same for all
+        return next(iter(settings.values()), {})
     if kind not in settings:
         raise CheckpointError(
             f"optimizer: got settings for {', '.join(settings) or 'nothing'}; allowed: also for parameters of kind"
@@ -142,14 +157,23 @@ def _is_by_group(value: Any, kinds: list[str]) -> bool:
     return isinstance(value, list) and len(value) == len(kinds)
 
 
+def _by_kind(values: list[Any], kinds: list[str]) -> dict[str, Any]:
+    return {kind: value for kind, value in zip(kinds, values, strict=True) if kind != _NONE}
+
+
 def _by_group(value: Any, kinds: list[str]) -> Any:
-    is_by_kind = isinstance(value, dict) and value and set(value) <= _KINDS
-    return [value[kind] for kind in kinds] if is_by_kind else value
+    if not (isinstance(value, dict) and value and set(value) <= _KINDS):
+        return value
+    return [next(iter(value.values())) if kind == _NONE else value[kind] for kind in kinds]
 
 
 def _lies_in(parameter: torch.Tensor, owner: torch.Tensor) -> bool:
-    """Whether a parameter is a tensor that an optimizer steps, or a view of it."""
-    return parameter.untyped_storage().data_ptr() == owner.untyped_storage().data_ptr()
+    """Whether a parameter is a tensor that an optimizer steps, or a view of a part of it."""
+    if parameter.untyped_storage().data_ptr() != owner.untyped_storage().data_ptr():
+        return False
+    # All parameters of a page share its storage, also where an optimizer steps them one by one.
+    before = parameter.storage_offset() - owner.storage_offset()
+    return before >= 0 and before + parameter.numel() <= owner.numel()
 
 
 def _view(flat: torch.Tensor, parameter: torch.Tensor, owner: torch.Tensor) -> torch.Tensor:
@@ -182,8 +206,9 @@ def _joined(members: Mapping[str, torch.Tensor], owner: torch.Tensor, moments: M
             if owner is parameter or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
                 joined[key] = value.clone() if isinstance(value, torch.Tensor) else value
             else:
-                whole = joined.setdefault(key, torch.zeros_like(owner, dtype=value.dtype, requires_grad=False))
-                _view(whole, parameter, owner).copy_(value)
+                if key not in joined:
+                    joined[key] = torch.zeros_like(owner, dtype=value.dtype, requires_grad=False)
+                _view(joined[key], parameter, owner).copy_(value)
     return joined
 
 

@@ -1,12 +1,16 @@
-"""The two values that pass through the engine in a step: what to compute, and what came of it."""
+"""What passes through the engine in a step: what to compute, what came of it, and who makes the one of the other."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 
 from peft_mux.data.batch import MuxBatch
+from peft_mux.scheduler.plan import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +41,58 @@ class StepResult:
         num_tokens: tokens of each task's global batch.
         num_stream_tokens: tokens that went through the backbone of this process, padding included.
         failures: passed on from the work.
+        norms: gradient norm of each task over all processes, where this one holds only a part of the adapters;
+            `None` where it holds all of them.
     """
 
     losses: dict[str, torch.Tensor]
     num_tokens: dict[str, int]
     num_stream_tokens: int
     failures: dict[str, str] = field(default_factory=dict)
+    norms: dict[str, torch.Tensor] | None = None
+
+
+class StepExecutor(Protocol):
+    """Runs the work of a step on the part of the model that lies in this process."""
+
+    @property
+    def mux_model(self) -> Any:
+        """The `MultiTaskPeftModel` of this process, whole or a part of it."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Of the model."""
+        ...
+
+    def follow(self, plan: Plan) -> None:
+        """Follow another plan from the next step on."""
+        ...
+
+    def close(self) -> None:
+        """Give up connections that nobody else uses; all processes call this at one time."""
+        ...
+
+    def run(self, work: StepWork) -> StepResult:
+        """Compute the losses over all processes, and the gradients of what lies here."""
+        ...
+
+    def forward_losses(self, micro_batches: Sequence[MuxBatch]) -> dict[str, torch.Tensor]:
+        """Return the loss of each task in a forward pass, summed over the micro-batches; nothing is changed."""
+        ...
+
+    def sequence_logits(self, micro_batch: MuxBatch) -> list[torch.Tensor] | None:
+        """Return the logits of every sequence; `None` on processes that only help others to compute them."""
+        ...
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what every process has given, by rank, where they hold parts of the model; else this one's alone."""
+        ...
+
+    def non_finite_tasks(self, micro_batches: Sequence[MuxBatch]) -> list[str]:
+        """Return the tasks whose loss is not finite in a forward pass; nothing is changed."""
+        ...
+
+    def precision(self) -> AbstractContextManager[object]:
+        """Return the autocast context of the run."""
+        ...

@@ -30,6 +30,7 @@ class LoraSegment(NamedTuple):
         scale: alpha / rank (or alpha / sqrt(rank)).
         dropout: probability of dropping an input element; 0 for none.
         seed: of the dropout draws, from `philox.draw_seed`.
+        window: of the whole input, where only some of its columns lie here; for the draws.
     """
 
     start: int
@@ -37,6 +38,7 @@ class LoraSegment(NamedTuple):
     scale: float
     dropout: float = 0.0
     seed: int = 0
+    window: philox.Window | None = None
 
 
 class LinearSlice(NamedTuple):
@@ -339,7 +341,7 @@ def _dropped(x: torch.Tensor, segment: LoraSegment, places: torch.Tensor) -> tor
     rows = slice(segment.start, segment.end)
     if segment.dropout == 0.0:
         return x[rows]
-    return philox.dropout(x[rows], places[rows], segment.dropout, segment.seed)
+    return philox.dropout(x[rows], places[rows], segment.dropout, segment.seed, segment.window)
 
 
 def _add_input_gradient(
@@ -349,7 +351,7 @@ def _add_input_gradient(
     if segment.dropout == 0.0:
         dx[rows].addmm_(ds_RT.t(), a)
     else:
-        dx[rows] += philox.dropout(ds_RT.t() @ a, places[rows], segment.dropout, segment.seed)
+        dx[rows] += philox.dropout(ds_RT.t() @ a, places[rows], segment.dropout, segment.seed, segment.window)
 
 
 def reference_grouped_lora(

@@ -63,7 +63,8 @@ class LoraGroupFunction(torch.autograd.Function):
 class PassRegistry:
     """Finds the call of a group in a pass by numbers, which is all that a compiled graph holds.
 
-    The newest passes are kept, as a graph does not say when it needs one no more; more than are ever in flight.
+    The newest 256 passes are kept, as a compiled graph does not say when it needs one no more: of compiled modules, no
+    more passes than that may wait for their backward.
     """
 
     def __init__(self) -> None:

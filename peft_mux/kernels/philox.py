@@ -10,12 +10,25 @@ four 32-bit words, used as eight 16-bit draws for eight neighbouring columns.
 from __future__ import annotations
 
 import hashlib
+from typing import NamedTuple
 
 import torch
 
 _MASK = 0xFFFFFFFF
 _ROUNDS = 7
 _DRAWS_PER_CALL = 8
+
+
+class Window(NamedTuple):
+    """Columns of an activation that lie in a process: draws are those of the whole activation.
+
+    Attributes:
+        first: column.
+        num_columns: of the whole activation.
+    """
+
+    first: int
+    num_columns: int
 
 
 def hash_seed(*parts: object) -> int:
@@ -71,7 +84,9 @@ def _multiply(words: torch.Tensor, constant: int) -> tuple[torch.Tensor, torch.T
     return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)
 
 
-def keep_mask(seed: int, places: torch.Tensor, num_columns: int, probability: float) -> torch.Tensor:
+def keep_mask(
+    seed: int, places: torch.Tensor, num_columns: int, probability: float, window: Window | None = None
+) -> torch.Tensor:
     """Return which elements of `[L, num_columns]` are kept.
 
     Args:
@@ -79,19 +94,25 @@ def keep_mask(seed: int, places: torch.Tensor, num_columns: int, probability: fl
         places: int64 `[L]`, place of each row in its task's global batch.
         num_columns: width of the activation.
         probability: of dropping, in [0, 1).
+        window: of a wider activation, where these columns lie; by default there is no wider one.
 
     Returns:
         bool `[L, num_columns]`.
     """
-    calls_per_row = -(-num_columns // _DRAWS_PER_CALL)
-    columns = torch.arange(calls_per_row, device=places.device)
+    window = window or Window(0, num_columns)
+    calls_per_row = -(-window.num_columns // _DRAWS_PER_CALL)
+    first_call, skipped = divmod(window.first, _DRAWS_PER_CALL)
+    last_call = -(-(window.first + num_columns) // _DRAWS_PER_CALL)
+    columns = torch.arange(first_call, last_call, device=places.device)
     words = philox(seed, places[:, None] * calls_per_row + columns)
     draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
-    draws = draws.permute(1, 2, 0, 3).reshape(len(places), calls_per_row * _DRAWS_PER_CALL)[:, :num_columns]
-    return draws >= drop_threshold(probability)
+    draws = draws.permute(1, 2, 0, 3).reshape(len(places), len(columns) * _DRAWS_PER_CALL)
+    return draws[:, skipped : skipped + num_columns] >= drop_threshold(probability)
 
 
-def dropout(x_LK: torch.Tensor, places: torch.Tensor, probability: float, seed: int) -> torch.Tensor:
+def dropout(
+    x_LK: torch.Tensor, places: torch.Tensor, probability: float, seed: int, window: Window | None = None
+) -> torch.Tensor:
     """Return `x` with elements dropped and the kept ones scaled; differentiable in `x`.
 
     Args:
@@ -99,6 +120,7 @@ def dropout(x_LK: torch.Tensor, places: torch.Tensor, probability: float, seed: 
         places: int64 `[L]`.
         probability: of dropping, in [0, 1).
         seed: from `draw_seed`.
+        window: as in `keep_mask`.
     """
-    mask = keep_mask(seed, places, x_LK.shape[-1], probability)
+    mask = keep_mask(seed, places, x_LK.shape[-1], probability, window)
     return torch.where(mask, x_LK * keep_scale(probability), 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,11 @@ from peft import get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.modeling.classification import head_module
+from peft_mux.modeling.pieces import Piece
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -26,6 +29,8 @@ def adapter_state(model: Any, adapter: str) -> dict[str, torch.Tensor]:
         CheckpointError: if PEFT's selection is not exactly the adapter's parameters (peft#3584).
     """
     state = get_peft_model_state_dict(model, adapter_name=adapter)
+    # PEFT adds the frozen embedding where it is adapted; where that is divided among processes, no process has it.
+    state = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
     trained = sum(1 for key, _ in model.named_parameters() if f".{adapter}." in key or key.endswith(f".{adapter}"))
     missing = trained - sum(1 for key in state if not key.endswith("embed_tokens.weight"))
     if missing > 0:
@@ -35,10 +40,31 @@ def adapter_state(model: Any, adapter: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def save_adapter(model: Any, adapter: str, folder: Path) -> None:
-    """Write `adapter_config.json` and `adapter_model.safetensors` into `folder`, as a solo PEFT model would."""
+def saved_key(name: str) -> str:
+    """Return the key under which PEFT saves a parameter.
+
+    Args:
+        name: PEFT's own, without the adapter id.
+    """
+    return name.replace(".modules_to_save", "")
+
+
+def save_adapter(model: Any, adapter: str, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors` into `folder`, as a solo PEFT model would.
+
+    Args:
+        model: with the adapter's configuration.
+        adapter: internal id of the task.
+        folder: made where absent.
+        weights: of the whole adapter by parameter name, where the model holds only a part of it.
+
+    Raises:
+        CheckpointError: if the files cannot be written.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    state = {key: value.detach().cpu().contiguous() for key, value in adapter_state(model, adapter).items()}
+    state = adapter_state(model, adapter) if weights is None else {saved_key(key): weights[key] for key in weights}
+    # Each tensor apart: views of one buffer share their storage, which safetensors refuses.
+    state = {key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
     try:
         save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
     except SafetensorError as error:  # its own, for a full disk too
@@ -75,6 +101,31 @@ def load_adapter(model: Any, adapter: str, folder: Path) -> None:
             f"{odd[0]}; allowed: an adapter of the same configuration on the same backbone."
         )
     set_peft_model_state_dict(model, state, adapter_name=adapter)
+
+
+def read_adapter(folder: Path, pieces: Mapping[str, Piece]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a saved adapter by parameter name: those that a process has a piece of.
+
+    Args:
+        folder: of the adapter.
+        pieces: by parameter name, without the adapter id.
+
+    Raises:
+        CheckpointError: naming the folder and the first tensor that is missing or of another shape.
+    """
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: got no {WEIGHTS_NAME}; allowed: the folder of a PEFT adapter.")
+    state = load_file(path)
+    for name, piece in pieces.items():
+        found = state.get(saved_key(name))
+        if found is None or tuple(found.shape) != piece.shape:
+            got = "nothing" if found is None else f"shape {list(found.shape)}"
+            raise CheckpointError(
+                f"{folder}: got {got} for {saved_key(name)}; allowed: {list(piece.shape)}, an adapter of the same"
+                " configuration on the same backbone."
+            )
+    return {name: state[saved_key(name)] for name in pieces}
 
 
 def adapter_folders(root: Path) -> dict[str, Path]:

@@ -5,6 +5,8 @@ sequences are gathered into rectangles of near-equal length, and one scaled-dot-
 dense T x T mask, and no sequence shares arithmetic with another (a masked NaN is still NaN: 0 * NaN), so a poisoned
 sequence harms nobody.
 
+Parts of long sequences (`attention_parts`) are computed one by one, as each has a number of keys of its own.
+
 Causal sequences are padded at their end to a multiple of 16 tokens, which needs no mask: a padded key comes after
 every real query. Where every token sees every other (encoders), rectangles hold equal lengths and nothing is padded.
 
@@ -15,7 +17,6 @@ heads, C channels of a head.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,49 +27,14 @@ from torch.nn import functional as F
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels import philox
+from peft_mux.modeling.attention_parts import PartsInFlight, sees
+from peft_mux.modeling.rectangles import Layout, Rectangle, ToRows, ToTokens, build_layout, heads_first
 from peft_mux.modeling.stream import Stream
 from peft_mux.modeling.varlen import say_once, varlen_attention, varlen_support
 
 ATTENTION_NAME = "peft_mux"
 _LENGTH_STEP = 16
 _HARMLESS_TENSORS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"})
-
-
-class Rectangle(NamedTuple):
-    """Sequences that one attention call computes together.
-
-    Attributes:
-        start: first of its rows among the rows of all rectangles.
-        num_sequences: n.
-        length: L, padding included.
-    """
-
-    start: int
-    num_sequences: int
-    length: int
-
-    @property
-    def rows(self) -> slice:
-        """Its rows among the rows of all rectangles."""
-        return slice(self.start, self.start + self.num_sequences * self.length)
-
-
-class Layout(NamedTuple):
-    """How a stream is cut into rectangles.
-
-    Attributes:
-        rectangles: in the order of their rows.
-        num_rows: P.
-        row_of_token: int64 `[T]`, where each token goes.
-        row_of_token_on_host: the same.
-        padding_rows: int64 `[P - T]`, the rows where none goes.
-    """
-
-    rectangles: tuple[Rectangle, ...]
-    num_rows: int
-    row_of_token: torch.Tensor
-    row_of_token_on_host: np.ndarray
-    padding_rows: torch.Tensor
 
 
 class AttentionStream:
@@ -89,6 +55,7 @@ class AttentionStream:
         self.batch = batch
         self.module_names = module_names
         self.max_length = max(batch.sequence_lengths, default=0)
+        self.parts = PartsInFlight(batch, stream.key_values) if batch.parts else None
         self._layouts: dict[bool, Layout] = {}
 
     def layout(self, *, is_causal: bool) -> Layout:
@@ -96,72 +63,9 @@ class AttentionStream:
         if is_causal not in self._layouts:
             step = _LENGTH_STEP if is_causal else 1
             device = self.batch.input_ids.device
-            self._layouts[is_causal] = build_layout(self.batch.sequence_lengths, step, device)
+            apart = () if self.parts is None else tuple(self.parts.of_sequence)
+            self._layouts[is_causal] = build_layout(self.batch.sequence_lengths, step, device, apart)
         return self._layouts[is_causal]
-
-
-def build_layout(lengths: tuple[int, ...], length_step: int, device: torch.device) -> Layout:
-    """Cut a stream into rectangles of equal (rounded) length.
-
-    A sequence's rectangle length depends on its own length only, so its arithmetic is the same in any company.
-
-    Args:
-        lengths: of the sequences, in stream order.
-        length_step: lengths are rounded up to multiples of this.
-        device: of the index.
-    """
-    members: dict[int, list[int]] = defaultdict(list)
-    for index, length in enumerate(lengths):
-        members[-(-length // length_step) * length_step].append(index)
-    first_row = np.empty(len(lengths), dtype=np.int64)
-    rectangles, start = [], 0
-    for length, sequences in sorted(members.items()):
-        rectangles.append(Rectangle(start, len(sequences), length))
-        first_row[sequences] = start + length * np.arange(len(sequences))
-        start += length * len(sequences)
-    sizes = np.asarray(lengths, dtype=np.int64)
-    stream_start = np.cumsum(sizes) - sizes
-    row_of_token = np.repeat(first_row - stream_start, sizes) + np.arange(sizes.sum())
-    is_padding = np.ones(start, dtype=bool)
-    is_padding[row_of_token] = False
-    index, padding = torch.from_numpy(row_of_token), torch.from_numpy(np.flatnonzero(is_padding))
-    return Layout(tuple(rectangles), start, index.to(device), row_of_token, padding.to(device))
-
-
-class _ToRows(torch.autograd.Function):
-    """`[T, ...] -> [P, ...]`: each token to its row, padding rows zero."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_T: torch.Tensor, row_of_token: torch.Tensor, padding_rows: torch.Tensor, num_rows: int
-    ) -> torch.Tensor:
-        ctx.save_for_backward(row_of_token)
-        return _spread(x_T, row_of_token, padding_rows, num_rows)
-
-    @staticmethod
-    def backward(ctx: Any, grad_P: torch.Tensor) -> tuple[Any, ...]:
-        return grad_P.index_select(0, ctx.saved_tensors[0]), None, None, None
-
-
-class _ToTokens(torch.autograd.Function):
-    """`[P, ...] -> [T, ...]`: the inverse of `_ToRows`."""
-
-    @staticmethod
-    def forward(ctx: Any, x_P: torch.Tensor, row_of_token: torch.Tensor, padding_rows: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(row_of_token, padding_rows)
-        ctx.num_rows = len(x_P)
-        return x_P.index_select(0, row_of_token)
-
-    @staticmethod
-    def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[Any, ...]:
-        row_of_token, padding_rows = ctx.saved_tensors
-        return _spread(grad_T, row_of_token, padding_rows, ctx.num_rows), None, None
-
-
-def _spread(x_T: torch.Tensor, row_of_token: torch.Tensor, padding_rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return `[P, ...]` with the tokens in their rows and zeros in the padding, which must be finite: 0 * NaN = NaN."""
-    x_P = x_T.new_empty(num_rows, *x_T.shape[1:]).index_copy_(0, row_of_token, x_T)
-    return x_P.index_fill_(0, padding_rows, 0.0)
 
 
 def packed_attention(
@@ -213,34 +117,47 @@ def packed_attention(
         raise UnsupportedModelError(
             f"{type(module).__name__} slides a window over both directions; allowed: windows of causal attention."
         )
+    parts = mux_stream.parts
+    if parts is not None:
+        if not causal:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} lets every token see every other, so long sequences cannot be split; allowed:"
+                " causal attention. Set split_long_sequences=False."
+            )
+        parts.keep(mux_stream.module_names[module], key, value)
     scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
     reason = varlen_support(
         query.device, query.dtype, query.shape[-1], value_dim=value.shape[-1], softcap=softcap, dropout=dropout
     )
-    if reason is None:
-        return _through_varlen(query, key, value, mux_stream, scale, bool(causal), sliding_window), None
-    if query.is_cuda:
-        say_once(reason)
     scores = _Scores(scaling=scale, is_causal=bool(causal), window=sliding_window, softcap=softcap)
-    return _through_rectangles(module, (query, key, value), mux_stream, scores, dropout), None
+    if reason is None:
+        out = _through_varlen(module, (query, key, value), mux_stream, scores)
+    else:
+        if query.is_cuda:
+            say_once(reason)
+        out = _through_rectangles(module, (query, key, value), mux_stream, scores, dropout)
+    if parts is not None:
+        parts.finish(mux_stream.module_names[module])
+    return out, None
 
 
 def _through_varlen(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    module: nn.Module,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mux_stream: AttentionStream,
-    scaling: float,
-    is_causal: bool,
-    window: int | None,
+    scores: _Scores,
 ) -> torch.Tensor:
     """Attend in one call that knows where each sequence begins; `[1, T, H, C']`."""
-    q_THC, k_TGC, v_TGC = (x[0].transpose(0, 1) for x in (query, key, value))
-    bounds, longest = mux_stream.batch.cu_seqlens, mux_stream.max_length
-    out_THC = varlen_attention(
-        q_THC, k_TGC, v_TGC, bounds, longest, is_causal=is_causal, window=window, scaling=scaling
-    )
-    return out_THC.unsqueeze(0)
+    q_THC, k_TGC, v_TGC = (x[0].transpose(0, 1) for x in qkv)
+    bounds, longest, keys = mux_stream.batch.cu_seqlens, mux_stream.max_length, None
+    if mux_stream.parts is not None:
+        layer = mux_stream.module_names[module]
+        k_GKC, v_GKC, num_keys = mux_stream.parts.joined_stream(layer, qkv[1], qkv[2], scores.window)
+        k_TGC, v_TGC = k_GKC.transpose(0, 1), v_GKC.transpose(0, 1)
+        key_bounds = torch.tensor([0, *np.cumsum(num_keys)], dtype=torch.int32)
+        keys = key_bounds.to(q_THC.device, non_blocking=True), max(num_keys)
+    options: dict[str, Any] = {"is_causal": scores.is_causal, "window": scores.window, "scaling": scores.scaling}
+    return varlen_attention(q_THC, k_TGC, v_TGC, bounds, longest, keys=keys, **options).unsqueeze(0)
 
 
 def _through_rectangles(
@@ -253,15 +170,19 @@ def _through_rectangles(
     """Attend in one call for each group of sequences of near-equal length; `[1, T, H, C']`."""
     layout = mux_stream.layout(is_causal=scores.is_causal)
     q_PHC, k_PGC, v_PGC = (
-        _ToRows.apply(x[0].transpose(0, 1), layout.row_of_token, layout.padding_rows, layout.num_rows) for x in qkv
+        ToRows.apply(x[0].transpose(0, 1), layout.row_of_token, layout.padding_rows, layout.num_rows) for x in qkv
     )
     draws = _AttentionDropout(mux_stream, module, layout, dropout) if dropout > 0.0 else None
     parts = []
     for rectangle in layout.rectangles:
-        q, k, v = (_heads_first(x[rectangle.rows], rectangle) for x in (q_PHC, k_PGC, v_PGC))
+        q, k, v = (heads_first(x[rectangle.rows], rectangle) for x in (q_PHC, k_PGC, v_PGC))
+        if rectangle.sequence is not None and mux_stream.parts is not None:
+            layer = mux_stream.module_names[module]
+            k_GKC, v_GKC = mux_stream.parts.joined(layer, rectangle.sequence, k[0], v[0], scores.window)
+            k, v = k_GKC[None], v_GKC[None]
         parts.append(_attend(rectangle, q, k, v, scores, draws))
     out_PHC = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return _ToTokens.apply(out_PHC, layout.row_of_token, layout.padding_rows).unsqueeze(0)
+    return ToTokens.apply(out_PHC, layout.row_of_token, layout.padding_rows).unsqueeze(0)
 
 
 class _Scores(NamedTuple):
@@ -270,21 +191,17 @@ class _Scores(NamedTuple):
     window: int | None
     softcap: float | None
 
-    def mask(self, length: int, device: torch.device) -> torch.Tensor | None:
-        """Return bool `[L, L]`, true where a query sees a key, or `None` where plain causality says it all."""
-        if self.window is None or length <= self.window:
-            return None
-        rows = torch.arange(length, device=device)
-        distance = rows[:, None] - rows[None, :]
-        return (distance >= 0) & (distance < self.window)
-
 
 class _AttentionDropout:
-    """Dropout of attention weights whose draws depend on the query's place, the head and the key only."""
+    """Dropout of attention weights whose draws depend on the query's place, the head and the key only.
+
+    Heads count as those of the whole model, also where a shard of it has some of them (`head_window`).
+    """
 
     def __init__(self, attention: AttentionStream, module: nn.Module, layout: Layout, probability: float) -> None:
         self.probability = probability
         self.name = attention.module_names[module]
+        self.heads: philox.Window | None = getattr(module, "head_window", None)
         batch, stream = attention.batch, attention.stream
         self.places = batch.token_places.new_zeros(layout.num_rows)
         self.places.index_copy_(0, layout.row_of_token, batch.token_places)
@@ -292,10 +209,13 @@ class _AttentionDropout:
         for index, segment in enumerate(stream.segments):
             owner[segment.start : segment.end] = index
         self.segments = stream.segments
+        self.parts = attention.parts
         self.owner_of_row = np.full(layout.num_rows, -1)
         self.owner_of_row[layout.row_of_token_on_host] = owner
 
     def __call__(self, weights_nHLL: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
+        if rectangle.sequence is not None:
+            return self._dropped_part(weights_nHLL[0], rectangle)[None]
         owners = self.owner_of_row[rectangle.rows].reshape(rectangle.num_sequences, rectangle.length)[:, 0]
         places = self.places[rectangle.rows].view(rectangle.num_sequences, rectangle.length)
         parts = []
@@ -303,14 +223,26 @@ class _AttentionDropout:
             weights_HLL = weights_nHLL[sequence]
             seed = self.segments[owner].draw_seed(self.name)
             by_query = weights_HLL.transpose(0, 1).reshape(rectangle.length, -1)
-            dropped = philox.dropout(by_query, places[sequence], self.probability, seed)
+            window = self._window(weights_HLL.shape[-1])
+            dropped = philox.dropout(by_query, places[sequence], self.probability, seed, window)
             parts.append(dropped.view(rectangle.length, weights_HLL.shape[0], -1).transpose(0, 1))
         return torch.stack(parts)
 
+    def _dropped_part(self, weights_HLK: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
+        """Return `[H, L, K]` with the draws that the whole sequence would have for these queries and keys."""
+        assert self.parts is not None, "only parts have rectangles of their own"
+        part = self.parts.of_sequence[rectangle.sequence or 0]
+        num_heads, _, num_keys = weights_HLK.shape
+        width = -(-part.num_tokens // _LENGTH_STEP) * _LENGTH_STEP
+        seed = self.segments[self.owner_of_row[rectangle.start]].draw_seed(self.name)
+        places, window = self.places[rectangle.rows], self._window(width)
+        kept = philox.keep_mask(seed, places, num_heads * width, self.probability, window)
+        kept_HLK = kept.view(-1, num_heads, width)[:, :, part.end - num_keys : part.end].transpose(0, 1)
+        return torch.where(kept_HLK, weights_HLK * philox.keep_scale(self.probability), 0.0)
 
-def _heads_first(x_rows: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
-    """`[n * L, H, C] -> [n, H, L, C]` as a view."""
-    return x_rows.view(rectangle.num_sequences, rectangle.length, *x_rows.shape[1:]).transpose(1, 2)
+    def _window(self, width: int) -> philox.Window | None:
+        """Return where the draws of these heads lie among those of all, which have `width` of them each."""
+        return None if self.heads is None else philox.Window(self.heads.first * width, self.heads.num_columns * width)
 
 
 def _attend(
@@ -322,7 +254,7 @@ def _attend(
     dropout: _AttentionDropout | None,
 ) -> torch.Tensor:
     """Return `[n * L, H, C']` of one rectangle."""
-    mask = scores.mask(rectangle.length, q.device)
+    mask = sees(q.shape[2], k.shape[2], scores.window, q.device)
     if scores.softcap is None and dropout is None:
         out = F.scaled_dot_product_attention(
             q,

@@ -7,7 +7,9 @@ the original `forward` runs, so `generate`, merging and saving work as ever.
 
 from __future__ import annotations
 
+import functools
 import re
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +24,8 @@ from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels import philox
 from peft_mux.kernels.grouped_lora import LinearSlice, LoraSegment, grouped_lora_slices
 from peft_mux.kernels.lora_group import Base
+from peft_mux.modeling.gathering import plain_type
+from peft_mux.modeling.lora_pass import runs_kernels
 from peft_mux.modeling.quantized import base_output
 from peft_mux.modeling.slabs import round_up
 from peft_mux.modeling.stream import RowSegment, Stream
@@ -142,10 +146,10 @@ class MultiplexedLinear(_Multiplexed):
     def slice_of(self, rows: Sequence[RowSegment]) -> LinearSlice:
         """Return the layer and the adapters that the tasks of given rows have here."""
         layer: Any = self.module
-        segments, factors = [], []
+        segments, factors, window = [], [], self._window
         for segment in rows:
             if segment.adapter in layer.lora_A and not layer.disable_adapters:
-                segments.append(self._segment(segment))
+                segments.append(self._segment(segment, window))
                 factors.append((layer.lora_A[segment.adapter].weight, layer.lora_B[segment.adapter].weight))
         weight, bias = frozen_weight(layer.base_layer)
         return LinearSlice(weight, bias, layer.out_features, segments, factors)
@@ -155,11 +159,23 @@ class MultiplexedLinear(_Multiplexed):
         layer: Any = self.module
         return getattr(layer.lora_dropout[adapter], "p", 0.0) if layer.training else 0.0
 
-    def _segment(self, rows: RowSegment) -> LoraSegment:
+    def _segment(self, rows: RowSegment, window: philox.Window | None) -> LoraSegment:
         layer: Any = self.module
         dropout = self.dropout_of(rows.adapter)
         seed = rows.draw_seed(self.name) if dropout > 0.0 else 0
-        return LoraSegment(rows.start, rows.end, layer.scaling[rows.adapter], dropout, seed)
+        return LoraSegment(rows.start, rows.end, layer.scaling[rows.adapter], dropout, seed, window)
+
+    @property
+    def _window(self) -> philox.Window | None:
+        """Which columns of the whole input lie here, in row-parallel layers (`peft_mux.modeling.tensor_parallel`)."""
+        layer: Any = self.module
+        return layer.base_layer.__dict__.get("input_window")  # getattr would raise and catch in every pass
+
+    def draws_in_window(self, rows: Sequence[RowSegment]) -> bool:
+        """Whether some adapter drops elements of an input of which only some columns lie here."""
+        layer: Any = self.module
+        adapters = [segment.adapter for segment in rows] if self._window is not None else []
+        return any(adapter in layer.lora_A and self.dropout_of(adapter) > 0.0 for adapter in adapters)
 
 
 class LinearGroup:
@@ -212,6 +228,10 @@ class LinearGroup:
         """Return `[T, K]` of each layer."""
         x_TD = self.members[0].rows(x, x.shape[-1])
         lora_pass = self.stream.lora_pass
+        if any(member.draws_in_window(self.stream.segments) for member in self.members):
+            if runs_kernels(x_TD.device):
+                _say_windows()
+            lora_pass = None
         if lora_pass is not None and not any(member.module.disable_adapters for member in self.members):
             device_type = x_TD.device.type
             autocast = torch.is_autocast_enabled(device_type)
@@ -247,6 +267,14 @@ class LinearGroup:
         y = outputs.pop(id(member))
         self._x, self._pass, self._ready = x, this_pass, outputs
         return y
+
+
+@functools.cache
+def _say_windows() -> None:
+    warnings.warn(
+        "adapters with dropout on row-parallel layers are computed task by task: kernels draw for whole inputs only.",
+        stacklevel=2,
+    )
 
 
 class SlicedAdapter(_Multiplexed):
@@ -291,10 +319,11 @@ class MultiplexedDropout(_Multiplexed):
         return torch.cat(parts).view_as(x)
 
 
-def frozen_weight(base_layer: nn.Module) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def frozen_weight(base_layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return `(weight [K, D], bias [K])` of a plain linear layer; `(None, None)` for any other (quantised) kind."""
-    if type(base_layer) is nn.Linear:
+    kind = plain_type(base_layer)
+    if kind is nn.Linear:
         return base_layer.weight, base_layer.bias
-    if type(base_layer) is Conv1D:
+    if kind is Conv1D:
         return base_layer.weight.t(), base_layer.bias
     return None, None

@@ -8,6 +8,7 @@ Shape letters: T tokens, M rows that have a target, N tasks, D hidden features.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,8 +19,12 @@ from torch.utils.checkpoint import checkpoint
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels.linear_cross_entropy import Head, block_rows, linear_cross_entropy
+from peft_mux.kernels.sharded_cross_entropy import ShardedCrossEntropy, sharded_linear_cross_entropy
+from peft_mux.modeling.gathering import free_after_backward, gather_before_backward, gathered
 from peft_mux.modeling.layers import frozen_weight
 from peft_mux.modeling.stream import Stream
+from peft_mux.modeling.tensor_layers import to_shards
+from peft_mux.modeling.vocabulary import vocabulary_shard
 
 
 def output_head(backbone: Any) -> tuple[Any, float, float | None]:
@@ -58,14 +63,27 @@ def token_losses(
     hidden_MD = hidden_TD.index_select(0, batch.target_rows)
     targets_M = batch.labels[0].index_select(0, batch.target_rows)
     module, scale, softcap = output_head(backbone)
-    weight, bias = frozen_weight(module)
-    if weight is not None:
-        return linear_cross_entropy(hidden_MD, Head(weight, bias, scale, softcap), targets_M)
-    if isinstance(module, BaseTunerLayer):
-        return _adapted_losses(hidden_MD, targets_M, module, batch, stream, adapters, (scale, softcap))
+    if _is_adapted(module):
+        hidden_MD = free_after_backward(hidden_MD, module)
+        with gathered(module):
+            losses_M = _adapted_losses(hidden_MD, targets_M, module, batch, stream, adapters, (scale, softcap))
+        return gather_before_backward(losses_M, module)
+    with gathered(module):
+        weight, bias = frozen_weight(module)
+        if weight is not None:
+            head, words = Head(weight, bias, scale, softcap), vocabulary_shard(module)
+            if words is None:
+                return linear_cross_entropy(hidden_MD, head, targets_M)
+            return sharded_linear_cross_entropy(
+                hidden_MD, head, targets_M, first=words.first, vocab_size=words.vocab_size, links=words.links
+            )
     raise UnsupportedModelError(
         f"the output head of {type(backbone).__name__} is a {type(module).__name__}; allowed: a linear layer."
     )
+
+
+def _is_adapted(module: Any) -> bool:
+    return isinstance(module, BaseTunerLayer)
 
 
 def _adapted_losses(
@@ -80,14 +98,20 @@ def _adapted_losses(
     """The same where some task adapts the head: blocks of logits are recomputed in the backward pass."""
     scale, softcap = transform
     places_M = batch.token_places.index_select(0, batch.target_rows)
-    size = block_rows(module.base_layer.weight.shape[0], hidden_MD.device.type)
+    words = vocabulary_shard(module)
+    num_words = module.base_layer.weight.shape[0] if words is None else -(-words.vocab_size // words.links.size)
+    size = block_rows(num_words, hidden_MD.device.type)
+    hidden_MD = hidden_MD if words is None else to_shards(hidden_MD, words.links)
 
     def block(hidden: torch.Tensor, start: int, end: int) -> torch.Tensor:
         offsets = tuple(min(max(offset - start, 0), end - start) for offset in batch.target_offsets)
-        with stream.reading(batch, adapters), stream.selected_rows(offsets, places_M[start:end], adapters):
+        alone = nullcontext() if words is None else words.local()
+        with stream.reading(batch, adapters), stream.selected_rows(offsets, places_M[start:end], adapters), alone:
             logits = module(hidden).float() * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
+        if words is not None:
+            return ShardedCrossEntropy.apply(logits, targets_M[start:end], words.first, words.links)
         return F.cross_entropy(logits, targets_M[start:end], reduction="none")
 
     parts = []
@@ -126,11 +150,12 @@ def stream_logits(
     """
     module, scale, softcap = output_head(backbone)
     logits, start = [], 0
-    for length in batch.sequence_lengths:
-        end = start + length
-        offsets = tuple(min(max(offset - start, 0), length) for offset in batch.task_offsets)
-        with stream.selected_rows(offsets, batch.token_places[start:end], adapters):
-            rows = module(hidden_TD[start:end]).float() * scale
-        logits.append(rows if softcap is None else softcap * torch.tanh(rows / softcap))
-        start = end
+    with gathered(module):
+        for length in batch.sequence_lengths:
+            end = start + length
+            offsets = tuple(min(max(offset - start, 0), length) for offset in batch.task_offsets)
+            with stream.selected_rows(offsets, batch.token_places[start:end], adapters):
+                rows = module(hidden_TD[start:end]).float() * scale
+            logits.append(rows if softcap is None else softcap * torch.tanh(rows / softcap))
+            start = end
     return logits

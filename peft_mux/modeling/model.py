@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,16 +15,17 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import ConfigError, closest
 from peft_mux.modeling import adapters as adapter_io
 from peft_mux.modeling import classification, losses
+from peft_mux.modeling.adapter_files import AdapterFiles
 from peft_mux.modeling.attention import ATTENTION_NAME, AttentionStream, register
 from peft_mux.modeling.injection import as_it_was, check_configs, is_meta, own_copy, peft_refusals, seeded
 from peft_mux.modeling.layers import attach
 from peft_mux.modeling.lora_pass import LoraGroups, LoraPass
-from peft_mux.modeling.quantized import prepare_quantized
 from peft_mux.modeling.pieces import Piece
+from peft_mux.modeling.quantized import prepare_quantized
 from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.modeling.stream import Stream
 from peft_mux.modeling.support import check_backbone, position_offset
-from peft_mux.modeling.view import TaskView
+from peft_mux.modeling.view import TaskView, require_all_layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class MuxOutput:
     task_names: tuple[str, ...]
 
 
-class MultiTaskPeftModel(PeftModel):
+class MultiTaskPeftModel(AdapterFiles, PeftModel):
     """Any number of adapters on one frozen backbone, each computing on its own rows of a packed stream.
 
     It is a `PeftModel`: parameter names, saving and merging are PEFT's. Tasks are known to PEFT under internal ids,
@@ -70,6 +70,10 @@ class MultiTaskPeftModel(PeftModel):
     base_model: Any
     pieces: dict[tuple[str, str], Piece]
     """By task and parameter, where a process holds less than all of it, or its gradient does not add."""
+    num_stages: int = 1
+    """Into which the backbone was cut; this model is one of them (`peft_mux.modeling.stages`)."""
+    num_shards: int = 1
+    """Likewise, of a stage (`peft_mux.modeling.tensor_parallel`)."""
 
     def __init__(
         self,
@@ -134,6 +138,7 @@ class MultiTaskPeftModel(PeftModel):
         *,
         seeds: Mapping[str, int] | None = None,
         num_labels: Mapping[str, int] | None = None,
+        are_checked: bool = False,
     ) -> None:
         """Add tasks between two steps; neither the backbone nor any other task is touched (M §3.2).
 
@@ -141,12 +146,29 @@ class MultiTaskPeftModel(PeftModel):
             peft_configs: `PeftConfig` of each new task by name.
             seeds: as for the class.
             num_labels: as for the class.
+            are_checked: the configurations were held against the whole model, of which this is a part.
 
         Raises:
             ConfigError: naming every fault of every new task; then none is added.
         """
-        check_configs(peft_configs, self.backbone, taken=self.tasks)
+        if not are_checked:
+            check_configs(peft_configs, self.backbone, taken=self.tasks)
         self._register(peft_configs, seeds or {}, num_labels or {})
+
+    def register_absent(self, name: str, config: PeftConfig) -> None:
+        """Add a task that has no adapter in this model, which is a part of one.
+
+        Args:
+            name: of the task.
+            config: of its adapter, as PEFT completed it.
+        """
+        self.peft_config[self._next_adapter] = config
+        self._given_configs[name] = config.to_dict()
+        self._adapters[name] = self._next_adapter
+        self._num_registered += 1
+        self._task_parameters[name] = {}
+        self._slabs[name] = TaskSlab({}, self.device)
+        self._groups.clear()
 
     def remove_tasks(self, names: list[str] | tuple[str, ...]) -> None:
         """Drop tasks and free their adapters; the others stay as they are.
@@ -160,6 +182,7 @@ class MultiTaskPeftModel(PeftModel):
             adapter = self._adapters.pop(name)
             del self._task_parameters[name], self._given_configs[name]
             self._slabs.pop(name, None)
+            self.pieces = {key: piece for key, piece in self.pieces.items() if key[0] != name}
             self._groups.clear()
             others = list(self._adapters.values())
             if adapter in self.active_adapters and others:
@@ -201,7 +224,7 @@ class MultiTaskPeftModel(PeftModel):
         """Move or cast as any module does, and lay the adapters out anew."""
         result = super()._apply(*args, **kwargs)
         for name in getattr(self, "_slabs", {}):
-            self._slabs[name] = TaskSlab(self._task_parameters[name])
+            self._slabs[name] = TaskSlab(self._task_parameters[name], self.device)
         if hasattr(self, "_groups"):
             self._groups.clear()
         return result
@@ -240,21 +263,28 @@ class MultiTaskPeftModel(PeftModel):
 
         Returns:
             `MuxOutput` with one loss a task.
+
+        Raises:
+            ConfigError: for one of several stages of a pipeline.
         """
+        require_all_layers(self, "a forward pass")
         if not isinstance(mux_batch, MuxBatch):
             args = args if mux_batch is None else (mux_batch, *args)
             return super().forward(*args, **kwargs)
-        self._prepare(mux_batch)
+        self.prepare(mux_batch.task_names)
         with self.multiplexing(mux_batch):
-            hidden_TD = self._hidden_states(mux_batch)
-            if self.is_classifier:
-                logits = classification.task_logits(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
-                terms, bounds = classification.task_losses(logits, mux_batch), mux_batch.sequence_offsets
-            else:
-                terms = losses.token_losses(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
-                bounds = mux_batch.target_offsets
-            counts = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
-        return MuxOutput(losses.per_task(terms, counts, mux_batch.loss_weights), mux_batch.task_names)
+            return MuxOutput(self.losses_of(self._hidden_states(mux_batch), mux_batch), mux_batch.task_names)
+
+    def losses_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> torch.Tensor:
+        """Return the losses `[N]` from the `[T, D]` last hidden states, while the stream is read."""
+        if self.is_classifier:
+            logits = classification.task_logits(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
+            terms, bounds = classification.task_losses(logits, mux_batch), mux_batch.sequence_offsets
+        else:
+            terms = losses.token_losses(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
+            bounds = mux_batch.target_offsets
+        counts = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+        return losses.per_task(terms, counts, mux_batch.loss_weights)
 
     def target_losses(self, mux_batch: MuxBatch, lora_pass: LoraPass, attention: AttentionStream) -> torch.Tensor:
         """Return the `[M]` negative log-likelihoods of a language model's targets, for passes that are captured.
@@ -273,13 +303,16 @@ class MultiTaskPeftModel(PeftModel):
     @torch.no_grad()
     def sequence_logits(self, mux_batch: MuxBatch) -> list[torch.Tensor]:
         """Return the logits of every sequence: `[L, V]` for language models, `[C]` for classifiers."""
-        self._prepare(mux_batch)
+        self.prepare(mux_batch.task_names)
         with self.multiplexing(mux_batch):
-            hidden_TD = self._hidden_states(mux_batch)
-            if self.is_classifier:
-                logits = classification.task_logits(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
-                return [row for part in logits for row in part]
-            return losses.stream_logits(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
+            return self.logits_of(self._hidden_states(mux_batch), mux_batch)
+
+    def logits_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> list[torch.Tensor]:
+        """Return the logits of every sequence from the `[T, D]` last hidden states, while the stream is read."""
+        if self.is_classifier:
+            logits = classification.task_logits(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
+            return [row for part in logits for row in part]
+        return losses.stream_logits(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
 
     @contextmanager
     def multiplexing(self, batch: MuxBatch, lora_pass: LoraPass | None = None) -> Iterator[None]:
@@ -348,67 +381,23 @@ class MultiTaskPeftModel(PeftModel):
         return nullcontext(), self.multiplexing(batch, self.stream.lora_pass)
 
     @torch.compiler.disable()
-    def _prepare(self, batch: MuxBatch) -> None:
-        """Bind the gradients of a pass, and let kernels in another dtype see the weights as they are now."""
-        for name in batch.task_names:
+    def prepare(self, tasks: Iterable[str]) -> None:
+        """Bind the gradients of a pass, and let kernels in another dtype see the weights as they are now.
+
+        Args:
+            tasks: of the pass.
+        """
+        for name in tasks:
             slab = self.task_slab(name)
             if torch.is_grad_enabled():
                 slab.bind_gradients()
             slab.refresh_copies()
 
-    # ------------------------------------------------------------------ files
-
-    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
-        """Write one sub-folder a task, each a plain PEFT adapter at its root.
-
-        Args:
-            save_directory: made where absent.
-            **kwargs: none is supported; PEFT's options are refused, not ignored.
-
-        Raises:
-            ConfigError: for options.
-        """
-        if kwargs:
-            raise ConfigError(f"save_pretrained: got {', '.join(kwargs)}; allowed: the folder alone.")
-        for name in self.tasks:
-            self.save_task(name, Path(save_directory) / name)
-
-    def save_task(self, name: str, folder: str | Path) -> None:
-        """Write one task's adapter as plain PEFT does; `PeftModel.from_pretrained(base, folder)` loads it."""
-        adapter_io.save_adapter(self, self.adapter_of(name), Path(folder))
-
-    def load_task(self, name: str, folder: str | Path) -> None:
-        """Read one task's adapter weights from a PEFT adapter folder.
-
-        Raises:
-            CheckpointError: if the tensors are not exactly this task's.
-        """
-        adapter_io.load_adapter(self, self.adapter_of(name), Path(folder))
-
-    @classmethod
-    def from_pretrained(cls, model: Any, model_id: str | Path, **kwargs: Any) -> MultiTaskPeftModel:  # type: ignore[override]
-        """Build a model with every adapter of a folder that `save_pretrained` (or a run) wrote.
-
-        Args:
-            model: the backbone.
-            model_id: folder with one sub-folder a task; other contents are passed over.
-            **kwargs: for the class.
-
-        Raises:
-            CheckpointError: if there is no adapter, or one does not fit.
-        """
-        folders = adapter_io.adapter_folders(Path(model_id))
-        configs = {name: PeftConfig.from_pretrained(str(folder)) for name, folder in folders.items()}
-        labels = {name: adapter_io.num_labels(folder) for name, folder in folders.items()}
-        for config in configs.values():
-            config.inference_mode = False
-        kwargs.setdefault("num_labels", {name: count for name, count in labels.items() if count is not None})
-        mux_model = cls(model, configs, **kwargs)
-        for name, folder in folders.items():
-            mux_model.load_task(name, folder)
-        return mux_model
-
     # --------------------------------------------------------------- internal
+
+    @property
+    def _next_adapter(self) -> str:
+        return f"t{self._num_registered + 1:06d}"
 
     def _register(
         self, peft_configs: Mapping[str, PeftConfig], seeds: Mapping[str, int], num_labels: Mapping[str, int]
@@ -416,7 +405,7 @@ class MultiTaskPeftModel(PeftModel):
         before = self.tasks
         try:
             for name, config in peft_configs.items():
-                adapter = f"t{self._num_registered + 1:06d}"
+                adapter = self._next_adapter
                 own = own_copy(config, self.backbone)
                 with seeded(seeds.get(name, 42)), peft_refusals(name), self._forgetting(adapter):
                     self.add_adapter(adapter, own, low_cpu_mem_usage=is_meta(self.backbone))

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
-from peft_mux.modeling.quantized import quantized_layers, scales, weight_bytes
+from peft_mux.modeling.quantized import quantized_layers, weight_bytes
 from peft_mux.scheduler.memory import ModelShape
 
 
@@ -41,31 +39,6 @@ def model_shape(backbone: nn.Module, config: Any, *, dtype: torch.dtype, activat
         backbone_bytes=plain * dtype.itemsize + sum(quantized.values()),
         activation_bytes=activation_dtype.itemsize,
     )
-
-
-@torch.no_grad()
-def backbone_fingerprint(backbone: PreTrainedModel) -> str:
-    """Return a short digest of the frozen weights: names, shapes, types, and the first 256 bytes of each tensor.
-
-    Tells another model, another size, another dtype or other weights of the same model; a few changed values deep
-    inside a tensor it does not see. Formats and scales of quantised layers take part. Task heads are left out, and so
-    is what lies outside the base model.
-    """
-    digest = hashlib.sha256(type(backbone).__name__.encode())
-    samples = []
-    for name, parameter in backbone.base_model.named_parameters():
-        if ".lora_" in name or ".modules_to_save." in name:
-            continue
-        plain_name = name.replace(".base_layer.", ".")
-        digest.update(f"{plain_name} {tuple(parameter.shape)} {parameter.dtype}".encode())
-        samples.append(parameter.flatten()[: 256 // parameter.element_size()].contiguous().view(torch.uint8))
-    for name, layer, bits in quantized_layers(backbone.base_model):
-        form, tensors = scales(layer, bits)
-        digest.update(f"{name} {form}".encode())
-        samples += [tensor.flatten()[: 256 // tensor.element_size()].view(torch.uint8) for tensor in tensors]
-    for sample in samples:
-        digest.update(sample.cpu().numpy().tobytes())
-    return digest.hexdigest()[:32]
 
 
 def _first(config: Any, *names: str, default: int) -> int:

@@ -59,13 +59,16 @@ class Page:
         num_bindings: how often a new buffer of gradients was made; addresses taken before are no longer true.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], *, decays: bool) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], *, decays: bool, device: torch.device | None = None
+    ) -> None:
         """Copy the weights into a flat buffer and make the parameters views of it."""
         self.decays = decays
         self.num_bindings = 0
         self._shadows: dict[torch.dtype, torch.Tensor] = {}
-        first = next(iter(parameters.values()))
-        flat = first.new_zeros(sum(_size(name, item) for name, item in parameters.items()), requires_grad=False)
+        first = next(iter(parameters.values()), torch.zeros(0, device=device))
+        size = sum(_size(name, item) for name, item in parameters.items()) or GROUP
+        flat = first.new_zeros(size, requires_grad=False)
         self._entries: dict[int, _Entry] = {}
         offset = 0
         for name, parameter in parameters.items():
@@ -84,6 +87,15 @@ class Page:
             return None
         gradient = None if self.values.grad is None else entry.rows_of(self.values.grad)
         return Factor(entry.rows_of(self._values_in(dtype)), gradient)
+
+    def part(self, parameter: nn.Parameter, flat: torch.Tensor) -> torch.Tensor | None:
+        """Return the part of a buffer as long as the page that stands for a parameter, in the parameter's shape.
+
+        Returns:
+            A view; `None` for a parameter that is not of this page.
+        """
+        entry = self._entries.get(id(parameter))
+        return None if entry is None else entry.view_of(flat)
 
     def _values_in(self, dtype: torch.dtype) -> torch.Tensor:
         if dtype == self.values.dtype:
@@ -132,16 +144,19 @@ class TaskSlab:
     """The pages of one task.
 
     Args:
-        parameters: the task's own, by their PEFT names.
+        parameters: the task's own, by their PEFT names. Where there are none (a stage without adapters of the task),
+            there is one page of zeros that nothing reads, so that optimizers need no case of their own.
+        device: of that page.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device | None = None) -> None:
         """Lay the weights out."""
         kinds: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
         for name in _laid_out(parameters):
             kinds.setdefault((parameters[name].dtype, decays(name)), {})[name] = parameters[name]
         with torch.no_grad():
             self.pages = [Page(members, decays=does_decay) for (_, does_decay), members in kinds.items()]
+            self.pages = self.pages or [Page({}, decays=True, device=device)]
 
     @property
     def num_bindings(self) -> int:

@@ -70,6 +70,24 @@ def load_stage(
     return StageModel(model, layout, stage)
 
 
+def blank_model(
+    like: Any, peft_configs: Mapping[str, PeftConfig], seeds: Mapping[str, int] | None = None
+) -> MultiTaskPeftModel:
+    """Return a whole model whose backbone takes no memory, with the adapters that one process would draw.
+
+    Args:
+        like: a backbone of the same class and configuration, perhaps a part of one.
+        peft_configs: of each task, by name.
+        seeds: as for `MultiTaskPeftModel`.
+    """
+    with init_empty_weights(include_buffers=False):
+        backbone = type(like)(like.config)
+    for name, parameter in list(backbone.named_parameters()):
+        _put(backbone, name, torch.zeros((), dtype=like.dtype).expand(parameter.shape))
+    backbone.tie_weights()
+    return MultiTaskPeftModel(backbone, peft_configs, seeds=seeds, verify=False)
+
+
 def _own_names(backbone: Any, layout: StageLayout, stage: int) -> set[str]:
     """Return the names of the parameters that lie in a process."""
     parts, prefix = decoder_parts(backbone), backbone.base_model_prefix

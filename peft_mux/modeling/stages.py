@@ -23,7 +23,6 @@ from torch import nn
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import UnsupportedModelError
-from peft_mux.modeling import classification, losses
 from peft_mux.modeling.attention import AttentionStream
 from peft_mux.modeling.lora_pass import LoraPass
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -141,6 +140,7 @@ class StageModel:
                 f" {len(layers)} layers, as {type(model.backbone).__name__} has. Make it with StageLayout.of."
             )
         self._drop_others()
+        model.num_stages = layout.num_stages
         self._modules_at = {place: self._modules_of(place) for place in self.places}
 
     @property
@@ -164,11 +164,7 @@ class StageModel:
         Args:
             tasks: that take part in the step.
         """
-        for name in tasks:
-            slab = self.model.task_slab(name)
-            if torch.is_grad_enabled():
-                slab.bind_gradients()
-            slab.refresh_copies()
+        self.model.prepare(tasks)
 
     def forward(self, place: int, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> StagePass:
         """Run a micro-batch through one place.
@@ -188,8 +184,21 @@ class StageModel:
         with model.multiplexing(batch), self._at(place):
             output = self._hidden_states(batch, hidden_TD)
             if place == self.layout.last_place:
-                output = self._losses(output, batch)
+                output = self.model.losses_of(output, batch)
             return StagePass(output, model.stream.lora_pass)
+
+    @torch.no_grad()
+    def sequence_logits(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> list[torch.Tensor]:
+        """Run a micro-batch through the last place; return as `MultiTaskPeftModel.sequence_logits` does.
+
+        Args:
+            batch: on the device.
+            hidden_TD: as for `forward`.
+        """
+        model, place = self.model, self.layout.last_place
+        with model.multiplexing(batch), self._at(place):
+            output_TD = self._hidden_states(batch, hidden_TD)
+            return model.logits_of(output_TD, batch)
 
     def _hidden_states(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         """Return `[T, D]`."""
@@ -202,19 +211,6 @@ class StageModel:
         else:
             arguments["inputs_embeds"] = hidden_TD.unsqueeze(0)
         return self._base(**arguments).last_hidden_state[0]
-
-    def _losses(self, hidden_TD: torch.Tensor, batch: MuxBatch) -> torch.Tensor:
-        """Return `[N]`, as `MuxOutput` has them."""
-        model = self.model
-        adapters = {name: model.adapter_of(name) for name in batch.task_names}
-        if model.is_classifier:
-            logits = classification.task_logits(hidden_TD, model.backbone, batch, model.stream, adapters)
-            terms, bounds = classification.task_losses(logits, batch), batch.sequence_offsets
-        else:
-            terms = losses.token_losses(hidden_TD, model.backbone, batch, model.stream, adapters)
-            bounds = batch.target_offsets
-        counts = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
-        return losses.per_task(terms, counts, batch.loss_weights)
 
     # --------------------------------------------------------------- cutting
 
@@ -248,7 +244,7 @@ class StageModel:
         for name in model.tasks:
             own = {key: item for key, item in model.task_parameters(name).items() if id(item) in held}
             model._task_parameters[name] = own
-            model._slabs[name] = TaskSlab(own)
+            model._slabs[name] = TaskSlab(own, model.device)
         model._module_names = self._module_names
         model.stream.groups.clear()
 

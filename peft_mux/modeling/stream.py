@@ -15,6 +15,7 @@ import torch
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.kernels import philox
+from peft_mux.modeling.key_values import KeyValueStore
 from peft_mux.modeling.lora_pass import LoraGroups, LoraPass
 
 
@@ -51,6 +52,7 @@ class Stream:
         lora_pass: rows bound to adapters, for layers that see every token; `None` while idle or inside `selected_rows`.
         num_attention_calls: how often packed attention ran, since the stream was made.
         num_passes: how often a batch was dispatched; recomputations count.
+        key_values: of long sequences, between the passes of their parts.
 
     Args:
         groups: tables of the model's adapters; none by default.
@@ -66,6 +68,7 @@ class Stream:
         self.num_rows = 0
         self.num_attention_calls = 0
         self.num_passes = 0
+        self.key_values = KeyValueStore()
 
     @property
     def is_idle(self) -> bool:

@@ -143,6 +143,7 @@ def varlen_attention(
     window: int | None,
     scaling: float,
     kernel: VarlenKernel | None = None,
+    keys: tuple[torch.Tensor, int] | None = None,
 ) -> torch.Tensor:
     """Attend within each sequence of the stream; differentiable in queries, keys and values.
 
@@ -159,6 +160,8 @@ def varlen_attention(
         window: a query sees this many tokens, itself included; `None` for all. Causal attention only.
         scaling: of the scores.
         kernel: by default what `varlen_kernel` finds.
+        keys: int32 `[S + 1]` bounds and greatest number of the keys of each sequence, where they are not those of the
+            queries. Queries are the last tokens that there are keys of: flash attention since 2.1 aligns causality so.
 
     Returns:
         `[T, H, C]`.
@@ -177,7 +180,9 @@ def varlen_attention(
     reach = (-1 if window is None else window - 1, 0 if is_causal else -1)
     call = _call_torch if kernel.library == "torch" else _call_package
     q_THC, k_TGC, v_TGC = (_with_dense_channels(x) for x in (q_THC, k_TGC, v_TGC))
-    return call(kernel, (q_THC, k_TGC, v_TGC), cu_seqlens, _lengths(max_length, window), reach, scaling)
+    bounds, longest = (cu_seqlens, max_length) if keys is None else keys
+    lengths = _lengths(max_length, window)[0], _lengths(longest, window)[1]
+    return call(kernel, (q_THC, k_TGC, v_TGC), (cu_seqlens, bounds), lengths, reach, scaling)
 
 
 def _lengths(max_length: int, window: int | None) -> tuple[int, int]:
@@ -192,7 +197,7 @@ def _lengths(max_length: int, window: int | None) -> tuple[int, int]:
 def _call_torch(
     kernel: VarlenKernel,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    cu_seqlens: torch.Tensor,
+    cu_seqlens: tuple[torch.Tensor, torch.Tensor],
     lengths: tuple[int, int],
     reach: tuple[int, int],
     scaling: float,
@@ -206,20 +211,20 @@ def _call_torch(
         k_TGC, v_TGC = _repeated(k_TGC, groups), _repeated(v_TGC, groups)
     if "num_splits" in kernel.parameters:
         options["num_splits"] = 1  # where keys are split depends on the longest sequence, and so would the sums
-    return kernel.function(q_THC, k_TGC, v_TGC, cu_seqlens, cu_seqlens, *lengths, **options)
+    return kernel.function(q_THC, k_TGC, v_TGC, *cu_seqlens, *lengths, **options)
 
 
 def _call_package(
     kernel: VarlenKernel,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    cu_seqlens: torch.Tensor,
+    cu_seqlens: tuple[torch.Tensor, torch.Tensor],
     lengths: tuple[int, int],
     reach: tuple[int, int],
     scaling: float,
 ) -> torch.Tensor:
     options: dict[str, Any] = {
-        "cu_seqlens_q": cu_seqlens,
-        "cu_seqlens_k": cu_seqlens,
+        "cu_seqlens_q": cu_seqlens[0],
+        "cu_seqlens_k": cu_seqlens[1],
         "max_seqlen_q": lengths[0],
         "max_seqlen_k": lengths[1],
         "softmax_scale": scaling,

@@ -24,7 +24,7 @@ class Admission:
         admitted: in the order of admission.
         in_order: the same, in the order of arrival.
         waiting: the others, with reasons.
-        max_tokens: of a pass, under the limit of memory.
+        max_tokens: of a pass: as asked for, or what fits into memory, but at least the longest sequence.
     """
 
     admitted: tuple[TaskLoad, ...]
@@ -82,14 +82,14 @@ def admit(
         if one_only and admitted:
             waiting[load.name] = f"tasks run one at a time, and {admitted[0].name} runs now"
             continue
-        lacking = 0 if limit_bytes is None else _needed_bytes([*admitted, load], memory, max_tokens) - limit_bytes
+        lacking = 0 if limit_bytes is None else _needed_bytes([*admitted, load], memory) - limit_bytes
         if lacking <= 0 or load.name in running:
             admitted.append(load)
         else:
             company = ", ".join(one.name for one in admitted) or "the backbone"
             waiting[load.name] = f"{bytes_text(lacking)} too much beside {company}; runs when others end"
     if not admitted:
-        needed = [_needed_bytes([load], memory, max_tokens) for load in loads]
+        needed = [_needed_bytes([load], memory) for load in loads]
         least = min(range(len(loads)), key=needed.__getitem__)
         raise DoesNotFitError(loads[least].name, needed[least], limit_bytes or 0)
     chosen = {load.name for load in admitted}
@@ -102,18 +102,17 @@ def admit(
     )
 
 
-def least_pass_tokens(loads: Sequence[TaskLoad], max_tokens: int) -> int:
-    """Return the tokens of the smallest pass that serves these tasks: their longest sequence, or less to do."""
-    longest = max((load.longest for load in loads), default=1)
-    return max(1, min(max(longest, 1), max(max_tokens, longest)))
+def least_pass_tokens(loads: Sequence[TaskLoad]) -> int:
+    """Return the tokens of the smallest pass that serves these tasks: their longest sequence, which is not split."""
+    return max([1, *(load.longest for load in loads)])
 
 
-def _needed_bytes(loads: Sequence[TaskLoad], memory: MemoryModel, max_tokens: int) -> int:
+def _needed_bytes(loads: Sequence[TaskLoad], memory: MemoryModel) -> int:
     """Return the peak of the fullest stage with the smallest possible pass."""
-    tokens = least_pass_tokens(loads, max_tokens)
+    tokens = least_pass_tokens(loads)
     return max(int(memory.peak_bytes(loads, tokens, in_flight=1, stage=s)) for s in range(memory.num_stages))
 
 
 def _fitting_tokens(loads: Sequence[TaskLoad], memory: MemoryModel, limit_bytes: int) -> int:
     fitting = min(int(memory.max_tokens(loads, limit_bytes, in_flight=1, stage=s)) for s in range(memory.num_stages))
-    return max(fitting, least_pass_tokens(loads, fitting))
+    return max(fitting, least_pass_tokens(loads))

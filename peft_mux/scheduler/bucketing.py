@@ -78,7 +78,7 @@ def bucket_boundaries(
     num_buckets: int = DEFAULT_NUM_BUCKETS,
     interval: int = DEFAULT_INTERVAL_TOKENS,
     *,
-    max_length: int | None = None,
+    limits: Sequence[int] = (),
 ) -> Bucketing:
     """Return the bucketing of least padding among all of at most `num_buckets` buckets (L Eq. 4).
 
@@ -92,23 +92,16 @@ def bucket_boundaries(
         lengths: of all sequences of the step, in tokens, in any order.
         num_buckets: most buckets (R).
         interval: distance of candidate boundaries in tokens.
-        max_length: last candidate boundary, where it is no multiple of `interval`; such as the longest sequence that
-            any replica can train.
+        limits: the longest sequence of each kind of replica. An interval ends no later than the least limit that holds
+            its sequences, so that rounding up takes no sequence away from a replica that could train it.
 
     Raises:
-        ValueError: for no lengths, a length below 1 or above `max_length`, or fewer than one bucket or token.
+        ValueError: for no lengths, a length below 1 or above all `limits`, or fewer than one bucket or token.
     """
     _check_at_least_one("num_buckets", num_buckets)
     _check_at_least_one("interval", interval)
     sizes = _checked_lengths(lengths)
-    ends = -(-sizes // interval) * interval
-    if max_length is not None:
-        if sizes.max() > max_length:
-            raise ValueError(
-                f"lengths[{int(sizes.argmax())}] is {int(sizes.max())}; allowed: at most max_length = {max_length}. "
-                "Truncate the sequence."
-            )
-        ends = np.minimum(ends, max_length)
+    ends = _interval_ends(sizes, interval, limits)
     candidates, counts = np.unique(ends, return_counts=True)
     chosen = candidates[_merge_intervals(candidates, counts, num_buckets)]
     return fixed_bucketing(lengths, [int(boundary) for boundary in chosen])
@@ -146,6 +139,20 @@ def uniform_boundaries(
     num_intervals = -(-max_length // interval)
     ends = [-(-num_intervals * bucket // num_buckets) * interval for bucket in range(1, num_buckets + 1)]
     return tuple(sorted({min(end, max_length) for end in ends}))
+
+
+def _interval_ends(sizes: np.ndarray, interval: int, limits: Sequence[int]) -> np.ndarray:
+    """Return the last token of each size's interval: the next multiple, or the least limit that holds it if lower."""
+    ends = -(-sizes // interval) * interval
+    if not len(limits):
+        return ends
+    ascending = np.unique(np.asarray(limits, dtype=np.int64))
+    if sizes.max() > ascending[-1]:
+        raise ValueError(
+            f"lengths[{int(sizes.argmax())}] is {int(sizes.max())}; allowed: at most {int(ascending[-1])}, the longest "
+            "that any replica supports. Truncate the sequence, or use larger replicas."
+        )
+    return np.minimum(ends, ascending[np.searchsorted(ascending, sizes, side="left")])
 
 
 def _merge_intervals(ends: np.ndarray, counts: np.ndarray, num_buckets: int) -> list[int]:

@@ -24,8 +24,8 @@ from peft_mux.scheduler.cluster_trace import TaskKind
 from peft_mux.scheduler.cost_model import CostModel
 from peft_mux.scheduler.curves import Curve
 from peft_mux.scheduler.hardware import Cluster
+from peft_mux.scheduler.link import Link
 from peft_mux.scheduler.memory import MemoryModel, ModelShape
-from peft_mux.scheduler.pipeline_load import Link
 from peft_mux.scheduler.pipeline_template import Schedule
 from peft_mux.scheduler.planner import Budget, Outcome, plan_tasks
 from peft_mux.scheduler.profile import Profile, analytic_profile
@@ -176,23 +176,19 @@ class InstanceModel:
         padded_to = longest if self.system == "sl-peft" else None
         loads = [kind.load(f"{index}", self.spec.shape, padded_to=padded_to) for index, kind in enumerate(kinds)]
         policy, schedule = _PLANS[self.system]
-        link = self.spec.devices.intra_node
-        # The planner's limit holds weights and activations; the workspace of a pass comes on top, so it is kept free.
         tokens = sum(load.tokens for load in loads) / num_micro_batches
-        workspace = max(self._memory.workspace_bytes(tokens, stage) for stage in range(self._memory.num_stages))
-        limit = self.spec.devices.device.memory_bytes - workspace
         budget = Budget(
             max(self.spec.max_tokens, math.ceil(tokens)),
-            limit,
+            self.spec.devices.device.memory_bytes,
             num_micro_batches=num_micro_batches,
             schedule=schedule,
-            links=Link(link.latency_s, link.bytes_per_s),
+            links=self.spec.devices.intra_node,
         )
         try:
             outcome = plan_tasks(loads, self._cost, self._memory, budget, policy=policy)
         except ValueError:  # not even one task, or one micro-batch, fits into memory
             return None
-        if outcome.waiting or max(outcome.peak_bytes) > self.spec.devices.device.memory_bytes:
+        if outcome.waiting:
             return None
         return Speed(
             outcome.step_s,

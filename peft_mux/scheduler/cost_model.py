@@ -9,6 +9,11 @@ Where the paper slips or is silent, decided here:
   operator, and so are what lies before the layers (first stage) and the output head with the loss (last stage).
 * The fused sets {a} of Eq. 3 are the adapters of one linear layer. Loads tell widths, not names, so that adapters of
   one width form a set; with equal target modules that gives the same sum.
+* Eq. 3 divides base operators by N_g. What tensor parallelism leaves whole is not divided here: the embedding and the
+  launches of attention calls; of an adapter, the factor that is not cut. Products that are too small to fill a part of
+  a device take more than a part of the time, which is for the profile to say (`analytic_profile` does).
+* Eq. 3 leaves the sums over the devices of a stage out, as M §3.4.2 hides them. They are added in full: where a bucket
+  has several hTasks, less of them is seen. So are the gatherings of a backbone that replicas divide (FSDP2).
 * Eq. 4 doubles the forward, as a frozen backbone has no weight gradients. Where a profile has measured another ratio,
   1 / `forward_fraction` stands in place of the 2.
 * Overheads of passes and steps are not in Eq. 3 and 4: `pass_s` and `step_s` add them.
@@ -24,12 +29,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from peft_mux.scheduler.collectives import all_gather_s, layer_sums_s, loss_sums_s
+from peft_mux.scheduler.cost_sums import RangeBatches, Sums, mean_batch
+from peft_mux.scheduler.frozen_parts import FrozenParts
+from peft_mux.scheduler.link import Link
 from peft_mux.scheduler.loads import TaskLoad
 from peft_mux.scheduler.memory import ModelShape, split_layers
 from peft_mux.scheduler.profile import Profile
-
-_LENGTH_STEP = 16
-"""Sequences whose lengths round up to the same multiple share an attention call (`modeling.attention`)."""
 
 
 class CostModel:
@@ -41,6 +47,9 @@ class CostModel:
         num_stages: S of the pipeline.
         devices_per_stage: N_g of Eq. 3, over which base operators are sharded.
         layers_per_stage: S numbers that add up to the layers of the backbone; by default as equal as can be.
+        tensor_link: between the devices of a stage, and between replicas that divide the backbone; by default that of
+            the profile. Where neither is known, what they say takes no time.
+        backbone_shards: replicas that divide the frozen weights (FSDP2) and gather them in every pass.
 
     Raises:
         ValueError: for counts below 1, or layers that do not add up.
@@ -58,14 +67,20 @@ class CostModel:
         num_stages: int = 1,
         devices_per_stage: int = 1,
         layers_per_stage: tuple[int, ...] | None = None,
+        tensor_link: Link | None = None,
+        backbone_shards: int = 1,
     ) -> None:
         """Check and remember."""
         _require_count("devices_per_stage", devices_per_stage)
+        _require_count("backbone_shards", backbone_shards)
         self.profile = profile
         self.shape = shape
         self.num_stages = num_stages
         self.devices_per_stage = devices_per_stage
         self.layers_per_stage = split_layers(shape.num_layers, num_stages, layers_per_stage)
+        self.tensor_link = profile.link if tensor_link is None else tensor_link
+        self.backbone_shards = backbone_shards
+        self._device_type = "cpu" if profile.device.startswith("cpu") else "cuda"
 
     # -------------------------------------------------------------- one hTask
 
@@ -83,8 +98,8 @@ class CostModel:
         _require_count("num_micro_batches", num_micro_batches)
         if not 0 <= stage < self.num_stages:
             raise ValueError(f"stage is {stage}; allowed: 0 to {self.num_stages - 1}. Count stages from 0.")
-        batch = _MeanBatch(self, loads, num_micro_batches)
-        return float(self.profile.forward_fraction * batch.stage_s(stage))
+        sums = mean_batch(self.profile, loads, num_micro_batches, self.devices_per_stage)
+        return float(self.profile.forward_fraction * self._stage_sum_s(stage, sums))
 
     def latency_s(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> float:
         """Return L(H): seconds of all micro-batches of an hTask through the pipeline (M Eq. 4).
@@ -94,8 +109,7 @@ class CostModel:
             num_micro_batches: C.
         """
         _require_count("num_micro_batches", num_micro_batches)
-        batch = _MeanBatch(self, loads, num_micro_batches)
-        return float(_pipeline_s([batch.stage_s(stage) for stage in range(self.num_stages)], num_micro_batches))
+        return float(_pipeline_s(self._stages_s(loads, num_micro_batches), num_micro_batches))
 
     def pass_s(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> float:
         """Return seconds of one micro-batch, forward and backward through all stages one after another.
@@ -105,8 +119,7 @@ class CostModel:
             num_micro_batches: C.
         """
         _require_count("num_micro_batches", num_micro_batches)
-        batch = _MeanBatch(self, loads, num_micro_batches)
-        return float(sum(batch.stage_s(stage) for stage in range(self.num_stages)) + self.profile.pass_overhead_s)
+        return float(sum(self._stages_s(loads, num_micro_batches)) + self.profile.pass_overhead_s)
 
     # ------------------------------------------------------------- whole steps
 
@@ -125,7 +138,20 @@ class CostModel:
         if not loads:
             return 0.0
         share = max(self.layers_per_stage) / self.shape.num_layers
-        return float(np.sum(self.profile.optimizer_s(share * np.array([load.trainable_parameters for load in loads]))))
+        held = np.array([load.device_parameters(self.devices_per_stage) for load in loads])
+        return float(np.sum(self.profile.optimizer_s(share * held)))
+
+    def stage_terms(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> StageTerms:
+        """Return what stages are made of: seconds of a layer and of the ends, forward and backward.
+
+        Args:
+            loads: tasks of the hTask.
+            num_micro_batches: C.
+        """
+        _require_count("num_micro_batches", num_micro_batches)
+        sums = mean_batch(self.profile, loads, num_micro_batches, self.devices_per_stage)
+        first_s, last_s = self._ends_s(sums)
+        return StageTerms(float(self._layer_s(sums)), float(first_s), float(last_s))
 
     # -------------------------------------------------------------- for fusion
 
@@ -153,8 +179,9 @@ class CostModel:
             ValueError: for C below 1, or a `fits` that answers in another shape.
         """
         _require_count("num_micro_batches", num_micro_batches)
-        ranges = _Ranges(self, loads_in_order, num_micro_batches)
-        latency = _pipeline_s([ranges.stage_s(stage) for stage in range(self.num_stages)], num_micro_batches)
+        ranges = RangeBatches(self.profile, loads_in_order, num_micro_batches, self.devices_per_stage)
+        stages_s = [self._stage_sum_s(stage, ranges.sums) for stage in range(self.num_stages)]
+        latency = _pipeline_s(stages_s, num_micro_batches)
         latency = np.where(ranges.is_range, latency, math.inf)
         if fits is None:
             return latency
@@ -167,163 +194,63 @@ class CostModel:
 
     # ---------------------------------------------------------------- internal
 
-    def stage_sum_s(self, stage: int, sums: _Sums) -> Any:
+    def _stages_s(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> list[Any]:
+        """Return forward and backward seconds of one micro-batch of an hTask on each stage."""
+        sums = mean_batch(self.profile, loads, num_micro_batches, self.devices_per_stage)
+        return [self._stage_sum_s(stage, sums) for stage in range(self.num_stages)]
+
+    def _stage_sum_s(self, stage: int, sums: Sums) -> Any:
         """Return forward and backward seconds of a stage from sums over the tasks of an hTask, or of many."""
-        layers = self.layers_per_stage[stage]
-        base_s = layers * sums.layer_s
-        if stage == 0:
-            base_s = base_s + self.profile.embedding_s(sums.tokens)
-        if stage == self.num_stages - 1:
-            base_s = base_s + self.profile.head_s(sums.targets)
-        return base_s / self.devices_per_stage + layers * sums.adapters_s
+        first_s, last_s = self._ends_s(sums)
+        is_first, is_last = stage == 0, stage == self.num_stages - 1
+        return self.layers_per_stage[stage] * self._layer_s(sums) + is_first * first_s + is_last * last_s
+
+    def _layer_s(self, sums: Sums) -> Any:
+        """Return seconds of one layer on each device of a stage."""
+        divided_s = sums.layer_s / self.devices_per_stage
+        said_s = layer_sums_s(self.tensor_link, self.devices_per_stage, self.shape, sums.tokens)
+        gathered_s = self._gathered_s(self._parts.layer_bytes, 2)
+        return divided_s + sums.calls_s + sums.adapters_s + said_s + gathered_s
+
+    def _ends_s(self, sums: Sums) -> tuple[Any, Any]:
+        """Return seconds of what lies before the layers, and after them."""
+        parts = self._parts
+        first_s = self.profile.embedding_s(sums.tokens) + self._gathered_s(parts.before_bytes, 1)
+        last_s = self.profile.head_s(sums.targets) / self.devices_per_stage
+        last_s = last_s + self._gathered_s(parts.head_bytes, 1) + self._gathered_s(parts.after_bytes, 2)
+        if self.devices_per_stage > 1:
+            link, devices = self.tensor_link, self.devices_per_stage
+            last_s = last_s + loss_sums_s(link, devices, self.shape, sums.targets, self._device_type)
+        return first_s, last_s
+
+    def _gathered_s(self, num_bytes: int, times: int) -> float:
+        """Return seconds of gathering a unit of a divided backbone, as often as a pass needs it."""
+        if self.backbone_shards == 1 or not num_bytes:
+            return 0.0
+        return times * float(all_gather_s(self.tensor_link, self.backbone_shards, num_bytes))
+
+    @property
+    def _parts(self) -> FrozenParts:
+        return self.shape.parts or FrozenParts.even(self.shape.backbone_bytes, self.shape.num_layers)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums:
-    """What an hTask's mean micro-batch amounts to: numbers, or arrays over many hTasks.
+class StageTerms:
+    """Forward and backward seconds of one micro-batch: a stage takes its layers' and, at the ends, its end's.
 
     Attributes:
-        tokens: of the micro-batch.
-        targets: of the micro-batch.
-        layer_s: of one layer, the attention product included.
-        adapters_s: of one layer, fused.
+        layer_s: of one layer.
+        first_s: of what lies before the layers.
+        last_s: of what lies after them, the loss included.
     """
 
-    tokens: Any
-    targets: Any
-    layer_s: Any
-    adapters_s: Any
+    layer_s: float
+    first_s: float
+    last_s: float
 
-
-class _TaskTerms:
-    """What each of M tasks adds to the sums of Eq. 3, as arrays, for one number of micro-batches.
-
-    Attributes:
-        tokens: [M], of a micro-batch.
-        targets: [M].
-        attention_s: [M], of one layer.
-        weighted_s: [W, M], sum of u_a t_a over a task's adapters of each of W widths.
-        alone_s: [W, M], sum of t_a likewise.
-    """
-
-    def __init__(self, cost: CostModel, loads: Sequence[TaskLoad], num_micro_batches: int) -> None:
-        self.tokens = np.array([load.tokens for load in loads], dtype=float) / num_micro_batches
-        self.targets = np.array([load.num_targets for load in loads], dtype=float) / num_micro_batches
-        self.attention_s = _attention_s(cost.profile, loads) / num_micro_batches
-        self.weighted_s, self.alone_s = _adapters_s(cost.profile, loads, self.tokens)
-
-
-def _attention_s(profile: Profile, loads: Sequence[TaskLoad]) -> NDArray[Any]:
-    """Return seconds of the attention products of each task's global batch in one layer, [M]."""
-    counts = np.array([len(load.lengths) for load in loads], dtype=int)
-    lengths = np.array([length for load in loads for length in load.lengths], dtype=float)
-    owner = np.repeat(np.arange(len(loads)), counts)
-    seconds = profile.attention_s(lengths) if len(lengths) else lengths
-    return np.bincount(owner, weights=seconds, minlength=len(loads))
-
-
-def _adapters_s(profile: Profile, loads: Sequence[TaskLoad], tokens: NDArray[Any]) -> tuple[Any, Any]:
-    """Return u_a t_a and t_a, summed over each task's adapters of each width: two [W, M]."""
-    rows = [(k, adapter.rank, adapter.width) for k, load in enumerate(loads) for adapter in load.adapters]
-    widths = sorted({width for _, _, width in rows})
-    shape = max(len(widths), 1), len(loads)
-    if not rows:
-        return np.zeros(shape), np.zeros(shape)
-    owner, rank, width = (np.array(column) for column in zip(*rows, strict=True))
-    alone_s = profile.adapter_s(rank, width, tokens[owner])
-    weighted_s = profile.adapter_utilization(rank, width, tokens[owner]) * alone_s
-    place = np.searchsorted(widths, width) * len(loads) + owner
-    size = shape[0] * shape[1]
-    sums = (np.bincount(place, weights=part, minlength=size).reshape(shape) for part in (weighted_s, alone_s))
-    weighted, alone = sums
-    return weighted, alone
-
-
-class _MeanBatch:
-    """One hTask's mean micro-batch."""
-
-    def __init__(self, cost: CostModel, loads: Sequence[TaskLoad], num_micro_batches: int) -> None:
-        self.cost = cost
-        terms = _TaskTerms(cost, loads, num_micro_batches)
-        tokens, calls = terms.tokens.sum(), _attention_calls(loads, num_micro_batches)
-        attention_s = terms.attention_s.sum() + calls * cost.profile.attention_call_s
-        longest_s = terms.alone_s.max(axis=1) if loads else 0.0
-        self.sums = _Sums(
-            tokens=tokens,
-            targets=terms.targets.sum(),
-            layer_s=cost.profile.layer_s(tokens) + attention_s,
-            adapters_s=np.maximum(terms.weighted_s.sum(axis=1), longest_s).sum(),
-        )
-
-    def stage_s(self, stage: int) -> Any:
-        """Return forward and backward seconds on a stage."""
-        return self.cost.stage_sum_s(stage, self.sums)
-
-
-class _Ranges:
-    """Mean micro-batches of all ranges of consecutive tasks, as [M, M] arrays."""
-
-    def __init__(self, cost: CostModel, loads: Sequence[TaskLoad], num_micro_batches: int) -> None:
-        self.cost = cost
-        count = len(loads)
-        terms = _TaskTerms(cost, loads, num_micro_batches)
-        self.is_range = np.arange(count)[None, :] >= np.arange(count)[:, None]
-        tokens = self._added(terms.tokens)
-        attention_s = self._added(terms.attention_s)
-        if cost.profile.attention_call_s:
-            attention_s += cost.profile.attention_call_s * _attention_calls_of_ranges(loads, num_micro_batches)
-        pairs = zip(terms.weighted_s, terms.alone_s, strict=True)
-        self.sums = _Sums(
-            tokens=tokens,
-            targets=self._added(terms.targets),
-            layer_s=cost.profile.layer_s(tokens) + attention_s,
-            adapters_s=sum(
-                (np.maximum(self._added(weighted), self._maxima(alone)) for weighted, alone in pairs),
-                np.zeros((count, count)),
-            ),
-        )
-        self.longest = self._maxima(np.array([max(load.lengths, default=0) for load in loads], dtype=float))
-
-    def stage_s(self, stage: int) -> Any:
-        """Return forward and backward seconds on a stage."""
-        return self.cost.stage_sum_s(stage, self.sums)
-
-    def micro_batch_tokens(self) -> NDArray[Any]:
-        """Return the tokens of a micro-batch: the mean, or the longest sequence, which is not split."""
-        return np.where(self.is_range, np.maximum(self.sums.tokens, self.longest), 0.0)
-
-    def _added(self, values: NDArray[Any]) -> NDArray[Any]:
-        ends = np.concatenate(([0.0], np.cumsum(values)))
-        return np.where(self.is_range, ends[None, 1:] - ends[:-1, None], 0.0)
-
-    def _maxima(self, values: NDArray[Any]) -> NDArray[Any]:
-        return np.maximum.accumulate(np.where(self.is_range, values[None, :], 0.0), axis=1)
-
-
-def _attention_calls(loads: Sequence[TaskLoad], num_micro_batches: int) -> float:
-    """Return the attention calls of a micro-batch in one layer: its groups of near-equal length.
-
-    A micro-batch of a C-th of the sequences has at most as many groups as sequences.
-    """
-    lengths = [length for load in loads for length in load.lengths]
-    groups = len({-(-length // _LENGTH_STEP) for length in lengths})
-    return min(groups, len(lengths) / num_micro_batches)
-
-
-def _attention_calls_of_ranges(loads: Sequence[TaskLoad], num_micro_batches: int) -> NDArray[Any]:
-    """Return `_attention_calls` of every range, [M, M]; 0 below the diagonal."""
-    count = len(loads)
-    groups = [np.unique(-(-np.array(load.lengths, dtype=int) // _LENGTH_STEP)) for load in loads]
-    num_sequences = np.cumsum([0, *(len(load.lengths) for load in loads)])
-    calls = np.zeros((count, count))
-    # Read from the last task to the first: the first task at or after i that has a group.
-    width = 1 + max((int(own[-1]) for own in groups if len(own)), default=0)
-    first = np.full(width, count)
-    for start in range(count - 1, -1, -1):
-        first[groups[start]] = start
-        calls[start] = np.cumsum(np.bincount(first, minlength=count + 1)[:count])
-        calls[start] = np.minimum(calls[start], (num_sequences[1:] - num_sequences[start]) / num_micro_batches)
-    return np.triu(calls)
+    def stage_s(self, num_layers: int, *, is_first: bool, is_last: bool) -> float:
+        """Return the seconds of a stage."""
+        return num_layers * self.layer_s + is_first * self.first_s + is_last * self.last_s
 
 
 def _pipeline_s(stages_s: Sequence[Any], num_micro_batches: int) -> Any:

@@ -15,12 +15,14 @@ class Curve:
     """A value over a count, such as seconds over tokens: piecewise linear between measured points.
 
     Below the first point the value is held (a launch takes its time, however little it does), but no count takes
-    nothing; above the last point the last slope goes on. Noise that makes a later point lower than an earlier one is
+    nothing; above the last point the last slope goes on, or a s + b s^2 through the last two points where the value
+    grows with the square of the count. Noise that makes a later point lower than an earlier one is
     levelled by `measured`.
 
     Attributes:
         counts: ascending, above 0.
         values: not falling.
+        is_quadratic: whether the value grows with the square of the count, as the attention product does.
 
     Raises:
         ValueError: for points that are not so.
@@ -28,6 +30,7 @@ class Curve:
 
     counts: tuple[float, ...]
     values: tuple[float, ...]
+    is_quadratic: bool = False
 
     def __post_init__(self) -> None:
         if not self.counts or len(self.counts) != len(self.values):
@@ -40,9 +43,9 @@ class Curve:
             )
 
     @classmethod
-    def measured(cls, counts: ArrayLike, values: ArrayLike) -> Curve:
+    def measured(cls, counts: ArrayLike, values: ArrayLike, *, is_quadratic: bool = False) -> Curve:
         """Return the curve of measurements, levelled: the mean of the running maximum and the running minimum."""
-        return cls(_floats(counts), _floats(_levelled(np.asarray(values, dtype=float))))
+        return cls(_floats(counts), _floats(_levelled(np.asarray(values, dtype=float))), is_quadratic)
 
     @classmethod
     def proportional(cls, per_unit: float) -> Curve:
@@ -53,14 +56,22 @@ class Curve:
         """Return the value at a count, or at each count of an array."""
         x = np.asarray(count, dtype=float)
         counts, values = np.asarray(self.counts), np.asarray(self.values)
-        y = np.interp(x, counts, values)
-        if len(counts) > 1:
-            slope = (values[-1] - values[-2]) / (counts[-1] - counts[-2])
-        else:
-            slope = values[-1] / counts[-1]
-        y = np.where(x > counts[-1], values[-1] + (x - counts[-1]) * slope, y)
+        y = np.where(x > counts[-1], self._beyond(x), np.interp(x, counts, values))
         y = np.where(x <= 0, 0.0, y)
         return float(y) if np.ndim(count) == 0 else y
+
+    def _beyond(self, x: NDArray[Any]) -> NDArray[Any]:
+        """Return what lies above the last point."""
+        last, value = self.counts[-1], self.values[-1]
+        if len(self.counts) == 1:
+            return value * (x / last) ** (2 if self.is_quadratic else 1)
+        before, value_before = self.counts[-2], self.values[-2]
+        # Of a s + b s^2 through both points. Where a count takes no more than at the point before, what is left of a
+        # launch outweighs the square, and the slope is the better guess; at b = 0 both agree.
+        square = (value / last - value_before / before) / (last - before)
+        if self.is_quadratic and square > 0:
+            return x * (value / last + square * (x - last))
+        return value + (x - last) * (value - value_before) / (last - before)
 
     def scaled(self, factor: float) -> Curve:
         """Return the curve times a factor."""

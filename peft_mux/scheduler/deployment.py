@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from peft_mux.scheduler.deployment_space import (
 )
 from peft_mux.scheduler.dispatch import DEFAULT_RELATIVE_GAP, dispatch
 from peft_mux.scheduler.dispatch_ilp import check_solver_name
-from peft_mux.scheduler.dispatch_problem import build_problem
+from peft_mux.scheduler.dispatch_problem import DispatchProblem, build_problem
 from peft_mux.scheduler.replica_time import ReplicaTimeModel
 from peft_mux.scheduler.replicas import ParallelConfig, ReplicaGroup, TimeModel
 
@@ -96,50 +96,78 @@ def plan_deployment(
             solver, or more than `max_plans` combinations.
     """
     start = time.perf_counter()
-    _check_at_least_one(
-        global_batch=global_batch,
-        num_gpus=num_gpus,
-        workers=workers,
-        max_candidates=max_candidates,
-        max_plans=max_plans,
+    _check_at_least_one(num_gpus=num_gpus, workers=workers, max_candidates=max_candidates, max_plans=max_plans)
+    options = _search_options(threshold, time_limit_s, relative_gap, solver)
+    bucketing = expected_bucketing(
+        lengths, global_batch, time_model, num_gpus, num_buckets=num_buckets, interval=interval
     )
-    _check_search_options(threshold, time_limit_s, relative_gap, solver)
-    bucketing = expected_bucketing(lengths, global_batch, time_model, num_buckets=num_buckets, interval=interval)
-    configs = _configurations(time_model, num_gpus, bucketing.boundaries[-1], proposal)
-    _check_number_of_plans(count_plans(num_gpus, [config.num_gpus for config in configs]), max_plans, proposal)
-    full = build_problem(
-        [ReplicaGroup(config, 1, time_model.max_tokens[config]) for config in configs], bucketing, time_model
-    )
-    filtered = filter_plans(full, num_gpus, threshold if lower_bound_filter else None, max_candidates)
-    kept = filtered.kept
-    start_of_solving = time.perf_counter()
-    options = SolverOptions(solver, time_limit_s, relative_gap)
-    answers, best = search(full, kept.counts, kept.bounds_s, options, workers=workers, prune=lower_bound_filter)
-    groups = replica_groups(configs, kept.counts[best], time_model)
-    statistics = PlanningStatistics(
-        num_configurations=len(time_model.configurations),
-        num_proposed=len(configs),
-        num_enumerated=filtered.num_enumerated,
-        num_too_short=filtered.num_too_short,
-        num_over_threshold=filtered.num_over_threshold,
-        num_out_of_reach=filtered.num_out_of_reach + len(kept) - len(answers),
-        num_solved=sum(answer.how != "bound met" for answer in answers.values()),
-        num_bound_met=sum(answer.how == "bound met" for answer in answers.values()),
-        num_time_limits=sum(answer.how in ("time limit", "solver failed") for answer in answers.values()),
-        filter_s=start_of_solving - start,
-        solve_s=time.perf_counter() - start_of_solving,
-    )
+    configs = _configurations(time_model, num_gpus, bucketing.boundaries[-1], proposal, max_plans)
+    problem = build_problem(replica_groups(configs, [1] * len(configs), time_model), bucketing, time_model)
+    filtered = filter_plans(problem, num_gpus, threshold if lower_bound_filter else None, max_candidates)
+    filter_s = time.perf_counter() - start
+    solved = _solve(problem, filtered, options, workers=workers, prune=lower_bound_filter)
+    groups = replica_groups(configs, filtered.kept.counts[solved.best], time_model)
     return DeploymentPlan(
         groups=groups,
         num_gpus=num_gpus,
         global_batch=global_batch,
         bucketing=bucketing,
+        longest=max(lengths),
         expected=dispatch(
             groups, bucketing, time_model, solver=solver, time_limit_s=time_limit_s, relative_gap=relative_gap
         ),
         configurations=configs,
-        candidates=_table(filtered, answers, best, max_candidates),
-        statistics=statistics,
+        candidates=_table(filtered, solved, max_candidates),
+        statistics=_statistics(time_model, configs, filtered, solved, filter_s),
+    )
+
+
+class _Solved(NamedTuple):
+    """What the integer programmes gave.
+
+    Attributes:
+        answers: of each deployment that was solved, by its row among those kept.
+        best: row of the fastest.
+        solve_s: that solving took.
+    """
+
+    answers: dict[int, PlanAnswer]
+    best: int
+    solve_s: float
+
+
+def _solve(
+    problem: DispatchProblem, filtered: Filtered, options: SolverOptions, *, workers: int, prune: bool
+) -> _Solved:
+    """Solve the deployments that the filter kept, those of the least bound first."""
+    kept, start = filtered.kept, time.perf_counter()
+    answers, best = search(problem, kept.counts, kept.bounds_s, options, workers=workers, prune=prune)
+    return _Solved(answers, best, time.perf_counter() - start)
+
+
+def _statistics(
+    time_model: ReplicaTimeModel,
+    configs: Sequence[ParallelConfig],
+    filtered: Filtered,
+    solved: _Solved,
+    filter_s: float,
+) -> PlanningStatistics:
+    """Count what became of all deployments."""
+    how = [answer.how for answer in solved.answers.values()]
+    return PlanningStatistics(
+        num_configurations=len(time_model.configurations),
+        num_proposed=len(configs),
+        num_enumerated=filtered.num_enumerated,
+        num_too_short=filtered.num_too_short,
+        num_over_threshold=filtered.num_over_threshold,
+        num_out_of_reach=filtered.num_out_of_reach + len(filtered.kept) - len(how),
+        num_solved=len(how) - how.count("bound met"),
+        num_bound_met=how.count("bound met"),
+        num_time_limits=how.count("time limit"),
+        num_failed=how.count("solver failed"),
+        first_error=next((answer.error for answer in solved.answers.values() if answer.error), ""),
+        filter_s=filter_s,
+        solve_s=solved.solve_s,
     )
 
 
@@ -147,6 +175,7 @@ def expected_bucketing(
     lengths: Sequence[int],
     global_batch: int,
     time_model: ReplicaTimeModel,
+    num_gpus: int,
     *,
     num_buckets: int = DEFAULT_NUM_BUCKETS,
     interval: int = DEFAULT_INTERVAL_TOKENS,
@@ -157,11 +186,12 @@ def expected_bucketing(
     more than the batch has, as the paper notes. The padding is that of the sample, in proportion.
 
     Raises:
-        ValueError: for a batch below 1, or lengths that no configuration supports.
+        ValueError: for a batch below 1, or lengths that no configuration of at most `num_gpus` supports.
     """
     _check_at_least_one(global_batch=global_batch)
-    longest_supported = max(time_model.max_tokens.values())
-    sample = bucket_boundaries(lengths, num_buckets, interval, max_length=longest_supported)
+    configs = configurations_that_fit(time_model, num_gpus, max(lengths, default=1))
+    limits = [time_model.max_tokens[config] for config in configs]
+    sample = bucket_boundaries(lengths, num_buckets, interval, limits=limits)
     counts = tuple(-(-global_batch * count // sample.num_sequences) for count in sample.counts)
     return Bucketing(sample.boundaries, counts, round(sample.padding_tokens * sum(counts) / sample.num_sequences))
 
@@ -190,18 +220,21 @@ def replica_groups(
 
 
 def _configurations(
-    time_model: ReplicaTimeModel, num_gpus: int, longest: int, proposal: bool
+    time_model: ReplicaTimeModel, num_gpus: int, longest: int, proposal: bool, max_plans: int
 ) -> tuple[ParallelConfig, ...]:
-    fitting = configurations_that_fit(time_model, num_gpus, longest)
-    if not proposal:
-        return fitting
-    supported = max(time_model.max_tokens[config] for config in fitting)
-    lengths = [length for length in benchmark_lengths(time_model, longest) if length <= supported]
-    return propose_configurations(time_model, num_gpus, lengths)
+    """Return the configurations that are combined; raises for too many combinations."""
+    configs = configurations_that_fit(time_model, num_gpus, longest)
+    if proposal:
+        supported = max(time_model.max_tokens[config] for config in configs)
+        lengths = [length for length in benchmark_lengths(time_model, longest) if length <= supported]
+        configs = propose_configurations(time_model, num_gpus, lengths)
+    _check_number_of_plans(count_plans(num_gpus, [config.num_gpus for config in configs]), max_plans, proposal)
+    return configs
 
 
-def _table(filtered: Filtered, answers: dict[int, PlanAnswer], best: int, limit: int) -> tuple[Candidate, ...]:
+def _table(filtered: Filtered, solution: _Solved, limit: int) -> tuple[Candidate, ...]:
     """Return what was considered: solved ones by time, then those out of reach, then those above the threshold."""
+    answers, best = solution.answers, solution.best
     solved = sorted(answers, key=lambda row: (row != best, answers[row].step_s, row))
     unsolved = [row for row in range(len(filtered.kept)) if row not in answers]
     verdicts = [
@@ -245,7 +278,8 @@ def _check_number_of_plans(number: int, limit: int, proposal: bool) -> None:
         raise ValueError(f"there are {number} combinations of replicas; allowed: at most max_plans = {limit}. {fix}")
 
 
-def _check_search_options(threshold: float, time_limit_s: float, relative_gap: float, solver: Any) -> None:
+def _search_options(threshold: float, time_limit_s: float, relative_gap: float, solver: Any) -> SolverOptions:
+    """Return how deployments are solved, checked."""
     if not threshold >= 0:
         raise ValueError(f"threshold is {threshold}; allowed: 0 or more, such as 0.15 for 15 %.")
     if not time_limit_s > 0:
@@ -254,3 +288,4 @@ def _check_search_options(threshold: float, time_limit_s: float, relative_gap: f
         raise ValueError(f"relative_gap is {relative_gap}; allowed: 0 or more, such as 0.005 for 0.5 %.")
     if isinstance(solver, str):  # a name that is wrong would otherwise only send every deployment back to the rules
         check_solver_name(solver)
+    return SolverOptions(solver, time_limit_s, relative_gap)

@@ -69,7 +69,7 @@ def task_fused(
         ValueError: for no tasks, or lengths that no configuration supports.
     """
     _check_tasks(tasks)
-    lengths, global_batch = _together(tasks)
+    lengths, global_batch = together(tasks)
     groups, step_s = _best_homogeneous(lengths, global_batch, num_gpus, time_model, num_buckets, interval)
     return Baseline("Task-Fused", (groups,), (step_s,), step_s * num_gpus)
 
@@ -154,9 +154,9 @@ def step_gpu_seconds(
     Raises:
         ValueError: for a length that no group or bucket holds.
     """
-    longest = max(group.max_tokens for group in groups)
     if boundaries is None:
-        bucketing = bucket_boundaries(lengths, num_buckets, interval, max_length=longest)
+        limits = [group.max_tokens for group in groups]
+        bucketing = bucket_boundaries(lengths, num_buckets, interval, limits=limits)
     else:
         bucketing = fixed_bucketing(lengths, boundaries)
     return dispatch(groups, bucketing, time_model, policy=policy, **solving).makespan_s * num_gpus
@@ -171,7 +171,9 @@ def _best_homogeneous(
     interval: int,
 ) -> tuple[tuple[ReplicaGroup, ...], float]:
     """Return equal replicas on as many GPUs as they fill, and the seconds of the expected batch, evenly spread."""
-    bucketing = expected_bucketing(lengths, global_batch, time_model, num_buckets=num_buckets, interval=interval)
+    bucketing = expected_bucketing(
+        lengths, global_batch, time_model, num_gpus, num_buckets=num_buckets, interval=interval
+    )
     longest = bucketing.boundaries[-1]
     timed = []
     for config in configurations_that_fit(time_model, num_gpus, longest):
@@ -186,7 +188,7 @@ def _one_after_another(name: str, best: Sequence[tuple[tuple[ReplicaGroup, ...],
     return Baseline(name, tuple(groups for groups, _ in best), step_s, sum(step_s) * num_gpus)
 
 
-def _together(tasks: Sequence[TaskLengths]) -> tuple[list[int], int]:
+def together(tasks: Sequence[TaskLengths]) -> tuple[list[int], int]:
     """Return all lengths, each task in proportion to its batch, and the batch of all.
 
     Each sample is repeated in full, and the rest taken evenly along it, so that no draw takes part.

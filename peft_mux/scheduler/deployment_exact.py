@@ -52,7 +52,9 @@ def exact_deployment(
     """
     if num_gpus > _MOST_GPUS:
         raise ValueError(f"num_gpus is {num_gpus}; allowed: at most {_MOST_GPUS} here. Use plan_deployment.")
-    bucketing = expected_bucketing(lengths, global_batch, time_model, num_buckets=num_buckets, interval=interval)
+    bucketing = expected_bucketing(
+        lengths, global_batch, time_model, num_gpus, num_buckets=num_buckets, interval=interval
+    )
     configs = configurations_that_fit(time_model, num_gpus, bucketing.boundaries[-1])
     candidates = [ReplicaGroup(config, 1, time_model.max_tokens[config]) for config in configs]
     full = build_problem(candidates, bucketing, time_model)

@@ -10,7 +10,7 @@ from peft_mux.scheduler.bucketing import Bucketing
 from peft_mux.scheduler.dispatch import Dispatch
 from peft_mux.scheduler.replicas import ParallelConfig, ReplicaGroup
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 _SUMMARY_CANDIDATES = 10
 _BAR_WIDTH = 48
@@ -49,7 +49,9 @@ class PlanningStatistics:
         num_out_of_reach: dropped as their bound exceeds a time that was reached.
         num_solved: given to the solver.
         num_bound_met: settled without it, as a rule was as fast as the bound.
-        num_time_limits: stopped by the solver's time limit, or never solved as it failed.
+        num_time_limits: of these, stopped by the solver's time limit.
+        num_failed: of these, left to the rules as the solver failed.
+        first_error: what it complained of first; empty where it never failed.
         filter_s: seconds of everything before solving.
         solve_s: seconds of solving.
     """
@@ -63,6 +65,8 @@ class PlanningStatistics:
     num_solved: int
     num_bound_met: int
     num_time_limits: int
+    num_failed: int
+    first_error: str
     filter_s: float
     solve_s: float
 
@@ -76,6 +80,7 @@ class DeploymentPlan:
         num_gpus: that may be used; those of `groups` may be fewer.
         global_batch: sequences of a step.
         bucketing: the expected batch.
+        longest: tokens of the longest sequence, which its bucket rounds up.
         expected: its dispatch; each step has its own.
         configurations: that were combined.
         candidates: deployments considered: those solved by time, then others by bound; the first of them where they
@@ -87,6 +92,7 @@ class DeploymentPlan:
     num_gpus: int
     global_batch: int
     bucketing: Bucketing
+    longest: int
     expected: Dispatch
     configurations: tuple[ParallelConfig, ...]
     candidates: tuple[Candidate, ...]
@@ -125,6 +131,7 @@ class DeploymentPlan:
             f"{stats.num_over_threshold} over the threshold, {stats.num_out_of_reach} out of reach, "
             f"{stats.num_bound_met} settled by bound, {stats.num_solved} solved"
             + (f", of which {stats.num_time_limits} not to the end" if stats.num_time_limits else ""),
+            *_failure_lines(stats),
             "",
             f"  {'group':<14} {'GPUs':>5} {'max tokens':>10} {'sequences':>9} {'seconds':>8} {'busy':>6}",
         ]
@@ -182,6 +189,7 @@ class DeploymentPlan:
                     for group in self.groups
                 ],
                 "bucketing": asdict(self.bucketing),
+                "longest": self.longest,
                 "expected": json.loads(self.expected.to_json()),
                 "configurations": [asdict(config) for config in self.configurations],
                 "candidates": [asdict(candidate) for candidate in self.candidates],
@@ -209,6 +217,7 @@ class DeploymentPlan:
             bucketing=Bucketing(
                 tuple(bucketing["boundaries"]), tuple(bucketing["counts"]), bucketing["padding_tokens"]
             ),
+            longest=data["longest"],
             expected=Dispatch.from_json(json.dumps(data["expected"])),
             configurations=tuple(ParallelConfig(**row) for row in data["configurations"]),
             candidates=tuple(Candidate(**{**row, "counts": tuple(row["counts"])}) for row in data["candidates"]),
@@ -228,6 +237,16 @@ class DeploymentPlan:
         return "".join(
             _letter(index) * (end - start) for index, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
         )
+
+
+def _failure_lines(stats: PlanningStatistics) -> list[str]:
+    """Return what a solver that failed should say: a plan by the rules alone must not look like a solved one."""
+    if not stats.num_failed:
+        return []
+    return [
+        f"  the solver failed on {stats.num_failed} of {stats.num_solved} deployments, which are timed by rules alone; "
+        f"first error: {stats.first_error}"
+    ]
 
 
 def _letter(index: int) -> str:

@@ -48,10 +48,12 @@ class PlanAnswer:
         step_s: seconds of its slowest replica in the form of Eq. 2.
         how: "solved", by the solver; "bound met", where a rule was found as fast as the bound; "time limit", the best
             known when that was reached; "solver failed", the best that a rule finds.
+        error: what the solver complained of where it failed, its kind first; else empty.
     """
 
     step_s: float
     how: str
+    error: str = ""
 
 
 def solve_plan(problem: DispatchProblem, bound_s: float, options: SolverOptions) -> PlanAnswer:
@@ -64,8 +66,8 @@ def solve_plan(problem: DispatchProblem, bound_s: float, options: SolverOptions)
         answer = solve_ilp(
             problem, known, solver=options.solver, time_limit_s=options.time_limit_s, relative_gap=options.relative_gap
         )
-    except Exception:  # any solver may be plugged in; one that fails leaves the rule's answer
-        return PlanAnswer(known_s, "solver failed")
+    except Exception as error:  # any solver may be plugged in; one that fails leaves the rule's answer
+        return PlanAnswer(known_s, "solver failed", f"{type(error).__name__}: {error}")
     if answer is None:
         return PlanAnswer(known_s, "time limit")
     solved_s = min(known_s, float(problem.group_s(answer.ceilings).max()))

@@ -44,7 +44,7 @@ class Dispatch:
         policy: by which it was made.
         status: "optimal" in the linear form of the time model, within the relative gap; "by rule" for the policies that
             solve nothing.
-        note: why a fallback was taken; empty otherwise.
+        note: why a fallback was taken, or that moves were stopped by their number; empty otherwise.
         solve_s: seconds that finding it took.
     """
 
@@ -146,7 +146,9 @@ def dispatch(
     else:
         found, status, note = _balance(problem, warm_start, time_limit_s, relative_gap, solver)
         refined = refine(problem, groups, time_model, found)
-        candidates = [counts_from_ceilings(problem, refined), length_based(problem)]
+        if not refined.is_final:
+            note = "; ".join(filter(None, (note, f"moves were stopped after {refined.num_moves}, more may help")))
+        candidates = [counts_from_ceilings(problem, refined.ceilings), length_based(problem)]
     splits = [_split(problem, counts) for counts in candidates]
     times = [_predict(problem, groups, time_model, split) for split in splits]
     best = min(range(len(candidates)), key=lambda index: max(times[index]))

@@ -14,7 +14,7 @@ a replica that stays idle. Groups with k_i = 0 need none here either.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -68,21 +68,43 @@ def solve_ilp(
     makespan_s = float(problem.group_s(known).max())
     programme, variables = _build(pulp, problem, makespan_s)
     if start_from_known:
-        for (group, bucket), variable in variables.items():
-            variable.setInitialValue(int(known[group, bucket]))
+        _set_start(variables, problem, known, makespan_s)
     programme.solve(_find_solver(pulp, solver, time_limit_s, relative_gap, start_from_known))
     if programme.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
         return None
     ceilings = np.zeros(problem.sequence_s.shape, dtype=np.int64)
-    for (group, bucket), variable in variables.items():
+    for (group, bucket), variable in variables.ceilings.items():
         ceilings[group, bucket] = round(variable.value())
     if (problem.num_replicas @ ceilings < problem.num_sequences).any():
         return None
     return IlpAnswer(ceilings, programme.sol_status == pulp.LpSolutionOptimal)
 
 
-def _build(pulp: Any, problem: DispatchProblem, makespan_s: float) -> tuple[Any, dict[tuple[int, int], Any]]:
-    """Return the programme in units of the known makespan, and its integers by group and bucket."""
+class _Variables(NamedTuple):
+    """The unknowns of a programme.
+
+    Attributes:
+        makespan: T, in units of the known one.
+        ceilings: x_ij by group and bucket.
+        used: u_i by group, where there is one.
+    """
+
+    makespan: Any
+    ceilings: dict[tuple[int, int], Any]
+    used: dict[int, Any]
+
+
+def _set_start(variables: _Variables, problem: DispatchProblem, known: np.ndarray, makespan_s: float) -> None:
+    """Give every variable its value in the known solution; CBC reads one that is left out as 0 and refuses them all."""
+    for (group, bucket), variable in variables.ceilings.items():
+        variable.setInitialValue(int(known[group, bucket]))
+    for group, variable in variables.used.items():
+        variable.setInitialValue(int(known[group].any()))
+    variables.makespan.setInitialValue(float(problem.group_s(known).max()) / (makespan_s or 1.0))
+
+
+def _build(pulp: Any, problem: DispatchProblem, makespan_s: float) -> tuple[Any, _Variables]:
+    """Return the programme in units of the known makespan, and its unknowns."""
     unit_s = makespan_s or 1.0
     programme = pulp.LpProblem("dispatch", pulp.LpMinimize)
     # PuLP 4 knows only the second way, PuLP 2 only the first.
@@ -95,11 +117,12 @@ def _build(pulp: Any, problem: DispatchProblem, makespan_s: float) -> tuple[Any,
         (group, bucket): new_variable(f"x_{group}_{bucket}", 0, int(most[group, bucket]), cat="Integer")
         for group, bucket in pairs
     }
+    all_used: dict[int, Any] = {}
     for group, constant_s in enumerate(problem.constant_s.tolist()):
         own = {bucket: variables[member, bucket] for member, bucket in pairs if member == group}
         terms = [float(problem.sequence_s[group, bucket]) / unit_s * x for bucket, x in own.items()]
         if constant_s and own:
-            used = new_variable(f"used_{group}", cat="Binary")
+            used = all_used[group] = new_variable(f"used_{group}", cat="Binary")
             terms.append(constant_s / unit_s * used)
             for bucket, x in own.items():
                 programme += x <= int(most[group, bucket]) * used
@@ -108,7 +131,7 @@ def _build(pulp: Any, problem: DispatchProblem, makespan_s: float) -> tuple[Any,
         held = [int(problem.num_replicas[group]) * variables[group, b] for group, b in pairs if b == bucket]
         if num_sequences:
             programme += pulp.lpSum(held) >= num_sequences
-    return programme, variables
+    return programme, _Variables(makespan, variables, all_used)
 
 
 def _find_solver(pulp: Any, solver: Any, time_limit_s: float, relative_gap: float, start_from_known: bool) -> Any:
@@ -119,7 +142,7 @@ def _find_solver(pulp: Any, solver: Any, time_limit_s: float, relative_gap: floa
     check_solver_name(name)
     options: dict[str, Any] = {"msg": False, "timeLimit": time_limit_s, "gapRel": relative_gap}
     if name in _CBC_NAMES:
-        # No number of threads: with any, even one, CBC 2.10.3 now and then hangs for 10 s past its time limit.
+        # No number of threads is given: without one, CBC runs in one thread.
         options |= {"warmStart": start_from_known}
     elif name == "HiGHS":
         options |= {"threads": 1, "warmStart": start_from_known}

@@ -59,8 +59,8 @@ def plan_step(
     """
     if not groups:
         raise ValueError("groups is empty; allowed: one group of replicas or more. Plan a deployment first.")
-    longest_supported = max(group.max_tokens for group in groups)
-    bucketing = bucket_boundaries(lengths, num_buckets, interval, max_length=longest_supported)
+    limits = [group.max_tokens for group in groups]
+    bucketing = bucket_boundaries(lengths, num_buckets, interval, limits=limits)
     dispatched = dispatch(
         groups,
         bucketing,
@@ -107,13 +107,17 @@ class DispatchPlanner:
         self._pending: deque[Future[StepDispatch]] = deque()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatch")
 
-    def submit(self, lengths: Sequence[int]) -> None:
+    def submit(self, lengths: Sequence[int], **options: Any) -> None:
         """Start planning a step of sequences of these lengths, in tokens; returns at once.
+
+        Args:
+            lengths: of the step.
+            options: of `plan_step` for this step, in place of those for all.
 
         Raises:
             RuntimeError: after `close`.
         """
-        self._pending.append(self._thread.submit(self._plan, tuple(lengths)))
+        self._pending.append(self._thread.submit(self._plan, tuple(lengths), self._options | options))
 
     def result(self, timeout_s: float | None = None) -> StepDispatch:
         """Return the plan of the earliest submitted step that was not yet returned, waiting for it.
@@ -143,7 +147,7 @@ class DispatchPlanner:
     ) -> None:
         self.close()
 
-    def _plan(self, lengths: tuple[int, ...]) -> StepDispatch:
-        work = plan_step(lengths, self._groups, self._time_model, warm_start=self._last, **self._options)
+    def _plan(self, lengths: tuple[int, ...], options: dict[str, Any]) -> StepDispatch:
+        work = plan_step(lengths, self._groups, self._time_model, warm_start=self._last, **options)
         self._last = work.dispatch
         return work

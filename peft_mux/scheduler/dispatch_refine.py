@@ -8,6 +8,7 @@ benchmarks/lobra_dispatch.py.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,14 +16,29 @@ from peft_mux.scheduler.dispatch_problem import DispatchProblem
 from peft_mux.scheduler.replicas import ReplicaGroup, TimeModel
 
 _MOST_MOVES = 200
-"""Far more than are made in practice; each costs groups times buckets calls of the time model."""
+"""A bound on the time: a move costs up to groups times buckets calls of the time model. benchmarks/lobra_dispatch.py prints
+how many are made; where the bound is reached, the dispatch says so."""
 _RELATIVE_IMPROVEMENT = 1e-9
+
+
+class Refined(NamedTuple):
+    """Ceilings after moves.
+
+    Attributes:
+        ceilings: int64 of shape `(groups, buckets)`.
+        num_moves: that were made.
+        is_final: whether no further move helps; else they were stopped by their number.
+    """
+
+    ceilings: np.ndarray
+    num_moves: int
+    is_final: bool
 
 
 def refine(
     problem: DispatchProblem, groups: Sequence[ReplicaGroup], time_model: TimeModel, ceilings: np.ndarray
-) -> np.ndarray:
-    """Return ceilings no slower by `step_s` than the given ones; int64 of shape `(groups, buckets)`.
+) -> Refined:
+    """Return ceilings no slower by `step_s` than the given ones.
 
     One move takes one sequence of a bucket from each replica of the slowest group and gives them to another group, or
     to none where the ceilings have room already. Of all moves that one is made after which the slower of the two is
@@ -35,7 +51,7 @@ def refine(
         return predict_replica_s(problem, groups[group], time_model, row.tolist())
 
     group_s = [replica_s(group, row) for group, row in enumerate(ceilings)]
-    for _ in range(_MOST_MOVES):
+    for num_moves in range(_MOST_MOVES):
         slowest = int(np.argmax(group_s))
         best_s = group_s[slowest] * (1 - _RELATIVE_IMPROVEMENT)
         move: list[tuple[int, np.ndarray, float]] = []
@@ -57,10 +73,10 @@ def refine(
                     best_s = max(giver_s, receiver_s)
                     move = [(slowest, giver, giver_s), (group, receiver, receiver_s)]
         if not move:
-            break
+            return Refined(ceilings, num_moves, is_final=True)
         for group, row, seconds in move:
             ceilings[group], group_s[group] = row, seconds
-    return ceilings
+    return Refined(ceilings, _MOST_MOVES, is_final=False)
 
 
 def predict_replica_s(

@@ -1,4 +1,4 @@
-"""Devices by their data sheets, links, and clusters of them: what a plan can be made for without the machine at hand.
+"""Devices by their data sheets, and clusters of them: what a plan can be made for without the machine at hand.
 
 Numbers are of data sheets and say what a device could do; `Device.efficiency` says which part of its peak large matrix
 products reach. Measured profiles (`peft_mux.profiling`) need none of this.
@@ -10,6 +10,8 @@ import difflib
 import math
 import re
 from dataclasses import dataclass
+
+from peft_mux.scheduler.link import Link
 
 _GB = 10**9
 _TERA = 10**12
@@ -46,31 +48,6 @@ class Device:
             _require_positive(field, getattr(self, field))
         if self.efficiency > 1:
             raise ValueError(f"efficiency is {self.efficiency}; allowed: above 0 and up to 1. Give a part of the peak.")
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """A connection between two devices.
-
-    Attributes:
-        latency_s: of an empty message.
-        bytes_per_s: in one direction.
-
-    Raises:
-        ValueError: for a negative latency, or a bandwidth that is not above 0.
-    """
-
-    latency_s: float
-    bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        _require_positive("bytes_per_s", self.bytes_per_s)
-        if not 0 <= self.latency_s < math.inf:
-            raise ValueError(f"latency_s is {self.latency_s}; allowed: 0 or more. Give seconds.")
-
-    def transfer_s(self, num_bytes: float) -> float:
-        """Return the seconds that a message takes; 0 for none."""
-        return self.latency_s + num_bytes / self.bytes_per_s if num_bytes > 0 else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +124,18 @@ _INTER_NODE = Link(15e-6, 25 * _GB)
 """One 200 Gbit/s InfiniBand port a device."""
 
 _DEVICES_PER_NODE = 8
+
+
+def known_device(name: str, memory_bytes: int) -> Device | None:
+    """Return the data sheet of a GPU by the name that its driver gives it; `None` where there is none.
+
+    Args:
+        name: such as "NVIDIA A100-SXM4-80GB" or "NVIDIA GeForce RTX 4090".
+        memory_bytes: tells devices of one name apart, such as the A100 with 40 and with 80 GB.
+    """
+    words = re.findall(r"[a-z0-9]+", name.lower().replace("rtx ", "rtx"))
+    alike = [device for device in DEVICES.values() if device.name.split("-")[0].lower() in words]
+    return min(alike, key=lambda device: abs(device.memory_bytes - memory_bytes), default=None)
 
 
 def parse_devices(text: str) -> Cluster:

@@ -12,13 +12,16 @@ class AdapterLoad:
     Attributes:
         rank: R.
         width: input plus output features of the linear layer.
+        cut_width: of these, the features that tensor parallelism divides: outputs of column-parallel layers, inputs of
+            row-parallel ones; 0 for a layer that stays whole.
 
     Raises:
-        ValueError: where a number is below 1.
+        ValueError: where rank or width is below 1, or `cut_width` is not within the width.
     """
 
     rank: int
     width: int
+    cut_width: int = 0
 
     def __post_init__(self) -> None:
         for field in ("rank", "width"):
@@ -26,6 +29,12 @@ class AdapterLoad:
                 raise ValueError(
                     f"{field} is {getattr(self, field)}; allowed: 1 or more. Leave out layers without an adapter."
                 )
+        if not 0 <= self.cut_width <= self.width:
+            raise ValueError(f"cut_width is {self.cut_width}; allowed: 0 to {self.width}, the width. Correct it.")
+
+    def device_width(self, devices: int) -> float:
+        """Return the input plus output features of the factors on each of the devices that share the layer."""
+        return self.width - self.cut_width + self.cut_width / devices
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +49,11 @@ class TaskLoad:
         trainable_parameters: of the whole task.
         num_steps: optimizer steps that it takes.
         priority: tasks of higher priority are admitted first.
+        longest_row_tokens: of the longest of all rows, which a typical batch may lack; 0 where that is not known.
+        cut_parameters: of the trainable ones, those that tensor parallelism divides; the others are on every device.
 
     Raises:
-        ValueError: for a sequence without tokens, or negative numbers.
+        ValueError: for a sequence without tokens, negative numbers, or more that is cut than there is.
     """
 
     name: str
@@ -52,6 +63,8 @@ class TaskLoad:
     trainable_parameters: int
     num_steps: int = 1
     priority: int = 0
+    longest_row_tokens: int = 0
+    cut_parameters: int = 0
 
     def __post_init__(self) -> None:
         if min(self.lengths, default=1) < 1:
@@ -59,9 +72,14 @@ class TaskLoad:
                 f"lengths of task {self.name!r} include {min(self.lengths)}; allowed: 1 token or more. Leave out empty "
                 "sequences."
             )
-        for field in ("num_targets", "trainable_parameters", "num_steps"):
+        for field in ("num_targets", "trainable_parameters", "num_steps", "longest_row_tokens", "cut_parameters"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} of task {self.name!r} is {getattr(self, field)}; allowed: 0 or more.")
+        if self.cut_parameters > self.trainable_parameters:
+            raise ValueError(
+                f"cut_parameters of task {self.name!r} is {self.cut_parameters}; allowed: up to its"
+                f" {self.trainable_parameters} trainable_parameters."
+            )
 
     @property
     def tokens(self) -> int:
@@ -75,5 +93,9 @@ class TaskLoad:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, which no micro-batch splits."""
-        return max(self.lengths, default=0)
+        """Tokens of the longest sequence that may come, which no micro-batch splits."""
+        return max(self.longest_row_tokens, max(self.lengths, default=0))
+
+    def device_parameters(self, devices: int) -> float:
+        """Return the trainable parameters on each of the devices that share every layer."""
+        return self.trainable_parameters - self.cut_parameters + self.cut_parameters / devices

@@ -14,8 +14,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
+
+from peft_mux.scheduler.frozen_parts import FrozenParts
+from peft_mux.scheduler.loss_blocks import loss_block_rows
 
 if TYPE_CHECKING:
     from peft_mux.scheduler.loads import TaskLoad
@@ -38,6 +41,7 @@ class ModelShape:
         vocab_size: rows of the output head.
         backbone_bytes: of all backbone parameters and buffers as they are held.
         activation_bytes: of one activation element.
+        parts: where these bytes lie; `None` spreads them evenly, as Eq. 5 does.
     """
 
     num_layers: int
@@ -48,6 +52,12 @@ class ModelShape:
     vocab_size: int
     backbone_bytes: int
     activation_bytes: int
+    parts: FrozenParts | None = None
+
+    def in_precision(self, factor: float) -> ModelShape:
+        """Return the shape with frozen weights that take `factor` times the bytes."""
+        parts = None if self.parts is None else self.parts.scaled(factor)
+        return replace(self, backbone_bytes=int(factor * self.backbone_bytes), parts=parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +94,21 @@ class MemoryEstimate:
         return f"memory (analytic estimate)  peak {self.peak_bytes / unit:.2f} {name_of_unit}: {listed}"
 
 
-def activation_bytes_per_token(shape: ModelShape, *, checkpointing: bool) -> int:
-    """Return what one token leaves behind for the backward pass.
+def activation_bytes_per_token(shape: ModelShape, *, checkpointing: bool, devices: int = 1) -> float:
+    """Return what one token leaves behind for the backward pass, on each device.
 
     A layer keeps its input, the two normed states, queries, keys, values, attention output, and the gate, up and
     product states of the MLP; with checkpointing only its input, plus one layer's worth while it is recomputed.
+    Tensor parallelism divides heads and neurons; the residual stream and what is as wide is whole on every device.
+
+    Args:
+        shape: of the backbone.
+        checkpointing: whether activations are recomputed.
+        devices: that share each layer.
     """
-    layer = (
-        5 * shape.hidden_size + 2 * shape.attention_size + 2 * shape.key_value_size + 4 * shape.intermediate_size
-    ) * shape.activation_bytes
+    whole = 5 * shape.hidden_size
+    divided = 2 * shape.attention_size + 2 * shape.key_value_size + 4 * shape.intermediate_size
+    layer = (whole + divided / devices) * shape.activation_bytes
     if checkpointing:
         return shape.num_layers * shape.hidden_size * shape.activation_bytes + layer
     return shape.num_layers * layer
@@ -120,18 +136,12 @@ def estimate_memory(
     return MemoryEstimate(
         backbone_bytes=shape.backbone_bytes,
         adapter_bytes=sum(adapter_parameters) * _ADAPTER_BYTES_PER_PARAMETER,
-        activation_bytes=max_tokens * per_token,
+        activation_bytes=math.ceil(max_tokens * per_token),
         workspace_bytes=3 * block_bytes + transient,
     )
 
 
 # ---------------------------------------------------------------------- stages
-
-_LOSS_BLOCK_ELEMENTS = {"cpu": 2**22}
-_DEFAULT_LOSS_BLOCK_ELEMENTS = 2**26
-_LEAST_BLOCK_ROWS = 16
-_TILE_ROWS = 128
-"""As `kernels.linear_cross_entropy.block_rows` has it; a test compares the two."""
 
 _TRANSIENT_COPIES = 4
 """Gradients that a decoder layer holds at once in its backward pass, each as wide as its MLP."""
@@ -147,21 +157,24 @@ to the percent, and a margin of 0 is right (`benchmarks/planner_accuracy.py` mea
 
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
-    """Predicts the bytes of each stage of a pipeline (M Eq. 5).
+    """Predicts the bytes on each device of each stage of a pipeline (M Eq. 5).
 
     Attributes:
         shape: of the backbone.
         num_stages: S.
-        devices_per_stage: over which a stage's weights and activations are sharded.
+        devices_per_stage: over which tensor parallelism shares each layer: linear weights, factors of adapters, heads
+            and neurons of activations are divided; norms, embedding and the residual stream are whole on each.
         checkpointing: whether each layer's activations are recomputed.
         activation_bytes_per_token: that a pass through all layers keeps for its backward, as counted by
             `profiling.activation_bytes_per_token`; `None` for the analytic number.
         allocator_margin: part of the dynamic bytes that the allocator holds beyond them; `None` for that of the device.
         layers_per_stage: S numbers; by default as equal as can be.
         device_type: "cuda" or "cpu", for the blocks of the loss.
+        backbone_shards: replicas that divide the frozen weights (FSDP2); each gathers one unit at a time.
 
     Raises:
-        ValueError: for counts below 1, layers that do not add up, or negative numbers.
+        ValueError: for counts below 1, layers that do not add up, negative numbers, or frozen weights that are divided
+            among replicas and within them.
     """
 
     shape: ModelShape
@@ -172,15 +185,27 @@ class MemoryModel:
     allocator_margin: float | None = None
     layers_per_stage: tuple[int, ...] | None = None
     device_type: str = "cuda"
+    backbone_shards: int = 1
 
     def __post_init__(self) -> None:
-        if self.devices_per_stage < 1:
-            raise ValueError(f"devices_per_stage is {self.devices_per_stage}; allowed: 1 or more. Use 1 for one.")
+        for field in ("devices_per_stage", "backbone_shards"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; allowed: 1 or more. Use 1 for one.")
+        if self.backbone_shards > 1 and (self.num_stages, self.devices_per_stage) != (1, 1):
+            raise ValueError(
+                f"backbone_shards is {self.backbone_shards} beside {self.num_stages} stages of "
+                f"{self.devices_per_stage} devices; allowed: 1, or one stage of one device. Divide weights one way."
+            )
         for field in ("activation_bytes_per_token", "allocator_margin"):
             value = getattr(self, field)
             if value is not None and not 0 <= value < math.inf:
                 raise ValueError(f"{field} is {value}; allowed: 0 or more, or None for the default.")
         split_layers(self.shape.num_layers, self.num_stages, self.layers_per_stage)
+
+    @property
+    def margin(self) -> float:
+        """Part of the dynamic bytes that the allocator holds beyond them."""
+        return _ALLOCATOR_MARGINS.get(self.device_type, 0.0) if self.allocator_margin is None else self.allocator_margin
 
     def static_bytes(self, loads: Sequence[TaskLoad], stage: int = 0) -> int:
         """Return what lies on each device of a stage whatever is computed: the first two terms of Eq. 5.
@@ -198,10 +223,13 @@ class MemoryModel:
             tokens: of the micro-batch.
             stage: from 0.
         """
-        per_token = self.activation_bytes_per_token
-        if per_token is None:
-            per_token = activation_bytes_per_token(self.shape, checkpointing=self.checkpointing)
-        return math.ceil(tokens * per_token * self._share(stage) / self.devices_per_stage)
+        whole, own = (
+            activation_bytes_per_token(self.shape, checkpointing=self.checkpointing, devices=devices)
+            for devices in (1, self.devices_per_stage)
+        )
+        # What was counted is divided as the formula is.
+        per_token = own if self.activation_bytes_per_token is None else self.activation_bytes_per_token * own / whole
+        return math.ceil(tokens * per_token * self._share(stage))
 
     def workspace_bytes(self, tokens: float, stage: int = 0) -> int:
         """Return transient bytes of computing one micro-batch on a stage; only one is computed at a time.
@@ -212,8 +240,8 @@ class MemoryModel:
             tokens: of the micro-batch.
             stage: from 0; the last one holds the head.
         """
-        widest = max(self.shape.intermediate_size, self.shape.hidden_size)
-        transient = _TRANSIENT_COPIES * tokens * widest * self.shape.activation_bytes / self.devices_per_stage
+        widest = max(self.shape.intermediate_size / self.devices_per_stage, self.shape.hidden_size)
+        transient = _TRANSIENT_COPIES * tokens * widest * self.shape.activation_bytes
         loss = self.loss_bytes(tokens) if stage == self.num_stages - 1 else 0
         return math.ceil(max(transient, loss))
 
@@ -223,12 +251,13 @@ class MemoryModel:
         Args:
             targets: of the micro-batch; tokens bound them.
         """
-        rows = min(loss_block_rows(self.shape.vocab_size, self.device_type), math.ceil(targets))
-        # The fused loss on CUDA works in place on logits of the activations' dtype; elsewhere there are fp32 logits and
-        # the copy that logsumexp makes.
-        is_fused = self.device_type == "cuda" and self.shape.activation_bytes == 2
+        words = -(-self.shape.vocab_size // self.devices_per_stage)
+        block_rows = loss_block_rows(words, self.device_type)
+        # The fused loss on CUDA works in place on logits of the activations' dtype; elsewhere, and for a part of the
+        # vocabulary, there are fp32 logits and the copy that logsumexp makes.
+        is_fused = self.device_type == "cuda" and self.shape.activation_bytes == 2 and self.devices_per_stage == 1
         bytes_per_logit = 2 if is_fused else 4 * 2
-        return rows * self.shape.vocab_size * bytes_per_logit // self.devices_per_stage
+        return min(block_rows, math.ceil(targets)) * words * bytes_per_logit
 
     def peak_bytes(
         self, loads: Sequence[TaskLoad], tokens_per_micro_batch: float, in_flight: int = 1, stage: int = 0
@@ -285,17 +314,14 @@ class MemoryModel:
         activations = in_flight * self.activation_bytes(tokens, stage)
         workspace = self.workspace_bytes(tokens, stage)
         # When tasks are updated, activations are gone and buffers as large as one task's weights are there.
-        share = self._share(stage)
-        update = _UPDATE_BYTES_PER_PARAMETER * share * max((load.trainable_parameters for load in loads), default=0)
+        share, devices = self._share(stage), self.devices_per_stage
+        update = _UPDATE_BYTES_PER_PARAMETER * share * max((one.device_parameters(devices) for one in loads), default=0)
         workspace = max(workspace, math.ceil(update) - activations)
-        margin = self.allocator_margin
-        if margin is None:
-            margin = _ALLOCATOR_MARGINS.get(self.device_type, 0.0)
         return MemoryEstimate(
             backbone_bytes=self._backbone_bytes(stage),
             adapter_bytes=self._adapter_bytes(loads, stage),
             activation_bytes=activations,
-            workspace_bytes=workspace + math.ceil(margin * (activations + workspace)),
+            workspace_bytes=workspace + math.ceil(self.margin * (activations + workspace)),
         )
 
     # ---------------------------------------------------------------- internal
@@ -307,32 +333,32 @@ class MemoryModel:
         return layers[stage] / self.shape.num_layers
 
     def _backbone_bytes(self, stage: int) -> int:
-        # Eq. 5 spreads the backbone evenly, embedding and head included.
-        return math.ceil(self.shape.backbone_bytes * self._share(stage) / self.devices_per_stage)
+        held = self._held_bytes(stage)
+        if self.backbone_shards == 1:
+            return math.ceil(held)
+        parts = self.shape.parts or FrozenParts.even(self.shape.backbone_bytes, self.shape.num_layers)
+        return math.ceil(held / self.backbone_shards + parts.gathered_bytes)
+
+    def _held_bytes(self, stage: int) -> float:
+        share, parts, devices = self._share(stage), self.shape.parts, self.devices_per_stage
+        if parts is None:  # Eq. 5 spreads the backbone evenly, embedding and head included
+            return self.shape.backbone_bytes * share / devices
+        layers = split_layers(self.shape.num_layers, self.num_stages, self.layers_per_stage)
+        is_first, is_last = stage == 0, stage == self.num_stages - 1
+        return parts.device_bytes(layers[stage], is_first=is_first, is_last=is_last, devices=devices)
 
     def _adapter_bytes(self, loads: Sequence[TaskLoad], stage: int) -> int:
         # Kernels read copies in the dtype of the activations, where it is not that of the weights.
         copies = self.shape.activation_bytes if self.shape.activation_bytes != _ADAPTER_ITEM_BYTES else 0
         per_parameter = _ADAPTER_BYTES_PER_PARAMETER + copies
-        return math.ceil(per_parameter * self._share(stage) * sum(load.trainable_parameters for load in loads))
+        held = sum(load.device_parameters(self.devices_per_stage) for load in loads)
+        return math.ceil(per_parameter * self._share(stage) * held)
 
 
 _ADAPTER_ITEM_BYTES = 4
 _UPDATE_BYTES_PER_PARAMETER = 8
 """Two buffers of the size of the weights while AdamW updates a page."""
 _MANY_TOKENS = 2**40
-
-
-def loss_block_rows(vocab_size: int, device_type: str) -> int:
-    """Return how many rows of logits the loss holds at a time.
-
-    Args:
-        vocab_size: V.
-        device_type: "cuda" or "cpu".
-    """
-    elements = _LOSS_BLOCK_ELEMENTS.get(device_type, _DEFAULT_LOSS_BLOCK_ELEMENTS)
-    rows = max(_LEAST_BLOCK_ROWS, elements // vocab_size)
-    return rows // _TILE_ROWS * _TILE_ROWS if device_type != "cpu" and rows >= _TILE_ROWS else rows
 
 
 def split_layers(num_layers: int, num_stages: int, layers_per_stage: tuple[int, ...] | None = None) -> tuple[int, ...]:

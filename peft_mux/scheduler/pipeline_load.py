@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from peft_mux.scheduler.link import Link
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BucketLoad:
@@ -66,34 +68,6 @@ class BucketLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
-    """A connection between two neighbouring stages, with the same figures in both directions.
-
-    Each direction carries one message at a time and is taken for the whole of `seconds`.
-
-    Attributes:
-        latency_s: of an empty message.
-        bytes_per_s: bandwidth.
-
-    Raises:
-        ValueError: if the latency is negative or the bandwidth is not positive.
-    """
-
-    latency_s: float
-    bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        if not self.latency_s >= 0 or not math.isfinite(self.latency_s):
-            raise ValueError(f"latency_s is {self.latency_s}; allowed: a finite number of 0 or more.")
-        if not self.bytes_per_s > 0:
-            raise ValueError(f"bytes_per_s is {self.bytes_per_s}; allowed: more than 0 (inf for a free link).")
-
-    def seconds(self, message_bytes: int) -> float:
-        """Return how long a message is on the way."""
-        return self.latency_s + message_bytes / self.bytes_per_s
-
-
-@dataclass(frozen=True, slots=True)
 class LinkMap:
     """Which link joins two stages of a pipeline; without links, messages take no time.
 
@@ -129,7 +103,7 @@ class LinkMap:
         if not self.links or source == target:
             return 0.0
         is_neighbour = abs(source - target) == 1
-        return self.links[min(source, target) if is_neighbour else -1].seconds(message_bytes)
+        return self.links[min(source, target) if is_neighbour else -1].transfer_s(message_bytes)
 
 
 def checked_num_stages(buckets: Sequence[BucketLoad]) -> int:

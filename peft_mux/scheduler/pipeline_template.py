@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from peft_mux.scheduler.link import Link
 from peft_mux.scheduler.pipeline_launch import Clock, ListScheduler, Step, group_micro_batches
-from peft_mux.scheduler.pipeline_load import BucketLoad, Link, LinkMap, checked_num_stages, room_bytes
+from peft_mux.scheduler.pipeline_load import BucketLoad, LinkMap, checked_num_stages, room_bytes
 
-__all__ = ["SCHEDULES", "Action", "BucketLoad", "Link", "PipelineTemplate", "Schedule", "build_template"]
+__all__ = ["SCHEDULES", "Action", "BucketLoad", "PipelineTemplate", "Schedule", "build_template"]
 
 FORMAT_VERSION = 1
 

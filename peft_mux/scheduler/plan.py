@@ -12,12 +12,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from peft_mux.scheduler.link import Link
 from peft_mux.scheduler.memory import MemoryEstimate
 from peft_mux.scheduler.pipeline_load import BucketLoad
 from peft_mux.scheduler.pipeline_template import PipelineTemplate
 from peft_mux.scheduler.simulator import Simulation, simulate
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 POLICIES = ("mux", "together", "interleaved", "sequential")
 """mux: M's planner. together: one hTask (SL-PEFT). interleaved: one hTask a task. sequential: task by task."""
@@ -79,7 +80,8 @@ class Plan:
     Attributes:
         htasks: run one after another in each step.
         shares: what each task brings.
-        max_tokens_per_micro_batch: bound of one pass.
+        max_tokens_per_micro_batch: bound of one pass: as asked for, or less where no more fits into memory. Only a
+            single sequence that is longer makes a longer pass.
         chunk_size: tokens of a chunk (M §3.5).
         pad_to_chunks: whether each task's part of a stream is filled up to whole chunks.
         memory: predicted peak of the fullest stage, by part.
@@ -88,12 +90,16 @@ class Plan:
         buckets: hTasks, by index, that share a pipeline clock (M §3.4).
         template: what each stage runs, in order.
         bucket_loads: what the template was timed with.
-        step_s: predicted seconds of a step of all tasks; 0 where nothing is predicted.
+        step_s: predicted seconds of a step of all tasks, of the busiest replica; 0 where nothing is predicted.
         peak_bytes: predicted for each stage.
         limit_bytes: memory of a device that the plan may fill; `None` for no limit.
         profile_source: where predicted times come from, "measured" or "analytic"; "" where nothing is predicted.
         waiting: tasks that are not in this plan.
         notes: remarks for the reader, such as rows that will be cut.
+        num_replicas: among which each task's global batch is divided; hTasks and passes are those of one of them.
+        layers_per_stage: decoder layers of each of the S stages; empty where that was not planned.
+        link: between stages, that the template was timed with; `None` where messages take no time.
+        devices_per_stage: that share every layer of a stage (tensor parallelism); bytes are those of one of them.
     """
 
     htasks: tuple[HTask, ...]
@@ -113,6 +119,10 @@ class Plan:
     profile_source: str = ""
     waiting: tuple[Waiting, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    num_replicas: int = 1
+    layers_per_stage: tuple[int, ...] = ()
+    link: Link | None = None
+    devices_per_stage: int = 1
 
     @property
     def tokens_per_step(self) -> float:
@@ -141,7 +151,7 @@ class Plan:
         """
         if self.template is None:
             raise ValueError("the plan holds no running task; allowed: plans with at least one, to have a timeline.")
-        return simulate(self.template, self.bucket_loads)
+        return simulate(self.template, self.bucket_loads, links=self.link)
 
     def summary(self) -> str:
         """Return the plan as a table."""
@@ -225,6 +235,8 @@ class Plan:
             "peak_bytes": tuple(data.pop("peak_bytes")),
             "waiting": tuple(Waiting(**item) for item in data.pop("waiting")),
             "notes": tuple(data.pop("notes")),
+            "layers_per_stage": tuple(data.pop("layers_per_stage")),
+            "link": None if (link := data.pop("link")) is None else Link(**link),
         }
         return cls(**read, **data)
 

@@ -12,7 +12,8 @@ hand; on several stages it is an argument here too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -31,6 +32,7 @@ __all__ = ["POLICIES", "Budget", "Outcome", "plan_tasks"]
 
 _PASS_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _LEAST_PASS_TOKENS = 64
+_LARGEST_TO_MEAN_PASS = 1.5
 
 
 def plan_tasks(
@@ -61,7 +63,7 @@ def plan_tasks(
     if len(set(names)) < len(names):
         raise ValueError(f"tasks are {', '.join(names)}; allowed: every name once.")
     if not loads:
-        return Outcome((), (), None, (), 0.0, (), ())
+        return Outcome((), (), None, (), 0.0, (), (), budget.max_tokens, None)
     admission = admit(
         loads, memory, budget.limit_bytes, budget.max_tokens, running=running, one_only=policy == "sequential"
     )
@@ -91,11 +93,31 @@ def _on_one_device(admission: Admission, cost: CostModel, memory: MemoryModel, b
     template = build_template(bucket_loads, "1f1b")
     by_name = {load.name: load for load in loads}
     step_s = cost.step_s([([by_name[name] for name in htask.tasks], htask.micro_batches) for htask in htasks])
-    largest = max(htask.tokens_per_micro_batch for htask in htasks)
-    longest = max(load.longest for load in loads)
-    peak = memory.peak_bytes(loads, max(largest, longest), in_flight=1, stage=0)
-    buckets = tuple((index,) for index in range(len(htasks)))
-    return Outcome(tuple(htasks), buckets, template, bucket_loads, step_s, (int(peak),), admission.waiting)
+    largest = max(_largest_pass_tokens(htask, by_name, admission.max_tokens) for htask in htasks)
+    estimate = memory.estimate(loads, largest)
+    return Outcome(
+        htasks=tuple(htasks),
+        buckets=tuple((index,) for index in range(len(htasks))),
+        template=template,
+        bucket_loads=bucket_loads,
+        step_s=step_s,
+        peak_bytes=(estimate.peak_bytes,),
+        waiting=admission.waiting,
+        max_tokens=admission.max_tokens,
+        memory=estimate,
+    )
+
+
+def _largest_pass_tokens(htask: HTask, loads: Mapping[str, TaskLoad], max_tokens: int) -> int:
+    """Return the tokens of the largest pass that may come of an hTask.
+
+    A step has as many passes as its tokens make up means, rounded (`engine.dispatcher`), so that one holds up to half a
+    mean more. No pass is larger than `max_tokens`, unless a single sequence is.
+    """
+    members = [loads[name] for name in htask.tasks]
+    most_of_a_step = sum(len(load.lengths) * load.longest for load in members)
+    largest = min(_LARGEST_TO_MEAN_PASS * htask.tokens_per_micro_batch, most_of_a_step, max_tokens)
+    return math.ceil(max(largest, *(load.longest for load in members)))
 
 
 def _cheapest_passes(loads: Sequence[TaskLoad], cost: CostModel, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peft_mux.scheduler.pipeline_load import BucketLoad, Link
+from peft_mux.scheduler.link import Link
+from peft_mux.scheduler.memory import MemoryEstimate
+from peft_mux.scheduler.pipeline_load import BucketLoad
 from peft_mux.scheduler.pipeline_template import PipelineTemplate, Schedule
 from peft_mux.scheduler.plan import HTask, Waiting
+
+MICRO_BATCHES_PER_STAGE = 4
+"""C over S, where nothing else is asked for (M Appendix A)."""
+MOST_DOUBLINGS = 5
+"""Numbers of micro-batches that are tried, each twice the one before, until one fits into memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +25,8 @@ class Budget:
         limit_bytes: of a device; `None` for no limit.
         num_micro_batches: C on several stages; by default four for each stage, as is common (M Appendix A), and more
             where that does not fit into memory.
-        schedule: of the pipeline.
+        schedule: of the pipeline. Policy "mux" chooses its buckets by its own template in any case; another schedule is
+            then built over these buckets.
         num_chunks: virtual stages of a device.
         links: between stages.
     """
@@ -43,6 +51,8 @@ class Outcome:
         step_s: predicted.
         peak_bytes: of each stage.
         waiting: tasks left out, with reasons.
+        max_tokens: that a pass may hold, as asked for or as fits into memory; more only where one sequence is longer.
+        memory: of the fullest stage, by part; `None` where nothing runs.
     """
 
     htasks: tuple[HTask, ...]
@@ -52,3 +62,5 @@ class Outcome:
     step_s: float
     peak_bytes: tuple[int, ...]
     waiting: tuple[Waiting, ...]
+    max_tokens: int
+    memory: MemoryEstimate | None

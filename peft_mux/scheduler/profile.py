@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from peft_mux.scheduler.curves import AdapterTable, Curve
-from peft_mux.scheduler.hardware import Device, Link
+from peft_mux.scheduler.hardware import Device
+from peft_mux.scheduler.link import Link
 from peft_mux.scheduler.memory import ModelShape
 from peft_mux.scheduler.roofline import Roofline
 
@@ -44,7 +45,7 @@ class Profile:
         versions: of what the times depend on, by name.
         source: "measured", or "analytic" where nothing was measured.
         layer: seconds over tokens, one decoder layer without the attention product and without adapters.
-        attention: seconds over length, the attention product of one sequence in one layer.
+        attention: seconds over length, the attention product of one sequence in one layer; continued by its square.
         adapter: seconds over rank, width and tokens, one adapter of one linear layer, by itself.
         utilization: u_a of M Eq. 3 over the same, from 0 to 1.
         head: seconds over targets, output head and loss.
@@ -89,6 +90,12 @@ class Profile:
                 raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 or more. Give seconds.")
         if self.source not in ("measured", "analytic"):
             raise ValueError(f"source is {self.source!r}; allowed: 'measured', 'analytic'. Say which it is.")
+
+    @property
+    def reach(self) -> dict[str, float]:
+        """Return the last point of each part, by name: a larger size is continued from there, not looked up."""
+        last = {name: getattr(self, name).counts[-1] for name in _CURVES}
+        return last | {"adapter": self.adapter.tokens[-1]}
 
     # ---------------------------------------------------------------- lookups
 
@@ -150,13 +157,13 @@ class Profile:
         data.pop("key", None)
         try:
             for name in _CURVES:
-                data[name] = Curve(**{key: tuple(values) for key, values in data[name].items()})
+                data[name] = Curve(**{key: _tuples(values) for key, values in data[name].items()})
             for name in _TABLES:
                 data[name] = AdapterTable(**{key: _tuples(values) for key, values in data[name].items()})
             data["versions"] = tuple((name, value) for name, value in data["versions"])
             data["link"] = None if data["link"] is None else Link(**data["link"])
             return cls(**data)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"profile lacks or misnames a field ({error}); allowed: what to_json wrote.") from error
 
 
@@ -174,7 +181,7 @@ def corrected(
     smoothing: float = 0.2,
     largest_change: float = 1.5,
 ) -> Profile:
-    """Scale all times towards what a step was seen to take (run time feedback).
+    """Scale all times towards what a step was seen to take (run time feedback), those of the link too.
 
     Each call moves by the ratio of the two to the power of `smoothing`, which is exponential smoothing of the logarithm
     of the scale: a steady error is gone by (1 - smoothing) to the number of calls, and one odd step does little.
@@ -199,6 +206,8 @@ def corrected(
     factor = min(max((measured_s / predicted_s) ** smoothing, 1 / largest_change), largest_change)
     parts: dict[str, Any] = {name: getattr(profile, name).scaled(factor) for name in (*_CURVES, "adapter")}
     parts |= {name: getattr(profile, name) * factor for name in _OVERHEADS}
+    if profile.link is not None:
+        parts["link"] = Link(profile.link.latency_s * factor, profile.link.bytes_per_s / factor)
     return replace(profile, **parts)
 
 
@@ -232,7 +241,7 @@ def analytic_profile(
         dtype=f"{8 * shape.activation_bytes}-bit",
         model=shape_signature(shape),
         layer=Curve.measured(_COUNTS, roof.layer_s(_COUNTS)),
-        attention=Curve.measured(_COUNTS, roof.attention_s(_COUNTS)),
+        attention=Curve.measured(_COUNTS, roof.attention_s(_COUNTS), is_quadratic=True),
         adapter=AdapterTable.measured(_RANKS, widths, _COUNTS, roof.adapter_s(rank, width, tokens)),
         utilization=AdapterTable.measured(_RANKS, widths, _COUNTS, roof.utilization(width, tokens), level=False),
         head=Curve.measured(_COUNTS, roof.head_s(_COUNTS)),

@@ -25,4 +25,10 @@ def profile_text(profile: Profile) -> str:
         f"  a pass costs {1e3 * profile.pass_overhead_s:.2f} ms whatever its size, of which the forward takes"
         f" {profile.forward_fraction:.0%}"
     )
+    if profile.source == "measured":
+        reach = {name: f"{last:,.0f}" for name, last in profile.reach.items()}
+        lines.append(
+            f"  measured up to {reach['layer']} tokens of a layer, {reach['attention']} of one sequence, "
+            f"{reach['adapter']} of an adapter, {reach['head']} targets; larger sizes are continued from there"
+        )
     return "\n".join(lines)

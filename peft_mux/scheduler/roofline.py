@@ -1,7 +1,9 @@
 """Times of operators from data-sheet numbers: what a plan stands on where nothing could be measured.
 
 Matrix products take the longer of arithmetic and of reading the weights; element-wise operators and adapters take their
-bytes; each operator takes at least a launch. Good for comparing plans rather than for promising seconds.
+bytes. Launches are added for a layer, which counts those of its attention product, for an adapter and for the head;
+those of the embedding are part of what a pass costs whatever its size. Numbers without a data sheet stand here as
+assumptions, and nothing was measured for them. Good for comparing plans rather than for promising seconds.
 """
 
 from __future__ import annotations
@@ -15,9 +17,9 @@ from peft_mux.scheduler.hardware import Device
 from peft_mux.scheduler.memory import ModelShape
 
 _BANDWIDTH_PART = 0.85
-"""Of the stated bandwidth, what streaming kernels reach."""
+"""Of the stated bandwidth, what streaming kernels are assumed to reach."""
 _ATTENTION_PART = 0.6
-"""Of the efficiency of products, what fused attention reaches."""
+"""Of the efficiency of products, what fused attention is assumed to reach."""
 _LAUNCH_S = {"cpu": 2e-5}
 _GPU_LAUNCH_S = 4e-6
 _LAYER_OPERATORS = 30

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from peft_mux.scheduler.link import Link
 from peft_mux.scheduler.pipeline_bounds import (
     closed_form_1f1b_s,
     closed_form_gpipe_s,
@@ -19,7 +20,7 @@ from peft_mux.scheduler.pipeline_bounds import (
 )
 from peft_mux.scheduler.pipeline_checks import check_stages, memory_faults, order_faults, peak_activation_bytes
 from peft_mux.scheduler.pipeline_launch import next_virtual_stage
-from peft_mux.scheduler.pipeline_load import BucketLoad, Link, LinkMap, per_stage_bytes
+from peft_mux.scheduler.pipeline_load import BucketLoad, LinkMap, per_stage_bytes
 from peft_mux.scheduler.pipeline_template import Action, PipelineTemplate
 
 __all__ = [

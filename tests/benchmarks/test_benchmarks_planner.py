@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT))
 
-from benchmarks import cluster, planner, planner_figures  # noqa: E402
+from benchmarks import cluster, planner, planner_choices, planner_figures, planner_policies  # noqa: E402
 
 
 def test_a_missing_trace_is_said_with_the_way_to_get_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,3 +104,20 @@ def test_times_of_planning_are_printed_for_every_policy(tmp_path: Path, capsys: 
     rows = json.loads((tmp_path / "planner-times.json").read_text())["rows"]
     assert [row["what"] for row in rows] == ["fusion"] + ["planning"] * 8
     assert "interleaved" in capsys.readouterr().out
+
+
+def test_mixes_of_the_policies_are_of_many_sizes_within_the_stated_bounds() -> None:
+    tokens = [sum(sum(task.lengths) for task in planner_policies.draw_mix(number, 1)) for number in range(20)]
+    assert all(600 <= count <= 2000 for count in tokens)
+    assert min(tokens) < 1024 < max(tokens), "some steps need several passes of 1,024 tokens, and some do not"
+
+
+def test_the_planned_step_is_held_against_each_baseline_apart() -> None:
+    row = planner_policies.Row(2, 900, {}, {}, {}, {"mux": 3.0, "together": 4.0, "interleaved": 2.0})
+    assert row.ratios == {"together": 0.75, "interleaved": 1.5, "better": 1.5}
+    assert planner_policies.summarise([row])["together"] == {"median": 0.75, "worst": 0.75, "best": 0.75}
+
+
+def test_the_single_template_and_the_single_fusion_lose_on_some_instances() -> None:
+    assert max(planner_choices.template_losses(60, 0)) > 0
+    assert max(planner_choices.partition_losses(8, 0)) > 0

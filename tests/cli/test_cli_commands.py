@@ -15,6 +15,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 import peft_mux
+from peft_mux import profiling
 from peft_mux.cli.main import main
 from peft_mux.demo.small_llama import make_backbone, make_tokenizer
 
@@ -144,6 +145,25 @@ def test_a_task_that_fails_makes_the_status_1_and_the_others_are_trained(
 
 
 # -------------------------------------------------------------------- plan
+
+
+def test_a_profile_is_measured_once_and_read_again_until_asked_anew(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[int] = []
+    measure = profiling._measure
+    monkeypatch.setattr(profiling, "_measure", lambda *given: measured.append(1) or measure(*given))
+    output = tmp_path / "out.json"
+    command = ["profile", str(file), "--output", str(output), "--seconds", "0.3"]
+    assert main(command) == 0
+    first = output.read_text(encoding="utf-8")
+    output.unlink()
+    assert main(command) == 0
+    assert output.read_text(encoding="utf-8") == first
+    assert len(measured) == 1
+    assert main([*command, "--refresh"]) == 0
+    assert len(measured) == 2
+    assert "measured up to" in capsys.readouterr().out
 
 
 def test_plan_shows_every_task_and_the_memory(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

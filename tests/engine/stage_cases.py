@@ -41,13 +41,15 @@ from transformers import (
 from peft_mux.arguments import MultiTaskTrainingArguments, resolve
 from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.data_parallel import GradientSync
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.isolation import non_finite_reason
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.pipeline import PipelineExecutor
 from peft_mux.engine.pipeline_plan import PipelinePlan
-from peft_mux.engine.pipeline_state import gather_task
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.task_state import TaskState, join_state, split_state
+from peft_mux.engine.whole_state import gather_task
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stage_layout import StageLayout
@@ -167,7 +169,7 @@ def mux_model(case: Case) -> MultiTaskPeftModel:
 
 def step_work(step: int, tasks: Sequence[str]) -> StepWork:
     """Return the global batches of a step; every process draws the same ones."""
-    batches = {name: _task_batch(name, step) for name in tasks}
+    batches = {name: random_batch(name, step, LENGTHS[name]) for name in tasks}
     micro_batches: list[MuxBatch] = []
     for htask, most in zip(HTASKS, MAX_TOKENS, strict=True):
         fused = [batches[name] for name in htask if name in batches]
@@ -176,10 +178,11 @@ def step_work(step: int, tasks: Sequence[str]) -> StepWork:
     return StepWork(tuple(batches), tuple(micro_batches), {name: one.num_tokens for name, one in batches.items()})
 
 
-def _task_batch(name: str, step: int) -> TaskBatch:
+def random_batch(name: str, step: int, lengths: Sequence[int]) -> TaskBatch:
+    """Return random rows of the given lengths."""
     rng = np.random.default_rng([step, ord(name)])
     sequences = []
-    for row, length in enumerate(LENGTHS[name]):
+    for row, length in enumerate(lengths):
         ids = rng.integers(1, VOCABULARY, size=length)
         sequences.append(TokenSequence(ids, ids, row))
     return TaskBatch(name, step, seed=ord(name), sequences=tuple(sequences))
@@ -248,7 +251,7 @@ def train(
             _poison(model)
         tasks = [name for name in optimizers if name not in seen.failures]
         result = executor.run(step_work(step, tasks))
-        norms = executor.gradient_norms(tasks)
+        norms = executor.gradient_norms(tasks) if result.norms is None else result.norms
         for name in tasks:
             loss, norm = result.losses[name].item(), norms[name].item()
             seen.losses.setdefault(name, []).append(loss)
@@ -310,7 +313,8 @@ def make_stage(case: Case, processes: Processes, folder: Path) -> tuple[Pipeline
     layout = StageLayout.of(NUM_LAYERS, size, num_chunks=case.num_chunks, layers_per_stage=case.layers_per_stage)
     stage = StageModel(mux_model(case), layout, processes.rank)
     plan = PipelinePlan(template_of(case, size), HTASKS, BUCKETS)
-    executor = PipelineExecutor(stage, plan, processes, bf16=case.bf16)
+    sync = GradientSync(stage.model, processes, ParallelLayout.of(size, pp=size))
+    executor = PipelineExecutor(stage, plan, processes, bf16=case.bf16, sync=sync)
     optimizers = {name: optimizer_of(stage.model, name, folder) for name in stage.model.tasks}
     return executor, optimizers
 
@@ -333,7 +337,8 @@ def train_stage(name: str, processes: Processes, folder: Path) -> None:
     (folder / f"{name}-{processes.rank}.json").write_text(json.dumps(facts))
     for task in model.tasks:
         own = split_state(model.task_parameters(task), optimizers[task])
-        whole = gather_task(executor.links, own)
+        layout = ParallelLayout.of(processes.world_size, pp=processes.world_size)
+        whole = gather_task(processes, layout, model.task_pieces(task), own)
         if whole is not None:
             write_state(whole, folder / f"{name}-{task}")
     executor.links.close()

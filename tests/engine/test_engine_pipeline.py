@@ -38,7 +38,7 @@ OF_TWO = (
 ).split()
 OF_FOUR = ("llama-gpipe", "llama-mux-limit", "qwen-interleaved", "gpt2-1f1b")
 MEASURED = "llama-mux"
-HANG_LIMIT_S = 3.0
+HANG_LIMIT_S = 6.0
 SEEDS = {name: index for index, name in enumerate(cases.LENGTHS)}
 
 

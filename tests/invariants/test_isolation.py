@@ -320,8 +320,8 @@ def test_the_draws_of_a_task_do_not_depend_on_how_many_tasks_there_are(
         seen: dict[tuple[int, int], str] = {}
         original = philox.keep_mask
 
-        def spy(seed: int, places: torch.Tensor, num_columns: int, probability: float) -> torch.Tensor:
-            mask = original(seed, places, num_columns, probability)
+        def spy(seed: int, places: torch.Tensor, num_columns: int, probability: float, *window: Any) -> torch.Tensor:
+            mask = original(seed, places, num_columns, probability, *window)
             for place, row in zip(places.tolist(), mask, strict=True):
                 bits = lab.digest({"": row})
                 assert seen.setdefault((seed, place), bits) == bits, "forward and backward draw differently"

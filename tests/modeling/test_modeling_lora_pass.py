@@ -492,7 +492,7 @@ def opened(model: MultiTaskPeftModel, packed: MuxBatch, name: str) -> tuple[Any,
 @pytest.mark.parametrize("name", ["layers.0.self_attn.q_proj", "layers.1.mlp.gate_proj", "layers.0.self_attn.o_proj"])
 def test_the_forward_operator_keeps_the_rules_of_operators(name: str) -> None:
     model, packed = mux_model(), batch()
-    model._prepare(packed)
+    model.prepare(packed.task_names)
     with model.multiplexing(packed):
         checks = torch.library.opcheck(torch.ops.peft_mux.lora_group.default, opened(model, packed, name))
     assert set(checks.values()) == {"SUCCESS"}
@@ -501,7 +501,7 @@ def test_the_forward_operator_keeps_the_rules_of_operators(name: str) -> None:
 
 def test_the_backward_operator_keeps_the_rules_of_operators() -> None:
     model, packed = mux_model(), batch()
-    model._prepare(packed)
+    model.prepare(packed.task_names)
     with model.multiplexing(packed), torch.no_grad():
         x, anchor, handle, number, widths, columns = opened(model, packed, "layers.0.self_attn.q_proj")
         *ys, saved = torch.ops.peft_mux.lora_group(x, anchor, handle, number, widths, columns)

@@ -13,8 +13,9 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig, RobertaConfig
 
 from peft_mux.errors import UnsupportedModelError
+from peft_mux.modeling.fingerprint import backbone_fingerprint
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.shape import backbone_fingerprint, model_shape
+from peft_mux.modeling.shape import model_shape
 from peft_mux.modeling.support import adaptable_modules, max_positions, rope_limit
 
 SIZE = {

@@ -79,6 +79,18 @@ def test_the_last_boundary_is_that_of_the_longest_sequence_and_not_of_the_last_i
     assert bucket_boundaries([300, 300], num_buckets=1, interval=256).boundaries == (512,)
 
 
+def test_an_interval_ends_at_the_least_limit_that_holds_its_sequences() -> None:
+    found = bucket_boundaries([2350, 2400, 2401, 700], interval=512, limits=[8192, 2400])
+    assert found.boundaries == (1024, 2400, 2560)
+    assert found.counts == (1, 2, 1)
+    assert found.padding_tokens == 324 + 50 + 159
+
+
+def test_a_length_above_every_limit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"lengths\[1\] is 8193; allowed: at most 8192, the longest that any replica"):
+        bucket_boundaries([5, 8193], limits=[2400, 8192])
+
+
 def test_boundaries_follow_the_batch() -> None:
     short = bucket_boundaries([100] * 9 + [250] * 9 + [1000], num_buckets=2, interval=128)
     long = bucket_boundaries([100] + [800] * 9 + [1000] * 9, num_buckets=2, interval=128)
@@ -92,7 +104,7 @@ def test_the_order_of_the_sequences_changes_nothing() -> None:
 
 
 def test_a_greatest_length_that_is_no_multiple_of_the_interval_is_the_last_boundary() -> None:
-    found = bucket_boundaries([100, 990], num_buckets=4, interval=256, max_length=1000)
+    found = bucket_boundaries([100, 990], num_buckets=4, interval=256, limits=[1000])
     assert found.boundaries == (256, 1000)
 
 
@@ -133,8 +145,8 @@ def test_bad_input_is_refused_with_its_name(arguments: tuple[list[int], int, int
 def test_a_sequence_longer_than_allowed_is_refused_with_its_place() -> None:
     with pytest.raises(ValueError, match=r"lengths\[1\] is 40; allowed: at most the last boundary, 30"):
         fixed_bucketing([5, 40], (10, 30))
-    with pytest.raises(ValueError, match=r"lengths\[0\] is 40; allowed: at most max_length = 39"):
-        bucket_boundaries([40], 2, 8, max_length=39)
+    with pytest.raises(ValueError, match=r"lengths\[0\] is 40; allowed: at most 39"):
+        bucket_boundaries([40], 2, 8, limits=[39])
 
 
 def test_boundaries_that_do_not_ascend_are_refused() -> None:

@@ -367,3 +367,17 @@ def test_replays_are_drawn_into_a_png_file(tmp_path: Path) -> None:
         save_replays({"two tasks": [run(tasks)]}, tmp_path / "cluster.gif")
     with pytest.raises(ValueError, match="nothing to draw"):
         save_replays({}, tmp_path / "cluster.png")
+
+
+@pytest.mark.parametrize("system", ["nemo", "muxtune"])
+def test_an_instance_holds_what_fills_its_memory_to_the_last_byte_and_no_more(system: str) -> None:
+    speed = MODELS[system].speed([LONG])
+
+    def model(memory_bytes: int) -> InstanceModel:
+        device = replace(SPEC.devices.device, memory_bytes=memory_bytes)
+        return InstanceModel(system, replace(SPEC, devices=replace(SPEC.devices, device=device)))
+
+    assert model(speed.peak_bytes).speed([LONG]) == speed
+    assert model(speed.peak_bytes - 1).fits([LONG]) is False or (
+        model(speed.peak_bytes - 1).speed([LONG]).peak_bytes < speed.peak_bytes
+    )

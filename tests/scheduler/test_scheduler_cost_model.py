@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 
 from peft_mux.scheduler.cost_model import CostModel
 from peft_mux.scheduler.curves import AdapterTable, Curve
+from peft_mux.scheduler.frozen_parts import FrozenParts
 from peft_mux.scheduler.fusion import fuse
 from peft_mux.scheduler.hardware import DEVICES
+from peft_mux.scheduler.link import Link
 from peft_mux.scheduler.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.memory import ModelShape
 from peft_mux.scheduler.profile import Profile, analytic_profile
@@ -46,8 +49,16 @@ PROFILE = Profile(
     forward_fraction=0.4,
 )
 
+LINK = Link(latency_s=0.0007, bytes_per_s=2e6)
+
 adapters = st.lists(
-    st.builds(AdapterLoad, rank=st.sampled_from([4, 8, 64]), width=st.sampled_from([128, 224])), max_size=5
+    st.builds(
+        AdapterLoad,
+        rank=st.sampled_from([4, 8, 64]),
+        width=st.sampled_from([128, 224]),
+        cut_width=st.sampled_from([0, 64, 100]),
+    ),
+    max_size=5,
 ).map(tuple)
 loads = st.builds(
     TaskLoad,
@@ -60,23 +71,38 @@ loads = st.builds(
 
 
 def equation_3(tasks: Sequence[TaskLoad], count: int, layers: int, *, first: bool, last: bool, devices: int) -> float:
-    """M Eq. 3 as it stands, task by task and adapter by adapter."""
+    """M Eq. 3 task by task and adapter by adapter, and what Eq. 3 leaves whole or out."""
     tokens = sum(task.tokens for task in tasks) / count
     base_s = layers * PROFILE.layer_s(tokens)
     lengths = [length for task in tasks for length in task.lengths]
     base_s += layers * sum(PROFILE.attention_s(length) for length in lengths) / count
     groups = min(len({math.ceil(length / 16) for length in lengths}), len(lengths) / count)
-    base_s += layers * groups * PROFILE.attention_call_s
+    whole_s = layers * groups * PROFILE.attention_call_s
     if first:
-        base_s += PROFILE.embedding_s(tokens)
+        whole_s += PROFILE.embedding_s(tokens)
+    targets = sum(task.num_targets for task in tasks) / count
+
+    def sum_s(num_bytes: float) -> float:
+        return 2 * (devices - 1) * (LINK.latency_s + num_bytes / devices / LINK.bytes_per_s)
+
+    if devices > 1:
+        whole_s += layers * 4 * sum_s(tokens * 64 * 4)
     if last:
-        base_s += PROFILE.head_s(sum(task.num_targets for task in tasks) / count)
-    adapters_s = 0.0
-    for width in sorted({adapter.width for task in tasks for adapter in task.adapters}):
+        base_s += PROFILE.head_s(targets)
+        if devices > 1 and targets:
+            blocks = math.ceil(targets / (2**26 // math.ceil(500 / devices) // 128 * 128))
+            assert blocks == 1, "a micro-batch here fits one block of logits"
+            whole_s += sum_s(targets * 3 * devices * 4) + sum_s(targets * 64 * 4)
+    adapters_s = whole_s
+
+    def on_device(adapter: AdapterLoad) -> float:
+        return adapter.width - adapter.cut_width * (devices - 1) / devices
+
+    for width in sorted({on_device(adapter) for task in tasks for adapter in task.adapters}):
         weighted_s, longest_s = 0.0, 0.0
         for task in tasks:
             n = task.tokens / count
-            own = [adapter for adapter in task.adapters if adapter.width == width]
+            own = [adapter for adapter in task.adapters if on_device(adapter) == width]
             alone_s = [PROFILE.adapter_s(adapter.rank, width, n) for adapter in own]
             weighted_s += sum(
                 PROFILE.adapter_utilization(adapter.rank, width, n) * t for adapter, t in zip(own, alone_s, strict=True)
@@ -89,7 +115,7 @@ def equation_3(tasks: Sequence[TaskLoad], count: int, layers: int, *, first: boo
 @settings(max_examples=40)
 @given(st.lists(loads, min_size=1, max_size=5), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(1, 2))
 def test_stage_latency_is_equation_3(tasks: list[TaskLoad], count: int, num_stages: int, devices: int) -> None:
-    cost = CostModel(PROFILE, SHAPE, num_stages=num_stages, devices_per_stage=devices)
+    cost = CostModel(PROFILE, SHAPE, num_stages=num_stages, devices_per_stage=devices, tensor_link=LINK)
     for stage in range(num_stages):
         expected = equation_3(
             tasks, count, 8 // num_stages, first=stage == 0, last=stage == num_stages - 1, devices=devices
@@ -114,10 +140,15 @@ def test_equation_4_has_its_two_where_forward_and_backward_take_the_same() -> No
     assert cost.latency_s([task], 3) == pytest.approx(2 * 3 * cost.stage_latency_s([task], num_micro_batches=3))
 
 
+SIZES = st.sampled_from(
+    [{}, {"num_stages": 3}, {"num_stages": 2, "devices_per_stage": 4, "tensor_link": LINK}, {"backbone_shards": 3}]
+)
+
+
 @settings(max_examples=25)
-@given(st.lists(loads, min_size=1, max_size=7), st.integers(1, 4), st.sampled_from([1, 3]))
-def test_the_matrix_holds_the_latency_of_every_range(tasks: list[TaskLoad], count: int, num_stages: int) -> None:
-    cost = CostModel(PROFILE, SHAPE, num_stages=num_stages)
+@given(st.lists(loads, min_size=1, max_size=7), st.integers(1, 4), SIZES)
+def test_the_matrix_holds_the_latency_of_every_range(tasks: list[TaskLoad], count: int, size: dict[str, Any]) -> None:
+    cost = CostModel(replace(PROFILE, link=LINK), SHAPE, **size)
     matrix = cost.latency_matrix(tasks, count)
     for i in range(len(tasks)):
         for j in range(len(tasks)):
@@ -177,6 +208,45 @@ def test_a_pass_adds_its_overhead_and_a_step_its_own_and_all_updates() -> None:
     )
 
 
+def test_the_terms_of_a_stage_are_what_its_latency_is_made_of() -> None:
+    task = TaskLoad("a", (100, 60), 150, (AdapterLoad(8, 128, 64),), 1000)
+    for layers in ((1, 5, 2), (4, 3, 1)):
+        cost = CostModel(PROFILE, SHAPE, num_stages=3, devices_per_stage=2, layers_per_stage=layers, tensor_link=LINK)
+        terms = cost.stage_terms([task], 2)
+        for stage in range(3):
+            expected = cost.stage_latency_s([task], num_micro_batches=2, stage=stage) / PROFILE.forward_fraction
+            own = terms.stage_s(layers[stage], is_first=stage == 0, is_last=stage == 2)
+            assert own == pytest.approx(expected)
+
+
+def test_sums_that_no_link_carries_take_no_time_and_a_profiles_own_link_carries_them() -> None:
+    task = TaskLoad("a", (100,), 0, (), 0)
+    linked = replace(PROFILE, link=LINK)
+    none, own, given_link = (
+        CostModel(profile, SHAPE, devices_per_stage=2, tensor_link=link).pass_s([task], 1)
+        for profile, link in ((PROFILE, None), (linked, None), (PROFILE, LINK))
+    )
+    assert own == given_link
+    assert own - none == pytest.approx(8 * 4 * 2 * LINK.transfer_s(100 * 64 * 4 / 2))
+
+
+def test_a_backbone_that_replicas_divide_is_gathered_unit_by_unit_in_every_pass() -> None:
+    parts = FrozenParts(before_bytes=128_000, layer_bytes=90_000, cut_bytes=0, after_bytes=256, head_bytes=64_000)
+    shape = replace(SHAPE, parts=parts)
+    task = TaskLoad("a", (100,), 90, (), 0)
+    whole, divided = (CostModel(PROFILE, shape, backbone_shards=n, tensor_link=LINK) for n in (1, 4))
+    units = [*[90_000] * 16, 128_000, 64_000, 256, 256]
+    expected = sum(3 * LINK.transfer_s(num_bytes / 4) for num_bytes in units)
+    assert divided.pass_s([task], 1) - whole.pass_s([task], 1) == pytest.approx(expected)
+    assert sum(num_bytes * times for num_bytes, times in parts.units(8)) == sum(units)
+
+
+def test_the_updates_are_those_of_the_parameters_that_lie_on_a_device() -> None:
+    task = TaskLoad("a", (10,), 9, (), 500_000, cut_parameters=400_000)
+    cost = CostModel(PROFILE, SHAPE, devices_per_stage=4)
+    assert cost.optimizer_s([task]) == pytest.approx(PROFILE.optimizer_s(200_000))
+
+
 def test_unequal_stages_are_timed_by_their_own_layers() -> None:
     cost = CostModel(PROFILE, SHAPE, num_stages=3, layers_per_stage=(1, 5, 2))
     task = TaskLoad("a", (100,), 99, (), 0)
@@ -219,6 +289,10 @@ def test_a_stage_or_a_number_of_micro_batches_that_is_not_there_is_refused() -> 
 def test_loads_out_of_range_are_refused_by_field() -> None:
     with pytest.raises(ValueError, match="rank is 0; allowed: 1 or more"):
         AdapterLoad(0, 128)
+    with pytest.raises(ValueError, match="cut_width is 129; allowed: 0 to 128"):
+        AdapterLoad(4, 128, 129)
+    with pytest.raises(ValueError, match="cut_parameters of task 'a' is 6; allowed: up to its 5 trainable"):
+        TaskLoad("a", (5,), 1, (), 5, cut_parameters=6)
     with pytest.raises(ValueError, match="lengths of task 'a' include 0; allowed: 1 token or more"):
         TaskLoad("a", (5, 0), 1, (), 0)
     with pytest.raises(ValueError, match="num_targets of task 'a' is -1; allowed: 0 or more"):

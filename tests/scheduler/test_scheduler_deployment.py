@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -113,8 +114,35 @@ def test_replicas_larger_than_the_deployment_are_not_proposed() -> None:
 def test_a_length_that_nothing_supports_is_refused_with_the_longest_that_is() -> None:
     with pytest.raises(ValueError, match="the longest length is 4096; allowed: at most 2048"):
         propose_configurations(make_model(), 2, [4096])
-    with pytest.raises(ValueError, match="allowed: at most max_length = 4096"):
+    with pytest.raises(ValueError, match="the longest length is 5000; allowed: at most 4096, the most"):
         plan([5000], 4, make_model())
+    with pytest.raises(ValueError, match="the longest length is 3000; allowed: at most 2048, the most"):
+        plan([3000], 2, make_model())
+
+
+BETWEEN = ReplicaTimeModel(
+    {tp: LayerFit((0.0, 0.0, 1e-6 / tp**0.6, 0.0, 0.0, 0.0)) for tp in (1, 2)},
+    num_layers=8,
+    max_tokens={ParallelConfig(1, 1): 2400, ParallelConfig(2, 1): 8192},
+)
+"""The limit of one GPU lies inside an interval of 512 tokens, whose end is 2560."""
+
+
+def test_rounding_up_takes_no_sequence_away_from_the_replica_that_holds_it() -> None:
+    lengths = [300] * 6 + [2350] * 2
+    alone, two = plan(lengths, 1, BETWEEN), plan(lengths, 2, BETWEEN)
+    assert (alone.layout, two.layout) == ("<1,1>x1", "<1,1>x2")
+    assert two.bucketing.boundaries == (512, 2400)
+    assert two.longest == 2350
+    fused = task_fused([TaskLengths("only", tuple(lengths), len(lengths))], 2, BETWEEN, interval=INTERVAL)
+    assert fused.deployments == (two.groups,)
+
+
+def test_replicas_that_are_too_large_for_the_devices_round_nothing_up() -> None:
+    """The limit of two GPUs, inside an interval too, is nothing to one GPU."""
+    model = replace(BETWEEN, max_tokens={ParallelConfig(1, 1): 2560, ParallelConfig(2, 1): 2400})
+    assert expected_bucketing([2350], 1, model, 1, interval=INTERVAL).boundaries == (2560,)
+    assert expected_bucketing([2350], 1, model, 2, interval=INTERVAL).boundaries == (2400,)
 
 
 @settings(max_examples=15, deadline=None)
@@ -129,19 +157,40 @@ def test_the_filtered_plan_is_the_unfiltered_one(model: ReplicaTimeModel, length
 
 @settings(max_examples=15, deadline=None)
 @given(models, batches, st.integers(4, 8))
-def test_a_threshold_of_fifteen_percent_costs_no_more_than_the_bound_is_off(
+def test_a_threshold_of_fifteen_percent_costs_time_only_where_the_least_bound_is_off_by_more(
     model: ReplicaTimeModel, lengths: list[int], num_gpus: int
 ) -> None:
-    """The threshold can only cost time where even the deployment of least bound takes 15 % more than that bound."""
+    """It drops the best only where even the deployment of least bound takes more than 15 % more than that bound."""
     filtered = plan(lengths, num_gpus, model)
     everything = plan(lengths, num_gpus, model, lower_bound_filter=False)
     best_s, found_s = everything.candidates[0].step_s, filtered.candidates[0].step_s
     assert best_s is not None
     assert found_s is not None
-    least_s = min(candidate.length_based_s for candidate in everything.candidates)
+    least = min(everything.candidates, key=lambda candidate: candidate.length_based_s)
     assert found_s >= best_s * (1 - 1e-6)
     if found_s > best_s * (1 + 1e-6):
-        assert everything.candidates[0].length_based_s > 1.15 * least_s
+        assert least.step_s is not None
+        assert least.step_s > 1.15 * least.length_based_s
+
+
+def test_the_default_threshold_seldom_changes_the_plan_and_then_by_little() -> None:
+    """Few sequences on few GPUs, where Theorem 1, which knows no rounding, is at its worst; 60 drawn cases."""
+    rng = np.random.default_rng(0)
+    ratios = []
+    for _ in range(60):
+        model = make_model(tuple(rng.uniform(1.05, 1.6, 2)), rng.uniform(0.1, 3.0), pipeline=bool(rng.integers(2)))
+        numbers = rng.integers(1, 13), rng.integers(0, 6), rng.integers(0, 4)
+        lengths = [length for length, count in zip((SHORT, MIDDLE, LONG), numbers, strict=True) for _ in range(count)]
+        num_gpus = int(rng.integers(4, 9))
+        filtered = plan(lengths, num_gpus, model)
+        everything = plan(lengths, num_gpus, model, lower_bound_filter=False)
+        best_s, found_s = everything.candidates[0].step_s, filtered.candidates[0].step_s
+        assert best_s is not None
+        assert found_s is not None
+        ratios.append(found_s / best_s)
+    changed = [ratio for ratio in ratios if ratio > 1 + 1e-6]
+    assert len(changed) <= 6, f"{len(changed)} of 60 plans are slower for the filter: {changed}"
+    assert max(ratios) < 1.2
 
 
 @settings(max_examples=40, deadline=None)
@@ -152,7 +201,7 @@ def test_bounds_never_exceed_the_solved_time(
     """Theorem 1: here a smaller replica always spends fewer GPU seconds on a sequence, which is its premise."""
     configs = [ParallelConfig(1, 1), ParallelConfig(2, 1), ParallelConfig(4, 1)]
     groups = [ReplicaGroup(c, p, model.max_tokens[c]) for c, p in zip(configs, counts, strict=True) if p]
-    bucketing = expected_bucketing(lengths, len(lengths), model, interval=INTERVAL)
+    bucketing = expected_bucketing(lengths, len(lengths), model, 4, interval=INTERVAL)
     problem = build_problem(groups, bucketing, model)
     bounds, row = PlanBounds(problem), problem.num_replicas[None, :]
     gpu_s = bounds.gpu_s
@@ -232,7 +281,14 @@ def test_a_solver_that_fails_leaves_a_plan_by_the_rules() -> None:
 
     lengths = [SHORT] * 41 + [MIDDLE] * 9 + [LONG] * 3
     planned = plan(lengths, 8, make_model(), lower_bound_filter=False, solver=Broken())
-    assert planned.statistics.num_time_limits == planned.statistics.num_solved > 0
+    stats = planned.statistics
+    assert stats.num_failed == stats.num_solved > 0
+    assert stats.num_time_limits == 0
+    assert stats.first_error == "RuntimeError: no solver here"
+    said = f"the solver failed on {stats.num_failed} of {stats.num_solved} deployments, which are timed by rules alone"
+    assert f"{said}; first error: RuntimeError: no solver here" in planned.summary()
+    assert "not to the end" not in planned.summary()
+    assert DeploymentPlan.from_json(planned.to_json()) == planned
     assert sum(map(sum, planned.expected.counts)) == len(lengths)
 
 
@@ -258,7 +314,7 @@ def test_options_out_of_range_are_refused(options: dict[str, float], message: st
 
 def test_expected_sequences_are_rounded_up_as_in_equation_2() -> None:
     sample = [SHORT] * 97 + [LONG] * 3
-    bucketing = expected_bucketing(sample, 10, make_model(), interval=INTERVAL)
+    bucketing = expected_bucketing(sample, 10, make_model(), 4, interval=INTERVAL)
     assert (bucketing.boundaries, bucketing.counts) == ((512, 3072), (10, 1))
 
 

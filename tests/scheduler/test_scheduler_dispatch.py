@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from peft_mux.scheduler.bucketing import Bucketing, bucket_boundaries
 from peft_mux.scheduler.dispatch import Dispatch, assign_sequences, dispatch
 from peft_mux.scheduler.dispatch_planner import plan_step
+from peft_mux.scheduler.dispatch_refine import Refined
 from peft_mux.scheduler.replicas import ParallelConfig, ReplicaGroup
 
 # ------------------------------------------------------- the example of L section 3
@@ -102,7 +103,7 @@ def test_balanced_dispatch_is_never_slower_than_dispatch_by_length(lengths: list
 def test_dispatch_by_length_is_taken_where_all_else_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, bucketing = some_groups((1, 1, 6, 1024), (4, 1, 1, 4096)), Bucketing((512, 1024), (12, 6), 0)
     on_the_last = np.array([[0, 0], [12, 6]])
-    monkeypatch.setattr(sys.modules["peft_mux.scheduler.dispatch"], "refine", lambda *_: on_the_last)
+    monkeypatch.setattr(sys.modules["peft_mux.scheduler.dispatch"], "refine", lambda *_: Refined(on_the_last, 0, True))
     by_length = dispatch(groups, bucketing, MicroBatchModel(), policy="length")
     assert by_length.counts == ((12, 6), (0, 0))
     assert dispatch(groups, bucketing, MicroBatchModel()).counts == by_length.counts
@@ -225,7 +226,7 @@ def test_where_nothing_can_be_chosen_no_solver_is_asked() -> None:
 def test_a_bucket_longer_than_every_replica_supports_is_refused() -> None:
     with pytest.raises(ValueError, match=r"padded to 9000 tokens; allowed: at most 8192, the longest that any replica"):
         dispatch(THREE_GROUPS, Bucketing((512, 9000), (1, 1), 0), MicroBatchModel())
-    with pytest.raises(ValueError, match=r"lengths\[1\] is 9000; allowed: at most max_length = 8192"):
+    with pytest.raises(ValueError, match=r"lengths\[1\] is 9000; allowed: at most 8192"):
         plan_step([10, 9000], THREE_GROUPS, MicroBatchModel())
 
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pulp
 import pytest
-from dispatch_cases import THREE_GROUPS, MicroBatchModel, brute_force_eq_3, small_cases, some_groups
+from dispatch_cases import THREE_GROUPS, MicroBatchModel, StoppedSolver, brute_force_eq_3, small_cases, some_groups
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler import dispatch_ilp
+from peft_mux.scheduler import dispatch_ilp, dispatch_refine
 from peft_mux.scheduler.bucketing import Bucketing
 from peft_mux.scheduler.dispatch import dispatch
 from peft_mux.scheduler.dispatch_planner import plan_step
@@ -57,7 +60,9 @@ def test_no_single_move_makes_a_refined_dispatch_faster(case: tuple[list[Replica
     model = MicroBatchModel()
     problem = build_problem(groups, bucketing, model)
     start = ceilings_of(problem, length_based(problem))
-    refined = refine(problem, groups, model, start)
+    found = refine(problem, groups, model, start)
+    assert found.is_final
+    refined = found.ceilings
 
     def makespan_s(ceilings: np.ndarray) -> float:
         return max(
@@ -76,6 +81,52 @@ def test_no_single_move_makes_a_refined_dispatch_faster(case: tuple[list[Replica
                 assert makespan_s(moved) >= makespan_s(refined) * (1 - 1e-6)
 
 
+class StartReader(pulp.LpSolver):
+    """Takes the first solution that it is given for its answer, and remembers which constraints that breaks."""
+
+    name = "START_READER"
+
+    def actualSolve(self, lp: Any, **arguments: Any) -> int:
+        # PuLP 4 gives a list for a call, PuLP 2 a mapping.
+        constraints = lp.constraints() if callable(lp.constraints) else lp.constraints.values()
+        self.broken = [str(constraint) for constraint in constraints if not constraint.valid(1e-9)]
+        self.unset = [variable.name for variable in lp.variables() if variable.varValue is None]
+        self.outside = [variable.name for variable in lp.variables() if not self.unset and not variable.valid(1e-9)]
+        lp.assignStatus(pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible)
+        return pulp.LpStatusOptimal
+
+
+@given(small_cases())
+@settings(max_examples=30, deadline=None)
+def test_a_known_dispatch_is_a_feasible_start_of_the_whole_programme(
+    case: tuple[list[ReplicaGroup], Bucketing],
+) -> None:
+    problem = build_problem(*case, MicroBatchModel())
+    known, reader = relocate(problem, length_based(problem)), StartReader()
+    options = {"solver": reader, "time_limit_s": 1.0, "relative_gap": 0.0, "start_from_known": True}
+    answer = dispatch_ilp.solve_ilp(problem, known, **options)
+    assert (reader.unset, reader.outside, reader.broken) == ([], [], [])
+    assert answer is not None
+    assert (answer.ceilings == known).all()
+
+
+def test_cbc_accepts_the_start_where_a_pipeline_is_deployed(tmp_path: Path) -> None:
+    groups = some_groups((1, 1, 3, 1024), (1, 4, 2, 4096), (2, 1, 2, 4096), (4, 1, 2, 8192))
+    problem = build_problem(
+        groups, Bucketing((300, 500, 1000, 2000, 3000, 8000), (91, 40, 21, 13, 7, 1), 0), MicroBatchModel()
+    )
+    known = relocate(problem, length_based(problem))
+    assert problem.constant_s.any(), "no group has a variable for its use"
+    assert known[1].any(), "the pipeline is idle in the start"
+    log = tmp_path / "cbc.log"
+    name = next(name for name in ("PULP_CBC_CMD", "COIN_CMD") if name in pulp.listSolvers())
+    solver = pulp.getSolver(name, msg=False, warmStart=True, logPath=str(log), timeLimit=10)
+    dispatch_ilp.solve_ilp(problem, known, solver=solver, time_limit_s=10, relative_gap=0.0, start_from_known=True)
+    said = log.read_text(encoding="utf-8")
+    assert "MIPStart provided solution with cost" in said
+    assert float(said.partition("MIPStart provided solution with cost ")[2].split()[0]) == pytest.approx(1.0, rel=1e-4)
+
+
 def test_moves_see_the_micro_batch_that_the_linear_form_does_not() -> None:
     groups = some_groups((1, 1, 1, 1000), (1, 1, 1, 1000))
     bucketing = Bucketing((100, 1000), (30, 1), padding_tokens=0)
@@ -88,7 +139,25 @@ def test_moves_see_the_micro_batch_that_the_linear_form_does_not() -> None:
     problem = build_problem(groups, bucketing, model)
     uneven = np.array([[11, 1], [19, 0]])
     assert [predict_replica_s(problem, groups[0], model, row) for row in uneven.tolist()] == [312.0, 219.0]
-    assert refine(problem, groups, model, uneven).tolist() == [[10, 1], [20, 0]]
+    assert refine(problem, groups, model, uneven).ceilings.tolist() == [[10, 1], [20, 0]]
+
+
+def test_moves_that_are_stopped_by_their_number_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    groups, bucketing = THREE_GROUPS, Bucketing((500, 1000, 2000), (60, 21, 7), 0)
+    whole = dispatch(groups, bucketing, MicroBatchModel(), solver=StoppedSolver())
+    problem = build_problem(groups, bucketing, MicroBatchModel())
+    start = ceilings_of(problem, length_based(problem))
+    needed = refine(problem, groups, MicroBatchModel(), start)
+    assert needed.is_final
+    assert needed.num_moves > 1
+    assert whole.note == ""
+    monkeypatch.setattr(dispatch_refine, "_MOST_MOVES", needed.num_moves - 1)
+    stopped = refine(problem, groups, MicroBatchModel(), start)
+    assert not stopped.is_final
+    assert stopped.num_moves == needed.num_moves - 1
+    monkeypatch.setattr(dispatch_refine, "_MOST_MOVES", 0)
+    said = dispatch(groups, bucketing, MicroBatchModel(), solver=StoppedSolver()).summary()
+    assert "note  moves were stopped after 0, more may help" in said
 
 
 @given(

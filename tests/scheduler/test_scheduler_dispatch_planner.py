@@ -55,7 +55,7 @@ def test_an_error_surfaces_with_its_own_step_and_the_next_is_planned_all_the_sam
     with DispatchPlanner(THREE_GROUPS, MicroBatchModel()) as planner:
         planner.submit([99_999])
         planner.submit([100])
-        with pytest.raises(ValueError, match="is 99999; allowed: at most max_length = 8192"):
+        with pytest.raises(ValueError, match="is 99999; allowed: at most 8192"):
             planner.result()
         assert planner.result().bucketing.counts == (1,)
 

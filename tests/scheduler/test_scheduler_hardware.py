@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.hardware import DEVICES, Cluster, Device, Link, parse_devices
+from peft_mux.scheduler.hardware import DEVICES, Cluster, Device, parse_devices
+from peft_mux.scheduler.link import Link
 
 
 @given(st.sampled_from(sorted(DEVICES)), st.integers(1, 512))
@@ -42,12 +43,6 @@ def test_devices_of_one_node_are_linked_faster_than_those_of_two() -> None:
 def test_a_link_to_a_device_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="second is 4; allowed: 0 to 3"):
         parse_devices("4xA40").link(0, 4)
-
-
-def test_a_message_takes_latency_and_its_bytes_and_none_takes_nothing() -> None:
-    link = Link(latency_s=1e-5, bytes_per_s=1e9)
-    assert link.transfer_s(1e9) == pytest.approx(1.00001)
-    assert link.transfer_s(0) == 0.0
 
 
 def test_newer_devices_of_one_maker_are_faster_in_every_number() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peft_mux.scheduler.frozen_parts import FrozenParts
 from peft_mux.scheduler.loads import TaskLoad
 from peft_mux.scheduler.memory import MemoryModel, ModelShape, activation_bytes_per_token, split_layers
 
@@ -131,10 +133,91 @@ def test_the_allocators_margin_counts_on_what_comes_and_goes() -> None:
     assert wide.peak_bytes - plain.peak_bytes == pytest.approx(0.5 * moving, abs=1)
 
 
-def test_devices_of_a_stage_share_its_backbone_and_activations() -> None:
+PARTS = FrozenParts(
+    before_bytes=128_000, layer_bytes=100_000, cut_bytes=90_000, after_bytes=256, head_bytes=128_000, is_tied=False
+)
+WITH_PARTS = replace(SHAPE, backbone_bytes=8 * 100_000 + 2 * 128_000 + 256, parts=PARTS)
+
+
+@given(st.sampled_from([1, 2, 4]), st.integers(0, 50_000), st.integers(0, 50_000))
+def test_devices_of_a_stage_share_what_tensor_parallelism_cuts_of_weights_and_adapters(
+    devices: int, whole: int, cut: int
+) -> None:
+    task = replace(a_task(whole + cut), cut_parameters=cut)
+    model = MemoryModel(WITH_PARTS, devices_per_stage=devices)
+    frozen = 128_000 + 256 + 8 * 10_000 + (8 * 90_000 + 128_000) / devices
+    assert model.static_bytes([]) == math.ceil(frozen)
+    assert model.static_bytes([task]) - model.static_bytes([]) == math.ceil(20 * (whole + cut / devices))
+
+
+def test_devices_of_a_stage_share_heads_and_neurons_but_not_the_residual_stream() -> None:
     one, two = (MemoryModel(SHAPE, devices_per_stage=count) for count in (1, 2))
-    assert two.static_bytes([]) == one.static_bytes([]) // 2
-    assert two.activation_bytes(100) == one.activation_bytes(100) // 2
+    layer_elements = {1: 5 * 64 + 2 * 64 + 2 * 32 + 4 * 160, 2: 5 * 64 + 64 + 32 + 2 * 160}
+    assert one.activation_bytes(100) == 100 * 8 * 4 * layer_elements[1]
+    assert two.activation_bytes(100) == 100 * 8 * 4 * layer_elements[2]
+    counted = replace(two, activation_bytes_per_token=36_864 * 1.5)  # 1.5 times the formula's for one device
+    assert counted.activation_bytes(100) == pytest.approx(1.5 * two.activation_bytes(100), abs=1)
+
+
+def test_transients_are_as_wide_as_a_device_s_part_of_the_mlp_or_else_as_the_residual_stream() -> None:
+    widths = {1: 160, 2: 80, 4: 64}
+    for devices, width in widths.items():
+        model = MemoryModel(SHAPE, num_stages=2, devices_per_stage=devices)
+        assert model.workspace_bytes(1000, 0) == 4 * 1000 * width * 4
+
+
+def test_devices_of_a_stage_share_the_words_of_the_loss_in_fp32() -> None:
+    two = MemoryModel(LLAMA_7B, devices_per_stage=2)
+    assert two.loss_bytes(10) == 10 * 16_000 * 8
+    assert two.loss_bytes(10**6) == (2**26 // 16_000) // 128 * 128 * 16_000 * 8
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize("num_stages", [1, 2, 3])
+def test_the_embedding_lies_on_the_first_and_the_head_on_the_last_stage(num_stages: int, is_tied: bool) -> None:
+    shape = replace(WITH_PARTS, parts=replace(PARTS, is_tied=is_tied))
+    layers = {1: (8,), 2: (5, 3), 3: (4, 2, 2)}[num_stages]
+    model = MemoryModel(shape, num_stages=num_stages, layers_per_stage=layers)
+    expected = [100_000 * count for count in layers]
+    expected[0] += 128_000
+    expected[-1] += 256 + (0 if is_tied and num_stages == 1 else 128_000)
+    assert [model.static_bytes([], stage) for stage in range(num_stages)] == expected
+
+
+@given(st.integers(2, 16), st.integers(0, 5000))
+def test_replicas_divide_the_frozen_weights_and_hold_the_largest_gathered_unit_twice(
+    shards: int, parameters: int
+) -> None:
+    whole, divided = (MemoryModel(WITH_PARTS, backbone_shards=count) for count in (1, shards))
+    tasks = [a_task(parameters)]
+    own = math.ceil(WITH_PARTS.backbone_bytes / shards + 2 * 128_000)
+    assert divided.static_bytes(tasks) - whole.static_bytes(tasks) == own - WITH_PARTS.backbone_bytes
+    assert divided.activation_bytes(77) == whole.activation_bytes(77)
+
+
+def test_a_backbone_of_which_nothing_is_known_but_its_bytes_is_gathered_layer_by_layer() -> None:
+    assert MemoryModel(SHAPE, backbone_shards=4).static_bytes([]) == 1_000_000 // 4 + 2 * 1_000_000 // 8
+
+
+def test_frozen_weights_in_another_precision_take_that_part_of_the_bytes_everywhere() -> None:
+    half = WITH_PARTS.in_precision(0.5)
+    assert half.backbone_bytes == WITH_PARTS.backbone_bytes // 2
+    for stage in range(3):
+        bytes_of = [MemoryModel(shape, num_stages=3).static_bytes([], stage) for shape in (half, WITH_PARTS)]
+        assert bytes_of[0] == bytes_of[1] // 2
+    assert SHAPE.in_precision(0.5).parts is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"layer_bytes": 5}, "cut_bytes is 90000; allowed: 0 to 5"),
+        ({"head_bytes": -1}, "head_bytes is -1; allowed: 0 or more"),
+    ],
+)
+def test_parts_that_cannot_be_are_refused(fields: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(PARTS, **fields)
 
 
 @given(st.integers(1, 100), st.integers(1, 100))
@@ -152,6 +235,8 @@ def test_layers_are_split_as_equally_as_can_be(num_layers: int, num_stages: int)
     ("arguments", "message"),
     [
         ({"devices_per_stage": 0}, "devices_per_stage is 0; allowed: 1 or more"),
+        ({"backbone_shards": 0}, "backbone_shards is 0; allowed: 1 or more"),
+        ({"backbone_shards": 2, "num_stages": 2}, "backbone_shards is 2 beside 2 stages of 1 devices; allowed: 1, or"),
         ({"allocator_margin": -0.1}, "allocator_margin is -0.1; allowed: 0 or more"),
         ({"activation_bytes_per_token": float("nan")}, "activation_bytes_per_token is nan; allowed: 0 or more"),
         ({"layers_per_stage": (7,)}, "layers_per_stage is"),

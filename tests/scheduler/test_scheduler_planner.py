@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -232,3 +233,71 @@ def test_micro_batches_are_made_smaller_until_one_fits() -> None:
     outcome = plan_tasks(loads, cost, memory, Budget(100_000, tight + (1 << 29)))
     assert outcome.htasks[0].micro_batches > 8
     assert all(peak <= tight + (1 << 29) for peak in outcome.peak_bytes)
+
+
+def test_micro_batches_that_grow_to_the_bound_of_a_pipeline_still_fit() -> None:
+    loads = [load("a", 256, 16), load("b", 64, 64)]
+    cost, memory = models(2)
+    free = plan_tasks(loads, cost, memory, Budget(100_000, num_micro_batches=8))
+    limit = int(1.02 * max(free.peak_bytes))
+    outcome = plan_tasks(loads, cost, memory, Budget(100_000, limit, num_micro_batches=8))
+    largest = max(htask.tokens_per_micro_batch for htask in outcome.htasks)
+    assert free.max_tokens == 100_000
+    assert largest <= outcome.max_tokens < 2 * largest
+    growth = outcome.max_tokens / largest
+    grown = [
+        replace(one, activation_bytes=tuple(int(growth * b) for b in one.activation_bytes))
+        for one in outcome.bucket_loads
+    ]
+    assert outcome.template is not None
+    in_flight = simulate(outcome.template, grown).peak_bytes
+    assert all(
+        memory.static_bytes(loads, stage) + in_flight[stage] + memory.workspace_bytes(outcome.max_tokens, stage)
+        <= limit
+        for stage in range(2)
+    )
+
+
+def test_a_pipeline_keeps_memory_for_the_longest_sequence_although_micro_batches_are_shorter_on_average() -> None:
+    cost, memory = models(2)
+    budget = Budget(100_000, num_micro_batches=8)
+    short, long = (plan_tasks([load("a", length, 1)], cost, memory, budget) for length in (512, 4096))
+    for stage in range(2):
+        assert long.bucket_loads[0].activation_bytes[stage] >= memory.activation_bytes(4096, stage)
+        assert short.bucket_loads[0].activation_bytes[stage] >= memory.activation_bytes(512, stage)
+
+
+def test_predicted_peaks_of_stages_hold_the_margin_of_the_allocator_and_add_up_by_part() -> None:
+    loads = [load("a"), load("b", 64)]
+    cost, memory = models(2)
+    bare = replace(memory, allocator_margin=0.0)
+    with_margin, without = (plan_tasks(loads, cost, one, Budget(8192, num_micro_batches=4)) for one in (memory, bare))
+    for stage in range(2):
+        static = memory.static_bytes(loads, stage)
+        dynamic = without.peak_bytes[stage] - static
+        assert with_margin.peak_bytes[stage] - static == pytest.approx((1 + memory.margin) * dynamic, rel=1e-6)
+    assert with_margin.memory is not None
+    assert with_margin.memory.peak_bytes == max(with_margin.peak_bytes)
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2)])
+def test_another_schedule_is_built_over_the_buckets_that_the_planner_chose(schedule: str, num_chunks: int) -> None:
+    loads = [load(f"t{i}", length, 8) for i, length in enumerate((64, 128, 256, 1024))]
+    cost, memory = models(4)
+    budget = Budget(8192, A40.device.memory_bytes, num_micro_batches=4)
+    planned = plan_tasks(loads, cost, memory, budget)
+    other = plan_tasks(loads, cost, memory, replace(budget, schedule=schedule, num_chunks=num_chunks))  # type: ignore[arg-type]
+    assert planned.template is not None
+    assert other.template is not None
+    assert (other.buckets, other.htasks, other.bucket_loads) == (planned.buckets, planned.htasks, planned.bucket_loads)
+    assert (other.template.schedule, other.template.num_chunks) == (schedule, num_chunks)
+
+
+def test_on_one_device_memory_is_kept_for_steps_that_bring_more_than_a_typical_one() -> None:
+    cost, memory = models()
+    uneven = replace(load("a", 64, 8), longest_row_tokens=80)
+    outcomes = [plan_tasks([one], cost, memory, Budget(bound)) for one, bound in ((uneven, 4096), (uneven, 512))]
+    largest = [8 * 80, 512]  # all rows as long as the longest; no more than the bound
+    for outcome, tokens in zip(outcomes, largest, strict=True):
+        assert outcome.peak_bytes[0] == memory.peak_bytes([uneven], tokens)
+    assert outcomes[1].max_tokens == 512

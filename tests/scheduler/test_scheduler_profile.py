@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.curves import AdapterTable, Curve
-from peft_mux.scheduler.hardware import DEVICES, Link
+from peft_mux.scheduler.hardware import DEVICES
+from peft_mux.scheduler.link import Link
 from peft_mux.scheduler.memory import ModelShape
 from peft_mux.scheduler.profile import Profile, analytic_profile, corrected, profile_key
 
@@ -68,6 +70,32 @@ def test_a_curve_goes_through_points_that_rise(values: list[float]) -> None:
 def test_a_curve_is_straight_between_points_held_below_them_and_goes_on_beyond() -> None:
     curve = Curve((16.0, 64.0), (1.0, 3.0))
     assert [curve(count) for count in (0, 1, 16, 40, 64, 112)] == pytest.approx([0, 1, 1, 2, 3, 5])
+
+
+def test_attention_goes_on_as_the_square_beyond_what_was_measured() -> None:
+    lengths = np.array([16.0, 64, 128, 256, 512, 1024])
+    beyond = np.array([1025.0, 2048, 4096, 32768])
+    for linear in (0.0, 3e-5):
+        true_s = linear * lengths + 1e-7 * lengths**2
+        curve = Curve.measured(lengths, true_s, is_quadratic=True)
+        assert curve(beyond) == pytest.approx(linear * beyond + 1e-7 * beyond**2)
+    straight = Curve.measured(lengths, 1e-7 * lengths**2)
+    assert straight(4096) < 0.35 * 1e-7 * 4096**2, "a curve that is not told so goes on straight"
+    assert Curve((10.0,), (2.0,), is_quadratic=True)(30) == pytest.approx(18)
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=8))
+def test_a_quadratic_curve_never_falls_beyond_its_points_either(values: list[float]) -> None:
+    curve = Curve.measured([2.0**n for n in range(len(values))], values, is_quadratic=True)
+    assert np.all(np.diff(curve(np.linspace(0, 2.0 ** (len(values) + 2), 60))) >= -1e-9)
+
+
+def test_both_kinds_of_profile_continue_attention_by_its_square() -> None:
+    profile = analytic_profile(DEVICES["A40"], LLAMA_7B)
+    assert profile.attention.is_quadratic
+    assert not profile.layer.is_quadratic
+    assert Profile.from_json(profile.to_json()).attention.is_quadratic
+    assert profile.reach["attention"] == 2**17
 
 
 def test_a_curve_that_falls_is_refused_with_the_way_to_level_it() -> None:
@@ -160,7 +188,10 @@ def test_a_correction_scales_every_time_alike_and_nothing_else() -> None:
         (after.optimizer_s(40), before.optimizer_s(40)),
     ]
     assert [new / old for new, old in pairs] == pytest.approx([1.2] * 4)
-    assert (after.forward_fraction, after.link, after.key) == (before.forward_fraction, before.link, before.key)
+    assert after.link is not None
+    assert after.link.transfer_s(10**6) == pytest.approx(1.2 * Link(1e-5, 1e9).transfer_s(10**6))
+    assert (after.forward_fraction, after.key) == (before.forward_fraction, before.key)
+    assert corrected(replace(before, link=None), 1.0, 1.2).link is None
 
 
 @given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))

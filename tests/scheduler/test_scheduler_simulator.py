@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pipeline_cases import VARIANTS, even, one_bucket, tightest_limit, uneven_buckets
 
-from peft_mux.scheduler.pipeline_template import Action, BucketLoad, Link, PipelineTemplate, Schedule, build_template
+from peft_mux.scheduler.link import Link
+from peft_mux.scheduler.pipeline_template import Action, BucketLoad, PipelineTemplate, Schedule, build_template
 from peft_mux.scheduler.simulator import (
     Simulation,
     simulate,

@@ -324,7 +324,9 @@ def test_the_short_form_needs_a_multi_task_model_and_a_dict(tmp_path: Path) -> N
 
 def test_a_task_whose_adapter_is_not_that_of_the_model_is_refused(tmp_path: Path) -> None:
     model = MultiTaskPeftModel(tiny_llama(), {"own": LORA}, verify=False)
-    refusal(model, tmp_path, small_task("own", data_seed=1, rank=8), error=ConfigError)
+    said = refusal(model, tmp_path, small_task("own", data_seed=1, rank=8), error=ConfigError)
+    assert "tasks.own.peft_config: got another configuration than that of the model's adapter of this name" in said
+    assert "Rename the task" in said
 
 
 def test_a_stream_trains_like_the_same_rows_in_order(tmp_path: Path) -> None:

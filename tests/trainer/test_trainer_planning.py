@@ -10,6 +10,7 @@ import pytest
 from mux_lab import Recorder, assert_same, make_trainer, small_task, train
 
 from peft_mux import ConfigError, MultiTaskTrainer, Task
+from peft_mux.engine.dispatcher import Dispatcher
 from peft_mux.scheduler.plan import POLICIES, Plan
 from peft_mux.scheduler.profile import Profile
 from peft_mux.task import TaskStatus
@@ -114,6 +115,36 @@ def test_a_fix_that_is_named_as_enough_is_enough(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"1\. bf16=True \([0-9.]+ .iB; "):
         make_trainer([task], tmp_path / "c", memory_limit_gib=limit, **one).plan()
     assert make_trainer([task], tmp_path / "d", memory_limit_gib=limit, bf16=True, **one).plan().htasks
+
+
+def passes_of_a_step(trainer: MultiTaskTrainer, plan: Plan) -> list[int]:
+    work = Dispatcher(plan, trainer._collator).next(list(trainer.table))
+    return [micro_batch.num_tokens for micro_batch in work.micro_batches]
+
+
+def test_no_pass_of_a_run_is_larger_than_what_fits_into_memory(tmp_path: Path) -> None:
+    tasks = [small_task(name, data_seed=seed, length=24, train_batch_size=8) for name, seed in (("a", 1), ("b", 2))]
+    free = make_trainer(tasks, tmp_path / "free")
+    peaks = [
+        make_trainer(tasks, tmp_path / str(bound), max_tokens_per_micro_batch=bound).plan().memory.peak_bytes
+        for bound in (48, 96)
+    ]
+    limit_bytes = sum(peaks) // 2
+    short = make_trainer(tasks, tmp_path / "short", memory_limit_gib=limit_bytes / 2**30)
+    plan = short.plan()
+    assert 48 <= plan.max_tokens_per_micro_batch < 96 < max(passes_of_a_step(free, free.plan()))
+    assert max(passes_of_a_step(short, plan)) <= plan.max_tokens_per_micro_batch
+    assert plan.memory.peak_bytes == plan.peak_bytes[0] <= limit_bytes
+    assert f"passes hold at most {plan.max_tokens_per_micro_batch:,} tokens" in " ".join(plan.notes)
+
+
+def test_memory_is_kept_for_the_longest_row_although_a_typical_batch_lacks_it(tmp_path: Path) -> None:
+    short_rows = [{"input_ids": [5, 6, 7, 8]}] * 40
+    peaks = []
+    for name, rows in (("even", short_rows), ("with a long row", [*short_rows, {"input_ids": [5] * 60}])):
+        task = replace(small_task("own", data_seed=1, train_batch_size=2), train_dataset=rows)
+        peaks.append(make_trainer([task], tmp_path / name).plan().memory.activation_bytes)
+    assert peaks[1] == pytest.approx(peaks[0] * 60 / 8, rel=0.01)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, True, "much"])

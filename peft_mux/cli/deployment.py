@@ -1,0 +1,45 @@
+"""`peft-mux plan --deployment`: which replicas to deploy, shown as tables, JSON and a picture."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from peft_mux.errors import ConfigError
+
+if TYPE_CHECKING:
+    from peft_mux.trainer import MultiTaskTrainer
+
+
+def show_deployment(trainer: MultiTaskTrainer, arguments: argparse.Namespace) -> int:
+    """Plan and print a deployment; return the exit status.
+
+    Args:
+        trainer: of the file's tasks.
+        arguments: of `peft-mux plan`.
+
+    Raises:
+        ConfigError: for options that do not go together, and as `plan_deployment`.
+    """
+    from peft_mux.deployment_facts import LayerProfile
+    from peft_mux.deployment_planning import deployment_of_trainer
+
+    _refuse_options_of_passes(arguments)
+    measured = LayerProfile(arguments.layer_profile, arguments.max_tokens) if arguments.layer_profile else None
+    report = deployment_of_trainer(trainer, arguments.devices, measured=measured)
+    print(report.to_json() if arguments.json else f"{report}\n\n{report.picture()}")  # noqa: T201
+    if arguments.image:
+        drawn = report.save_image(arguments.image)
+        if not arguments.json:
+            print(f"drawn: {drawn}")  # noqa: T201
+    return 0
+
+
+def _refuse_options_of_passes(arguments: argparse.Namespace) -> None:
+    for option in ("explain", "gantt"):
+        if getattr(arguments, option):
+            raise ConfigError(
+                f"--{option}: got it together with --deployment; allowed: one of them. Leave --deployment out."
+            )
+    if arguments.max_tokens and not arguments.layer_profile:
+        raise ConfigError("--max-tokens: got it without --layer-profile; allowed: both. Add the measured times.")

@@ -1,0 +1,97 @@
+"""`BatchesAhead`: reads each task's next global batch one step early, so that its dispatch can be solved meanwhile.
+
+What is read is kept until it is asked for: a stream that were asked twice would be read again from its start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from peft_mux.data.batch import TaskBatch
+from peft_mux.errors import DataError
+
+
+class Loader(Protocol):
+    """Yields the global batch of any step of one task."""
+
+    def batch(self, step: int) -> TaskBatch:
+        """Return the global batch of a step."""
+        ...
+
+
+class SteppingTask(Protocol):
+    """What is read of a task."""
+
+    @property
+    def name(self) -> str:
+        """Name of the task."""
+        ...
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps that it takes in all."""
+        ...
+
+    @property
+    def loader(self) -> Loader:
+        """Its rows."""
+        ...
+
+
+class BatchesAhead:
+    """Holds at most one batch of each task.
+
+    Example:
+        >>> ahead = BatchesAhead()
+        >>> ahead.read([])
+        []
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self._held: dict[str, tuple[Loader, TaskBatch | DataError]] = {}
+        self._steps: dict[str, int] = {}
+
+    def take(self, task: SteppingTask) -> TaskBatch:
+        """Return the batch of a task's current step, read early or now.
+
+        Raises:
+            DataError: if its rows cannot be read, or could not be when they were read early.
+        """
+        loader, found = self._held.pop(task.name, (None, None))
+        if loader is task.loader and self._steps.get(task.name) == task.step and found is not None:
+            if isinstance(found, DataError):
+                raise found
+            return found
+        return task.loader.batch(task.step)
+
+    def read(self, tasks: Iterable[SteppingTask]) -> list[TaskBatch]:
+        """Read the step after the current one of each task; those that end with this one are left out.
+
+        A task whose rows cannot be read is left out too; `take` raises what was raised here.
+        """
+        batches = []
+        for task in tasks:
+            step = task.step + 1
+            if step >= task.num_steps:
+                continue
+            self._steps[task.name] = step
+            try:
+                batch = task.loader.batch(step)
+            except DataError as error:
+                self._held[task.name] = task.loader, error
+                continue
+            self._held[task.name] = task.loader, batch
+            batches.append(batch)
+        return batches
+
+    def drop(self, name: str) -> None:
+        """Forget a task that was removed."""
+        self._held.pop(name, None)
+        self._steps.pop(name, None)

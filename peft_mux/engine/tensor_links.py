@@ -1,0 +1,142 @@
+"""`TensorLinks`: how the shards of a stage add tensors up during a pass, and how much they send.
+
+Everything that tensor parallelism says goes through `TensorLinks.sum`; whoever wants another hTask to compute while a
+sum is under way need only come in between its beginning and its `wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from peft_mux.engine.processes import Processes
+from peft_mux.errors import ProcessError
+
+_WHAT = "a sum over the shards of a stage"
+
+
+class PendingSum(NamedTuple):
+    """A sum that is under way.
+
+    Attributes:
+        work: of the backend; `None` where there was nothing to do.
+        processes: of the run, for errors that name the cause.
+    """
+
+    work: Any
+    processes: Processes
+
+    def wait(self) -> None:
+        """Wait for the sum; on a GPU the stream waits, not the host.
+
+        Raises:
+            ProcessError: if another shard has failed, died or hangs.
+        """
+        if self.work is not None:
+            with self.processes.speaking(_WHAT):
+                self.work.wait()
+
+
+class TensorLinks:
+    """Sums over the shards of this process's stage.
+
+    Every process of the run must make it, with the same groups.
+
+    Args:
+        groups: global ranks of the shards of every stage of the run, as `ParallelLayout.tensor_groups` has them.
+        processes: of the run.
+
+    Attributes:
+        index: number of this shard.
+        size: number of shards.
+        num_bytes: of the tensors that were added up since `reset`.
+        num_sums: likewise, how many.
+
+    Raises:
+        ProcessError: if another process does not come within the time limit.
+        ValueError: if this process is in none of the groups, or in several.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[int]], processes: Processes) -> None:
+        """Make the groups, in the same order on every process."""
+        own = [group for group in groups if processes.rank in group]
+        if len(own) != 1:
+            raise ValueError(
+                f"rank {processes.rank} is in {len(own)} of the groups {[list(group) for group in groups]}; allowed: "
+                "exactly one. Take them from ParallelLayout.tensor_groups."
+            )
+        self.index, self.size = list(own[0]).index(processes.rank), len(own[0])
+        self.num_bytes, self.num_sums = 0, 0
+        self._processes = processes
+        self._group: Any = None
+        for group in groups:
+            if len(group) > 1:
+                self._group = processes.open_group(group) or self._group
+
+    def sum(self, tensor: torch.Tensor) -> PendingSum:
+        """Begin to replace a tensor by its sum over the shards, with the same bits on all of them.
+
+        Args:
+            tensor: contiguous, on the device, of one shape on every shard; all begin their sums in the same order.
+        """
+        if self.size == 1:
+            return PendingSum(None, self._processes)
+        if self._group is None:
+            raise ProcessError(
+                "the connections between these shards are closed, as the run has moved or a pass has failed; allowed:"
+                " passes through the model of the present run. Take trainer.model anew."
+            )
+        self.num_bytes += tensor.numel() * tensor.element_size()
+        self.num_sums += 1
+        with self._processes.speaking(_WHAT):
+            return PendingSum(dist.all_reduce(tensor, group=self._group, async_op=True), self._processes)
+
+    def reset(self) -> None:
+        """Count from zero."""
+        self.num_bytes, self.num_sums = 0, 0
+
+    def close(self) -> None:
+        """Close the connections, so that no other shard waits for this process any longer."""
+        group, self._group = self._group, None
+        if group is not None:
+            self._processes.close_group(group)
+
+
+def bytes_per_pass(
+    num_tokens: int,
+    num_targets: int,
+    *,
+    num_layers: int,
+    hidden_size: int,
+    num_shards: int,
+    has_head: bool = True,
+    input_needs_gradient: bool = False,
+    recomputes: bool = False,
+    element_bytes: int = 4,
+) -> int:
+    """Return `TensorLinks.num_bytes` of one forward and backward pass: no weight is among it.
+
+    Each layer adds up `[T, D]` twice in the forward pass and twice in the backward pass, but for what flows into the
+    first layer where nothing wants it. Where activations are recomputed, the sum of attention's output is made again;
+    that of the MLP is not, as nothing needs it there. The head adds up three numbers a shard for each target, in fp32,
+    and the gradient of the `[M, D]` hidden states of the targets.
+
+    Args:
+        num_tokens: T.
+        num_targets: M.
+        num_layers: decoder layers of the stage.
+        hidden_size: D.
+        num_shards: of the stage.
+        has_head: whether the stage computes the losses, with a head that no task adapts.
+        input_needs_gradient: whether the gradient of the hidden states that enter the stage is wanted: in later stages,
+            where a task adapts the embedding, and where activations are checkpointed, as transformers then lets
+            embeddings require gradients.
+        recomputes: whether activations are checkpointed.
+        element_bytes: of activations.
+    """
+    num_sums = num_layers * (5 if recomputes else 4) - (0 if input_needs_gradient else 1)
+    head_bytes = num_targets * (3 * num_shards * 4 + hidden_size * element_bytes) if has_head else 0
+    return num_sums * num_tokens * hidden_size * element_bytes + head_bytes

@@ -1,0 +1,77 @@
+"""`OwnMetrics`: a task's `compute_metrics` and `preprocess_logits_for_metrics`, called as `Trainer` calls them.
+
+What they raise is kept until all passes of the evaluation are over: other processes may be waiting for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from peft_mux.data.batch import IGNORE_INDEX
+from peft_mux.task import Task
+
+
+class OwnMetrics:
+    """Collects predictions and labels of one evaluation.
+
+    Args:
+        task: whose functions they are.
+
+    Attributes:
+        error: what they have raised; nothing of the task's is called after it.
+    """
+
+    def __init__(self, task: Task) -> None:
+        """Start without rows."""
+        self.task = task
+        self.error: Exception | None = None
+        self._predictions: list[np.ndarray] = []
+        self._labels: list[np.ndarray] = []
+
+    def add(self, logits: Sequence[torch.Tensor], labels: Sequence[np.ndarray]) -> None:
+        """Take in the logits of some sequences, `[L, V]` or `[C]` each, and their labels, `[L]` or a number."""
+        for row_logits, row_labels in zip(logits, labels, strict=True):
+            if self.error is not None:
+                return
+            try:
+                self._predictions.append(self._prediction(row_logits, row_labels))
+            except Exception as error:
+                self.error = error
+            self._labels.append(row_labels)
+
+    def result(self) -> dict[str, float] | None:
+        """Return what `compute_metrics` makes of them; `None` where it has failed, or no row came."""
+        if not self._predictions or self.error is not None:
+            return None
+        from transformers import EvalPrediction
+
+        compute_metrics = self.task.compute_metrics
+        assert compute_metrics is not None, "only made for tasks with compute_metrics"
+        try:
+            predictions, labels = _stack(self._predictions), _stack(self._labels)
+            found = compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
+            return {key if key.startswith("eval_") else f"eval_{key}": float(value) for key, value in found.items()}
+        except Exception as error:
+            self.error = error
+            return None
+
+    def _prediction(self, logits: torch.Tensor, labels: np.ndarray) -> np.ndarray:
+        preprocess = self.task.preprocess_logits_for_metrics
+        if preprocess is not None:
+            logits = preprocess(logits[None], torch.as_tensor(labels)[None])[0]
+        return logits.float().cpu().numpy() if logits.is_floating_point() else logits.cpu().numpy()
+
+
+def _stack(rows: list[np.ndarray]) -> np.ndarray:
+    """Return one array, shorter rows filled with -100 at their end, as Trainer gathers them."""
+    if all(np.ndim(row) == 0 for row in rows):
+        return np.asarray(rows)
+    length = max(len(row) for row in rows)
+    padded = []
+    for row in rows:
+        widths = [(0, length - len(row))] + [(0, 0)] * (np.ndim(row) - 1)
+        padded.append(np.pad(row, widths, constant_values=IGNORE_INDEX))
+    return np.stack(padded)

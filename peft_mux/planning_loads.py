@@ -1,0 +1,129 @@
+"""What the planner needs to know of a run's tasks: lengths of a typical batch, targets, adapters, sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.planning_shapes import CutFactors
+from peft_mux.scheduler.loads import AdapterLoad, TaskLoad
+from peft_mux.scheduler.plan import TaskShare
+from peft_mux.task_run import TaskRun
+
+SAMPLE_ROWS = 64
+
+ParameterShapes = Mapping[str, tuple[int, ...]]
+"""Shapes of a task's whole parameters, by name."""
+
+
+def whole_shapes(model: MultiTaskPeftModel, name: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a task's whole parameters, as far as a process has any part of them.
+
+    Args:
+        model: possibly sharded.
+        name: of the task.
+    """
+    return {key: tuple(piece.shape) for key, piece in model.task_pieces(name).items()}
+
+
+def task_load(
+    run: TaskRun,
+    shapes: ParameterShapes,
+    num_layers: int,
+    num_replicas: int = 1,
+    *,
+    cut: CutFactors | None = None,
+) -> TaskLoad:
+    """Return what the planner needs to know of a task.
+
+    Args:
+        run: the task; its rows are sampled.
+        shapes: of its parameters.
+        num_layers: decoder layers of the backbone.
+        num_replicas: that divide its global batch; the load is that of the one with most rows.
+        cut: which factors of its adapters tensor parallelism divides; none by default.
+    """
+    rows = run.loader.sample_lengths
+    lengths = typical_lengths(rows, -(-run.hyper.train_batch_size // num_replicas))
+    return TaskLoad(
+        name=run.name,
+        lengths=lengths,
+        num_targets=max(1, round(sum(lengths) * _share_of_targets(run))),
+        adapters=_adapter_loads(shapes, num_layers, cut or {}),
+        trainable_parameters=_num_elements(shapes),
+        num_steps=run.num_steps,
+        priority=run.task.priority,
+        longest_row_tokens=max(rows, default=0),
+        cut_parameters=_num_elements({name: shape for name, shape in shapes.items() if _is_cut(name, cut or {})}),
+    )
+
+
+def task_share(run: TaskRun, shapes: ParameterShapes) -> TaskShare:
+    """Return what a task brings into a step of all replicas.
+
+    Args:
+        run: the task.
+        shapes: of its parameters.
+    """
+    return TaskShare(
+        name=run.name,
+        batch_size=run.hyper.train_batch_size,
+        tokens_per_step=run.loader.tokens_per_step,
+        num_steps=run.num_steps,
+        adapter_parameters=_num_elements(shapes),
+    )
+
+
+def typical_lengths(lengths: Sequence[int], batch_size: int) -> tuple[int, ...]:
+    """Return the lengths of a typical global batch: evenly spaced quantiles of all lengths.
+
+    Args:
+        lengths: of the rows.
+        batch_size: rows of a global batch.
+    """
+    ordered = np.sort(np.asarray(lengths, dtype=np.int64))
+    count = min(batch_size, len(ordered))
+    if count == 0:
+        return ()
+    places = ((np.arange(count) + 0.5) / count * len(ordered)).astype(np.int64)
+    return tuple(int(length) for length in ordered[places])
+
+
+def _share_of_targets(run: TaskRun) -> float:
+    """Return which share of a task's tokens predict something, from some of its rows."""
+    dataset = getattr(run.loader, "dataset", None)
+    if dataset is None:
+        sequences = run.loader.batch(0).sequences[:SAMPLE_ROWS]
+    else:
+        sequences = [dataset[row] for row in range(min(len(dataset), SAMPLE_ROWS))]
+    tokens = sum(len(sequence) for sequence in sequences)
+    return sum(sequence.num_targets for sequence in sequences) / max(tokens, 1)
+
+
+def _adapter_loads(shapes: ParameterShapes, num_layers: int, cut: CutFactors) -> tuple[AdapterLoad, ...]:
+    """Return the adapters of a mean decoder layer."""
+    found: Counter[tuple[int, int, int]] = Counter()
+    for name, a in shapes.items():
+        if ".lora_A." in name:
+            name_of_b = name.replace(".lora_A.", ".lora_B.")
+            b = shapes[name_of_b]
+            found[a[0], a[1] + b[0], a[1] * _is_cut(name, cut) + b[0] * _is_cut(name_of_b, cut)] += 1
+    return tuple(
+        AdapterLoad(rank, width, cut_width)
+        for (rank, width, cut_width), count in sorted(found.items())
+        for _ in range(max(1, round(count / num_layers)))
+    )
+
+
+def _is_cut(name: str, cut: CutFactors) -> bool:
+    """Return whether tensor parallelism divides a parameter."""
+    layer, _, rest = name.partition(".lora_")
+    factor = f"lora_{rest.partition('.')[0]}"
+    return any(layer.endswith(f".{end}") and factor == own for end, own in cut.items())
+
+
+def _num_elements(shapes: ParameterShapes) -> int:
+    return sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())

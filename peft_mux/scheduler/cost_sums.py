@@ -1,0 +1,178 @@
+"""What the tasks of an hTask amount to in M Eq. 3, for one hTask or for every range of consecutive tasks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from peft_mux.scheduler.loads import TaskLoad
+from peft_mux.scheduler.profile import Profile
+
+_LENGTH_STEP = 16
+"""Sequences whose lengths round up to the same multiple share an attention call (`modeling.attention`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What an hTask's mean micro-batch amounts to: numbers, or arrays over many hTasks.
+
+    Attributes:
+        tokens: of the micro-batch.
+        targets: of the micro-batch.
+        layer_s: of one layer, the attention product included, on one device.
+        calls_s: of the launches of a layer's attention calls.
+        adapters_s: of one layer, fused.
+    """
+
+    tokens: Any
+    targets: Any
+    layer_s: Any
+    calls_s: Any
+    adapters_s: Any
+
+
+class _TaskTerms:
+    """What each of M tasks adds to the sums of Eq. 3, as arrays, for one number of micro-batches.
+
+    Attributes:
+        tokens: [M], of a micro-batch.
+        targets: [M].
+        attention_s: [M], of one layer.
+        weighted_s: [W, M], sum of u_a t_a over a task's adapters of each of W widths.
+        alone_s: [W, M], sum of t_a likewise.
+    """
+
+    def __init__(self, profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: int, devices: int) -> None:
+        self.tokens = np.array([load.tokens for load in loads], dtype=float) / num_micro_batches
+        self.targets = np.array([load.num_targets for load in loads], dtype=float) / num_micro_batches
+        self.attention_s = _attention_s(profile, loads) / num_micro_batches
+        self.weighted_s, self.alone_s = _adapters_s(profile, loads, self.tokens, devices)
+
+
+def _attention_s(profile: Profile, loads: Sequence[TaskLoad]) -> NDArray[Any]:
+    """Return seconds of the attention products of each task's global batch in one layer, [M]."""
+    counts = np.array([len(load.lengths) for load in loads], dtype=int)
+    lengths = np.array([length for load in loads for length in load.lengths], dtype=float)
+    owner = np.repeat(np.arange(len(loads)), counts)
+    seconds = profile.attention_s(lengths) if len(lengths) else lengths
+    return np.bincount(owner, weights=seconds, minlength=len(loads))
+
+
+def _adapters_s(
+    profile: Profile, loads: Sequence[TaskLoad], tokens: NDArray[Any], devices: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return u_a t_a and t_a on each device, summed over each task's adapters of each width: two [W, M]."""
+    rows = [
+        (k, adapter.rank, adapter.device_width(devices)) for k, load in enumerate(loads) for adapter in load.adapters
+    ]
+    widths = sorted({width for _, _, width in rows})
+    shape = max(len(widths), 1), len(loads)
+    if not rows:
+        return np.zeros(shape), np.zeros(shape)
+    owner, rank, width = (np.array(column) for column in zip(*rows, strict=True))
+    alone_s = profile.adapter_s(rank, width, tokens[owner])
+    weighted_s = profile.adapter_utilization(rank, width, tokens[owner]) * alone_s
+    place = np.searchsorted(widths, width) * len(loads) + owner
+    size = shape[0] * shape[1]
+    sums = (np.bincount(place, weights=part, minlength=size).reshape(shape) for part in (weighted_s, alone_s))
+    weighted, alone = sums
+    return weighted, alone
+
+
+def mean_batch(profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: int, devices: int) -> Sums:
+    """Return the sums of one hTask's mean micro-batch.
+
+    Args:
+        profile: of one layer and the rest.
+        loads: tasks of the hTask.
+        num_micro_batches: C.
+        devices: that share each layer; factors of adapters are as wide as lies on each.
+    """
+    terms = _TaskTerms(profile, loads, num_micro_batches, devices)
+    tokens, calls = terms.tokens.sum(), _attention_calls(loads, num_micro_batches)
+    longest_s = terms.alone_s.max(axis=1) if loads else 0.0
+    return Sums(
+        tokens=tokens,
+        targets=terms.targets.sum(),
+        layer_s=profile.layer_s(tokens) + terms.attention_s.sum(),
+        calls_s=calls * profile.attention_call_s,
+        adapters_s=np.maximum(terms.weighted_s.sum(axis=1), longest_s).sum(),
+    )
+
+
+class RangeBatches:
+    """Mean micro-batches of all ranges of consecutive tasks, as [M, M] arrays.
+
+    Args:
+        profile: of one layer and the rest.
+        loads: M tasks.
+        num_micro_batches: C.
+        devices: that share each layer.
+
+    Attributes:
+        is_range: where the last task does not come before the first.
+        sums: of each range.
+        longest: tokens of each range's longest sequence.
+    """
+
+    def __init__(self, profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: int, devices: int) -> None:
+        count = len(loads)
+        terms = _TaskTerms(profile, loads, num_micro_batches, devices)
+        self.is_range = np.arange(count)[None, :] >= np.arange(count)[:, None]
+        tokens = self._added(terms.tokens)
+        calls_s: Any = 0.0
+        if profile.attention_call_s:
+            calls_s = profile.attention_call_s * _attention_calls_of_ranges(loads, num_micro_batches)
+        pairs = zip(terms.weighted_s, terms.alone_s, strict=True)
+        self.sums = Sums(
+            tokens=tokens,
+            targets=self._added(terms.targets),
+            layer_s=profile.layer_s(tokens) + self._added(terms.attention_s),
+            calls_s=calls_s,
+            adapters_s=sum(
+                (np.maximum(self._added(weighted), self._maxima(alone)) for weighted, alone in pairs),
+                np.zeros((count, count)),
+            ),
+        )
+        self.longest = self._maxima(np.array([max(load.lengths, default=0) for load in loads], dtype=float))
+
+    def micro_batch_tokens(self) -> NDArray[Any]:
+        """Return the tokens of a micro-batch: the mean, or the longest sequence, which is not split."""
+        return np.where(self.is_range, np.maximum(self.sums.tokens, self.longest), 0.0)
+
+    def _added(self, values: NDArray[Any]) -> NDArray[Any]:
+        ends = np.concatenate(([0.0], np.cumsum(values)))
+        return np.where(self.is_range, ends[None, 1:] - ends[:-1, None], 0.0)
+
+    def _maxima(self, values: NDArray[Any]) -> NDArray[Any]:
+        return np.maximum.accumulate(np.where(self.is_range, values[None, :], 0.0), axis=1)
+
+
+def _attention_calls(loads: Sequence[TaskLoad], num_micro_batches: int) -> float:
+    """Return the attention calls of a micro-batch in one layer: its groups of near-equal length.
+
+    A micro-batch of a C-th of the sequences has at most as many groups as sequences.
+    """
+    lengths = [length for load in loads for length in load.lengths]
+    groups = len({-(-length // _LENGTH_STEP) for length in lengths})
+    return min(groups, len(lengths) / num_micro_batches)
+
+
+def _attention_calls_of_ranges(loads: Sequence[TaskLoad], num_micro_batches: int) -> NDArray[Any]:
+    """Return `_attention_calls` of every range, [M, M]; 0 below the diagonal."""
+    count = len(loads)
+    groups = [np.unique(-(-np.array(load.lengths, dtype=int) // _LENGTH_STEP)) for load in loads]
+    num_sequences = np.cumsum([0, *(len(load.lengths) for load in loads)])
+    calls = np.zeros((count, count))
+    # Read from the last task to the first: the first task at or after i that has a group.
+    width = 1 + max((int(own[-1]) for own in groups if len(own)), default=0)
+    first = np.full(width, count)
+    for start in range(count - 1, -1, -1):
+        first[groups[start]] = start
+        calls[start] = np.cumsum(np.bincount(first, minlength=count + 1)[:count])
+        calls[start] = np.minimum(calls[start], (num_sequences[1:] - num_sequences[start]) / num_micro_batches)
+    return np.triu(calls)

@@ -1,0 +1,193 @@
+"""A `ReplicaTimeModel` from what MuxTune's planner knows: a profile of one device and the memory model.
+
+LobRA profiles a layer at each tensor parallel degree (L Appendix D). Where that was not done, the times of a layer at
+any degree follow from a profile of one device (M Eq. 3: base operators are divided by the devices of a stage, of an
+adapter the factor that is cut) and from the link between devices, over which the shards of a layer add their partial
+sums up. The curve of Eq. 10 is then fitted to these times as to measured ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from peft_mux.scheduler.collectives import layer_sums_s
+from peft_mux.scheduler.hardware import Cluster
+from peft_mux.scheduler.link import Link
+from peft_mux.scheduler.loads import TaskLoad
+from peft_mux.scheduler.memory import MemoryModel, ModelShape
+from peft_mux.scheduler.profile import Profile
+from peft_mux.scheduler.replica_time import LayerTime, ReplicaTimeModel, fit_layer
+from peft_mux.scheduler.replicas import ParallelConfig
+
+_LENGTH_POINTS = 8
+_SIZE_POINTS = 4
+_SHORTEST_TOKENS = 16
+_LEAST_INTERVAL_TOKENS = 16
+_MOST_INTERVAL_TOKENS = 256
+"""Of L section 4.3."""
+_INTERVALS = 64
+_MANY_TOKENS = 2**40
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """What the costs of a replica depend on.
+
+    Attributes:
+        shape: of the backbone.
+        profile: of one layer on one device.
+        loads: of the tasks that are trained.
+        memory: of one device that holds everything; its stages and devices are replaced by each configuration's.
+        limit_bytes: of one device; `None` for no limit.
+        pass_tokens: most tokens that a run puts into one pass; a longer sequence makes a pass of its own.
+        links: the devices and their links; `None` for the link of the profile.
+        supports: whether the backbone can be cut so; by default any way is taken to be possible.
+    """
+
+    shape: ModelShape
+    profile: Profile
+    loads: tuple[TaskLoad, ...]
+    memory: MemoryModel
+    limit_bytes: int | None
+    pass_tokens: int
+    links: Cluster | None = None
+    supports: Callable[[ParallelConfig], bool] = lambda config: True
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence of all tasks; 1 where there are none."""
+        return max((load.longest for load in self.loads), default=1) or 1
+
+
+def interval_tokens(longest: int) -> int:
+    """Return the width of an interval of bucketing: 256 tokens as in L section 4.3, finer for short sequences.
+
+    Args:
+        longest: sequence of the batch, in tokens.
+    """
+    width = 2 ** max(0, (longest // _INTERVALS).bit_length() - 1)
+    return min(_MOST_INTERVAL_TOKENS, max(_LEAST_INTERVAL_TOKENS, width))
+
+
+def candidate_configs(facts: ReplicaFacts, num_devices: int) -> tuple[ParallelConfig, ...]:
+    """Return the configurations that can be deployed: powers of two, as in L, on at most `num_devices`.
+
+    There are no more stages than layers, and only what the backbone supports.
+    """
+    powers = [2**power for power in range(num_devices.bit_length()) if 2**power <= num_devices]
+    configs = [ParallelConfig(tp, pp) for tp in powers for pp in powers if tp * pp <= num_devices]
+    configs = [config for config in configs if config.pp <= facts.shape.num_layers and facts.supports(config)]
+    return tuple(sorted(configs, key=lambda config: (config.num_gpus, config)))
+
+
+def memory_tokens(facts: ReplicaFacts, config: ParallelConfig) -> int | None:
+    """Return the most tokens of a micro-batch that a replica's memory holds; `None` for no limit, 0 for none at all.
+
+    With 1F1B stage s of S holds S - s micro-batches at once; the fullest stage counts.
+    """
+    if facts.limit_bytes is None:
+        return None
+    model, limit = _memory_of(facts, config), facts.limit_bytes
+    tokens = min(
+        model.max_tokens(facts.loads, limit, in_flight=config.pp - stage, stage=stage) for stage in range(config.pp)
+    )
+    return None if tokens >= _MANY_TOKENS else tokens
+
+
+def least_bytes(facts: ReplicaFacts, config: ParallelConfig) -> int:
+    """Return what the fullest device of a replica holds with micro-batches of one token."""
+    model = _memory_of(facts, config)
+    return max(model.peak_bytes(facts.loads, 1, in_flight=config.pp - stage, stage=stage) for stage in range(config.pp))
+
+
+def _memory_of(facts: ReplicaFacts, config: ParallelConfig) -> MemoryModel:
+    return replace(facts.memory, num_stages=config.pp, devices_per_stage=config.tp, layers_per_stage=None)
+
+
+def token_limits(facts: ReplicaFacts, configs: Iterable[ParallelConfig]) -> dict[ParallelConfig, int]:
+    """Return M of each configuration: what memory holds, and no more than a pass of the run ever has.
+
+    Configurations that hold nothing are left out.
+    """
+    most = max(facts.pass_tokens, facts.longest)
+    limits: dict[ParallelConfig, int] = {}
+    for config in configs:
+        tokens = memory_tokens(facts, config)
+        if tokens != 0:
+            limits[config] = most if tokens is None else min(most, tokens)
+    return limits
+
+
+def replica_time_model(facts: ReplicaFacts, configs: Sequence[ParallelConfig]) -> ReplicaTimeModel:
+    """Return the time model of these configurations, made from the profile.
+
+    Raises:
+        ValueError: where not one of the configurations holds a token.
+    """
+    limits = token_limits(facts, configs)
+    degrees = sorted({config.tp for config in limits})
+    most = max(limits.values(), default=_SHORTEST_TOKENS)
+    times = [time for tp in degrees for time in layer_times(facts, tp, most)]
+    return ReplicaTimeModel(fit_layer(times), facts.shape.num_layers, limits)
+
+
+def layer_times(facts: ReplicaFacts, tp: int, max_tokens: int) -> list[LayerTime]:
+    """Return forward and backward times of one layer at a tensor parallel degree, over lengths and micro-batch sizes.
+
+    Eq. 10 knows layers only: head, embedding and the overhead of a pass are spread over them.
+
+    Args:
+        facts: of the run.
+        tp: tensor parallel degree.
+        max_tokens: of the largest micro-batch.
+    """
+    longest = max(max_tokens, _LENGTH_POINTS * _SHORTEST_TOKENS)
+    lengths = sorted({int(length) for length in np.geomspace(_SHORTEST_TOKENS, longest, _LENGTH_POINTS)})
+    times = []
+    for length in lengths:
+        largest = max(2, longest // length)
+        for size in sorted({int(size) for size in np.geomspace(1, largest, _SIZE_POINTS)} | {1, 2}):
+            times.append(LayerTime(tp, length, size, _layer_s(facts, tp, size, length)))
+    return times
+
+
+def _layer_s(facts: ReplicaFacts, tp: int, num_sequences: int, length: int) -> float:
+    profile, shape = facts.profile, facts.shape
+    tokens = num_sequences * length
+    all_tokens = sum(load.tokens for load in facts.loads) or 1
+    targets = tokens * sum(load.num_targets for load in facts.loads) / all_tokens
+    base_s = float(profile.layer_s(tokens)) + num_sequences * float(profile.attention_s(length))
+    head_s, whole_s = float(profile.head_s(max(targets, 1.0))), float(profile.embedding_s(tokens))
+    overhead_s = profile.attention_call_s + (profile.pass_overhead_s + whole_s) / shape.num_layers
+    shared_s = (base_s + head_s / shape.num_layers) / tp
+    said_s = float(layer_sums_s(_tensor_link(facts, tp), tp, shape, tokens))
+    return shared_s + overhead_s + _adapters_s(facts, tp, tokens, all_tokens) + said_s
+
+
+def _adapters_s(facts: ReplicaFacts, tp: int, tokens: int, all_tokens: int) -> float:
+    """Return seconds of all tasks' adapters of a layer on each device, fused by width as in M Eq. 3.
+
+    A task has its part of the tokens.
+    """
+    weighted: dict[float, float] = {}
+    alone: dict[float, float] = {}
+    for load in facts.loads:
+        own = max(1.0, tokens * load.tokens / all_tokens)
+        for adapter in load.adapters:
+            width = adapter.device_width(tp)
+            seconds = float(facts.profile.adapter_s(adapter.rank, width, own))
+            part = float(facts.profile.adapter_utilization(adapter.rank, width, own))
+            weighted[width] = weighted.get(width, 0.0) + part * seconds
+            alone[width] = max(alone.get(width, 0.0), seconds)
+    return sum(max(weighted[width], alone[width]) for width in weighted)
+
+
+def _tensor_link(facts: ReplicaFacts, tp: int) -> Link | None:
+    if tp == 1:
+        return None
+    if facts.links is None:
+        return facts.profile.link
+    return facts.links.intra_node if tp <= facts.links.devices_per_node else facts.links.inter_node
