@@ -210,6 +210,7 @@ class DeployedRun:
         if self._executor is not None:
             return
         self._team.processes.connect()
+        self._planner.cuts.clear()  # one process alone may have planned before, for other tasks
         plan = None if self._part.num_stages == 1 else self._plan_of_run()
         self.model = self._part.load(self.model, self.tasks, self._class_counts, plan, self._team.processes)
         if self._part.is_whole:

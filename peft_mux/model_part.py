@@ -284,10 +284,9 @@ class ModelPart:
         if self.shards is not None:
             self.shards.adopt([name])
         model.peft_config[model.adapter_of(name)] = copy.deepcopy(completed)
-        pieces = model.task_pieces(name)
-        for key, parameter in model.task_parameters(name).items():
-            if ".lora_" in key:
-                parameter.data.copy_(pieces[key].take(drawn[key].data))
+        own_tensors = model.task_parameters(name)
+        # A head is whole where there is one, and drawn or copied as ever.
+        model.place_whole(name, {key: drawn[key] if ".lora_" in key else own_tensors[key] for key in own_tensors})
 
     @property
     def _num_chunks(self) -> int:

@@ -180,7 +180,14 @@ class Planner:
         self._check_stages(target, num_chunks)
         shapes = {run.name: self.shapes_of(run.name) for run in runs}
         loads = [
-            task_load(run, shapes[run.name], self.shape.num_layers, target.num_replicas, cut=self.cut_factors)
+            task_load(
+                run,
+                shapes[run.name],
+                self.shape.num_layers,
+                target.num_replicas,
+                cut=self.cut_factors,
+                chain_tokens=self.args.max_tokens_per_micro_batch if self.args.split_long_sequences else None,
+            )
             for run in runs
         ]
         cost, memory = self._models(target, loads, num_chunks)

@@ -36,6 +36,7 @@ def task_load(
     num_replicas: int = 1,
     *,
     cut: CutFactors | None = None,
+    chain_tokens: int | None = None,
 ) -> TaskLoad:
     """Return what the planner needs to know of a task.
 
@@ -45,8 +46,13 @@ def task_load(
         num_layers: decoder layers of the backbone.
         num_replicas: that divide its global batch; the load is that of the one with most rows.
         cut: which factors of its adapters tensor parallelism divides; none by default.
+        chain_tokens: bound of a pass where longer rows are cut into chains. The passes of a chain are held at once, and
+            short rows fill them, so a row counts as that many whole passes.
     """
     rows = run.loader.sample_lengths
+    longest = max(rows, default=0)
+    if chain_tokens is not None and longest > chain_tokens:
+        longest = -(-longest // chain_tokens) * chain_tokens
     lengths = typical_lengths(rows, -(-run.hyper.train_batch_size // num_replicas))
     return TaskLoad(
         name=run.name,
@@ -56,7 +62,7 @@ def task_load(
         trainable_parameters=_num_elements(shapes),
         num_steps=run.num_steps,
         priority=run.task.priority,
-        longest_row_tokens=max(rows, default=0),
+        longest_row_tokens=longest,
         cut_parameters=_num_elements({name: shape for name, shape in shapes.items() if _is_cut(name, cut or {})}),
     )
 

@@ -75,7 +75,11 @@ def interleaved_groups(chains: Sequence[Chain], width: int, *, may_repeat: bool 
 
 
 def latency_by_tokens(chain: Chain) -> Latency:
-    """Return a latency in proportion to tokens: enough to order subgraphs of one depth, which are of one layer."""
+    """Return a latency in proportion to tokens: enough to order subgraphs of one depth where these are of one layer.
+
+    They are not where passes are chains of different lengths or make their losses in different numbers of blocks; the
+    order is then another than Algorithm 1's, and as good as any that all shards keep to.
+    """
     num_tokens = float(max(micro_batch.num_tokens for micro_batch in chain))
     return lambda depth: num_tokens
 

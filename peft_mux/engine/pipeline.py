@@ -296,6 +296,8 @@ class PipelineExecutor:
             yield
         except BaseException:
             self.links.close()
+            self._flights.clear()  # their graphs would outlive the error
+            self._key_values.clear()
             raise
 
     # ---------------------------------------------------------------- losses

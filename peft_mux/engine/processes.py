@@ -28,10 +28,12 @@ class Pending(NamedTuple):
     Attributes:
         work: of the backend; `None` where there was nothing to do.
         processes: that take part.
+        what: it is, for messages.
     """
 
     work: Any
     processes: Processes
+    what: str = "the sum of gradients"
 
     def wait(self) -> None:
         """Wait for the sum; on a GPU the stream waits, not the host.
@@ -40,7 +42,7 @@ class Pending(NamedTuple):
             ProcessError: if another process has failed, died or hangs.
         """
         if self.work is not None:
-            with self.processes.speaking("the sum of gradients"):
+            with self.processes.speaking(self.what):
                 self.work.wait()
 
 

@@ -7,37 +7,15 @@ sum is under way need only come in between its beginning and its `wait`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from peft_mux.engine.processes import Processes
+from peft_mux.engine.processes import Pending, Processes
 from peft_mux.errors import ProcessError
 
 _WHAT = "a sum over the shards of a stage"
-
-
-class PendingSum(NamedTuple):
-    """A sum that is under way.
-
-    Attributes:
-        work: of the backend; `None` where there was nothing to do.
-        processes: of the run, for errors that name the cause.
-    """
-
-    work: Any
-    processes: Processes
-
-    def wait(self) -> None:
-        """Wait for the sum; on a GPU the stream waits, not the host.
-
-        Raises:
-            ProcessError: if another shard has failed, died or hangs.
-        """
-        if self.work is not None:
-            with self.processes.speaking(_WHAT):
-                self.work.wait()
 
 
 class TensorLinks:
@@ -76,14 +54,14 @@ class TensorLinks:
             if len(group) > 1:
                 self._group = processes.open_group(group) or self._group
 
-    def sum(self, tensor: torch.Tensor) -> PendingSum:
+    def sum(self, tensor: torch.Tensor) -> Pending:
         """Begin to replace a tensor by its sum over the shards, with the same bits on all of them.
 
         Args:
             tensor: contiguous, on the device, of one shape on every shard; all begin their sums in the same order.
         """
         if self.size == 1:
-            return PendingSum(None, self._processes)
+            return Pending(None, self._processes)
         if self._group is None:
             raise ProcessError(
                 "the connections between these shards are closed, as the run has moved or a pass has failed; allowed:"
@@ -92,7 +70,7 @@ class TensorLinks:
         self.num_bytes += tensor.numel() * tensor.element_size()
         self.num_sums += 1
         with self._processes.speaking(_WHAT):
-            return PendingSum(dist.all_reduce(tensor, group=self._group, async_op=True), self._processes)
+            return Pending(dist.all_reduce(tensor, group=self._group, async_op=True), self._processes, _WHAT)
 
     def reset(self) -> None:
         """Count from zero."""

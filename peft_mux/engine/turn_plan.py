@@ -1,5 +1,8 @@
 """What turns are planned to be: the subgraphs of whole passes, Algorithm 1 over them, and the time that they take.
 
+It is what a run is held against (`benchmarks.overlap`, `tests/engine/test_engine_turns.py`); a run takes its own turns
+by `peft_mux.engine.turns` from the tokens of its passes, which order subgraphs of one layer as their latencies do.
+
 A pass is one chain: forward of all layers, loss, backward. Its subgraphs end at all-reduces, as they do at run time;
 adapters are part of the operator beside which they run. For a layer under tensor parallelism:
 

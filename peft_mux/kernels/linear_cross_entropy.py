@@ -115,7 +115,7 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             log_normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
             losses[rows] = (log_normaliser - logits.gather(1, targets)).squeeze(1)
             if gradient is not None:
-                gradient[rows] = _hidden_gradient(logits, log_normaliser, targets, head, hidden_MD.dtype)
+                gradient[rows] = hidden_gradient(logits, log_normaliser, targets, head, hidden_MD.dtype)
         if gradient is not None:
             ctx.save_for_backward(gradient)
         return losses
@@ -161,13 +161,28 @@ def _fused_blocks(
             torch.mm(logits, weight, out=gradient_MD[rows])
 
 
-def _hidden_gradient(
-    logits: torch.Tensor, log_normaliser: torch.Tensor, targets: torch.Tensor, head: Head, hidden_dtype: torch.dtype
+def hidden_gradient(
+    logits: torch.Tensor,
+    log_normaliser: torch.Tensor,
+    targets: torch.Tensor,
+    head: Head,
+    hidden_dtype: torch.dtype,
+    is_here: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `d loss / d hidden` of a block; overwrites nothing that the caller still needs but the logits."""
+    """Return `d loss / d hidden` of a block; overwrites nothing that the caller still needs but the logits.
+
+    Args:
+        logits: `[M, V]`, or those of a shard's words.
+        log_normaliser: `[M, 1]`, over all words.
+        targets: int64 `[M, 1]`, among the words of `logits`.
+        head: that made the logits.
+        hidden_dtype: of the result.
+        is_here: bool `[M, 1]`, whether a target is among these words; by default all are.
+    """
     slope = None if head.softcap is None else head.scale * (1 - (logits / head.softcap) ** 2)
     probabilities = logits.sub_(log_normaliser).exp_()
-    probabilities.scatter_add_(1, targets, torch.full_like(targets, -1, dtype=probabilities.dtype))
+    ones = torch.ones_like(targets) if is_here is None else is_here
+    probabilities.scatter_add_(1, targets, -ones.to(probabilities.dtype))
     if slope is not None:
         probabilities.mul_(slope)
     elif head.scale != 1.0:

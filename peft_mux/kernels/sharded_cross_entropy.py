@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from peft_mux.kernels.linear_cross_entropy import Head, block_rows
+from peft_mux.kernels.linear_cross_entropy import Head, block_rows, hidden_gradient
 
 
 class Waitable(Protocol):
@@ -130,7 +130,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             targets = Targets.of(targets_M[rows], first, logits.shape[1])
             log_normaliser, losses[rows] = normaliser_and_losses(logits, targets, links)
             if gradient is not None:
-                gradient[rows] = _hidden_gradient(logits, log_normaliser, targets, head, hidden_MD.dtype)
+                gradient[rows] = hidden_gradient(
+                    logits, log_normaliser, targets.local_M, head, hidden_MD.dtype, targets.is_here_M
+                )
         if gradient is not None:
             ctx.save_for_backward(gradient)
         ctx.links = links
@@ -167,19 +169,6 @@ def normaliser_and_losses(
     top_M = tops.amax(dim=0)
     log_normaliser_M = top_M + (sums * (tops - top_M).exp()).sum(dim=0).log()
     return log_normaliser_M[:, None], log_normaliser_M - target_logits.sum(dim=0)
-
-
-def _hidden_gradient(
-    logits: torch.Tensor, log_normaliser: torch.Tensor, targets: Targets, head: Head, hidden_dtype: torch.dtype
-) -> torch.Tensor:
-    """Return this shard's part of `d loss / d hidden` of a block; overwrites the logits."""
-    slope = None if head.softcap is None else head.scale * (1 - (logits / head.softcap) ** 2)
-    errors = _errors(logits, log_normaliser, targets)
-    if slope is not None:
-        errors.mul_(slope)
-    elif head.scale != 1.0:
-        errors.mul_(head.scale)
-    return errors.to(hidden_dtype) @ head.weight.to(hidden_dtype)
 
 
 def _errors(logits: torch.Tensor, log_normaliser: torch.Tensor, targets: Targets) -> torch.Tensor:

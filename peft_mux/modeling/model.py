@@ -12,7 +12,7 @@ from peft import PeftConfig, PeftModel
 from torch import nn
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.errors import ConfigError, closest
+from peft_mux.errors import CheckpointError, ConfigError, closest
 from peft_mux.modeling import adapters as adapter_io
 from peft_mux.modeling import classification, losses
 from peft_mux.modeling.adapter_files import AdapterFiles
@@ -219,6 +219,28 @@ class MultiTaskPeftModel(AdapterFiles, PeftModel):
             key: self.pieces.get((name, key)) or Piece.whole(parameter.shape)
             for key, parameter in self.task_parameters(name).items()
         }
+
+    @torch.no_grad()
+    def place_whole(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write what lies in this process of whole tensors into a task's parameters.
+
+        Args:
+            name: of the task.
+            tensors: by parameter name, of whole shapes; those of parameters that are not here are passed over.
+
+        Raises:
+            CheckpointError: if one is missing, or of another shape; then nothing is written.
+        """
+        pieces = self.task_pieces(name)
+        for key, piece in pieces.items():
+            got = tuple(tensors[key].shape) if key in tensors else None
+            if got != piece.shape:
+                raise CheckpointError(
+                    f'task "{name}": got {"nothing" if got is None else f"shape {list(got)}"} for {key}; allowed: '
+                    f"{list(piece.shape)}, the whole tensor of the adapter that is registered."
+                )
+        for key, parameter in self.task_parameters(name).items():
+            parameter.copy_(pieces[key].take(tensors[key]))
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         """Move or cast as any module does, and lay the adapters out anew."""

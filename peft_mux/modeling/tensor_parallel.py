@@ -15,7 +15,7 @@ Shape letters: K output features, D input features, R rank, V vocabulary, n shar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from peft_mux.errors import CheckpointError, UnsupportedModelError
+from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels.philox import Window
 from peft_mux.kernels.sharded_cross_entropy import ShardLinks
 from peft_mux.modeling.layers import frozen_weight
@@ -129,7 +129,7 @@ class TensorShards:
         """Take in tasks whose adapters have the shapes of this shard: register their pieces, and hang sums anew.
 
         To be called after `register_tasks`, as PEFT draws adapters of the shard's own shapes; what their weights are
-        is for `place_whole` to say.
+        is for `MultiTaskPeftModel.place_whole` to say.
 
         Args:
             names: of the tasks.
@@ -147,28 +147,6 @@ class TensorShards:
         """Drop the pieces of a task that has left."""
         for key in [key for key in self.model.pieces if key[0] == name]:
             del self.model.pieces[key]
-
-    @torch.no_grad()
-    def place_whole(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write this shard's pieces of whole tensors into a task's parameters.
-
-        Args:
-            name: of the task.
-            tensors: by parameter name, of whole shapes; others than this shard's (of other stages) are passed over.
-
-        Raises:
-            CheckpointError: if one is missing, or of another shape; then nothing is written.
-        """
-        pieces = self.model.task_pieces(name)
-        for key, piece in pieces.items():
-            got = tuple(tensors[key].shape) if key in tensors else None
-            if got != piece.shape:
-                raise CheckpointError(
-                    f'task "{name}": got {"nothing" if got is None else f"shape {list(got)}"} for {key}; allowed: '
-                    f"{list(piece.shape)}, the whole tensor of the adapter that is registered."
-                )
-        for key, parameter in self.model.task_parameters(name).items():
-            parameter.copy_(pieces[key].take(tensors[key]))
 
     def _piece(self, key: str, parameter: nn.Parameter) -> Piece:
         """Return what lies here of a parameter; layers that are not cut compute the same gradient on all shards."""

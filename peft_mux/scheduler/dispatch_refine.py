@@ -16,8 +16,8 @@ from peft_mux.scheduler.dispatch_problem import DispatchProblem
 from peft_mux.scheduler.replicas import ReplicaGroup, TimeModel
 
 _MOST_MOVES = 200
-"""A bound on the time: a move costs up to groups times buckets calls of the time model. benchmarks/lobra_dispatch.py prints
-how many are made; where the bound is reached, the dispatch says so."""
+"""A bound on the time: a move costs up to groups times buckets calls of the time model. How many are made is printed by
+benchmarks/lobra_dispatch.py; where the bound is reached, the dispatch says so."""
 _RELATIVE_IMPROVEMENT = 1e-9
 
 

@@ -367,7 +367,7 @@ def _late_task(links: TensorLinks) -> dict[str, float]:
     shards = shard_model(model, links)
     model.register_tasks({"a": LATE_CONFIG}, seeds={"a": 6})
     shards.adopt(["a"])
-    shards.place_whole("a", whole.task_parameters("a"))
+    shards.model.place_whole("a", whole.task_parameters("a"))
     return _gaps(whole.train(), model.train(), one_batch(("a", "b")), links)
 
 

@@ -243,7 +243,7 @@ def as_stage_shard(rank: int, world: int) -> dict[str, Any]:
         logs = processes.gather(logged.log)
         facts["in_order"] = facts.get("in_order", True) and logs[rank] == logs[rank ^ 1]
         executor.close()
-    facts["num_groups"] = len(interleaving.spans)
+    facts["num_turns"] = len(interleaving.spans)
     facts["num_gradients"] = len(found["turns"])
     facts["largest_difference"] = max(
         (found["turns"][key] - found["sequence"][key]).abs().max().item() for key in found["sequence"]

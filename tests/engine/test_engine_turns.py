@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import random
 import signal
@@ -101,6 +102,7 @@ def test_a_pass_behind_its_plan_still_gets_its_turn() -> None:
 def test_an_error_in_one_pass_ends_all_and_reaches_the_caller() -> None:
     turns: Turns[None] = Turns([constant(2.0), constant(1.0), constant(1.0)])
     closed: list[str] = []
+    went_on: list[str] = []
     before = threading.active_count()
 
     def go(word: str) -> None:
@@ -108,14 +110,15 @@ def test_an_error_in_one_pass_ends_all_and_reaches_the_caller() -> None:
             turns.wait(lambda: None)
             if word == "b":
                 raise ValueError("b cannot go on")
-            with pytest.raises(Exception, match="never"):  # what ends a pass is no Exception
+            with contextlib.suppress(Exception):  # what ends a pass is none, so that no pass can stop it
                 turns.wait(lambda: None)
-            raise AssertionError("went on after another pass had failed")
+            went_on.append(word)
         finally:
             closed.append(word)
 
     with pytest.raises(ValueError, match="b cannot go on"):
         turns.run([lambda: go("a"), lambda: go("b"), lambda: go("c")])
+    assert not went_on
     assert sorted(closed) == ["a", "b", "c"]
     assert threading.active_count() == before
 
@@ -394,7 +397,7 @@ def test_two_stages_of_two_shards_run_the_htasks_of_an_action_in_turns() -> None
     work = stage_cases.step_work(0, list(stage_cases.LENGTHS))
     model = stage_cases.mux_model(stage_cases.Case("llama", "mux"))
     expected = Executor(model).run(work).losses
-    assert all(fact["in_order"] and fact["num_groups"] > 0 for fact in facts)
+    assert all(fact["in_order"] and fact["num_turns"] > 1 for fact in facts)
     for fact in facts:
         assert fact["turns"].keys() == expected.keys()
         for name, loss in expected.items():

@@ -147,6 +147,17 @@ def test_memory_is_kept_for_the_longest_row_although_a_typical_batch_lacks_it(tm
     assert peaks[1] == pytest.approx(peaks[0] * 60 / 8, rel=0.01)
 
 
+def test_memory_is_kept_for_all_passes_of_a_row_that_is_cut(tmp_path: Path) -> None:
+    def kept(name: str, length: int, **arguments: object) -> int:
+        tasks = [small_task("a", data_seed=1, length=length), small_task("b", data_seed=2, length=4)]
+        options = {"max_tokens_per_micro_batch": 16, "planner": "together", **arguments}
+        return make_trainer(tasks, tmp_path / name, **options).plan().memory.peak_bytes
+
+    assert kept("cut", 17, split_long_sequences=True) > kept("whole", 17)
+    assert kept("two passes", 32, split_long_sequences=True) == kept("two passes and whole", 32)
+    assert kept("short", 15, split_long_sequences=True) == kept("short and whole", 15)
+
+
 @pytest.mark.parametrize("value", [0, -1.0, True, "much"])
 def test_a_limit_that_is_no_amount_of_memory_is_refused(value: object, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"args\.memory_limit_gib"):
