@@ -9,7 +9,7 @@ import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
-from peft_mux.profiling import device_name
+from peft_mux.profiling import device_name, software_versions
 from peft_mux.scheduler.hardware import DEVICES, Cluster, known_device, parse_devices
 from peft_mux.scheduler.memory import ModelShape
 from peft_mux.scheduler.profile import Profile, analytic_profile, shape_signature
@@ -95,4 +95,23 @@ def _misfits(profile: Profile, args: MultiTaskTrainingArguments, shape: ModelSha
         notes.append(
             f"cost_profile is of another device ({profile.device}; this one is {device_name(args.device)}). {_MEASURE}"
         )
+    if profile.source == "measured":
+        notes += _measured_otherwise(profile, shape)
     return tuple(notes)
+
+
+def _measured_otherwise(profile: Profile, shape: ModelShape) -> list[str]:
+    """Return remarks on times that were measured in another data type, or with other software."""
+    notes = []
+    measured_bytes = getattr(torch, profile.dtype, torch.float32).itemsize
+    if measured_bytes != shape.activation_bytes:
+        notes.append(
+            f"cost_profile was measured in {profile.dtype}; this run computes in {8 * shape.activation_bytes} bits. "
+            f"{_MEASURE}"
+        )
+    now = software_versions(profile.device)
+    others = [f"{name} {version}" for name, version in profile.versions if now.get(name, version) != version]
+    if others:
+        here = ", ".join(f"{name} {version}" for name, version in now.items())
+        notes.append(f"cost_profile was measured with {', '.join(others)}; here are {here}. {_MEASURE}")
+    return notes

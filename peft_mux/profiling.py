@@ -100,15 +100,24 @@ def _names(model: Any, device: torch.device, dtype: torch.dtype) -> dict[str, An
     """Return what a profile is known by."""
     config = config_of(model)
     shape = model_shape(plain_backbone(model), config, dtype=dtype, activation_dtype=dtype)
-    versions = {"torch": torch.__version__, "profile": _PART_VERSION}
-    if device.type == "cuda":
-        versions["cuda"] = str(torch.version.cuda)
     return {
         "device": device_name(device),
         "dtype": str(dtype).removeprefix("torch."),
         "model": f"{type(plain_backbone(model)).__name__}-{shape_signature(shape)}",
-        "versions": versions,
+        "versions": software_versions(device.type),
     }
+
+
+def software_versions(device: str) -> dict[str, str]:
+    """Return the versions of what measured times depend on, by name.
+
+    Args:
+        device: name or type of one; only of a CPU's does the version of CUDA not matter.
+    """
+    versions = {"torch": torch.__version__, "profile": _PART_VERSION}
+    if device != "cpu" and torch.version.cuda is not None:
+        versions["cuda"] = str(torch.version.cuda)
+    return versions
 
 
 def device_name(device: torch.device) -> str:

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peft_mux.scheduler.collectives import all_gather_s, layer_sums_s, loss_sums_s
-from peft_mux.scheduler.cost_sums import RangeBatches, Sums, mean_batch
+from peft_mux.scheduler.cost_sums import RangeBatches, Sums, mean_batch, uniform_batch
 from peft_mux.scheduler.frozen_parts import FrozenParts
 from peft_mux.scheduler.link import Link
 from peft_mux.scheduler.loads import TaskLoad
@@ -149,9 +149,17 @@ class CostModel:
             num_micro_batches: C.
         """
         _require_count("num_micro_batches", num_micro_batches)
-        sums = mean_batch(self.profile, loads, num_micro_batches, self.devices_per_stage)
-        first_s, last_s = self._ends_s(sums)
-        return StageTerms(float(self._layer_s(sums)), float(first_s), float(last_s))
+        return self._terms(mean_batch(self.profile, loads, num_micro_batches, self.devices_per_stage))
+
+    def uniform_terms(self, loads: Sequence[TaskLoad], num_sequences: int, length: int) -> StageTerms:
+        """Return `stage_terms` of a micro-batch of equal sequences, of which each task has its part of the tokens.
+
+        Args:
+            loads: tasks whose adapters are run.
+            num_sequences: of the micro-batch.
+            length: of each sequence, in tokens.
+        """
+        return self._terms(uniform_batch(self.profile, loads, num_sequences, length, self.devices_per_stage))
 
     # -------------------------------------------------------------- for fusion
 
@@ -193,6 +201,10 @@ class CostModel:
         return np.where(verdicts, latency, math.inf)
 
     # ---------------------------------------------------------------- internal
+
+    def _terms(self, sums: Sums) -> StageTerms:
+        first_s, last_s = self._ends_s(sums)
+        return StageTerms(float(self._layer_s(sums)), float(first_s), float(last_s))
 
     def _stages_s(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> list[Any]:
         """Return forward and backward seconds of one micro-batch of an hTask on each stage."""

@@ -104,6 +104,30 @@ def mean_batch(profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: i
     )
 
 
+def uniform_batch(profile: Profile, loads: Sequence[TaskLoad], num_sequences: int, length: int, devices: int) -> Sums:
+    """Return the sums of a micro-batch of sequences of one length, of which each task has its part of the tokens.
+
+    Args:
+        profile: of one layer and the rest.
+        loads: whose tokens, targets and adapters are taken; their lengths are not.
+        num_sequences: of the micro-batch.
+        length: of each sequence, in tokens.
+        devices: as for `mean_batch`.
+    """
+    tokens = num_sequences * length
+    all_tokens = sum(load.tokens for load in loads) or 1
+    parts = np.array([load.tokens for load in loads], dtype=float) / all_tokens
+    weighted_s, alone_s = _adapters_s(profile, loads, tokens * parts, devices)
+    longest_s = alone_s.max(axis=1) if loads else 0.0
+    return Sums(
+        tokens=tokens,
+        targets=tokens * sum(load.num_targets for load in loads) / all_tokens,
+        layer_s=profile.layer_s(tokens) + num_sequences * profile.attention_s(length),
+        calls_s=profile.attention_call_s,
+        adapters_s=np.maximum(weighted_s.sum(axis=1), longest_s).sum(),
+    )
+
+
 class RangeBatches:
     """Mean micro-batches of all ranges of consecutive tasks, as [M, M] arrays.
 

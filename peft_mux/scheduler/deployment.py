@@ -27,7 +27,6 @@ from peft_mux.scheduler.deployment_space import (
     benchmark_lengths,
     configurations_that_fit,
     count_plans,
-    fastest_configurations,
     propose_configurations,
 )
 from peft_mux.scheduler.dispatch import DEFAULT_RELATIVE_GAP, dispatch
@@ -90,8 +89,7 @@ def plan_deployment(
         time_limit_s: for one deployment.
         relative_gap: how far from its optimum each solution may be.
         max_candidates: rows of the plan's table; the statistics count all.
-        max_plans: most combinations that are looked at. Where the proposed configurations have more, only the fastest
-            for each length are combined, and the statistics say so.
+        max_plans: most combinations that are looked at.
 
     Raises:
         ValueError: for an argument out of its range, lengths that no configuration on `num_gpus` supports, an unknown
@@ -103,7 +101,7 @@ def plan_deployment(
     bucketing = expected_bucketing(
         lengths, global_batch, time_model, num_gpus, num_buckets=num_buckets, interval=interval
     )
-    configs, is_narrowed = _configurations(time_model, num_gpus, bucketing.boundaries[-1], proposal, max_plans)
+    configs = _configurations(time_model, num_gpus, bucketing.boundaries[-1], proposal, max_plans)
     problem = build_problem(replica_groups(configs, [1] * len(configs), time_model), bucketing, time_model)
     filtered = filter_plans(problem, num_gpus, threshold if lower_bound_filter else None, max_candidates)
     filter_s = time.perf_counter() - start
@@ -120,7 +118,7 @@ def plan_deployment(
         ),
         configurations=configs,
         candidates=_table(filtered, solved, max_candidates),
-        statistics=_statistics(time_model, configs, filtered, solved, filter_s, is_narrowed=is_narrowed),
+        statistics=_statistics(time_model, configs, filtered, solved, filter_s),
     )
 
 
@@ -153,15 +151,12 @@ def _statistics(
     filtered: Filtered,
     solved: _Solved,
     filter_s: float,
-    *,
-    is_narrowed: bool,
 ) -> PlanningStatistics:
     """Count what became of all deployments."""
     how = [answer.how for answer in solved.answers.values()]
     return PlanningStatistics(
         num_configurations=len(time_model.configurations),
         num_proposed=len(configs),
-        is_narrowed=is_narrowed,
         num_enumerated=filtered.num_enumerated,
         num_too_short=filtered.num_too_short,
         num_over_threshold=filtered.num_over_threshold,
@@ -226,21 +221,15 @@ def replica_groups(
 
 def _configurations(
     time_model: ReplicaTimeModel, num_gpus: int, longest: int, proposal: bool, max_plans: int
-) -> tuple[tuple[ParallelConfig, ...], bool]:
-    """Return the configurations that are combined, and whether these are fewer than are proposed.
-
-    Raises for too many combinations.
-    """
-    configs, is_narrowed = configurations_that_fit(time_model, num_gpus, longest), False
+) -> tuple[ParallelConfig, ...]:
+    """Return the configurations that are combined; raises for too many combinations."""
+    configs = configurations_that_fit(time_model, num_gpus, longest)
     if proposal:
         supported = max(time_model.max_tokens[config] for config in configs)
         lengths = [length for length in benchmark_lengths(time_model, longest) if length <= supported]
         configs = propose_configurations(time_model, num_gpus, lengths)
-        is_narrowed = count_plans(num_gpus, [config.num_gpus for config in configs]) > max_plans
-        if is_narrowed:
-            configs = fastest_configurations(time_model, num_gpus, lengths)
     _check_number_of_plans(count_plans(num_gpus, [config.num_gpus for config in configs]), max_plans, proposal)
-    return configs, is_narrowed
+    return configs
 
 
 def _table(filtered: Filtered, solution: _Solved, limit: int) -> tuple[Candidate, ...]:

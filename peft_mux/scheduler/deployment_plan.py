@@ -43,7 +43,6 @@ class PlanningStatistics:
     Attributes:
         num_configurations: of the time model.
         num_proposed: of these, combined.
-        is_narrowed: whether more were proposed, whose combinations are too many.
         num_enumerated: deployments.
         num_too_short: of these, no replica supports the longest bucket.
         num_over_threshold: dropped by Theorem 1 and the threshold.
@@ -59,7 +58,6 @@ class PlanningStatistics:
 
     num_configurations: int
     num_proposed: int
-    is_narrowed: bool
     num_enumerated: int
     num_too_short: int
     num_over_threshold: int
@@ -133,11 +131,6 @@ class DeploymentPlan:
             f"{stats.num_over_threshold} over the threshold, {stats.num_out_of_reach} out of reach, "
             f"{stats.num_bound_met} settled by bound, {stats.num_solved} solved"
             + (f", of which {stats.num_time_limits} not to the end" if stats.num_time_limits else ""),
-            *(
-                ["  narrowed to the fastest configuration for each length, for want of time"]
-                if stats.is_narrowed
-                else []
-            ),
             *_failure_lines(stats),
             "",
             f"  {'group':<14} {'GPUs':>5} {'max tokens':>10} {'sequences':>9} {'seconds':>8} {'busy':>6}",

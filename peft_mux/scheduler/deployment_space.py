@@ -32,10 +32,6 @@ def propose_configurations(
     GPUs, then to the lower tensor parallel degree. The paper does not say at how many micro-batches it measures: with
     more of them the bubble of a pipeline weighs less.
 
-    Of the chosen ones those are left out that another chosen one of no more GPUs beats at every length that they
-    support. Where all sizes are powers of two, as most are in the paper, that is seldom any; a replica of 5 GPUs has
-    next to no rivals of its own size, and there would be a deployment for each way to mix in such replicas.
-
     Args:
         time_model: with the configurations to choose from.
         num_gpus: of the deployment; larger replicas are left out.
@@ -61,52 +57,7 @@ def propose_configurations(
             rivals = [(rate, config) for config, rate in rates if size % config.num_gpus == 0]
             if rivals:
                 chosen[max(rivals, key=lambda rival: rival[0])[1]] = None
-    kept = [config for config in fitting if config in chosen]
-    rates_of = {config: _rates(time_model, config, lengths, num_micro_batches) for config in kept}
-    return tuple(
-        config
-        for config in kept
-        if not any(_is_beaten(time_model, rates_of, config, other) for other in kept if other != config)
-    )
-
-
-def fastest_configurations(
-    time_model: ReplicaTimeModel,
-    num_gpus: int,
-    lengths: Sequence[int],
-    *,
-    num_micro_batches: int = DEFAULT_NUM_MICRO_BATCHES,
-) -> tuple[ParallelConfig, ...]:
-    """Return the configuration of highest throughput for each length, whatever its number of GPUs.
-
-    The last row of each column of L Table 3: what is left where the proposals of every size have too many combinations.
-    Arguments and errors are those of `propose_configurations`.
-    """
-    fitting = configurations_that_fit(time_model, num_gpus, max(lengths))
-    chosen = set()
-    for length in set(lengths):
-        able = [config for config in fitting if time_model.max_tokens[config] >= length]
-        chosen.add(max(able, key=lambda config, at=length: time_model.throughput(config, at, num_micro_batches)))
     return tuple(config for config in fitting if config in chosen)
-
-
-def _rates(
-    time_model: ReplicaTimeModel, config: ParallelConfig, lengths: Sequence[int], num_micro_batches: int
-) -> dict[int, float]:
-    """Return the throughput at each length that a configuration supports."""
-    supported = [length for length in lengths if length <= time_model.max_tokens[config]]
-    return {length: time_model.throughput(config, length, num_micro_batches) for length in supported}
-
-
-def _is_beaten(
-    time_model: ReplicaTimeModel,
-    rates_of: dict[ParallelConfig, dict[int, float]],
-    config: ParallelConfig,
-    other: ParallelConfig,
-) -> bool:
-    if other.num_gpus > config.num_gpus or time_model.max_tokens[other] < time_model.max_tokens[config]:
-        return False
-    return all(rates_of[other][length] > rate for length, rate in rates_of[config].items())
 
 
 def configurations_that_fit(time_model: ReplicaTimeModel, num_gpus: int, longest: int) -> tuple[ParallelConfig, ...]:

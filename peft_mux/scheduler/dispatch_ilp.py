@@ -95,7 +95,7 @@ class _Variables(NamedTuple):
 
 
 def _set_start(variables: _Variables, problem: DispatchProblem, known: np.ndarray, makespan_s: float) -> None:
-    """Give every variable its value in the known solution; CBC reads one that is left out as 0 and refuses them all."""
+    """Give every variable its value in the known solution; one left out would count as 0, which is not feasible."""
     for (group, bucket), variable in variables.ceilings.items():
         variable.setInitialValue(int(known[group, bucket]))
     for group, variable in variables.used.items():

@@ -1,9 +1,8 @@
 """A `ReplicaTimeModel` from what MuxTune's planner knows: a profile of one device and the memory model.
 
 LobRA profiles a layer at each tensor parallel degree (L Appendix D). Where that was not done, the times of a layer at
-any degree follow from a profile of one device (M Eq. 3: base operators are divided by the devices of a stage, of an
-adapter the factor that is cut) and from the link between devices, over which the shards of a layer add their partial
-sums up. The curve of Eq. 10 is then fitted to these times as to measured ones.
+any degree follow from a profile of one device by M Eq. 3, as `cost_model` has it. The curve of Eq. 10 is then fitted to
+these times as to measured ones.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from peft_mux.scheduler.collectives import layer_sums_s
+from peft_mux.scheduler.cost_model import CostModel
 from peft_mux.scheduler.hardware import Cluster
 from peft_mux.scheduler.link import Link
 from peft_mux.scheduler.loads import TaskLoad
@@ -73,9 +72,10 @@ def interval_tokens(longest: int) -> int:
 
 
 def candidate_configs(facts: ReplicaFacts, num_devices: int) -> tuple[ParallelConfig, ...]:
-    """Return the configurations that can be deployed: powers of two, as in L, on at most `num_devices`.
+    """Return the configurations that can be deployed: degrees that are powers of two, on at most `num_devices`.
 
-    There are no more stages than layers, and only what the backbone supports.
+    There are no more stages than layers, and only what the backbone supports. L has other depths too: its plan for 32B
+    (Table 2) has <1,6>. They are left out, as deployments that mix replicas of any size are too many to go through.
     """
     powers = [2**power for power in range(num_devices.bit_length()) if 2**power <= num_devices]
     configs = [ParallelConfig(tp, pp) for tp in powers for pp in powers if tp * pp <= num_devices]
@@ -146,48 +146,18 @@ def layer_times(facts: ReplicaFacts, tp: int, max_tokens: int) -> list[LayerTime
     """
     longest = max(max_tokens, _LENGTH_POINTS * _SHORTEST_TOKENS)
     lengths = sorted({int(length) for length in np.geomspace(_SHORTEST_TOKENS, longest, _LENGTH_POINTS)})
+    cost = CostModel(facts.profile, facts.shape, devices_per_stage=tp, tensor_link=_tensor_link(facts, tp))
     times = []
     for length in lengths:
         largest = max(2, longest // length)
         for size in sorted({int(size) for size in np.geomspace(1, largest, _SIZE_POINTS)} | {1, 2}):
-            times.append(LayerTime(tp, length, size, _layer_s(facts, tp, size, length)))
+            terms = cost.uniform_terms(facts.loads, size, length)
+            spread_s = terms.first_s + terms.last_s + facts.profile.pass_overhead_s
+            times.append(LayerTime(tp, length, size, terms.layer_s + spread_s / facts.shape.num_layers))
     return times
 
 
-def _layer_s(facts: ReplicaFacts, tp: int, num_sequences: int, length: int) -> float:
-    profile, shape = facts.profile, facts.shape
-    tokens = num_sequences * length
-    all_tokens = sum(load.tokens for load in facts.loads) or 1
-    targets = tokens * sum(load.num_targets for load in facts.loads) / all_tokens
-    base_s = float(profile.layer_s(tokens)) + num_sequences * float(profile.attention_s(length))
-    head_s, whole_s = float(profile.head_s(max(targets, 1.0))), float(profile.embedding_s(tokens))
-    overhead_s = profile.attention_call_s + (profile.pass_overhead_s + whole_s) / shape.num_layers
-    shared_s = (base_s + head_s / shape.num_layers) / tp
-    said_s = float(layer_sums_s(_tensor_link(facts, tp), tp, shape, tokens))
-    return shared_s + overhead_s + _adapters_s(facts, tp, tokens, all_tokens) + said_s
-
-
-def _adapters_s(facts: ReplicaFacts, tp: int, tokens: int, all_tokens: int) -> float:
-    """Return seconds of all tasks' adapters of a layer on each device, fused by width as in M Eq. 3.
-
-    A task has its part of the tokens.
-    """
-    weighted: dict[float, float] = {}
-    alone: dict[float, float] = {}
-    for load in facts.loads:
-        own = max(1.0, tokens * load.tokens / all_tokens)
-        for adapter in load.adapters:
-            width = adapter.device_width(tp)
-            seconds = float(facts.profile.adapter_s(adapter.rank, width, own))
-            part = float(facts.profile.adapter_utilization(adapter.rank, width, own))
-            weighted[width] = weighted.get(width, 0.0) + part * seconds
-            alone[width] = max(alone.get(width, 0.0), seconds)
-    return sum(max(weighted[width], alone[width]) for width in weighted)
-
-
 def _tensor_link(facts: ReplicaFacts, tp: int) -> Link | None:
-    if tp == 1:
-        return None
     if facts.links is None:
         return facts.profile.link
     return facts.links.intra_node if tp <= facts.links.devices_per_node else facts.links.inter_node

@@ -31,6 +31,9 @@ from peft_mux.scheduler.pipeline_template import SCHEDULES, build_template
 WORLD = 2
 
 
+SLOW = ("mistral-1f1b", "qwen-mux-chunks", "llama-mux-limit")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Run all cases in two processes, once."""
@@ -71,7 +74,9 @@ def check_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tens
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", cases.CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in cases.CASES]
+)
 def test_two_stages_give_the_losses_and_gradients_of_unsplit_sequences_in_one_process(name: str, folder: Path) -> None:
     wanted = unsplit(cases.CASES[name].shape)
     for rank in range(WORLD):

@@ -127,8 +127,20 @@ def assert_survives(kill: Kill, before: Layout, after: Layout, backbone: str, wh
 
 SHORT = [
     pytest.param(Kill(rank=1, step=4, delay_s=0.01), LAYOUTS[1], LAYOUTS[0], id="the last stage in a step"),
-    pytest.param(Kill(rank=0, crashpoint="after_manifest:8"), LAYOUTS[3], LAYOUTS[1], id="the writer in a write"),
-    pytest.param(Kill(rank=2, step=5, delay_s=0.03), LAYOUTS[2], LAYOUTS[2], id="a stage of the second replica"),
+    pytest.param(
+        Kill(rank=0, crashpoint="after_manifest:8"),
+        LAYOUTS[3],
+        LAYOUTS[1],
+        id="the writer in a write",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        Kill(rank=2, step=5, delay_s=0.03),
+        LAYOUTS[2],
+        LAYOUTS[2],
+        id="a stage of the second replica",
+        marks=pytest.mark.slow,
+    ),
 ]
 
 

@@ -20,6 +20,7 @@ from parallel_cases import launch, values
 from peft_mux import ConfigError
 
 pytestmark = pytest.mark.distributed
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -60,17 +61,21 @@ TP2 = {"tensor_parallel_size": 2}
 CHAINS = {"split_long_sequences": True, "max_tokens_per_micro_batch": 16, "chunk_size": 4}
 LAYOUTS = [
     pytest.param(2, "llama", {**PP2, "pipeline_schedule": "1f1b"}, id="pp2, 1f1b"),
-    pytest.param(2, "gpt2", {**PP2, "pipeline_schedule": "gpipe"}, id="pp2, gpipe, GPT-2 with dropout"),
-    pytest.param(2, "llama", {**PP2, "pipeline_schedule": "interleaved_1f1b"}, id="pp2, two chunks a process"),
+    pytest.param(2, "gpt2", {**PP2, "pipeline_schedule": "gpipe"}, id="pp2, gpipe, GPT-2 with dropout", marks=SLOW),
+    pytest.param(
+        2, "llama", {**PP2, "pipeline_schedule": "interleaved_1f1b"}, id="pp2, two chunks a process", marks=SLOW
+    ),
     pytest.param(4, "qwen3", {"pipeline_parallel_size": 4, "gradient_checkpointing": True}, id="pp4, Qwen3"),
     pytest.param(4, "llama", PP2, id="dp2 x pp2"),
     pytest.param(3, "qwen3", {"replicas": "<1,2>, <1,1>"}, id="unequal replicas of stages"),
     pytest.param(2, "gpt2", TP2, id="tp2, GPT-2 with dropout"),
-    pytest.param(2, "qwen3", {**TP2, "interleaved_passes": 3, "planner": "interleaved"}, id="tp2, passes in turns"),
+    pytest.param(
+        2, "qwen3", {**TP2, "interleaved_passes": 3, "planner": "interleaved"}, id="tp2, passes in turns", marks=SLOW
+    ),
     pytest.param(4, "llama", {**PP2, **TP2, "interleaved_passes": 2}, id="tp2 x pp2, passes in turns"),
     pytest.param(4, "llama", {"replicas": "<2,1>, <1,1>x2", **CHAINS}, id="unequal replicas of shards, long rows cut"),
     pytest.param(2, "llama", {"shard_backbone": True}, id="fsdp2"),
-    pytest.param(2, "gpt2", {**PP2, **CHAINS}, id="pp2, long rows cut"),
+    pytest.param(2, "gpt2", {**PP2, **CHAINS}, id="pp2, long rows cut", marks=SLOW),
 ]
 
 
@@ -114,8 +119,8 @@ def alone_with_changes(folders: dict[str, str], tmp_path_factory: pytest.TempPat
     "arguments",
     [
         pytest.param(PP2, id="pp2"),
-        pytest.param({**TP2, "interleaved_passes": 2}, id="tp2, passes in turns"),
-        pytest.param({"shard_backbone": True}, id="fsdp2"),
+        pytest.param({**TP2, "interleaved_passes": 2}, id="tp2, passes in turns", marks=SLOW),
+        pytest.param({"shard_backbone": True}, id="fsdp2", marks=SLOW),
     ],
 )
 def test_tasks_come_go_and_pause_in_any_layout_as_in_one_process(
@@ -135,8 +140,8 @@ def test_tasks_come_go_and_pause_in_any_layout_as_in_one_process(
     [
         pytest.param(PP2, 1, {}, id="pp2, then one process"),
         pytest.param({}, 3, {"replicas": "<1,1>, <1,2>"}, id="dp2, then unequal replicas"),
-        pytest.param(TP2, 4, {**PP2, **TP2}, id="tp2, then tp2 x pp2"),
-        pytest.param({"shard_backbone": True}, 2, {"pipeline_parallel_size": 2}, id="fsdp2, then pp2"),
+        pytest.param(TP2, 4, {**PP2, **TP2}, id="tp2, then tp2 x pp2", marks=SLOW),
+        pytest.param({"shard_backbone": True}, 2, {"pipeline_parallel_size": 2}, id="fsdp2, then pp2", marks=SLOW),
     ],
 )
 def test_any_layout_goes_on_from_the_state_of_any_other(
@@ -216,7 +221,9 @@ def test_a_run_that_cannot_move_is_refused_before_it_begins(
         cases.train(tmp_path, given, cases.tasks_of("llama"), redeploy=True, **arguments)
 
 
-@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end", "on_evaluate"])
+@pytest.mark.parametrize(
+    "event", ["on_step_end", pytest.param("on_step_begin", marks=SLOW), pytest.param("on_evaluate", marks=SLOW)]
+)
 def test_what_callbacks_do_on_one_process_is_done_on_all(
     event: str, folders: dict[str, str], alone: dict[str, LaidOut], tmp_path: Path
 ) -> None:

@@ -21,7 +21,13 @@ from peft_mux.engine.task_state import TaskState, join_state, merge_states, spli
 from peft_mux.modeling.stage_layout import StageLayout
 from peft_mux.modeling.stages import StageModel
 
-LAYOUTS = ("<1,1>x2", "<2,1>", "<1,2>x2", "<2,1>, <1,1>x2", "<1,2>, <2,1>")
+LAYOUTS = (
+    "<1,1>x2",
+    "<2,1>",
+    pytest.param("<1,2>x2", marks=pytest.mark.slow),
+    "<2,1>, <1,1>x2",
+    pytest.param("<1,2>, <2,1>", marks=pytest.mark.slow),
+)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)

@@ -54,9 +54,10 @@ CASES = {
     "a task arrives and adapts the ends": (2, Case("llama", arrives=True, ends=True)),
     "gpt2, chains of passes, unequal": (2, Case("gpt2", splits=True, max_tokens=20, few=True)),
 }
+SLOW = ("gpt2, recomputed activations", "tied and adapted ends, 3 processes", "a task arrives and adapts the ends")
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
 def test_several_processes_with_a_part_of_the_backbone_train_to_the_result_of_one(name: str, home: Path) -> None:
     world_size, case = CASES[name]
     parts, one = trained(case, world_size, home), alone(case, home)

@@ -14,6 +14,7 @@ from engine_stage_metrics_cases import Measured
 from parallel_cases import launch, values
 
 pytestmark = pytest.mark.distributed
+SLOW = pytest.mark.slow
 
 PP2 = {"pipeline_parallel_size": 2}
 LAYOUTS = {
@@ -38,6 +39,7 @@ def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Measured]]
     }
 
 
+@SLOW
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_metrics_are_those_of_one_process_and_the_same_bits_on_all(
     layout: str, parts: dict[str, list[Measured]], alone: Measured
@@ -57,6 +59,7 @@ def test_metrics_are_those_of_one_process_and_the_same_bits_on_all(
         assert "well/eval_nll" in part.evaluated
 
 
+@SLOW
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_metrics_that_fail_or_decline_end_their_task_on_every_process_with_one_reason(
     layout: str, parts: dict[str, list[Measured]], alone: Measured
@@ -69,6 +72,7 @@ def test_metrics_that_fail_or_decline_end_their_task_on_every_process_with_one_r
         assert part.statuses == alone.statuses
 
 
+@SLOW
 def test_only_processes_with_logits_call_the_functions_of_tasks(
     parts: dict[str, list[Measured]], alone: Measured
 ) -> None:
@@ -90,6 +94,7 @@ def test_a_classifier_in_stages_has_the_metrics_of_one_process(tmp_path: Path) -
             assert "eval_logit" in found
 
 
+@SLOW
 def test_a_stage_refuses_what_takes_all_layers_and_says_what_to_do(parts: dict[str, list[Measured]]) -> None:
     for part in parts["pp2"]:
         generate, forward, plain, merge = part.refusals
@@ -100,6 +105,7 @@ def test_a_stage_refuses_what_takes_all_layers_and_says_what_to_do(parts: dict[s
         assert merge.startswith("merge_and_unload")
 
 
+@SLOW
 def test_shards_generate_together_and_refuse_to_merge(parts: dict[str, list[Measured]]) -> None:
     for part in parts["tp2"]:
         assert part.refusals[0] == "done"

@@ -129,7 +129,9 @@ LAUNCHERS = [
     pytest.param(("-m", *TORCHRUN), id="torchrun"),
     # On a machine without GPUs, or with use_cpu in the file, this starts processes on CPUs.
     pytest.param(
-        ("-m", *ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "PORT"), id="accelerate"
+        ("-m", *ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "PORT"),
+        id="accelerate",
+        marks=pytest.mark.slow,
     ),
 ]
 
@@ -146,6 +148,7 @@ def test_a_launched_file_trains_over_two_stages_and_prints_once(
     assert_trained(out, alone, folder / "backbone")
 
 
+@pytest.mark.slow
 def test_a_notebook_trains_over_two_stages(folder: Path, alone: Path) -> None:
     printed = call(folder, str(Path(__file__).parent / "examples_notebook_launch.py"), str(folder), free_port())
     assert_printed_once(printed)
@@ -177,6 +180,7 @@ def test_the_notebook_of_many_processes_is_stored_without_outputs() -> None:
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
 
 
+@pytest.mark.slow
 @pytest.mark.notebook
 def test_the_notebook_of_many_processes_runs_to_its_last_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat = pytest.importorskip("nbformat", reason="needs the notebooks extra: nbformat")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pulp
@@ -88,8 +88,8 @@ class StartReader(pulp.LpSolver):
 
     def actualSolve(self, lp: Any, **arguments: Any) -> int:
         # PuLP 4 gives a list for a call, PuLP 2 a mapping.
-        held: Any = lp.constraints
-        constraints = held() if callable(held) else held.values()
+        held = lp.constraints
+        constraints = cast("Any", held() if callable(held) else held.values())
         self.broken = [str(constraint) for constraint in constraints if not constraint.valid(1e-9)]
         self.unset = [variable.name for variable in lp.variables() if variable.varValue is None]
         self.outside = [variable.name for variable in lp.variables() if not self.unset and not variable.valid(1e-9)]

@@ -12,6 +12,7 @@ import pytest
 from dispatch_cases import KILO_TOKENS_PER_GPU_S, TABLE_LENGTHS
 
 from peft_mux.errors import ConfigError
+from peft_mux.scheduler.cost_model import CostModel
 from peft_mux.scheduler.deployment import plan_deployment
 from peft_mux.scheduler.deployment_baselines import TaskLengths, task_fused
 from peft_mux.scheduler.deployment_plan import DeploymentPlan
@@ -184,6 +185,25 @@ def test_adapters_cost_time_and_more_of_them_more() -> None:
     twice = replace(FACTS, loads=tuple(replace(one, adapters=one.adapters * 2) for one in LOADS))
     seconds = [layer_times(facts, 1, 4096)[-1].seconds for facts in (none, FACTS, twice)]
     assert seconds[0] < seconds[1] < seconds[2]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8, 16])
+@pytest.mark.parametrize("num_tasks", [1, 2])
+def test_a_layer_takes_what_the_cost_model_says_of_such_a_micro_batch(tp: int, num_tasks: int) -> None:
+    """Whole sequences of one length, of either task alike: M Eq. 3, with the ends and launches spread over layers."""
+    cut = tuple(AdapterLoad(rank, width, width // 2) for rank, width in ((8, 8192), (8, 8192), (16, 15104)))
+    time = next(time for time in layer_times(FACTS, tp, 8192) if time.num_sequences == 2 and time.length_tokens > 600)
+    per_task = 2 // num_tasks
+    loads = tuple(
+        TaskLoad(str(number), (time.length_tokens,) * per_task, 301 * per_task, cut, 0) for number in range(num_tasks)
+    )
+    facts = replace(FACTS, profile=replace(FACTS.profile, attention_call_s=1e-5), loads=loads)
+    found = next(
+        other for other in layer_times(facts, tp, 8192) if replace(other, seconds=1) == replace(time, seconds=1)
+    )
+    link = CLUSTER.intra_node if tp <= CLUSTER.devices_per_node else CLUSTER.inter_node
+    cost = CostModel(facts.profile, SHAPE_7B, devices_per_stage=tp, tensor_link=link)
+    assert found.seconds == pytest.approx(cost.pass_s(loads, 1) / SHAPE_7B.num_layers)
 
 
 def test_intervals_are_those_of_the_paper_for_long_and_finer_for_short_sequences() -> None:

@@ -14,6 +14,7 @@ from planning_cases import llama
 
 from peft_mux import ConfigError, profiling_link
 from peft_mux.planning_profile import RunProfile, run_profile
+from peft_mux.profiling import software_versions
 from peft_mux.scheduler.hardware import known_device
 from peft_mux.scheduler.link import Link
 from peft_mux.scheduler.memory import ModelShape
@@ -107,6 +108,17 @@ def test_a_profile_of_another_backbone_is_named_in_the_plan(tmp_path: Path) -> N
     assert "cost_profile is of another backbone (L2-" in said
     assert "this one is L3-" in said
     assert "another device" not in said
+
+
+def test_a_measured_profile_of_another_dtype_or_of_other_software_is_named_in_the_plan(tmp_path: Path) -> None:
+    measured: dict[str, Any] = {"source": "measured", "dtype": "float32"}
+    own = tuple(software_versions("cpu").items())
+    assert "cost_profile" not in notes_with(stored(tmp_path, **measured, versions=own), tmp_path)
+    half = notes_with(stored(tmp_path, **{**measured, "dtype": "bfloat16"}, versions=own), tmp_path)
+    assert "cost_profile was measured in bfloat16; this run computes in 32 bits" in half
+    older = notes_with(stored(tmp_path, **measured, versions=(("torch", "1.13"), ("profile", "1"))), tmp_path)
+    assert "cost_profile was measured with torch 1.13, profile 1; here are torch " in older
+    assert "measured in" not in older
 
 
 def test_a_profile_of_the_run_is_not_held_against_other_devices(tmp_path: Path) -> None:
