@@ -121,7 +121,11 @@ def _profile(arguments: argparse.Namespace) -> int:
 
     path = Path(arguments.output)
     stored = path.parent / "profiles"  # by device, dtype, shapes and versions
-    profile = _trainer(arguments).measure_profile(arguments.seconds, folder=stored, refresh=arguments.refresh)
+    trainer = _trainer(arguments)
+    is_main = trainer.is_world_process_zero()
+    profile = trainer.measure_profile(arguments.seconds, folder=stored if is_main else None, refresh=arguments.refresh)
+    if not is_main:
+        return 0
     path.write_text(profile.to_json(), encoding="utf-8")
     print(f"{profile_text(profile)}\nwritten: {path}; to plan with it, set run.cost_profile: {path}")  # noqa: T201
     return 0
