@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _launch(policy: str, world_size: int, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Train under one policy, and return what rank 0 tells."""
     own = ["-m", "benchmarks.replicas", "--child", policy, "--folder", str(folder), "--steps", str(options.steps)]
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(world_size), "--master-port", "0"]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
     command += [*own, "--replicas", options.replicas]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
@@ -116,16 +116,19 @@ def _tasks(steps: int) -> list[Any]:
     from peft_mux import Task
 
     tasks = []
-    for index, (mean, skew, rows) in enumerate(
-        [(40, 0.4, 16), (60, 0.8, 12), (90, 0.6, 8), (30, 1.0, 16), (150, 0.5, 4)]
-    ):
+    for index, (median, deviation, rows) in enumerate(LENGTHS):
         draw = np.random.default_rng(index)
-        lengths = np.clip(draw.lognormal(np.log(mean), skew, size=rows * steps), 8, 480).astype(int)
-        data = [{"input_ids": draw.integers(1, SPEC.vocab_size, size=length).tolist()} for length in lengths]
-        config = LoraConfig(r=8 << (index % 3), target_modules="all-linear", task_type="CAUSAL_LM")
-        name = f"task-{index}"
+        lengths = np.clip(draw.lognormal(np.log(median), deviation, size=rows * steps), 8, 480).astype(int)
         tasks.append(
-            Task(name, config, data, train_batch_size=rows, max_steps=steps, shuffle=False, learning_rate=1e-3)
+            Task(
+                name=f"task-{index}",
+                peft_config=LoraConfig(r=8 << (index % 3), target_modules="all-linear", task_type="CAUSAL_LM"),
+                train_dataset=[{"input_ids": draw.integers(1, SPEC.vocab_size, size=n).tolist()} for n in lengths],
+                train_batch_size=rows,
+                max_steps=steps,
+                shuffle=False,
+                learning_rate=1e-3,
+            )
         )
     return tasks
 
