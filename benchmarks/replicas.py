@@ -95,7 +95,7 @@ def _child(options: argparse.Namespace) -> None:
     trainer = MultiTaskTrainer(str(Path(options.folder) / "backbone"), args, _tasks(options.steps))
     output = trainer.train()
     if trainer._team.processes.is_main:
-        clock = trainer._dispatcher.shares.clock
+        clock = trainer._clock
         told = {
             "step_s": output.metrics["train_runtime"] / options.steps,
             "tokens": [record.tokens for record in trainer._team.records],

@@ -17,6 +17,7 @@ from peft_mux.ui.report import report_table
 if TYPE_CHECKING:
     from peft_mux.arguments import MultiTaskTrainingArguments
     from peft_mux.engine.dispatcher import Dispatcher
+    from peft_mux.engine.replica_dispatch import DispatchClock
     from peft_mux.planning import Planner
     from peft_mux.run_log import RunLog
     from peft_mux.saving import Saver
@@ -33,6 +34,7 @@ class ReportedRun:
     state: Any
     control: Any
     callback_handler: Any
+    _clock: DispatchClock | None
     _dispatcher: Dispatcher | None
     _evaluator: TaskEvaluator | None
     _log: RunLog
@@ -74,8 +76,8 @@ class ReportedRun:
 
     def _tell_of_dispatch(self) -> None:
         """Say what dividing the rows among unlike replicas has cost, and how much of it was hidden."""
-        if self._dispatcher is not None and self._dispatcher.shares.looks_ahead:
-            clock = self._dispatcher.shares.clock
+        clock = self._clock if self._dispatcher is None else self._dispatcher.shares.clock
+        if clock is not None and clock.num_steps:
             self._log.event("dispatch", hidden_share=clock.hidden_share, **asdict(clock))
             self._log.say(str(clock))
 

@@ -91,6 +91,11 @@ def test_five_unequal_tasks_train_to_the_result_of_one_process(
     parts = values(launch(world_size, cases.train_five, tmp_path, folders[kind], kind, arguments, limit_s=120))
     assert_alike(parts)
     assert_as_one(parts[0], alone[kind])
+    if "replicas" in arguments:  # what dividing the rows has cost is told
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        (dispatch,) = [event for event in map(json.loads, lines) if event["event"] == "dispatch"]
+        assert dispatch["num_steps"] == parts[0].step
+        assert 0 <= dispatch["hidden_share"] <= 1
 
 
 def test_every_stage_holds_its_own_layers_and_adapters_alone(
