@@ -6,9 +6,12 @@ every step on where each task stands, and tell at the end what each of them has 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
+
+import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint import task_settings
@@ -21,6 +24,11 @@ from peft_mux.modeling.fingerprint import fingerprint
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import TaskStatus
 from peft_mux.task_run import TaskRun, TaskTable
+
+try:
+    import resource
+except ImportError:  # Windows has none
+    resource = None
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "peft-mux")
 _OWN_ARGUMENTS = frozenset({"local_rank", "log_level", "log_level_replica", "logging_dir"})
@@ -78,12 +86,16 @@ class RankRecord(NamedTuple):
         tokens: that went through its backbone.
         seconds: that it trained.
         waited_seconds: of these, spent waiting for other processes on the host.
+        peak_bytes: most memory that the process has held: of its GPU, else of the host.
+        part: of the model that it held.
     """
 
     rank: int
     tokens: int
     seconds: float
     waited_seconds: float
+    peak_bytes: int
+    part: str
 
 
 class Team:
@@ -204,9 +216,19 @@ class Team:
 
     def finish(self, num_tokens: int, seconds: float) -> tuple[RankRecord, ...]:
         """Tell what this process has done, and return what each one has; all are done with everything then."""
-        own = RankRecord(self.processes.rank, num_tokens, seconds, self.waited_s)
+        rank = self.processes.rank
+        own = RankRecord(rank, num_tokens, seconds, self.waited_s, _peak_bytes(self.args.device), self._part_of(rank))
         self.records = tuple(RankRecord(*record) for record in self.processes.gather(own))
         return self.records
+
+    def _part_of(self, rank: int) -> str:
+        """Return in words which part of the model a process holds."""
+        place = self.layout.place(rank)
+        replica = self.layout.replicas[place.replica]
+        words = [f"replica {place.replica + 1} of {self.layout.num_replicas}"]
+        words += [f"stage {place.stage + 1} of {replica.pp}"] if replica.pp > 1 else []
+        words += [f"shard {place.shard + 1} of {replica.tp}"] if replica.tp > 1 else []
+        return ", ".join(words)
 
     def _compare_new(self, runs: Iterable[TaskRun], model: MultiTaskPeftModel) -> None:
         new = [run for run in runs if run.name not in self._compared]
@@ -220,6 +242,16 @@ class Team:
                 weights = {name: weight.data for name, weight in model.task_parameters(run.name).items()}
                 facts[run.name]["initial weights (digest)"] = tensors_digest(weights)
         require_alike(self.processes, {"tasks": facts})
+
+
+def _peak_bytes(device: torch.device) -> int:
+    """Return the most memory that this process has held: of its GPU, else of the host."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if resource is None:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _version(package: str) -> str:

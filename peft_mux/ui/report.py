@@ -12,7 +12,8 @@ from peft_mux.team import RankRecord
 def report_table(runs: Iterable[TaskRun], root: Path | None, records: Sequence[RankRecord] = ()) -> str:
     """Return one line a task: how it ended, its steps, its last losses, and where its adapter lies.
 
-    Where several processes have trained, one line a process follows: its tokens, its seconds, and how many it waited.
+    Where several processes have trained, one line a process follows: its tokens, its seconds, how many it waited, its
+    memory, and which part of the model it held.
 
     Args:
         runs: of all tasks.
@@ -36,5 +37,9 @@ def report_table(runs: Iterable[TaskRun], root: Path | None, records: Sequence[R
 
 
 def _process_lines(records: Sequence[RankRecord]) -> list[str]:
-    rows = [f"{one.rank:>4}  {one.tokens:>12,}  {one.seconds:>9.1f}  {one.waited_seconds:>13.1f}" for one in records]
-    return ["", f"{'rank':>4}  {'tokens':>12}  {'seconds':>9}  {'of it waiting':>13}", *rows]
+    rows = [
+        f"{one.rank:>4}  {one.tokens:>12,}  {one.seconds:>9.1f}  {one.waited_seconds:>13.1f}  "
+        f"{one.peak_bytes / 2**20:>8,.0f}  {one.part}"
+        for one in records
+    ]
+    return ["", f"{'rank':>4}  {'tokens':>12}  {'seconds':>9}  {'of it waiting':>13}  {'peak MiB':>8}  part", *rows]

@@ -37,6 +37,7 @@ class LaidOut:
         held: number of adapter elements of each task in this process.
         frozen: number of frozen elements in this process.
         evaluations: what was logged of them, by task.
+        report: of the trainer.
     """
 
     losses: dict[str, list[float]]
@@ -47,6 +48,7 @@ class LaidOut:
     held: dict[str, int]
     frozen: int
     evaluations: dict[str, list[float]] = field(default_factory=dict)
+    report: str = ""
 
 
 class Watcher(lab.Recorder):
@@ -130,6 +132,7 @@ def train(
             run.name: [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
             for run in trainer.table
         },
+        report=trainer.report(),
     )
 
 
