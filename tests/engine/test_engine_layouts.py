@@ -67,7 +67,7 @@ LAYOUTS = [
     ),
     pytest.param(4, "qwen3", {"pipeline_parallel_size": 4, "gradient_checkpointing": True}, id="pp4, Qwen3"),
     pytest.param(4, "llama", PP2, id="dp2 x pp2"),
-    pytest.param(3, "qwen3", {"replicas": "<1,2>, <1,1>"}, id="unequal replicas of stages"),
+    pytest.param(3, "qwen3", {"replicas": "<1,2>, <1,1>"}, id="unequal replicas of stages", marks=SLOW),
     pytest.param(2, "gpt2", TP2, id="tp2, GPT-2 with dropout"),
     pytest.param(
         2, "qwen3", {**TP2, "interleaved_passes": 3, "planner": "interleaved"}, id="tp2, passes in turns", marks=SLOW

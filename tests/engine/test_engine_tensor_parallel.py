@@ -79,6 +79,7 @@ def test_two_shards_train_every_task_as_one_process_does(name: str, of_two: list
     check_as_alone(shown, shown[0].weights, alone(name, home))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OF_FOUR)
 def test_four_shards_train_every_task_as_one_process_does(name: str, of_four: list[dict[str, Any]], home: Path) -> None:
     shown = [one["tp4"][name] for one in of_four]
