@@ -16,15 +16,14 @@ import argparse
 import json
 import os
 import socket
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.report import hardware, host_kind, versions
+from benchmarks.workers import run_workers
 from benchmarks.workloads import ModelSpec
 
 RESULTS = Path(__file__).parent / "results"
@@ -111,23 +110,12 @@ def start(
     if interface is not None:
         environment["GLOO_SOCKET_IFNAME"] = interface
     own = [argument for argument in sys.argv[1:] if argument not in ("--write", "--image")]
-    processes = []
+    workers = []
     for rank, prefix in enumerate(prefixes):
         command = [*prefix, sys.executable, "-m", "benchmarks.overlap", *own]
         command += ["--worker", str(rank), "--address", address, "--found", str(found)]
-        processes.append(subprocess.Popen(command, env=environment))
-    try:
-        while any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes):
-                break
-            time.sleep(0.2)
-        codes = [process.poll() for process in processes]
-        if any(codes):
-            raise SystemExit(f"the shards ended with {codes}; allowed: 0. See what they printed above.")
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        workers.append((command, environment))
+    run_workers(workers)
 
 
 def print_table(rows: Sequence[dict[str, Any]], options: argparse.Namespace) -> None:

@@ -26,7 +26,6 @@ import json
 import os
 import socket
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -36,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import hardware, host_kind, versions
+from benchmarks.workers import run_workers
 from benchmarks.workloads import ModelSpec
 
 RESULTS = Path(__file__).parent / "results"
@@ -119,24 +119,13 @@ def _start(found: Path) -> None:
     own = [argument for argument in sys.argv[1:] if argument not in ("--write", "--image")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
     environment |= {"WORLD_SIZE": str(NUM_PROCESSES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = []
+    workers = []
     for rank in range(NUM_PROCESSES):
         command = [sys.executable, "-m", "benchmarks.parallel", *own, "--worker", str(rank)]
         command += ["--found", str(found)]
         own_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        processes.append(subprocess.Popen(command, env={**environment, **own_rank}))
-    try:
-        while any(process.poll() is None for process in processes):
-            if any(process.poll() for process in processes):
-                break
-            time.sleep(0.2)
-        codes = [process.poll() for process in processes]
-        if any(codes):
-            raise SystemExit(f"the stages ended with {codes}; allowed: 0. See what they printed above.")
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        workers.append((command, {**environment, **own_rank}))
+    run_workers(workers)
 
 
 # --------------------------------------------------------------------- report

@@ -80,7 +80,8 @@ def times_from(facts: ReplicaFacts, measured: LayerProfile | None) -> str:
     if measured is not None:
         return f"layer times measured, from {Path(measured.layer_times).name}"
     if facts.profile.source == "measured":
-        return f"a profile measured on {facts.profile.device}; links between devices from data sheets"
+        known = "from data sheets" if facts.links is not None else "measured" if facts.profile.link else "not known"
+        return f"a profile measured on {facts.profile.device}; links between devices {known}"
     return _DATA_SHEETS
 
 
@@ -108,6 +109,11 @@ def notes_on(
         notes.append(
             f"passes hold at most {max(facts.pass_tokens, facts.longest)} tokens (max_tokens_per_micro_batch, or the "
             "longest sequence)"
+        )
+    if facts.links is None and facts.profile.link is None:
+        notes.append(
+            "no link between these devices is known, so tensor parallelism looks faster than it is: measure one with"
+            " peft-mux profile in several processes, or name the devices"
         )
     notes.append("the exchange of gradients between replicas and of states between stages is in no time, as in L")
     return tuple(notes)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Protocol
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.agreement import Agreement
-from peft_mux.engine.batches_ahead import BatchesAhead
+from peft_mux.engine.batches_ahead import BatchesAhead, SteppingTask
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.replica_dispatch import ReplicaShares
@@ -19,38 +18,6 @@ from peft_mux.scheduler.plan import HTask, Plan
 
 _PACKING_SLACK = 1.05
 """Whole sequences do not fill passes evenly."""
-
-
-class Loader(Protocol):
-    """Yields the global batch of any step of one task."""
-
-    def batch(self, step: int) -> TaskBatch:
-        """Return the global batch of a step."""
-        ...
-
-
-class RunningTask(Protocol):
-    """What the dispatcher reads of a task."""
-
-    @property
-    def name(self) -> str:
-        """Name of the task."""
-        ...
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps taken."""
-        ...
-
-    @property
-    def num_steps(self) -> int:
-        """Optimizer steps that it shall take."""
-        ...
-
-    @property
-    def loader(self) -> Loader:
-        """Its rows."""
-        ...
 
 
 class Dispatcher:
@@ -83,7 +50,7 @@ class Dispatcher:
         self.ahead = ahead or BatchesAhead()
         self._replica = self.layout.place(self.processes.rank).replica
 
-    def next(self, tasks: Iterable[RunningTask]) -> StepWork:
+    def next(self, tasks: Iterable[SteppingTask]) -> StepWork:
         """Return the next step of the given tasks.
 
         A task whose rows cannot be read is reported in `failures` and left out; the others go on.
@@ -130,7 +97,7 @@ class Dispatcher:
             own.append(dict(zip(names, share, strict=True)))
         return own
 
-    def prepare(self, tasks: Iterable[RunningTask]) -> None:
+    def prepare(self, tasks: Iterable[SteppingTask]) -> None:
         """Begin to divide the step after the present one, where that takes time; returns at once.
 
         Args:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,13 @@ from peft import LoraConfig
 from peft_mux.cli.main import main
 from peft_mux.config_file import read_config
 from peft_mux.demo.small_llama import make_backbone, make_tokenizer
+from peft_mux.deployment_describing import notes_on, times_from
 from peft_mux.deployment_facts import run_facts, run_time_model
 from peft_mux.deployment_planning import deployment_of_trainer, redeploy
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
 from peft_mux.scheduler.hardware import parse_devices
+from peft_mux.scheduler.link import Link
 from peft_mux.scheduler.replica_costs import memory_tokens
 from peft_mux.scheduler.replicas import ParallelConfig
 from peft_mux.task import Task
@@ -239,3 +242,16 @@ def test_a_report_from_python_is_the_one_that_is_printed(file: Path, capsys: pyt
     said = planned([str(file), "--deployment", *DEVICES, "--json"], capsys)
     assert json.loads(said)["replicas"] == report.replicas
     assert report.plan.num_gpus == 4
+
+
+def test_where_no_link_is_known_the_report_says_that_shards_look_too_fast(file: Path) -> None:
+    trainer = trainer_of(file)
+    plan = deployment_of_trainer(trainer).plan
+    facts = facts_of(trainer)
+    measured = replace(facts, profile=replace(facts.profile, source="measured", link=None))
+    unknown = replace(measured, links=None)
+    own = replace(unknown, profile=replace(unknown.profile, link=Link(1e-4, 1e9)))
+    cases = (measured, unknown, own)
+    said = {times_from(one, None).rpartition("; ")[2]: notes_on(one, plan, None, None) for one in cases}
+    assert list(said) == [f"links between devices {words}" for words in ("from data sheets", "not known", "measured")]
+    assert [any("no link" in note for note in notes) for notes in said.values()] == [False, True, False]
