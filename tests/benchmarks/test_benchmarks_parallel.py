@@ -62,6 +62,7 @@ def test_ratios_are_medians_over_rounds_and_errors_are_signed() -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 def test_the_benchmark_measures_every_schedule_and_sends_what_the_closed_form_says(tmp_path: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from benchmarks import parallel;"

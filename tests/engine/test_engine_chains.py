@@ -35,10 +35,13 @@ SLOW = ("mistral-1f1b", "qwen-mux-chunks", "llama-mux-limit")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Run all cases in two processes, once."""
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Run all cases that a selected test asks for in two processes, once."""
     home = tmp_path_factory.mktemp("chains")
-    launch = {"world": WORLD, "folder": str(home / "of-2"), "items": [f"chain:{name}" for name in cases.CASES]}
+    own_items = [item for item in request.session.items if isinstance(item, pytest.Function)]
+    asked = {item.callspec.params.get("name") for item in own_items if hasattr(item, "callspec")}
+    items = [f"chain:{name}" for name in cases.CASES if name in asked]
+    launch = {"world": WORLD, "folder": str(home / "of-2"), "items": items}
     path = home / "launches.json"
     path.write_text(json.dumps([[launch]]))
     own = os.environ.get("PYTHONPATH", "")

@@ -86,6 +86,7 @@ def test_four_shards_train_every_task_as_one_process_does(name: str, of_four: li
     check_as_alone(shown, shown[3].weights, alone(name, home))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", STAGED)
 def test_two_stages_of_two_shards_train_every_task_as_one_process_does(
     name: str, of_four: list[dict[str, Any]], home: Path
