@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -34,12 +34,16 @@ WORLD = 2
 SLOW = ("mistral-1f1b", "qwen-mux-chunks", "llama-mux-limit")
 
 
+def some_slow(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in names]
+
+
 @pytest.fixture(scope="module")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Run all cases that a selected test asks for in two processes, once."""
     home = tmp_path_factory.mktemp("chains")
-    own_items = [item for item in request.session.items if isinstance(item, pytest.Function)]
-    asked = {item.callspec.params.get("name") for item in own_items if hasattr(item, "callspec")}
+    beside = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    asked = {item.callspec.params.get("name") for item in beside}
     items = [f"chain:{name}" for name in cases.CASES if name in asked]
     launch = {"world": WORLD, "folder": str(home / "of-2"), "items": items}
     path = home / "launches.json"
@@ -77,9 +81,7 @@ def check_gradients(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tens
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in cases.CASES]
-)
+@pytest.mark.parametrize("name", some_slow(cases.CASES))
 def test_two_stages_give_the_losses_and_gradients_of_unsplit_sequences_in_one_process(name: str, folder: Path) -> None:
     wanted = unsplit(cases.CASES[name].shape)
     for rank in range(WORLD):
@@ -96,7 +98,7 @@ def test_every_schedule_is_among_the_cases() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["llama-gpipe", "mistral-1f1b", "gpt2-mux"])
+@pytest.mark.parametrize("name", some_slow(["llama-gpipe", "mistral-1f1b", "gpt2-mux"]))
 def test_each_part_is_sent_on_before_the_next_one_is_computed_and_gradients_come_back_in_reverse(
     name: str, folder: Path
 ) -> None:
