@@ -206,3 +206,10 @@ def test_dropout_keeps_the_type(dtype: torch.dtype) -> None:
     dropped = philox.dropout(torch.ones(9, 9, dtype=dtype), torch.arange(9), 0.5, 6)
     assert dropped.dtype == dtype
     assert set(dropped.flatten().tolist()) == {0.0, 2.0}
+
+
+def test_a_mask_without_data_has_the_form_of_one_with_data() -> None:
+    places = torch.arange(7)
+    mask, described = philox.keep_mask(3, places, 21, 0.5), philox.keep_mask(3, places.to("meta"), 21, 0.5)
+    assert described.is_meta
+    assert (described.shape, described.dtype, described.stride()) == (mask.shape, mask.dtype, mask.stride())
