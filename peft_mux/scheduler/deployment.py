@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from peft_mux.scheduler.bucketing import (
 from peft_mux.scheduler.deployment_bounds import PlanBounds
 from peft_mux.scheduler.deployment_filter import Bounded, Filtered, filter_plans
 from peft_mux.scheduler.deployment_plan import Candidate, DeploymentPlan, PlanningStatistics
-from peft_mux.scheduler.deployment_solve import PlanAnswer, SolverOptions, search
+from peft_mux.scheduler.deployment_solve import Search, SolverOptions, search
 from peft_mux.scheduler.deployment_space import (
     benchmark_lengths,
     configurations_that_fit,
@@ -31,18 +31,21 @@ from peft_mux.scheduler.deployment_space import (
 )
 from peft_mux.scheduler.dispatch import DEFAULT_RELATIVE_GAP, dispatch
 from peft_mux.scheduler.dispatch_ilp import check_solver_name
-from peft_mux.scheduler.dispatch_problem import DispatchProblem, build_problem
+from peft_mux.scheduler.dispatch_problem import build_problem
 from peft_mux.scheduler.replica_time import ReplicaTimeModel
 from peft_mux.scheduler.replicas import ParallelConfig, ReplicaGroup, TimeModel
 
 DEFAULT_THRESHOLD = 0.15
 """How far above the least lower bound a deployment's own may be (L Appendix A)."""
+DEFAULT_BUDGET_S = 60.0
+"""For solving deployments one after another; the paper's planner takes 149 s for 64 GPUs (L Table 5)."""
 DEFAULT_MAX_CANDIDATES = 1000
 """Rows of the table of a plan."""
 DEFAULT_MAX_PLANS = 20_000_000
 """Above this many combinations planning is refused rather than left to run for minutes."""
 
 _OUT_OF_REACH = "bound: not faster than the best"
+_UNREACHED = "not tried: the time for planning was spent"
 _OVER_THRESHOLD = "Theorem 1: over the threshold"
 
 
@@ -60,6 +63,7 @@ def plan_deployment(
     workers: int = 1,
     solver: Any = None,
     time_limit_s: float = 10.0,
+    budget_s: float | None = DEFAULT_BUDGET_S,
     relative_gap: float = DEFAULT_RELATIVE_GAP,
     max_candidates: int = DEFAULT_MAX_CANDIDATES,
     max_plans: int = DEFAULT_MAX_PLANS,
@@ -67,11 +71,12 @@ def plan_deployment(
     """Return the replicas that train an expected batch fastest (L Eq. 2).
 
     What is exact: every combination of the candidates that leaves no room for one more replica is considered, and the
-    fastest is found up to `relative_gap`, where no time limit is reached. What is not: `proposal` leaves out
-    configurations that are never the fastest for their number of GPUs, and `lower_bound_filter` leaves out deployments
-    whose bound by Theorem 1 is more than `threshold` above the least one; both are heuristics of the paper. The filter
-    also switches on a cut that is not in the paper and loses nothing: bounds that need no premises end the search where
-    no deployment that is left can be faster. Among equally fast deployments the one of the least bound is taken.
+    fastest is found up to `relative_gap`, where neither a time limit nor the budget is reached. What is not:
+    `proposal` leaves out configurations that are never the fastest for their number of GPUs, and `lower_bound_filter`
+    leaves out deployments whose bound by Theorem 1 is more than `threshold` above the least one; both are heuristics of
+    the paper. The filter also switches on a cut that is not in the paper and loses nothing: bounds that need no
+    premises end the search where no deployment that is left can be faster. Among equally fast deployments the one of
+    the least bound is taken.
 
     Args:
         lengths: a sample of all tasks' sequences in tokens, each task in proportion to its batch; the paper draws 100
@@ -87,6 +92,8 @@ def plan_deployment(
         workers: processes that solve. With more than one, the script that calls needs `if __name__ == "__main__"`.
         solver: name of a PuLP solver such as "HiGHS", a PuLP solver itself, or None for the bundled CBC.
         time_limit_s: for one deployment.
+        budget_s: for solving all of them, or None; when it is spent, the best so far is taken, and the statistics say
+            by how much another one could be faster at most.
         relative_gap: how far from its optimum each solution may be.
         max_candidates: rows of the plan's table; the statistics count all.
         max_plans: most combinations that are looked at.
@@ -97,7 +104,7 @@ def plan_deployment(
     """
     start = time.perf_counter()
     _check_at_least_one(num_gpus=num_gpus, workers=workers, max_candidates=max_candidates, max_plans=max_plans)
-    options = _search_options(threshold, time_limit_s, relative_gap, solver)
+    options = _search_options(threshold, time_limit_s, relative_gap, solver, budget_s)
     bucketing = expected_bucketing(
         lengths, global_batch, time_model, num_gpus, num_buckets=num_buckets, interval=interval
     )
@@ -105,7 +112,9 @@ def plan_deployment(
     problem = build_problem(replica_groups(configs, [1] * len(configs), time_model), bucketing, time_model)
     filtered = filter_plans(problem, num_gpus, threshold if lower_bound_filter else None, max_candidates)
     filter_s = time.perf_counter() - start
-    solved = _solve(problem, filtered, options, workers=workers, prune=lower_bound_filter)
+    solved = search(
+        problem, filtered.kept.counts, filtered.kept.bounds_s, options, workers=workers, prune=lower_bound_filter
+    )
     groups = replica_groups(configs, filtered.kept.counts[solved.best], time_model)
     return DeploymentPlan(
         groups=groups,
@@ -122,34 +131,11 @@ def plan_deployment(
     )
 
 
-class _Solved(NamedTuple):
-    """What the integer programmes gave.
-
-    Attributes:
-        answers: of each deployment that was solved, by its row among those kept.
-        best: row of the fastest.
-        solve_s: that solving took.
-    """
-
-    answers: dict[int, PlanAnswer]
-    best: int
-    solve_s: float
-
-
-def _solve(
-    problem: DispatchProblem, filtered: Filtered, options: SolverOptions, *, workers: int, prune: bool
-) -> _Solved:
-    """Solve the deployments that the filter kept, those of the least bound first."""
-    kept, start = filtered.kept, time.perf_counter()
-    answers, best = search(problem, kept.counts, kept.bounds_s, options, workers=workers, prune=prune)
-    return _Solved(answers, best, time.perf_counter() - start)
-
-
 def _statistics(
     time_model: ReplicaTimeModel,
     configs: Sequence[ParallelConfig],
     filtered: Filtered,
-    solved: _Solved,
+    solved: Search,
     filter_s: float,
 ) -> PlanningStatistics:
     """Count what became of all deployments."""
@@ -160,7 +146,9 @@ def _statistics(
         num_enumerated=filtered.num_enumerated,
         num_too_short=filtered.num_too_short,
         num_over_threshold=filtered.num_over_threshold,
-        num_out_of_reach=filtered.num_out_of_reach + len(filtered.kept) - len(how),
+        num_out_of_reach=filtered.num_out_of_reach + len(filtered.kept) - len(how) - len(solved.unreached),
+        num_unreached=len(solved.unreached),
+        gap=solved.gap,
         num_solved=len(how) - how.count("bound met"),
         num_bound_met=how.count("bound met"),
         num_time_limits=how.count("time limit"),
@@ -232,13 +220,13 @@ def _configurations(
     return configs
 
 
-def _table(filtered: Filtered, solution: _Solved, limit: int) -> tuple[Candidate, ...]:
+def _table(filtered: Filtered, solution: Search, limit: int) -> tuple[Candidate, ...]:
     """Return what was considered: solved ones by time, then those out of reach, then those above the threshold."""
     answers, best = solution.answers, solution.best
     solved = sorted(answers, key=lambda row: (row != best, answers[row].step_s, row))
     unsolved = [row for row in range(len(filtered.kept)) if row not in answers]
     verdicts = [
-        "chosen" if row == best else f"not faster ({answers[row].how})" if row in answers else _OUT_OF_REACH
+        "chosen" if row == best else f"not faster ({answers[row].how})" if row in answers else _verdict(row, solution)
         for row in solved + unsolved
     ]
     kept = filtered.kept.take(np.array(solved + unsolved, dtype=np.int64))
@@ -247,6 +235,10 @@ def _table(filtered: Filtered, solution: _Solved, limit: int) -> tuple[Candidate
         *_candidates(filtered.out_of_reach, [_OUT_OF_REACH] * len(filtered.out_of_reach)),
         *_candidates(filtered.over_threshold, [_OVER_THRESHOLD] * len(filtered.over_threshold)),
     )[:limit]
+
+
+def _verdict(row: int, solution: Search) -> str:
+    return _UNREACHED if row in solution.unreached else _OUT_OF_REACH
 
 
 def _candidates(
@@ -278,14 +270,18 @@ def _check_number_of_plans(number: int, limit: int, proposal: bool) -> None:
         raise ValueError(f"there are {number} combinations of replicas; allowed: at most max_plans = {limit}. {fix}")
 
 
-def _search_options(threshold: float, time_limit_s: float, relative_gap: float, solver: Any) -> SolverOptions:
+def _search_options(
+    threshold: float, time_limit_s: float, relative_gap: float, solver: Any, budget_s: float | None
+) -> SolverOptions:
     """Return how deployments are solved, checked."""
     if not threshold >= 0:
         raise ValueError(f"threshold is {threshold}; allowed: 0 or more, such as 0.15 for 15 %.")
     if not time_limit_s > 0:
         raise ValueError(f"time_limit_s is {time_limit_s}; allowed: more than 0.")
+    if budget_s is not None and not budget_s > 0:
+        raise ValueError(f"budget_s is {budget_s}; allowed: more than 0, or None for as long as it takes.")
     if not relative_gap >= 0:
         raise ValueError(f"relative_gap is {relative_gap}; allowed: 0 or more, such as 0.005 for 0.5 %.")
     if isinstance(solver, str):  # a name that is wrong would otherwise only send every deployment back to the rules
         check_solver_name(solver)
-    return SolverOptions(solver, time_limit_s, relative_gap)
+    return SolverOptions(solver, time_limit_s, relative_gap, budget_s)

@@ -10,7 +10,7 @@ from peft_mux.scheduler.bucketing import Bucketing
 from peft_mux.scheduler.dispatch import Dispatch
 from peft_mux.scheduler.replicas import ParallelConfig, ReplicaGroup
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 _SUMMARY_CANDIDATES = 10
 _BAR_WIDTH = 48
@@ -47,6 +47,8 @@ class PlanningStatistics:
         num_too_short: of these, no replica supports the longest bucket.
         num_over_threshold: dropped by Theorem 1 and the threshold.
         num_out_of_reach: dropped as their bound exceeds a time that was reached.
+        num_unreached: that the budget left no time for, though they might be faster.
+        gap: by how much of the plan's time, in the form of L Eq. 2, one of these could be faster at most.
         num_solved: given to the solver.
         num_bound_met: settled without it, as a rule was as fast as the bound.
         num_time_limits: of these, stopped by the solver's time limit.
@@ -62,6 +64,8 @@ class PlanningStatistics:
     num_too_short: int
     num_over_threshold: int
     num_out_of_reach: int
+    num_unreached: int
+    gap: float
     num_solved: int
     num_bound_met: int
     num_time_limits: int
@@ -131,6 +135,7 @@ class DeploymentPlan:
             f"{stats.num_over_threshold} over the threshold, {stats.num_out_of_reach} out of reach, "
             f"{stats.num_bound_met} settled by bound, {stats.num_solved} solved"
             + (f", of which {stats.num_time_limits} not to the end" if stats.num_time_limits else ""),
+            *_budget_lines(stats),
             *_failure_lines(stats),
             "",
             f"  {'group':<14} {'GPUs':>5} {'max tokens':>10} {'sequences':>9} {'seconds':>8} {'busy':>6}",
@@ -237,6 +242,16 @@ class DeploymentPlan:
         return "".join(
             _letter(index) * (end - start) for index, (start, end) in enumerate(zip([0, *ends], ends, strict=False))
         )
+
+
+def _budget_lines(stats: PlanningStatistics) -> list[str]:
+    """Return what is not known of a plan whose search was ended by the budget."""
+    if not stats.num_unreached:
+        return []
+    return [
+        f"  the time for planning was spent before {stats.num_unreached} deployments were tried; none of them is more "
+        f"than {stats.gap:.1%} faster"
+    ]
 
 
 def _failure_lines(stats: PlanningStatistics) -> list[str]:

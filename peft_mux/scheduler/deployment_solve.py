@@ -7,9 +7,10 @@ bounds, several at a time in processes of their own.
 from __future__ import annotations
 
 import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
+import time
+from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ WAVE = 32
 """Deployments between two looks at the best one so far; fixed, so that the answer does not depend on the workers."""
 _EQUAL = 1e-9
 """Relative difference of two times that is rounding."""
+_LEAST_LIMIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +35,32 @@ class SolverOptions:
         time_limit_s: after which the best found so far is taken; one that is reached makes the answer depend on the
             machine.
         relative_gap: how far from its optimum each answer may be.
+        budget_s: for all programmes together; None for as long as it takes.
     """
 
     solver: Any = None
     time_limit_s: float = 10.0
     relative_gap: float = 1e-3
+    budget_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What the integer programmes gave.
+
+    Attributes:
+        answers: of each deployment that was solved, by its row.
+        best: row of the fastest.
+        unreached: rows of deployments that might be faster, and that the budget left no time for.
+        gap: by how much of its time one of these could be faster than the best at most; 0 without any.
+        solve_s: that solving took.
+    """
+
+    answers: dict[int, PlanAnswer]
+    best: int
+    unreached: frozenset[int]
+    gap: float
+    solve_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +77,9 @@ class PlanAnswer:
     step_s: float
     how: str
     error: str = ""
+
+
+_Job = tuple[DispatchProblem, float, SolverOptions]
 
 
 def solve_plan(problem: DispatchProblem, bound_s: float, options: SolverOptions) -> PlanAnswer:
@@ -106,11 +132,12 @@ def search(
     *,
     workers: int,
     prune: bool,
-) -> tuple[dict[int, PlanAnswer], int]:
-    """Return what was found of the deployments that were solved, by row, and the row of the best.
+) -> Search:
+    """Solve deployments in the order of their bounds, until none that is left can be better or the budget is spent.
 
     Of equally fast ones the first is the best. With `prune`, a deployment whose bound is above the best time, or from
-    there on within the relative gap of it, is not solved; that loses nothing but such a difference.
+    there on within the relative gap of it, is not solved; that loses nothing but such a difference. At least the first
+    few are solved, or timed by rules with `prune`, whatever the budget.
 
     Args:
         full: with one group for each candidate configuration.
@@ -120,34 +147,64 @@ def search(
         workers: processes; 1 solves in this one.
         prune: whether the bounds may be used at all.
     """
-    answers: dict[int, PlanAnswer] = {}
+    start, answers = time.perf_counter(), dict[int, PlanAnswer]()
     best_s, best_row = np.inf, -1
     slack = max(options.relative_gap, _EQUAL)
     if prune:
         known_s = [greedy_s(restrict(full, counts)) for counts in plans[:WAVE]]
         best_row = int(np.argmin(known_s))
         best_s = known_s[best_row]
+    deadline = None if options.budget_s is None else start + options.budget_s
+    reached = 0
     with _pool(workers) as pool:
-        for start in range(0, len(plans), WAVE):
-            rows = range(start, min(start + WAVE, len(plans)))
+        while reached < len(plans) and not (answers and _has_passed(deadline)):
+            rows = list(range(reached, min(reached + WAVE, len(plans))))
             if prune:
                 rows = [row for row in rows if _may_be_better(row, bounds_s[row], best_s, best_row, slack)]
-                if not rows:
-                    break
+            if not rows:
+                reached = len(plans)
+                break
             jobs = [(restrict(full, plans[row]), float(bounds_s[row]) if prune else 0.0, options) for row in rows]
-            found = list(pool.map(_solve_job, jobs)) if pool else [_solve_job(job) for job in jobs]
-            for row, answer in zip(rows, found, strict=True):
+            found = _solve_some(jobs, pool, workers, deadline)
+            reached = reached + WAVE if len(found) == len(rows) else rows[len(found)]
+            for row, answer in zip(rows, found, strict=False):
                 answers[row] = answer
                 if answer.step_s < best_s * (1 - _EQUAL) or (row < best_row and answer.step_s <= best_s * (1 + _EQUAL)):
                     best_s, best_row = answer.step_s, row
-    return answers, best_row
+    answers.setdefault(best_row, PlanAnswer(best_s, "time limit"))  # by rules, before the budget was spent
+    unreached = [row for row in range(reached, len(plans)) if bounds_s[row] < best_s * (1 - slack)]
+    gap = 1 - min(bounds_s[unreached], default=best_s) / best_s
+    return Search(answers, best_row, frozenset(unreached), float(gap), time.perf_counter() - start)
+
+
+def _solve_some(jobs: list[_Job], pool: Executor | None, workers: int, deadline: float | None) -> list[PlanAnswer]:
+    """Solve programmes in order until the deadline; at least the first."""
+    at_once = 2 * workers if pool else 1
+    found: list[PlanAnswer] = []
+    while len(found) < len(jobs) and not (found and _has_passed(deadline)):
+        group = [_within(job, deadline) for job in jobs[len(found) : len(found) + at_once]]
+        found += pool.map(_solve_job, group) if pool else map(_solve_job, group)
+    return found
+
+
+def _within(job: _Job, deadline: float | None) -> _Job:
+    """Let a programme take no more than what is left, or a second where that is less."""
+    problem, bound_s, options = job
+    if deadline is None:
+        return job
+    left_s = max(deadline - time.perf_counter(), _LEAST_LIMIT_S)
+    return problem, bound_s, replace(options, time_limit_s=min(options.time_limit_s, left_s))
+
+
+def _has_passed(deadline: float | None) -> bool:
+    return deadline is not None and time.perf_counter() >= deadline
 
 
 def _may_be_better(row: int, bound_s: float, best_s: float, best_row: int, slack: float) -> bool:
     return bound_s <= best_s * (1 + _EQUAL) if row <= best_row else bound_s < best_s * (1 - slack)
 
 
-def _solve_job(job: tuple[DispatchProblem, float, SolverOptions]) -> PlanAnswer:
+def _solve_job(job: _Job) -> PlanAnswer:
     return solve_plan(*job)
 
 
