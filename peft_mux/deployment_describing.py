@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,6 +23,8 @@ from peft_mux.scheduler.replica_time import ReplicaTimeModel
 
 _NUM_LENGTHS = 4
 """At which configurations are compared."""
+_BUDGET_S_OF_A_TASK = 2.0
+"""For planning a task alone, which only stands beside the plan."""
 _DATA_SHEETS = "from data sheets, as no profile was measured: good for comparing plans rather than for seconds"
 
 
@@ -66,7 +69,8 @@ def alternatives(
     found = [
         Alternative("length-based dispatch", (plan.layout,), by_length.makespan_s, by_length.makespan_s * num_gpus)
     ]
-    ways = {"Task-Fused": task_fused, "Task-Sequential": task_sequential, "LobRA-Sequential": lobra_sequential}
+    quick = functools.partial(lobra_sequential, budget_s=_BUDGET_S_OF_A_TASK, time_limit_s=_BUDGET_S_OF_A_TASK)
+    ways = {"Task-Fused": task_fused, "Task-Sequential": task_sequential, "LobRA-Sequential": quick}
     for name, way in ways.items():
         try:
             found.append(Alternative.of(way(tasks, num_gpus, time_model, interval=interval), num_gpus))

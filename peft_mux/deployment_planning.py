@@ -40,6 +40,10 @@ if TYPE_CHECKING:
 
 _BATCHES_IN_SAMPLE = 100
 """As in L section 4.2."""
+_BUDGET_S = 20.0
+"""For solving, of which every report says by how much its plan could be missing the best."""
+_TIME_LIMIT_S = 2.5
+"""Likewise, of one deployment."""
 _PLANS_WITHOUT_PROPOSAL = 20_000
 """Deployments that are searched in a few seconds."""
 
@@ -184,7 +188,15 @@ def _searched(
 ) -> DeploymentPlan:
     try:
         return search_deployments(
-            lengths, global_batch, num_devices, time_model, interval=interval, workers=workers, proposal=proposal
+            lengths,
+            global_batch,
+            num_devices,
+            time_model,
+            interval=interval,
+            workers=workers,
+            proposal=proposal,
+            budget_s=_BUDGET_S,
+            time_limit_s=_TIME_LIMIT_S,
         )
     except ValueError as error:
         raise ConfigError(f"plan --deployment: {error}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+from collections.abc import Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,6 +25,11 @@ WAVE = 32
 _EQUAL = 1e-9
 """Relative difference of two times that is rounding."""
 _LEAST_LIMIT_S = 1.0
+_WAVES_BEFORE_RULES = 1
+"""Solved in the order of bounds alone; small problems end within it."""
+_TRIED_BY_RULES = 2048
+"""Deployments of which the rules then choose a wave, so that a good one is found before the order of bounds gets there.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,34 +153,84 @@ def search(
         workers: processes; 1 solves in this one.
         prune: whether the bounds may be used at all.
     """
-    start, answers = time.perf_counter(), dict[int, PlanAnswer]()
-    best_s, best_row = np.inf, -1
-    slack = max(options.relative_gap, _EQUAL)
-    if prune:
-        known_s = [greedy_s(restrict(full, counts)) for counts in plans[:WAVE]]
-        best_row = int(np.argmin(known_s))
-        best_s = known_s[best_row]
-    deadline = None if options.budget_s is None else start + options.budget_s
-    reached = 0
+    start = time.perf_counter()
     with _pool(workers) as pool:
-        while reached < len(plans) and not (answers and _has_passed(deadline)):
-            rows = list(range(reached, min(reached + WAVE, len(plans))))
-            if prune:
-                rows = [row for row in rows if _may_be_better(row, bounds_s[row], best_s, best_row, slack)]
-            if not rows:
-                reached = len(plans)
-                break
-            jobs = [(restrict(full, plans[row]), float(bounds_s[row]) if prune else 0.0, options) for row in rows]
-            found = _solve_some(jobs, pool, workers, deadline)
-            reached = reached + WAVE if len(found) == len(rows) else rows[len(found)]
-            for row, answer in zip(rows, found, strict=False):
-                answers[row] = answer
-                if answer.step_s < best_s * (1 - _EQUAL) or (row < best_row and answer.step_s <= best_s * (1 + _EQUAL)):
-                    best_s, best_row = answer.step_s, row
-    answers.setdefault(best_row, PlanAnswer(best_s, "time limit"))  # by rules, before the budget was spent
-    unreached = [row for row in range(reached, len(plans)) if bounds_s[row] < best_s * (1 - slack)]
-    gap = 1 - min(bounds_s[unreached], default=best_s) / best_s
-    return Search(answers, best_row, frozenset(unreached), float(gap), time.perf_counter() - start)
+        run = _Run(full, plans, bounds_s, options, pool, workers, prune)
+        reached = run.walk()
+    run.answers.setdefault(run.best_row, PlanAnswer(run.best_s, "time limit"))  # by rules, and then no time was left
+    unreached = [row for row in range(reached, len(plans)) if row not in run.answers and run.would_gain(row)]
+    gap = 1 - min(bounds_s[unreached], default=run.best_s) / run.best_s
+    return Search(run.answers, run.best_row, frozenset(unreached), float(gap), time.perf_counter() - start)
+
+
+class _Run:
+    """The state of one search; the fields are the arguments of `search`, and the best so far."""
+
+    def __init__(
+        self,
+        full: DispatchProblem,
+        plans: np.ndarray,
+        bounds_s: np.ndarray,
+        options: SolverOptions,
+        pool: Executor | None,
+        workers: int,
+        prune: bool,
+    ) -> None:
+        self.full, self.plans, self.bounds_s, self.options = full, plans, bounds_s, options
+        self.pool, self.workers, self.prune = pool, workers, prune
+        self.deadline = None if options.budget_s is None else time.perf_counter() + options.budget_s
+        self.slack = max(options.relative_gap, _EQUAL)
+        self.answers: dict[int, PlanAnswer] = {}
+        self.best_s, self.best_row = np.inf, -1
+        if prune:
+            known_s = self._by_rules(range(min(WAVE, len(plans))))
+            self.best_row = int(np.argmin(known_s))
+            self.best_s = known_s[self.best_row]
+
+    def walk(self) -> int:
+        """Solve in the order of bounds; return the first row that was not looked at."""
+        for start in range(0, len(self.plans), WAVE):
+            if self.answers and _has_passed(self.deadline):
+                return start
+            if start == _WAVES_BEFORE_RULES * WAVE and self.prune:
+                self._solve(self._promising(start))
+            rows = range(start, min(start + WAVE, len(self.plans)))
+            better = [row for row in rows if not self.prune or self._may_be_better(row)]
+            if not better:
+                return len(self.plans)
+            left = [row for row in better if row not in self.answers]
+            num_solved = self._solve(left)
+            if num_solved < len(left):
+                return left[num_solved]
+        return len(self.plans)
+
+    def would_gain(self, row: int) -> bool:
+        """Whether a deployment's bound is below the best time by more than the gap."""
+        return self.bounds_s[row] < self.best_s * (1 - self.slack)
+
+    def _solve(self, rows: Sequence[int]) -> int:
+        """Solve deployments in order until the deadline; return how many were solved."""
+        bounds_s = self.bounds_s if self.prune else np.zeros(len(self.plans))
+        jobs = [(restrict(self.full, self.plans[row]), float(bounds_s[row]), self.options) for row in rows]
+        found = _solve_some(jobs, self.pool, self.workers, self.deadline)
+        for row, answer in zip(rows, found, strict=False):
+            self.answers[row] = answer
+            is_first = row < self.best_row and answer.step_s <= self.best_s * (1 + _EQUAL)
+            if is_first or answer.step_s < self.best_s * (1 - _EQUAL):
+                self.best_s, self.best_row = answer.step_s, row
+        return len(found)
+
+    def _promising(self, start: int) -> list[int]:
+        """Return those of the next deployments that the rules time best: bounds alone hardly tell them apart."""
+        rows = [row for row in range(start, min(start + _TRIED_BY_RULES, len(self.plans))) if self._may_be_better(row)]
+        order = np.argsort(self._by_rules(rows), kind="stable")
+        return [rows[index] for index in order[:WAVE]]
+
+    def _by_rules(self, rows: Sequence[int]) -> list[float]:
+        return [greedy_s(restrict(self.full, self.plans[row])) for row in rows]
+
+    def _may_be_better(self, row: int) -> bool:
+        return self.bounds_s[row] <= self.best_s * (1 + _EQUAL) if row <= self.best_row else self.would_gain(row)
 
 
 def _solve_some(jobs: list[_Job], pool: Executor | None, workers: int, deadline: float | None) -> list[PlanAnswer]:
@@ -198,10 +254,6 @@ def _within(job: _Job, deadline: float | None) -> _Job:
 
 def _has_passed(deadline: float | None) -> bool:
     return deadline is not None and time.perf_counter() >= deadline
-
-
-def _may_be_better(row: int, bound_s: float, best_s: float, best_row: int, slack: float) -> bool:
-    return bound_s <= best_s * (1 + _EQUAL) if row <= best_row else bound_s < best_s * (1 - slack)
 
 
 def _solve_job(job: _Job) -> PlanAnswer:

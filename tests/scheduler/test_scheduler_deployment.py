@@ -292,6 +292,24 @@ def test_a_solver_that_fails_leaves_a_plan_by_the_rules() -> None:
     assert sum(map(sum, planned.expected.counts)) == len(lengths)
 
 
+@pytest.mark.parametrize("is_filtered", [True, False])
+def test_a_search_whose_time_is_spent_says_by_how_much_its_plan_may_miss_the_best(is_filtered: bool) -> None:
+    lengths = [SHORT] * 41 + [MIDDLE] * 9 + [LONG] * 3
+    options = {"proposal": False, "lower_bound_filter": is_filtered, "relative_gap": 0.0}
+    whole = plan(lengths, 12, make_model(), budget_s=None, **options)
+    planned = plan(lengths, 12, make_model(), budget_s=1e-9, **options)
+    stats, best_s = planned.statistics, whole.candidates[0].step_s
+    assert whole.statistics.num_unreached == whole.statistics.gap == 0
+    assert stats.num_solved + stats.num_bound_met < whole.statistics.num_solved + whole.statistics.num_bound_met
+    assert stats.num_unreached > 0
+    assert best_s is not None
+    assert planned.candidates[0].verdict == "chosen"
+    assert best_s >= (planned.candidates[0].step_s or 0) * (1 - stats.gap) - 1e-9
+    assert f"before {stats.num_unreached} deployments were tried; none of them is more" in planned.summary()
+    assert [row.verdict for row in planned.candidates].count("not tried: the time for planning was spent") > 0
+    assert DeploymentPlan.from_json(planned.to_json()) == planned
+
+
 def test_an_unknown_solver_is_refused_before_anything_is_enumerated() -> None:
     with pytest.raises(ValueError, match="solver is 'nonesuch'"):
         plan([SHORT], 4, make_model(), solver="nonesuch")
@@ -304,6 +322,7 @@ def test_an_unknown_solver_is_refused_before_anything_is_enumerated() -> None:
         ({"time_limit_s": 0}, "time_limit_s is 0; allowed: more than 0"),
         ({"relative_gap": -1}, "relative_gap is -1; allowed: 0 or more"),
         ({"workers": 0}, "workers is 0; allowed: 1 or more"),
+        ({"budget_s": 0.0}, "budget_s is 0.0; allowed: more than 0, or None"),
         ({"max_plans": 3}, "allowed: at most max_plans = 3"),
     ],
 )
