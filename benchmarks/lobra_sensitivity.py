@@ -1,6 +1,7 @@
 """Prints how LobRA's plans depend on tasks, GPUs and buckets, beside L Appendix B (Tables 6, 8 to 10, Figures 11, 12).
 
 python -m benchmarks.lobra_sensitivity           half a minute, one thread
+python -m benchmarks.lobra_sensitivity --budgets 5 20 60          two minutes more
 python -m benchmarks.lobra_sensitivity --data FOLDER --seeds 3 --steps 5
 
 The folder is that of `benchmarks.lobra`: the published profile of Llama2-7B. The paper's Tables 6, 9 and 10 and its
@@ -18,7 +19,16 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.lobra import BATCHES_IN_SAMPLE, NUM_GPUS, SIX_TASKS, Inputs, all_lengths, layout, lognormal
+from benchmarks.lobra import (
+    BATCHES_IN_SAMPLE,
+    NUM_GPUS,
+    NUM_LAYERS,
+    SIX_TASKS,
+    Inputs,
+    all_lengths,
+    layout,
+    lognormal,
+)
 from peft_mux.scheduler.bucketing import bucket_boundaries
 from peft_mux.scheduler.deployment import plan_deployment
 from peft_mux.scheduler.deployment_baselines import (
@@ -29,6 +39,8 @@ from peft_mux.scheduler.deployment_baselines import (
     task_sequential,
     together,
 )
+from peft_mux.scheduler.replica_time import ReplicaTimeModel
+from peft_mux.scheduler.replicas import ParallelConfig
 
 LOBRA_SEQUENTIAL_7B = (
     "<1,1>x4, <1,4>x2, <4,1>x1",
@@ -41,6 +53,9 @@ LOBRA_SEQUENTIAL_7B = (
 """L Table 8, in the order of the six tasks."""
 SAVED_70B = (34.54, 61.91, 46.89, 40.91, 42.85, 45.04)
 """L Table 6, percent of Task-Sequential's GPU seconds, in the same order; of a 70B model on 64 GPUs."""
+MANY_CONFIGURATIONS = tuple(
+    ParallelConfig(tp, pp) for tp, pp in ((1, 1), (1, 2), (2, 1), (2, 2), (4, 1), (2, 4), (4, 2), (8, 1), (8, 2))
+)
 NUMBERS_OF_GPUS = (8, 16, 24, 32, 48, 64)
 NUMBERS_OF_BUCKETS = (4, 6, 8, 12, 16, 24, 32)
 
@@ -114,16 +129,37 @@ def print_buckets(inputs: Inputs, seeds: Sequence[int], num_steps: int) -> None:
         solved_ms = 1e3 * statistics.median(seconds for _, _, seconds in found)
         print(f"   {number:>3} {ratio:>26.3f} {padding:>10.1f} {solved_ms:>26.1f}")
     print("   In the paper too the step's time is as good as constant from R = 12 on, while padding still shrinks:")
-    print("   Eq. 3 rounds up what each replica has of a bucket, and more buckets are rounded more often.")
+    print("   Eq. 3 rounds up what each replica has of a bucket, and more buckets are rounded more often.\n")
+
+
+def print_budgets(inputs: Inputs, seed: int, budgets_s: Sequence[float]) -> None:
+    """Print what planning finds in so many seconds where there are many configurations with pipelines."""
+    tokens = {config: limit for config, limit in inputs.model.max_tokens.items() if config in MANY_CONFIGURATIONS}
+    model = ReplicaTimeModel(inputs.fits, NUM_LAYERS, tokens)
+    print(f"4. 64 GPUs over {len(tokens)} configurations, by seconds that may be spent on solving; seed {seed}")
+    lengths, batch = together(inputs.tasks(lognormal, np.random.default_rng(seed), BATCHES_IN_SAMPLE))
+    head = ("budget s", "planned in s", "tried", "left", "Eq. 2 s", "step s", "missed at most %")
+    print(f"   {head[0]:>8} {head[1]:>12} {head[2]:>6} {head[3]:>7} {head[4]:>8} {head[5]:>7} {head[6]:>16}  plan")
+    for budget_s in budgets_s:
+        start = time.perf_counter()
+        plan = plan_deployment(lengths, batch, 64, model, proposal=False, budget_s=budget_s, time_limit_s=2.5)
+        seconds, stats, best_s = time.perf_counter() - start, plan.statistics, plan.candidates[0].step_s
+        tried = stats.num_solved + stats.num_bound_met
+        print(
+            f"   {budget_s:>8.0f} {seconds:>12.1f} {tried:>6} {stats.num_unreached:>7} {best_s:>8.3f}"
+            f" {plan.expected_step_s:>7.3f} {100 * stats.gap:>16.1f}  {plan.layout}"
+        )
+    print(f"   of {stats.num_enumerated} deployments\n")
 
 
 def main() -> None:
-    """Print three tables."""
+    """Print four tables."""
     default = Path(__file__).resolve().parents[2] / "shared" / "data" / "lobra"
     parser = argparse.ArgumentParser(description="LobRA's planner over tasks, GPUs and buckets")
     parser.add_argument("--data", type=Path, default=default, help="folder of the published profile and tables")
     parser.add_argument("--seeds", type=int, default=3, help="how many seeds of table 3, from 0")
     parser.add_argument("--steps", type=int, default=5, help="batches for each of them")
+    parser.add_argument("--budgets", type=float, nargs="*", default=(), help="seconds of table 4; without, none")
     arguments = parser.parse_args()
     if not arguments.data.is_dir():
         parser.error(f"--data is {arguments.data}, which is no folder; give the one with paper_tables.json")
@@ -131,6 +167,8 @@ def main() -> None:
     print_alone(inputs, 0)
     print_scale(inputs, 0)
     print_buckets(inputs, range(arguments.seeds), arguments.steps)
+    if arguments.budgets:
+        print_budgets(inputs, 0, arguments.budgets)
 
 
 if __name__ == "__main__":
