@@ -52,7 +52,7 @@ def through_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return dry_run(tmp_path_factory.mktemp("gpu") / "kernels.json", "1", "-m", "benchmarks.gpu")
 
 
-@pytest.fixture(params=["slices", "kernels"])
+@pytest.fixture(params=["slices", pytest.param("kernels", marks=pytest.mark.slow)])
 def path(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -94,6 +94,7 @@ def test_the_dry_run_holds_every_contender_against_float64(path: str, report: di
     assert rows["all linear layers of a block"]["mux eager_us"] > 0
 
 
+@pytest.mark.slow
 def test_each_kernel_of_a_group_is_timed_by_itself(through_kernels: dict[str, Any]) -> None:
     counts = [len(row["kernels"]) for row in rows_of(through_kernels, "kernels").values() if "kernels" in row]
     assert counts == [6, 12]

@@ -211,7 +211,7 @@ def test_a_run_killed_in_a_write_resumes_to_the_same_bits(
     assert_resumes(helper, tmp_path / "run", killed, whole)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
 def test_a_run_killed_at_a_moment_of_chance_resumes_to_the_same_bits(
     seed: int, helper: Helper, whole: Outcome, tmp_path: Path
 ) -> None:

@@ -1,6 +1,6 @@
 """Steps with long sequences in parts, through pipelines of real processes and in one process.
 
-Run as `python chain_cases.py LAUNCHES.json`, as `stage_cases` is, whose launches, models and templates these are.
+Launches, models and templates are those of `stage_cases`.
 """
 
 from __future__ import annotations
@@ -112,6 +112,4 @@ def read_gradients(folder: Path, name: str, step: int, world: int) -> dict[str, 
     return found
 
 
-if __name__ == "__main__":
-    stages.COMMANDS["chain"] = run_stage
-    stages.main()
+stages.COMMANDS["chain"] = run_stage

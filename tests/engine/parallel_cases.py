@@ -96,10 +96,28 @@ def launch(world_size: int, part: Callable[..., Any], *arguments: Any, limit_s: 
     return [_outcome(process, receiver, deadline) for process, receiver in running]
 
 
+def run_in_session(function: Callable[..., None], *arguments: Any, limit_s: float) -> None:
+    """Run a function that forks in a process and session of its own; end all of its processes in the end."""
+    process = _server().Process(target=_in_session, args=(function, arguments))
+    process.start()
+    try:
+        process.join(limit_s)
+        assert process.exitcode == 0, f"exit code {process.exitcode}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _in_session(function: Callable[..., None], arguments: Sequence[Any]) -> None:
+    os.setsid()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    function(*arguments)
+
+
 def _server() -> Any:
     """Return the context whose server has imported this module; the server reads its path from the environment only."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["parallel_cases"])
+    context.set_forkserver_preload(["parallel_cases", "chain_cases"])
     here = Path(__file__).parent
     paths = [str(here), str(here.parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     before = os.environ.get("PYTHONPATH")

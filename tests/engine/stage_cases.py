@@ -1,7 +1,7 @@
 """Pipelines of real processes, and the same tasks in one process to hold them against.
 
-Run as `python stage_cases.py LAUNCHES.json`: starts the processes of each launch. Each of them is one stage, runs
-the items of the launch, and leaves what it saw in the launch's folder.
+`run_launches` starts the processes of each launch. Each of them is one stage, runs the items of the launch, and leaves
+what it saw in the launch's folder.
 """
 
 from __future__ import annotations
@@ -533,16 +533,12 @@ class Launch:
         (self.folder / "codes.json").write_text(json.dumps(codes))
 
 
-def main() -> None:
+def run_launches(groups: list[list[dict[str, Any]]]) -> None:
     """Run groups of launches, those of a group at the same time."""
     torch.set_num_threads(1)
-    for group in json.loads(Path(sys.argv[1]).read_text()):
+    for group in groups:
         launches = [Launch(**{**fields, "folder": Path(fields["folder"])}) for fields in group]
         for launch in launches:
             launch.start()
         for launch in launches:
             launch.wait()
-
-
-if __name__ == "__main__":
-    main()

@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +13,7 @@ import chain_cases as cases
 import pytest
 import stage_cases as stages
 import torch
+from parallel_cases import run_in_session
 
 from peft_mux.data.chains import chains_of
 from peft_mux.engine.pipeline import PipelineExecutor
@@ -46,18 +42,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     asked = {item.callspec.params.get("name") for item in beside}
     items = [f"chain:{name}" for name in cases.CASES if name in asked]
     launch = {"world": WORLD, "folder": str(home / "of-2"), "items": items}
-    path = home / "launches.json"
-    path.write_text(json.dumps([[launch]]))
-    own = os.environ.get("PYTHONPATH", "")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), own]))
-    command = [sys.executable, "-W", "ignore", cases.__file__, str(path)]
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    try:
-        assert process.wait(300) == 0
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    run_in_session(stages.run_launches, [[launch]], limit_s=300)
     for rank, code in enumerate(json.loads((home / "of-2" / "codes.json").read_text())):
         assert code == 0, (home / "of-2" / f"output-{rank}.txt").read_text()[-3000:]
     yield home / "of-2"

@@ -215,6 +215,7 @@ def test_the_first_process_alone_prints_and_writes_and_reports_on_each(tmp_path:
     assert len(list((tmp_path / "state").glob("run-*.json"))) == 4
 
 
+@pytest.mark.slow
 def test_torchrun_of_the_command_line_prints_and_writes_once(tmp_path: Path) -> None:
     cases.lab.tiny_llama().save_pretrained(tmp_path / "backbone")
     rows = "".join(json.dumps(row) + "\n" for row in cases.lab.rows(1, 6, 5, 9))

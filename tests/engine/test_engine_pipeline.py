@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import os
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +12,7 @@ from typing import Any
 import pytest
 import stage_cases as cases
 import torch
+from parallel_cases import run_in_session
 from peft import LoraConfig
 from safetensors import safe_open
 from transformers import OPTConfig, OPTForCausalLM
@@ -33,31 +29,16 @@ from peft_mux.modeling.stage_loading import load_stage
 from peft_mux.modeling.stages import StageModel
 from peft_mux.scheduler.pipeline_template import PipelineTemplate, build_template
 
+FOUR = pytest.param(4, marks=pytest.mark.slow)
 OF_TWO = "llama-1f1b llama-interleaved llama-recomputed llama-poisoned gpt2-mux mistral-uneven".split()
 OF_FOUR = ("llama-gpipe", "qwen-interleaved")
 """Of all cases, which one slow test runs."""
 MEASURED = "llama-mux"
-HANG_LIMIT_S = 6.0
+HANG_LIMIT_S = 3.0
 SEEDS = {name: index for index, name in enumerate(cases.LENGTHS)}
 
 
 # ------------------------------------------------------------------ processes
-
-
-def run_launches(folder: Path, groups: list[list[dict[str, Any]]], timeout_s: float) -> None:
-    """Run launches of `stage_cases`, those of a group at the same time; end them all if that takes too long."""
-    path = folder / f"launches-{len(list(folder.glob('launches-*')))}.json"
-    path.write_text(json.dumps(groups))
-    own = os.environ.get("PYTHONPATH", "")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), own]))
-    command = [sys.executable, "-W", "ignore", cases.__file__, str(path)]
-    process = subprocess.Popen(command, env=environment, start_new_session=True)
-    try:
-        assert process.wait(timeout_s) == 0
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
 
 
 def require_success(folder: Path) -> None:
@@ -80,12 +61,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(home: Path) -> Iterator[dict[Any, Path]]:
-    """Run all launches, once: processes take longer to start than to train."""
-    folders: dict[Any, Path] = {world: home / f"of-{world}" for world in (2, 4)}
+def trained(request: pytest.FixtureRequest, home: Path) -> Iterator[dict[Any, Path]]:
+    """Run the launches that selected tests ask for, once: processes take longer to start than to train."""
+    beside = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    worlds = {2} | {item.callspec.params.get("world", 2) for item in beside}
+    folders: dict[Any, Path] = {world: home / f"of-{world}" for world in sorted(worlds)}
     folders |= {how: home / how for how in ("dies", "hangs")}
     _, states = cases.train_alone(cases.CASES[MEASURED], home, cases.NUM_STEPS - 1)
-    for world in (2, 4):
+    for world in worlds:
         folders[world].mkdir()
         for name, state in states.items():
             cases.write_state(state, folders[world] / f"start-{name}")
@@ -96,10 +79,10 @@ def trained(home: Path) -> Iterator[dict[Any, Path]]:
     dies = {"world": 4, "items": ["fall:llama-mux+dies"], "timeout_s": 20.0, "falls": True}
     groups = [
         [{**of_two, "folder": str(folders[2])}],
-        [{**of_four, "folder": str(folders[4])}],
+        [{**of_four, "folder": str(home / "of-4")}] if 4 in worlds else [],
         [{**hangs, "folder": str(folders["hangs"])}, {**dies, "folder": str(folders["dies"])}],
     ]
-    run_launches(home, groups, timeout_s=280)
+    run_in_session(cases.run_launches, groups, limit_s=280)
     for folder in folders.values():
         require_success(folder)
     yield folders
@@ -143,12 +126,13 @@ def test_two_stages_give_the_losses_and_adapters_of_one_process(
     check_as_alone(trained[2], name, 2, home)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", OF_FOUR)
+@pytest.mark.parametrize(("world", "name"), [(4, name) for name in OF_FOUR])
 def test_four_stages_give_the_losses_and_adapters_of_one_process(
-    name: str, trained: dict[Any, Path], home: Path
+    world: int, name: str, trained: dict[Any, Path], home: Path
 ) -> None:
-    check_as_alone(trained[4], name, 4, home)
+    check_as_alone(trained[world], name, world, home)
 
 
 @pytest.mark.slow
@@ -158,21 +142,33 @@ def test_every_schedule_on_every_shape_gives_the_result_of_one_process(world: in
     names = [name for name, case in cases.CASES.items() if case.layers_per_stage is None or world == 2]
     folder = home / f"all-{world}"
     items = [f"train:{name}" for name in names]
-    run_launches(home, [[{"world": world, "folder": str(folder), "items": items}]], timeout_s=600)
+    run_in_session(cases.run_launches, [[{"world": world, "folder": str(folder), "items": items}]], limit_s=600)
     require_success(folder)
     for name in names:
         check_as_alone(folder, name, world, home)
 
 
 @pytest.mark.distributed
-def test_each_stage_runs_its_list_with_several_micro_batches_in_flight(trained: dict[Any, Path]) -> None:
-    for world, name in ((2, "llama-1f1b"), (2, "llama-interleaved"), (4, "llama-gpipe"), (4, "qwen-interleaved")):
-        template = cases.template_of(cases.CASES[name], world)
-        for rank, row in enumerate(template.actions):
-            fact = read(trained[world], f"{name}-{rank}")
-            assert fact["ran"] == [str(action) for action in row]
-            assert fact["most_in_flight"] == most_in_flight(template, rank)
-    assert read(trained[4], "llama-gpipe-0")["most_in_flight"] == sum(cases.NUM_SLOTS)
+@pytest.mark.parametrize(
+    ("world", "name"),
+    [
+        (2, "llama-1f1b"),
+        (2, "llama-interleaved"),
+        (2, "gpt2-mux"),
+        pytest.param(4, "llama-gpipe", marks=pytest.mark.slow),
+        pytest.param(4, "qwen-interleaved", marks=pytest.mark.slow),
+    ],
+)
+def test_each_stage_runs_its_list_with_several_micro_batches_in_flight(
+    world: int, name: str, trained: dict[Any, Path]
+) -> None:
+    template = cases.template_of(cases.CASES[name], world)
+    for rank, row in enumerate(template.actions):
+        fact = read(trained[world], f"{name}-{rank}")
+        assert fact["ran"] == [str(action) for action in row]
+        assert fact["most_in_flight"] == most_in_flight(template, rank) > 1 - rank
+    if name == "llama-gpipe":
+        assert read(trained[world], f"{name}-0")["most_in_flight"] == sum(cases.NUM_SLOTS)
 
 
 def most_in_flight(template: PipelineTemplate, stage: int) -> int:
@@ -199,7 +195,9 @@ def test_a_poisoned_task_fails_on_all_stages_and_its_neighbours_go_on_as_if_it_w
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("world", "name"), [(2, MEASURED), (4, "llama-interleaved")])
+@pytest.mark.parametrize(
+    ("world", "name"), [(2, MEASURED), pytest.param(4, "llama-interleaved", marks=pytest.mark.slow)]
+)
 def test_the_bytes_that_a_stage_holds_never_exceed_those_of_the_template(
     world: int, name: str, trained: dict[Any, Path]
 ) -> None:
@@ -212,7 +210,7 @@ def test_the_bytes_that_a_stage_holds_never_exceed_those_of_the_template(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, FOUR])
 def test_a_pipeline_goes_on_where_one_process_stopped(world: int, trained: dict[Any, Path], home: Path) -> None:
     seen, _ = alone("llama", False, False, home)
     for rank in range(world):

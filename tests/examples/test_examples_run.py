@@ -97,6 +97,7 @@ def test_the_adapters_of_the_quickstart_are_plain_peft(quickstart: tuple[str, Pa
     assert printed.rstrip().endswith(("-> ' happy'", "-> ' unhappy'"))
 
 
+@pytest.mark.slow
 def test_the_quickstart_takes_a_model_of_the_readers_own(small_model: Path, tmp_path: Path) -> None:
     arguments = ("--model", str(small_model), "--output-dir", str(tmp_path / "out"), "--max-steps", "2")
     printed = run_example("quickstart.py", *arguments, folder=tmp_path)
