@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -29,6 +29,20 @@ if TYPE_CHECKING:
     from peft_mux.team import Team
 
 
+class StepTime(NamedTuple):
+    """What a step took on this process.
+
+    Attributes:
+        plan: that it followed.
+        num_tokens: of all tasks, on all processes.
+        seconds: of passes and updates.
+    """
+
+    plan: Plan | None
+    num_tokens: int
+    seconds: float
+
+
 class PlannedRun:
     """Makes plans and follows them.
 
@@ -42,6 +56,7 @@ class PlannedRun:
     _collator: ChunkPackingCollator
     _planner: Planner
     _plan: Plan | None
+    _last_step: StepTime | None
     _executor: Any
     _evaluator: TaskEvaluator | None
     _dispatcher: Dispatcher | None
@@ -134,6 +149,12 @@ class PlannedRun:
         if self._evaluator is not None:
             self._evaluator.max_tokens = self._max_tokens
         return plan
+
+    def _learn(self, seconds: float) -> None:
+        """Let the planner compare the last step with its prediction, once."""
+        if self._last_step is not None and self._last_step.plan is not None:
+            self._planner_of_model().observe(self._last_step.plan, self._last_step.num_tokens, seconds)
+        self._last_step = None
 
     @property
     def _max_tokens(self) -> int:

@@ -170,7 +170,15 @@ class Team:
         raise_faults(faults)
         return fingerprint(kind, whole)
 
-    def goes_on(self, step: int, model: MultiTaskPeftModel, *, wants_stop: bool, replicas: str = "") -> bool:
+    def goes_on(
+        self,
+        step: int,
+        model: MultiTaskPeftModel,
+        *,
+        wants_stop: bool,
+        replicas: str = "",
+        last_step_s: float = 0.0,
+    ) -> bool:
         """Agree on whether there is another step, and of which tasks.
 
         A task that a callback or metric of its own has ended on one process ends on all.
@@ -180,15 +188,23 @@ class Team:
             model: with the adapters.
             wants_stop: whether this process was asked to stop; then all of them stop here.
             replicas: to which this process was asked to move.
+            last_step_s: that the step before this one took here; `slowest_s` is then that of the slowest process.
 
         Raises:
             ProcessError: on every process, if tasks differ otherwise.
             ConfigError: on every process, if new tasks differ in settings or initial weights.
         """
-        endings, stops = self._agreement.on_tasks(step, self.table, wants_stop=wants_stop, replicas=replicas)
+        endings, stops = self._agreement.on_tasks(
+            step, self.table, wants_stop=wants_stop, replicas=replicas, last_step_s=last_step_s
+        )
         self._end_together(endings)
         self._compare_new(self.table.running, model)
         return bool(self.table.running) and not stops
+
+    @property
+    def slowest_s(self) -> float:
+        """Seconds of the last step on the slowest process, the same number on all, as of the last `goes_on`."""
+        return self._agreement.slowest_s
 
     def settle(self, step: int, asked: Sequence[bool]) -> list[bool]:
         """Agree on what callbacks have just done: a task that one process has ended ends on all.

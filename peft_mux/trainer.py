@@ -32,7 +32,7 @@ from peft_mux.interrupts import stop_at_signal
 from peft_mux.membership import TaskMembership
 from peft_mux.metrics import MetricsLog
 from peft_mux.model_part import ModelPart
-from peft_mux.planned_run import PlannedRun
+from peft_mux.planned_run import PlannedRun, StepTime
 from peft_mux.planning import Planner
 from peft_mux.reported_run import ReportedRun
 from peft_mux.run_log import RunLog
@@ -144,6 +144,7 @@ class MultiTaskTrainer(PlannedRun, DeployedRun, ReportedRun, TaskMembership, Tra
         self._evaluator: TaskEvaluator | None = None
         self._plan: Plan | None = None
         self._num_stream_tokens = 0
+        self._last_step: StepTime | None = None
         self._has_trained = False
 
     # ------------------------------------------------------------- overview
@@ -206,8 +207,13 @@ class MultiTaskTrainer(PlannedRun, DeployedRun, ReportedRun, TaskMembership, Tra
         """Whether all processes take another step; what another process has stopped is stopped here."""
         wants_stop = self.control.should_training_stop
         goes_on = self._team.goes_on(
-            self.state.global_step, self.model, wants_stop=wants_stop, replicas=self._replicas_to_move_to
+            self.state.global_step,
+            self.model,
+            wants_stop=wants_stop,
+            replicas=self._replicas_to_move_to,
+            last_step_s=0.0 if self._last_step is None else self._last_step.seconds,
         )
+        self._learn(self._team.slowest_s)  # each process has a time of its own, and all must make the same plan
         self._take_note()
         if goes_on and self._moves():
             self._replan()
@@ -226,10 +232,9 @@ class MultiTaskTrainer(PlannedRun, DeployedRun, ReportedRun, TaskMembership, Tra
         self._dispatcher.prepare(self.table.running)
         result = self._executor.run(work)
         self.table.apply(result)
-        # Each of several processes measures a time of its own, and all must make the same plan.
-        if self._plan is not None and self._team.processes.world_size == 1:
-            tokens = sum(result.num_tokens.values())
-            self._planner_of_model().observe(self._plan, tokens, time.perf_counter() - started)
+        self._last_step = StepTime(self._plan, sum(result.num_tokens.values()), time.perf_counter() - started)
+        if self._team.processes.is_alone:
+            self._learn(self._last_step.seconds)
         self.state.global_step += 1
         self._num_stream_tokens += result.num_stream_tokens
         self._after_step(stepping)

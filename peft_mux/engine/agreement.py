@@ -60,14 +60,24 @@ class Agreement:
 
     Args:
         processes: of the run.
+
+    Attributes:
+        slowest_s: of the times that processes told when they last agreed on tasks, the longest.
     """
 
     def __init__(self, processes: Processes) -> None:
         """Remember the processes."""
         self.processes = processes
+        self.slowest_s = 0.0
 
     def on_tasks(
-        self, step: int, tasks: Iterable[StandingTask], *, wants_stop: bool, replicas: str = ""
+        self,
+        step: int,
+        tasks: Iterable[StandingTask],
+        *,
+        wants_stop: bool,
+        replicas: str = "",
+        last_step_s: float = 0.0,
     ) -> tuple[dict[str, Ending], bool]:
         """Agree on which tasks there are and where they stand, before a step.
 
@@ -76,6 +86,7 @@ class Agreement:
             tasks: all of them, in stream order.
             wants_stop: whether this process was asked to stop.
             replicas: to which this process was asked to move.
+            last_step_s: that the step before this one took here.
 
         Returns:
             Tasks that have failed or were stopped on another process and are running here; and whether any process
@@ -84,12 +95,15 @@ class Agreement:
         Raises:
             ProcessError: if processes differ in anything else; on every process.
         """
+        self.slowest_s = last_step_s
         if self.processes.is_alone:
             return {}, wants_stop
         tasks = list(tasks)
         standing = [[task.name, _ENDED if task.status.is_final else str(task.status), task.step] for task in tasks]
-        seen = self.processes.exchange([_digest([step, standing, replicas]), int(wants_stop)])
+        microseconds = round(last_step_s * 1e6)
+        seen = self.processes.exchange([_digest([step, standing, replicas]), int(wants_stop), microseconds])
         stops = any(one[1] for one in seen)
+        self.slowest_s = max(one[2] for one in seen) / 1e6
         if _are_equal([one[0] for one in seen]):
             return {}, stops
         everywhere = self.processes.gather(

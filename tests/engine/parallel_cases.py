@@ -231,6 +231,18 @@ def train_five(rank: int, folder: Path, arguments: dict[str, Any]) -> Part:
     return run(folder, five_tasks(), **arguments)
 
 
+def learn_of_times(rank: int, folder: Path) -> tuple[float, float]:
+    """Train the five tasks, on one process slowly; return what was planned for a step, and how that was corrected."""
+    trainer = lab.make_trainer(five_tasks(), folder, max_tokens_per_micro_batch=64, ddp_timeout=TIMEOUT_S)
+    if rank == 1:
+        take = trainer.table.apply
+        trainer.table.apply = lambda result: (time.sleep(0.1), take(result))[1]
+    planned_s = trainer.plan().step_s
+    before = trainer._planner.profile
+    trainer.train()
+    return planned_s, trainer._planner.profile.layer_s(64) / before.layer_s(64)
+
+
 def train_with_comings_and_goings(rank: int, folder: Path) -> Part:
     """Train the five tasks while others come and go."""
     return run(folder, five_tasks(), recorder=lab.Recorder(at_end=comings_and_goings()))

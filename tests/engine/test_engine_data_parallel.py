@@ -87,6 +87,14 @@ def test_tasks_come_go_and_pause_on_several_processes_as_on_one(tmp_path: Path) 
     assert_as_one(parts[0], one)
 
 
+def test_all_processes_learn_from_the_time_of_the_slowest(tmp_path: Path) -> None:
+    fast, slow = values(launch(2, cases.learn_of_times, tmp_path))
+    assert fast == slow
+    planned_s, correction = fast
+    # "large" ends after six steps; plans from then on are made with what those took, 0.1 s of it in one process alone.
+    assert correction > 0.05 / planned_s > 1
+
+
 def test_a_nan_on_one_process_quarantines_its_task_on_all_and_harms_no_neighbour(tmp_path: Path) -> None:
     healthy = values(launch(2, cases.poisoned, tmp_path / "healthy", False))
     parts = values(launch(2, cases.poisoned, tmp_path / "poisoned", True))
