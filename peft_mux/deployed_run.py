@@ -15,6 +15,7 @@ from peft_mux.engine.task_state import TaskState, split_state
 from peft_mux.engine.whole_state import gather_task
 from peft_mux.engine.work import StepExecutor
 from peft_mux.errors import CheckpointError, ConfigError, UnsupportedModelError
+from peft_mux.evaluation import RowShare
 from peft_mux.model_part import ModelPart
 from peft_mux.optim import TaskOptimizer
 from peft_mux.scheduler.redeployment import DEFAULT_RESTART_S
@@ -223,13 +224,22 @@ class DeployedRun:
         holds_parts = not self._team.layout.is_data_parallel
         self._saver.gather = self._gather if holds_parts else None
         self._saver.agree = self._all_have if holds_parts else bool
-        self._evaluator = TaskEvaluator(self._executor, self._collator, self._max_tokens, self._log, self._saver)
+        self._evaluator = TaskEvaluator(
+            self._executor, self._collator, self._max_tokens, self._log, self._saver, self._share_of_rows
+        )
 
     @property
     def _acts_alone(self) -> bool:
-        """Whether this process can evaluate and save without the others."""
+        """Whether this process needs no other to evaluate and save: it has a whole model, and no rows are shared."""
         is_whole = self._team.layout.is_data_parallel and not self.args.shard_backbone
-        return self._team.processes.is_alone or is_whole
+        evaluates = any(run.eval_data is not None for run in self.table)
+        return self._team.processes.is_alone or (is_whole and not evaluates)
+
+    @property
+    def _share_of_rows(self) -> RowShare:
+        """Which held-out rows the replica of this process evaluates."""
+        layout, processes = self._team.layout, self._team.processes
+        return RowShare(layout.place(processes.rank).replica, layout.num_replicas, processes.gather)
 
     def _all_have(self, saved: bool) -> bool:
         """Whether no process has failed to save."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,49 @@ from peft_mux.own_metrics import OwnMetrics
 from peft_mux.task import Task
 
 
+@dataclass(frozen=True, slots=True)
+class RowShare:
+    """Which held-out rows the replica of this process evaluates: every so-many-th batch of them.
+
+    Attributes:
+        replica: number of it.
+        num_replicas: that share the rows.
+        gather: returns what every process gives it, by rank.
+    """
+
+    replica: int = 0
+    num_replicas: int = 1
+    gather: Callable[[Any], list[Any]] = field(default=lambda value: [value])
+
+    def of(self, batches: Iterable[TaskBatch]) -> Iterator[tuple[int | None, TaskBatch]]:
+        """Yield this replica's batches with their numbers.
+
+        All replicas get equally many, as some executors need every process for every pass: where the last round has
+        too few, the last batch is given out once more, without a number, and what comes of it is left out.
+        """
+        number, batch = -1, None
+        for number, batch in enumerate(batches):
+            if number % self.num_replicas == self.replica:
+                yield number, batch
+        num_left = (number + 1) % self.num_replicas
+        if batch is not None and 0 < num_left <= self.replica:
+            yield None, batch
+
+    def whole(self, own: dict[int, Any]) -> dict[int, Any]:
+        """Return what all replicas have found, by number of the batch and in that order; every process calls this."""
+        found = [own] if self.num_replicas == 1 else self.gather(own)
+        merged = {number: value for one in found for number, value in one.items()}
+        return {number: merged[number] for number in sorted(merged)}
+
+
 def evaluate_task(
-    executor: StepExecutor, task: Task, dataset: Any, collator: ChunkPackingCollator, *, max_tokens: int
+    executor: StepExecutor,
+    task: Task,
+    dataset: Any,
+    collator: ChunkPackingCollator,
+    *,
+    max_tokens: int,
+    share: RowShare | None = None,
 ) -> dict[str, float]:
     """Return the metrics of one task on held-out rows.
 
@@ -28,25 +70,26 @@ def evaluate_task(
         dataset: tokenised rows (`__len__`, `__getitem__`).
         collator: packs the rows.
         max_tokens: of one pass.
+        share: of the rows that this process evaluates; by default all.
 
     Returns:
         `eval_loss` (mean over all target tokens, or over all rows of a classifier), `eval_perplexity` (language
-        models) and what `compute_metrics` returns, each under a key that begins with `eval_`. Where processes hold
-        parts of the model they all call this, and all get the same numbers.
+        models) and what `compute_metrics` returns, each under a key that begins with `eval_`. Where there are several
+        processes they all call this, and all get the same numbers.
 
     Raises:
         MetricsError: on all of these, if the task's own functions fail on one.
     """
-    model = executor.mux_model
+    model, share = executor.mux_model, share or RowShare()
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), executor.precision():
-            metrics = _loss_metrics(executor, task, dataset, collator, max_tokens)
+            metrics = _loss_metrics(executor, task, dataset, collator, max_tokens, share)
             if task.compute_metrics is None:
                 found, error = metrics, None
             else:
-                own, error = _own_metrics(executor, task, dataset, collator, max_tokens)
+                own, error = _own_metrics(executor, task, dataset, collator, max_tokens, share)
                 found = None if own is None else {**metrics, **own}
     finally:
         model.train(was_training)
@@ -54,15 +97,18 @@ def evaluate_task(
 
 
 def _loss_metrics(
-    executor: StepExecutor, task: Task, dataset: Any, collator: ChunkPackingCollator, max_tokens: int
+    executor: StepExecutor, task: Task, dataset: Any, collator: ChunkPackingCollator, max_tokens: int, share: RowShare
 ) -> dict[str, float]:
-    total, num_targets = 0.0, 0
-    for batch in _batches(task.name, dataset, max_tokens):
-        targets = batch.num_targets
+    sums: dict[int, tuple[float, int]] = {}
+    # A batch of several passes is packed better; where replicas share the rows, more batches are shared more evenly.
+    limit = 8 * max_tokens if share.num_replicas == 1 else max_tokens
+    for number, batch in share.of(_batches(task.name, dataset, limit)):
         micro_batches = collator.micro_batches([batch], max_tokens=max_tokens)
-        total += executor.forward_losses(micro_batches)[task.name].item() * targets
-        num_targets += targets
-    loss = total / num_targets
+        loss = executor.forward_losses(micro_batches)[task.name].item()
+        if number is not None:
+            sums[number] = loss * batch.num_targets, batch.num_targets
+    totals, counts = zip(*share.whole(sums).values(), strict=True)
+    loss = sum(totals) / sum(counts)
     metrics = {"eval_loss": loss}
     if not executor.mux_model.is_classifier:
         metrics["eval_perplexity"] = math.exp(min(loss, 700.0))
@@ -70,15 +116,17 @@ def _loss_metrics(
 
 
 def _own_metrics(
-    executor: StepExecutor, task: Task, dataset: Any, collator: ChunkPackingCollator, max_tokens: int
+    executor: StepExecutor, task: Task, dataset: Any, collator: ChunkPackingCollator, max_tokens: int, share: RowShare
 ) -> tuple[dict[str, float] | None, Exception | None]:
     """Return what the task's `compute_metrics` gives, or what it raises; neither where this process has no logits."""
     own = OwnMetrics(task)
-    for batch in _batches(task.name, dataset, max_tokens, one_pass=True):
+    for number, batch in share.of(_batches(task.name, dataset, max_tokens)):
         (micro_batch,) = collator.micro_batches([batch], max_tokens=batch.num_tokens)
         logits = executor.sequence_logits(micro_batch)
-        if logits is not None:
-            own.add(logits, list(_labels(batch, micro_batch)))
+        if logits is not None and number is not None:
+            own.add(number, logits, list(_labels(batch, micro_batch)))
+    if share.num_replicas > 1:
+        own.share(share.gather)
     return own.result(), own.error
 
 
@@ -106,11 +154,10 @@ def _labels(batch: TaskBatch, micro_batch: Any) -> Iterator[np.ndarray]:
         yield by_place[int(micro_batch.token_places[start])]
 
 
-def _batches(name: str, dataset: Any, max_tokens: int, *, one_pass: bool = False) -> Iterator[TaskBatch]:
-    """Yield the rows in order, in batches of about `max_tokens` tokens."""
+def _batches(name: str, dataset: Any, limit: int) -> Iterator[TaskBatch]:
+    """Yield the rows in order, in batches of at most `limit` tokens, or of one row."""
     sequences: list[Any] = []
     num_tokens = 0
-    limit = max_tokens if one_pass else 8 * max_tokens
     for row in range(len(dataset)):
         sequence = dataset[row]
         if sequences and num_tokens + len(sequence) > limit:

@@ -5,12 +5,14 @@ What they raise is kept until all passes of the evaluation are over: other proce
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from peft_mux.data.batch import IGNORE_INDEX
+from peft_mux.errors import MetricsError
 from peft_mux.task import Task
 
 
@@ -28,30 +30,45 @@ class OwnMetrics:
         """Start without rows."""
         self.task = task
         self.error: Exception | None = None
-        self._predictions: list[np.ndarray] = []
-        self._labels: list[np.ndarray] = []
+        self._rows: dict[int, tuple[list[np.ndarray], list[np.ndarray]]] = {}
 
-    def add(self, logits: Sequence[torch.Tensor], labels: Sequence[np.ndarray]) -> None:
-        """Take in the logits of some sequences, `[L, V]` or `[C]` each, and their labels, `[L]` or a number."""
-        for row_logits, row_labels in zip(logits, labels, strict=True):
-            if self.error is not None:
-                return
-            try:
-                self._predictions.append(self._prediction(row_logits, row_labels))
-            except Exception as error:
-                self.error = error
-            self._labels.append(row_labels)
+    def add(self, number: int, logits: Sequence[torch.Tensor], labels: Sequence[np.ndarray]) -> None:
+        """Take in the logits of a batch's sequences, `[L, V]` or `[C]` each, and their labels, `[L]` or a number.
+
+        Args:
+            number: of the batch, in the order of the rows.
+            logits: of each sequence.
+            labels: likewise.
+        """
+        if self.error is not None:
+            return
+        try:
+            predictions = [self._prediction(*row) for row in zip(logits, labels, strict=True)]
+        except Exception as error:
+            self.error = error
+            return
+        self._rows[number] = predictions, list(labels)
+
+    def share(self, gather: Callable[[Any], list[Any]]) -> None:
+        """Take in the rows and the error of all processes; every one of them calls this."""
+        told = gather((self._rows, None if self.error is None else f"{type(self.error).__name__}: {self.error}"))
+        self._rows = {number: rows for one, _ in told for number, rows in one.items()}
+        failure = next((failure for _, failure in told if failure is not None), None)
+        if failure is not None and self.error is None:
+            self.error = MetricsError(failure)
 
     def result(self) -> dict[str, float] | None:
         """Return what `compute_metrics` makes of them; `None` where it has failed, or no row came."""
-        if not self._predictions or self.error is not None:
+        if not self._rows or self.error is not None:
             return None
         from transformers import EvalPrediction
 
         compute_metrics = self.task.compute_metrics
         assert compute_metrics is not None, "only made for tasks with compute_metrics"
         try:
-            predictions, labels = _stack(self._predictions), _stack(self._labels)
+            batches = [self._rows[number] for number in sorted(self._rows)]
+            predictions = _stack([row for rows, _ in batches for row in rows])
+            labels = _stack([row for _, rows in batches for row in rows])
             found = compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
             return {key if key.startswith("eval_") else f"eval_{key}": float(value) for key, value in found.items()}
         except Exception as error:

@@ -7,7 +7,7 @@ import logging
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.work import StepExecutor
 from peft_mux.errors import ConfigError, MetricsError, ProcessError
-from peft_mux.evaluation import evaluate_task
+from peft_mux.evaluation import RowShare, evaluate_task
 from peft_mux.run_log import RunLog
 from peft_mux.saving import Saver
 from peft_mux.task import TaskStatus
@@ -25,10 +25,17 @@ class TaskEvaluator:
         max_tokens: of one pass.
         log: takes the metrics.
         saver: keeps the best adapters.
+        share: of the rows that this process evaluates.
     """
 
     def __init__(
-        self, executor: StepExecutor, collator: ChunkPackingCollator, max_tokens: int, log: RunLog, saver: Saver
+        self,
+        executor: StepExecutor,
+        collator: ChunkPackingCollator,
+        max_tokens: int,
+        log: RunLog,
+        saver: Saver,
+        share: RowShare,
     ) -> None:
         """Remember what to evaluate with."""
         self.executor = executor
@@ -36,6 +43,7 @@ class TaskEvaluator:
         self.max_tokens = max_tokens
         self.log = log
         self.saver = saver
+        self.share = share
 
     def metrics(self, run: TaskRun) -> dict[str, float]:
         """Return a task's metrics and change nothing.
@@ -45,7 +53,9 @@ class TaskEvaluator:
         """
         if run.eval_data is None:
             raise ConfigError(f"tasks.{run.name}.eval_dataset: got None; allowed: held-out rows, to evaluate the task.")
-        return evaluate_task(self.executor, run.task, run.eval_data, self.collator, max_tokens=self.max_tokens)
+        return evaluate_task(
+            self.executor, run.task, run.eval_data, self.collator, max_tokens=self.max_tokens, share=self.share
+        )
 
     def evaluate(self, run: TaskRun) -> dict[str, float]:
         """Evaluate a running task, log what came out, and stop it where its early stopping says so.
