@@ -14,7 +14,7 @@ from peft_mux.data.batch import TaskBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.work import StepExecutor
 from peft_mux.errors import ConfigError, MetricsError, closest
-from peft_mux.own_metrics import OwnMetrics
+from peft_mux.own_metrics import OwnMetrics, told_of
 from peft_mux.task import Task
 
 
@@ -119,20 +119,21 @@ def _own_metrics(
     executor: StepExecutor, task: Task, dataset: Any, collator: ChunkPackingCollator, max_tokens: int, share: RowShare
 ) -> tuple[dict[str, float] | None, Exception | None]:
     """Return what the task's `compute_metrics` gives, or what it raises; neither where this process has no logits."""
-    own = OwnMetrics(task)
+    own, has_logits = OwnMetrics(task), False
     for number, batch in share.of(_batches(task.name, dataset, max_tokens)):
         (micro_batch,) = collator.micro_batches([batch], max_tokens=batch.num_tokens)
         logits = executor.sequence_logits(micro_batch)
+        has_logits = logits is not None
         if logits is not None and number is not None:
             own.add(number, logits, list(_labels(batch, micro_batch)))
     if share.num_replicas > 1:
-        own.share(share.gather)
+        own.share(share.gather, keeps=has_logits)
     return own.result(), own.error
 
 
 def _of_all(executor: StepExecutor, metrics: dict[str, float] | None, error: Exception | None) -> dict[str, float]:
     """Return the metrics of the first process that has them, or fail where one has failed."""
-    told = executor.gather((metrics, None if error is None else f"{type(error).__name__}: {error}"))
+    told = executor.gather((metrics, told_of(error)))
     if len(told) == 1 and error is not None:
         raise error
     failure = next((failure for _, failure in told if failure is not None), None)

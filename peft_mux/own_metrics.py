@@ -49,10 +49,15 @@ class OwnMetrics:
             return
         self._rows[number] = predictions, list(labels)
 
-    def share(self, gather: Callable[[Any], list[Any]]) -> None:
-        """Take in the rows and the error of all processes; every one of them calls this."""
-        told = gather((self._rows, None if self.error is None else f"{type(self.error).__name__}: {self.error}"))
-        self._rows = {number: rows for one, _ in told for number, rows in one.items()}
+    def share(self, gather: Callable[[Any], list[Any]], *, keeps: bool) -> None:
+        """Take in the rows and the error of all processes; every one of them calls this.
+
+        Args:
+            gather: returns what every process gives it.
+            keeps: whether this process computes metrics; others only give what they have.
+        """
+        told = gather((self._rows, told_of(self.error)))
+        self._rows = {number: rows for one, _ in told for number, rows in one.items()} if keeps else {}
         failure = next((failure for _, failure in told if failure is not None), None)
         if failure is not None and self.error is None:
             self.error = MetricsError(failure)
@@ -80,6 +85,13 @@ class OwnMetrics:
         if preprocess is not None:
             logits = preprocess(logits[None], torch.as_tensor(labels)[None])[0]
         return logits.float().cpu().numpy() if logits.is_floating_point() else logits.cpu().numpy()
+
+
+def told_of(error: Exception | None) -> str | None:
+    """Return what other processes are told of an error: its kind and message; of one that was told, that alone."""
+    return (
+        None if error is None else str(error) if isinstance(error, MetricsError) else f"{type(error).__name__}: {error}"
+    )
 
 
 def _stack(rows: list[np.ndarray]) -> np.ndarray:

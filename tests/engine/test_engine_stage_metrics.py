@@ -1,4 +1,4 @@
-"""Metrics of a task's own in layouts of parts: computed where the logits are, and the same on every process."""
+"""Metrics of a task's own in any layout: from rows that replicas share, and the same on every process."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ LAYOUTS = {
     "pp2": (2, {**PP2, "pipeline_schedule": "interleaved_1f1b"}),
     "tp2": (2, {"tensor_parallel_size": 2}),
     "unequal": (3, {"replicas": "<1,2>, <1,1>"}),
+    "dp3": (3, {}),
+    "fsdp2": (2, {"shard_backbone": True}),
 }
 
 
@@ -81,12 +83,15 @@ def test_only_processes_with_logits_call_the_functions_of_tasks(
         "pp2": [0, alone.num_calls],
         "tp2": [alone.num_calls] * 2,
         "unequal": [0, alone.num_calls, alone.num_calls],
+        "dp3": [alone.num_calls] * 3,
+        "fsdp2": [alone.num_calls] * 2,
     }
 
 
-def test_a_classifier_in_stages_has_the_metrics_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arguments", [PP2, {}], ids=["stages", "replicas"])
+def test_a_classifier_in_parts_has_the_metrics_of_one_process(arguments: dict[str, int], tmp_path: Path) -> None:
     one = cases.train_classifier(0, tmp_path / "one", {})
-    parts = values(launch(2, cases.train_classifier, tmp_path / "two", PP2, limit_s=120))
+    parts = values(launch(2, cases.train_classifier, tmp_path / "two", arguments, limit_s=120))
     assert [len(part.evaluations["sorted"]) for part in parts] == [3, 3]
     for part in parts:
         for found, wanted in zip(part.evaluations["sorted"], one.evaluations["sorted"], strict=True):
