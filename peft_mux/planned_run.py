@@ -172,7 +172,8 @@ class PlannedRun:
             return None
         times = None if layout.are_alike else run_time_model(self._planner_of_model(), runs, layout)
         policy: Any = self.args.dispatch
-        shares = ReplicaShares(layout, times, processes, policy=policy, clock=self._clock)
+        cuts_rows = self.args.split_long_sequences
+        shares = ReplicaShares(layout, times, processes, policy=policy, clock=self._clock, cuts_rows=cuts_rows)
         return Dispatcher(plan, self._collator, processes, layout, shares, self._ahead)
 
     @property

@@ -81,6 +81,8 @@ class ReplicaShares:
         time_limit_s: after which the best dispatch found so far is taken.
         solver: name of a PuLP solver, a PuLP solver itself, or None for the bundled CBC.
         clock: to go on with, such as that of the shares which these take the place of.
+        cuts_rows: rows that are longer than any replica holds in a pass are computed in parts; they count as rows of
+            the most tokens that one holds, and so go to the largest replicas.
 
     Attributes:
         clock: what dispatching has cost here.
@@ -108,9 +110,10 @@ class ReplicaShares:
         time_limit_s: float = DEFAULT_TIME_LIMIT_S,
         solver: Any = None,
         clock: DispatchClock | None = None,
+        cuts_rows: bool = False,
     ) -> None:
         """Check and remember; start no thread yet."""
-        self.layout, self.time_model, self.policy = layout, time_model, policy
+        self.layout, self.time_model, self.policy, self.cuts_rows = layout, time_model, policy, cuts_rows
         self.processes = processes or Processes()
         self.clock = clock or DispatchClock()
         self.expected_s: tuple[float, ...] = ()
@@ -153,12 +156,12 @@ class ReplicaShares:
         groups = self._known_groups()
         longest = max((group.max_tokens for group in groups), default=0)
         too_long = next((one for one in batch.sequences if len(one) > longest), None)
-        if not groups or too_long is None:
+        if not groups or too_long is None or self.cuts_rows:
             return None
         return (
             f"row {too_long.row} has {len(too_long)} tokens; allowed: at most {longest}, the most that a replica of "
-            f"{self.layout} can hold. Set max_length={longest}, or add a replica of more processes: peft-mux plan "
-            "--deployment shows which."
+            f"{self.layout} can hold. Set max_length={longest} or split_long_sequences=True, or add a replica of more "
+            "processes: peft-mux plan --deployment shows which."
         )
 
     # ---------------------------------------------------------------- one step
@@ -176,7 +179,7 @@ class ReplicaShares:
             return
         if self._pending is not None or any(self.refusal(batch) is not None for batch in batches):
             return
-        self._submit(_key(batches))
+        self._submit(self._key(batches))
 
     def begin(self, batches: Sequence[TaskBatch]) -> None:
         """Decide where the sequences of a step go; `divide` then tells it, hTask by hTask.
@@ -261,7 +264,7 @@ class ReplicaShares:
     def _solve(self, batches: Sequence[TaskBatch]) -> tuple[np.ndarray, tuple[float, ...]]:
         """Return the replica of each sequence and the predicted seconds of each replica; on rank 0 only."""
         started = time.perf_counter()
-        key = _key(batches)
+        key = self._key(batches)
         is_ahead = self._pending == key
         if not is_ahead:
             self._drop_pending()
@@ -284,6 +287,14 @@ class ReplicaShares:
         self._planner.submit(lengths, interval=self._interval or interval_tokens(max(lengths)))
         self._pending = key
 
+    def _key(self, batches: Sequence[TaskBatch]) -> _Key:
+        """Return what a dispatch depends on; a row that is cut counts as one of the most tokens that a pass holds."""
+        longest = max((group.max_tokens for group in self._known_groups()), default=0)
+        return tuple(
+            (batch.task, batch.step, tuple(min(len(sequence), longest) for sequence in batch.sequences))
+            for batch in batches
+        )
+
     def _drop_pending(self) -> None:
         if self._pending is not None and self._planner is not None:
             self._planner.result()
@@ -292,7 +303,7 @@ class ReplicaShares:
     def _dealt(self, found: StepDispatch, batches: Sequence[TaskBatch]) -> np.ndarray:
         """Return the replica of each sequence: a bucket is dealt evenly over tasks, and within these over lengths."""
         tasks = np.repeat(np.arange(len(batches)), [len(batch.sequences) for batch in batches])
-        lengths = np.array([len(sequence) for batch in batches for sequence in batch.sequences], dtype=np.int64)
+        lengths = np.array([length for _, _, own in self._key(batches) for length in own], dtype=np.int64)
         buckets = found.bucketing.bucket_of(lengths.tolist())
         places = [place for group in self._groups for place in self._replicas_of(group)]
         counts = [replica for group in found.dispatch.replica_counts for replica in group]
@@ -318,10 +329,6 @@ class ReplicaShares:
 
     def _replicas_of(self, group: ReplicaGroup) -> list[int]:
         return [place for place, config in enumerate(self.layout.replicas) if config == group.config]
-
-
-def _key(batches: Sequence[TaskBatch]) -> _Key:
-    return tuple((batch.task, batch.step, tuple(map(len, batch.sequences))) for batch in batches)
 
 
 def _require_times(layout: ParallelLayout, time_model: ReplicaTimeModel | None) -> None:

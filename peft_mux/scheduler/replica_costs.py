@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from peft_mux.scheduler.cost_model import CostModel
+from peft_mux.scheduler.deployment_space import count_plans
 from peft_mux.scheduler.hardware import Cluster
 from peft_mux.scheduler.link import Link
 from peft_mux.scheduler.loads import TaskLoad
@@ -28,6 +29,8 @@ _LEAST_INTERVAL_TOKENS = 16
 _MOST_INTERVAL_TOKENS = 256
 """Of L section 4.3."""
 _INTERVALS = 64
+_MOST_DEPLOYMENTS = 20_000
+"""Of which all can be gone through in seconds."""
 _MANY_TOKENS = 2**40
 
 
@@ -72,15 +75,28 @@ def interval_tokens(longest: int) -> int:
 
 
 def candidate_configs(facts: ReplicaFacts, num_devices: int) -> tuple[ParallelConfig, ...]:
-    """Return the configurations that can be deployed: degrees that are powers of two, on at most `num_devices`.
+    """Return the configurations that can be deployed: shards by powers of two, on at most `num_devices`.
 
-    There are no more stages than layers, and only what the backbone supports. L has other depths too: its plan for 32B
-    (Table 2) has <1,6>. They are left out, as deployments that mix replicas of any size are too many to go through.
+    Depths of pipelines are all those that leave the largest stage fewer layers than the next smaller depth does, as in
+    L's <1,6> (Table 2). Where deployments that mix replicas of so many sizes are too many to go through, depths are
+    powers of two as well.
     """
-    powers = [2**power for power in range(num_devices.bit_length()) if 2**power <= num_devices]
-    configs = [ParallelConfig(tp, pp) for tp in powers for pp in powers if tp * pp <= num_devices]
-    configs = [config for config in configs if config.pp <= facts.shape.num_layers and facts.supports(config)]
-    return tuple(sorted(configs, key=lambda config: (config.num_gpus, config)))
+    most = min(num_devices, facts.shape.num_layers)
+    layers = [-(-facts.shape.num_layers // depth) for depth in range(1, most + 1)]
+    depths = [depth for depth in range(1, most + 1) if depth == 1 or layers[depth - 1] < layers[depth - 2]]
+    configs = _configs(facts, num_devices, depths)
+    if configs and count_plans(num_devices, [config.num_gpus for config in configs]) <= _MOST_DEPLOYMENTS:
+        return configs
+    return _configs(facts, num_devices, _powers_of_two(most))
+
+
+def _configs(facts: ReplicaFacts, num_devices: int, depths: Sequence[int]) -> tuple[ParallelConfig, ...]:
+    every = (ParallelConfig(tp, pp) for tp in _powers_of_two(num_devices) for pp in depths if tp * pp <= num_devices)
+    return tuple(sorted(filter(facts.supports, every), key=lambda config: (config.num_gpus, config)))
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [2**power for power in range(most.bit_length()) if 2**power <= most]
 
 
 def memory_tokens(facts: ReplicaFacts, config: ParallelConfig) -> int | None:

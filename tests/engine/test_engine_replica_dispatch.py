@@ -131,6 +131,21 @@ def test_a_sequence_that_no_replica_holds_is_refused_by_task_and_row() -> None:
         shares_of().begin(batches)
 
 
+def test_rows_that_are_cut_go_to_the_largest_replica_whatever_their_length() -> None:
+    batches = [cases.batch_of("chat", (10, 200, 31)), cases.batch_of("books", (20, 5000, 1025))]
+    shares = shares_of(cuts_rows=True)
+    assert [shares.refusal(batch) for batch in batches] == [None, None]
+    divided = shares.divide(batches)
+    assert_complete(divided, batches)
+    own = lengths_by_replica(divided, batches)
+    assert {1025, 5000} <= set(own[2])
+    assert max(max(own[replica], default=0) for replica in (0, 1, 3)) <= 256
+    shares.prepare([cases.batch_of("books", (5000,), step=1)])
+    shares.begin([cases.batch_of("books", (4000,), step=1)])  # both are cut, and so cost the same
+    assert shares.clock.num_ahead == 1
+    shares.close()
+
+
 def test_a_refusal_can_be_asked_for_before_a_step() -> None:
     shares = shares_of()
     assert shares.refusal(cases.batch_of("chat", (1024,))) is None
