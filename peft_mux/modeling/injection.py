@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, TaskType
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from peft_mux.errors import ConfigError, Fault, raise_faults
 from peft_mux.modeling.layers import detach
 from peft_mux.modeling.support import HEAD_NAMES, peft_config_faults, target_faults
 from peft_mux.task import check_task_names, name_fault
+
+_ENTRIES = ("_modules", "_parameters", "_keys")
+"""Where torch's dictionaries of modules and parameters hold what is in them."""
 
 
 def check_configs(peft_configs: Mapping[str, PeftConfig], backbone: Any, taken: tuple[str, ...]) -> None:
@@ -83,6 +87,40 @@ def as_it_was(backbone: Any) -> Iterator[None]:
         for name, parameter in backbone.named_parameters():
             parameter.requires_grad_(flags.get(name, True))
         raise
+
+
+@contextmanager
+def hidden_adapters(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Take the adapters out of all tuned layers for the time of the block, and put them back in their order.
+
+    PEFT goes through all modules several times for each adapter that it adds, those of other adapters included, so that
+    many tasks would take time by the square of their number; and it has nothing to do with those. Heads of tasks stay.
+
+    Yields:
+        A function that hides what has been added since, too.
+    """
+    taken: dict[nn.Module, dict[str, dict[str, Any]]] = {}
+
+    def hide() -> None:
+        for layer in [module for module in model.modules() if isinstance(module, LoraLayer)]:
+            for child in layer.children():
+                if isinstance(child, nn.ModuleDict | nn.ParameterDict):
+                    own = taken.setdefault(child, {field: {} for field in _ENTRIES if field in child.__dict__})
+                    for field, entries in own.items():
+                        entries.update(child.__dict__[field])
+                        child.__dict__[field].clear()
+
+    hide()
+    try:
+        yield hide
+    finally:
+        for child, own in taken.items():
+            for field, entries in own.items():
+                entries.update(child.__dict__[field])
+                child.__dict__[field].update(entries)
+                # Entries of before come first, whatever was added meanwhile.
+                for key in entries:
+                    child.__dict__[field][key] = child.__dict__[field].pop(key)
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from torch import nn
 
 from peft_mux.errors import CheckpointError, ConfigError, closest
 from peft_mux.modeling import adapters as adapter_io
-from peft_mux.modeling.injection import check_configs, is_meta, own_copy, peft_refusals, seeded
+from peft_mux.modeling.injection import check_configs, hidden_adapters, is_meta, own_copy, peft_refusals, seeded
 from peft_mux.modeling.layers import attach
 from peft_mux.modeling.lora_pass import LoraGroups
 from peft_mux.modeling.pieces import Piece
@@ -208,16 +208,20 @@ class TaskRegistry(PeftModel):
     ) -> None:
         before = self.tasks
         try:
-            for name, config in peft_configs.items():
-                adapter = self._next_adapter
-                own = own_copy(config, self.backbone)
-                with seeded(seeds.get(name, 42)), peft_refusals(name), self._forgetting(adapter):
-                    self.add_adapter(adapter, own, low_cpu_mem_usage=is_meta(self.backbone))
-                self._given_configs[name] = config.to_dict()
-                self._adopt(name, adapter, num_labels.get(name), seeds.get(name, 42))
+            with hidden_adapters(self.backbone) as hide:
+                for name, config in peft_configs.items():
+                    adapter = self._next_adapter
+                    own = own_copy(config, self.backbone)
+                    with seeded(seeds.get(name, 42)), peft_refusals(name), self._forgetting(adapter):
+                        self.add_adapter(adapter, own, low_cpu_mem_usage=is_meta(self.backbone))
+                    self._given_configs[name] = config.to_dict()
+                    self._adopt(name, adapter, num_labels.get(name), seeds.get(name, 42))
+                    hide()
         except ConfigError:
             self.remove_tasks([name for name in self.tasks if name not in before])
             raise
+        finally:
+            self._take_stock()
 
     @contextmanager
     def _forgetting(self, adapter: str) -> Iterator[None]:
@@ -230,7 +234,7 @@ class TaskRegistry(PeftModel):
             raise
 
     def _adopt(self, name: str, adapter: str, num_labels: int | None, seed: int) -> None:
-        """Take an injected adapter in: its head, its layers, its parameters."""
+        """Take an injected adapter in: its head and its parameters."""
         self._adapters[name] = adapter
         self._num_registered += 1
         if not self.active_adapter:
@@ -239,8 +243,6 @@ class TaskRegistry(PeftModel):
         self._drop_heads_from_targets(adapter)
         if self.is_classifier:
             adapter_io.prepare_head(self.backbone, adapter, num_labels, seed, is_new=self._is_head_new)
-        attach(self.backbone, self.stream)
-        self._module_names = {module: module_name for module_name, module in self.backbone.named_modules()}
         marker = f".{adapter}"
         self._task_parameters[name] = {
             key.replace(marker, "", 1): parameter
@@ -249,6 +251,11 @@ class TaskRegistry(PeftModel):
         }
         if not is_meta(self.backbone):
             self._slabs[name] = TaskSlab(self._task_parameters[name])
+
+    def _take_stock(self) -> None:
+        """Multiplex layers that are newly adapted, and let all tasks train."""
+        attach(self.backbone, self.stream)
+        self._module_names = {module: name for name, module in self.backbone.named_modules()}
         self._groups.clear()
         self._mark_trainable()
 
