@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.modeling import losses
+from peft_mux.modeling.injection import is_meta
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.shape import model_shape
 from peft_mux.profiling_subject import config_of, plain_backbone, shortened_config
@@ -46,7 +47,8 @@ def activation_bytes_per_token(
         with _Described(), _no_autocast_on_meta():
             described = _description(model, computed)
             kept = _Kept(described)
-            _forward(described, _batch(described, lengths), kept)
+            with _training(described):
+                _forward(described, _batch(described, lengths), kept)
     except (NotImplementedError, RuntimeError) as error:
         warnings.warn(
             f"activations are estimated by formula, as the forward does not run without data: {error}",
@@ -58,13 +60,25 @@ def activation_bytes_per_token(
 
 
 def _description(model: MultiTaskPeftModel, dtype: torch.dtype) -> MultiTaskPeftModel:
-    """Return the model anew, without data."""
+    """Return the model without data: itself, if it has none, else made anew."""
     given = plain_backbone(model)
+    if is_meta(given) and given.dtype == dtype and model.num_stages * model.num_shards == 1:
+        return model
     with torch.device("meta"):
         backbone = type(given)(shortened_config(given.config, None)).to(dtype)
     configs = {name: model.peft_config[model.adapter_of(name)] for name in model.tasks}
-    described = MultiTaskPeftModel(backbone, configs, verify=False)
-    return described.train()
+    return MultiTaskPeftModel(backbone, configs, verify=False)
+
+
+@contextmanager
+def _training(model: MultiTaskPeftModel) -> Iterator[None]:
+    """Let a model train for the time of the block."""
+    before = model.training
+    model.train()
+    try:
+        yield
+    finally:
+        model.train(before)
 
 
 def _batch(model: MultiTaskPeftModel, lengths: Sequence[int]) -> MuxBatch:

@@ -295,9 +295,11 @@ def test_counting_neither_needs_weights_nor_changes_the_model() -> None:
     model = a_model()
     with torch.device("meta"):
         described = a_model(a_backbone())
+    described.eval()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     assert activation_bytes_per_token(described, LENGTHS) == activation_bytes_per_token(model, LENGTHS)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not described.training
     assert torch.autocast is not None
     assert torch.is_autocast_enabled("cpu") is False
 
