@@ -15,6 +15,7 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.modeling import losses
 from peft_mux.modeling.injection import is_meta
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.quantized import quantized_layers
 from peft_mux.modeling.shape import model_shape
 from peft_mux.profiling_subject import config_of, plain_backbone, shortened_config
 from peft_mux.scheduler import memory
@@ -60,9 +61,11 @@ def activation_bytes_per_token(
 
 
 def _description(model: MultiTaskPeftModel, dtype: torch.dtype) -> MultiTaskPeftModel:
-    """Return the model without data: itself, if it has none, else made anew."""
+    """Return the model without data: itself, if it has none and would run so, else made anew."""
     given = plain_backbone(model)
-    if is_meta(given) and given.dtype == dtype and model.num_stages * model.num_shards == 1:
+    is_whole = model.num_stages * model.num_shards == 1
+    is_quantized = next(quantized_layers(given), None) is not None  # its layers compute on nothing but data
+    if is_meta(given) and given.dtype == dtype and is_whole and not is_quantized:
         return model
     with torch.device("meta"):
         backbone = type(given)(shortened_config(given.config, None)).to(dtype)
