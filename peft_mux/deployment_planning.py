@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _BATCHES_IN_SAMPLE = 100
 """As in L section 4.2."""
 _BUDGET_S = 20.0
-"""For solving, of which every report says by how much its plan could be missing the best."""
+"""For solving; reports say by how much what was not solved to the end could be faster."""
 _TIME_LIMIT_S = 2.5
 """Likewise, of one deployment."""
 _PLANS_WITHOUT_PROPOSAL = 20_000

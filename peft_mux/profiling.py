@@ -115,7 +115,7 @@ def software_versions(device: str) -> dict[str, str]:
         device: name or type of one; only of a CPU's does the version of CUDA not matter.
     """
     versions = {"torch": torch.__version__, "profile": _PART_VERSION}
-    if device != "cpu" and torch.version.cuda is not None:
+    if not device.startswith("cpu") and torch.version.cuda is not None:
         versions["cuda"] = str(torch.version.cuda)
     return versions
 

@@ -93,7 +93,7 @@ def plan_deployment(
         solver: name of a PuLP solver such as "HiGHS", a PuLP solver itself, or None for the bundled CBC.
         time_limit_s: for one deployment.
         budget_s: for solving all of them, or None; when it is spent, the best so far is taken, and the statistics say
-            by how much another one could be faster at most.
+            by how much one that was not solved to the end could be faster at most.
         relative_gap: how far from its optimum each solution may be.
         max_candidates: rows of the plan's table; the statistics count all.
         max_plans: most combinations that are looked at.

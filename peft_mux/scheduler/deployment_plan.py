@@ -48,7 +48,8 @@ class PlanningStatistics:
         num_over_threshold: dropped by Theorem 1 and the threshold.
         num_out_of_reach: dropped as their bound exceeds a time that was reached.
         num_unreached: that the budget left no time for, though they might be faster.
-        gap: by how much of the plan's time, in the form of L Eq. 2, one of these could be faster at most.
+        gap: by how much of the plan's time, in the form of L Eq. 2, one of these, or one that the solver did not end,
+            could be faster at most.
         num_solved: given to the solver.
         num_bound_met: settled without it, as a rule was as fast as the bound.
         num_time_limits: of these, stopped by the solver's time limit.
@@ -245,12 +246,13 @@ class DeploymentPlan:
 
 
 def _budget_lines(stats: PlanningStatistics) -> list[str]:
-    """Return what is not known of a plan whose search was ended by the budget."""
-    if not stats.num_unreached:
+    """Return what is not known of a plan whose search was ended by its time, or a solver by its own."""
+    if not stats.gap:
         return []
+    spent = f"the time for planning was spent before {stats.num_unreached} deployments were tried; "
     return [
-        f"  the time for planning was spent before {stats.num_unreached} deployments were tried; none of them is more "
-        f"than {stats.gap:.1%} faster"
+        f"  {spent if stats.num_unreached else ''}no deployment that was not solved to the end is more than "
+        f"{stats.gap:.1%} faster"
     ]
 
 

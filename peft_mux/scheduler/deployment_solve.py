@@ -58,7 +58,8 @@ class Search:
         answers: of each deployment that was solved, by its row.
         best: row of the fastest.
         unreached: rows of deployments that might be faster, and that the budget left no time for.
-        gap: by how much of its time one of these could be faster than the best at most; 0 without any.
+        gap: by how much of its time the best could be beaten at most, by one of these or by one that the solver did not
+            end; 0 without any.
         solve_s: that solving took.
     """
 
@@ -83,6 +84,11 @@ class PlanAnswer:
     step_s: float
     how: str
     error: str = ""
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no better answer is left to be found."""
+        return self.how in ("solved", "bound met")
 
 
 _Job = tuple[DispatchProblem, float, SolverOptions]
@@ -159,7 +165,8 @@ def search(
         reached = run.walk()
     run.answers.setdefault(run.best_row, PlanAnswer(run.best_s, "time limit"))  # by rules, and then no time was left
     unreached = [row for row in range(reached, len(plans)) if row not in run.answers and run.would_gain(row)]
-    gap = 1 - min(bounds_s[unreached], default=run.best_s) / run.best_s
+    unsettled = [row for row, answer in run.answers.items() if not answer.is_settled and run.would_gain(row)]
+    gap = 1 - min(bounds_s[[*unreached, *unsettled]], default=run.best_s) / run.best_s
     return Search(run.answers, run.best_row, frozenset(unreached), float(gap), time.perf_counter() - start)
 
 
