@@ -7,7 +7,10 @@ TORCH_SPEC ?= torch==2.13.0
 # One process a core; each computes on one thread.
 PYTEST_ARGS ?= --numprocesses auto --dist loadfile
 
-.PHONY: demo test test-slow lint types bench plan clean
+# Slow tests that CI runs too: checkpoints and kills, layouts of processes, evaluation, examples on real data.
+SLOW_CI := tests/checkpoint tests/engine tests/evaluation tests/examples
+
+.PHONY: demo test test-slow-ci test-slow lint types shape bench clean
 
 # torch comes first and on its own, so that its CPU build is taken where the index offers one.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -19,9 +22,15 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: $(VENV)/.ready
 	$(BIN)/python -m peft_mux demo
 
+# The fast tests; those of real inputs read ../shared/data, and are skipped where there is none.
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+# Less than 15 minutes on 2 cores.
+test-slow-ci: $(VENV)/.ready
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "slow and not gpu" $(SLOW_CI)
+
+# All slow tests, one after another.
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slow and not gpu"
 
@@ -32,8 +41,13 @@ lint: $(VENV)/.ready
 types: $(VENV)/.ready
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+# The structure in numbers; side by side with another checkout: make shape CHECKOUTS="/tmp/before ."
+CHECKOUTS ?= .
+shape:
+	@$(PYTHON) tools/shape.py $(CHECKOUTS)
+
 bench: $(VENV)/.ready
-	$(BIN)/python -m benchmarks.throughput
+	$(BIN)/python -m benchmarks.training.throughput
 
 clean:
 	rm -rf $(VENV) runs

@@ -1,1 +1,1 @@
-"""Benchmarks of peft_mux; run them from the repository root as `python -m benchmarks.<name>`."""
+"""Benchmarks of peft_mux; run them from the repository root as README.md says."""

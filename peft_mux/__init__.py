@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from peft_mux.modeling.model import MultiTaskPeftModel
     from peft_mux.scheduler.plan import Plan
     from peft_mux.task import EarlyStopping, Task, TaskStatus
-    from peft_mux.trainer import MultiTaskTrainer
+    from peft_mux.trainer.trainer import MultiTaskTrainer
 
 try:
     __version__ = version("peft-mux")
@@ -38,7 +38,7 @@ _HOMES = {
     "EarlyStopping": "task",
     "MemoryBudgetError": "errors",
     "MultiTaskPeftModel": "modeling.model",
-    "MultiTaskTrainer": "trainer",
+    "MultiTaskTrainer": "trainer.trainer",
     "MultiTaskTrainingArguments": "arguments",
     "MuxBatch": "data.batch",
     "PeftMuxError": "errors",

@@ -15,10 +15,11 @@ import torch
 from transformers import TrainingArguments
 
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults
-from peft_mux.scheduler.dispatch import Policy
-from peft_mux.scheduler.pipeline_template import SCHEDULES
-from peft_mux.scheduler.plan import POLICIES
-from peft_mux.task import Task, hyper_parameter_faults, supported_optimizers, supported_schedules
+from peft_mux.hyper_parameters import HyperParameters, hyper_parameter_faults, supported_optimizers, supported_schedules
+from peft_mux.scheduler.dispatching.dispatch import Policy
+from peft_mux.scheduler.pipeline.template import SCHEDULES
+from peft_mux.scheduler.planner.policies import policy_names
+from peft_mux.task import Task
 
 OVERLONG_POLICIES = ("truncate", "drop", "error")
 QUARANTINE_POLICIES = ("quarantine", "stop")
@@ -155,39 +156,14 @@ class MultiTaskTrainingArguments(TrainingArguments):
         return dict(options) if isinstance(options, dict) else {}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HyperParameters:
-    """A task's settings with the gaps filled from the run's arguments; names as in `Task`.
-
-    Attributes:
-        eval_steps: evaluate every so many steps; 0 for never, -1 for at the end of each epoch.
-        save_steps: write a checkpoint of this task alone every so many steps; 0 for never.
-    """
-
-    train_batch_size: int
-    learning_rate: float
-    num_train_epochs: float
-    max_steps: int
-    weight_decay: float
-    lr_scheduler_type: str
-    lr_scheduler_kwargs: dict[str, Any] | None
-    warmup_steps: float
-    max_grad_norm: float
-    optim: str
-    optim_args: str | None
-    adam_beta1: float
-    adam_beta2: float
-    adam_epsilon: float
-    seed: int
-    max_length: int
-    eval_steps: int
-    save_steps: int
-
-
 def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
-    """Return the settings that a task trains with.
+    """Return the settings that a task trains with: its own, and those of the run where it has none.
 
     A task that sets only one of `max_steps` and `num_train_epochs` is held to that one.
+
+    Args:
+        task: the task, whose `None` settings are filled in.
+        args: the arguments of the run, which hold the defaults of all tasks.
     """
 
     def pick(name: str) -> Any:
@@ -195,6 +171,7 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
         value = getattr(args, name) if own is None else own
         return getattr(value, "value", value)
 
+    # `max_steps` takes precedence over epochs, so the run's own would override the epochs of this task.
     max_steps = pick("max_steps")
     if task.max_steps is None and task.num_train_epochs is not None:
         max_steps = -1
@@ -213,9 +190,16 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
 
 
 def task_arguments(hyper: HyperParameters, args: MultiTaskTrainingArguments) -> MultiTaskTrainingArguments:
-    """Return a copy of the run's arguments with one task's settings, for code that reads `TrainingArguments`."""
+    """Return a copy of the run's arguments with one task's settings, for code that reads `TrainingArguments`.
+
+    Args:
+        hyper: the settings of the task, complete.
+        args: the arguments of the run; they are not changed.
+    """
+    # Copied, not made anew: `__post_init__` would check and complete every field a second time.
     own = copy.copy(args)
     for item in fields(HyperParameters):
+        # TrainingArguments has `train_batch_size` as a property that cannot be set.
         if item.name not in ("train_batch_size", "max_length"):
             setattr(own, item.name, getattr(hyper, item.name))
     own.max_length = hyper.max_length
@@ -230,6 +214,7 @@ def _eval_steps(task: Task, args: MultiTaskTrainingArguments) -> int:
     strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
     if strategy == "steps":
         return int(args.eval_steps or args.logging_steps)
+    # Early stopping must see its metric: at least once an epoch, even where the run asks for no evaluation.
     if strategy == "epoch" or task.early_stopping is not None:
         return -1
     return 0
@@ -263,6 +248,7 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     }
     for name, minimum in integers.items():
         value = getattr(args, name)
+        # `True` is an int in Python, but not a number that anyone means here.
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
             faults.append(Fault(f"args.{name}", repr(value), f"an integer of at least {minimum}"))
     for name in ("chunk_size", "eval_steps", "save_total_limit"):
@@ -278,7 +264,7 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         )
     for name, options in {
         "overlong_policy": OVERLONG_POLICIES,
-        "planner": POLICIES,
+        "planner": policy_names(),
         "pipeline_schedule": SCHEDULES,
         "dispatch": get_args(Policy),
         "quarantine_policy": QUARANTINE_POLICIES,
@@ -289,6 +275,7 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         "lr_scheduler_type": supported_schedules(),
     }.items():
         value = getattr(args, name)
+        # transformers makes some of them enums, others stay texts.
         value = getattr(value, "value", value)
         if value not in options:
             faults.append(Fault(f"args.{name}", repr(value), ", ".join(options), closest(str(value), options)))
@@ -299,6 +286,7 @@ def _refused_fields(args: MultiTaskTrainingArguments) -> list[Fault]:
     faults = []
     own = MultiTaskTrainingArguments.__annotations__
     for item in fields(args):
+        # Fields that are not among the constructor's arguments are derived from the others.
         if item.name in _HONOURED or item.name in own or not item.init:
             continue
         default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
@@ -311,6 +299,9 @@ def _refused_fields(args: MultiTaskTrainingArguments) -> list[Fault]:
 
 def require_arguments(args: object) -> MultiTaskTrainingArguments:
     """Return `args` if it is of our class.
+
+    Args:
+        args: what the trainer was given as its arguments.
 
     Raises:
         ConfigError: for a plain `TrainingArguments` or anything else.

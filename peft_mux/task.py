@@ -6,26 +6,26 @@ Not here: checks against the backbone (`modeling/`), against rows (`data/`), and
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from peft_mux.compat import StrEnum
-from peft_mux.errors import ConfigError, Fault, closest, raise_faults
+from peft_mux.errors import Fault, closest, raise_faults
+from peft_mux.hyper_parameters import (
+    _is_integer,
+    _is_real,
+    hyper_parameter_faults,
+    supported_losses,
+    supported_metrics,
+    supported_optimizers,
+    supported_schedules,
+)
+from peft_mux.task_names import name_fault
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import TrainerCallback
-
-NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-RESERVED_NAMES = frozenset(
-    "run state control plan metrics report config environment tmp con prn aux nul".split()
-    + [f"com{port}" for port in range(1, 10)]
-    + [f"lpt{port}" for port in range(1, 10)]
-)
-"""Names that the run folder uses itself, and device names of Windows; compared case-folded."""
 
 
 class TaskStatus(StrEnum):
@@ -81,9 +81,11 @@ class EarlyStopping:
         """Whether a greater metric is the better one."""
         if self.greater_is_better is not None:
             return self.greater_is_better
+        # As Trainer guesses for `metric_for_best_model`, and for the perplexity, which is the loss in another form.
         return not self.metric.endswith(("loss", "perplexity"))
 
 
+# Compared by identity: two tasks with equal fields are two jobs, and datasets have no cheap comparison.
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Task:
     """One fine-tuning job: its name, its adapter, its data and its hyper-parameters.
@@ -93,7 +95,7 @@ class Task:
 
     Attributes:
         name: letters, digits, `_` and `-`, at most 64; unique in the run whatever the case.
-        peft_config: adapter of the task; see `peft_mux.modeling.support` for what is supported.
+        peft_config: adapter of the task; see `peft_mux.modeling.adapters` for what is supported.
         train_dataset: `datasets.Dataset`, `IterableDataset`, or a list of dicts; tokenised rows
             (`input_ids`, optional `labels`, `attention_mask`), `text`, `prompt`/`completion` or `messages`;
             `text` (optional `text_pair`) and `label` for sequence classification.
@@ -112,7 +114,8 @@ class Task:
         preprocess_logits_for_metrics: shrinks `(logits, labels)` before they are gathered.
         early_stopping: when to stop before `max_steps`.
         callbacks: `TrainerCallback`s that see this task's own state and may stop this task alone.
-        loss_type: `"nll"`, the mean negative log-likelihood of the target tokens.
+        loss_type: name of a loss of `peft_mux.modeling.objectives`: `"nll"`, the mean negative log-likelihood of the
+            target tokens, or of the classes for sequence classification.
         priority: tasks of higher priority are admitted first.
         eval_steps: evaluate every so many steps of this task; 0 for never.
         save_steps: write `<task>/checkpoint-<step>` every so many steps of this task; 0 for never.
@@ -171,81 +174,9 @@ class Task:
         return str(getattr(self.peft_config, "task_type", None) or "").endswith("SEQ_CLS")
 
 
-def check_task_names(names: Iterable[str], taken: Iterable[str] = ()) -> None:
-    """Refuse names that differ at most in case, among themselves or from those already taken.
-
-    Raises:
-        ConfigError: naming each duplicate.
-    """
-    faults, seen = [], {name.casefold(): name for name in taken}
-    for name in names:
-        if name.casefold() in seen:
-            faults.append(
-                Fault(
-                    f"tasks.{name}.name",
-                    f'"{name}" beside "{seen[name.casefold()]}"',
-                    "names that differ in more than case (they become folders)",
-                    "Rename one of them.",
-                )
-            )
-        seen[name.casefold()] = name
-    raise_faults(faults)
-
-
-def name_fault(name: object, where: str = "task.name") -> Fault | None:
-    """Return what is wrong with a task's name, or `None`."""
-    allowed = "1 to 64 letters, digits, '_' and '-', beginning with a letter or digit (it becomes a folder)"
-    if not isinstance(name, str):
-        return Fault(where, f"{name!r} ({type(name).__name__})", allowed)
-    shown = repr(name) if len(name) <= 80 else f"a name of {len(name)} characters"
-    if not NAME_PATTERN.fullmatch(name):
-        return Fault(where, shown, allowed)
-    if name.casefold() in RESERVED_NAMES:
-        return Fault(where, shown, f"any name but {', '.join(sorted(RESERVED_NAMES))} (reserved)")
-    return None
-
-
-def hyper_parameter_faults(values: Any, where: str, *, but: Iterable[str] = ()) -> list[Fault]:
-    """Return what is wrong with the numbers of a task or of the run's arguments.
-
-    Args:
-        values: object whose attributes carry `TrainingArguments` names; `None` and absent are skipped.
-        where: prefix of the fields in messages, such as `tasks.sql`.
-        but: names that mean something else in `values`; they are not read.
-    """
-    faults = []
-    for name, (is_valid, allowed) in _NUMBER_RULES.items():
-        if name in but:
-            continue
-        value = getattr(values, name, None)
-        if value is not None and not is_valid(value):
-            faults.append(Fault(f"{where}.{name}", repr(value), allowed))
-    return faults
-
-
-def supported_optimizers() -> list[str]:
-    """Return the `optim` names of Trainer that can be held per task.
-
-    Left out are optimizers that step inside the backward pass or layer by layer (LOMO, layer-wise kinds), that project
-    modules named for the whole model (GaLore, APOLLO), and that swap weights for evaluation (schedule-free).
-    """
-    from transformers.training_args import OptimizerNames
-
-    names = [str(option.value) for option in OptimizerNames]
-    refused = ("lomo", "galore", "apollo", "layerwise", "schedule_free")
-    return [name for name in names if not any(part in name for part in refused)]
-
-
-def supported_schedules() -> list[str]:
-    """Return the `lr_scheduler_type` names of Trainer that depend on the step alone."""
-    from transformers import SchedulerType
-
-    refused = ("reduce_lr_on_plateau", "greedy")
-    return [str(kind.value) for kind in SchedulerType if str(kind.value) not in refused]
-
-
 def _task_faults(task: Task) -> list[Fault]:
     fault = name_fault(task.name)
+    # A name that is no name cannot say where the other faults are.
     where = f"tasks.{task.name}" if fault is None else "task"
     faults = [fault] if fault else []
     faults += _peft_config_faults(task.peft_config, where)
@@ -260,6 +191,7 @@ def _task_faults(task: Task) -> list[Fault]:
 
 
 def _peft_config_faults(config: object, where: str) -> list[Fault]:
+    # Here and not above, as peft brings torch and transformers, which take seconds to import.
     from peft import PeftConfig
 
     if isinstance(config, PeftConfig):
@@ -269,6 +201,7 @@ def _peft_config_faults(config: object, where: str) -> list[Fault]:
 
 def _dataset_faults(dataset: Any, where: str) -> list[Fault]:
     allowed = "a datasets.Dataset or IterableDataset, or a list of dicts, with at least one row"
+    # These have a length and items as well, but not of rows: a dict of splits is a common slip.
     if dataset is None or isinstance(dataset, (str, bytes, dict)):
         fix = "Pick one split, such as dataset['train']." if isinstance(dataset, dict) else ""
         return [Fault(where, type(dataset).__name__, allowed, fix)]
@@ -277,6 +210,7 @@ def _dataset_faults(dataset: Any, where: str) -> list[Fault]:
             return [] if len(dataset) else [Fault(where, "an empty dataset", allowed)]
         except TypeError:  # an array without dimensions
             return [Fault(where, repr(dataset), allowed)]
+    # Every epoch reads the rows from the start, which an iterator has no way back to.
     if hasattr(dataset, "__iter__") and not hasattr(dataset, "__next__"):
         return []
     fix = "An iterator can be read only once; give the iterable itself." if hasattr(dataset, "__next__") else ""
@@ -288,7 +222,7 @@ def _choice_faults(task: Task, where: str) -> list[Fault]:
     for name, value, options in (
         ("optim", task.optim, supported_optimizers()),
         ("lr_scheduler_type", task.lr_scheduler_type, supported_schedules()),
-        ("loss_type", task.loss_type, ["nll"]),
+        ("loss_type", task.loss_type, supported_losses(getattr(task.peft_config, "task_type", None))),
     ):
         plain = getattr(value, "value", value)
         if plain is not None and (not isinstance(plain, str) or plain not in options):
@@ -332,12 +266,14 @@ def _combination_faults(task: Task, where: str) -> list[Fault]:
             faults.append(Fault(f"{where}.eval_dataset", "None", "held-out rows, as early_stopping is set"))
         if _is_integer(task.eval_steps) and task.eval_steps == 0:
             faults.append(Fault(f"{where}.eval_steps", "0", "at least 1, as early_stopping is set"))
-        if task.compute_metrics is None and task.early_stopping.metric not in ("eval_loss", "eval_perplexity"):
+        # What `compute_metrics` returns is only known when it is called, so only its absence is judged.
+        known = supported_metrics(getattr(task.loss_type, "value", task.loss_type))
+        if task.compute_metrics is None and task.early_stopping.metric not in known:
             faults.append(
                 Fault(
                     f"{where}.early_stopping.metric",
                     repr(task.early_stopping.metric),
-                    "eval_loss or eval_perplexity where compute_metrics is not set",
+                    f"{' or '.join(known)} where compute_metrics is not set",
                     "Set compute_metrics so that it returns this metric.",
                 )
             )
@@ -349,61 +285,5 @@ def _combination_faults(task: Task, where: str) -> list[Fault]:
     return faults
 
 
-def _is_real(value: object) -> bool:
-    try:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
-        return False
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _integer(minimum: int) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: _is_integer(value) and value >= minimum, f"an integer of at least {minimum}"
-
-
-def _real(minimum: float) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: _is_real(value) and value >= minimum, f"a finite number of at least {minimum:g}"
-
-
-def _positive(what: str = "a finite number above 0") -> tuple[Callable[[Any], bool], str]:
-    return lambda value: _is_real(value) and value > 0, what
-
-
-_NUMBER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "train_batch_size": _integer(1),
-    "learning_rate": _positive(),
-    "num_train_epochs": _positive(),
-    "max_steps": (
-        lambda value: _is_integer(value) and (value >= 1 or value == -1),
-        "an integer of at least 1, or -1 for num_train_epochs",
-    ),
-    "weight_decay": _real(0),
-    "warmup_steps": _real(0),
-    "max_grad_norm": _real(0),
-    "adam_beta1": (lambda value: _is_real(value) and 0 <= value < 1, "a number in [0, 1)"),
-    "adam_beta2": (lambda value: _is_real(value) and 0 <= value < 1, "a number in [0, 1)"),
-    "adam_epsilon": _real(0),
-    "seed": (lambda value: _is_integer(value) and 0 <= value < 2**63, "an integer in [0, 2**63)"),
-    "max_length": _integer(2),
-    "num_labels": _integer(1),
-    "eval_steps": _integer(0),
-    "save_steps": _integer(0),
-    "priority": (_is_integer, "an integer"),
-}
-
 TASK_FIELDS = tuple(item.name for item in fields(Task))
 """Names of the fields of a `Task`, for files and for messages."""
-
-__all__ = [
-    "TASK_FIELDS",
-    "ConfigError",
-    "EarlyStopping",
-    "Task",
-    "TaskStatus",
-    "check_task_names",
-    "hyper_parameter_faults",
-    "name_fault",
-]

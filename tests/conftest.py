@@ -19,10 +19,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-TESTS = Path(__file__).parent
-sys.path.insert(0, str(TESTS / "invariants"))  # every test may import `mux_lab`
+from tests.paths import ROOT, SHARED_DATA
+
 if importlib.util.find_spec("peft_mux") is None:
-    sys.path.append(str(TESTS.parent))  # a checkout that is not installed
+    sys.path.append(str(ROOT))  # a checkout that is not installed
 
 settings.register_profile(
     "peft_mux",
@@ -47,7 +47,6 @@ def _one_thread_everywhere() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
     """Return the folder of real inputs that may lie beside the repository."""
-    folder = TESTS.parent.parent / "shared" / "data"
-    if not folder.is_dir():
+    if not SHARED_DATA.is_dir():
         pytest.skip("../shared/data absent")
-    return folder
+    return SHARED_DATA

@@ -8,28 +8,28 @@ from typing import TYPE_CHECKING
 from peft_mux.errors import ConfigError
 
 if TYPE_CHECKING:
-    from peft_mux.trainer import MultiTaskTrainer
+    from peft_mux.trainer.trainer import MultiTaskTrainer
 
 
 def show_deployment(trainer: MultiTaskTrainer, arguments: argparse.Namespace) -> int:
     """Plan and print a deployment; return the exit status.
 
     Args:
-        trainer: of the file's tasks.
-        arguments: of `peft-mux plan`.
+        trainer: trainer of the tasks that the file describes; nothing of it is changed.
+        arguments: parsed options of `peft-mux plan`.
 
     Raises:
-        ConfigError: for options that do not go together, and as `plan_deployment`.
+        ConfigError: for options that do not go together, unknown devices, or tasks that no replica can hold.
     """
-    from peft_mux.deployment_facts import LayerProfile
-    from peft_mux.deployment_planning import deployment_of_trainer
+    from peft_mux.planning.replica_facts import LayerProfile
+    from peft_mux.scheduler.deployment.plot import save_deployment
 
     _refuse_options_of_passes(arguments)
     measured = LayerProfile(arguments.layer_profile, arguments.max_tokens) if arguments.layer_profile else None
-    report = deployment_of_trainer(trainer, arguments.devices, measured=measured)
+    report = trainer.plan_deployment(arguments.devices, measured=measured)
     print(report.to_json() if arguments.json else f"{report}\n\n{report.picture()}")  # noqa: T201
     if arguments.image:
-        drawn = report.save_image(arguments.image)
+        drawn = save_deployment(report, arguments.image)
         if not arguments.json:
             print(f"drawn: {drawn}")  # noqa: T201
     return 0

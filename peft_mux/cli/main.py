@@ -11,7 +11,11 @@ from peft_mux.errors import ConfigError, PeftMuxError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status (0 all well, 1 a task failed, 2 a fault of the user's)."""
+    """Run the command line; return the exit status (0 all well, 1 a task failed, 2 a fault of the user's).
+
+    Args:
+        argv: words of the command line after the program's name; by default those that the process was started with.
+    """
     arguments = _parser().parse_args(argv)
     try:
         return arguments.command(arguments)
@@ -68,13 +72,15 @@ def _file_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
+    # Imported here, as in all commands: --help and faults of the command line must not wait for torch.
     from peft_mux.demo.run import run_demo
 
     return run_demo(arguments.output_dir, fast=arguments.fast)
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    trainer = _trainer(arguments)
+    # A launcher starts this command once for each process; what it prints shall be there once.
+    trainer = _trainer_of_file(arguments)
     is_shown = trainer.is_world_process_zero()
     if is_shown:
         print(trainer.plan(), flush=True)  # noqa: T201
@@ -88,16 +94,16 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.deployment:
         from peft_mux.cli.deployment import show_deployment
 
-        return show_deployment(_trainer(arguments), arguments)
+        return show_deployment(_trainer_of_file(arguments), arguments)
     for option in ("layer_profile", "max_tokens"):
         if getattr(arguments, option):
             raise ConfigError(f"--{option.replace('_', '-')}: got it without --deployment; allowed: both. Add it.")
     if arguments.devices is None:
-        plan = _trainer(arguments).plan()
+        plan = _trainer_of_file(arguments).plan()
     else:
         from peft_mux.cli.planning import plan_for_devices
 
-        plan = plan_for_devices(arguments, _config(arguments), _trainer_of)
+        plan = plan_for_devices(arguments, _read_config(arguments), _make_trainer)
     if arguments.json:
         print(plan.to_json())  # noqa: T201
     elif arguments.explain:
@@ -117,12 +123,13 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _profile(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
-    from peft_mux.scheduler.profile_text import profile_text
+    from peft_mux.scheduler.costs.profile_text import profile_text
 
     path = Path(arguments.output)
     stored = path.parent / "profiles"  # by device, dtype, shapes and versions
-    trainer = _trainer(arguments)
+    trainer = _trainer_of_file(arguments)
     is_main = trainer.is_world_process_zero()
+    # On every process, as the link between them is measured too; one of them keeps the result.
     profile = trainer.measure_profile(arguments.seconds, folder=stored if is_main else None, refresh=arguments.refresh)
     if not is_main:
         return 0
@@ -131,18 +138,18 @@ def _profile(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _config(arguments: argparse.Namespace) -> Any:
-    from peft_mux.config_file import read_config
+def _read_config(arguments: argparse.Namespace) -> Any:
+    from peft_mux.cli.config_file import read_config
 
     return read_config(arguments.file, arguments.overrides)
 
 
-def _trainer(arguments: argparse.Namespace) -> Any:
-    return _trainer_of(_config(arguments))
+def _trainer_of_file(arguments: argparse.Namespace) -> Any:
+    return _make_trainer(_read_config(arguments))
 
 
-def _trainer_of(config: Any) -> Any:
-    from peft_mux.trainer import MultiTaskTrainer
+def _make_trainer(config: Any) -> Any:
+    from peft_mux.trainer.trainer import MultiTaskTrainer
 
     tokenizer = None
     if config.tokenizer is not None:

@@ -16,9 +16,9 @@ def plan_for_devices(arguments: argparse.Namespace, config: Any, make_trainer: C
     made as for one, and the planner is told how the devices share the backbone.
 
     Args:
-        arguments: of the command line.
-        config: as read from the file; its arguments are changed to those of one process.
-        make_trainer: makes the trainer of a configuration.
+        arguments: parsed options of `peft-mux plan`, among them `devices`.
+        config: `RunConfig` that was read from the file; its arguments are changed to those of one process.
+        make_trainer: takes a `RunConfig` and returns the trainer of its tasks.
 
     Raises:
         ConfigError: for unknown devices, or a number of them that cannot be divided so.
@@ -27,9 +27,4 @@ def plan_for_devices(arguments: argparse.Namespace, config: Any, make_trainer: C
     devices_per_stage, num_stages = args.tensor_parallel_size, args.pipeline_parallel_size
     args.tensor_parallel_size = args.pipeline_parallel_size = 1
     trainer = make_trainer(config)
-    return trainer._planner_of_model().plan(
-        trainer._plannable,
-        devices=arguments.devices,
-        num_stages=num_stages,
-        devices_per_stage=devices_per_stage,
-    )
+    return trainer.plan(arguments.devices, num_stages=num_stages, devices_per_stage=devices_per_stage)

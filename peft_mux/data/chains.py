@@ -16,16 +16,17 @@ def chains_of(micro_batches: Sequence[MuxBatch]) -> list[tuple[MuxBatch, ...]]:
     """Return the chains; a micro-batch of whole sequences is one by itself.
 
     Args:
-        micro_batches: in the order in which they were laid out.
+        micro_batches: the micro-batches of a step, in the order in which they were laid out.
     """
     chains: list[list[MuxBatch]] = []
-    goes_on = False
+    has_more = False
     for micro_batch in micro_batches:
-        if goes_on:
+        # A sequence goes on in the very next micro-batch, so chains are runs of the list.
+        if has_more:
             chains[-1].append(micro_batch)
         else:
             chains.append([micro_batch])
-        goes_on = micro_batch.has_more
+        has_more = micro_batch.has_more
     for chain in chains:
         _check(chain)
     return [tuple(chain) for chain in chains]
@@ -43,5 +44,5 @@ def _check(chain: Sequence[MuxBatch]) -> None:
 
 
 def is_chained(micro_batches: Sequence[MuxBatch]) -> bool:
-    """Whether backwards have to run in reverse."""
+    """Whether micro-batches share sequences, so that backwards have to run in reverse."""
     return any(micro_batch.parts for micro_batch in micro_batches)

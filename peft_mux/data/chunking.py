@@ -19,7 +19,7 @@ class Chunk(NamedTuple):
         pack: index of the pack.
         start: first token within the pack.
         end: one past the last token.
-        num_padding_tokens: that fill it up to the chunk size.
+        num_padding_tokens: number of tokens that fill it up to the chunk size.
     """
 
     pack: int
@@ -32,9 +32,9 @@ def chunk_size(lengths: Iterable[int], *, minimum: int = 64, override: int | Non
     """Return the chunk size: the greatest power of two that divides all lengths, but no less than `minimum` (M §3.5).
 
     Args:
-        lengths: of all sequences, in tokens.
-        minimum: below which kernels are starved.
-        override: taken instead, where given.
+        lengths: number of tokens of each sequence.
+        minimum: the least chunk size; smaller ones leave kernels too little to do.
+        override: the chunk size to take instead; `None` for the rule.
 
     Raises:
         ConfigError: if `override` or `minimum` is not at least 1.
@@ -44,6 +44,7 @@ def chunk_size(lengths: Iterable[int], *, minimum: int = 64, override: int | Non
             raise ConfigError(f"{name}: got {value}; allowed: an integer of at least 1.")
     if override is not None:
         return override
+    # The lowest bit that is set in any length is the greatest power of two that divides all of them.
     bits = 0
     for length in lengths:
         bits |= int(length)
@@ -54,8 +55,8 @@ def split_into_chunks(pack_tokens: Iterable[int], size: int) -> list[Chunk]:
     """Cut packs into consecutive chunks, in causal order.
 
     Args:
-        pack_tokens: tokens of each pack.
-        size: tokens of a chunk.
+        pack_tokens: number of tokens of each pack.
+        size: number of tokens of a chunk.
     """
     return [
         Chunk(pack, start, min(start + size, tokens), max(0, start + size - tokens))

@@ -20,11 +20,12 @@ class ChunkPackingCollator:
 
     Args:
         chunk_size: tokens of a chunk; by default the rule of M §3.5 over the lengths at hand.
-        min_chunk_size: least chunk size of that rule.
-        pad_to_chunks: fill each task's part of a stream up to a multiple of the chunk size.
-        pad_token_id: of that filling.
-        split_long_sequences: lay sequences that are longer than a micro-batch out as parts in consecutive ones (see
-            `peft_mux.data.parts`); by default they get a micro-batch of their own. Sequences with a class stay whole.
+        min_chunk_size: least chunk size that the rule gives.
+        pad_to_chunks: whether to fill each task's part of a stream up to a multiple of the chunk size.
+        pad_token_id: token id that the part is filled up with.
+        split_long_sequences: whether to lay sequences that are longer than a micro-batch out as parts in consecutive
+            ones (see `peft_mux.data.parts`); by default they get a micro-batch of their own. Sequences with a class
+            stay whole.
 
     Example:
         >>> collator = ChunkPackingCollator()
@@ -42,7 +43,7 @@ class ChunkPackingCollator:
         pad_token_id: int = 0,
         split_long_sequences: bool = False,
     ) -> None:
-        """Remember the settings."""
+        """Keep how to pack and to pad."""
         self.chunk_size = chunk_size
         self.min_chunk_size = min_chunk_size
         self.pad_to_chunks = pad_to_chunks
@@ -80,28 +81,31 @@ class ChunkPackingCollator:
         be, gets a micro-batch of its own.
 
         Args:
-            batches: one a task, in stream order.
-            max_tokens: of a micro-batch, before any padding to chunks.
+            batches: one global batch a task, in stream order.
+            max_tokens: largest number of tokens of a micro-batch, before any padding to chunks.
             only: indices of the sequences to lay out, for each batch; by default all. Places and loss weights are
                 those within the whole global batch either way.
 
         Returns:
             Micro-batches, each sorted by task, with only the tasks that have tokens in it.
         """
+        # Over the whole step even where only some are laid out, so that all processes take one size.
         size = self.size([len(sequence) for batch in batches for sequence in batch.sequences])
         chosen = [range(len(batch.sequences)) for batch in batches] if only is None else only
-        members = [[_whole(batches, task, index) for task, indices in enumerate(chosen) for index in indices]]
+        members = [[_whole_member(batches, task, index) for task, indices in enumerate(chosen) for index in indices]]
+        # What fits into one pass keeps the order of its rows; packing is for the rest.
         if sum(member.num_tokens for member in members[0]) > max_tokens:
-            members = _spread(batches, chosen, max_tokens, size, is_split=self.split_long_sequences)
-        layout = _Layout(batches)
+            members = _members_of_micro_batches(batches, chosen, max_tokens, size, is_split=self.split_long_sequences)
+        layout = _BatchPlaces(batches)
         return [self._build(batches, layout, part, size) for part in members if part]
 
     def size(self, lengths: Sequence[int]) -> int:
         """Return the chunk size for sequences of these lengths."""
         return chunk_size(lengths, minimum=self.min_chunk_size, override=self.chunk_size)
 
-    def _build(self, batches: Sequence[TaskBatch], layout: _Layout, members: list[Member], size: int) -> MuxBatch:
-        stream = _Stream()
+    def _build(self, batches: Sequence[TaskBatch], layout: _BatchPlaces, members: list[Member], size: int) -> MuxBatch:
+        stream = _MicroBatchBuilder()
+        # Rows of a task lie side by side, so that adapters work on slices (Dispatch, M §3.2).
         for task in sorted({member.task for member in members}):
             batch = batches[task]
             chosen = [member for member in members if member.task == task]
@@ -110,27 +114,39 @@ class ChunkPackingCollator:
                 self._pad(stream, batch, size)
         return stream.finish()
 
-    def _pad(self, stream: _Stream, batch: TaskBatch, size: int) -> None:
+    def _pad(self, stream: _MicroBatchBuilder, batch: TaskBatch, size: int) -> None:
         if batch.sequences and batch.sequences[0].class_label is not None:
             raise ConfigError(
                 "pad_to_chunks: got True for sequence classification; allowed: False, as padding has no label."
             )
+        if batch.sequences and not batch.sequences[0].can_be_split:
+            raise ConfigError(
+                "pad_to_chunks: got True for a loss of whole sequences; allowed: False, as padding has no loss term."
+            )
+        # Places behind all real tokens, so that no token's dropout draws change with the padding.
         stream.pad_task(size, self.pad_token_id, first_place=batch.num_tokens)
 
 
-class _Layout:
-    """Where each sequence begins within its task's global batch, in data order."""
+class _BatchPlaces:
+    """What a sequence owes to its whole global batch, whichever micro-batch it falls into.
+
+    Attributes:
+        places: for each task, where each sequence begins within the global batch, in data order.
+        weights: for each task, 1 / number of loss terms of the global batch; 0 where it has none.
+    """
 
     def __init__(self, batches: Sequence[TaskBatch]) -> None:
         self.places = []
         for batch in batches:
+            # In data order and not in that of the stream, so that packing never moves a dropout draw.
             lengths = np.fromiter((len(sequence) for sequence in batch.sequences), dtype=np.int64)
             self.places.append(np.cumsum(lengths) - lengths)
+        # By the global batch, so that the losses of micro-batches add up to its mean however they are cut.
         self.weights = [1.0 / targets if (targets := batch.num_targets) else 0.0 for batch in batches]
 
 
-class _Stream:
-    """Grows one micro-batch, task by task."""
+class _MicroBatchBuilder:
+    """Builds one micro-batch, task by task."""
 
     def __init__(self) -> None:
         self.ids: list[np.ndarray] = []
@@ -145,11 +161,13 @@ class _Stream:
         self.task_offsets, self.sequence_offsets = [0], [0]
         self.num_padding_tokens = 0
 
-    def add_task(self, batch: TaskBatch, layout: _Layout, task: int, chosen: list[Member]) -> None:
+    def add_task(self, batch: TaskBatch, layout: _BatchPlaces, task: int, chosen: list[Member]) -> None:
+        """Append the chosen sequences of a task, or parts of them."""
         for _, index, start, end in chosen:
             sequence = batch.sequences[index]
             types = sequence.token_type_ids
             if end < len(sequence):
+                # The target of a part's last token lies in the next micro-batch, whose labels this one does not see.
                 self.next_labels[len(self.ids)] = int(sequence.labels[end])
             self.ids.append(sequence.input_ids[start:end])
             self.labels.append(sequence.labels[start:end])
@@ -173,22 +191,26 @@ class _Stream:
         self.labels.append(np.full(missing, IGNORE_INDEX, dtype=np.int64))
         self.types.append(None)
         self.first_places.append(first_place)
+        # Row -1 is no row of the batch, so padding is never taken for a part of one.
         self.parts.append(SequencePart(self.batches[-1].task, -1, 0, missing, missing))
         self.task_offsets[-1] += missing
         self.sequence_offsets[-1] += 1
         self.num_padding_tokens += missing
 
     def finish(self) -> MuxBatch:
+        """Return the micro-batch."""
         lengths = np.fromiter((len(ids) for ids in self.ids), dtype=np.int64)
         bounds = np.concatenate(([0], np.cumsum(lengths)))
         positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
         shifted = np.concatenate(self.labels)
+        # Position t predicts label t + 1; a sequence's last one nothing, a part's last one the next part's first label.
         shifted = np.concatenate((shifted[1:], [IGNORE_INDEX]))
         shifted[bounds[1:] - 1] = IGNORE_INDEX
         for index, label in self.next_labels.items():
             shifted[bounds[index + 1] - 1] = label
         places = positions + np.repeat(np.asarray(self.first_places, dtype=np.int64), lengths)
         has_parts = not all(part.is_whole for part in self.parts)
+        # Places, which dropout draws from, have the start of a part in them already; positions do not.
         if has_parts:
             positions += np.repeat(np.fromiter((part.start for part in self.parts), dtype=np.int64), lengths)
         target_rows = np.flatnonzero(shifted != IGNORE_INDEX)
@@ -210,6 +232,7 @@ class _Stream:
             num_padding_tokens=self.num_padding_tokens,
             class_labels=self._class_labels(),
             token_type_ids=self._token_types(),
+            # Empty for whole sequences: that tells others that no micro-batches are chained.
             parts=tuple(self.parts) if has_parts else (),
         )
 
@@ -219,6 +242,7 @@ class _Stream:
         if len(self.class_labels) != len(self.ids):
             raise DataError("labels: got rows with and without a class; allowed: all sequences of a stream, or none.")
         is_value = any(isinstance(label, float) for label in self.class_labels)
+        # One value makes all values: whole numbers of a regression may come as integers.
         return torch.tensor(self.class_labels, dtype=torch.float32 if is_value else torch.int64)
 
     def _token_types(self) -> torch.Tensor | None:
@@ -228,7 +252,7 @@ class _Stream:
         return _tensor(np.concatenate(parts))[None]
 
 
-def _spread(
+def _members_of_micro_batches(
     batches: Sequence[TaskBatch], chosen: Sequence[Sequence[int]], max_tokens: int, size: int, *, is_split: bool
 ) -> list[list[Member]]:
     """Pack each task's sequences, then place the packs of all tasks; returns the members of each micro-batch.
@@ -243,24 +267,26 @@ def _spread(
         lengths = [len(sequence) for sequence in batch.sequences]
         fitting = [index for index in chosen[task] if lengths[index] <= max_tokens]
         for index in chosen[task]:
-            if lengths[index] > max_tokens and is_split and batch.sequences[index].class_label is None:
+            if lengths[index] > max_tokens and is_split and batch.sequences[index].can_be_split:
                 parts += [Member(task, index, *bounds) for bounds in part_bounds(lengths[index], max_tokens, size)]
             elif lengths[index] > max_tokens:
-                alone.append([_whole(batches, task, index)])
+                alone.append([_whole_member(batches, task, index)])
         longest = max((lengths[index] for index in fitting), default=1)
         # Packs of about a quarter of a micro-batch let the packs of all tasks fill micro-batches well.
         capacity = min(max_tokens, max(longest, round_up(max(max_tokens // 4, 1), size)))
         for pack in best_fit_decreasing([lengths[index] for index in fitting], capacity):
-            packs.append([_whole(batches, task, fitting[item]) for item in pack])
+            packs.append([_whole_member(batches, task, fitting[item]) for item in pack])
             pack_tokens.append(sum(lengths[fitting[item]] for item in pack))
     placed = best_fit_decreasing(pack_tokens, max_tokens, rooms=[max_tokens - part.num_tokens for part in parts])
     groups = [[member for pack in group for member in packs[pack]] for group in placed]
     for part, group in zip(parts, groups, strict=False):
         group.append(part)
+    # By task and row, so that a task's sequences lie in data order in every micro-batch.
     return [sorted(group) for group in groups] + alone
 
 
-def _whole(batches: Sequence[TaskBatch], task: int, index: int) -> Member:
+def _whole_member(batches: Sequence[TaskBatch], task: int, index: int) -> Member:
+    """Return all tokens of a sequence."""
     return Member(task, index, 0, len(batches[task].sequences[index]))
 
 

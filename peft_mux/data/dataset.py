@@ -23,15 +23,15 @@ class DataReport:
 
     Attributes:
         where: the dataset, such as `tasks.sql.train_dataset`.
-        data_format: that was recognised.
-        num_rows: given.
-        num_kept: that are trained on.
-        num_truncated: of those kept, rows that were cut.
-        limit: tokens that rows were cut to.
-        num_dropped_long: left out for their length.
-        num_without_targets: left out as no token carries loss.
-        num_tokens: kept.
-        num_target_tokens: that carry loss.
+        data_format: the format that was recognised.
+        num_rows: number of rows that were given.
+        num_kept: number of rows that are trained on.
+        num_truncated: number of rows that were cut to the limit.
+        limit: number of tokens that longer rows were cut to.
+        num_dropped_long: number of rows that were left out for their length.
+        num_without_targets: number of rows that were left out because no token of theirs carries loss.
+        num_tokens: number of tokens of the rows that are trained on.
+        num_target_tokens: number of tokens that carry loss.
     """
 
     where: str
@@ -62,7 +62,7 @@ class DataReport:
         return lines
 
     def summary(self) -> str:
-        """Return one line."""
+        """Return the report in one line."""
         share = 100 * self.num_target_tokens / max(self.num_tokens, 1)
         rows = f"{self.num_kept:,} of {self.num_rows:,} rows ({self.data_format})"
         head = f"{self.where}: {rows}, {self.num_tokens:,} tokens"
@@ -73,31 +73,40 @@ class TokenizedDataset:
     """Rows as tokens, in flat int32 arrays.
 
     Args:
-        sequences: in dataset order.
-        report: of their making.
+        sequences: the tokenised rows, in dataset order.
+        report: what became of the dataset's rows.
+
+    Attributes:
+        report: what became of the dataset's rows.
+        lengths: int64, number of tokens of each row.
+        num_targets: int64, number of loss terms of each row.
     """
 
     def __init__(self, sequences: list[TokenSequence], report: DataReport) -> None:
-        """Flatten the rows."""
+        """Lay the rows out one after another."""
         self.report = report
         self.lengths = np.fromiter((len(s) for s in sequences), dtype=np.int64, count=len(sequences))
         self.num_targets = np.fromiter((s.num_targets for s in sequences), dtype=np.int64, count=len(sequences))
         self._offsets = np.concatenate(([0], np.cumsum(self.lengths)))
+        # int32 is enough for any vocabulary, and half as large as what torch wants, which is made row by row.
         self._ids = np.concatenate([s.input_ids for s in sequences]).astype(np.int32)
         self._labels = np.concatenate([s.labels for s in sequences]).astype(np.int32)
         self._rows = np.fromiter((s.row for s in sequences), dtype=np.int64, count=len(sequences))
         self._classes = [s.class_label for s in sequences]
         self._types = [s.token_type_ids for s in sequences]
+        # One loss for all rows of a dataset, so one flag for all.
+        self._is_one_term = any(s.is_one_term for s in sequences)
 
     def __len__(self) -> int:
         """Return the number of rows."""
         return len(self.lengths)
 
     def __getitem__(self, index: int) -> TokenSequence:
-        """Return a row."""
+        """Return a tokenised row."""
         part = slice(self._offsets[index], self._offsets[index + 1])
         ids, labels = self._ids[part].astype(np.int64), self._labels[part].astype(np.int64)
-        return TokenSequence(ids, labels, int(self._rows[index]), self._classes[index], self._types[index])
+        row, label, types = int(self._rows[index]), self._classes[index], self._types[index]
+        return TokenSequence(ids, labels, row, label, types, is_one_term=self._is_one_term)
 
     @property
     def fingerprint(self) -> str:
@@ -115,9 +124,9 @@ def tokenize_dataset(
     """Tokenise all rows of a dataset.
 
     Args:
-        dataset: `datasets.Dataset` or a list of dicts.
-        options: of the task.
-        tokenizer: of transformers; may be `None` for tokenised rows.
+        dataset: a `datasets.Dataset` or a list of dicts.
+        options: how the rows of the task become tokens.
+        tokenizer: a tokenizer of transformers; may be `None` for rows that are tokenised already.
         split: name of the dataset, for messages.
 
     Raises:
@@ -127,7 +136,7 @@ def tokenize_dataset(
     first = dataset[0]
     if not isinstance(first, Mapping):
         raise DataError(f"{where} row 0: got {type(first).__name__}; allowed: a dict of columns.")
-    data_format = detect_format(list(first), where=where, is_classification=options.is_classification)
+    data_format = detect_format(list(first), where=where, row_form=options.row_form)
     row_tokenizer = RowTokenizer(options, tokenizer, data_format, split)
     sequences, errors = [], []
     for index, row in enumerate(dataset):
@@ -135,6 +144,7 @@ def tokenize_dataset(
             if not isinstance(row, Mapping):
                 raise DataError(f"{where} row {index}: got {type(row).__name__}; allowed: a dict of columns.")
             sequence = row_tokenizer(row, index)
+        # Gone on with after a fault, so that owners see several at a time.
         except DataError as error:
             errors.append(str(error))
             if len(errors) == _MAX_ERRORS:

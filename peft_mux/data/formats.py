@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from peft_mux.compat import StrEnum
 from peft_mux.errors import DataError, closest
@@ -23,8 +24,29 @@ _REQUIRED: dict[DataFormat, tuple[str, ...]] = {
     DataFormat.MESSAGES: ("messages",),
     DataFormat.TEXT: ("text",),
 }
-_CLASSIFIED = (DataFormat.TOKENIZED, DataFormat.TEXT)
 LABEL_COLUMNS = ("label", "labels")
+
+
+@dataclass(frozen=True, slots=True)
+class RowForm:
+    """What a loss reads of a row, as far as the data needs to know; each of `modeling.objectives` names one.
+
+    Attributes:
+        formats: the formats that rows may have, in the order in which they are looked for.
+        needs_label: whether each row carries a class or a value in the column `label`.
+        is_one_term: whether the loss has one term for each sequence rather than for each of its target tokens; such
+            sequences are never split among passes.
+    """
+
+    formats: tuple[DataFormat, ...]
+    needs_label: bool = False
+    is_one_term: bool = False
+
+
+LANGUAGE_ROWS = RowForm(tuple(_REQUIRED))
+"""Text to learn to go on with."""
+LABELLED_ROWS = RowForm((DataFormat.TOKENIZED, DataFormat.TEXT), needs_label=True, is_one_term=True)
+"""Text with a class or a value."""
 
 
 def required_columns(data_format: DataFormat) -> tuple[str, ...]:
@@ -32,29 +54,29 @@ def required_columns(data_format: DataFormat) -> tuple[str, ...]:
     return _REQUIRED[data_format]
 
 
-def detect_format(columns: Iterable[str], *, where: str, is_classification: bool) -> DataFormat:
+def detect_format(columns: Iterable[str], *, where: str, row_form: RowForm) -> DataFormat:
     """Return the format that a dataset's columns tell.
 
     Args:
-        columns: of the dataset.
+        columns: names of the dataset's columns.
         where: the dataset, for messages: `tasks.sql.train_dataset`.
-        is_classification: whether each row also needs a `label`.
+        row_form: the form of rows that the task's loss reads.
 
     Raises:
         DataError: if the columns are of no format, or the label is missing.
     """
     present = list(columns)
-    formats = _CLASSIFIED if is_classification else tuple(_REQUIRED)
-    for data_format in formats:
+    # In this order: rows that have tokens and text are taken as tokens.
+    for data_format in row_form.formats:
         if all(column in present for column in _REQUIRED[data_format]):
-            if is_classification and not any(column in present for column in LABEL_COLUMNS):
+            if row_form.needs_label and not any(column in present for column in LABEL_COLUMNS):
                 raise DataError(
                     f'{where}: got columns {_listed(present)}; allowed: a column "label" beside '
                     f'"{_REQUIRED[data_format][0]}", for sequence classification.'
                 )
             return data_format
-    options = "; ".join(" + ".join(_REQUIRED[data_format]) for data_format in formats)
-    known = [column for data_format in formats for column in _REQUIRED[data_format]]
+    options = "; ".join(" + ".join(_REQUIRED[data_format]) for data_format in row_form.formats)
+    known = [column for data_format in row_form.formats for column in _REQUIRED[data_format]]
     hints = [hint for column in present if (hint := closest(str(column), known))]
     raise DataError(
         f"{where}: got columns {_listed(present)}; allowed: {options}. {hints[0] if hints else 'Rename the columns.'}"

@@ -15,7 +15,7 @@ from peft_mux.data.dataset import TokenizedDataset
 from peft_mux.data.tokenize import RowTokenizer
 from peft_mux.errors import DataError
 
-_ORDER_STREAM = 0x0DE7
+_ORDER_STREAM = 0x0DE7  # keeps these draws apart from others that begin with the task's seed
 
 
 class TaskLoader:
@@ -24,15 +24,15 @@ class TaskLoader:
     Every epoch visits each row once; its last batch may be smaller.
 
     Args:
-        dataset: tokenised rows.
+        dataset: the tokenised rows of the task.
         task: name of the task.
-        batch_size: rows of a global batch.
-        seed: of the task.
-        shuffle: whether each epoch has an order of its own, else dataset order.
+        batch_size: number of rows of a global batch.
+        seed: the task's seed, which fixes the order of its rows.
+        shuffle: whether each epoch has an order of its own, rather than that of the dataset.
     """
 
     def __init__(self, dataset: TokenizedDataset, *, task: str, batch_size: int, seed: int, shuffle: bool) -> None:
-        """Remember the settings."""
+        """Keep what the order of rows follows from."""
         self.dataset = dataset
         self.task = task
         self.batch_size = batch_size
@@ -57,9 +57,11 @@ class TaskLoader:
 
     def order(self, epoch: int) -> np.ndarray:
         """Return the rows of an epoch in the order in which they are trained on."""
+        # One epoch is kept: its batches are asked for one after another.
         if self._order is None or self._order[0] != epoch:
             rows = np.arange(len(self.dataset))
             if self.shuffle:
+                # From seed and epoch alone: a resumed run, or any process, finds the same order.
                 rows = np.random.default_rng([_ORDER_STREAM, self.seed, epoch]).permutation(rows)
             self._order = (epoch, rows)
         return self._order[1]
@@ -79,11 +81,11 @@ class StreamLoader:
     affair (`IterableDataset.shuffle`).
 
     Args:
-        stream: can be iterated over again and again.
-        row_tokenizer: of the task.
+        stream: rows that can be iterated over again and again.
+        row_tokenizer: turns the rows of the task into sequences.
         task: name of the task.
-        batch_size: rows of a global batch.
-        seed: of the task, for dropout.
+        batch_size: number of rows of a global batch.
+        seed: the task's seed, on which its dropout depends.
     """
 
     steps_per_epoch: int | None = None
@@ -91,13 +93,13 @@ class StreamLoader:
     def __init__(
         self, stream: Iterable[Any], row_tokenizer: RowTokenizer, *, task: str, batch_size: int, seed: int
     ) -> None:
-        """Remember the settings; read nothing yet."""
+        """Keep the stream, and read nothing of it yet."""
         self.stream = stream
         self.row_tokenizer = row_tokenizer
         self.task = task
         self.batch_size = batch_size
         self.seed = seed
-        self._rows: Iterator[TokenSequence] = self._read()
+        self._rows: Iterator[TokenSequence] = self._tokenised_rows()
         self._next_step = 0
         self._sample_lengths: list[int] = []
 
@@ -120,17 +122,20 @@ class StreamLoader:
             DataError: if a row of it cannot be trained on, or the stream has no rows.
         """
         if step < self._next_step:
-            self._rows, self._next_step = self._read(), 0
+            # Left-out rows make it unknown where a step began, so the stream is counted from its start.
+            self._rows, self._next_step = self._tokenised_rows(), 0
         while self._next_step < step:
-            self._take()
-        return TaskBatch(self.task, step, self.seed, tuple(self._take()))
+            self._next_sequences()
+        return TaskBatch(self.task, step, self.seed, tuple(self._next_sequences()))
 
-    def _take(self) -> list[TokenSequence]:
+    def _next_sequences(self) -> list[TokenSequence]:
+        """Read the sequences of the next step."""
         sequences = [next(self._rows) for _ in range(self.batch_size)]
         self._next_step += 1
         return sequences
 
-    def _read(self) -> Iterator[TokenSequence]:
+    def _tokenised_rows(self) -> Iterator[TokenSequence]:
+        """Yield the usable rows of the stream, epoch after epoch and without end."""
         epoch = 0
         while True:
             if hasattr(self.stream, "set_epoch"):
@@ -141,6 +146,7 @@ class StreamLoader:
                 if sequence is not None:
                     found = True
                     yield sequence
+            # An unusable stream would be read for ever.
             if not found:
                 raise DataError(f"{self.row_tokenizer.where}: got a stream without usable rows; allowed: at least one.")
             epoch += 1

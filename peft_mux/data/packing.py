@@ -22,9 +22,9 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int, *, rooms: Sequenc
     O(n log n) but for the insertion into a sorted list.
 
     Args:
-        lengths: of the items, each at least 1 and at most `capacity`.
-        capacity: of a pack, in tokens.
-        rooms: tokens that are free in packs which were opened before.
+        lengths: number of tokens of each item, at least 1 and at most `capacity`.
+        capacity: number of tokens that a pack holds.
+        rooms: number of tokens that are free in each pack that was opened before.
 
     Returns:
         Indices of the items of each pack, ascending within a pack; packs in the order in which they were opened.
@@ -39,8 +39,10 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int, *, rooms: Sequenc
         )
     packs: list[list[int]] = [[] for _ in rooms]
     free: list[tuple[int, int]] = sorted((room, number) for number, room in enumerate(rooms))
+    # Ties are broken by position, so that every process packs alike.
     for index in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):
         length = lengths[index]
+        # The list is sorted by room, so the first that holds the item is the fullest; -1 stands before every number.
         place = bisect_left(free, (length, -1))
         if place == len(free):
             room, number = capacity, len(packs)

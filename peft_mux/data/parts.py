@@ -24,7 +24,7 @@ class SequencePart(NamedTuple):
         row: index of the row within the task's global batch; -1 for padding.
         start: first token within the row, which is the number of tokens before it.
         end: one past the last token.
-        num_tokens: of the whole row.
+        num_tokens: number of tokens of the whole row.
     """
 
     task: str
@@ -53,9 +53,9 @@ class Member(NamedTuple):
     """Tokens of a sequence that lie in one micro-batch.
 
     Attributes:
-        task: index of the task batch.
-        index: of the sequence within it.
-        start: first token.
+        task: index of the task's batch among the batches.
+        index: index of the sequence within the batch.
+        start: first token within the sequence.
         end: one past the last token.
     """
 
@@ -66,7 +66,7 @@ class Member(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens."""
+        """Number of tokens that lie in the micro-batch."""
         return self.end - self.start
 
 
@@ -76,8 +76,8 @@ def part_bounds(num_tokens: int, max_tokens: int, chunk_size: int) -> list[tuple
     Where chunks are long against a pass, that can be one part more than the fewest possible.
 
     Args:
-        num_tokens: of the sequence.
-        max_tokens: of a part.
+        num_tokens: number of tokens of the sequence.
+        max_tokens: largest number of tokens of a part.
         chunk_size: parts are whole chunks of this many tokens, but for the last one, and for chunks that are longer
             than a pass.
 
@@ -88,7 +88,9 @@ def part_bounds(num_tokens: int, max_tokens: int, chunk_size: int) -> list[tuple
         >>> part_bounds(11, 5, 2)
         [(0, 4), (4, 8), (8, 11)]
     """
+    # A chunk that no pass holds cannot be a unit; then parts are cut at any token.
     step = chunk_size if chunk_size <= max_tokens else 1
+    # Even parts rather than full ones and a short rest: a pass costs its launches however few tokens it has.
     num_parts = -(-num_tokens // max_tokens)
     tokens = min(round_up(-(-num_tokens // num_parts), step), max_tokens // step * step)
     return [(start, min(start + tokens, num_tokens)) for start in range(0, num_tokens, tokens)]

@@ -7,19 +7,19 @@ import tempfile
 import time
 from typing import Any
 
-from peft_mux.task_run import TaskRun
+from peft_mux.tasks.task_run import TaskRun
 
 
 def train_one_by_one(backbone: Any, runs: list[TaskRun], *, num_steps: int) -> tuple[float, int]:
     """Train every task alone for its first `num_steps` global batches.
 
     Args:
-        backbone: copied for each task; not changed.
-        runs: whose rows and settings are used.
-        num_steps: of each task.
+        backbone: the plain backbone, copied for each task and not changed.
+        runs: the tasks whose rows and settings are used.
+        num_steps: number of optimizer steps of each task.
 
     Returns:
-        Seconds spent in `train()`, and tokens trained on (without padding).
+        Seconds spent in `train()`, and number of tokens trained on (without padding).
     """
     seconds, tokens = 0.0, 0
     for run in runs:

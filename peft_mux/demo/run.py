@@ -18,37 +18,37 @@ from peft_mux.demo.small_llama import make_backbone, make_tokenizer, pretrain
 from peft_mux.demo.task_rows import DemoTask, demo_tasks, exact_match, last_token_ids
 from peft_mux.errors import ConfigError
 from peft_mux.task import Task
-from peft_mux.trainer import MultiTaskTrainer
+from peft_mux.trainer.trainer import MultiTaskTrainer
 
 
 def run_demo(output_dir: str, *, fast: bool = False) -> int:
     """Run the demo and print what it finds.
 
     Args:
-        output_dir: for adapters, metrics and the plot; a number is appended where it holds a run already.
-        fast: a few steps only, to see that everything runs; nothing is learned then.
+        output_dir: folder for adapters, metrics and the plot; a number is appended where it holds a run already.
+        fast: whether to take a few steps only, to see that everything runs; nothing is learned then.
 
     Returns:
         0, or 1 if a reloaded adapter differs from the trained one.
     """
     started = time.perf_counter()
     _quiet_libraries()
-    root = _free_folder(Path(output_dir))
-    _say(f"peft_mux demo on {_hardware()}; no network is used. Everything goes to {root}.")
+    root = _unused_folder(Path(output_dir))
+    _print_line(f"peft_mux demo on {_hardware()}; no network is used. Everything goes to {root}.")
     tasks = demo_tasks()
     backbone, tokenizer = _prepare(tasks, root, num_steps=4 if fast else 120)
     # Before the trainer puts adapters into it: the comparison shall train plain PEFT on the plain backbone.
     pristine = copy.deepcopy(backbone)
     trainer = _trainer(backbone, tokenizer, tasks, root, num_steps=4 if fast else 120)
-    _say(f"\n{trainer.plan()}\n")
+    _print_line(f"\n{trainer.plan()}\n")
     before = trainer.evaluate()
     together = trainer.train()
     after = trainer.evaluate()
-    _say("\n" + _results(tasks, before, after))
+    _print_line("\n" + _results_table(tasks, before, after))
     is_equal = _check_adapters(trainer, root)
     _compare_speed(trainer, pristine, together.metrics["train_tokens_per_second"], num_steps=2 if fast else 16)
     _plot(trainer)
-    _say(
+    _print_line(
         f"\ndone in {time.perf_counter() - started:.0f} s. Next: look into {root}, then write a tasks.yaml and run "
         "`peft-mux plan tasks.yaml`."
     )
@@ -60,13 +60,13 @@ def _prepare(tasks: list[DemoTask], root: Path, *, num_steps: int) -> tuple[Any,
     lines = sentences.corpus(3_000)
     tokenizer = make_tokenizer([*lines, *("".join(row.values()) for task in tasks for row in task.train_rows[:200])])
     backbone = make_backbone(tokenizer)
-    _say(
+    _print_line(
         f"backbone: a Llama of {sum(p.numel() for p in backbone.parameters()):,} parameters, made here and pre-trained "
         f"for {num_steps} steps on template sentences that the package generates. It knows nothing else."
     )
     started = time.perf_counter()
     loss = pretrain(backbone, tokenizer, lines, num_steps=num_steps)
-    _say(f"pre-trained in {time.perf_counter() - started:.0f} s to a loss of {loss:.2f}")
+    _print_line(f"pre-trained in {time.perf_counter() - started:.0f} s to a loss of {loss:.2f}")
     for part in (backbone, tokenizer):
         part.save_pretrained(root / "backbone")
     return backbone, tokenizer
@@ -98,7 +98,7 @@ def _trainer(backbone: Any, tokenizer: Any, tasks: list[DemoTask], root: Path, *
     )
 
 
-def _results(tasks: list[DemoTask], before: dict[str, float], after: dict[str, float]) -> str:
+def _results_table(tasks: list[DemoTask], before: dict[str, float], after: dict[str, float]) -> str:
     lines = ["held out            loss before -> after    answers right before -> after"]
     for task in tasks:
         loss = f"{before[f'{task.name}/eval_loss']:8.3f} -> {after[f'{task.name}/eval_loss']:6.3f}"
@@ -126,7 +126,7 @@ def _check_adapters(trainer: MultiTaskTrainer, root: Path) -> bool:
         theirs = plain.eval()(input_ids=ids.cpu()).logits
         equal[task.name] = torch.allclose(ours, theirs, atol=1e-5)
     bad = [name for name, is_equal in equal.items() if not is_equal]
-    _say(
+    _print_line(
         f"reloaded {len(equal)} adapters with plain PeftModel.from_pretrained: "
         + (f"logits of {', '.join(bad)} DIFFER" if bad else "all give the same logits")
     )
@@ -136,7 +136,7 @@ def _check_adapters(trainer: MultiTaskTrainer, root: Path) -> bool:
 def _compare_speed(trainer: MultiTaskTrainer, backbone: Any, tokens_per_second: float, *, num_steps: int) -> None:
     seconds, tokens = train_one_by_one(backbone, list(trainer.table), num_steps=num_steps)
     alone = tokens / seconds
-    _say(
+    _print_line(
         f"speed on {_hardware()}: together {tokens_per_second:,.0f} tokens/s; HF Trainer + PEFT one task after another "
         f"(first {num_steps} global batches of each, same rows) {alone:,.0f} tokens/s: {tokens_per_second / alone:.1f}x"
     )
@@ -144,12 +144,12 @@ def _compare_speed(trainer: MultiTaskTrainer, backbone: Any, tokens_per_second: 
 
 def _plot(trainer: MultiTaskTrainer) -> None:
     try:
-        _say(f"losses drawn in {trainer.plot_losses()}")
+        _print_line(f"losses drawn in {trainer.plot_losses()}")
     except ConfigError as error:
-        _say(f"no plot: {error}")
+        _print_line(f"no plot: {error}")
 
 
-def _free_folder(root: Path) -> Path:
+def _unused_folder(root: Path) -> Path:
     """Return `root`, or the first of `root-2`, `root-3`, ... that does not exist yet."""
     number, free = 2, root
     while free.exists() and any(free.iterdir()):
@@ -171,5 +171,5 @@ def _hardware() -> str:
     return f"{torch.get_num_threads()} threads of {os.cpu_count()} CPU cores"
 
 
-def _say(line: str) -> None:
+def _print_line(line: str) -> None:
     print(line, flush=True)  # noqa: T201 - the demo talks to a person

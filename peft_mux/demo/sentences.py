@@ -23,7 +23,7 @@ NUMBERS = "zero one two three four five six seven eight nine ten eleven twelve".
 
 
 def sentence(rng: random.Random) -> str:
-    """Return one sentence."""
+    """Return one sentence, made from a random template."""
     name, other = rng.sample(NAMES, 2)
     pick = rng.choice
     templates = (
@@ -42,7 +42,7 @@ def sentence(rng: random.Random) -> str:
 
 
 def story(rng: random.Random, num_sentences: int) -> str:
-    """Return sentences in a row."""
+    """Return random sentences, joined by blanks."""
     return " ".join(sentence(rng) for _ in range(num_sentences))
 
 

@@ -64,20 +64,18 @@ def pretrain(
     """Train the whole model on next tokens of `lines`, and return the mean loss of the last ten steps.
 
     Args:
-        model: changed in place.
-        tokenizer: of the model.
-        lines: joined by EOS and cut into blocks.
-        num_steps: of AdamW with a one-cycle schedule.
-        block: tokens of a block.
-        batch_size: blocks of a step.
-        seed: of the order of blocks.
+        model: the model to train, changed in place.
+        tokenizer: the tokenizer of the model.
+        lines: texts, which are joined by EOS and cut into blocks.
+        num_steps: number of steps of AdamW with a one-cycle schedule.
+        block: number of tokens of a block.
+        batch_size: number of blocks of a step.
+        seed: fixes which blocks each step takes.
         report: called with step and loss every 25 steps.
     """
-    ids = np.concatenate([[*tokenizer(line)["input_ids"], tokenizer.eos_token_id] for line in lines])
-    blocks = torch.from_numpy(ids[: len(ids) // block * block].reshape(-1, block).astype(np.int64))
+    blocks = _blocks(tokenizer, lines, block)
     generator = torch.Generator().manual_seed(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=num_steps, pct_start=0.1)
+    optimizer, schedule = _optimizer(model, num_steps)
     model.train()
     losses = []
     for step in range(1, num_steps + 1):
@@ -92,3 +90,15 @@ def pretrain(
         if report is not None and step % 25 == 0:
             report(step, losses[-1])
     return float(np.mean(losses[-10:]))
+
+
+def _optimizer(model: Any, num_steps: int) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
+    """Return AdamW over all parameters, and its one-cycle schedule."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.01)
+    return optimizer, torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=num_steps, pct_start=0.1)
+
+
+def _blocks(tokenizer: Any, lines: Sequence[str], block: int) -> torch.Tensor:
+    """Return the tokens of all lines, joined by EOS, as int64 `[blocks, block]`; what fills no block is left out."""
+    ids = np.concatenate([[*tokenizer(line)["input_ids"], tokenizer.eos_token_id] for line in lines])
+    return torch.from_numpy(ids[: len(ids) // block * block].reshape(-1, block).astype(np.int64))

@@ -21,13 +21,13 @@ class DemoTask:
     """A task of the demo.
 
     Attributes:
-        name: of the task.
-        train_rows: to train on.
-        eval_rows: held out.
-        rank: of its adapter.
-        learning_rate: of its optimizer.
-        batch_size: rows of an optimizer step.
-        target_modules: of its adapter.
+        name: name of the task.
+        train_rows: rows to train on.
+        eval_rows: held-out rows, none of which occurs in training.
+        rank: rank of the task's adapter.
+        learning_rate: learning rate of the task's optimizer.
+        batch_size: number of rows of an optimizer step.
+        target_modules: linear layers that the adapter acts on.
         has_answers: whether rows have one right completion, so that accuracy means something.
     """
 

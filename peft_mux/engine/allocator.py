@@ -32,6 +32,8 @@ def keeping_freed_memory(device: torch.device) -> Iterator[None]:
     if library is None:
         yield
         return
+    # Both are needed: a block above the first is mapped by itself and goes back when it is freed, whatever the second
+    # says.
     library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
     library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
     try:

@@ -1,6 +1,6 @@
 """`BatchesAhead`: reads each task's next global batch one step early, so that its dispatch can be solved meanwhile.
 
-What is read is kept until it is asked for: a stream that were asked twice would be read again from its start.
+What is read is kept until `take`: a stream that is asked for a batch twice would be read again from its start.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Loader(Protocol):
 
 
 class SteppingTask(Protocol):
-    """What is read of a task."""
+    """What is asked of a task whose batches are read."""
 
     @property
     def name(self) -> str:
@@ -40,7 +40,7 @@ class SteppingTask(Protocol):
 
     @property
     def loader(self) -> Loader:
-        """Its rows."""
+        """What reads the rows of the task."""
         ...
 
 
@@ -61,10 +61,15 @@ class BatchesAhead:
     def take(self, task: SteppingTask) -> TaskBatch:
         """Return the batch of a task's current step, read early or now.
 
+        Args:
+            task: the task that takes the step.
+
         Raises:
             DataError: if its rows cannot be read, or could not be when they were read early.
         """
         loader, found = self._held.pop(task.name, (None, None))
+        # A task that was removed and came again under its name has another loader, and one that was put back to a
+        # checkpoint another step: what was read for the old one must not be trained on.
         if loader is task.loader and self._steps.get(task.name) == task.step and found is not None:
             if isinstance(found, DataError):
                 raise found
@@ -75,6 +80,9 @@ class BatchesAhead:
         """Read the step after the current one of each task; those that end with this one are left out.
 
         A task whose rows cannot be read is left out too; `take` raises what was raised here.
+
+        Args:
+            tasks: the tasks of the current step, before they have taken it.
         """
         batches = []
         for task in tasks:
@@ -85,6 +93,8 @@ class BatchesAhead:
             try:
                 batch = task.loader.batch(step)
             except DataError as error:
+                # Held, not raised: the step that is about to run has its rows, and must not fail for those of the next
+                # one.
                 self._held[task.name] = task.loader, error
                 continue
             self._held[task.name] = task.loader, batch

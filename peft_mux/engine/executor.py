@@ -10,11 +10,11 @@ import torch
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.chains import chains_of, is_chained
-from peft_mux.engine.captured import CapturedPasses
-from peft_mux.engine.chains import run_chain
-from peft_mux.engine.data_parallel import GradientSync
-from peft_mux.engine.interleaved_pass import Chain, Interleaving
-from peft_mux.engine.processes import Processes
+from peft_mux.engine.chain_pass import run_chain
+from peft_mux.engine.cuda_graphs.passes import CapturedPasses
+from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.tensor.interleaving import Chain, Interleaving
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.plan import Plan
@@ -24,12 +24,12 @@ class Executor:
     """Runs the micro-batches of a step, forward and backward.
 
     Args:
-        model: on its device, in training mode.
+        model: the whole model, or a tensor parallel rank's part of it, on its device, in training mode.
         bf16: run under bfloat16 autocast.
         cuda_graphs: replay passes as graphs where they can be captured.
-        sync: adds up the gradients of all processes; by default this one is alone.
-        interleaving: runs chains of different tasks in turns, where shards add up (`peft_mux.engine.interleaved_pass`);
-            by default they run one after another.
+        sync: sums the gradients of all processes; by default this one is alone.
+        interleaving: runs chains of different tasks in turns, where layers wait for all-reduces
+            (`peft_mux.engine.tensor.interleaving`); by default they run one after another.
 
     Raises:
         ValueError: for passes both replayed and in turns.
@@ -58,27 +58,32 @@ class Executor:
         """Do nothing: the work of a step tells all that a plan means on one device."""
 
     def close(self) -> None:
-        """Do nothing: what is spoken through outlives the run."""
+        """Do nothing: the process groups in use outlive the run."""
 
     def run(self, work: StepWork) -> StepResult:
         """Compute the loss of every task and add its gradients to its parameters.
 
         A task's loss does not depend on how its global batch was split, as each part is already divided by the
         number of targets of the whole.
+
+        Args:
+            work: the micro-batches of this process.
         """
         self.sync.begin(work)
+        # Also of tasks without rows here, as losses are summed over all replicas.
         losses = {name: torch.zeros((), device=self.device) for name in work.tasks}
         for group in self._groups(chains_of(work.micro_batches)):
             for chain, passes in zip(group, self._group_passes(group), strict=True):
                 for micro_batch, losses_N in zip(chain, passes, strict=True):
                     for name, loss in zip(micro_batch.task_names, losses_N.unbind(), strict=True):
                         losses[name] = losses[name] + loss
-                    self.sync.passed(micro_batch)
+                    # At once, so that the sum of a task that is complete hides behind the passes that are left.
+                    self.sync.after_backward(micro_batch)
         stream_tokens = sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
         return self.sync.finish(StepResult(losses, work.num_tokens, stream_tokens, work.failures))
 
     def _groups(self, chains: Sequence[Chain]) -> Sequence[Sequence[Chain]]:
-        """Return which chains run at a time."""
+        """Return the groups of chains that run together, in order."""
         return [(chain,) for chain in chains] if self.interleaving is None else self.interleaving.groups(chains)
 
     def _group_passes(self, group: Sequence[Chain]) -> list[list[torch.Tensor]]:
@@ -101,6 +106,7 @@ class Executor:
             return replayed
         with self.precision():
             output = self.model(micro_batch.to(self.device))
+        # One backward for all tasks: each loss reaches its own adapters alone, so no gradient mixes (M section 3.2).
         output.losses.sum().backward()
         return output.losses.detach()
 
@@ -127,6 +133,7 @@ class Executor:
     def non_finite_tasks(self, micro_batches: Sequence[MuxBatch]) -> list[str]:
         """Return the tasks whose loss is not finite in a forward pass; no gradients, and nothing is changed."""
         losses = self.forward_losses(micro_batches)
+        # Stacked, as each loss that is asked for by itself would wait for the device once more.
         finite = torch.stack(list(losses.values())).isfinite().tolist() if losses else []
         return sorted(name for name, is_finite in zip(losses, finite, strict=True) if not is_finite)
 

@@ -1,4 +1,4 @@
-"""What passes through the engine in a step: what to compute, what came of it, and who makes the one of the other."""
+"""What passes through the engine in a step: `StepWork` to compute, its `StepResult`, and the `StepExecutor` between."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class StepWork:
     """The global batch of every task that takes a step now, as micro-batches.
 
     Attributes:
-        tasks: names, in stream order.
-        micro_batches: of this process, to be run in this order; the gradients of a task add up over them.
-        num_tokens: tokens of each task's global batch.
-        failures: tasks whose data could not be read, with the reason; they take no step.
+        tasks: names of the tasks, in stream order.
+        micro_batches: micro-batches of this process, to be run in this order; the gradients of a task add up over them.
+        num_tokens: tokens of each task's global batch, by name of the task.
+        failures: why the data of a task could not be read, by name of the task; these tasks take no step.
         sync_order: the tasks in the order in which the plan is done with them, the same on every process.
     """
 
@@ -38,9 +38,9 @@ class StepResult:
 
     Attributes:
         losses: mean loss of each task over its global batch, as device scalars (not yet waited for).
-        num_tokens: tokens of each task's global batch.
+        num_tokens: tokens of each task's global batch, by name of the task.
         num_stream_tokens: tokens that went through the backbone of this process, padding included.
-        failures: passed on from the work.
+        failures: why the data of a task could not be read, passed on from the work.
         norms: gradient norm of each task over all processes, where this one holds only a part of the adapters;
             `None` where it holds all of them.
     """
@@ -62,7 +62,7 @@ class StepExecutor(Protocol):
 
     @property
     def device(self) -> torch.device:
-        """Of the model."""
+        """Device of the model."""
         ...
 
     def follow(self, plan: Plan) -> None:
@@ -70,7 +70,7 @@ class StepExecutor(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up connections that nobody else uses; all processes call this at one time."""
+        """Close the connections that nobody else uses; all processes call this at one time."""
         ...
 
     def run(self, work: StepWork) -> StepResult:

@@ -5,6 +5,8 @@ neither on neighbours nor on micro-batching, device or recomputation (promise 1 
 
 Philox-4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). One call yields
 four 32-bit words, used as eight 16-bit draws for eight neighbouring columns.
+
+Shape letters: L rows of one task, K columns of an activation.
 """
 
 from __future__ import annotations
@@ -15,16 +17,16 @@ from typing import NamedTuple
 import torch
 
 _MASK = 0xFFFFFFFF
-_ROUNDS = 7
+_ROUNDS = 7  # the fewest that pass the BigCrush tests, by the paper
 _DRAWS_PER_CALL = 8
 
 
 class Window(NamedTuple):
-    """Columns of an activation that lie in a process: draws are those of the whole activation.
+    """Which columns of an activation lie in this process; the draws are those of the whole activation.
 
     Attributes:
-        first: column.
-        num_columns: of the whole activation.
+        first: index of the first column that lies here.
+        num_columns: number of columns of the whole activation.
     """
 
     first: int
@@ -33,6 +35,7 @@ class Window(NamedTuple):
 
 def hash_seed(*parts: object) -> int:
     """Return 64 well-mixed bits that depend on all parts."""
+    # Not Python's `hash`, which is salted anew in each process: all processes have to draw alike.
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -60,12 +63,13 @@ def philox(seed: int, counters: torch.Tensor) -> torch.Tensor:
     """Return four 32-bit words per counter.
 
     Args:
-        seed: 64-bit key.
-        counters: int64 `[...]`, each in [0, 2**32).
+        seed: 64-bit key of the generator.
+        counters: int64 `[...]`, one counter a call, each in [0, 2**32).
 
     Returns:
         int64 `[4, ...]` with values in [0, 2**32).
     """
+    # Words of 32 bits in int64, as torch has no arithmetic on unsigned numbers.
     zeros = torch.zeros_like(counters)
     word_0, word_1, word_2, word_3 = counters & _MASK, zeros, zeros, zeros
     key_0, key_1 = seed & _MASK, (seed >> 32) & _MASK
@@ -90,23 +94,26 @@ def keep_mask(
     """Return which elements of `[L, num_columns]` are kept.
 
     Args:
-        seed: from `draw_seed`.
+        seed: 64-bit key of the draws, from `draw_seed`.
         places: int64 `[L]`, place of each row in its task's global batch.
         num_columns: width of the activation.
-        probability: of dropping, in [0, 1).
-        window: of a wider activation, where these columns lie; by default there is no wider one.
+        probability: probability of dropping an element, in [0, 1).
+        window: where these columns lie in a wider activation; by default there is no wider one.
 
     Returns:
-        bool `[L, num_columns]`.
+        bool `[L, num_columns]`, true where an element is kept.
     """
     if places.is_meta:  # a description has no bits, and drawing none takes hundreds of operations less
         return places.new_empty((len(places), num_columns), dtype=torch.bool)
     window = window or Window(0, num_columns)
+    # Of the whole activation, so that every process counts calls alike.
     calls_per_row = -(-window.num_columns // _DRAWS_PER_CALL)
     first_call, skipped = divmod(window.first, _DRAWS_PER_CALL)
+    # The window may begin amid the eight columns of a call: whole calls are drawn, and what lies outside is cut off.
     last_call = -(-(window.first + num_columns) // _DRAWS_PER_CALL)
     columns = torch.arange(first_call, last_call, device=places.device)
     words = philox(seed, places[:, None] * calls_per_row + columns)
+    # Neighbouring columns take the lower and then the upper half of words 0 to 3, as the kernels do.
     draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
     draws = draws.permute(1, 2, 0, 3).reshape(len(places), len(columns) * _DRAWS_PER_CALL)
     return draws[:, skipped : skipped + num_columns] >= drop_threshold(probability)
@@ -119,10 +126,11 @@ def dropout(
 
     Args:
         x_LK: `[L, K]` rows of one task.
-        places: int64 `[L]`.
-        probability: of dropping, in [0, 1).
-        seed: from `draw_seed`.
-        window: as in `keep_mask`.
+        places: int64 `[L]`, place of each row in its task's global batch.
+        probability: probability of dropping an element, in [0, 1).
+        seed: 64-bit key of the draws, from `draw_seed`.
+        window: where these columns lie in a wider activation; by default there is no wider one.
     """
     mask = keep_mask(seed, places, x_LK.shape[-1], probability, window)
+    # Chosen and not multiplied: 0 * NaN would be NaN.
     return torch.where(mask, x_LK * keep_scale(probability), 0.0)

@@ -32,7 +32,7 @@ class Kept(NamedTuple):
 
     Attributes:
         layer: name of the attention module.
-        part: of the sequence.
+        part: the tokens of a sequence that they are of.
         computed: keys and values `[G, L, C]` in the graph of their pass.
         leaves: the same values, as later parts read them.
     """
@@ -81,22 +81,24 @@ class KeyValueStore:
 
         Args:
             layer: name of the attention module.
-            part: of which more follows.
-            keys_GLC: `[G, L, C]`, rotated.
-            values_GLC: `[G, L, C']`.
+            part: a part that more of its sequence follows.
+            keys_GLC: keys `[G, L, C]` after rotary embedding.
+            values_GLC: values `[G, L, C']`.
 
         Raises:
             UnsupportedModelError: if a layer attends twice in one pass.
             RuntimeError: if gradients are wanted, and nobody records what their backward needs.
         """
         parts = self._kept.setdefault((layer, part.sequence), {})
+        # Nobody records while activations are recomputed: what the first forward kept still holds.
         if self._recorded is None and torch.is_grad_enabled():
             if part.start in parts:
                 return
             raise RuntimeError(
                 f'a part of a sequence of task "{part.task}" ran outside a chain, so that gradients would not reach it;'
-                " allowed: chains of parts that peft_mux.engine.chains runs, or passes under torch.no_grad()."
+                " allowed: chains of parts that peft_mux.engine.chain_pass runs, or passes under torch.no_grad()."
             )
+        # Kept once more under the same name, the second attention's keys would take the place of the first's.
         if any(kept.layer == layer and kept.part == part for kept in self._recorded or ()):
             raise UnsupportedModelError(
                 f"{layer} attends more than once in a pass, so its keys and values cannot be told apart; allowed: one"
@@ -117,14 +119,16 @@ class KeyValueStore:
 
         Args:
             layer: name of the attention module.
-            part: that reads.
+            part: the part whose queries read them.
             window: a query sees this many tokens, itself included; `None` for all.
         """
         parts = self._kept.get((layer, part.sequence), {})
         earlier = [parts[start] for start in sorted(parts) if start < part.start]
+        # A gap would be a wrong result and no error: attention cannot know that keys are missing.
         assert [0, *(kept.part.end for kept in earlier)] == [*(kept.part.start for kept in earlier), part.start], (
             f"parts before token {part.start} of a sequence of {part.task} are missing in {layer}"
         )
+        # The oldest key that the part's first query sees; later queries do not see as far back.
         first = 0 if window is None else max(0, part.start - window + 1)
         return [
             (keys[:, max(0, first - kept.part.start) :], values[:, max(0, first - kept.part.start) :])
@@ -141,10 +145,11 @@ class KeyValueStore:
         """Free what a pass has kept, after its backward; all later parts are done then.
 
         Args:
-            recorded: by `recording`; emptied.
+            recorded: the list of `recording`; it is emptied.
         """
         for kept in recorded:
             parts = self._kept.get((kept.layer, kept.part.sequence), {})
+            # Chains run their backwards in reverse, so parts go from the last to the first.
             parts.pop(kept.part.start, None)
             if not parts:
                 self.forget(kept.layer, kept.part)
@@ -156,4 +161,5 @@ class KeyValueStore:
 
 
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
+    # Detached, so that the backward of a later part ends here and does not run through the graph of an earlier pass.
     return tensor.detach().requires_grad_(tensor.requires_grad)

@@ -3,40 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig
+from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import set_adapter
+from torch import nn
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import ConfigError
-from peft_mux.modeling import classification, losses
-from peft_mux.modeling.adapter_files import AdapterFiles
-from peft_mux.modeling.attention import ATTENTION_NAME, AttentionStream, register
-from peft_mux.modeling.injection import as_it_was, check_configs, is_meta, own_copy, peft_refusals, seeded
-from peft_mux.modeling.lora_pass import LoraPass
-from peft_mux.modeling.quantized import prepare_quantized
-from peft_mux.modeling.support import check_backbone, position_offset
-from peft_mux.modeling.task_registry import TaskRegistry
+from peft_mux.modeling import multiplexed_pass
+from peft_mux.modeling.adapters import files, injection
+from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.arrivals import Arrivals
+from peft_mux.modeling.attention.packed import AttentionStream, register_attention
+from peft_mux.modeling.backbone.checks import check_backbone
+from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
+from peft_mux.modeling.backbone.probe import check_packing
+from peft_mux.modeling.backbone.quantized import prepare_quantized
+from peft_mux.modeling.multiplexed_pass import MuxOutput
+from peft_mux.modeling.objectives.head import HeadPass
+from peft_mux.modeling.objectives.table import TaskObjectives
+from peft_mux.modeling.registry import TaskRegistry
+from peft_mux.modeling.sharding.pieces import Piece
+from peft_mux.modeling.slabs import TaskSlab
+from peft_mux.modeling.stream import Passes, Stream
 from peft_mux.modeling.view import TaskView, require_all_layers
 
 
-@dataclass(frozen=True, slots=True)
-class MuxOutput:
-    """What a multiplexed forward pass returns.
-
-    Attributes:
-        losses: `[N]`, each task's part of its mean loss; their sum may be differentiated.
-        task_names: the N tasks, in the order of `losses`.
-    """
-
-    losses: torch.Tensor
-    task_names: tuple[str, ...]
-
-
-class MultiTaskPeftModel(AdapterFiles, TaskRegistry):
+class MultiTaskPeftModel(PeftModel):
     """Any number of adapters on one frozen backbone, each computing on its own rows of a packed stream.
 
     It is a `PeftModel`: parameter names, saving and merging are PEFT's. Tasks are known to PEFT under internal ids,
@@ -53,6 +50,14 @@ class MultiTaskPeftModel(AdapterFiles, TaskRegistry):
             drawn from the task's seed instead of copied.
         verify: hold packed against separate results on the backbone before anything else (a few short sequences).
 
+    Attributes:
+        registry: the tasks that the model holds, their parameters, and where these lie.
+        stream: what the attached layers read of the micro-batch in flight.
+        objectives: which loss each task is trained towards, and the head that they all read.
+        module_names: name of each module within the backbone.
+        num_stages: into which the backbone was cut; this model is one of them (`peft_mux.engine.pipeline.stage`).
+        tp_size: tensor parallel ranks among which each stage is cut; this model is what one of them holds.
+
     Raises:
         ConfigError: naming every task and field that cannot be trained.
         UnsupportedModelError: if packing would change the model's results.
@@ -61,6 +66,10 @@ class MultiTaskPeftModel(AdapterFiles, TaskRegistry):
         >>> model = MultiTaskPeftModel(base, {"sst2": LoraConfig(r=8), "qa": LoraConfig(r=64)})  # doctest: +SKIP
         >>> model(mux_batch).losses.sum().backward()  # doctest: +SKIP
     """
+
+    base_model: Any
+    num_stages: int = 1
+    tp_size: int = 1
 
     def __init__(
         self,
@@ -77,20 +86,196 @@ class MultiTaskPeftModel(AdapterFiles, TaskRegistry):
         prepare_quantized(model)
         if not peft_configs:
             raise ConfigError("peft_configs: got no task; allowed: at least one task name with its PeftConfig.")
-        check_configs(peft_configs, model, taken=())
-        register()
+        injection.check_configs(peft_configs, model, taken=())
+        register_attention()
+        # Before PEFT's construction, so that `_apply` finds them whenever it is called.
+        self.registry, self.stream = TaskRegistry(), Stream()
+        self.module_names: dict[nn.Module, str] = {}
+        self._arrivals = Arrivals(self.registry, is_head_new=is_head_new)
+        # PEFT makes its tuner with a first adapter; all further ones are added to it.
         first, *others = peft_configs
-        config = own_copy(peft_configs[first], model)
-        adapter = "t000001"
-        with seeded((seeds or {}).get(first, 42)), peft_refusals(first), as_it_was(model):
-            super().__init__(model, config, adapter, is_head_new=is_head_new, low_cpu_mem_usage=is_meta(model))
-        self._given_configs[first] = peft_configs[first].to_dict()
-        with as_it_was(model):
-            self._adopt(first, adapter, (num_labels or {}).get(first), (seeds or {}).get(first, 42))
-            self._freeze_backbone()
-            self._register({name: peft_configs[name] for name in others}, seeds or {}, num_labels or {})
-            if verify and not is_meta(model):
+        seeds, num_labels = seeds or {}, num_labels or {}
+        config, adapter = injection.own_copy(peft_configs[first], model), self.registry.next_adapter
+        with injection.seeded(seeds.get(first, 42)), injection.peft_refusals(first), injection.as_it_was(model):
+            super().__init__(model, config, adapter, low_cpu_mem_usage=injection.is_meta(model))
+        self.objectives = TaskObjectives(self.backbone)
+        with injection.as_it_was(model):
+            self._arrivals.adopt(self, first, peft_configs[first], num_labels.get(first), seeds.get(first, 42))
+            injection.train_only(self, self.registry.parameters())
+            self._arrivals.register(self, {name: peft_configs[name] for name in others}, seeds, num_labels)
+            if verify and not injection.is_meta(model):
                 self.verify()
+
+    # ------------------------------------------------------------------ tasks
+
+    @property
+    def backbone(self) -> Any:
+        """The transformers model under the adapters."""
+        return self.base_model.model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the backbone's weights are."""
+        return self.backbone.device
+
+    @property
+    def is_classifier(self) -> bool:
+        """Whether the backbone is a sequence classifier."""
+        return self.objectives.head.kind == CLASSIFICATION
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks, in the order in which they came."""
+        return self.registry.tasks
+
+    @property
+    def adapters(self) -> dict[str, str]:
+        """Internal id of each task's adapter, in the order in which the tasks came."""
+        return self.registry.adapters
+
+    @property
+    def pieces(self) -> dict[tuple[str, str], Piece]:
+        """By task and parameter, where a process holds less than all of it, or its gradient does not add."""
+        return self.registry.pieces
+
+    def register_tasks(
+        self,
+        peft_configs: Mapping[str, PeftConfig],
+        *,
+        seeds: Mapping[str, int] | None = None,
+        num_labels: Mapping[str, int] | None = None,
+        are_checked: bool = False,
+    ) -> None:
+        """Add tasks between two steps; neither the backbone nor any other task is touched (M §3.2).
+
+        Args:
+            peft_configs: `PeftConfig` of each new task by name.
+            seeds: fixes the initial adapter weights of a task; 42 where absent.
+            num_labels: classes of a task's head, for sequence classification; the backbone's where absent.
+            are_checked: the configurations were held against the whole model, of which this is a part.
+
+        Raises:
+            ConfigError: naming every fault of every new task; then none is added.
+        """
+        if not are_checked:
+            injection.check_configs(peft_configs, self.backbone, taken=self.tasks)
+        self._arrivals.register(self, peft_configs, seeds or {}, num_labels or {})
+
+    def register_absent(self, name: str, config: PeftConfig) -> None:
+        """Add a task that has no adapter in this model, a part of one; `config` is as PEFT completed it."""
+        self._arrivals.register_absent(self, name, config)
+
+    def remove_tasks(self, names: list[str] | tuple[str, ...]) -> None:
+        """Drop tasks and free their adapters; the others stay as they are.
+
+        Raises:
+            ConfigError: if a task is not held; then none is dropped.
+        """
+        self._arrivals.remove(self, names)
+
+    def adapter_of(self, name: str) -> str:
+        """Return the internal adapter id under which PEFT knows a task; a `ConfigError` where none is held."""
+        return self.registry.adapter_of(name)
+
+    def task_parameters(self, name: str) -> dict[str, nn.Parameter]:
+        """Return a task's own parameters, by their PEFT names without the adapter id."""
+        return self.registry.parameters_of(name)
+
+    def task_slab(self, name: str) -> TaskSlab:
+        """Return the flat buffers that a task's parameters are views of."""
+        return self.registry.slab_of(name)
+
+    def task_pieces(self, name: str) -> dict[str, Piece]:
+        """Return what of each of `task_parameters` lies in this process."""
+        return self.registry.pieces_of(name)
+
+    def adopt_parameters(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Let parameters be those of a task, in flat buffers of their own; none where its adapter lies elsewhere."""
+        self.registry.adopt(name, parameters, self.device)
+
+    def place_whole(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write what lies in this process of whole tensors into a task's parameters; see `TaskRegistry.place_whole`."""
+        self.registry.place_whole(name, tensors)
+
+    def was_given(self, name: str, config: PeftConfig) -> bool:
+        """Whether a task was registered with this configuration, or holds it now (PEFT completes what it is given)."""
+        is_held = config.to_dict() == self.peft_config[self.adapter_of(name)].to_dict()
+        return is_held or self.registry.was_given(name, config)
+
+    def mark_trainable(self) -> None:
+        """Let every task train: PEFT keeps gradients for the active adapter only."""
+        for parameter in self.registry.parameters():
+            parameter.requires_grad_(True)
+
+    def name_modules(self) -> None:
+        """Read off anew which modules the backbone has now, and under which names."""
+        self.module_names = {module: name for name, module in self.backbone.named_modules()}
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Move or cast as any module does, and lay the adapters out anew."""
+        # `to` and `half` give every parameter memory of its own, so none is a view of its task's buffer any more.
+        result = super()._apply(*args, **kwargs)
+        self.registry.lay_out(self.device)
+        self.stream.clear_tables()
+        return result
+
+    # ------------------------------------------------------------------ files
+
+    def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
+        """Write one sub-folder a task, each a plain PEFT adapter at its root.
+
+        Args:
+            save_directory: where the sub-folders go; made where absent.
+            **kwargs: none is supported; PEFT's options are refused, not ignored.
+
+        Raises:
+            ConfigError: if options of PEFT are given.
+        """
+        if kwargs:
+            raise ConfigError(f"save_pretrained: got {', '.join(kwargs)}; allowed: the folder alone.")
+        for name in self.tasks:
+            self.save_task(name, Path(save_directory) / name)
+
+    def save_task(self, name: str, folder: str | Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Write one task's adapter as plain PEFT does; `PeftModel.from_pretrained(base, folder)` loads it.
+
+        Args:
+            name: the task's name in the run.
+            folder: where the adapter's files go; made where absent.
+            weights: the whole adapter's tensors by parameter name, where this model holds only a part of it.
+        """
+        files.save_adapter(self, self.adapter_of(name), Path(folder), weights)
+
+    def saved_weights(self, name: str, folder: str | Path) -> dict[str, torch.Tensor]:
+        """Return a task's weights from a PEFT adapter folder, by parameter name: those that this model has a part of.
+
+        Raises:
+            CheckpointError: if the folder holds none, or tensors that are not of this task.
+        """
+        return files.read_adapter(Path(folder), self.task_pieces(name))
+
+    def load_task(self, name: str, folder: str | Path) -> None:
+        """Read one task's adapter weights from a PEFT adapter folder; a `CheckpointError` if its tensors differ."""
+        files.load_adapter(self, self.adapter_of(name), Path(folder))
+
+    @classmethod
+    def from_pretrained(cls, model: Any, model_id: str | Path, **kwargs: Any) -> MultiTaskPeftModel:  # type: ignore[override]
+        """Build a model with every adapter of a folder that `save_pretrained` (or a run) wrote.
+
+        Args:
+            model: the backbone, a transformers model.
+            model_id: folder with one sub-folder a task; other contents are passed over.
+            **kwargs: further arguments of `MultiTaskPeftModel`.
+
+        Raises:
+            CheckpointError: if there is no adapter, or one does not fit.
+        """
+        saved = files.saved_adapters(Path(model_id))
+        kwargs.setdefault("num_labels", saved.num_labels)
+        mux_model = cls(model, saved.configs, **kwargs)
+        for name, folder in saved.folders.items():
+            mux_model.load_task(name, folder)
+        return mux_model
 
     # ------------------------------------------------------------------ views
 
@@ -98,14 +283,26 @@ class MultiTaskPeftModel(AdapterFiles, TaskRegistry):
         """Return one task's model, for `generate` and plain forward passes."""
         return TaskView(self, self.adapter_of(name))
 
+    def select_adapter(self, adapter: str) -> None:
+        """Make the adapter of an internal id the one that plain forwards use, in the layers of every PEFT type."""
+        set_adapter(self.backbone, adapter)
+        self.base_model.active_adapter = self.active_adapter = adapter
+
+    def alone(self, adapter: str) -> AbstractContextManager[None]:
+        """Let the model be what PEFT made of it for the PEFT type of an adapter (internal id), in the `with` block."""
+        return self._arrivals.tuners.alone(self, kind_of(self.peft_config[adapter]))
+
+    def merge_and_unload_adapter(self, adapter: str) -> Any:
+        """Return the backbone with one adapter (internal id) merged in; as in PEFT, all are gone afterwards."""
+        tuner = self._arrivals.tuners.leave_alone(self, kind_of(self.peft_config[adapter]))
+        return tuner.merge_and_unload(adapter_names=[adapter])
+
     def verify(self) -> None:
-        """Hold packed against separate results on the backbone; see `peft_mux.modeling.probe`.
+        """Hold packed against separate results on the backbone; see `peft_mux.modeling.backbone.probe`.
 
         Raises:
-            UnsupportedModelError: if they differ.
+            UnsupportedModelError: if packed and separate results differ.
         """
-        from peft_mux.modeling.probe import check_packing
-
         check_packing(self)
 
     # ---------------------------------------------------------------- forward
@@ -115,14 +312,14 @@ class MultiTaskPeftModel(AdapterFiles, TaskRegistry):
 
         Args:
             mux_batch: the packed stream, on the model's device; anything else goes to PEFT's own forward.
-            *args: for PEFT's forward.
-            **kwargs: for PEFT's forward.
+            *args: further arguments of PEFT's own forward.
+            **kwargs: further named arguments of PEFT's own forward.
 
         Returns:
             `MuxOutput` with one loss a task.
 
         Raises:
-            ConfigError: for one of several stages of a pipeline.
+            ConfigError: if this model is one of several stages of a pipeline.
         """
         require_all_layers(self, "a forward pass")
         if not isinstance(mux_batch, MuxBatch):
@@ -130,122 +327,70 @@ class MultiTaskPeftModel(AdapterFiles, TaskRegistry):
             return super().forward(*args, **kwargs)
         self.prepare(mux_batch.task_names)
         with self.multiplexing(mux_batch):
-            return MuxOutput(self.losses_of(self._hidden_states(mux_batch), mux_batch), mux_batch.task_names)
+            return MuxOutput(self.losses_of(self.hidden_states(mux_batch), mux_batch), mux_batch.task_names)
 
     def losses_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> torch.Tensor:
         """Return the losses `[N]` from the `[T, D]` last hidden states, while the stream is read."""
-        if self.is_classifier:
-            logits = classification.task_logits(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
-            terms, bounds = classification.task_losses(logits, mux_batch), mux_batch.sequence_offsets
-        else:
-            terms = losses.token_losses(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
-            bounds = mux_batch.target_offsets
-        counts = [end - start for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
-        return losses.per_task(terms, counts, mux_batch.loss_weights)
+        return self.objectives.losses(hidden_TD, mux_batch, self._head_pass())
 
-    def target_losses(self, mux_batch: MuxBatch, lora_pass: LoraPass, attention: AttentionStream) -> torch.Tensor:
-        """Return the `[M]` negative log-likelihoods of a language model's targets, for passes that are captured.
+    def target_losses(self, mux_batch: MuxBatch, passes: Passes, attention: AttentionStream) -> torch.Tensor:
+        """Return the loss terms `[M]`, one for each target, of tasks with one loss, for passes that are captured.
 
         Nothing is bound or refreshed, and nothing that is made here needs to outlive the pass.
 
         Args:
             mux_batch: the packed stream, on the model's device.
-            lora_pass: its rows, bound to adapters.
-            attention: of the same batch.
+            passes: the batch's rows, bound to adapters, for each kind of adapters that is attached.
+            attention: what attention reads of the same batch.
         """
-        with self.multiplexing(mux_batch, lora_pass):
-            hidden_TD = self._hidden_states(mux_batch, attention)
-            return losses.token_losses(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
+        with self.multiplexing(mux_batch, passes):
+            hidden_TD = self.hidden_states(mux_batch, attention)
+            return self.objectives.terms(hidden_TD, mux_batch, self._head_pass())
 
     @torch.no_grad()
     def sequence_logits(self, mux_batch: MuxBatch) -> list[torch.Tensor]:
         """Return the logits of every sequence: `[L, V]` for language models, `[C]` for classifiers."""
         self.prepare(mux_batch.task_names)
         with self.multiplexing(mux_batch):
-            return self.logits_of(self._hidden_states(mux_batch), mux_batch)
+            return self.logits_of(self.hidden_states(mux_batch), mux_batch)
 
     def logits_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> list[torch.Tensor]:
         """Return the logits of every sequence from the `[T, D]` last hidden states, while the stream is read."""
-        if self.is_classifier:
-            logits = classification.task_logits(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
-            return [row for part in logits for row in part]
-        return losses.stream_logits(hidden_TD, self.backbone, mux_batch, self.stream, self._adapters)
+        return self.objectives.head.logits(hidden_TD, mux_batch, self._head_pass())
 
-    @contextmanager
-    def multiplexing(self, batch: MuxBatch, lora_pass: LoraPass | None = None) -> Iterator[None]:
-        """Let the attached layers and attention read `batch` for the time of the `with` block.
+    def _head_pass(self) -> HeadPass:
+        return HeadPass(self.backbone, self.stream, self.adapters)
 
-        Args:
-            batch: the micro-batch, its tensors on the model's device.
-            lora_pass: of the same batch, where its activations are recomputed.
-        """
-        config = self.backbone.config
-        attention = config._attn_implementation
-        if attention != ATTENTION_NAME:
-            config._attn_implementation = ATTENTION_NAME
-        try:
-            with self.stream.reading(batch, self._adapters, lora_pass):
-                yield
-        finally:
-            if attention != ATTENTION_NAME:
-                config._attn_implementation = attention
+    def multiplexing(self, batch: MuxBatch, passes: Passes | None = None) -> AbstractContextManager[None]:
+        """Let the attached layers and attention read `batch` in the `with` block; see `multiplexed_pass`."""
+        return multiplexed_pass.multiplexing(self, batch, passes)
 
-    def _hidden_states(self, batch: MuxBatch, attention: AttentionStream | None = None) -> torch.Tensor:
-        """Return `[T, D]` last hidden states."""
-        position_ids = batch.position_ids + position_offset(self.backbone)
-        arguments: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": position_ids}
-        arguments["mux_stream"] = attention or AttentionStream(self.stream, batch, self._module_names)
-        if batch.token_type_ids is not None:
-            arguments["token_type_ids"] = batch.token_type_ids
-        if hasattr(self.backbone.config, "use_cache"):
-            arguments["use_cache"] = False
-        with classification.without_pooler(self.backbone) if self.is_classifier else nullcontext():
-            return self.backbone.base_model(**arguments).last_hidden_state[0]
+    def hidden_states(self, batch: MuxBatch, attention: AttentionStream | None = None) -> torch.Tensor:
+        """Return the `[T, D]` last hidden states of a batch that is multiplexed; `attention` is made by default."""
+        return multiplexed_pass.hidden_states(self, self.objectives.head, batch, attention)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Switch all adapters off for the time of the `with` block."""
         with self.disable_adapter():
             yield
-        self._mark_trainable()
+        # PEFT turns gradients back on for the active adapter only.
+        self.mark_trainable()
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """Recompute each layer's activations in the backward pass, reading the micro-batch they came from.
 
         Args:
-            **kwargs: for `torch.utils.checkpoint.checkpoint`; it is always non-reentrant.
-
-        Raises:
-            ConfigError: if reentrant checkpointing is asked for.
+            **kwargs: further arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant=True` is refused.
         """
-        if kwargs.pop("use_reentrant", False):
-            raise ConfigError(
-                "use_reentrant: got True; allowed: False, as adapters sit inside the checkpointed layers."
-            )
-        arguments = {"use_reentrant": False, "context_fn": self._checkpoint_contexts, "preserve_rng_state": False}
-        enable = getattr(self.backbone, "activation_checkpointing_enable", None)
-        if enable is not None:
-            enable(activation_checkpointing_kwargs={**arguments, **kwargs})
-        else:
-            self.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs={**arguments, **kwargs})
+        multiplexed_pass.enable_checkpointing(self.backbone, self._checkpoint_contexts, kwargs)
 
     gradient_checkpointing_enable = activation_checkpointing_enable
 
     def _checkpoint_contexts(self) -> tuple[Any, Any]:
-        batch = self.stream.batch
-        if batch is None:
-            return nullcontext(), nullcontext()
-        return nullcontext(), self.multiplexing(batch, self.stream.lora_pass)
+        return multiplexed_pass.checkpoint_contexts(self)
 
     @torch.compiler.disable()
     def prepare(self, tasks: Iterable[str]) -> None:
-        """Bind the gradients of a pass, and let kernels in another dtype see the weights as they are now.
-
-        Args:
-            tasks: of the pass.
-        """
-        for name in tasks:
-            slab = self.task_slab(name)
-            if torch.is_grad_enabled():
-                slab.bind_gradients()
-            slab.refresh_copies()
+        """Bind the gradients of a pass of these tasks, and let kernels in another dtype see the weights as they are."""
+        multiplexed_pass.bind(self, tasks)

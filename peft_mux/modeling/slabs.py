@@ -1,25 +1,53 @@
 """`TaskSlab`: all trainable weights of a task in one flat buffer, and their gradients in another.
 
 PEFT's parameters become views of the buffers, so names, saving and loading stay PEFT's, while the optimizer, the norm,
-the clipping and the copies of a task are each one operation over one tensor. A of the layers that read the same
-activations lie side by side, so that they are one matrix without a copy; B lies transposed (`[R, K]`), as it is used.
+the clipping and the copies of a task are each one operation over one tensor. In which order and form parameters lie
+there, their kind of adapters says (`SlabLayout`).
 
-    page   | q.A | k.A | v.A | o.A | q.B^T | k.B^T | v.B^T | o.B^T | gate.A | ...
-
-Kernels read a factor in words of 16 bytes and the columns of S in groups of eight ranks. So A takes whole groups of
-eight rows, and every parameter a multiple of eight elements; what is left over stays zero in weights and gradients.
+Kernels read in words of 16 bytes. So every parameter takes a multiple of eight elements; what is left over stays zero
+in weights and gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 GROUP = 8
-"""Rows of A, and elements of any parameter, that a page is laid out in."""
+"""Elements that the size of any parameter in a page is a multiple of."""
+
+
+class Slot(NamedTuple):
+    """How one parameter lies in its page.
+
+    Attributes:
+        block: parameters of one block lie side by side; blocks keep the order of their first parameters.
+        order: parameters of a block with a lower number lie first.
+        num_elements: elements that it takes, padding included.
+        is_transposed: whether it lies column by column.
+    """
+
+    block: str
+    order: int
+    num_elements: int
+    is_transposed: bool
+
+
+SlabLayout = Callable[[str, nn.Parameter], Slot]
+"""Returns how a parameter lies, from its PEFT name without the adapter id."""
+
+
+def round_up_to_group(count: int) -> int:
+    """Return the next multiple of `GROUP`."""
+    return -(-count // GROUP) * GROUP
+
+
+def plain_slot(name: str, parameter: nn.Parameter) -> Slot:
+    """Lay parameters out as they are, one after another."""
+    return Slot("", 0, round_up_to_group(parameter.numel()), False)
 
 
 class _Entry(NamedTuple):
@@ -28,22 +56,23 @@ class _Entry(NamedTuple):
     is_transposed: bool
 
     def rows_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this parameter's part of a flat buffer as it lies there: contiguous, B transposed."""
+        """Return this parameter's part of a flat buffer as it lies there: contiguous, perhaps transposed."""
         shape = self.parameter.shape[::-1] if self.is_transposed else self.parameter.shape
         return flat[self.offset : self.offset + self.parameter.numel()].view(shape)
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
         """Return this parameter's part of a flat buffer, in the parameter's shape."""
         rows = self.rows_of(flat)
+        # PEFT sees the shape that it made, kernels the rows as they lie: one memory, two views.
         return rows.t() if self.is_transposed else rows
 
 
 class Factor(NamedTuple):
-    """Where kernels find A or B transposed of one adapter.
+    """Where kernels find one parameter of an adapter, in the form in which it lies.
 
     Attributes:
-        values: `[R, width]` in the dtype that was asked for.
-        gradient: `[R, width]` in the dtype of the weights; `None` where none is bound.
+        values: the weights (for LoRA `[R, width]`), in the dtype that was asked for.
+        gradient: their gradient, in the dtype of the parameter; `None` where none is bound.
     """
 
     values: torch.Tensor
@@ -60,24 +89,32 @@ class Page:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], *, decays: bool, device: torch.device | None = None
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        slots: Mapping[str, Slot],
+        *,
+        decays: bool,
+        device: torch.device | None = None,
     ) -> None:
         """Copy the weights into a flat buffer and make the parameters views of it."""
         self.decays = decays
         self.num_bindings = 0
         self._shadows: dict[torch.dtype, torch.Tensor] = {}
         first = next(iter(parameters.values()), torch.zeros(0, device=device))
-        size = sum(_size(name, item) for name, item in parameters.items()) or GROUP
+        size = sum(slots[name].num_elements for name in parameters) or GROUP
+        # Zeros, as padding between parameters takes part in norms and updates and must stay zero.
         flat = first.new_zeros(size, requires_grad=False)
         self._entries: dict[int, _Entry] = {}
         offset = 0
         for name, parameter in parameters.items():
-            entry = _Entry(parameter, offset, _is_b(name, parameter))
+            entry = _Entry(parameter, offset, slots[name].is_transposed)
             view = entry.view_of(flat)
+            # PEFT's parameter stays the object that it was, with its name; only its memory moves.
             view.copy_(parameter.data)
             parameter.data = view
+            # By identity, as tensors compare by element.
             self._entries[id(parameter)] = entry
-            offset += _size(name, parameter)
+            offset += slots[name].num_elements
         self.values = nn.Parameter(flat)
 
     def factor(self, parameter: nn.Parameter, dtype: torch.dtype) -> Factor | None:
@@ -85,6 +122,7 @@ class Page:
         entry = self._entries.get(id(parameter))
         if entry is None:
             return None
+        # As it lies, since kernels write weights' gradients in the layout of the weights.
         gradient = None if self.values.grad is None else entry.rows_of(self.values.grad)
         return Factor(entry.rows_of(self._values_in(dtype)), gradient)
 
@@ -100,6 +138,7 @@ class Page:
     def _values_in(self, dtype: torch.dtype) -> torch.Tensor:
         if dtype == self.values.dtype:
             return self.values.detach()
+        # Cast once and refreshed before each pass, instead of once in every layer.
         if dtype not in self._shadows:
             self._shadows[dtype] = self.values.detach().to(dtype)
         return self._shadows[dtype]
@@ -118,6 +157,7 @@ class Page:
     def bind_gradients(self) -> None:
         """See to it that every parameter has a gradient that is a view of one flat buffer; new ones are zero."""
         if self.values.grad is None:
+            # Tables of kernels hold the old addresses; by this number they are known to be stale.
             self.num_bindings += 1
             self.values.grad = torch.zeros_like(self.values)
             for entry in self._entries.values():
@@ -130,6 +170,7 @@ class Page:
         for entry in self._entries.values():
             if entry.parameter.grad is None:
                 view = entry.view_of(self.values.grad)
+                # `zero_grad` takes a parameter's gradient away, and leaves its numbers in the buffer.
                 view.zero_()
                 entry.parameter.grad = view
 
@@ -146,17 +187,26 @@ class TaskSlab:
     Args:
         parameters: the task's own, by their PEFT names. Where there are none (a stage without adapters of the task),
             there is one page of zeros that nothing reads, so that optimizers need no case of their own.
-        device: of that page.
+        device: the device on which that page lies.
+        layout: tells how each parameter lies in its page.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        device: torch.device | None = None,
+        *,
+        layout: SlabLayout = plain_slot,
+    ) -> None:
         """Lay the weights out."""
-        kinds: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
-        for name in _laid_out(parameters):
-            kinds.setdefault((parameters[name].dtype, decays(name)), {})[name] = parameters[name]
+        slots = {name: layout(name, parameter) for name, parameter in parameters.items()}
+        alike: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+        for name in _in_order(slots):
+            # A page is one tensor to an optimizer, which has one dtype and one weight decay for it.
+            alike.setdefault((parameters[name].dtype, decays(name)), {})[name] = parameters[name]
         with torch.no_grad():
-            self.pages = [Page(members, decays=does_decay) for (_, does_decay), members in kinds.items()]
-            self.pages = self.pages or [Page({}, decays=True, device=device)]
+            self.pages = [Page(members, slots, decays=does_decay) for (_, does_decay), members in alike.items()]
+            self.pages = self.pages or [Page({}, {}, decays=True, device=device)]
 
     @property
     def num_bindings(self) -> int:
@@ -164,11 +214,11 @@ class TaskSlab:
         return sum(page.num_bindings for page in self.pages)
 
     def factor(self, parameter: nn.Parameter, dtype: torch.dtype) -> Factor | None:
-        """Return where kernels find A or B transposed of one adapter.
+        """Return where kernels find a parameter, in the form in which it lies; `None` for one that is not here.
 
         Args:
-            parameter: of this task.
-            dtype: of the values; a copy is made where it is not that of the weights.
+            parameter: one of this task's.
+            dtype: the dtype of the values; a copy is made where it is not that of the weights.
         """
         found = (page.factor(parameter, dtype) for page in self.pages)
         return next((factor for factor in found if factor is not None), None)
@@ -193,32 +243,16 @@ class TaskSlab:
             page.drop_gradients()
 
 
-def _is_b(name: str, parameter: nn.Parameter) -> bool:
-    return ".lora_B." in f".{name}" and parameter.dim() == 2
-
-
-def _size(name: str, parameter: nn.Parameter) -> int:
-    """Return how many elements of a page a parameter takes."""
-    if ".lora_A." in f".{name}" and parameter.dim() == 2:
-        return round_up(len(parameter)) * parameter.shape[1]
-    return round_up(parameter.numel())
-
-
-def round_up(count: int) -> int:
-    """Return the next multiple of `GROUP`."""
-    return -(-count // GROUP) * GROUP
-
-
 def decays(name: str) -> bool:
     """Whether weight decay applies to a parameter, as Trainer has it: not to biases and norms."""
     return not name.endswith("bias") and "norm" not in name.lower()
 
 
-def _laid_out(parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Return the names so that, within each block of the model, all A come before all B."""
+def _in_order(slots: Mapping[str, Slot]) -> list[str]:
+    """Return the names block by block, and within each block in their order."""
     blocks: dict[str, int] = {}
-    keys = {}
-    for number, name in enumerate(parameters):
-        block = name.split(".lora_")[0].rpartition(".")[0]
-        keys[name] = (blocks.setdefault(block, len(blocks)), ".lora_B." in name, number)
-    return sorted(parameters, key=keys.__getitem__)
+    keys = {
+        name: (blocks.setdefault(slot.block, len(blocks)), slot.order, number)
+        for number, (name, slot) in enumerate(slots.items())
+    }
+    return sorted(slots, key=keys.__getitem__)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.kernels import philox
 from peft_mux.modeling.key_values import KeyValueStore
-from peft_mux.modeling.lora_pass import LoraGroups, LoraPass
 
 
 class RowSegment(NamedTuple):
@@ -24,8 +23,8 @@ class RowSegment(NamedTuple):
 
     Attributes:
         adapter: internal adapter id of the task.
-        start: first row.
-        end: one past the last row.
+        start: number of the first row.
+        end: number of the row after the last one.
         task_seed: seed of the task.
         step: optimizer step of the task.
     """
@@ -41,27 +40,72 @@ class RowSegment(NamedTuple):
         return philox.draw_seed(self.task_seed, self.step, module_name)
 
 
+class AdapterPass(Protocol):
+    """One pass of one micro-batch, as the layers of one kind of adapters see it."""
+
+    def update(self, segments: tuple[RowSegment, ...]) -> None:
+        """Let a pass of fixed size stand for other rows of the same adapters, in the same memory.
+
+        Args:
+            segments: the rows of each adapter, in the same order; a segment may be empty.
+        """
+        ...
+
+    def reason_against_capture(self) -> str | None:
+        """Return a clause that says why a computed pass of fixed size cannot be replayed; `None` where it can."""
+        ...
+
+
+class PassMaker(Protocol):
+    """What one kind of adapters keeps for one model, and makes the passes of its layers from."""
+
+    def begin_pass(
+        self, segments: tuple[RowSegment, ...], places: torch.Tensor, *, has_fixed_size: bool = False
+    ) -> AdapterPass:
+        """Return what the layers of this kind need to know of one pass.
+
+        Args:
+            segments: the rows of each task.
+            places: int64 `[T]`, place of each row in its task's global batch.
+            has_fixed_size: whether other rows of the same adapters, up to T of them, will take the place of these.
+        """
+        ...
+
+    def clear(self) -> None:
+        """Forget where adapters lie; called whenever one came, went or moved."""
+        ...
+
+
+Passes = Mapping[str, Any]
+"""The pass of each kind of adapters that is attached, by the kind's name."""
+
+_NO_PASSES: Passes = {}
+
+
 class Stream:
     """The micro-batch in flight, shared by all attached modules of one model.
 
     Attributes:
+        makers: what makes the passes of a kind of adapters, by the kind's name; for kinds that have tasks in the model.
+        version: changes whenever an adapter came, went or moved; what was derived from addresses before is stale.
+        passes: the pass of each kind, for layers that see every token; empty while idle or inside `selected_rows`.
         batch: the micro-batch, or `None` while idle.
         segments: rows of each task in the activations that modules see now.
         places: int64 `[rows]`, place of each row in its task's global batch.
         num_rows: rows that modules see now: the tokens, or fewer inside `selected_rows`.
-        lora_pass: rows bound to adapters, for layers that see every token; `None` while idle or inside `selected_rows`.
         num_attention_calls: how often packed attention ran, since the stream was made.
         num_passes: how often a batch was dispatched; recomputations count.
-        key_values: of long sequences, between the passes of their parts.
+        key_values: keys and values of long sequences, between the passes of their parts.
 
     Args:
-        groups: tables of the model's adapters; none by default.
+        makers: what makes the passes of a kind of adapters, by the kind's name; none by default.
     """
 
-    def __init__(self, groups: LoraGroups | None = None) -> None:
+    def __init__(self, makers: Mapping[str, PassMaker] | None = None) -> None:
         """Make an idle stream."""
-        self.groups = groups or LoraGroups(lambda adapter: None)
-        self.lora_pass: LoraPass | None = None
+        self.makers: dict[str, PassMaker] = dict(makers or {})
+        self.version = 0
+        self.passes: Passes = _NO_PASSES
         self.batch: MuxBatch | None = None
         self.segments: tuple[RowSegment, ...] = ()
         self.places: torch.Tensor = torch.empty(0, dtype=torch.int64)
@@ -75,28 +119,53 @@ class Stream:
         """Whether no multiplexed pass is running."""
         return self.batch is None
 
+    def pass_of(self, kind: str) -> Any:
+        """Return the pass of a kind of adapters, by the kind's name; `None` while there is none."""
+        return self.passes.get(kind)
+
+    def maker_of(self, kind: str) -> Any:
+        """Return what makes the passes of an attached kind of adapters, by the kind's name."""
+        return self.makers[kind]
+
+    def clear_tables(self) -> None:
+        """Let every kind forget where adapters lie; needed whenever one came, went or moved."""
+        # Captured passes compare it, as the addresses that they replay may be others now.
+        self.version += 1
+        for maker in self.makers.values():
+            maker.clear()
+
+    def begin_passes(
+        self, segments: tuple[RowSegment, ...], places: torch.Tensor, *, has_fixed_size: bool = False
+    ) -> dict[str, AdapterPass]:
+        """Return the pass of each attached kind of adapters for given rows; see `PassMaker.begin_pass`."""
+        return {
+            name: maker.begin_pass(segments, places, has_fixed_size=has_fixed_size)
+            for name, maker in self.makers.items()
+        }
+
     @contextmanager
-    def reading(
-        self, batch: MuxBatch, adapters: Mapping[str, str], lora_pass: LoraPass | None = None
-    ) -> Iterator[Stream]:
+    def reading(self, batch: MuxBatch, adapters: Mapping[str, str], passes: Passes | None = None) -> Iterator[Stream]:
         """Dispatch the rows of `batch` for the time of the `with` block.
 
         Args:
             batch: the micro-batch, its tensors on the model's device.
             adapters: internal adapter id of each task name.
-            lora_pass: of the same batch, where activations are recomputed; made by default.
+            passes: passes that were made of the same batch before, where activations are recomputed or captured.
         """
-        before = self.batch, self.segments, self.places, self.num_rows, self.lora_pass
+        # Put back at the end, as a recomputation may run amid the pass of another batch.
+        before = self.batch, self.segments, self.places, self.num_rows, self.passes
+        # Recomputations count, so that layers see what a pass before has left over.
         self.num_passes += 1
         self.batch = batch
         self.segments = _segments(batch, batch.task_offsets, adapters)
         self.places = batch.token_places
         self.num_rows = batch.num_tokens
-        self.lora_pass = lora_pass or LoraPass(self.groups, self.segments, self.places)
+        # Those of before where there are some: captured launches read their tables, at their addresses.
+        self.passes = passes or self.begin_passes(self.segments, self.places)
         try:
             yield self
         finally:
-            self.batch, self.segments, self.places, self.num_rows, self.lora_pass = before
+            self.batch, self.segments, self.places, self.num_rows, self.passes = before
 
     @contextmanager
     def selected_rows(
@@ -105,18 +174,35 @@ class Stream:
         """Let modules see a selection of rows, sorted by task: pooled sequences, or rows that have a target.
 
         Args:
-            offsets: of the tasks of the batch among the selected rows, `N + 1` numbers.
-            places: int64 `[rows]`.
+            offsets: offsets of the batch's tasks among the selected rows, `N + 1` numbers.
+            places: int64 `[rows]`, place of each selected row in its task's global batch.
             adapters: internal adapter id of each task name.
         """
         assert self.batch is not None, "rows can only be selected inside reading()"
-        before = self.segments, self.places, self.num_rows, self.lora_pass
-        self.segments = _segments(self.batch, offsets, adapters)
-        self.places, self.num_rows, self.lora_pass = places, offsets[-1], None
-        try:
+        with self._seeing(_segments(self.batch, offsets, adapters), places, offsets[-1]):
             yield self
+
+    @contextmanager
+    def only(self, segment: RowSegment) -> Iterator[Stream]:
+        """Let modules see the rows of one task alone, out of those that they see now.
+
+        Args:
+            segment: one of the stream's `segments`.
+        """
+        num_rows = segment.end - segment.start
+        places = self.places[segment.start : segment.end]
+        with self._seeing((segment._replace(start=0, end=num_rows),), places, num_rows):
+            yield self
+
+    @contextmanager
+    def _seeing(self, segments: tuple[RowSegment, ...], places: torch.Tensor, num_rows: int) -> Iterator[None]:
+        # No passes in here: their tables are of all tokens, so that layers fall back to slices.
+        before = self.segments, self.places, self.num_rows, self.passes
+        self.segments, self.places, self.num_rows, self.passes = segments, places, num_rows, _NO_PASSES
+        try:
+            yield
         finally:
-            self.segments, self.places, self.num_rows, self.lora_pass = before
+            self.segments, self.places, self.num_rows, self.passes = before
 
 
 def _segments(batch: MuxBatch, offsets: tuple[int, ...], adapters: Mapping[str, str]) -> tuple[RowSegment, ...]:

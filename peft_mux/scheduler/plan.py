@@ -8,20 +8,24 @@ bucket share a pipeline clock and buckets are interleaved by the template (M §3
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from peft_mux.scheduler.link import Link
-from peft_mux.scheduler.memory import MemoryEstimate
-from peft_mux.scheduler.pipeline_load import BucketLoad
-from peft_mux.scheduler.pipeline_template import PipelineTemplate
-from peft_mux.scheduler.simulator import Simulation, simulate
+from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.memory import MemoryEstimate
+from peft_mux.scheduler.pipeline.gantt import gantt_text, memory_bars_text, save_gantt
+from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
+from peft_mux.scheduler.pipeline.template import PipelineTemplate
+from peft_mux.scheduler.planner.policies import POLICIES, policy_words
+from peft_mux.scheduler.planner.values import HTask, Waiting
+from peft_mux.scheduler.units import bytes_text, seconds_text
+
+__all__ = ["FORMAT_VERSION", "POLICIES", "HTask", "Plan", "TaskShare", "Waiting"]
 
 FORMAT_VERSION = 3
-
-POLICIES = ("mux", "together", "interleaved", "sequential")
-"""mux: M's planner. together: one hTask (SL-PEFT). interleaved: one hTask a task. sequential: task by task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +33,11 @@ class TaskShare:
     """What one task brings into a step.
 
     Attributes:
-        name: of the task.
+        name: name of the task, which no other task of the run has.
         batch_size: sequences of its global batch.
         tokens_per_step: mean tokens of its global batch.
-        num_steps: optimizer steps that it takes.
-        adapter_parameters: trainable parameters.
+        num_steps: optimizer steps that it takes from its first to its last.
+        adapter_parameters: trainable parameters of its adapter.
     """
 
     name: str
@@ -44,62 +48,32 @@ class TaskShare:
 
 
 @dataclass(frozen=True, slots=True)
-class HTask:
-    """Tasks that are fused spatially: their tokens share every pass through the backbone (M §3.3).
-
-    Attributes:
-        tasks: in stream order.
-        micro_batches: C, passes per step at the mean number of tokens.
-        tokens_per_micro_batch: mean tokens of a pass.
-        pass_s: predicted seconds of a pass, forward and backward, over all stages.
-    """
-
-    tasks: tuple[str, ...]
-    micro_batches: int
-    tokens_per_micro_batch: float = 0.0
-    pass_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A task that takes no steps yet.
-
-    Attributes:
-        name: of the task.
-        reason: why, and what would let it run.
-    """
-
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """What runs together, and what it needs.
 
     Attributes:
-        htasks: run one after another in each step.
-        shares: what each task brings.
-        max_tokens_per_micro_batch: bound of one pass: as asked for, or less where no more fits into memory. Only a
-            single sequence that is longer makes a longer pass.
+        htasks: the hTasks of a step, in the order in which they run.
+        shares: what each running task brings into a step, in the order in which the tasks came.
+        max_tokens_per_micro_batch: the most tokens of one pass: as asked for, or less where no more fits into memory.
+            Only a single sequence that is longer makes a longer pass.
         chunk_size: tokens of a chunk (M §3.5).
         pad_to_chunks: whether each task's part of a stream is filled up to whole chunks.
-        memory: predicted peak of the fullest stage, by part.
-        device: what it was made for.
-        policy: how tasks were put together, one of `POLICIES`.
-        buckets: hTasks, by index, that share a pipeline clock (M §3.4).
-        template: what each stage runs, in order.
-        bucket_loads: what the template was timed with.
+        memory: predicted peak of the fullest stage by part, in bytes of one device.
+        device: name of the device that the plan was made for.
+        policy: how tasks were put together, one of `policies.policy_names()`.
+        buckets: for each bucket the indices of the hTasks that share its pipeline clock (M §3.4).
+        template: what each stage runs, in order; `None` for a plan without running tasks.
+        bucket_loads: what each bucket costs on each stage, as the template was timed with.
         step_s: predicted seconds of a step of all tasks, of the busiest replica; 0 where nothing is predicted.
-        peak_bytes: predicted for each stage.
-        limit_bytes: memory of a device that the plan may fill; `None` for no limit.
+        peak_bytes: predicted peak of each stage, in bytes of one device.
+        limit_bytes: memory of a device that the plan may fill, in bytes; `None` for no limit.
         profile_source: where predicted times come from, "measured" or "analytic"; "" where nothing is predicted.
-        waiting: tasks that are not in this plan.
+        waiting: the tasks that are not in this plan, each with its reason.
         notes: remarks for the reader, such as rows that will be cut.
-        num_replicas: among which each task's global batch is divided; hTasks and passes are those of one of them.
+        num_replicas: replicas among which each task's global batch is divided; hTasks and passes are those of one.
         layers_per_stage: decoder layers of each of the S stages; empty where that was not planned.
-        link: between stages, that the template was timed with; `None` where messages take no time.
-        devices_per_stage: that share every layer of a stage (tensor parallelism); bytes are those of one of them.
+        link: the link between stages that the template was timed with; `None` where messages take no time.
+        devices_per_stage: devices that share every layer of a stage (tensor parallelism).
     """
 
     htasks: tuple[HTask, ...]
@@ -140,7 +114,11 @@ class Plan:
         return 1 if self.template is None else self.template.num_stages
 
     def htask_of(self, task: str) -> int | None:
-        """Return the index of the hTask that a task runs in, or `None` while it waits."""
+        """Return the index of the hTask that a task runs in, or `None` while it waits.
+
+        Args:
+            task: name of a task.
+        """
         return next((index for index, htask in enumerate(self.htasks) if task in htask.tasks), None)
 
     def timeline(self) -> Simulation:
@@ -154,54 +132,66 @@ class Plan:
         return simulate(self.template, self.bucket_loads, links=self.link)
 
     def summary(self) -> str:
-        """Return the plan as a table."""
-        from peft_mux.scheduler.plan_text import summary
-
-        return summary(self)
+        """Return the plan as a table, a row for each task under its hTask."""
+        return "\n".join(
+            [*_header(self), *_rows(self), "", *_times(self), self.memory.summary(), *_limit(self)]
+            + [f"note  {note}" for note in self.notes]
+        )
 
     def explain(self, task: str) -> str:
         """Return in sentences what one task shares, waits for and needs.
 
+        Args:
+            task: name of a task that runs or waits.
+
         Raises:
             ValueError: for a task that the plan does not know.
         """
-        from peft_mux.scheduler.plan_text import explain
-
-        return explain(self, task)
+        waiting = {one.name: one.reason for one in self.waiting}
+        if task in waiting:
+            return f"{task} waits: {waiting[task]}"
+        index = self.htask_of(task)
+        share = next((share for share in self.shares if share.name == task), None)
+        if index is None or share is None:
+            known = ", ".join([share.name for share in self.shares] + list(waiting))
+            raise ValueError(f"task is {task!r}; allowed: {known}.")
+        return " ".join(_explanation(self, share, index))
 
     def gantt(self, width: int = 100) -> str:
         """Return a drawing of a step for the terminal: a row for each stage, a letter for each hTask or bucket.
 
+        Args:
+            width: characters of a row, its label included.
+
         Raises:
             ValueError: for a plan without tasks.
         """
-        from peft_mux.scheduler.gantt import gantt_text
-
         return gantt_text(self.timeline(), width)
 
     def save_gantt(self, path: str | Path) -> Path:
         """Draw a step into a .png or .svg file; needs matplotlib.
 
+        Args:
+            path: the file to write, whose suffix says its format.
+
         Raises:
             ValueError: for a plan without tasks, or another kind of file.
         """
-        from peft_mux.scheduler.gantt import save_gantt
-
         return save_gantt(self.timeline(), Path(path))
 
     def memory_bars(self) -> str:
         """Return a bar for the peak of each stage, against the limit, or against the fullest where there is none."""
-        from peft_mux.scheduler.gantt import memory_bars_text
-
         peaks = self.peak_bytes or (self.memory.peak_bytes,)
         limits = (self.limit_bytes or max(peaks),) * len(peaks)
         return memory_bars_text(peaks, limits, [f"stage {number}" for number in range(len(peaks))])
 
     def diff(self, other: Plan) -> str:
-        """Return what changes from this plan to another, a line each; empty where nothing does."""
-        from peft_mux.scheduler.plan_text import diff
+        """Return what changes from this plan to another, a line each; empty where nothing does.
 
-        return diff(self, other)
+        Args:
+            other: the plan that takes the place of this one.
+        """
+        return "\n".join([*_changes_of_tasks(self, other), *_changes_of_numbers(self, other)])
 
     def __str__(self) -> str:
         """Return `summary()`."""
@@ -216,6 +206,9 @@ class Plan:
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Return the plan that `to_json` wrote.
+
+        Args:
+            text: the JSON of a plan in this format version.
 
         Raises:
             ValueError: for another format version.
@@ -244,3 +237,118 @@ class Plan:
 def _bucket_load(item: dict[str, Any]) -> BucketLoad:
     fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in item.items()}
     return BucketLoad(**fields)
+
+
+# --------------------------------------------------------------------- in words
+
+
+def _header(plan: Plan) -> list[str]:
+    htasks = f"{len(plan.htasks)} hTask{'' if len(plan.htasks) == 1 else 's'}"
+    stages = "" if plan.num_stages == 1 else f", {plan.num_stages} stages, {len(plan.buckets)} buckets"
+    return [
+        f"plan  {len(plan.shares)} tasks on {plan.device}, {htasks}{stages}, chunks of {plan.chunk_size} tokens",
+        f"  {'task':<{_name_width(plan)}}  hTask  batch  tokens/step   steps  trainable",
+    ]
+
+
+def _rows(plan: Plan) -> list[str]:
+    """Return a row for each task, after those of an hTask its passes, and at the end the tasks that wait."""
+    width = _name_width(plan)
+    lines = []
+    for number, htask in enumerate(plan.htasks, start=1):
+        lines += [
+            f"  {share.name:<{width}}  {number:>5}  {share.batch_size:>5}  {share.tokens_per_step:>11,.0f}"
+            f"  {share.num_steps:>6,}  {share.adapter_parameters:>9,}"
+            for share in plan.shares
+            if share.name in htask.tasks
+        ]
+        size = f" of about {htask.tokens_per_micro_batch:,.0f} tokens" if htask.tokens_per_micro_batch else ""
+        bound = f" (at most {plan.max_tokens_per_micro_batch:,})"
+        time = f", {seconds_text(htask.pass_s)} each" if htask.pass_s else ""
+        lines.append(f"  hTask {number}: {_passes(htask)} a step{size}{bound}{time}")
+    return lines + [f"  {one.name:<{width}}  waits: {one.reason}" for one in plan.waiting]
+
+
+def _name_width(plan: Plan) -> int:
+    return max(map(len, ["task", *(share.name for share in plan.shares), *(one.name for one in plan.waiting)]))
+
+
+def _passes(htask: HTask) -> str:
+    return f"{htask.micro_batches} pass{'es' if htask.micro_batches > 1 else ''}"
+
+
+def _times(plan: Plan) -> list[str]:
+    if not plan.step_s or plan.tokens_per_s is None:
+        return []
+    source = {"measured": "profile measured on this device", "analytic": "analytic profile, not measured"}
+    words = source.get(plan.profile_source, plan.profile_source)
+    return [
+        f"time ({words})  {seconds_text(plan.step_s)} a step, {plan.tokens_per_s:,.0f} tokens/s;"
+        f" {policy_words(plan.policy)}"
+    ]
+
+
+def _limit(plan: Plan) -> list[str]:
+    if plan.limit_bytes is None:
+        return []
+    share = plan.memory.peak_bytes / plan.limit_bytes
+    return [f"        {share:.0%} of the {bytes_text(plan.limit_bytes)} that a device may use"]
+
+
+def _explanation(plan: Plan, share: TaskShare, index: int) -> list[str]:
+    """Return sentences about a task of the hTask `index`: its company, its passes, its time and its parameters."""
+    htask, others = plan.htasks[index], _company(plan, share.name)
+    company = f"shares its passes with {', '.join(others)}" if others else "has its passes to itself"
+    sentences = [
+        f"{share.name} {company} (hTask {index + 1} of {len(plan.htasks)}).",
+        f"Each step takes {_passes(htask)} of about"
+        f" {htask.tokens_per_micro_batch:,.0f} tokens, {share.tokens_per_step:,.0f} of a step's tokens being its own"
+        f" ({share.tokens_per_step / max(plan.tokens_per_step, 1):.0%} of all tasks').",
+    ]
+    if plan.step_s:
+        htask_s = htask.micro_batches * htask.pass_s
+        sentences.append(
+            f"Its hTask takes {seconds_text(htask_s)} of the step's {seconds_text(plan.step_s)};"
+            f" {share.num_steps:,} steps take {seconds_text(share.num_steps * plan.step_s)} in this company."
+        )
+    return [*sentences, f"It trains {share.adapter_parameters:,} parameters of its own."]
+
+
+def _changes_of_tasks(before: Plan, after: Plan) -> list[str]:
+    """Return a line for each task that starts, waits or leaves, or shares its passes with others than before."""
+    old = {share.name for share in before.shares}
+    new = {share.name for share in after.shares}
+    waits = {one.name: one.reason for one in after.waiting}
+    lines = [f"+ {share.name} starts" for share in after.shares if share.name not in old]
+    lines += [
+        f"- {share.name} {f'waits: {waits[share.name]}' if share.name in waits else 'leaves'}"
+        for share in before.shares
+        if share.name not in new
+    ]
+    for name in (share.name for share in after.shares if share.name in old):
+        then, now = _company(before, name), _company(after, name)
+        if then != now:
+            lines.append(f"~ {name} shares its passes with {_listed(now)}, before with {_listed(then)}")
+    return lines
+
+
+def _changes_of_numbers(before: Plan, after: Plan) -> list[str]:
+    lines = []
+    for name, text in (("step_s", seconds_text), ("policy", str), ("max_tokens_per_micro_batch", str)):
+        then, now = getattr(before, name), getattr(after, name)
+        if then != now:
+            lines.append(f"~ {name}: {text(then)} -> {text(now)}")
+    peaks = before.memory.peak_bytes, after.memory.peak_bytes
+    if peaks[0] != peaks[1]:
+        lines.append(f"~ peak memory: {bytes_text(peaks[0])} -> {bytes_text(peaks[1])}")
+    return lines
+
+
+def _company(plan: Plan, task: str) -> tuple[str, ...]:
+    """Return the other tasks of a task's hTask, none while it waits."""
+    index = plan.htask_of(task)
+    return () if index is None else tuple(name for name in plan.htasks[index].tasks if name != task)
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(names) or "nobody"

@@ -29,9 +29,9 @@ def write_folder(final: Path, fill: Callable[[Path], None], *, facts: Mapping[st
     """Write a folder whole or not at all.
 
     Args:
-        final: the folder; replaced where it exists.
+        final: the folder to write; it is replaced where it exists.
         fill: writes the files into the folder that it is given.
-        facts: what the folder is, for its manifest.
+        facts: what the folder is, such as its task and step, for the manifest.
 
     Raises:
         CheckpointError: if writing failed; then the old content stands as it was.
@@ -41,18 +41,23 @@ def write_folder(final: Path, fill: Callable[[Path], None], *, facts: Mapping[st
             crashpoint("before_fill")
             fill(scratch)
             crashpoint("after_fill")
+            # Last of the files, so that a folder with a manifest is complete.
             (scratch / MANIFEST_NAME).write_bytes(make_manifest(scratch, facts))
             crashpoint("after_manifest")
+            # Before the rename: a file system may write the new name before the content, and a power cut leave empty
+            # files.
             _flush_tree(scratch)
             crashpoint("after_fsync")
-            _swap(scratch, final)
+            _move_into_place(scratch, final)
     except OSError as error:
         raise CheckpointError(
             f"{final}: could not be written ({error}); what stood there before is unchanged."
         ) from error
 
 
-def _swap(scratch: Path, final: Path) -> None:
+def _move_into_place(scratch: Path, final: Path) -> None:
+    """Rename the scratch folder, moving what stands in its place aside until that is done."""
+    # Two renames, as no portable call exchanges two folders; `remove_stale` mends a crash between them.
     aside = None
     if final.exists() or final.is_symlink():
         aside = final.parent / f"{_ASIDE}{final.name}-{uuid.uuid4().hex}"
@@ -65,9 +70,10 @@ def _swap(scratch: Path, final: Path) -> None:
             os.rename(aside, final)
         raise
     crashpoint("after_rename")
+    # The rename itself lies in the parent. What stood here before goes only when the new name is safe.
     _flush_folder(final.parent)
     if aside is not None:
-        _remove(aside)
+        _delete(aside)
     crashpoint("after_cleanup")
 
 
@@ -95,6 +101,7 @@ def write_file(path: Path, content: bytes) -> None:
         with scratch.open("xb") as file:
             file.write(content)
             file.flush()
+            # Content first, then the name, then the folder that holds the name.
             os.fsync(file.fileno())
         os.replace(scratch, path)
         _flush_folder(path.parent)
@@ -119,14 +126,17 @@ def remove_stale(parent: Path) -> None:
         if match is not None:
             final = parent / match["name"]
             if final.exists():
-                _remove(path)
+                _delete(path)
             else:
+                # The crash came between the two renames: the old content takes its place again.
                 os.rename(path, final)
+        # Only names that we make ourselves: anything else in the folder belongs to somebody else.
         elif path.name.startswith(_SCRATCH) and re.fullmatch(r"\.tmp-[0-9a-f]{32}", path.name):
-            _remove(path)
+            _delete(path)
 
 
-def _remove(path: Path) -> None:
+def _delete(path: Path) -> None:
+    """Delete a file, a link or a folder; a link is not followed."""
     if path.is_symlink() or path.is_file():
         path.unlink()
     else:
@@ -134,6 +144,7 @@ def _remove(path: Path) -> None:
 
 
 def _flush_tree(folder: Path) -> None:
+    """Force the files of a folder, and the folder itself, to the disk."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.fsync(file.fileno())
@@ -141,6 +152,8 @@ def _flush_tree(folder: Path) -> None:
 
 
 def _flush_folder(folder: Path) -> None:
+    """Force a folder's entries to the disk: without this, a rename may be lost though the files are safe."""
+    # Windows opens no folders, so there the rename cannot be forced to the disk.
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

@@ -26,8 +26,8 @@ class Manifest:
     """What a folder holds.
 
     Attributes:
-        facts: what the folder is, such as task and step.
-        files: size and digest by name.
+        facts: what the folder is, such as its task and step.
+        files: size in bytes and SHA-256 of each file, by its name.
     """
 
     facts: dict[str, Any]
@@ -52,6 +52,7 @@ def make_manifest(folder: Path, facts: Mapping[str, Any]) -> bytes:
 
 def sealed_json(value: Any) -> bytes:
     """Return JSON that carries a digest of itself."""
+    # The body as a string: its digest is then of exact bytes, whatever a reader makes of numbers and keys.
     body = json.dumps(value, sort_keys=True)
     return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "body": body}).encode()
 
@@ -78,11 +79,11 @@ def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> M
     """Check every file of a folder against its manifest.
 
     Args:
-        folder: written by `write_folder`.
+        folder: the folder, as `write_folder` has written it.
         expect: facts that must be so, such as the task, lest another task's folder be taken for this one's.
 
     Returns:
-        The manifest.
+        The manifest of the folder.
 
     Raises:
         CheckpointError: naming the file that is missing, extra or changed, or the fact that differs.
@@ -99,6 +100,7 @@ def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> M
         )
     for name, wanted_file in manifest.files.items():
         path = folder / name
+        # A link is refused even where the content is right: what it leads to may change later.
         if path.is_symlink() or not path.is_file() or digest_file(path) != wanted_file:
             raise CheckpointError(f"{path}: got a file that was changed since it was written; allowed: an intact one.")
     return manifest
@@ -122,8 +124,8 @@ def numbered_folders(parent: Path) -> list[int]:
     return sorted(numbers)
 
 
-def is_valid(folder: Path) -> bool:
-    """Whether a folder is intact."""
+def is_intact(folder: Path) -> bool:
+    """Whether all files of a folder are as its manifest says."""
     try:
         verify_folder(folder)
     except CheckpointError:
@@ -137,14 +139,15 @@ def prune(parent: Path, *, keep: int, protect: set[Path] = frozenset()) -> list[
     By number, never by time; the last intact one and the protected stay; a folder without our manifest is not ours.
 
     Returns:
-        What was deleted.
+        The folders that were deleted.
     """
     folders = [parent / f"checkpoint-{number}" for number in reversed(numbered_folders(parent))]
     kept = 0
     deleted = []
     for folder in folders:
         is_wanted = kept < max(keep, 1)
-        if (folder in protect or is_wanted) and is_valid(folder):
+        # One that is not intact counts for nothing: `keep` intact ones stay.
+        if (folder in protect or is_wanted) and is_intact(folder):
             kept += 1
         elif folder not in protect and not is_wanted:
             shutil.rmtree(folder)

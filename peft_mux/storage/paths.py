@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from peft_mux.errors import CheckpointError
-from peft_mux.task import name_fault
+from peft_mux.task_names import name_fault
 
 
 def safe_child(root: Path, name: str) -> Path:
@@ -19,6 +19,7 @@ def safe_child(root: Path, name: str) -> Path:
     if fault is not None:
         raise CheckpointError(str(fault))
     child = root / name
+    # After links are resolved: comparing the names alone is beaten by a link.
     base, real = os.path.realpath(root), os.path.realpath(child)
     if child.is_symlink() or os.path.commonpath((base, real)) != base or real == base:
         raise CheckpointError(

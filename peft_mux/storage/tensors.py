@@ -16,11 +16,13 @@ _TENSOR, _TUPLE, _MAP, _FLOAT = "__tensor__", "__tuple__", "__map__", "__float__
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors; views of one storage are written apart.
+    """Write tensors to a file; views of one storage are written apart.
 
     Raises:
         CheckpointError: if the file cannot be written; safetensors has an error of its own for a full disk.
     """
+    # Cloned, as safetensors refuses tensors that share memory, which all parameters of a page do; sorted for equal
+    # bytes.
     copies = {name: tensors[name].detach().cpu().clone().contiguous() for name in sorted(tensors)}
     try:
         save_file(copies, path, metadata={"format": "pt"})
@@ -29,7 +31,7 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def load_tensors(path: Path) -> dict[str, torch.Tensor]:
-    """Read tensors.
+    """Return the tensors of a file.
 
     Raises:
         CheckpointError: if the file cannot be read.
@@ -59,7 +61,9 @@ def pack_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """Return the tree of a value, and put its tensors into `tensors`; `path` names the place in errors."""
     if isinstance(value, torch.Tensor):
+        # Zeros in front, so that sorted names are in the order of the tree.
         name = str(len(tensors)).zfill(8)
         tensors[name] = value
         return {_TENSOR: name}
@@ -72,6 +76,7 @@ def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
         if not all(type(key) in (str, int) for key in value):
             raise CheckpointError(f"{path}: got a key that is neither a string nor an integer; allowed: those two.")
         return {_MAP: [[key, _pack(item, f"{path}.{key}", tensors)] for key, item in value.items()]}
+    # By exact type: a subclass, such as a named tuple, would come back as something else.
     if type(value) is tuple:
         return {_TUPLE: [_pack(item, f"{path}[{index}]", tensors) for index, item in enumerate(value)]}
     if type(value) is list:

@@ -9,19 +9,19 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import mux_lab as lab
 import torch
-from mux_lab import Recorder, Run
 from peft import LoraConfig
 from safetensors.torch import load_file
 
 from peft_mux import storage
-from peft_mux.checkpoint import RunFolder
+from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.errors import CheckpointError
-from peft_mux.modeling.adapters import WEIGHTS_NAME
+from peft_mux.modeling.adapters.files import WEIGHTS_NAME
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import Task, TaskStatus
-from peft_mux.trainer import MultiTaskTrainer
+from peft_mux.trainer.trainer import MultiTaskTrainer
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import Recorder, Run
 
 STEPS = 8
 _TIMES = {"first": 0, "middle": 4, "last": STEPS - 1}
@@ -211,7 +211,7 @@ def check_torn_checkpoint_is_never_taken(folder: Path) -> None:
     newest.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
 
     trainer = lab.make_trainer(tasks, folder, recorder=None, **saving)
-    trainer._begin(True)
+    trainer._opening.open(True)
     assert trainer.table["a"].step == 2, "the torn checkpoint was taken"
     assert lab.digest(lab.weights(trainer, "a")) == lab.digest(halves)
 

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, get_sch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.task import Task
-from peft_mux.trainer import MultiTaskTrainer
+from peft_mux.trainer.trainer import MultiTaskTrainer
 
 VOCABULARY = 97
 

@@ -12,14 +12,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import mux_lab as lab
 import pytest
-from mux_lab import Recorder, Run, Verdict
 from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.task import Task, TaskStatus
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import Recorder, Run, Verdict
 
 FIELDS = {field.name for field in fields(MultiTaskTrainingArguments)}
 CHECKPOINTING = "activation_checkpointing" if "activation_checkpointing" in FIELDS else "gradient_checkpointing"

@@ -21,18 +21,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import mux_lab as lab
 import pytest
 import torch
-from mux_checks import (
-    check_co_tenants_change_no_bit,
-    check_paused_task_keeps_every_bit,
-    check_poison_stays_with_its_task,
-    poison_times,
-    poisons,
-    train_for_poison,
-)
-from mux_lab import Recorder, Run
 from peft import LoraConfig, PeftModel
 
 from peft_mux.data.batch import MuxBatch
@@ -40,7 +30,17 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.kernels import philox
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import Task, TaskStatus
-from peft_mux.trainer import MultiTaskTrainer
+from peft_mux.trainer.trainer import MultiTaskTrainer
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_checks import (
+    check_co_tenants_change_no_bit,
+    check_paused_task_keeps_every_bit,
+    check_poison_stays_with_its_task,
+    poison_times,
+    poisons,
+    train_for_poison,
+)
+from tests.invariants.mux_lab import Recorder, Run
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
 
@@ -254,7 +254,7 @@ def _census(trainer: MultiTaskTrainer) -> dict[str, int]:
         "elements": sum(p.numel() for p in model.parameters()),
         "adapters": len(model.peft_config),
         "tasks": len(model.tasks),
-        "task parameters": len(model._task_parameters),
+        "task parameters": sum(1 for _ in model.registry.parameters()),
         "runs": len(list(trainer.table)),
     }
 

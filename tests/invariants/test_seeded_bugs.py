@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import mux_checks as checks
 import pytest
 import torch
 from torch.nn import functional as F
@@ -20,11 +19,13 @@ from peft_mux import storage
 from peft_mux.data.batch import TaskBatch
 from peft_mux.data.loader import TaskLoader
 from peft_mux.errors import CheckpointError
-from peft_mux.kernels.grouped_lora import LinearSlice
-from peft_mux.modeling import adapters, layers
-from peft_mux.optim import TaskOptimizer
+from peft_mux.kernels.lora.reference import LinearSlice
+from peft_mux.modeling.adapters import files as adapters
+from peft_mux.modeling.adapters.lora import layer as layers
 from peft_mux.task import TaskStatus
-from peft_mux.task_run import TaskTable
+from peft_mux.tasks.optimizer import TaskOptimizer
+from peft_mux.tasks.table import TaskTable
+from tests.invariants import mux_checks as checks
 
 Bug = Callable[[pytest.MonkeyPatch], None]
 Check = Callable[[Path], Any]

@@ -1,0 +1,1 @@
+"""Everything that CUDA takes, checked and timed in one call."""

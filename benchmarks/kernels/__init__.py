@@ -1,0 +1,1 @@
+"""Grouped adapter kernels beside their contenders."""

@@ -1,0 +1,208 @@
+"""The package's own way to compute a group of layers, as contenders of `benchmarks.kernels`.
+
+`MuxGroup` is the path that training takes on a GPU: adapters in the slabs of their tasks (`TaskSlab`), `LoraGroup`
+forward and backward, through `LoraGroupFunction`. `mux_slices` is the path without Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from benchmarks.kernels.problem import CannotRunError, Problem, Result, Step
+from peft_mux.kernels.lora.function import LoraGroupFunction
+from peft_mux.kernels.lora.group import Adapter, Base, LoraGroup
+from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, grouped_lora_slices
+from peft_mux.kernels.lora.tables import SegmentTables
+from peft_mux.modeling.adapters.lora.slab_layout import lora_slot
+from peft_mux.modeling.slabs import TaskSlab
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton kernels run here: on a GPU, or in the interpreter that TRITON_INTERPRET=1 chose."""
+    is_served = device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+    return is_served and importlib.util.find_spec("triton") is not None
+
+
+def mux(problem: Problem) -> Step:
+    """The path of training; on a CPU without Triton's interpreter that without Triton (the row says which)."""
+    if has_kernels(problem.device):
+        return MuxGroup(problem)
+    if problem.device.type == "cuda":
+        raise CannotRunError("Triton cannot be imported")
+    return mux_slices(problem)
+
+
+def mux_slices(problem: Problem) -> Step:
+    """The package's path without Triton: `grouped_lora_slices`."""
+    shape = problem.shape
+    segments = [LoraSegment(r.start, r.stop, scale) for r, scale in zip(problem.rows(), problem.scales, strict=True)]
+    places = torch.arange(shape.num_tokens, device=problem.device)
+    factors = [
+        [(a.detach().requires_grad_(), b.detach().requires_grad_()) for a, b in zip(a_GRD, b_GKR, strict=True)]
+        for a_GRD, b_GKR in zip(problem.a, problem.b, strict=True)
+    ]
+    leaves = [[pair[side] for pairs in factors for pair in pairs] for side in (0, 1)]
+
+    def step(call: int) -> Result:
+        inputs = problem.inputs(call)
+        x = inputs.x.detach().requires_grad_()
+        layers = zip(inputs.weights, shape.out_features, factors, strict=True)
+        slices = [LinearSlice(weight, None, width, segments, pairs) for weight, width, pairs in layers]
+        ys = grouped_lora_slices(x, slices, places)
+        dx, *gradients = torch.autograd.grad(ys, [x, *leaves[0], *leaves[1]], inputs.dys)
+        half = len(leaves[0])
+        return Result([y.detach() for y in ys], dx, gradients[:half], gradients[half:])
+
+    return step
+
+
+class Launch(NamedTuple):
+    """One kernel of a pass.
+
+    Attributes:
+        run: launches it, on the inputs of a call.
+        num_bytes: what it has to move: activation, S and factors or gradients, once each. Partial sums of wgrad are not
+            counted, so that a rate says what is achieved, not what is spent.
+    """
+
+    run: Callable[[int], Any]
+    num_bytes: int
+
+
+class _Call(NamedTuple):
+    """The group on the rows of a problem, as `LoraGroupFunction` calls it; weights rotate with the inputs."""
+
+    group: LoraGroup
+    bases: Sequence[Base]
+    tables: SegmentTables
+    places: torch.Tensor
+
+    def forward(self, x_TD: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        return self.group.forward(x_TD, self.bases, self.tables, self.places)
+
+    def backward(
+        self, dys_TK: Sequence[torch.Tensor], x_TD: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
+    ) -> torch.Tensor | None:
+        return self.group.backward(dys_TK, x_TD, saved, self.bases, self.tables, self.places, needs_dx=needs_dx)
+
+
+class MuxGroup:
+    """A step through the kernels, in the memory layout of training.
+
+    Tables are built once, as one set serves all layers and steps of the same tasks. Gradients add up in the fp32 slabs,
+    as they do over the micro-batches of a step; `clear_gradients` is the optimizer's business.
+
+    Args:
+        problem: the layers, adapters and inputs to compute on.
+
+    Attributes:
+        adapters: for each layer, the adapter of each task.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        """Lay the adapters out, and build the tables."""
+        self.problem = problem
+        shape = problem.shape
+        self.slabs = []
+        by_task = [self._adapters(task) for task in range(shape.num_tasks)]
+        self.adapters: list[tuple[Adapter, ...]] = list(zip(*by_task, strict=True))
+        self.group = LoraGroup(self.adapters, [f"layer.{index}" for index in range(len(shape.out_features))])
+        self.tables = SegmentTables(problem.lengths, range(shape.num_tasks), device=problem.device)
+        self.places = torch.arange(shape.num_tokens, device=problem.device)
+        self.anchor = torch.zeros((), device=problem.device, requires_grad=True)
+
+    def _adapters(self, task: int) -> list[Adapter]:
+        """Lay one task's adapters out in a slab, masters and gradients in fp32; return where kernels find them."""
+        parameters = {}
+        for layer, (a_GRD, b_GKR) in enumerate(zip(self.problem.a, self.problem.b, strict=True)):
+            for letter, stack in (("A", a_GRD), ("B", b_GKR)):
+                parameters[f"layer.{layer}.lora_{letter}.weight"] = nn.Parameter(stack[task].detach().float())
+        slab = TaskSlab(parameters, layout=lora_slot)
+        slab.bind_gradients()
+        self.slabs.append(slab)
+        found = []
+        for layer in range(len(self.problem.a)):
+            a, b = (slab.factor(parameters[f"layer.{layer}.lora_{x}.weight"], self.problem.dtype) for x in "AB")
+            assert a is not None, "the slab was made of these parameters"
+            assert b is not None, "the slab was made of these parameters"
+            found.append(Adapter(a.values, b.values, a.gradient, b.gradient, self.problem.scales[task], 0.0))
+        return found
+
+    def clear_gradients(self) -> None:
+        """Set the gradients to zero, as the optimizer does after a step."""
+        for page in (page for slab in self.slabs for page in slab.pages):
+            assert page.values.grad is not None, "they were bound"
+            page.values.grad.zero_()
+
+    def __call__(self, call: int) -> Result:
+        """Run forward and backward; the gradients of the factors are added to what is there."""
+        inputs = self.problem.inputs(call)
+        bases = [Base(weight, None, len(weight)) for weight in inputs.weights]
+        lora_call = _Call(self.group, bases, self.tables, self.places)
+        x = inputs.x.detach().requires_grad_()
+        ys = LoraGroupFunction.apply(x, self.anchor, lora_call, self.problem.dtype)
+        (dx,) = torch.autograd.grad(ys, [x], inputs.dys)
+        adapters = [adapter for layer in self.adapters for adapter in layer]
+        da = [adapter.da_RD for adapter in adapters]
+        db = [adapter.db_RK.t() for adapter in adapters]  # type: ignore[union-attr]
+        return Result([y.detach() for y in ys], dx, da, db)  # type: ignore[arg-type]
+
+    def launches(self) -> dict[str, Launch]:
+        """Return the launches of a pass by name, for times of their own; wgrad with its reduction."""
+        num_tokens, device, dtype = self.problem.shape.num_tokens, self.problem.device, self.problem.dtype
+        s, ds = (torch.zeros(num_tokens, self.group.num_columns, device=device, dtype=dtype) for _ in range(2))
+        found = self._launches_of_a(s, ds)
+        for index in range(len(self.adapters)):
+            found |= self._launches_of_b(index, s, ds)
+        return found
+
+    def _launches_of_a(self, s: torch.Tensor, ds: torch.Tensor) -> dict[str, Launch]:
+        from peft_mux.kernels.lora import launch as k
+
+        joint, at, tables = self.group.joint, self.problem.inputs, self.tables
+        assert joint is not None, "no dropout, and slabs lay A side by side"
+        ranks, values, gradients = joint.ranks, joint.values, joint.gradients
+        assert gradients is not None, "they were bound"
+        dx = torch.zeros_like(at(0).x)
+        read, written = self._bytes(dx.shape[1], self.group.num_columns)
+        return {
+            "shrink x": Launch(lambda call: k.shrink(at(call).x, values, s, tables, ranks, scaled=False), read),
+            "expand dx": Launch(lambda call: k.expand(ds, values, dx, tables, ranks, scaled=False), read),
+            "wgrad A": Launch(
+                lambda call: k.wgrad(ds, at(call).x, gradients, tables, ranks, scaled=False, accumulate=True), written
+            ),
+        }
+
+    def _launches_of_b(self, index: int, s: torch.Tensor, ds: torch.Tensor) -> dict[str, Launch]:
+        from peft_mux.kernels.lora import launch as k
+
+        layer, at, tables = self.group.layers[index], self.problem.inputs, self.tables
+        assert layer is not None, "every task has an adapter in every layer"
+        ranks, values, gradients = layer.ranks, layer.values, layer.gradients
+        assert gradients is not None, "they were bound"
+        y = torch.zeros_like(at(0).dys[index])
+        read, written = self._bytes(y.shape[1], self.adapters[index][0].columns)
+        suffix = "" if len(self.adapters) == 1 else f" {index}"
+        return {
+            f"expand y{suffix}": Launch(lambda call: k.expand(s, values, y, tables, ranks, scaled=True), read),
+            f"shrink dy{suffix}": Launch(
+                lambda call: k.shrink(at(call).dys[index], values, ds, tables, ranks, scaled=True), read
+            ),
+            f"wgrad B{suffix}": Launch(
+                lambda call: k.wgrad(s, at(call).dys[index], gradients, tables, ranks, scaled=True, accumulate=True),
+                written,
+            ),
+        }
+
+    def _bytes(self, width: int, columns: int) -> tuple[int, int]:
+        """Return what shrink or expand has to move, and what wgrad: its fp32 gradients are read and written."""
+        shape, size = self.problem.shape, torch.empty((), dtype=self.problem.dtype).element_size()
+        activations = shape.num_tokens * (width + columns) * size
+        elements = shape.num_tasks * columns * width
+        return activations + elements * size, activations + elements * 8

@@ -1,0 +1,251 @@
+"""Times frozen linear layers with the LoRA adapters of many tasks, forward and backward, on a GPU.
+
+    python -m benchmarks.kernels                          the Llama-3-8B layers; minutes, much of it torch.compile
+    python -m benchmarks.kernels --layers 4096x4096+1024+1024 --tokens 4096 --tasks 8 --ranks 16
+    python -m benchmarks.kernels --dry-run                any machine: tiny shapes, every contender against float64
+
+A shape is a group of layers that read the same activations: `mux` (the path that training takes) computes it as one,
+the others layer by layer. Every contender gets the same packed rows and returns y, dx and each dA and dB; each is held
+against float64 before it is timed. Rounds of all contenders are interleaved, inputs and weights rotate so that they do
+not stay in the L2, and the median is told, launched one by one ("eager") and as a CUDA graph ("graph"). The overhead is
+over `frozen`, the products of the frozen layers alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.kernels.contenders import CONTENDERS
+from benchmarks.kernels.mux import Launch, MuxGroup
+from benchmarks.kernels.problem import TOLERANCES, CannotRunError, Problem, Shape, Step, errors
+from benchmarks.kernels.timing import captured, copy_rate, interleaved_us
+
+LLAMA_QKV = (4096, (4096, 1024, 1024))
+LLAMA_GATE_UP = (4096, (14336, 14336))
+LLAMA_O = (4096, (4096,))
+LLAMA_DOWN = (14336, (4096,))
+LLAMA_LAYER = (LLAMA_QKV, LLAMA_GATE_UP, LLAMA_O, LLAMA_DOWN)
+"""Input and output features of the groups that make up a layer of Llama-3-8B."""
+
+LLAMA_SINGLE = ((4096, (1024,)), (4096, (14336,)))
+"""Layers of these groups, each by itself."""
+
+TOKENS, TASKS, RANKS = (1024, 4096, 16384), (1, 4, 8, 32), (8, 16, 64)
+DRY_SHAPES = (Shape(48, (64,), 80, 3, 16), Shape(40, (40, 24, 24), 72, 2, 8), Shape(32, (32,), 64, 1, 24))
+
+
+def measure(
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    names: Sequence[str] = tuple(CONTENDERS),
+    rounds: int = 7,
+    bytes_per_s: float | None = None,
+) -> dict[str, Any]:
+    """Check and time all contenders on one shape.
+
+    Args:
+        shape: sizes of the layers and of the stream.
+        device: the device to run on.
+        dtype: the dtype of activations and weights.
+        names: names of the contenders; `frozen` is always added.
+        rounds: number of rounds of timing.
+        bytes_per_s: the device's copy rate, from `copy_rate`; measured here by default.
+
+    Returns:
+        Plain values for JSON: `contenders` (microseconds, overhead in percent, errors) and `kernels` (of ours).
+    """
+    problem = Problem(shape, device, dtype)
+    calls = len(problem.copies)
+    steps, rows = _checked(problem, names)
+    times = {"eager": interleaved_us(steps, device, calls=calls, rounds=rounds)}
+    if device.type == "cuda":
+        times["graph"] = _graph_us(steps, rows, device, calls, rounds)
+    for way, us_of in times.items():
+        for name, us in us_of.items():
+            rows[name][f"{way}_us"] = us
+            rows[name][f"{way}_overhead_percent"] = 100 * (us / us_of["frozen"] - 1) if "frozen" in us_of else None
+    rate = bytes_per_s or copy_rate(device)
+    found: dict[str, Any] = {"shape": asdict(shape), "contenders": rows, "copy_bytes_per_s": rate}
+    if isinstance(ours := steps.get("mux"), MuxGroup):
+        found["kernels"] = kernel_rates(ours.launches(), device, calls, rounds, rate)
+    return found
+
+
+def _checked(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Step], dict[str, Any]]:
+    """Return the steps of the contenders that can run, and a row for each that says how exact it is."""
+    rows: dict[str, Any] = {}
+    steps: dict[str, Step] = {}
+    for name in dict.fromkeys(("frozen", *names)):
+        try:
+            step = CONTENDERS[name](problem)
+            found = {} if name == "frozen" else errors(problem, _from_zero(step))
+        except (CannotRunError, torch.cuda.OutOfMemoryError) as reason:
+            rows[name] = {"skipped": str(reason).splitlines()[0]}
+            continue
+        is_right = all(error <= _tolerance(name, problem.dtype) for error in found.values())
+        rows[name] = {"errors": found, "is_right": is_right}
+        if name == "mux":
+            rows[name]["path"] = "kernels" if isinstance(step, MuxGroup) else "slices"
+        steps[name] = step
+    return steps, rows
+
+
+def _from_zero(step: Step) -> Step:
+    """Return a step whose gradients are those of one call."""
+    if not isinstance(step, MuxGroup):
+        return step
+
+    def cleared(call: int) -> Any:
+        step.clear_gradients()
+        return step(call)
+
+    return cleared
+
+
+def _tolerance(name: str, dtype: torch.dtype) -> float:
+    """Return the error allowed: baselines that round more often are less exact, not wrong."""
+    if name == "gather_bmm":
+        return 50 * TOLERANCES[dtype]  # adds up the gradients of all tokens of a task in the dtype itself
+    return TOLERANCES[dtype] * (1 if name.startswith("mux") else 5)
+
+
+def _graph_us(
+    steps: dict[str, Step], rows: dict[str, Any], device: torch.device, calls: int, rounds: int
+) -> dict[str, float]:
+    graphs = {}
+    for name, step in steps.items():
+        try:
+            graphs[name] = captured(step, calls)
+        except RuntimeError as error:  # a synchronisation inside, most often
+            rows[name]["graph_skipped"] = str(error).splitlines()[0]
+    return {name: us / calls for name, us in interleaved_us(graphs, device, calls=1, rounds=rounds).items()}
+
+
+def kernel_rates(
+    launches: dict[str, Launch], device: torch.device, calls: int, rounds: int, copy_bytes_per_s: float
+) -> dict[str, dict[str, float]]:
+    """Return microseconds, bytes per second and share of the copy rate of each of our kernels."""
+    parts = {name: launch.run for name, launch in launches.items()}
+    is_graph = device.type == "cuda"
+    if is_graph:
+        # Launched from Python they would take the time of Python; a graph shows the kernels.
+        parts = {name: captured(part, calls) for name, part in parts.items()}
+    times = interleaved_us(parts, device, calls=1 if is_graph else calls, rounds=rounds)
+    found = {}
+    for name, launch in launches.items():
+        us = times[name] / (calls if is_graph else 1)
+        rate = launch.num_bytes / us * 1e6
+        found[name] = {"us": us, "bytes_per_s": rate, "share_of_copy_rate": rate / copy_bytes_per_s}
+    return found
+
+
+def layer_totals(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Add up the groups of a layer: microseconds and overhead of each contender that ran in all of them."""
+    found: dict[str, Any] = {}
+    for way in ("eager", "graph"):
+        total: dict[str, float] = {}
+        for name in CONTENDERS:
+            times = [result["contenders"].get(name, {}).get(f"{way}_us") for result in results]
+            if all(us is not None for us in times):
+                total[name] = sum(times)
+        for name, us in total.items() if "frozen" in total else ():
+            found |= {f"{name} {way}_us": us, f"{name} {way}_overhead_percent": 100 * (us / total["frozen"] - 1)}
+    return found
+
+
+def describe(result: dict[str, Any]) -> str:
+    """Return one shape's table for reading."""
+    titles = f"{'eager us':>10s} {'over':>8s} {'graph us':>10s} {'over':>8s}  worst error"
+    lines = [f"\n{_shape(result)}", f"  {'contender':14s} {titles}"]
+    for name, row in result["contenders"].items():
+        if "skipped" in row:
+            lines.append(f"  {name:14s} skipped: {row['skipped']}")
+            continue
+        columns = ""
+        for way in ("eager", "graph"):
+            us, over = row.get(f"{way}_us"), row.get(f"{way}_overhead_percent")
+            columns += f" {us:10.1f} {over:7.1f}%" if us is not None and over is not None else f" {'-':>10s} {'-':>8s}"
+        worst = max(row["errors"].values(), default=0.0)
+        remarks = [f"through {row['path']}"] if "path" in row else []
+        remarks += [] if row["is_right"] else ["WRONG"]
+        lines.append(f"  {name:14s}{columns}  {worst:.1e}  {' '.join(remarks)}".rstrip())
+    for name, row in result.get("kernels", {}).items():
+        lines.append(
+            f"    {name:12s} {row['us']:8.1f} us {row['bytes_per_s'] / 1e9:8.0f} GB/s "
+            f"{100 * row['share_of_copy_rate']:5.0f}% of the copy rate"
+        )
+    return "\n".join(lines)
+
+
+def _shape(result: dict[str, Any]) -> Shape:
+    return Shape(**{**result["shape"], "out_features": tuple(result["shape"]["out_features"])})
+
+
+def wrong_contenders(result: dict[str, Any]) -> list[str]:
+    """Return the contenders that differ from float64 by more than is allowed, and any of ours that did not run."""
+    rows = result["contenders"].items()
+    return [name for name, row in rows if not row.get("is_right", not name.startswith("mux"))]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what the command line names; prints tables, and JSON to `--output`."""
+    options = _options(arguments)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not options.dry_run:
+        raise SystemExit("no GPU here; allowed without one: --dry-run")
+    shapes: Sequence[Shape] = [
+        Shape(width, outputs, num_tokens, num_tasks, rank)
+        for width, outputs in options.layers
+        for num_tokens in options.tokens
+        for num_tasks in options.tasks
+        for rank in options.ranks
+    ]
+    dtype = getattr(torch, options.dtype)
+    if options.dry_run:
+        shapes, dtype, options.rounds = DRY_SHAPES, torch.float32, 1
+    rate, results = copy_rate(device), []
+    for shape in shapes:
+        found = measure(shape, device, dtype, names=options.contenders, rounds=options.rounds, bytes_per_s=rate)
+        results.append(found)
+        print(describe(found), flush=True)
+        if options.output:
+            options.output.write_text(json.dumps(results, indent=1), encoding="utf-8")
+    wrong = [name for result in results for name in wrong_contenders(result)]
+    if wrong:
+        raise SystemExit(f"these differ from float64: {', '.join(sorted(set(wrong)))}")
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
+    add = parser.add_argument
+    add(
+        "--layers", type=_layer, nargs="+", default=[*LLAMA_LAYER, *LLAMA_SINGLE], help="groups, such as 4096x4096+1024"
+    )
+    add("--tokens", type=int, nargs="+", default=list(TOKENS), help="tokens of all tasks")
+    add("--tasks", type=int, nargs="+", default=list(TASKS), help="numbers of tasks")
+    add("--ranks", type=int, nargs="+", default=list(RANKS), help="ranks of the adapters")
+    add("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="whom to measure")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of activations")
+    add("--rounds", type=int, default=7, help="timed rounds of each contender")
+    add("--dry-run", action="store_true", help="tiny shapes in fp32, on any machine")
+    add("--output", type=Path, help="JSON file to write")
+    return parser.parse_args(arguments)
+
+
+def _layer(text: str) -> tuple[int, tuple[int, ...]]:
+    """Read the input and output features of a group, such as `4096x4096+1024+1024`."""
+    width, _, outputs = text.partition("x")
+    return int(width), tuple(int(output) for output in outputs.split("+"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""MuxTune's planner: its times, its choices, and the figures of the paper."""

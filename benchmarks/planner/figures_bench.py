@@ -1,0 +1,103 @@
+"""What `benchmarks.planner.figures` is made of: a backbone on a simulated pipeline, and a line of its table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peft_mux.scheduler.cluster.trace import TaskKind
+from peft_mux.scheduler.costs.hardware import parse_devices
+from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
+from peft_mux.scheduler.costs.profile import analytic_profile
+from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.simulator import simulate
+from peft_mux.scheduler.pipeline.template import Schedule, build_template
+from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
+
+LLAMA_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, 2 * 6_738_415_616, 2)
+# Two matrices of 4 D in place of three: the width inside a gated MLP of as many parameters is 8/3 D.
+GPT_2_7B = ModelShape(32, 2560, 6827, 2560, 2560, 50257, 2 * 2_651_307_520, 2)
+RANK = 16
+MAX_TOKENS = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table.
+
+    Attributes:
+        figure: of M.
+        what: is compared.
+        paper: as printed; "-" where M gives no number.
+        ours: from this simulation.
+        unit: "x" for a ratio, "%" for a percentage.
+        why: it differs.
+    """
+
+    figure: str
+    what: str
+    paper: str
+    ours: float
+    unit: str
+    why: str
+
+
+class Bench:
+    """A backbone on a pipeline of A40 GPUs.
+
+    Args:
+        shape: of the backbone.
+        num_stages: of the pipeline.
+        device: name of the data sheet.
+    """
+
+    def __init__(self, shape: ModelShape, num_stages: int, device: str) -> None:
+        self.devices = parse_devices(f"{num_stages}x{device}")
+        self.shape = shape
+        self.num_stages = num_stages
+        self.cost = CostModel(analytic_profile(self.devices.device, shape), shape, num_stages=num_stages)
+        self.memory = MemoryModel(shape, num_stages=num_stages)
+        self.link = self.devices.intra_node
+
+    def tasks(self, lengths: Sequence[int], batch_size: int, *, padded_to: int | None = None) -> list[TaskLoad]:
+        """Return a task for each length of sequence, all with the same global batch."""
+        kinds = [TaskKind(length, batch_size, RANK) for length in lengths]
+        return [kind.load(f"task {i}", self.shape, padded_to=padded_to) for i, kind in enumerate(kinds)]
+
+    def bucket(self, loads: Sequence[TaskLoad], num_micro_batches: int, name: str = "bucket") -> BucketLoad:
+        """Return the tasks of one hTask as a bucket of its own."""
+        stages = range(self.num_stages)
+        tokens = sum(load.tokens for load in loads) / num_micro_batches
+        return BucketLoad(
+            name=name,
+            forward_s=tuple(
+                self.cost.stage_latency_s(loads, num_micro_batches=num_micro_batches, stage=stage) for stage in stages
+            ),
+            activation_bytes=tuple(self.memory.activation_bytes(tokens, stage) for stage in stages),
+            output_bytes=int(tokens * self.shape.hidden_size * self.shape.activation_bytes),
+            num_micro_batches=num_micro_batches,
+        )
+
+    def makespan_s(self, buckets: Sequence[BucketLoad], schedule: Schedule) -> float:
+        """Return the time of one iteration within the memory of the device."""
+        limit = self.devices.device.memory_bytes - self.memory.static_bytes([])
+        template = build_template(buckets, schedule, memory_limit_bytes=(limit,) * self.num_stages, links=self.link)
+        return simulate(template, buckets, links=self.link).makespan_s
+
+    def plan(
+        self, loads: Sequence[TaskLoad], num_micro_batches: int, policy: str, schedule: Schedule = "mux"
+    ) -> Outcome:
+        """Plan within the memory of the device, with a tenth kept free for what the memory model leaves out."""
+        limit = int(0.9 * self.devices.device.memory_bytes)
+        budget = Budget(MAX_TOKENS, limit, num_micro_batches=num_micro_batches, schedule=schedule, links=self.link)
+        outcome = plan_tasks(loads, self.cost, self.memory, budget, policy=policy)
+        if outcome.waiting:
+            raise ValueError(f"{len(outcome.waiting)} tasks wait; allowed: none in a figure. Use fewer tasks.")
+        return outcome
+
+
+def tokens_of(loads: Sequence[TaskLoad]) -> int:
+    """Return the tokens of all global batches."""
+    return sum(load.tokens for load in loads)

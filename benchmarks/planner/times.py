@@ -1,0 +1,126 @@
+"""Times of planning: how long the planner takes for how many tasks on how many stages.
+
+python -m benchmarks.planner             about 10 seconds, one thread
+python -m benchmarks.planner --write     also benchmarks/results/planner-times.json
+
+Bounds: fusion of 1,000 tasks 2 s, full planning of 64 tasks on 8 stages 10 s, on one core (M §4: "under 10 seconds").
+Tasks are drawn (seed 0) from sequences of 64, 128 and 256 tokens and batches of 8, 16 and 32; Llama 7B, analytic A40.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.paths import RESULTS
+from peft_mux.scheduler.cluster.trace import TaskKind
+from peft_mux.scheduler.costs.hardware import DEVICES
+from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
+from peft_mux.scheduler.costs.profile import analytic_profile
+from peft_mux.scheduler.plan import POLICIES
+from peft_mux.scheduler.planner.fusion import fuse, fusion_order
+from peft_mux.scheduler.planner.planner import Budget, plan_tasks
+
+LLAMA_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, 2 * 6_738_415_616, 2)
+DEVICE = DEVICES["A40"]
+MAX_TOKENS = 16384
+NUM_MICRO_BATCHES = 8
+FUSION_BOUND_S = 2.0
+PLANNING_BOUND_S = 10.0
+
+
+def random_loads(count: int, seed: int = 0) -> list[TaskLoad]:
+    """Draw tasks."""
+    draw = random.Random(seed)
+    kinds = [TaskKind(draw.choice((64, 128, 256)), draw.choice((8, 16, 32)), 16) for _ in range(count)]
+    return [kind.load(f"task {number}", LLAMA_7B) for number, kind in enumerate(kinds)]
+
+
+def models(num_stages: int) -> tuple[CostModel, MemoryModel]:
+    """Return what predicts seconds and bytes on a pipeline."""
+    cost = CostModel(analytic_profile(DEVICE, LLAMA_7B), LLAMA_7B, num_stages=num_stages)
+    return cost, MemoryModel(LLAMA_7B, num_stages=num_stages)
+
+
+def median_s(work: Callable[[], object], repeats: int) -> float:
+    """Return the median seconds of a call."""
+    seconds = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        work()
+        seconds.append(time.perf_counter() - started)
+    return statistics.median(seconds)
+
+
+def time_fusion(count: int, num_stages: int, repeats: int) -> tuple[float, float]:
+    """Return seconds of predicting the latencies of all ranges of tasks, and of fusing by them."""
+    drawn = random_loads(count)
+    loads = [drawn[index] for index in fusion_order([load.tokens for load in drawn])]
+    cost, _ = models(num_stages)
+    latency_s = cost.latency_matrix(loads, NUM_MICRO_BATCHES)
+    predict_s = median_s(lambda: cost.latency_matrix(loads, NUM_MICRO_BATCHES), repeats)
+    return predict_s, median_s(lambda: fuse(latency_s, num_stages, num_micro_batches=NUM_MICRO_BATCHES), repeats)
+
+
+def time_planning(count: int, num_stages: int, policy: str, repeats: int) -> tuple[float, int, int, float]:
+    """Return seconds of planning, hTasks, buckets, and the predicted step."""
+    loads = random_loads(count)
+    cost, memory = models(num_stages)
+    chunks = None if num_stages == 1 else NUM_MICRO_BATCHES
+    budget = Budget(MAX_TOKENS, DEVICE.memory_bytes, num_micro_batches=chunks)
+    outcome = plan_tasks(loads, cost, memory, budget, policy=policy)
+    seconds = median_s(lambda: plan_tasks(loads, cost, memory, budget, policy=policy), repeats)
+    return seconds, len(outcome.htasks), len(outcome.buckets), outcome.step_s
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the tables; return 1 where a bound is broken."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.planner", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tasks", type=int, nargs="+", default=[8, 32, 64])
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--fusion-tasks", type=int, nargs="+", default=[100, 1000])
+    parser.add_argument("--write", action="store_true", help="write JSON")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for --write")
+    arguments = parser.parse_args(argv)
+    rows: list[dict[str, object]] = []
+    faults: list[str] = []
+    print(f"median of {arguments.repeats}, seconds\n\n{'fusion, 4 stages':<24} {'predict':>9} {'fuse':>9} {'sum':>9}")
+    for count in arguments.fusion_tasks:
+        predict_s, fuse_s = time_fusion(count, 4, arguments.repeats)
+        rows.append({"what": "fusion", "tasks": count, "predict_s": predict_s, "fuse_s": fuse_s})
+        print(f"{count:>5} tasks{'':<13} {predict_s:>9.3f} {fuse_s:>9.3f} {predict_s + fuse_s:>9.3f}")
+        if count <= 1000 and predict_s + fuse_s > FUSION_BOUND_S:
+            faults.append(f"fusion of {count} tasks took {predict_s + fuse_s:.2f} s; the bound is {FUSION_BOUND_S:g} s")
+    print(f"\n{'planning':<24} {'policy':<12} {'seconds':>9} {'hTasks':>7} {'buckets':>7} {'predicted step':>15}")
+    for num_stages in arguments.stages:
+        for count in arguments.tasks:
+            for policy in POLICIES:
+                row = time_planning(count, num_stages, policy, arguments.repeats)
+                seconds, htasks, buckets, step_s = row
+                rows.append({"what": "planning", "tasks": count, "stages": num_stages, "policy": policy, "s": seconds})
+                what = f"{count:>3} tasks, {num_stages} stages"
+                print(f"{what:<24} {policy:<12} {seconds:>9.3f} {htasks:>7} {buckets:>7} {step_s:>13.3f} s")
+                if count <= 64 and num_stages <= 8 and seconds > PLANNING_BOUND_S:
+                    faults.append(f"{what} took {seconds:.2f} s; the bound is {PLANNING_BOUND_S:g} s")
+    for fault in faults:
+        print(f"FAULT {fault}")
+    if arguments.write:
+        arguments.results.mkdir(parents=True, exist_ok=True)
+        path = arguments.results / "planner-times.json"
+        path.write_text(json.dumps({"repeats": arguments.repeats, "rows": rows, "faults": faults}, indent=1) + "\n")
+        print(f"\nwrote {path.name}")
+    return 1 if faults else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

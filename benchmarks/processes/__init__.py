@@ -1,0 +1,1 @@
+"""Pipelines and shards in several processes."""

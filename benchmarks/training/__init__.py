@@ -1,0 +1,1 @@
+"""Whole training steps beside plain PEFT, and what they are made of."""

@@ -1,0 +1,145 @@
+"""Contender `hf`: `transformers.Trainer` and `peft.get_peft_model`, one task after the other.
+
+Each task gets a fresh copy of the backbone. Batches are padded to their longest row. All settings of Trainer
+are its defaults (fused AdamW, linear schedule, clipping at 1), but logging, saving and the progress bar are
+off, and rows come in the order of the workload. Building the models is not timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+import time
+from typing import Any
+
+import torch
+from peft import get_peft_model
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
+
+from benchmarks.training.baselines import ModelFactory
+from benchmarks.training.timing import Run, timed
+from benchmarks.training.workloads import IGNORE_INDEX, TaskWorkload, Workload
+
+
+class PadToLongest:
+    """Pads the rows of a batch at their end to the longest, as transformers' collators do; counts tokens.
+
+    Attributes:
+        tokens_per_batch: number of tokens of each batch so far, padding included.
+    """
+
+    def __init__(self) -> None:
+        """Start without any batch."""
+        self.tokens_per_batch: list[int] = []
+
+    def __call__(self, rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        """Return `input_ids`, `labels` and `attention_mask`, `[B, L]` each."""
+        length = max(len(row["input_ids"]) for row in rows)
+        self.tokens_per_batch.append(length * len(rows))
+
+        def padded(lists: list[list[int]], value: int) -> torch.Tensor:
+            return torch.tensor([values + [value] * (length - len(values)) for values in lists])
+
+        return {
+            "input_ids": padded([row["input_ids"] for row in rows], 0),
+            "labels": padded([row["labels"] for row in rows], IGNORE_INDEX),
+            "attention_mask": padded([[1] * len(row["input_ids"]) for row in rows], 0),
+        }
+
+
+class StepClock(TrainerCallback):
+    """Notes when the steps of a `train()` end, and when the first one begins."""
+
+    def __init__(self) -> None:
+        """Start without a step."""
+        self.first_begin_s: float | None = None
+        self.ends_s: list[float] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        """Note the time of the first step only."""
+        if self.first_begin_s is None:
+            self.first_begin_s = time.perf_counter()
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        """Note the time at which a step ended."""
+        self.ends_s.append(time.perf_counter())
+
+    @property
+    def steps_s(self) -> float:
+        """Seconds from the end of the first to the end of the last step; of the only step where there is one."""
+        assert self.first_begin_s is not None, "train() ended without a step"
+        return self.ends_s[-1] - (self.ends_s[0] if len(self.ends_s) > 1 else self.first_begin_s)
+
+
+class _RecordingTrainer(Trainer):
+    """Trainer that keeps the loss of each step; for the guard, not for timed runs."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.losses: list[float] = []
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().compute_loss(*args, **kwargs)
+        loss = result[0] if isinstance(result, tuple) else result
+        self.losses.append(loss.item())
+        return result
+
+
+def run_hf_trainer(model_factory: ModelFactory, workload: Workload, record_losses: bool = False) -> Run:
+    """Train every task alone, one after the other.
+
+    Args:
+        model_factory: returns a fresh backbone.
+        workload: the tasks and their rows.
+        record_losses: whether to keep the loss of each step.
+    """
+    train_s = steps_s = 0.0
+    losses, num_tokens = {}, 0
+    with tempfile.TemporaryDirectory() as folder:
+        for task in workload.tasks:
+            clock, collator = StepClock(), PadToLongest()
+            trainer = _trainer(task, workload, model_factory, collator, folder, record_losses)
+            trainer.remove_callback(PrinterCallback)
+            trainer.add_callback(clock)
+            start_s = time.perf_counter()
+            trainer.train()
+            train_s += time.perf_counter() - start_s
+            steps_s += clock.steps_s
+            num_tokens += sum(timed(collator.tokens_per_batch))
+            if trainer.state.global_step != workload.num_steps:
+                raise RuntimeError(f"{task.name}: {trainer.state.global_step} steps, not {workload.num_steps}")
+            if record_losses:
+                losses[task.name] = trainer.losses
+            # A Trainer sits in reference cycles, which would keep its backbone alive beside the next one.
+            del trainer
+            gc.collect()
+    return Run(train_s, num_tokens, steps_s, losses)
+
+
+def _trainer(
+    task: TaskWorkload,
+    workload: Workload,
+    model_factory: ModelFactory,
+    collator: PadToLongest,
+    folder: str,
+    record_losses: bool,
+) -> Any:
+    backbone = model_factory()
+    torch.manual_seed(task.seed)
+    model = get_peft_model(backbone, task.lora_config())
+    arguments = TrainingArguments(
+        output_dir=folder,
+        per_device_train_batch_size=task.batch_size,
+        max_steps=workload.num_steps,
+        learning_rate=workload.learning_rate,
+        seed=task.seed,
+        train_sampling_strategy="sequential",
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    trainer_class = _RecordingTrainer if record_losses else Trainer
+    return trainer_class(model=model, args=arguments, train_dataset=list(task.rows), data_collator=collator)

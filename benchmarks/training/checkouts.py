@@ -1,0 +1,117 @@
+"""Two checkouts of the package side by side: the same training steps in turn, and the ratio of their times.
+
+    python -m benchmarks.training.checkouts --before ../before          about 4 minutes on one core
+
+Each checkout trains in a process of its own, which times one step after another; the two processes take turns round by
+round, so that a machine that slows down slows both. Seconds are processor seconds of one thread, which other programs
+change least. The ratio is the median over the rounds, each of which compares neighbours in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.paths import ROOT
+
+CHILD = """
+import json, sys, tempfile, time, warnings
+warnings.simplefilter("ignore")
+checkout, root, mix = sys.argv[1:]
+sys.path.insert(0, checkout)
+import peft_mux  # before the benchmarks of this checkout, beside which another package lies
+sys.path.insert(0, root)
+import torch
+from transformers import TrainerCallback
+torch.set_num_threads(1)
+from benchmarks.training.mux import trainer_for
+from benchmarks.training.workloads import ModelSpec, make_workload
+
+assert peft_mux.__file__.startswith(checkout), peft_mux.__file__
+
+class InTurn(TrainerCallback):
+    def on_step_begin(self, *args, **kwargs):
+        input()
+        self.started = time.process_time()
+
+    def on_step_end(self, *args, **kwargs):
+        print(json.dumps(time.process_time() - self.started), flush=True)
+
+model = ModelSpec()
+workload = make_workload(mix, num_tasks=8, num_steps=int(input()), vocab_size=model.vocab_size)
+trainer = trainer_for(model.build, workload, tempfile.mkdtemp(), record_losses=False)
+trainer.add_callback(InTurn())
+trainer.train()
+print(json.dumps([float(run.last_loss).hex() for run in trainer.table]), flush=True)
+"""
+
+
+class Child:
+    """One checkout that trains, a step at a time.
+
+    Args:
+        checkout: folder of the checkout.
+        mix: "uniform" or "nonuniform" tasks, as of `benchmarks.training.throughput`.
+        num_steps: steps that it takes in all.
+    """
+
+    def __init__(self, checkout: Path, mix: str, num_steps: int) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-c", CHILD, str(checkout), str(ROOT), mix]
+        pipe = subprocess.PIPE
+        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd="/tmp")
+        self.tell(str(num_steps))
+
+    def tell(self, line: str) -> None:
+        """Send one line."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def hear(self) -> object:
+        """Return what the next line of JSON says."""
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise SystemExit(f"a checkout ended with status {self.process.wait()}")
+        return json.loads(line)
+
+    def step_s(self) -> float:
+        """Take one step; return its processor seconds."""
+        self.tell("step")
+        return float(str(self.hear()))
+
+
+def compare(before: Path, after: Path, mix: str, *, num_steps: int, num_warm: int) -> None:
+    """Print the times of both checkouts and their ratio, and whether they trained to the same losses."""
+    children = [Child(folder, mix, num_steps) for folder in (before, after)]
+    rounds = [[child.step_s() for child in children] for _ in range(num_steps)][num_warm:]
+    losses = [child.hear() for child in children]
+    ratio = statistics.median(own[1] / own[0] for own in rounds)
+    seconds = [statistics.median(times) for times in zip(*rounds, strict=True)]
+    same = "bit-equal losses" if losses[0] == losses[1] else "DIFFERENT losses"
+    print(f"{mix:<12} before {seconds[0]:.3f} s   after {seconds[1]:.3f} s   after / before {ratio:.3f}   {same}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compare on both mixes."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.training.checkouts", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--before", type=Path, required=True, help="folder of the checkout to compare with")
+    parser.add_argument("--after", type=Path, default=ROOT, help="folder of the other checkout; by default this one")
+    parser.add_argument("--steps", type=int, default=24, help="steps of each checkout, the first ones not counted")
+    parser.add_argument("--warm", type=int, default=4, help="steps that are not counted")
+    options = parser.parse_args(arguments)
+    for mix in ("uniform", "nonuniform"):
+        compare(options.before.resolve(), options.after.resolve(), mix, num_steps=options.steps, num_warm=options.warm)
+
+
+if __name__ == "__main__":
+    main()

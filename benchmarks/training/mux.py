@@ -1,0 +1,77 @@
+"""Contender `mux`: peft_mux itself, called as its users call it, all of its settings at their defaults."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from typing import Any
+
+from benchmarks.training.baselines import ModelFactory
+from benchmarks.training.baselines.hf_trainer import StepClock
+from benchmarks.training.timing import Run
+from benchmarks.training.workloads import Workload
+
+
+def run_mux(model_factory: ModelFactory, workload: Workload, record_losses: bool = False) -> Run:
+    """Train all tasks at once.
+
+    Args:
+        model_factory: returns a fresh backbone.
+        workload: the tasks and their rows.
+        record_losses: whether to log the loss of each task at each step; timed runs log nothing, as those of `hf`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = trainer_for(model_factory, workload, folder, record_losses)
+        clock = StepClock()
+        trainer.add_callback(clock)
+        start_s = time.perf_counter()
+        trainer.train()
+        train_s = time.perf_counter() - start_s
+    for task in workload.tasks:
+        num_steps = trainer.task_states[task.name].global_step
+        if num_steps != workload.num_steps:
+            raise RuntimeError(f"{task.name}: {num_steps} steps, not {workload.num_steps}")
+    losses = {task.name: _losses(trainer.task_states[task.name]) for task in workload.tasks} if record_losses else {}
+    # Nothing is padded in a stream, so the tokens that are processed are the real ones.
+    return Run(train_s, workload.num_timed_tokens, clock.steps_s, losses)
+
+
+def trainer_for(model_factory: ModelFactory, workload: Workload, folder: str, record_losses: bool) -> Any:
+    """Return the trainer of all tasks of a workload.
+
+    Args:
+        model_factory: returns a fresh backbone.
+        workload: the tasks and their rows.
+        folder: the output folder, in which nothing is saved.
+        record_losses: whether to log the loss of each task at each step.
+    """
+    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
+
+    tasks = [
+        Task(
+            name=task.name,
+            peft_config=task.lora_config(),
+            train_dataset=list(task.rows),
+            train_batch_size=task.batch_size,
+            max_steps=workload.num_steps,
+            seed=task.seed,
+            shuffle=False,
+        )
+        for task in workload.tasks
+    ]
+    arguments = MultiTaskTrainingArguments(
+        output_dir=folder,
+        learning_rate=workload.learning_rate,
+        logging_strategy="steps" if record_losses else "no",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    return MultiTaskTrainer(model=model_factory(), tasks=tasks, args=arguments)
+
+
+def _losses(state: Any) -> list[float]:
+    """Return the logged training losses of a task."""
+    return [entry["loss"] for entry in state.log_history if "loss" in entry]

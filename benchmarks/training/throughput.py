@@ -1,0 +1,216 @@
+"""The end-to-end benchmark: many LoRA tasks on one backbone, by peft_mux and by today's ways.
+
+Contenders, all on the same tokenised rows in the same order, for the same number of optimizer steps a task:
+
+    hf      transformers.Trainer + peft, one task after the other
+    padded  all tasks in one padded batch with batched LoRA (SL-PEFT of M §5.1)
+    mux     peft_mux
+    floor   the packed tokens through the frozen backbone, forward and input gradients only
+
+What is reported, per contender:
+
+    tokens/s            of all tokens that go through the backbone, padding included
+    effective tokens/s  of real tokens
+    / floor, vs hf      ratios of the median times (and of the least) of all steps but each task's first
+    train()             the same ratios of whole `train()` calls
+    memory              see `audit.py`; of `hf` also what it takes if every task keeps its own backbone, as
+                        in M Fig. 17
+
+Times run from the end of the first to the end of the last optimizer step of each task. The first step pays for
+what a run does once: the start of `Trainer.train()` (some 0.3 s, mostly a garbage collection), memory that is
+touched for the first time, optimizer state. A benchmark's few steps would weigh that far above its share of a
+real run. `train()` counts everything.
+
+Before anything is timed, each contender runs its first two steps in a process of its own, and the losses of
+every task are compared: contenders that do not agree do not do equal work, and the benchmark ends with an
+error. (The floor has no adapters, so only its first step is held to the others': adapters start at zero.)
+Timed runs are interleaved, so that whatever else the machine does meets all contenders alike.
+
+    python -m benchmarks.training.throughput --tasks 8 --mix uniform nonuniform
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paths import RESULTS
+from benchmarks.training import report
+from benchmarks.training.audit import NUM_STEPS, Audit, audit
+from benchmarks.training.baselines import CONTENDERS, contender
+from benchmarks.training.timing import Run
+from benchmarks.training.workloads import DEFAULT_DATA, LOSSES, MIXES, Case, ModelSpec
+
+LOSS_TOLERANCE = 1e-4
+"""Largest relative difference of a loss; contenders were seen to differ by up to 1e-6."""
+
+
+class UnequalWorkError(RuntimeError):
+    """Contenders do not train the same tasks to the same losses."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run every case, print the tables, and write the JSON and the plot."""
+    options = _parser().parse_args(arguments)
+    import torch
+
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    model = ModelSpec(
+        hidden_size=options.hidden_size,
+        num_layers=options.layers,
+        intermediate_size=options.intermediate_size,
+        num_heads=options.heads,
+        vocab_size=options.vocab_size,
+    )
+    results = []
+    for mix in options.mix:
+        for num_tasks in options.tasks:
+            case = Case(
+                mix,
+                num_tasks,
+                options.steps,
+                options.loss,
+                model,
+                options.batch_size,
+                str(options.data.resolve()),
+                options.seed,
+            )
+            results.append(measure(case, options.contenders, options.repeats, torch.get_num_threads()))
+            print(report.table(results[-1]), flush=True)
+    path = options.output or RESULTS / f"throughput-{report.host_kind()}.json"
+    report.write(path, results, [sys.executable, "-m", "benchmarks.training.throughput", *(arguments or sys.argv[1:])])
+    print(f"written: {path} and {path.with_suffix('.png')}")
+
+
+def measure(case: Case, names: Sequence[str], num_rounds: int, num_threads: int) -> report.CaseResult:
+    """Audit all contenders, then time them in turns.
+
+    Args:
+        case: what to train on.
+        names: names of the contenders.
+        num_rounds: number of timed runs of each contender.
+        num_threads: number of torch's threads, for the audits.
+
+    Raises:
+        UnequalWorkError: if the losses of two contenders differ.
+    """
+    audits = {}
+    for name in names:
+        _print_progress(f"{case.mix}, {case.num_tasks} tasks: audit of {name}")
+        audits[name] = audit(name, case, num_threads)
+    check_equal_work({name: found.losses for name, found in audits.items()})
+    backbone = case.model.build()
+    warm_up = Case(case.mix, 1, 1, case.loss, case.model, case.batch_size, case.data_folder, case.seed)
+    for name in names:
+        _run(name, backbone, warm_up)
+    runs: dict[str, list[Run]] = {name: [] for name in names}
+    for turn in range(num_rounds):
+        _print_progress(f"{case.mix}, {case.num_tasks} tasks: round {turn + 1} of {num_rounds}")
+        first = turn % len(names)
+        for name in [*names[first:], *names[:first]]:
+            runs[name].append(_run(name, backbone, case))
+    workload = case.workload()
+    return report.CaseResult(
+        case=case,
+        length_source=workload.length_source,
+        num_tokens=workload.num_tokens,
+        rows=[_row(name, runs[name], audits[name], workload.num_timed_tokens) for name in names],
+    )
+
+
+def check_equal_work(losses: dict[str, dict[str, list[float]]]) -> None:
+    """Compare the losses of every task between all contenders, at every step that both have.
+
+    Args:
+        losses: for each contender, the losses of each task, by step.
+
+    Raises:
+        UnequalWorkError: naming the first difference of each contender.
+    """
+    # The floor tells its first step only, so it is no reference as long as there is another one.
+    reference_name, *others = sorted(losses, key=lambda name: name == "floor")
+    faults = [
+        f"{name} tells {len(values)} losses of {task}, fewer than the {_num_compared_steps(name)} it should"
+        for name, by_task in losses.items()
+        for task, values in by_task.items()
+        if len(values) < _num_compared_steps(name)
+    ]
+    for name in others:
+        if list(losses[name]) != list(losses[reference_name]):
+            faults.append(f"{name} trains {list(losses[name])}, {reference_name} {list(losses[reference_name])}")
+            continue
+        faults += _first_difference(name, losses[name], reference_name, losses[reference_name])
+    if faults:
+        raise UnequalWorkError("the contenders do not do equal work:\n" + "\n".join(faults))
+
+
+def _num_compared_steps(name: str) -> int:
+    return 1 if name == "floor" else NUM_STEPS
+
+
+def _first_difference(name: str, own: dict[str, list[float]], reference_name: str, reference: Any) -> list[str]:
+    for task, values in own.items():
+        for step, (value, expected) in enumerate(zip(values, reference[task], strict=False)):
+            # Written so that NaN is a difference.
+            if not abs(value - expected) <= LOSS_TOLERANCE * abs(expected):
+                return [f"{task} step {step}: {name} has loss {value}, {reference_name} has {expected}"]
+    return []
+
+
+def _print_progress(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _run(name: str, backbone: Any, case: Case) -> Run:
+    gc.collect()
+    return contender(name)(lambda: copy.deepcopy(backbone), case.workload())
+
+
+def _row(name: str, runs: list[Run], found: Audit, num_tokens: int) -> report.Row:
+    return report.Row(
+        contender=name,
+        num_processed_tokens=runs[0].num_processed_tokens,
+        num_tokens=num_tokens,
+        steps_s=[run.steps_s for run in runs],
+        train_s=[run.train_s for run in runs],
+        peak_bytes=found.peak_bytes,
+        replicated_bytes=found.replicated_bytes if name == "hf" else None,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.training.throughput", description=__doc__.splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--tasks", type=int, nargs="+", default=[8], help="numbers of tasks to measure, such as 1 4 8 16 32")
+    add("--mix", nargs="+", choices=MIXES, default=list(MIXES), help="kinds of workload")
+    add("--loss", choices=LOSSES, default="full", help="which tokens are targets")
+    add("--steps", type=int, default=6, help="optimizer steps of each task in a timed run")
+    add("--repeats", type=int, default=2, help="timed runs of each contender")
+    add("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="whom to measure")
+    add(
+        "--batch-size",
+        type=int,
+        help="sequences per optimizer step of a task; default 8 (uniform), 4 (nonuniform)",
+    )
+    add("--hidden-size", type=int, default=512, help="features of the backbone's hidden states")
+    add("--layers", type=int, default=8, help="layers of the backbone")
+    add("--intermediate-size", type=int, default=1376, help="features inside the backbone's MLPs")
+    add("--heads", type=int, default=8, help="attention heads of the backbone")
+    add("--vocab-size", type=int, default=4096, help="words of the backbone's vocabulary")
+    add("--threads", type=int, help="threads of torch; default is torch's own number")
+    add("--seed", type=int, default=0, help="fixes the rows")
+    add("--data", type=Path, default=DEFAULT_DATA, help="folder with the texts whose lengths are used")
+    add("--output", type=Path, help="JSON file to write; the plot goes beside it")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

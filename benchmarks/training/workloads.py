@@ -1,0 +1,287 @@
+"""What the contenders of `benchmarks.training.throughput` train on: a random backbone and every task's tokenised rows.
+
+Only the lengths of rows are real (from `../shared/data`, where it is present); token ids are random, as speed
+does not depend on them. Not here: any training.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.paths import SHARED_DATA
+from benchmarks.training.timing import timed
+
+IGNORE_INDEX = -100
+MIXES = ("uniform", "nonuniform")
+LOSSES = ("full", "completion")
+DEFAULT_DATA = SHARED_DATA
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A Llama of random weights in fp32, built by every contender itself; 29.5M parameters by default."""
+
+    hidden_size: int = 512
+    num_layers: int = 8
+    intermediate_size: int = 1376
+    num_heads: int = 8
+    vocab_size: int = 4096
+    max_tokens: int = 1024
+    seed: int = 0
+
+    def build(self) -> Any:
+        """Return a new `LlamaForCausalLM`; equal weights at every call."""
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            hidden_size=self.hidden_size,
+            num_hidden_layers=self.num_layers,
+            intermediate_size=self.intermediate_size,
+            num_attention_heads=self.num_heads,
+            vocab_size=self.vocab_size,
+            max_position_embeddings=self.max_tokens,
+            pad_token_id=None,
+            use_cache=False,
+        )
+        torch.manual_seed(self.seed)
+        return LlamaForCausalLM(config)
+
+
+@dataclass(frozen=True, slots=True)
+class TextSource:
+    """Lengths of the rows of one data set of M Table 1, and what stands in where the real text is absent.
+
+    Attributes:
+        name: name of the data set.
+        max_tokens: number of tokens that longer rows are cut to; the pad length of the paper.
+        mean_tokens: mean of the synthetic log-normal.
+        std_tokens: standard deviation of the synthetic log-normal.
+        min_tokens: least length of synthetic rows.
+        completion_tokens: number of tokens of synthetic completions, end of sequence included.
+    """
+
+    name: str
+    max_tokens: int
+    mean_tokens: float
+    std_tokens: float
+    min_tokens: int
+    completion_tokens: int = 2
+
+
+SST2 = TextSource("sst2", 69, 29, 10, 10)
+SOURCES = {
+    "uniform": (SST2,),
+    "nonuniform": (
+        replace(SST2, max_tokens=64),
+        TextSource("openbookqa", 128, 47, 12, 20, 3),
+        TextSource("rte", 256, 82, 43, 25),
+    ),
+}
+RANKS = {"uniform": (8,), "nonuniform": (8, 16, 64)}
+BATCH_SIZES = {"uniform": 8, "nonuniform": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class TaskWorkload:
+    """One task: its adapter and its rows, in the order in which they are trained on.
+
+    Attributes:
+        name: name of the task.
+        source: name of the data set whose lengths the rows have.
+        rank: rank of the adapter.
+        seed: fixes the adapter's first weights.
+        batch_size: number of rows of an optimizer step.
+        rows: `{"input_ids", "labels"}`; the first label is always masked, so that every count of labels is a
+            count of targets, whichever way a contender counts.
+    """
+
+    name: str
+    source: str
+    rank: int
+    seed: int
+    batch_size: int
+    rows: tuple[dict[str, list[int]], ...]
+
+    @property
+    def batches(self) -> list[tuple[dict[str, list[int]], ...]]:
+        """The rows of each optimizer step."""
+        starts = range(0, len(self.rows), self.batch_size)
+        return [self.rows[start : start + self.batch_size] for start in starts]
+
+    def lora_config(self) -> Any:
+        """Return the task's `peft.LoraConfig`: all linear layers, no dropout."""
+        from peft import LoraConfig
+
+        return LoraConfig(
+            r=self.rank,
+            lora_alpha=2 * self.rank,
+            target_modules="all-linear",
+            lora_dropout=0.0,
+            task_type="CAUSAL_LM",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """All tasks of one measurement.
+
+    Attributes:
+        mix: "uniform" or "nonuniform", see `make_workload`.
+        tasks: the tasks, in the order in which all contenders take them.
+        num_steps: number of optimizer steps of each task.
+        loss: "full" for all tokens as targets, "completion" for those of the completion only.
+        length_source: where the lengths come from, for reports.
+        learning_rate: rate of all tasks; high, so that two steps are enough to tell a wrong update from a right one.
+    """
+
+    mix: str
+    tasks: tuple[TaskWorkload, ...]
+    num_steps: int
+    loss: str
+    length_source: str
+    learning_rate: float = 5e-3
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of real tokens of all tasks and steps."""
+        return sum(len(row["input_ids"]) for task in self.tasks for row in task.rows)
+
+    @property
+    def num_timed_tokens(self) -> int:
+        """Number of real tokens of the steps that are timed."""
+        batches = [batch for task in self.tasks for batch in timed(task.batches)]
+        return sum(len(row["input_ids"]) for batch in batches for row in batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What one measurement is made on; plain values, so that it can be handed to another process.
+
+    Attributes:
+        mix: "uniform" or "nonuniform", see `make_workload`.
+        num_tasks: number of tasks.
+        num_steps: number of optimizer steps of each task.
+        loss: "full" for all tokens as targets, "completion" for those of the completion only.
+        model: shapes of the backbone.
+        batch_size: number of sequences per optimizer step of a task; by default that of the mix.
+        data_folder: folder of the texts whose lengths are used, where it exists.
+        seed: fixes the rows of all tasks.
+    """
+
+    mix: str
+    num_tasks: int
+    num_steps: int
+    loss: str
+    model: ModelSpec
+    batch_size: int | None = None
+    data_folder: str = str(DEFAULT_DATA)
+    seed: int = 0
+
+    def workload(self) -> Workload:
+        """Return the tasks with the rows that the seed draws."""
+        return make_workload(
+            self.mix,
+            num_tasks=self.num_tasks,
+            num_steps=self.num_steps,
+            vocab_size=self.model.vocab_size,
+            loss=self.loss,
+            batch_size=self.batch_size,
+            data_folder=Path(self.data_folder),
+            seed=self.seed,
+        )
+
+    def to_json(self) -> str:
+        """Return the case as one line of JSON."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Case:
+        """Read what `to_json` wrote."""
+        values = json.loads(text)
+        return cls(**{**values, "model": ModelSpec(**values["model"])})
+
+
+def make_workload(
+    mix: str,
+    *,
+    num_tasks: int,
+    num_steps: int,
+    vocab_size: int,
+    loss: str = "full",
+    batch_size: int | None = None,
+    data_folder: Path = DEFAULT_DATA,
+    seed: int = 0,
+) -> Workload:
+    """Draw the rows of every task; more steps only add rows to those of fewer steps.
+
+    Args:
+        mix: "uniform" (all tasks sst2, rank 8, global batch 8) or "nonuniform" (sst2, openbookqa and rte in
+            turn, ranks 8, 16 and 64, global batch 4), after M §5.1.
+        num_tasks: number of tasks to draw.
+        num_steps: number of optimizer steps of each task.
+        vocab_size: token ids are uniform below this.
+        loss: "full" for all tokens as targets, "completion" for those of the completion only.
+        batch_size: sequences per optimizer step; by default that of the mix.
+        data_folder: holds `text/*.jsonl` and `gpt2-tokenizer/`; without it lengths are synthetic.
+        seed: fixes the rows of all tasks.
+    """
+    rows_per_task = num_steps * (batch_size or BATCH_SIZES[mix])
+    sources, ranks = SOURCES[mix], RANKS[mix]
+    is_real = (data_folder / "text").is_dir() and (data_folder / "gpt2-tokenizer").is_dir()
+    tasks = []
+    for index in range(num_tasks):
+        source = sources[index % len(sources)]
+        draw = random.Random(f"{seed}-{mix}-{index}")
+        lengths = _real_lengths(source, data_folder) if is_real else _synthetic_lengths(source, seed)
+        rows = tuple(_row(draw.choice(lengths), loss, vocab_size, draw) for _ in range(rows_per_task))
+        # Shifted once per cycle of sources, so that each data set meets each rank.
+        rank = ranks[(index + index // len(sources)) % len(ranks)]
+        tasks.append(
+            TaskWorkload(f"{source.name}-{index}", source.name, rank, 100 + index, rows_per_task // num_steps, rows)
+        )
+    text = "GPT-2 BPE lengths of real rows" if is_real else "seeded synthetic log-normal lengths"
+    return Workload(mix, tuple(tasks), num_steps, loss, f"{text} ({', '.join(source.name for source in sources)})")
+
+
+def _row(length: tuple[int, int], loss: str, vocab_size: int, draw: random.Random) -> dict[str, list[int]]:
+    num_tokens, num_completion_tokens = length
+    input_ids = [draw.randrange(vocab_size) for _ in range(num_tokens)]
+    num_masked = 1 if loss == "full" else max(1, num_tokens - num_completion_tokens)
+    return {"input_ids": input_ids, "labels": [IGNORE_INDEX] * num_masked + input_ids[num_masked:]}
+
+
+@cache
+def _real_lengths(source: TextSource, data_folder: Path) -> list[tuple[int, int]]:
+    """Return (tokens, completion tokens) of each row of a data set, end of sequence included."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    folder = data_folder / "gpt2-tokenizer"
+    tokenizer = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    lines = (data_folder / "text" / f"{source.name}.train.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    prompts = tokenizer.encode_batch([row["prompt"] for row in rows])
+    completions = tokenizer.encode_batch([row["completion"] for row in rows])
+    lengths = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        num_completion_tokens = len(completion.ids) + 1
+        num_tokens = min(len(prompt.ids) + num_completion_tokens, source.max_tokens)
+        lengths.append((num_tokens, num_completion_tokens))
+    return lengths
+
+
+@cache
+def _synthetic_lengths(source: TextSource, seed: int) -> list[tuple[int, int]]:
+    spread = np.log1p((source.std_tokens / source.mean_tokens) ** 2)
+    draw = np.random.default_rng(seed)
+    drawn = draw.lognormal(np.log(source.mean_tokens) - spread / 2, np.sqrt(spread), size=2000)
+    lengths = np.clip(np.rint(drawn), source.min_tokens, source.max_tokens).astype(int)
+    return [(int(length), source.completion_tokens) for length in lengths]

@@ -1,0 +1,106 @@
+"""Chat messages to tokens: checks on each message, the chat template, and the mask of what the assistant says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from peft_mux.data.cells import RowCells
+from peft_mux.errors import DataError
+
+
+class ChatRows:
+    """Reads the messages of rows and passes them through a chat template.
+
+    Args:
+        cells: reads the cells of the rows and names the dataset.
+        tokenizer: a tokenizer of transformers.
+        task: name of the task, for messages.
+        chat_template: Jinja template in place of the tokenizer's own; `None` for that of the tokenizer.
+        assistant_only_loss: whether only what the assistant says carries loss.
+    """
+
+    def __init__(
+        self, cells: RowCells, tokenizer: Any, *, task: str, chat_template: str | None, assistant_only_loss: bool
+    ) -> None:
+        """Keep what the template needs."""
+        self.task = task
+        self.chat_template = chat_template
+        self.assistant_only_loss = assistant_only_loss
+        self._cells = cells
+        self._tokenizer = tokenizer
+
+    def messages(self, row: Mapping[str, Any], column: str, index: int) -> list[dict[str, Any]]:
+        """Return the messages of a cell.
+
+        Raises:
+            DataError: if it is no list of messages, or if a message has no role or no content.
+        """
+        value = row[column]
+        allowed = 'a list of {"role": ..., "content": ...}'
+        if not isinstance(value, list) or not value:
+            raise self._cells.error(index, column, f"{value!r:.60} ({type(value).__name__})", allowed)
+        for message in value:
+            if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
+                raise self._cells.error(index, column, f"{message!r:.60}", allowed)
+            self._check_content(message, index, column)
+        return [dict(message) for message in value]
+
+    def _check_content(self, message: Mapping[str, Any], index: int, column: str) -> None:
+        """Refuse a content that a template would turn into text of its own, such as `None` or 7."""
+        content = message["content"]
+        if isinstance(content, str):
+            self._cells.text(message, "content", index)
+            return
+        # A message that only calls tools has no text, and templates expect None there.
+        only_calls = content is None and bool(message.get("tool_calls"))
+        is_parts = isinstance(content, list) and content and all(isinstance(part, Mapping) for part in content)
+        if not only_calls and not is_parts:
+            got = f"content {content!r:.60} ({type(content).__name__})"
+            raise self._cells.error(index, column, got, "text, a list of parts, or None beside tool_calls")
+
+    def encode(self, messages: list[dict[str, Any]]) -> tuple[list[int], np.ndarray | None]:
+        """Return the token ids of messages, and which of them the assistant says where only those carry loss.
+
+        Raises:
+            DataError: if there is no template, or if it does not mark what the assistant says though that is asked for.
+        """
+        return self._apply_template(messages, wants_mask=self.assistant_only_loss)
+
+    def encode_prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Return the token ids of messages up to where the assistant's answer begins.
+
+        Raises:
+            DataError: if there is no template.
+        """
+        return self._apply_template(messages, wants_mask=False, add_generation_prompt=True)[0]
+
+    def _apply_template(
+        self, messages: list[dict[str, Any]], *, wants_mask: bool, add_generation_prompt: bool = False
+    ) -> tuple[list[int], np.ndarray | None]:
+        template = self.chat_template or getattr(self._tokenizer, "chat_template", None)
+        if template is None:
+            raise DataError(
+                f"{self._cells.where}: got messages, but the tokenizer has no chat template; allowed: one with it, or "
+                f"tasks.{self.task}.chat_template. Take an instruct model's tokenizer, or a Jinja template."
+            )
+        # transformers only warns of this, and returns a mask in which no token carries loss.
+        if wants_mask and "generation" not in str(template):
+            raise DataError(
+                f"tasks.{self.task}.assistant_only_loss: got True, but the chat template has no "
+                "{% generation %} block; allowed: a template that marks what the assistant says. Set "
+                "assistant_only_loss=False, or give chat_template."
+            )
+        encoded = self._tokenizer.apply_chat_template(
+            messages,
+            chat_template=self.chat_template,
+            add_generation_prompt=add_generation_prompt,
+            return_dict=True,
+            tokenize=True,
+            return_assistant_tokens_mask=wants_mask,
+        )
+        if not wants_mask:
+            return encoded["input_ids"], None
+        return encoded["input_ids"], np.asarray(encoded["assistant_masks"], dtype=bool)

@@ -1,0 +1,245 @@
+"""Where the backbone comes from: a hub id or folder, a model, or a `MultiTaskPeftModel`.
+
+A hub id or folder is first only described: its modules are built on the meta device, so that target modules can be
+checked and a plan be made before any weight is read. The weights follow when training begins.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.errors import ConfigError, Fault, raise_faults
+from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
+from peft_mux.modeling.backbone.head_kinds import HEAD_KINDS, HeadKind
+from peft_mux.modeling.backbone.modules import HEAD_NAMES
+from peft_mux.modeling.backbone.quantized import (
+    prepare_quantized,
+    quantization_of,
+    quantize_description,
+    require_bitsandbytes,
+)
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.objectives.objective import objective_of
+from peft_mux.task import Task
+
+
+class BackboneSource:
+    """Describes and loads the model of a run.
+
+    Args:
+        model: hub id or folder, `PreTrainedModel` or `MultiTaskPeftModel`.
+        args: the settings of the run.
+        tokenizer: given by the user, or `None`.
+        model_init_kwargs: further arguments of `from_pretrained`.
+
+    Attributes:
+        config: the configuration of the backbone.
+        tokenizer: given, or that of the hub id or folder, or `None`.
+        quantization: `BitsAndBytesConfig` with which a hub id or folder will be loaded, or `None`.
+    """
+
+    def __init__(
+        self, model: Any, args: MultiTaskTrainingArguments, tokenizer: Any, model_init_kwargs: dict[str, Any]
+    ) -> None:
+        """Read the configuration, and the tokenizer where none is given."""
+        self.model = model
+        self.args = args
+        self.model_init_kwargs = model_init_kwargs
+        self.quantization: Any = None
+        if isinstance(model, str):
+            self.config, self.tokenizer = self._read_config(model, tokenizer)
+            self.quantization = quantization_of(self.config, model_init_kwargs)
+            if self.quantization is not None:
+                require_bitsandbytes(self.quantization, args.device)
+        else:
+            if model_init_kwargs:
+                raise ConfigError("model_init_kwargs: got options for a model that is loaded already; allowed: none.")
+            if not hasattr(model, "config"):
+                raise ConfigError(
+                    f"model: got {type(model).__name__}; allowed: a hub id or folder, a PreTrainedModel, or a "
+                    "MultiTaskPeftModel."
+                )
+            self.config, self.tokenizer = model.config, tokenizer
+            prepare_quantized(model.backbone if isinstance(model, MultiTaskPeftModel) else model)
+
+    def _read_config(self, name: str, tokenizer: Any) -> tuple[Any, Any]:
+        from transformers import AutoConfig, AutoTokenizer
+
+        try:
+            config = AutoConfig.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f'model: got "{name}", which cannot be read: {error}') from error
+        if tokenizer is None:
+            # Rows that are tokenised already need none; others are refused by name where there is none.
+            with suppress(OSError, ValueError):
+                tokenizer = AutoTokenizer.from_pretrained(name)
+        return config, tokenizer
+
+    def check(self, tasks: list[Task], against: MultiTaskPeftModel | None = None) -> None:
+        """Check the adapters of tasks by themselves and, where a model is at hand, against its modules.
+
+        Raises:
+            ConfigError: naming every fault of every task.
+        """
+        faults: list[Fault] = []
+        for task in tasks:
+            own = peft_config_faults(task.peft_config, f"tasks.{task.name}")
+            if not own and against is not None:
+                own = target_faults(task.peft_config, against.backbone, f"tasks.{task.name}")  # type: ignore[arg-type]
+            faults += own
+        kinds = _head_kinds(tasks)
+        if len(kinds) > 1:
+            names = ", ".join(task.name for task in tasks if objective_of(task).head.kind == kinds[0])
+            faults.append(
+                Fault(
+                    "tasks",
+                    f"{kinds[0].name} tasks ({names}) beside {kinds[1].name} tasks",
+                    "tasks of one kind, as a backbone has one kind of head",
+                    "Train them in two runs.",
+                )
+            )
+        raise_faults(faults)
+
+    def describe(self, tasks: list[Task], class_counts: dict[str, int]) -> MultiTaskPeftModel:
+        """Return the multi-task model; without weights where they are still to be loaded."""
+        if isinstance(self.model, MultiTaskPeftModel):
+            return self._completed(self.model, tasks, class_counts)
+        if isinstance(self.model, str):
+            config = self._sized_config(tasks, class_counts)
+            # Quantisation is written into the configuration, from which the weights are still to be loaded.
+            config = config if self.quantization is None else copy.deepcopy(config)
+            with torch.device("meta"):
+                backbone = self._auto_class(tasks).from_config(config)
+            if self.quantization is not None:
+                quantize_description(backbone, self.quantization)
+            return self._wrap(backbone, tasks, class_counts)
+        return self._wrap(self.model, tasks, class_counts)
+
+    def load(
+        self, described: MultiTaskPeftModel, tasks: list[Task], class_counts: dict[str, int]
+    ) -> MultiTaskPeftModel:
+        """Return the multi-task model with its weights."""
+        if not isinstance(self.model, str):
+            return described
+        options = dict(self.model_init_kwargs)
+        options.setdefault("dtype", torch.bfloat16 if self.args.bf16 else "auto")
+        options |= self._quantization_options()
+        config = self._sized_config(tasks, class_counts)
+        try:
+            backbone, report = self._auto_class(tasks).from_pretrained(
+                self.model, config=config, output_loading_info=True, **options
+            )
+        except (OSError, ValueError, ImportError) as error:
+            raise ConfigError(f'model: got "{self.model}", whose weights cannot be loaded: {error}') from error
+        prepare_quantized(backbone)
+        is_head_new = any(key.split(".")[0] in HEAD_NAMES for key in report["missing_keys"])
+        return self._wrap(backbone, tasks, class_counts, is_head_new=is_head_new)
+
+    def folder(self, tasks: Sequence[Task]) -> Path | None:
+        """Return the folder of safetensors from which a process may read a part of a language model alone.
+
+        Args:
+            tasks: the tasks of the run.
+
+        Returns:
+            `None` where the model is given as an object, is quantised, or needs options of `from_pretrained`.
+
+        Raises:
+            ConfigError: if a hub id cannot be downloaded.
+        """
+        given_options = {key for key in self.model_init_kwargs if key != "dtype"}
+        is_plain = isinstance(self.model, str) and self.quantization is None and not given_options
+        if not is_plain or not all(kind.is_shared for kind in _head_kinds(tasks)):
+            return None
+        if Path(self.model).is_dir():
+            return Path(self.model)
+        from huggingface_hub import snapshot_download
+
+        try:
+            return Path(snapshot_download(self.model, allow_patterns=["*.json", "*.safetensors"]))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f'model: got "{self.model}", whose weights cannot be loaded: {error}') from error
+
+    def _quantization_options(self) -> dict[str, Any]:
+        """Return what `from_pretrained` is told of quantisation: the format, unless stored, and where to quantise."""
+        if self.quantization is None:
+            return {}
+        options: dict[str, Any] = {"device_map": self.model_init_kwargs.get("device_map", {"": self.args.device})}
+        if "quantization_config" in self.model_init_kwargs:
+            options["quantization_config"] = copy.deepcopy(self.quantization)
+        return options
+
+    def _wrap(
+        self, backbone: Any, tasks: list[Task], class_counts: dict[str, int], *, is_head_new: bool = False
+    ) -> MultiTaskPeftModel:
+        model = MultiTaskPeftModel(
+            backbone,
+            {task.name: task.peft_config for task in tasks},
+            seeds={task.name: resolve(task, self.args).seed for task in tasks},
+            num_labels=class_counts,
+            is_head_new=is_head_new,
+        )
+        return assign_objectives(model, tasks)
+
+    def _completed(
+        self, model: MultiTaskPeftModel, tasks: list[Task], class_counts: dict[str, int]
+    ) -> MultiTaskPeftModel:
+        raise_faults(
+            [
+                Fault(
+                    f"tasks.{task.name}.peft_config",
+                    "another configuration than that of the model's adapter of this name",
+                    "the same one",
+                    "Rename the task, or give the model without this adapter.",
+                )
+                for task in tasks
+                if task.name in model.tasks and not model.was_given(task.name, task.peft_config)
+            ]
+        )
+        missing = [task for task in tasks if task.name not in model.tasks]
+        if missing:
+            model.register_tasks(
+                {task.name: task.peft_config for task in missing},
+                seeds={task.name: resolve(task, self.args).seed for task in missing},
+                num_labels=class_counts,
+            )
+        return assign_objectives(model, tasks)
+
+    def _auto_class(self, tasks: list[Task]) -> Any:
+        import transformers
+
+        return getattr(transformers, _head_kinds(tasks)[0].auto_class)
+
+    def _sized_config(self, tasks: list[Task], class_counts: dict[str, int]) -> Any:
+        """Return the configuration, with the first task's number of classes for a head that is made anew."""
+        if tasks[0].name in class_counts:
+            self.config.num_labels = class_counts[tasks[0].name]
+        return self.config
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which the backbone's weights are, or will be, held."""
+        if not isinstance(self.model, str):
+            return self.model.dtype
+        wanted = self.model_init_kwargs.get("dtype", torch.bfloat16 if self.args.bf16 else None)
+        return wanted if isinstance(wanted, torch.dtype) else getattr(self.config, "dtype", None) or torch.float32
+
+
+def assign_objectives(model: MultiTaskPeftModel, tasks: Iterable[Task]) -> MultiTaskPeftModel:
+    """Let a model that holds some tasks train each towards its own loss, and return it."""
+    for task in tasks:
+        model.objectives.assign(task.name, objective_of(task))
+    return model
+
+
+def _head_kinds(tasks: Iterable[Task]) -> list[HeadKind]:
+    """Return the kinds of head that tasks need, in the order of `HEAD_KINDS`."""
+    needed = [objective_of(task).head.kind for task in tasks]
+    return [kind for kind in HEAD_KINDS if kind in needed]

@@ -1,0 +1,1 @@
+"""Passes that are captured once as CUDA graphs and replayed."""

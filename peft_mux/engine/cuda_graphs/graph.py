@@ -1,0 +1,89 @@
+"""CUDA graphs as the engine uses them: all share one memory pool, and nothing in it outlives a replay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+_NUM_WARM_UPS = 2
+"""In the first one tables are built, kernels compiled and groups of layers settled; the second one is as captured."""
+
+
+class Graph(Protocol):
+    """Launches that are recorded once and repeated over the same memory."""
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Run what will be captured until nothing is left that happens only at first."""
+        ...
+
+    def capture(self, run: Callable[[], None]) -> None:
+        """Record what a call launches, without launching it."""
+        ...
+
+    def replay(self) -> None:
+        """Launch what was recorded, without waiting."""
+        ...
+
+
+class CudaGraphs:
+    """Makes graphs that share a pool.
+
+    They may be replayed in any order, one after another: what a replay leaves behind lies outside of the pool.
+
+    Args:
+        device: the CUDA device that the graphs run on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Make the pool, and the stream that graphs are captured on."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def __call__(self) -> CudaGraph:
+        """Return an empty graph."""
+        return CudaGraph(self._pool, self._stream)
+
+
+class CudaGraph:
+    """One graph.
+
+    Args:
+        pool: memory pool in which its intermediate results lie.
+        stream: stream to capture on; it is used for nothing else, so that what is allocated there is safe from reuse.
+    """
+
+    def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
+        """Make an empty graph."""
+        self._pool, self._stream = pool, stream
+        self._graph = torch.cuda.CUDAGraph()
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        """Run on the stream that will capture, as libraries set themselves up stream by stream."""
+        current = torch.cuda.current_stream(self._stream.device)
+        # Each stream waits for the other: the warm-up reads what was launched before it, and what follows reads its
+        # results.
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                for _ in range(_NUM_WARM_UPS):
+                    run()
+        finally:
+            current.wait_stream(self._stream)
+
+    def capture(self, run: Callable[[], None]) -> None:
+        """Record a call.
+
+        Raises:
+            RuntimeError: if it does what cannot be recorded, such as waiting for the device.
+        """
+        # The outer block brings the stream back even where ending the capture raises. Other threads may go on calling
+        # CUDA meanwhile: new tasks arrive on them.
+        with torch.cuda.stream(self._stream):
+            with torch.cuda.graph(self._graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                run()
+
+    def replay(self) -> None:
+        """Launch on the current stream."""
+        self._graph.replay()

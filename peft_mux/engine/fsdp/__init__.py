@@ -1,0 +1,1 @@
+"""Frozen weights divided among data-parallel processes (FSDP2)."""

@@ -1,0 +1,116 @@
+"""`ShardedExecutor`: runs a step where the frozen weights are sharded over the processes of the run (FSDP2)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+
+from peft_mux.data.batch import MuxBatch
+from peft_mux.data.chains import chains_of
+from peft_mux.engine.executor import Executor
+from peft_mux.engine.fsdp.backbone import ShardedBackbone
+from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.work import StepResult, StepWork
+
+
+class ShardedSync(GradientSync):
+    """Sums of gradients that begin when all passes of all processes are through.
+
+    Between passes, one process would begin an all-reduce while another gathers weights, and NCCL does not order the
+    collectives of one group among those of another: two processes could each wait for the other's.
+
+    Args:
+        backbone: the frozen weights, sharded over the processes that sum.
+
+    Attributes:
+        backbone: the frozen weights, sharded.
+        agenda: passes of the longest chain, over all processes, at each position of the step that is still to come.
+    """
+
+    def __init__(self, backbone: ShardedBackbone) -> None:
+        """Remember the backbone."""
+        super().__init__(backbone.model, backbone.processes)
+        self.agenda: deque[int] = deque()
+        self.backbone = backbone
+        self._ran: list[MuxBatch] = []
+
+    def begin(self, work: StepWork) -> None:
+        """Agree on the passes of all processes, before the first one gathers anything.
+
+        Args:
+            work: the step that is about to run.
+        """
+        chains = chains_of(work.micro_batches)
+        # First of all: a process that begins its passes must know that the others take part in as many gatherings.
+        self.agenda = deque(self.backbone.agree_on_passes([len(chain) for chain in chains]))
+        self._ran = []
+        super().begin(work)
+
+    def after_backward(self, micro_batch: MuxBatch) -> None:
+        """Remember a micro-batch whose backward is done; its sums begin in `finish`.
+
+        Args:
+            micro_batch: the micro-batch whose backward is done.
+        """
+        self._ran.append(micro_batch)
+
+    def finish(self, result: StepResult) -> StepResult:
+        """Take part in the passes that other processes have more of, and then sum.
+
+        Args:
+            result: the result of this process, with the losses over its own rows.
+        """
+        # Positions at which this process has no chain at all; the others' gatherings there still wait for it.
+        while self.agenda:
+            num_passes = self.agenda.popleft()
+            self.backbone.join_forwards(num_passes)
+            self.backbone.join_backwards(num_passes)
+        for micro_batch in self._ran:
+            super().after_backward(micro_batch)
+        return super().finish(result)
+
+
+class ShardedExecutor(Executor):
+    """An executor whose passes gather weights, so that every process has to take part in each of them.
+
+    Args:
+        backbone: the sharded weights; their model is on its device, in training mode.
+        bf16: run under bfloat16 autocast.
+        sync: sums the gradients of all processes; by default a new one over the processes of the backbone.
+
+    Attributes:
+        backbone: the sharded weights, with their model.
+    """
+
+    def __init__(self, backbone: ShardedBackbone, *, bf16: bool = False, sync: ShardedSync | None = None) -> None:
+        """Remember the backbone; passes are never captured, as gathered weights are not held for replays."""
+        self._sharded_sync = sync or ShardedSync(backbone)
+        super().__init__(backbone.model, bf16=bf16, sync=self._sharded_sync)
+        self.backbone = backbone
+
+    def _passes(self, chain: Sequence[MuxBatch]) -> list[torch.Tensor]:
+        """Run a chain, and take part in the passes that other processes have more of at its position.
+
+        Args:
+            chain: micro-batches that run as one.
+        """
+        num_missing = self._sharded_sync.agenda.popleft() - len(chain)
+        # Foreign forwards before its own and foreign backwards after them: so every process gathers the units in one
+        # order, all forwards of the position and then all backwards.
+        self.backbone.join_forwards(num_missing)
+        losses = super()._passes(chain)
+        self.backbone.join_backwards(num_missing)
+        return losses
+
+    def forward_losses(self, micro_batches: Sequence[MuxBatch]) -> dict[str, torch.Tensor]:
+        """Return the loss of each task in a forward pass over this process's rows; every process must call this.
+
+        Args:
+            micro_batches: micro-batches of this process; others may have more or fewer.
+        """
+        (most,) = self.backbone.agree_on_passes([len(micro_batches)])
+        losses = super().forward_losses(micro_batches)
+        self.backbone.join_forwards(most - len(micro_batches))
+        return losses

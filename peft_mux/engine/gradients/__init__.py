@@ -1,0 +1,1 @@
+"""Gradients of adapters, added up over replicas."""

@@ -1,0 +1,87 @@
+"""What a layout of processes cannot do: refused with the names of tasks and fields, before any weight is read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.engine.backbone_source import BackboneSource
+from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.tensor.cut import blocks_of
+from peft_mux.errors import Fault, raise_faults
+from peft_mux.hyper_parameters import ELEMENTWISE
+from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.backbone.families import family_of
+from peft_mux.task import Task
+
+
+def check_layout(
+    layout: ParallelLayout,
+    *,
+    source: BackboneSource,
+    args: MultiTaskTrainingArguments,
+    tasks: Sequence[Task],
+    backbone: Any,
+) -> None:
+    """Refuse what cannot be trained in a layout.
+
+    Args:
+        layout: which process holds which part of which replica.
+        source: where the backbone comes from.
+        args: the arguments of the run.
+        tasks: the tasks of the run, or those that are to join it.
+        backbone: the transformers model, possibly without weights.
+
+    Raises:
+        ConfigError: naming every task and field.
+        UnsupportedModelError: if the architecture cannot be cut.
+    """
+    if args.shard_backbone:
+        raise_faults(_sharding_faults(layout, source, args))
+    if layout.is_data_parallel:
+        return
+    # Called for what it refuses, like `blocks_of` below.
+    family_of(backbone)
+    faults = [fault for task in tasks for fault in kind_of(task.peft_config).refusals(layout, f"tasks.{task.name}")]
+    sizes = sorted({replica.tp for replica in layout.replicas} - {1})
+    for tp_size in sizes:
+        blocks_of(backbone, tp_size)
+    if sizes:
+        faults += _tensor_parallel_faults(layout, args, tasks)
+    raise_faults(faults)
+
+
+def _sharding_faults(layout: ParallelLayout, source: BackboneSource, args: MultiTaskTrainingArguments) -> list[Fault]:
+    """Return what does not go together with sharded frozen weights (FSDP2)."""
+    others = {
+        "tensor_parallel_size, pipeline_parallel_size, replicas": str(layout),
+        "cuda_graphs": "True",
+        "model": "a quantised backbone",
+    }
+    found = (not layout.is_data_parallel, args.cuda_graphs, source.quantization is not None)
+    return [
+        Fault(f"args.{name}", got, "its default beside shard_backbone=True", "Leave one of the two out.")
+        for (name, got), is_fault in zip(others.items(), found, strict=True)
+        if is_fault
+    ]
+
+
+def _tensor_parallel_faults(
+    layout: ParallelLayout, args: MultiTaskTrainingArguments, tasks: Sequence[Task]
+) -> list[Fault]:
+    """Return what does not go together with tensor parallelism, which cuts parameters of adapters."""
+    faults = [
+        Fault(
+            f"tasks.{task.name}.optim",
+            repr(optim),
+            f"{', '.join(sorted(ELEMENTWISE))} with replicas {layout}: an optimizer that treats every"
+            " element alike, as parameters are cut",
+            "Set one of these, or tensor_parallel_size=1.",
+        )
+        for task in tasks
+        if (optim := resolve(task, args).optim) not in ELEMENTWISE
+    ]
+    if args.cuda_graphs:
+        faults.append(Fault("args.cuda_graphs", "True", f"False with replicas {layout}"))
+    return faults

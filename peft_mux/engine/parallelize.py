@@ -1,0 +1,353 @@
+"""`parallelize`: all that is done to a model for a layout of processes, in order, in one place.
+
+Where every process holds the whole model, it is loaded and moved to its device. Otherwise a process reads the weights
+of its own stage alone, keeps its tensor parallel rank's part of them, and of every adapter what lies there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft import PeftConfig
+
+from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.engine.backbone_source import BackboneSource, assign_objectives
+from peft_mux.engine.executor import Executor
+from peft_mux.engine.fsdp.backbone import ShardedBackbone, gathering_mesh, shard_backbone
+from peft_mux.engine.fsdp.executor import ShardedExecutor, ShardedSync
+from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.layout_checks import check_layout
+from peft_mux.engine.part_tasks import register_tasks
+from peft_mux.engine.pipeline.interleaved import InterleavedPipelineExecutor
+from peft_mux.engine.pipeline.links import PipelineLinks
+from peft_mux.engine.pipeline.stage import StageModel
+from peft_mux.engine.pipeline.stage_layout import StageLayout
+from peft_mux.engine.pipeline.stage_loading import load_stage
+from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.replicas.layout import ParallelLayout, Place
+from peft_mux.engine.tensor.interleaving import Interleaving
+from peft_mux.engine.tensor.links import TensorLinks
+from peft_mux.engine.tensor.parallel import TensorParallelModel, cut_model
+from peft_mux.engine.tensor.turn_links import TurnLinks
+from peft_mux.engine.work import StepExecutor
+from peft_mux.modeling.adapters.injection import is_meta
+from peft_mux.modeling.backbone.fingerprint import weight_samples
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.scheduler.plan import Plan
+from peft_mux.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelModel:
+    """What a process holds of a run's model once it is parallelized, and what runs it.
+
+    Attributes:
+        model: the model of this process, whole or a part, with its weights, on its device, in training mode.
+        executor: runs the passes of this process.
+        samples: samples of the frozen weights of this process, by name, for a digest of the whole backbone.
+        is_whole: whether this process holds the whole model.
+        tensor_parallel: how the model was cut for tensor parallelism; `None` where no replica is.
+        links: all-reduces over the tensor parallel group; `None` where no replica has several ranks.
+    """
+
+    model: MultiTaskPeftModel
+    executor: StepExecutor
+    samples: dict[str, str]
+    is_whole: bool
+    tensor_parallel: TensorParallelModel | None
+    links: TensorLinks | None
+
+    def register(self, configs: Mapping[str, PeftConfig], seeds: Mapping[str, int], counts: Mapping[str, int]) -> None:
+        """Add tasks to the model, with the weights that one process would draw for them.
+
+        Args:
+            configs: `PeftConfig` of each new task, by name of the task.
+            seeds: what fixes the initial weights of each new task, by name of the task.
+            counts: number of classes of the tasks that have their own number, by name of the task.
+
+        Raises:
+            ConfigError: naming every fault of every new task; then none is added.
+        """
+        register_tasks(
+            self.model,
+            configs,
+            seeds=seeds,
+            counts=counts,
+            is_whole=self.is_whole,
+            tensor_parallel=self.tensor_parallel,
+        )
+
+    def close(self) -> None:
+        """Close the connections within tensor parallel groups; all processes call this at one time."""
+        if self.links is not None:
+            self.links.close()
+
+
+def parallelize(
+    described: MultiTaskPeftModel,
+    *,
+    source: BackboneSource,
+    tasks: Sequence[Task],
+    counts: Mapping[str, int],
+    args: MultiTaskTrainingArguments,
+    layout: ParallelLayout,
+    plan: Plan | None,
+    processes: Processes,
+) -> ParallelModel:
+    """Make of a described model what this process holds and runs in a layout.
+
+    Every process of the run calls this, as most steps are collective: process groups are made, and by all processes
+    in the same order. Whatever layout there is, each process goes through the same steps; those that its layout does
+    not ask for do nothing.
+
+    Args:
+        described: the whole model, possibly without weights.
+        source: where the backbone comes from.
+        tasks: the tasks of the run, in the order in which they came.
+        counts: number of classes of the tasks that have their own number, by name of the task.
+        args: the arguments of the run.
+        layout: which process holds which part of which replica.
+        plan: tells how many layers each stage has, and is what a pipeline follows at first; may be `None` where the
+            replica of this process has one stage.
+        processes: the processes of the run, connected.
+
+    Raises:
+        ConfigError: if the weights cannot be loaded.
+        ProcessError: if another process does not come within the time limit.
+    """
+    place = layout.place(processes.rank)
+    stages = _cut_into_stages(layout, place, plan, args)
+    model, stage = _load_weights(described, source, tasks, counts, args, stages, place)
+    samples = weight_samples(model.backbone)  # as they were saved: what follows leaves only parts of them
+    links = _connect_tensor_parallel(layout, processes)
+    # Also where passes never run in turns: layers are hooked to one kind of links, which then waits at once.
+    turn_links = None if links is None else TurnLinks(links)
+    tensor_parallel = None if turn_links is None else cut_model(model, turn_links)
+    model.to(args.device)  # only now, so that no device ever holds what it does not keep
+    _checkpoint_activations(model, args)
+    model.train()
+    sharded = _shard_frozen_weights(model, args, processes)
+    sync = GradientSync(model, processes, layout) if sharded is None else ShardedSync(sharded)
+    interleaving = _interleave_passes(model, turn_links, args)
+    executor = _make_executor(
+        model, stage, plan, args=args, layout=layout, processes=processes, sync=sync, interleaving=interleaving
+    )
+    return ParallelModel(model, executor, samples, _is_whole(layout, place), tensor_parallel, links)
+
+
+class ModelPart:
+    """The part of the model that one process holds in a layout: what is known of it before anything is loaded.
+
+    Args:
+        source: where the backbone comes from.
+        args: the arguments of the run.
+        layout: which process holds which part of which replica.
+        rank: global rank of the process.
+
+    Attributes:
+        place: replica, stage and tensor parallel rank of the process.
+    """
+
+    def __init__(
+        self, source: BackboneSource, args: MultiTaskTrainingArguments, layout: ParallelLayout, rank: int
+    ) -> None:
+        """Remember the run; load nothing."""
+        self.source, self.args, self.layout = source, args, layout
+        self.place: Place = layout.place(rank)
+
+    @property
+    def num_stages(self) -> int:
+        """Pipeline stages of this process's replica."""
+        return self.layout.replicas[self.place.replica].pp
+
+    @property
+    def tp_size(self) -> int:
+        """Tensor parallel ranks of each stage of this process's replica."""
+        return self.layout.replicas[self.place.replica].tp
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether this process holds the whole model."""
+        return _is_whole(self.layout, self.place)
+
+    def check(self, tasks: Sequence[Task], backbone: Any) -> None:
+        """Refuse what cannot be trained in the layout.
+
+        Args:
+            tasks: the tasks of the run, or those that are to join it.
+            backbone: the transformers model, possibly without weights.
+
+        Raises:
+            ConfigError: naming every task and field.
+            UnsupportedModelError: if the architecture cannot be cut.
+        """
+        check_layout(self.layout, source=self.source, args=self.args, tasks=tasks, backbone=backbone)
+
+    def outline(self, described: MultiTaskPeftModel, tasks: Sequence[Task], counts: Mapping[str, int]) -> Any:
+        """Return the whole model without weights, that plans are made with when `described` itself will be cut.
+
+        Args:
+            described: the whole model, possibly without weights.
+            tasks: the tasks of the run, in the order in which they came.
+            counts: number of classes of the tasks that have their own number, by name of the task.
+        """
+        if self.layout.is_data_parallel or is_meta(described.backbone):
+            return described
+        # Plans are of the whole model, and cutting uses `described` up.
+        with torch.device("meta"):
+            backbone = type(described.backbone)(described.backbone.config)
+        model = MultiTaskPeftModel(
+            backbone, _configs(tasks), seeds=_seeds(tasks, self.args), num_labels=dict(counts), verify=False
+        )
+        return assign_objectives(model, tasks)
+
+    def parallelize(
+        self,
+        described: MultiTaskPeftModel,
+        tasks: Sequence[Task],
+        counts: Mapping[str, int],
+        plan: Plan | None,
+        processes: Processes,
+    ) -> ParallelModel:
+        """Load this process's part and make what runs it: see `parallelize`.
+
+        Args:
+            described: the whole model, possibly without weights.
+            tasks: the tasks of the run, in the order in which they came.
+            counts: number of classes of the tasks that have their own number, by name of the task.
+            plan: tells how many layers each stage has; may be `None` where there is one stage.
+            processes: the processes of the run, connected.
+
+        Raises:
+            ConfigError: if the weights cannot be loaded.
+            ProcessError: if another process does not come within the time limit.
+        """
+        return parallelize(
+            described,
+            source=self.source,
+            tasks=tasks,
+            counts=counts,
+            args=self.args,
+            layout=self.layout,
+            plan=plan,
+            processes=processes,
+        )
+
+
+# ---------------------------------------------------------------------- steps
+
+
+def _cut_into_stages(
+    layout: ParallelLayout, place: Place, plan: Plan | None, args: MultiTaskTrainingArguments
+) -> StageLayout | None:
+    """Return which layers lie in which stage; `None` where the replica of this process has one stage."""
+    num_stages = layout.replicas[place.replica].pp
+    if num_stages == 1:
+        return None
+    assert plan is not None, "several stages are planned before they are cut"
+    return StageLayout.of(
+        sum(plan.layers_per_stage),
+        num_stages,
+        num_chunks=_num_chunks(args),
+        layers_per_stage=plan.layers_per_stage,
+    )
+
+
+def _load_weights(
+    described: MultiTaskPeftModel,
+    source: BackboneSource,
+    tasks: Sequence[Task],
+    counts: Mapping[str, int],
+    args: MultiTaskTrainingArguments,
+    stages: StageLayout | None,
+    place: Place,
+) -> tuple[MultiTaskPeftModel, StageModel | None]:
+    """Return this process's model with its weights, and that model as a stage of a pipeline, where it is one."""
+    if stages is None:
+        return source.load(described, list(tasks), dict(counts)), None
+    folder = source.folder(tasks)
+    if folder is None:  # weights that no file holds come whole, and are cut
+        stage = StageModel(source.load(described, list(tasks), dict(counts)), stages, place.stage)
+    else:
+        seeds, dtype = _seeds(tasks, args), source.dtype
+        stage = load_stage(folder, _configs(tasks), stages, place.stage, seeds=seeds, dtype=dtype)
+    return assign_objectives(stage.model, tasks), stage
+
+
+def _connect_tensor_parallel(layout: ParallelLayout, processes: Processes) -> TensorLinks | None:
+    """Return the all-reduces of tensor parallel groups; `None` where no stage of the run has several ranks."""
+    if all(replica.tp == 1 for replica in layout.replicas):
+        return None
+    # Also where this process's own group has one rank: every process has to take part in making the groups of all.
+    return TensorLinks(layout.tensor_groups, processes)
+
+
+def _checkpoint_activations(model: MultiTaskPeftModel, args: MultiTaskTrainingArguments) -> None:
+    """Let each layer's activations be recomputed in the backward pass, where the arguments say so."""
+    if args.uses_checkpointing:
+        model.activation_checkpointing_enable(**args.checkpointing_kwargs)
+
+
+def _shard_frozen_weights(
+    model: MultiTaskPeftModel, args: MultiTaskTrainingArguments, processes: Processes
+) -> ShardedBackbone | None:
+    """Return the model with its frozen weights sharded over all processes (FSDP2); `None` where they stay whole."""
+    if not args.shard_backbone or processes.is_alone:
+        return None
+    return shard_backbone(model, processes, gathering_mesh(processes))
+
+
+def _interleave_passes(
+    model: MultiTaskPeftModel, links: TurnLinks | None, args: MultiTaskTrainingArguments
+) -> Interleaving | None:
+    """Return what runs passes in turns; `None` where no pass waits for an all-reduce, or passes run one by one."""
+    width = args.interleaved_passes
+    if links is None or links.size == 1 or width == 1:
+        return None
+    return Interleaving(model, links, width=width)
+
+
+def _make_executor(
+    model: MultiTaskPeftModel,
+    stage: StageModel | None,
+    plan: Plan | None,
+    *,
+    args: MultiTaskTrainingArguments,
+    layout: ParallelLayout,
+    processes: Processes,
+    sync: GradientSync,
+    interleaving: Interleaving | None,
+) -> StepExecutor:
+    """Return what runs the passes of this process: a pipeline's, one that gathers sharded weights, or the plain one."""
+    if stage is not None:
+        assert plan is not None, "several stages are planned before they are cut"
+        return InterleavedPipelineExecutor(
+            stage, plan, processes, pipelines=layout.pipelines, bf16=args.bf16, sync=sync, interleaving=interleaving
+        )
+    if isinstance(sync, ShardedSync):
+        return ShardedExecutor(sync.backbone, bf16=args.bf16, sync=sync)
+    if any(replica.pp > 1 for replica in layout.replicas):
+        # This process needs none of them, but every process has to take part in making the groups of all pipelines.
+        PipelineLinks(layout.pipelines, _num_chunks(args), processes)
+    return Executor(model, bf16=args.bf16, cuda_graphs=args.cuda_graphs, sync=sync, interleaving=interleaving)
+
+
+def _num_chunks(args: MultiTaskTrainingArguments) -> int:
+    """Return the virtual stages of a process."""
+    return 2 if args.pipeline_schedule == "interleaved_1f1b" else 1
+
+
+def _is_whole(layout: ParallelLayout, place: Place) -> bool:
+    """Whether the process at a place holds the whole model."""
+    return layout.replicas[place.replica].num_gpus == 1
+
+
+def _configs(tasks: Sequence[Task]) -> dict[str, PeftConfig]:
+    return {task.name: task.peft_config for task in tasks}
+
+
+def _seeds(tasks: Sequence[Task], args: MultiTaskTrainingArguments) -> dict[str, int]:
+    return {task.name: resolve(task, args).seed for task in tasks}

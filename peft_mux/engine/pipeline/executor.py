@@ -1,0 +1,350 @@
+"""The pipeline engine: forward and backward of a plan's micro-batches through S stages in S processes (M §3.4.1).
+
+Each process runs its own list of a template, in order, and nothing decides anything on the way: an action takes its
+input from the virtual stage before, computes, and hands its result on. Orders and shapes are known to all, as every
+process makes the same micro-batches from the same rows. What may wait for what, and why that always ends, is told in
+`peft_mux.engine.pipeline.links`.
+
+Between its forward and its backward, a micro-batch holds its input, its output, its autograd graph and the passes of
+its adapters; so what is in flight, and the memory that it takes, is what the template's list says.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from peft_mux.data.batch import MuxBatch
+from peft_mux.engine.chain_pass import pass_backward
+from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.pipeline.links import PipelineLinks
+from peft_mux.engine.pipeline.messages import Key, Messages
+from peft_mux.engine.pipeline.plan import PipelinePlan, Slot
+from peft_mux.engine.pipeline.stage import StageModel, StagePass
+from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.work import StepResult, StepWork
+from peft_mux.errors import PlanError
+from peft_mux.modeling.key_values import Kept, KeyValueStore
+from peft_mux.scheduler.pipeline.simulator import Span
+from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate
+from peft_mux.scheduler.plan import Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Flight:
+    """A micro-batch between its forward and its backward at one virtual stage.
+
+    Attributes:
+        hidden_TD: `[T, D]` input, whose gradient goes back to the stage before; `None` at virtual stage 0.
+        passed: what the forward gave, with its autograd graph.
+        kept: keys and values that later parts of the micro-batch's sequences read.
+    """
+
+    hidden_TD: torch.Tensor | None
+    passed: StagePass
+    kept: list[Kept]
+
+
+class PipelineExecutor:
+    """Runs the micro-batches of a step through the pipeline; to its caller what `Executor` is on one device.
+
+    Args:
+        model: the stage of this process, on its device, in training mode.
+        plan: the plan to follow.
+        processes: the processes of the run; `torch.distributed` is initialised where there are several stages.
+        pipelines: global ranks of the stages of every pipeline of the run; by default one of ranks 0 to S - 1.
+        bf16: run under bfloat16 autocast.
+        sync: sums the gradients of all replicas and computes norms; by default nothing is summed.
+
+    Attributes:
+        on_action: called after each action of this process, for measurements; `None` for nothing.
+        spans: beginning and end of each action of the last step on this process, in seconds since its first action,
+            by the host's clock.
+        most_in_flight: largest number of micro-batches that this process held at once in the last step.
+
+    Raises:
+        PlanError: if the template is of another pipeline than the model was cut for.
+        ProcessError: if another stage does not come within the time limit.
+
+    Example:
+        >>> executor = PipelineExecutor(stage_model, plan, processes)  # doctest: +SKIP
+        >>> executor.run(work).losses  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        plan: Plan | PipelinePlan,
+        processes: Processes,
+        *,
+        pipelines: Sequence[Sequence[int]] | None = None,
+        bf16: bool = False,
+        sync: GradientSync | None = None,
+    ) -> None:
+        """Open the channels."""
+        self.model, self.processes, self.bf16 = model, processes, bf16
+        self.mux_model = model.model
+        self.sync = sync or GradientSync(model.model, Processes())
+        self.device = model.model.device
+        self.on_action: Callable[[Action], None] | None = None
+        self.spans: tuple[Span, ...] = ()
+        self.most_in_flight = 0
+        self.follow(plan)
+        stages, num_chunks = range(model.layout.num_stages), model.layout.num_chunks
+        self.links = PipelineLinks(pipelines or (stages,), num_chunks, processes)
+        if self.links.stage != model.stage:
+            raise PlanError(
+                f"the model holds stage {model.stage}; allowed: stage {self.links.stage}, as rank {processes.rank} has"
+                " in its pipeline. Cut the model for that one."
+            )
+        self._flights: dict[tuple[int, int, int], list[Flight]] = {}
+        self._slots: Mapping[Slot, list[MuxBatch]] = {}
+        self._losses: dict[str, torch.Tensor] = {}
+
+    def follow(self, plan: Plan | PipelinePlan) -> None:
+        """Follow another plan from the next step on; a plan without running tasks changes nothing.
+
+        Args:
+            plan: the plan of the run, or the part of it that a pipeline follows.
+
+        Raises:
+            PlanError: if its template is of another pipeline than the model was cut for.
+        """
+        # Without a task there is no template, yet forward passes go on through the pipeline of the last one.
+        if isinstance(plan, Plan) and plan.template is None and hasattr(self, "plan"):
+            return
+        self.plan = PipelinePlan.of(plan) if isinstance(plan, Plan) else plan
+        template, layout = self.plan.template, self.model.layout
+        if (template.num_stages, template.num_chunks) != (layout.num_stages, layout.num_chunks):
+            raise PlanError(
+                f"the template has {template.num_stages} stages of {template.num_chunks} chunks; allowed:"
+                f" {layout.num_stages} of {layout.num_chunks}, for which the model was cut."
+            )
+
+    def run(self, work: StepWork) -> StepResult:
+        """Compute the loss of every task and add its gradients to its parameters, on every stage its own.
+
+        The sum of a task's gradients over replicas begins when its last backward here is done, while others still run.
+
+        Args:
+            work: the micro-batches of this process's replica, the same on all of its stages.
+
+        Returns:
+            The losses, on every process.
+
+        Raises:
+            ProcessError: if another stage fails, dies, or does not answer within the time limit.
+            PlanError: if the work is not of the plan.
+        """
+        self.model.prepare(work.tasks)
+        self._losses = {name: torch.zeros((), device=self.device) for name in work.tasks}
+        stream_tokens = sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
+        with self._closing_on_failure():
+            # Within the block: it may communicate too, and a process that fails here must not leave its neighbours
+            # waiting.
+            self.sync.begin(work)
+            self._execute(self.plan.template, self.plan.slots(work.micro_batches))
+            # Before the sync ends: the leader of a replica is on stage 0, and only the last stage has computed losses.
+            losses = self._shared_losses(work.tasks)
+            return self.sync.finish(StepResult(losses, work.num_tokens, stream_tokens, work.failures))
+
+    def non_finite_tasks(self, micro_batches: Sequence[MuxBatch]) -> list[str]:
+        """Return the tasks whose loss is not finite in a forward pass, on every process; nothing is changed.
+
+        Raises:
+            ProcessError: if another stage fails, dies, or does not answer within the time limit.
+        """
+        return sorted(name for name, loss in self.forward_losses(micro_batches).items() if not loss.isfinite())
+
+    @torch.no_grad()
+    def forward_losses(self, micro_batches: Sequence[MuxBatch]) -> dict[str, torch.Tensor]:
+        """Return the loss of each task in a forward pass, summed over the micro-batches, on every process.
+
+        Raises:
+            ProcessError: if another stage fails, dies, or does not answer within the time limit.
+        """
+        tasks = list(dict.fromkeys(name for micro_batch in micro_batches for name in micro_batch.task_names))
+        self.model.prepare(tasks)
+        self._losses = {name: torch.zeros((), device=self.device) for name in tasks}
+        # One bucket: without backwards nothing is held, so the plan's order has nothing to gain.
+        slots = {(0, number): [micro_batch] for number, micro_batch in enumerate(micro_batches)}
+        with self._closing_on_failure():
+            self._execute(_forwards_only(self.plan.template, len(micro_batches)), slots)
+            return self._shared_losses(tasks)
+
+    @torch.no_grad()
+    def sequence_logits(self, micro_batch: MuxBatch) -> list[torch.Tensor] | None:
+        """Return the logits of every sequence on the last stage, `None` on the others, which all call this.
+
+        Raises:
+            ProcessError: if another stage fails, dies, or does not answer within the time limit.
+        """
+        self.model.prepare(micro_batch.task_names)
+        template, batch = _forwards_only(self.plan.template, 1), micro_batch.to(self.device)
+        logits = None
+        with self._closing_on_failure():
+            self._expect(template, {(0, 0): [micro_batch]})
+            for action in template.actions[self.model.stage]:
+                virtual_stage = self.model.layout.virtual_stage(action.stage, action.chunk)
+                target = self._messages.target(action)
+                hidden_TD = self._take(action, 0)
+                with self.precision():
+                    if target is None:
+                        logits = self.model.sequence_logits(batch, hidden_TD)
+                    else:
+                        output = self.model.forward(virtual_stage, batch, hidden_TD).output
+                        self._put(action, 0, target, output.to(self.model.dtype))
+            self.links.flush()
+        return logits
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what every process of the run has given, by rank."""
+        return self.sync.gather(value)
+
+    def close(self) -> None:
+        """Close the channels; all stages call this when none of them waits for another."""
+        self.links.close()
+
+    def precision(self) -> AbstractContextManager[object]:
+        """Return the autocast context of the run."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.bf16 else nullcontext()
+
+    # --------------------------------------------------------------- actions
+
+    @property
+    def _key_values(self) -> KeyValueStore:
+        return self.model.model.stream.key_values
+
+    def _execute(self, template: PipelineTemplate, slots: Mapping[Slot, list[MuxBatch]]) -> None:
+        """Execute this stage's list."""
+        stage = self.model.stage
+        self._expect(template, slots)
+        self.most_in_flight, spans, begin = 0, [], time.perf_counter()
+        for action in template.actions[stage]:
+            start = time.perf_counter()
+            (self._forward if action.kind == "F" else self._backward)(action)
+            spans.append(Span(stage, action, start - begin, time.perf_counter() - begin))
+            self.most_in_flight = max(self.most_in_flight, len(self._flights))
+            self._begin_sums_after(action)
+            if self.on_action is not None:
+                self.on_action(action)
+        # At the end of the step alone: a wait for a send within the list could wait for a stage that waits for this
+        # one.
+        self.links.flush()
+        self.spans = tuple(spans)
+
+    def _expect(self, template: PipelineTemplate, slots: Mapping[Slot, list[MuxBatch]]) -> None:
+        """Post the first receives of all that neighbours will send in a step."""
+        self._slots, self._flights, self._messages = slots, {}, Messages(template, slots, self.model.stage)
+        self._key_values.clear()  # a step that failed may have left something
+        for (kind, source), incoming in self.links.incoming.items():
+            # Receives in the order of the sender's list, which the template tells; on a channel messages have no names.
+            incoming.expect(self._messages.expected(kind, source, self.model.hidden_size), self.model.dtype)
+        self._proven_taken = {source: self._messages.gradients_taken(source) for _, source in self.links.incoming}
+
+    def _begin_sums_after(self, action: Action) -> None:
+        """Let sums of gradients begin: the backward of chunk 0 is the last one of a micro-batch in this process."""
+        if action.kind == "B" and action.chunk == 0:
+            for micro_batch in self._slots[action.bucket, action.micro_batch]:
+                self.sync.after_backward(micro_batch)
+
+    def _forward(self, action: Action) -> None:
+        virtual_stage = self.model.layout.virtual_stage(action.stage, action.chunk)
+        target = self._messages.target(action)
+        flights = self._flights[action.bucket, action.micro_batch, action.chunk] = []
+        for number, micro_batch in enumerate(self._slots[action.bucket, action.micro_batch]):
+            hidden_TD = self._take(action, number)
+            if hidden_TD is not None:
+                # A leaf: its gradient is what goes back to the stage before.
+                hidden_TD.requires_grad_()
+            with self._key_values.recording() as kept, self.precision():
+                passed = self.model.forward(virtual_stage, micro_batch.to(self.device), hidden_TD)
+            if torch.is_grad_enabled():
+                flights.append(Flight(hidden_TD, passed, kept))
+            if target is None:
+                self._add_losses(micro_batch, passed.output)
+            else:
+                # Both ends know one dtype, that of the residual stream; under autocast a layer may return another one.
+                output = passed.output.detach().to(self.model.dtype)
+                self._put(action, number, target, output)
+
+    def _backward(self, action: Action) -> None:
+        target, source = self._messages.target(action), self._messages.source(action)
+        flights = self._flights.pop((action.bucket, action.micro_batch, action.chunk))
+        for number in self._messages.numbers(action):
+            flight = flights[number]
+            output, gradient = flight.passed.output, self._take(action, number)
+            if source is not None:
+                # The gradient of an output has come, so the output itself was taken: waiting for its send returns.
+                key = Key(action.bucket, action.micro_batch, number, source[1])
+                self.links.outgoing["F", source[0]].release(key)
+            gradient = torch.ones_like(output) if gradient is None else gradient.to(output.dtype)
+            pass_backward(output, gradient, flight.kept)
+            self._key_values.release(flight.kept)
+            if target is not None:
+                assert flight.hidden_TD is not None, "only virtual stage 0 has no input, and nobody before it"
+                back = flight.hidden_TD.grad
+                # Zeros rather than nothing: the stage before has posted a receive, whether or not any task wants the
+                # gradient.
+                self._put(action, number, target, torch.zeros_like(flight.hidden_TD) if back is None else back)
+
+    def _put(self, action: Action, number: int, target: tuple[int, int], tensor: torch.Tensor) -> None:
+        """Begin to send a result to the virtual stage that goes on with it."""
+        key = Key(action.bucket, action.micro_batch, number, target[1])
+        self.links.outgoing[action.kind, target[0]].put(key, tensor)
+
+    def _take(self, action: Action, number: int) -> torch.Tensor | None:
+        """Return an action's input, `[T, D]`; `None` at virtual stage 0 forward and at the last one backward."""
+        source = self._messages.source(action)
+        if source is None:
+            return None
+        key = Key(action.bucket, action.micro_batch, number, action.chunk)
+        tensor = self.links.incoming[action.kind, source[0]].take(key)
+        # gloo does not tell when a send was taken. That these hidden states have come proves that their sender took the
+        # gradients before them in its list, so these can be freed without blocking.
+        if action.kind == "F":
+            for taken in self._proven_taken[source[0]].pop(key, ()):
+                self.links.outgoing["B", source[0]].release(taken)
+        return tensor
+
+    @contextmanager
+    def _closing_on_failure(self) -> Iterator[None]:
+        """Break the connections where this process fails, so that its neighbours see it at once."""
+        try:
+            yield
+        except BaseException:
+            self.links.close()
+            self._flights.clear()  # their graphs would outlive the error
+            self._key_values.clear()
+            raise
+
+    # ---------------------------------------------------------------- losses
+
+    def _add_losses(self, micro_batch: MuxBatch, losses: torch.Tensor) -> None:
+        for name, loss in zip(micro_batch.task_names, losses.detach().unbind(), strict=True):
+            self._losses[name] = self._losses[name] + loss
+
+    def _shared_losses(self, tasks: Sequence[str]) -> dict[str, torch.Tensor]:
+        """Return the losses of the last stage, broadcast to all stages in one message."""
+        losses = torch.stack([self._losses[name].float() for name in tasks]) if tasks else torch.zeros(0)
+        if tasks:
+            self.links.broadcast(losses, self.model.layout.num_stages - 1)
+        return dict(zip(tasks, losses.unbind(), strict=True))
+
+
+def _forwards_only(like: PipelineTemplate, num_micro_batches: int) -> PipelineTemplate:
+    """Return a template of the same pipeline that takes the micro-batches of one bucket through it, one by one."""
+    rows = tuple(
+        tuple(
+            Action("F", 0, number, stage, chunk)
+            for number in range(num_micro_batches)
+            for chunk in range(like.num_chunks)
+        )
+        for stage in range(like.num_stages)
+    )
+    return PipelineTemplate("mux", like.num_stages, like.num_chunks, rows)

@@ -1,0 +1,157 @@
+"""`InterleavedPipelineExecutor`: the hTasks that an action of the pipeline holds go through the stage in turns.
+
+An action stands for one micro-batch of a bucket, that is of one or several hTasks (M section 3.4). Their forwards run
+in turns, and so do their backwards, a group at a time: its inputs are taken, its passes run, its results are handed
+on, all in the order of the action. So neighbours see the messages that they expect. Micro-batches that share long
+sequences wait for each other, and run one after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from peft_mux.data.chains import is_chained
+from peft_mux.engine.chain_pass import pass_backward
+from peft_mux.engine.pipeline.executor import Flight, PipelineExecutor
+from peft_mux.engine.pipeline.messages import Key
+from peft_mux.engine.pipeline.plan import PipelinePlan
+from peft_mux.engine.pipeline.stage import StageModel
+from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.tensor.interleaving import Interleaving
+from peft_mux.scheduler.pipeline.template import Action
+from peft_mux.scheduler.plan import Plan
+
+
+class InterleavedPipelineExecutor(PipelineExecutor):
+    """A pipeline whose stages run the passes of an action in turns, as under tensor parallelism they wait for sums.
+
+    Args:
+        model: the stage of this process, on its device, in training mode.
+        plan: the plan to follow.
+        processes: the processes of the run; `torch.distributed` is initialised where there are several stages.
+        interleaving: runs the passes of this stage's model in turns; by default they run one after another.
+        **options: further options of `PipelineExecutor`.
+
+    Attributes:
+        interleaving: runs the passes of this stage's model in turns; `None` where they run one after another.
+
+    Example:
+        >>> interleaving = Interleaving(stage_model.model, turn_links, width=2)  # doctest: +SKIP
+        >>> executor = InterleavedPipelineExecutor(
+        ...     stage_model, plan, processes, sync=sync, interleaving=interleaving
+        ... )  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        plan: Plan | PipelinePlan,
+        processes: Processes,
+        *,
+        interleaving: Interleaving | None = None,
+        **options: Any,
+    ) -> None:
+        """Open the channels."""
+        super().__init__(model, plan, processes, **options)
+        self.interleaving = interleaving
+
+    def _forward(self, action: Action) -> None:
+        micro_batches = self._slots[action.bucket, action.micro_batch]
+        if self.interleaving is None or is_chained(micro_batches):
+            super()._forward(action)
+            return
+        target = self._messages.target(action)
+        flights = self._flights[action.bucket, action.micro_batch, action.chunk] = []
+        for group in self._number_groups(range(len(micro_batches)), action):
+            # All inputs before the passes run in turns: a pass that waited for a neighbour in its turn would hold the
+            # baton.
+            inputs = {number: self._take(action, number) for number in group}
+            for number, flight in zip(group, self._forwards(action, inputs), strict=True):
+                if torch.is_grad_enabled():
+                    flights.append(flight)
+                if target is None:
+                    self._add_losses(micro_batches[number], flight.passed.output)
+                else:
+                    # In the order of the action, not in that in which turns ended: the receiver has posted its receives
+                    # so.
+                    self._put(action, number, target, flight.passed.output.detach().to(self.model.dtype))
+
+    def _forwards(self, action: Action, inputs: dict[int, torch.Tensor | None]) -> list[Flight]:
+        """Run a group forward.
+
+        Args:
+            action: the action that the passes of the group belong to.
+            inputs: `[T, D]` hidden states by number of the pass; `None` at virtual stage 0.
+        """
+        assert self.interleaving is not None, "the caller has looked"
+        virtual_stage = self.model.layout.virtual_stage(action.stage, action.chunk)
+        numbers = list(inputs)
+        chains = [(self._slots[action.bucket, action.micro_batch][number],) for number in numbers]
+
+        def forward(index: int) -> Flight:
+            hidden_TD = inputs[numbers[index]]
+            if hidden_TD is not None:
+                hidden_TD.requires_grad_()
+            with self.precision():
+                passed = self.model.forward(virtual_stage, chains[index][0].to(self.device), hidden_TD)
+            return Flight(hidden_TD, passed, [])
+
+        # For the whole group at once: each pass by itself would put modules back that the others still need.
+        return self.interleaving.run(chains, forward, held=self.model.only(virtual_stage))
+
+    def _backward(self, action: Action) -> None:
+        slot = action.bucket, action.micro_batch
+        if self.interleaving is None or is_chained(self._slots[slot]):
+            super()._backward(action)
+            return
+        target = self._messages.target(action)
+        flights = self._flights.pop((*slot, action.chunk))
+        for group in self._number_groups(list(self._messages.numbers(action)), action):
+            gradients = [self._take_gradient(action, number) for number in group]
+
+            def backward(index: int, group: Sequence[int] = group, gradients: list[Any] = gradients) -> None:
+                output, gradient = flights[group[index]].passed.output, gradients[index]
+                pass_backward(output, None if gradient is None else gradient.to(output.dtype), [])
+
+            self.interleaving.run([(self._slots[slot][number],) for number in group], backward)
+            if target is None:
+                continue
+            for number in group:
+                hidden_TD = flights[number].hidden_TD
+                assert hidden_TD is not None, "only virtual stage 0 has no input, and nobody before it"
+                back = torch.zeros_like(hidden_TD) if hidden_TD.grad is None else hidden_TD.grad
+                self._put(action, number, target, back)
+
+    def _take_gradient(self, action: Action, number: int) -> torch.Tensor | None:
+        """Return the gradient of an output, and free the output."""
+        # That the gradient has come shows that the output was taken.
+        gradient, source = self._take(action, number), self._messages.source(action)
+        if source is not None:
+            key = Key(action.bucket, action.micro_batch, number, source[1])
+            self.links.outgoing["F", source[0]].release(key)
+        return gradient
+
+    def _number_groups(self, numbers: Sequence[int], action: Action) -> list[list[int]]:
+        """Divide the passes of an action into groups, in their order: what neighbours wait for is fixed.
+
+        On a GPU those of one task are never in one group, as in `Interleaving.groups`.
+
+        Args:
+            numbers: numbers of the passes, in the order in which they run.
+            action: the action that they belong to.
+        """
+        assert self.interleaving is not None, "the caller has looked"
+        micro_batches, may_repeat = self._slots[action.bucket, action.micro_batch], self.device.type == "cpu"
+        groups: list[list[int]] = []
+        seen: set[str] = set()
+        for number in numbers:
+            names = set(micro_batches[number].task_names)
+            if not groups or len(groups[-1]) == self.interleaving.width or not (may_repeat or seen.isdisjoint(names)):
+                groups.append([])
+                seen = set()
+            groups[-1].append(number)
+            seen |= names
+        return groups

@@ -1,0 +1,228 @@
+"""`StageModel`: one stage of a multi-task model, run by the model code that transformers wrote.
+
+Nothing of a decoder's forward is written anew. The base model keeps its class, its rotary embeddings, its masks and
+the numbers of its layers (so names, dropout draws and kinds of attention stay); what belongs to another process is
+replaced by modules that hand their input on, and hidden states come in as `inputs_embeds`::
+
+    virtual stage 0     embed  layer layer  pass  pass   pass
+    virtual stage 1     pass   pass  pass   layer layer  norm  -> head, losses
+
+Where one process has several virtual stages, the modules of the others are replaced for the time of a pass.
+
+Shape letters: T tokens of a micro-batch, D hidden features, N tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from peft_mux.data.batch import MuxBatch
+from peft_mux.engine.pipeline.stage_layout import StageLayout
+from peft_mux.modeling.attention.packed import AttentionStream
+from peft_mux.modeling.backbone.families import family_of
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.sharding.pass_through import NoPositions, PassThrough
+from peft_mux.modeling.stream import Passes
+
+
+class StagePass(NamedTuple):
+    """What one forward of a micro-batch through a virtual stage gave.
+
+    Attributes:
+        output: `[T, D]` hidden states; of the last virtual stage the `[N]` losses.
+        passes: rows bound to adapters, by kind of adapters; kept until the backward, as compiled ones look them up.
+    """
+
+    output: torch.Tensor
+    passes: Passes
+
+
+class StageModel:
+    """The layers and adapters of one stage, cut out of a whole model, which is used up.
+
+    A task without adapters on these layers keeps its name here, and no parameters.
+
+    Args:
+        model: the whole model; what belongs to other stages is dropped from it.
+        layout: which decoder layers lie in which stage.
+        stage: number of the stage that this process holds.
+
+    Attributes:
+        model: the model with the layers of this stage alone.
+        layout: which decoder layers lie in which stage.
+        stage: number of the stage that this process holds.
+        virtual_stages: numbers of the virtual stages of this process, in order.
+
+    Raises:
+        UnsupportedModelError: for an architecture that cannot be cut.
+        ValueError: if the layout speaks of another number of layers, or of fewer stages.
+
+    Example:
+        >>> stage = StageModel(model, StageLayout.of(8, 2), stage=0)  # doctest: +SKIP
+        >>> stage.forward(0, mux_batch, None).output.shape  # doctest: +SKIP
+    """
+
+    def __init__(self, model: MultiTaskPeftModel, layout: StageLayout, stage: int) -> None:
+        """Drop what belongs elsewhere, and lay the adapters out anew."""
+        self.model, self.layout, self.stage = model, layout, stage
+        self._family = family_of(model.backbone)
+        self._dtype = model.backbone.dtype
+        self.virtual_stages = layout.virtual_stages_of(stage)
+        layers = self._base.get_submodule(self._family.layers)
+        if len(layers) != layout.num_layers or not 0 <= stage < layout.num_stages:
+            raise ValueError(
+                f"stage {stage} of {layout.num_stages} with {layout.num_layers} layers; allowed: a stage of a layout of"
+                f" {len(layers)} layers, as {type(model.backbone).__name__} has. Make it with StageLayout.of."
+            )
+        self._drop_others()
+        model.num_stages = layout.num_stages
+        self._modules_at = {virtual_stage: self._modules_of(virtual_stage) for virtual_stage in self.virtual_stages}
+
+    @property
+    def has_head(self) -> bool:
+        """Whether this process computes the losses."""
+        return self.layout.last_virtual_stage in self.virtual_stages
+
+    @property
+    def hidden_size(self) -> int:
+        """D, width of the hidden states."""
+        return int(self.model.backbone.config.get_text_config().hidden_size)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the hidden states between virtual stages: that of the residual stream."""
+        return self._dtype
+
+    def prepare(self, tasks: Sequence[str]) -> None:
+        """Bind gradients, and let kernels in another dtype see the weights as they are now; once before a step.
+
+        Args:
+            tasks: names of the tasks that take part in the step.
+        """
+        self.model.prepare(tasks)
+
+    def forward(self, virtual_stage: int, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> StagePass:
+        """Run a micro-batch through one virtual stage.
+
+        Args:
+            virtual_stage: number of one of this process's virtual stages.
+            batch: the micro-batch, its tensors on the device.
+            hidden_TD: `[T, D]` output of the virtual stage before; `None` at virtual stage 0.
+
+        Raises:
+            ValueError: if hidden states are missing behind the first virtual stage.
+        """
+        if (hidden_TD is None) != (virtual_stage == 0):
+            got = None if hidden_TD is None else list(hidden_TD.shape)
+            raise ValueError(
+                f"hidden_TD is {got} at place {virtual_stage}; allowed: None at place 0, [T, D] at all others."
+            )
+        model = self.model
+        with model.multiplexing(batch), self.only(virtual_stage):
+            output = self._hidden_states(batch, hidden_TD)
+            if virtual_stage == self.layout.last_virtual_stage:
+                output = self.model.losses_of(output, batch)
+            return StagePass(output, model.stream.passes)
+
+    @torch.no_grad()
+    def sequence_logits(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> list[torch.Tensor]:
+        """Run a micro-batch through the last virtual stage; return as `MultiTaskPeftModel.sequence_logits` does.
+
+        Args:
+            batch: the micro-batch, its tensors on the device.
+            hidden_TD: `[T, D]` output of the virtual stage before; `None` where there is none.
+        """
+        model, virtual_stage = self.model, self.layout.last_virtual_stage
+        with model.multiplexing(batch), self.only(virtual_stage):
+            output_TD = self._hidden_states(batch, hidden_TD)
+            return model.logits_of(output_TD, batch)
+
+    def _hidden_states(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:
+        """Return the `[T, D]` hidden states that the modules in place now make of a micro-batch."""
+        attention = AttentionStream(self.model.stream, batch, self.model.module_names)
+        arguments: dict[str, Any] = {"position_ids": batch.position_ids, "mux_stream": attention, "use_cache": False}
+        if hidden_TD is None:
+            arguments["input_ids"] = batch.input_ids
+            if batch.token_type_ids is not None:
+                arguments["token_type_ids"] = batch.token_type_ids
+        else:
+            arguments["inputs_embeds"] = hidden_TD.unsqueeze(0)
+        return self._base(**arguments).last_hidden_state[0]
+
+    # --------------------------------------------------------------- cutting
+
+    @property
+    def _base(self) -> Any:
+        return self.model.backbone.base_model
+
+    def _drop_others(self) -> None:
+        """Replace the modules of other stages, and drop the adapters on them."""
+        base, backbone, family = self._base, self.model.backbone, self._family
+        own = {index for virtual_stage in self.virtual_stages for index in self.layout.layers_of(virtual_stage)}
+        layers = base.get_submodule(family.layers)
+        for index in range(len(layers)):
+            if index not in own:
+                # In place of dropping it: the others keep their numbers, on which names and dropout draws depend.
+                layers[index] = PassThrough()
+        if 0 not in self.virtual_stages:
+            for name in family.embeddings:
+                setattr(base, name, PassThrough())
+        if not self.has_head:
+            setattr(base, family.norm, PassThrough())
+            for name in family.heads:
+                if isinstance(getattr(backbone, name, None), nn.Module):
+                    setattr(backbone, name, PassThrough())
+        self._keep_own_parameters()
+
+    def _keep_own_parameters(self) -> None:
+        """Keep of every task the parameters of this stage, in buffers that hold no more than these."""
+        model = self.model
+        held = {id(parameter) for parameter in model.parameters()}
+        for name in model.tasks:
+            own = {key: item for key, item in model.task_parameters(name).items() if id(item) in held}
+            # Into new buffers: a view of the whole task's page would keep all of it in memory.
+            model.adopt_parameters(name, own)
+        model.name_modules()
+        model.stream.clear_tables()
+
+    def _modules_of(self, virtual_stage: int) -> dict[str, nn.Module]:
+        """Return the modules of the base model during a pass through a virtual stage, by name.
+
+        The list of layers keeps its length, as model code reads kinds of attention off a layer's position.
+        """
+        base, family = self._base, self._family
+        own, layers = self.layout.layers_of(virtual_stage), base.get_submodule(family.layers)
+        modules: dict[str, nn.Module] = {
+            family.layers: nn.ModuleList(
+                [layer if index in own else PassThrough() for index, layer in enumerate(layers)]
+            )
+        }
+        if virtual_stage > 0:
+            modules |= {name: PassThrough() for name in family.embeddings}
+            # Learned positions are added in virtual stage 0; here the model code would add them once more.
+            if family.positions is not None:
+                modules[family.positions] = NoPositions(self._dtype)
+        if virtual_stage < self.layout.last_virtual_stage:
+            modules[family.norm] = PassThrough()
+        return modules
+
+    @contextmanager
+    def only(self, virtual_stage: int) -> Iterator[None]:
+        """Let the base model consist of one virtual stage for the time of the `with` block.
+
+        Args:
+            virtual_stage: number of one of this process's virtual stages.
+        """
+        base = self._base
+        before = {name: base._modules[name] for name in self._modules_at[virtual_stage]}
+        # Past `setattr`, which would register and check each module anew in every pass.
+        base._modules.update(self._modules_at[virtual_stage])
+        try:
+            yield
+        finally:
+            base._modules.update(before)

@@ -1,0 +1,358 @@
+"""`DispatchedShares`: which replica trains which sequences of a step (L section 4.3), the same answer on every process.
+
+Equal replicas divide rows by tokens, as processes have always done. Unlike ones are dispatched: bucket boundaries for
+this step's lengths (Eq. 4), sequences for each replica (Eq. 3), then single sequences. Rank 0 solves, as a time limit
+makes answers depend on the machine, and the others get its answer as numbers. The next step can be solved while this
+one runs::
+
+    rank 0     begin(t) | passes of step t ......... | begin(t+1)
+    its thread          | prepare(t+1): solves       | (waits here only for what is left)
+
+What a replica does with its sequences is for `peft_mux.engine.steps` to say, and how gradients are summed over replicas
+for `peft_mux.engine.gradients.sync`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from peft_mux.data.batch import TaskBatch
+from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.replicas.even_shares import EvenShares
+from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.errors import ConfigError
+from peft_mux.scheduler.dispatching.ahead import DispatchPlanner, StepDispatch
+from peft_mux.scheduler.dispatching.bucketing import DEFAULT_NUM_BUCKETS, interval_tokens
+from peft_mux.scheduler.dispatching.deal import deal_out
+from peft_mux.scheduler.dispatching.dispatch import DEFAULT_TIME_LIMIT_S, Policy
+from peft_mux.scheduler.replicas.configs import ReplicaGroup
+from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+
+_Key = tuple[tuple[str, int, tuple[int, ...]], ...]
+"""For each batch of a step: name of the task, step of the task, and lengths of its rows in tokens."""
+_MICROSECONDS = 1e6
+
+
+@dataclass(slots=True)
+class DispatchClock:
+    """What dispatching has cost on the process that solves; zeros on the others.
+
+    Attributes:
+        num_steps: steps that were dispatched.
+        num_ahead: how many of these steps were solved from lengths that were known in advance.
+        solve_s: seconds of solving, on whichever thread it ran.
+        waited_s: seconds that steps waited for solving to end.
+    """
+
+    num_steps: int = 0
+    num_ahead: int = 0
+    solve_s: float = 0.0
+    waited_s: float = 0.0
+
+    @property
+    def hidden_share(self) -> float:
+        """Part of the solving time that no step waited for, 0 to 1; 1 where nothing was solved."""
+        return max(0.0, 1 - self.waited_s / self.solve_s) if self.solve_s > 0 else 1.0
+
+    def __str__(self) -> str:
+        """Return one line."""
+        return (
+            f"dispatch  {self.num_steps} steps, {self.num_ahead} solved ahead; {self.solve_s:.3f} s of solving, of "
+            f"which steps waited {self.waited_s:.3f} s ({self.hidden_share:.0%} hidden)"
+        )
+
+
+class DispatchedShares:
+    """Divides the global batches of every step among replicas.
+
+    Args:
+        layout: which process belongs to which replica.
+        time_model: seconds of a step on one replica, and the most tokens that each configuration holds; may be left out
+            where replicas are alike.
+        processes: the processes of the run; by default this one is alone.
+        policy: "balanced" by Eq. 3, or a baseline: "length", each bucket to the smallest configuration that supports it
+            (L Figure 4(c)), "uniform", each bucket evenly over all replicas that support it (L Figure 4(b)).
+        num_buckets: R, the number of buckets that lengths are put into.
+        interval: distance of candidate boundaries in tokens; by default a fraction of the step's longest sequence.
+        time_limit_s: seconds after which the best dispatch found so far is taken.
+        solver: name of a PuLP solver, a PuLP solver itself, or None for the bundled CBC.
+        clock: a clock to go on counting with, such as that of the shares which these take the place of.
+        cuts_rows: rows that are longer than any replica holds in a pass are computed in parts; they count as rows of
+            the most tokens that one holds, and so go to the largest replicas.
+
+    Attributes:
+        clock: what dispatching has cost here.
+        expected_s: predicted seconds of each replica in this step; empty for replicas that are alike.
+        solved: what rank 0 has found for this step; `None` elsewhere, and for replicas that are alike.
+
+    Raises:
+        ConfigError: for replicas that are unlike one another without a time model that knows all of them.
+
+    Example:
+        >>> shares = DispatchedShares(ParallelLayout.parse("<1,1>x2"))
+        >>> shares.divide([])
+        [[], []]
+    """
+
+    def __init__(
+        self,
+        layout: ParallelLayout,
+        time_model: ReplicaTimeModel | None = None,
+        processes: Processes | None = None,
+        *,
+        policy: Policy = "balanced",
+        num_buckets: int = DEFAULT_NUM_BUCKETS,
+        interval: int | None = None,
+        time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+        solver: Any = None,
+        clock: DispatchClock | None = None,
+        cuts_rows: bool = False,
+    ) -> None:
+        """Check the time model and remember the options; start no thread yet."""
+        self.layout, self.time_model, self.policy, self.cuts_rows = layout, time_model, policy, cuts_rows
+        self.processes = processes or Processes()
+        self.clock = clock or DispatchClock()
+        self.expected_s: tuple[float, ...] = ()
+        self.solved: StepDispatch | None = None
+        self._is_dispatched = not layout.are_alike
+        if self._is_dispatched:
+            _require_times(layout, time_model)
+        self._interval = interval
+        self._options: dict[str, Any] = {
+            "policy": policy,
+            "num_buckets": num_buckets,
+            "time_limit_s": time_limit_s,
+            "solver": solver,
+        }
+        self._groups: tuple[ReplicaGroup, ...] = ()
+        self._planner: DispatchPlanner | None = None
+        self._pending: _Key | None = None
+        self._even = EvenShares(layout.num_replicas)
+        self._owners: dict[tuple[str, int], np.ndarray] = {}
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether `prepare` is of use: whether there is anything to solve."""
+        return self._is_dispatched
+
+    @property
+    def max_tokens(self) -> tuple[int | None, ...]:
+        """Most tokens of a pass in each replica; `None` where only the plan of the run bounds it."""
+        if not self._is_dispatched:
+            return (None,) * self.layout.num_replicas
+        limits = {group.config: group.max_tokens for group in self._known_groups()}
+        return tuple(limits[config] for config in self.layout.replicas)
+
+    def refusal(self, batch: TaskBatch) -> str | None:
+        """Say why no replica can train a batch, the same on every process; `None` where one can.
+
+        Args:
+            batch: global batch of one task.
+        """
+        groups = self._known_groups()
+        longest = max((group.max_tokens for group in groups), default=0)
+        too_long = next((one for one in batch.sequences if len(one) > longest), None)
+        if not groups or too_long is None or self.cuts_rows:
+            return None
+        return (
+            f"row {too_long.row} has {len(too_long)} tokens; allowed: at most {longest}, the most that a replica of "
+            f"{self.layout} can hold. Set max_length={longest} or split_long_sequences=True, or add a replica of more "
+            "processes: peft-mux plan --deployment shows which."
+        )
+
+    # ---------------------------------------------------------------- one step
+
+    def prepare(self, batches: Sequence[TaskBatch]) -> None:
+        """Begin to solve the next step on a thread of rank 0; returns at once. Without effect where nothing is solved.
+
+        Should the next step turn out another one, it is solved when it begins.
+
+        Args:
+            batches: global batches that the next step will most likely have.
+        """
+        # First, on every process: the first call is an exchange, and only rank 0 goes on below.
+        self._known_groups()
+        if not self._is_dispatched or not self.processes.is_main or not any(batch.sequences for batch in batches):
+            return
+        # One step ahead at most: the planner holds one answer, which the next step takes.
+        if self._pending is not None or any(self.refusal(batch) is not None for batch in batches):
+            return
+        self._submit(self._key(batches))
+
+    def begin(self, batches: Sequence[TaskBatch]) -> None:
+        """Decide where the sequences of a step go; `divide` then returns it, hTask by hTask.
+
+        Args:
+            batches: global batches of all tasks of the step, the same on every process.
+
+        Raises:
+            ConfigError: for a sequence that no replica can hold; on every process.
+        """
+        self._owners, self.expected_s, self.solved = {}, (), None
+        if not self._is_dispatched:
+            self._even = EvenShares(self.layout.num_replicas)
+            return
+        self._known_groups()
+        for batch in batches:
+            # Before rank 0 solves: every process finds the same refusal by itself, and none is left in the exchange.
+            if (refusal := self.refusal(batch)) is not None:
+                raise ConfigError(f"tasks.{batch.task}: {refusal}")
+        if not any(batch.sequences for batch in batches):
+            self._owners = {(batch.task, batch.step): np.zeros(0, dtype=np.int64) for batch in batches}
+            return
+        owners = self._agreed_owners(batches)
+        places = np.cumsum([len(batch.sequences) for batch in batches])[:-1]
+        for batch, own in zip(batches, np.split(owners, places), strict=True):
+            self._owners[batch.task, batch.step] = own
+
+    def divide(self, batches: Sequence[TaskBatch]) -> list[list[list[int]]]:
+        """Return the rows of each replica.
+
+        Where `begin` was not told of these batches, they are taken for the whole step.
+
+        Args:
+            batches: global batches of the tasks that share their passes.
+
+        Returns:
+            For each replica and each batch, the indices of its sequences, ascending.
+
+        Raises:
+            ConfigError: for a sequence that no replica can hold; on every process.
+        """
+        if not self._is_dispatched:
+            return self._even.divide(batches)
+        if any((batch.task, batch.step) not in self._owners for batch in batches):
+            self.begin(batches)
+        return [
+            [np.flatnonzero(self._owners[batch.task, batch.step] == replica).tolist() for batch in batches]
+            for replica in range(self.layout.num_replicas)
+        ]
+
+    def close(self) -> None:
+        """End the thread; closing twice is allowed, and a step after it starts a new one."""
+        if self._planner is not None:
+            self._planner.close()
+        self._planner, self._pending = None, None
+
+    # ---------------------------------------------------------------- internal
+
+    def _known_groups(self) -> tuple[ReplicaGroup, ...]:
+        """Return the replicas by configuration, with limits that hold on every process; the first call communicates."""
+        if self._is_dispatched and not self._groups:
+            assert self.time_model is not None, "checked when this was made"
+            configs = tuple(dict.fromkeys(self.layout.replicas))
+            everywhere = self.processes.exchange([self.time_model.max_tokens[config] for config in configs])
+            self._groups = tuple(
+                # The least of all processes: devices may differ, and a row has to fit wherever it is sent.
+                ReplicaGroup(config, self.layout.replicas.count(config), min(limits))
+                for config, limits in zip(configs, zip(*everywhere, strict=True), strict=True)
+            )
+        return self._groups
+
+    def _agreed_owners(self, batches: Sequence[TaskBatch]) -> np.ndarray:
+        """Return the replica of each sequence, batch after batch, as rank 0 has it: int64 of shape `(sequences,)`."""
+        num_sequences = sum(len(batch.sequences) for batch in batches)
+        num_replicas = self.layout.num_replicas
+        # Rank 0 alone solves: a solver that ends by a time limit finds different answers on different machines. Its
+        # answer goes round as integers, so that every process has the same bits.
+        numbers = [0] * (num_replicas + num_sequences)
+        if self.processes.is_main:
+            owners, expected_s = self._solve(batches)
+            numbers = [round(seconds * _MICROSECONDS) for seconds in expected_s] + owners.tolist()
+        # Times in whole microseconds, as only integers are exchanged.
+        numbers = self.processes.exchange(numbers)[0]
+        self.expected_s = tuple(number / _MICROSECONDS for number in numbers[:num_replicas])
+        return np.array(numbers[num_replicas:], dtype=np.int64)
+
+    def _solve(self, batches: Sequence[TaskBatch]) -> tuple[np.ndarray, tuple[float, ...]]:
+        """Return the replica of each sequence and the predicted seconds of each replica; on rank 0 only."""
+        started = time.perf_counter()
+        key = self._key(batches)
+        # A task may have come or gone since, or a row been refused: then what was solved ahead is of another step.
+        is_ahead = self._pending == key
+        if not is_ahead:
+            self._drop_pending()
+            self._submit(key)
+        self._pending = None
+        assert self._planner is not None, "a step was submitted"
+        found = self._planner.result()
+        self.solved = found
+        self.clock.num_steps += 1
+        self.clock.num_ahead += is_ahead
+        self.clock.solve_s += found.dispatch.solve_s
+        self.clock.waited_s += time.perf_counter() - started
+        return self._deal_out(found, batches), self._replica_s(found)
+
+    def _submit(self, key: _Key) -> None:
+        if self._planner is None:
+            assert self.time_model is not None, "checked when this was made"
+            self._planner = DispatchPlanner(self._known_groups(), self.time_model, **self._options)
+        lengths = [length for _, _, own in key for length in own]
+        # Bucket boundaries by Eq. 4, then the replicas' shares of each bucket by Eq. 3 (L section 4.3).
+        self._planner.submit(lengths, interval=self._interval or interval_tokens(max(lengths)))
+        self._pending = key
+
+    def _key(self, batches: Sequence[TaskBatch]) -> _Key:
+        """Return what a dispatch depends on; a row that is cut counts as one of the most tokens that a pass holds."""
+        longest = max((group.max_tokens for group in self._known_groups()), default=0)
+        return tuple(
+            (batch.task, batch.step, tuple(min(len(sequence), longest) for sequence in batch.sequences))
+            for batch in batches
+        )
+
+    def _drop_pending(self) -> None:
+        if self._pending is not None and self._planner is not None:
+            self._planner.result()
+        self._pending = None
+
+    def _deal_out(self, found: StepDispatch, batches: Sequence[TaskBatch]) -> np.ndarray:
+        """Return the replica of each sequence: a bucket is dealt out evenly over tasks, and then over lengths."""
+        tasks = np.repeat(np.arange(len(batches)), [len(batch.sequences) for batch in batches])
+        lengths = np.array([length for _, _, own in self._key(batches) for length in own], dtype=np.int64)
+        buckets = found.bucketing.bucket_of(lengths.tolist())
+        places = [place for group in self._groups for place in self._replicas_of(group)]
+        counts = [replica for group in found.dispatch.replica_counts for replica in group]
+        # The last key of `lexsort` counts most; positions make the order total, the same on every machine.
+        order = np.lexsort((np.arange(len(lengths)), -lengths, tasks))
+        owners = np.full(len(lengths), -1, dtype=np.int64)
+        for bucket in range(found.bucketing.num_buckets):
+            members = order[buckets[order] == bucket]
+            for place, share in zip(places, deal_out(members, [own[bucket] for own in counts]), strict=True):
+                owners[share] = place
+        assert (owners >= 0).all(), "a sequence was lost"
+        return owners
+
+    def _replica_s(self, found: StepDispatch) -> tuple[float, ...]:
+        """Return the predicted seconds of each replica, in the order of the layout."""
+        assert self.time_model is not None, "checked when this was made"
+        seconds = [0.0] * self.layout.num_replicas
+        for group, replicas in zip(self._groups, found.dispatch.replica_counts, strict=True):
+            lengths = [length for length in found.bucketing.boundaries if length <= group.max_tokens]
+            for place, counts in zip(self._replicas_of(group), replicas, strict=True):
+                # Buckets beyond what this replica holds are empty for it (L Eq. 3).
+                fitting = counts[: len(lengths)]
+                seconds[place] = self.time_model.step_s(group.config, fitting, lengths, group.max_tokens)
+        return tuple(seconds)
+
+    def _replicas_of(self, group: ReplicaGroup) -> list[int]:
+        return [place for place, config in enumerate(self.layout.replicas) if config == group.config]
+
+
+def _require_times(layout: ParallelLayout, time_model: ReplicaTimeModel | None) -> None:
+    if time_model is None:
+        raise ConfigError(
+            f"replicas: got {layout}, unlike one another, without a time model; allowed: one that knows each of them. "
+            "Pass deployment_facts.run_time_model(...)."
+        )
+    unknown = [str(config) for config in dict.fromkeys(layout.replicas) if config not in time_model.max_tokens]
+    if unknown:
+        known = ", ".join(map(str, time_model.configurations))
+        raise ConfigError(
+            f"replicas: got {layout}, of which {', '.join(unknown)} can hold no sequence; allowed: {known}. Use more "
+            "processes per replica, or gradient_checkpointing=True."
+        )

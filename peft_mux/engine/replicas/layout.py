@@ -1,0 +1,230 @@
+"""`ParallelLayout`: which process holds which part of which replica of the backbone.
+
+A replica is one copy of the backbone, spread over `tp * pp` processes; LobRA (section 2.2) writes it <tp,pp>. Replicas
+may be unlike one another. Ranks are given out replica by replica, stage by stage, and the tensor parallel ranks of a
+stage, which communicate most, lie side by side. For <2,2>, <1,1>::
+
+    rank      0        1        2        3        4
+    replica   0        0        0        0        1
+    stage     0        0        1        1        0
+    tp rank   0        1        0        1        0
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.errors import ConfigError
+from peft_mux.scheduler.replicas.configs import ParallelConfig
+
+_REPLICAS = re.compile(r"<\s*(\d+)\s*,\s*(\d+)\s*>\s*(?:x\s*(\d+))?")
+
+
+class Place(NamedTuple):
+    """Where a process stands in a layout: its coordinates.
+
+    Attributes:
+        replica: index of the replica of the backbone that the process belongs to.
+        stage: pipeline stage within the replica.
+        tp_rank: tensor parallel rank within the stage.
+    """
+
+    replica: int
+    stage: int
+    tp_rank: int
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelLayout:
+    """The replicas of a run, in the order of ranks.
+
+    Attributes:
+        replicas: tensor and pipeline parallel degrees of each replica.
+
+    Raises:
+        ValueError: if there is no replica.
+
+    Example:
+        >>> layout = ParallelLayout.parse("<2,1>, <1,1>x2")
+        >>> layout.world_size, layout.place(1), layout.tensor_groups[0]
+        (4, Place(replica=0, stage=0, tp_rank=1), (0, 1))
+    """
+
+    replicas: tuple[ParallelConfig, ...]
+
+    def __post_init__(self) -> None:
+        if not self.replicas:
+            raise ValueError("replicas is empty; allowed: at least one configuration, such as <1,1>.")
+
+    @classmethod
+    def of(cls, world_size: int, *, tp: int = 1, pp: int = 1) -> ParallelLayout:
+        """Return as many equal replicas as there are processes for.
+
+        Args:
+            world_size: number of processes of the run.
+            tp: tensor parallel degree of each replica.
+            pp: pipeline stages of each replica.
+
+        Raises:
+            ValueError: if the processes cannot be divided so.
+        """
+        config = ParallelConfig(tp, pp)
+        if world_size < 1 or world_size % config.num_gpus:
+            raise ValueError(
+                f"world_size is {world_size}; allowed: a multiple of tp * pp = {tp} * {pp} = {config.num_gpus}. Start "
+                "another number of processes, or set other sizes."
+            )
+        return cls((config,) * (world_size // config.num_gpus))
+
+    @classmethod
+    def parse(cls, text: str) -> ParallelLayout:
+        """Return the layout that LobRA's notation stands for, such as "<1,1>x2, <2,1>".
+
+        Args:
+            text: the degrees of each replica in that notation.
+
+        Raises:
+            ValueError: for a text that is not in that notation.
+        """
+        # A comma within <tp,pp> separates degrees, not replicas.
+        items = [item for item in re.split(r"[;+]|,(?![^<]*>)", text) if item.strip()]
+        matches = [_REPLICAS.fullmatch(item.strip()) for item in items]
+        if not items or not all(matches):
+            raise ValueError(
+                f"replicas is {text!r}; allowed: tensor and pipeline degrees of each replica, such as"
+                ' "<1,1>x2, <2,1>x1".'
+            )
+        replicas = []
+        for match in matches:
+            assert match is not None, "checked above"
+            tp, pp, count = match.groups(default="1")
+            replicas += [ParallelConfig(int(tp), int(pp))] * int(count)
+        return cls(tuple(replicas))
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes over all replicas."""
+        return sum(replica.num_gpus for replica in self.replicas)
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of copies of the backbone."""
+        return len(self.replicas)
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether every process holds a whole copy."""
+        return all(replica.num_gpus == 1 for replica in self.replicas)
+
+    @property
+    def are_alike(self) -> bool:
+        """Whether all replicas have one configuration."""
+        return len(set(self.replicas)) == 1
+
+    def place(self, rank: int) -> Place:
+        """Return where a process stands.
+
+        Args:
+            rank: global rank of the process.
+
+        Raises:
+            ValueError: for a rank that the layout does not have.
+        """
+        first = 0
+        for index, replica in enumerate(self.replicas):
+            if first <= rank < first + replica.num_gpus:
+                # Tensor parallel ranks side by side: they communicate most, and neighbours mostly share a node.
+                return Place(index, *divmod(rank - first, replica.tp))
+            first += replica.num_gpus
+        raise ValueError(f"rank is {rank}; allowed: 0 to {self.world_size - 1}, as {self} has.")
+
+    def rank(self, place: Place) -> int:
+        """Return the global rank of the process at a place."""
+        first = sum(replica.num_gpus for replica in self.replicas[: place.replica])
+        return first + place.stage * self.replicas[place.replica].tp + place.tp_rank
+
+    @property
+    def pipelines(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of the stages of every pipeline: one pipeline for each replica and tensor parallel rank."""
+        return tuple(
+            tuple(self.rank(Place(index, stage, tp_rank)) for stage in range(replica.pp))
+            for index, replica in enumerate(self.replicas)
+            for tp_rank in range(replica.tp)
+        )
+
+    @property
+    def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks of every tensor parallel group: one group for each replica and stage."""
+        return tuple(
+            tuple(self.rank(Place(index, stage, tp_rank)) for tp_rank in range(replica.tp))
+            for index, replica in enumerate(self.replicas)
+            for stage in range(replica.pp)
+        )
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of each replica, whose losses count for all of it."""
+        return tuple(self.rank(Place(index, 0, 0)) for index in range(self.num_replicas))
+
+    def __str__(self) -> str:
+        """Return LobRA's notation."""
+        parts: list[tuple[ParallelConfig, int]] = []
+        for replica in self.replicas:
+            if parts and parts[-1][0] == replica:
+                parts[-1] = replica, parts[-1][1] + 1
+            else:
+                parts.append((replica, 1))
+        return ", ".join(f"{config}x{count}" for config, count in parts)
+
+
+def layout_of(args: MultiTaskTrainingArguments) -> ParallelLayout:
+    """Return how the processes of a run are laid out.
+
+    Args:
+        args: the arguments of the run.
+
+    Raises:
+        ConfigError: if they cannot be divided as the arguments say.
+    """
+    tp, pp, world_size = args.tensor_parallel_size, args.pipeline_parallel_size, args.world_size
+    if args.replicas is None:
+        unit = tp * pp
+        if world_size % unit:
+            raise ConfigError(
+                f"args.tensor_parallel_size, args.pipeline_parallel_size: got {tp} and {pp} in a run of {world_size}"
+                f" processes; allowed: sizes whose product divides the number of processes. Start {unit} processes or a"
+                f" multiple: torchrun --nproc-per-node {unit} script.py, or accelerate launch --multi_gpu"
+                f" --num_processes {unit} script.py."
+            )
+        return ParallelLayout.of(world_size, tp=tp, pp=pp)
+    if (tp, pp) != (1, 1):
+        raise ConfigError(
+            f"args.replicas: got {args.replicas!r} beside tensor_parallel_size={tp} and pipeline_parallel_size={pp};"
+            " allowed: either the one or the others. Leave the two sizes at 1: replicas has its own."
+        )
+    return layout_of_text(args.replicas, world_size)
+
+
+def layout_of_text(replicas: str, world_size: int) -> ParallelLayout:
+    """Return the layout that LobRA's notation stands for.
+
+    Args:
+        replicas: the degrees of each replica, such as "<1,1>x2, <2,1>".
+        world_size: number of processes of the run.
+
+    Raises:
+        ConfigError: if it cannot be read, or is of another number of processes.
+    """
+    try:
+        layout = ParallelLayout.parse(replicas)
+    except ValueError as error:
+        raise ConfigError(f"args.{error}") from error
+    if layout.world_size != world_size:
+        raise ConfigError(
+            f"args.replicas: got {layout}, which takes {layout.world_size} processes, in a run of {world_size};"
+            f" allowed: as many as there are. Start {layout.world_size} processes, or name other replicas."
+        )
+    return layout

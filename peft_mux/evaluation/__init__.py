@@ -1,0 +1,1 @@
+"""Losses and metrics of held-out rows, task by task."""

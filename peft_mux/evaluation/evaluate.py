@@ -1,0 +1,176 @@
+"""Evaluation of one task on its held-out rows, through the same packed forward pass as training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from peft_mux.data.batch import TaskBatch
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.work import StepExecutor
+from peft_mux.errors import MetricsError
+from peft_mux.evaluation.own_metrics import OwnMetrics, error_text
+from peft_mux.task import Task
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationShare:
+    """Which batches of held-out rows the replica of this process evaluates: one in every `num_replicas`.
+
+    Attributes:
+        replica: number of the replica, from 0.
+        num_replicas: number of replicas that share the rows.
+        gather: returns the values that all processes call it with, by rank.
+    """
+
+    replica: int = 0
+    num_replicas: int = 1
+    gather: Callable[[Any], list[Any]] = field(default=lambda value: [value])
+
+    def own_batches(self, batches: Iterable[TaskBatch]) -> Iterator[tuple[int | None, TaskBatch]]:
+        """Yield this replica's batches with their numbers.
+
+        All replicas get equally many, as some executors need every process for every pass: where the last round has
+        too few, the last batch is given out once more, without a number, and what comes of it is left out.
+
+        Args:
+            batches: all held-out rows of a task; the same on every replica.
+        """
+        number, batch = -1, None
+        for number, batch in enumerate(batches):
+            if number % self.num_replicas == self.replica:
+                yield number, batch
+        num_left = (number + 1) % self.num_replicas
+        if batch is not None and 0 < num_left <= self.replica:
+            yield None, batch
+
+    def merged(self, own: dict[int, Any]) -> dict[int, Any]:
+        """Return what all replicas have found, by number of the batch and in that order; every process calls this.
+
+        Args:
+            own: what this replica has found, by number of the batch.
+        """
+        found = [own] if self.num_replicas == 1 else self.gather(own)
+        # Processes of one replica found the same; by number, each batch counts once.
+        merged = {number: value for one in found for number, value in one.items()}
+        # In the order of the rows, so that every process adds up alike, to the same bits.
+        return {number: merged[number] for number in sorted(merged)}
+
+
+def evaluate_task(
+    executor: StepExecutor,
+    task: Task,
+    dataset: Any,
+    collator: ChunkPackingCollator,
+    *,
+    max_tokens: int,
+    share: EvaluationShare | None = None,
+) -> dict[str, float]:
+    """Return the metrics of one task on held-out rows.
+
+    Args:
+        executor: holds the model, its device and precision.
+        task: the task whose adapter is evaluated.
+        dataset: tokenised rows (`__len__`, `__getitem__`).
+        collator: packs the rows into micro-batches.
+        max_tokens: greatest number of tokens of one pass.
+        share: which of the rows this process evaluates; by default all.
+
+    Returns:
+        `eval_loss`, the mean over all terms of the task's loss, what else its objective makes of that, and what
+        `compute_metrics` returns, each under a key that begins with `eval_`. Where there are several processes they
+        all call this, and all get the same numbers.
+
+    Raises:
+        MetricsError: on all of these, if the task's own functions fail on one.
+    """
+    model, share = executor.mux_model, share or EvaluationShare()
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), executor.precision():
+            metrics = _loss_metrics(executor, task, dataset, collator, max_tokens, share)
+            if task.compute_metrics is None:
+                found, error = metrics, None
+            else:
+                own, error = _own_metrics(executor, task, dataset, collator, max_tokens, share)
+                found = None if own is None else {**metrics, **own}
+    finally:
+        model.train(was_training)
+    # Outside of the passes: all processes have come through them, so nobody waits for the one that failed.
+    return _agreed(executor, found, error)
+
+
+def _loss_metrics(
+    executor: StepExecutor,
+    task: Task,
+    dataset: Any,
+    collator: ChunkPackingCollator,
+    max_tokens: int,
+    share: EvaluationShare,
+) -> dict[str, float]:
+    """Return what the task's objective makes of its mean loss over all held-out rows."""
+    sums: dict[int, tuple[float, int]] = {}
+    # A batch of several passes is packed better; where replicas share the rows, more batches are shared more evenly.
+    limit = 8 * max_tokens if share.num_replicas == 1 else max_tokens
+    for number, batch in share.own_batches(_batches(task.name, dataset, limit)):
+        micro_batches = collator.micro_batches([batch], max_tokens=max_tokens)
+        loss = executor.forward_losses(micro_batches)[task.name].item()
+        if number is not None:
+            # Sums, not means, travel between replicas: batches have unequal numbers of terms.
+            sums[number] = loss * batch.num_targets, batch.num_targets
+    totals, counts = zip(*share.merged(sums).values(), strict=True)
+    loss = sum(totals) / sum(counts)
+    return executor.mux_model.objectives.of(task.name).metrics(loss)
+
+
+def _own_metrics(
+    executor: StepExecutor,
+    task: Task,
+    dataset: Any,
+    collator: ChunkPackingCollator,
+    max_tokens: int,
+    share: EvaluationShare,
+) -> tuple[dict[str, float] | None, Exception | None]:
+    """Return what the task's `compute_metrics` gives, or what it raises; neither where this process has no logits."""
+    own, has_logits = OwnMetrics(task), False
+    for number, batch in share.own_batches(_batches(task.name, dataset, max_tokens)):
+        # One pass holds the whole batch, even where a single row is longer than a pass may be: logits need whole rows.
+        (micro_batch,) = collator.micro_batches([batch], max_tokens=batch.num_tokens)
+        logits = executor.sequence_logits(micro_batch)
+        has_logits = logits is not None
+        if logits is not None and number is not None:
+            own.add(number, logits, list(executor.mux_model.objectives.head.labels(batch, micro_batch)))
+    if share.num_replicas > 1:
+        # Every process, also one without logits: gathering is collective.
+        own.gather(share.gather, computes=has_logits)
+    return own.result(), own.error
+
+
+def _agreed(executor: StepExecutor, metrics: dict[str, float] | None, error: Exception | None) -> dict[str, float]:
+    """Return the metrics of the first process that has them, or fail where one has failed."""
+    gathered = executor.gather((metrics, error_text(error)))
+    if len(gathered) == 1 and error is not None:
+        raise error
+    failure = next((text for _, text in gathered if text is not None), None)
+    if failure is not None:
+        raise MetricsError(failure) from error
+    return next(found for found, _ in gathered if found is not None)
+
+
+def _batches(name: str, dataset: Any, limit: int) -> Iterator[TaskBatch]:
+    """Yield the rows in order, in batches of at most `limit` tokens, or of one row."""
+    sequences: list[Any] = []
+    num_tokens = 0
+    for row in range(len(dataset)):
+        sequence = dataset[row]
+        if sequences and num_tokens + len(sequence) > limit:
+            yield TaskBatch(name, 0, 0, tuple(sequences))
+            sequences, num_tokens = [], 0
+        sequences.append(sequence)
+        num_tokens += len(sequence)
+    if sequences:
+        yield TaskBatch(name, 0, 0, tuple(sequences))

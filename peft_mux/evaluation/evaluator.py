@@ -1,0 +1,101 @@
+"""`TaskEvaluator`: evaluates running tasks on their held-out rows and follows their early stopping."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from peft_mux.checkpoint.saver import Saver
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.work import StepExecutor
+from peft_mux.errors import ConfigError, MetricsError, ProcessError
+from peft_mux.evaluation.evaluate import EvaluationShare, evaluate_task
+from peft_mux.reporting.run_log import RunLog
+from peft_mux.task import TaskStatus
+from peft_mux.tasks.task_run import TaskRun
+
+_logger = logging.getLogger(__name__)
+
+
+class TaskEvaluator:
+    """Evaluates one task at a time, between steps.
+
+    Args:
+        collator: packs held-out rows into micro-batches.
+        log: takes the metrics of each evaluation.
+        saver: writes the best adapters.
+        executor: returns what runs passes through the model as it is placed now.
+        max_tokens: returns how many tokens one pass may hold now.
+        share: returns which held-out rows this process evaluates now.
+    """
+
+    def __init__(
+        self,
+        collator: ChunkPackingCollator,
+        log: RunLog,
+        saver: Saver,
+        *,
+        executor: Callable[[], StepExecutor],
+        max_tokens: Callable[[], int],
+        share: Callable[[], EvaluationShare],
+    ) -> None:
+        """Evaluate nothing yet."""
+        self._collator, self._log, self._saver = collator, log, saver
+        self._executor, self._max_tokens, self._share = executor, max_tokens, share
+
+    def metrics(self, run: TaskRun) -> dict[str, float]:
+        """Return a task's metrics and change nothing.
+
+        Raises:
+            ConfigError: if the task has no held-out rows.
+        """
+        if run.eval_data is None:
+            raise ConfigError(f"tasks.{run.name}.eval_dataset: got None; allowed: held-out rows, to evaluate the task.")
+        return evaluate_task(
+            self._executor(),
+            run.task,
+            run.eval_data,
+            self._collator,
+            max_tokens=self._max_tokens(),
+            share=self._share(),
+        )
+
+    def evaluate(self, run: TaskRun) -> dict[str, float]:
+        """Evaluate a running task, log what came out, and stop it where its early stopping says so.
+
+        What a task's own `compute_metrics` raises fails that task and no other.
+
+        Returns:
+            Metrics under `task/metric` keys; empty where the evaluation failed.
+        """
+        try:
+            metrics = self.metrics(run)
+            is_best = run.task.early_stopping is not None and run.best.update(metrics, run.step)
+        except Exception as error:
+            # Everything of the evaluation but this task's own functions serves all tasks; a fault there is ours.
+            is_own = run.task.compute_metrics is not None and not isinstance(error, ProcessError)
+            if not is_own and not isinstance(error, ConfigError):
+                raise
+            _logger.warning('the evaluation of task "%s" failed', run.name, exc_info=True)
+            reason = str(error) if isinstance(error, MetricsError) else f"{type(error).__name__}: {error}"
+            run.quarantine(f"evaluation failed: {reason}")
+            return {}
+        logs = self._log.evaluation(run, metrics)
+        self._log.callbacks[run.name].call("on_evaluate", metrics=metrics)
+        if is_best:
+            # Kept before it is saved: a failed write must not cost the best weights.
+            run.keep_best(self._executor().mux_model.task_parameters(run.name))
+            self._saver.save_best(run)
+        if run.best.is_exhausted:
+            _stop_early(run)
+        return logs
+
+
+def _stop_early(run: TaskRun) -> None:
+    rule = run.task.early_stopping
+    assert rule is not None, "patience runs out only where early stopping is set"
+    run.end(
+        TaskStatus.STOPPED_EARLY,
+        f"{rule.metric} has not improved for {rule.patience} evaluations; best {run.best.value:.6g} "
+        f"at step {run.best.step}",
+    )

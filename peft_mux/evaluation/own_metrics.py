@@ -1,0 +1,110 @@
+"""`OwnMetrics`: a task's `compute_metrics` and `preprocess_logits_for_metrics`, called as `Trainer` calls them.
+
+What they raise is kept until all passes of the evaluation are over: other processes may be waiting for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from peft_mux.data.batch import IGNORE_INDEX
+from peft_mux.errors import MetricsError
+from peft_mux.task import Task
+
+
+class OwnMetrics:
+    """Collects predictions and labels of one evaluation.
+
+    Args:
+        task: the task whose functions are called.
+
+    Attributes:
+        error: what the functions have raised; none of them is called after it.
+    """
+
+    def __init__(self, task: Task) -> None:
+        """Start without rows."""
+        self.task = task
+        self.error: Exception | None = None
+        self._rows: dict[int, tuple[list[np.ndarray], list[np.ndarray]]] = {}
+
+    def add(self, number: int, logits: Sequence[torch.Tensor], labels: Sequence[np.ndarray]) -> None:
+        """Take in the logits of a batch's sequences, `[L, V]` or `[C]` each, and their labels, `[L]` or a number.
+
+        Args:
+            number: number of the batch in the order of the rows.
+            logits: the logits of each sequence.
+            labels: the labels of each sequence, in the same order.
+        """
+        if self.error is not None:
+            return
+        try:
+            predictions = [self._prediction(*row) for row in zip(logits, labels, strict=True)]
+        except Exception as error:
+            # Kept, not raised: the passes that are left need every process.
+            self.error = error
+            return
+        self._rows[number] = predictions, list(labels)
+
+    def gather(self, gather: Callable[[Any], list[Any]], *, computes: bool) -> None:
+        """Take in the rows and the error of all processes; every one of them calls this.
+
+        Args:
+            gather: returns the values that all processes call it with.
+            computes: whether this process computes metrics; others only give what they have.
+        """
+        gathered = gather((self._rows, error_text(self.error)))
+        self._rows = {number: rows for one, _ in gathered for number, rows in one.items()} if computes else {}
+        failure = next((text for _, text in gathered if text is not None), None)
+        if failure is not None and self.error is None:
+            self.error = MetricsError(failure)
+
+    def result(self) -> dict[str, float] | None:
+        """Return what `compute_metrics` makes of them; `None` where it has failed, or no row came."""
+        if not self._rows or self.error is not None:
+            return None
+        from transformers import EvalPrediction
+
+        compute_metrics = self.task.compute_metrics
+        assert compute_metrics is not None, "only made for tasks with compute_metrics"
+        try:
+            batches = [self._rows[number] for number in sorted(self._rows)]
+            predictions = _stack([row for rows, _ in batches for row in rows])
+            labels = _stack([row for _, rows in batches for row in rows])
+            found = compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
+            return {key if key.startswith("eval_") else f"eval_{key}": float(value) for key, value in found.items()}
+        except Exception as error:
+            self.error = error
+            return None
+
+    def _prediction(self, logits: torch.Tensor, labels: np.ndarray) -> np.ndarray:
+        preprocess = self.task.preprocess_logits_for_metrics
+        if preprocess is not None:
+            # As a batch of one row, which is what Trainer hands to these functions.
+            logits = preprocess(logits[None], torch.as_tensor(labels)[None])[0]
+        # In fp32, as numpy has no bfloat16.
+        return logits.float().cpu().numpy() if logits.is_floating_point() else logits.cpu().numpy()
+
+
+def error_text(error: Exception | None) -> str | None:
+    """Return an error as text for other processes: its kind and message; `None` where there is none."""
+    if error is None:
+        return None
+    # A `MetricsError` came from another process, and its message begins with the kind already.
+    return str(error) if isinstance(error, MetricsError) else f"{type(error).__name__}: {error}"
+
+
+def _stack(rows: list[np.ndarray]) -> np.ndarray:
+    """Return one array, shorter rows filled with -100 at their end, as Trainer gathers them."""
+    if all(np.ndim(row) == 0 for row in rows):
+        return np.asarray(rows)
+    length = max(len(row) for row in rows)
+    padded = []
+    for row in rows:
+        widths = [(0, length - len(row))] + [(0, 0)] * (np.ndim(row) - 1)
+        padded.append(np.pad(row, widths, constant_values=IGNORE_INDEX))
+    return np.stack(padded)

@@ -1,0 +1,163 @@
+"""Hyper-parameters of a task, and the rules that their values keep."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from peft_mux.errors import Fault
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HyperParameters:
+    """A task's settings with the gaps filled from the run's arguments.
+
+    Names are those of `Task`; those that it has in common with `transformers.TrainingArguments` mean the same as there.
+    Steps are optimizer steps of this task.
+
+    Attributes:
+        train_batch_size: number of sequences of a global batch, over all processes.
+        learning_rate: learning rate after the warm-up.
+        num_train_epochs: number of passes over the rows; counts where `max_steps` is -1.
+        max_steps: number of steps of the task, or -1 for as many as the epochs have.
+        weight_decay: weight decay of the optimizer.
+        lr_scheduler_type: Trainer's name of the schedule of the learning rate.
+        lr_scheduler_kwargs: further options of the schedule; `None` for none.
+        warmup_steps: number of steps of the warm-up, or their share of all steps where it is below 1.
+        max_grad_norm: norm to which the gradient of the task is clipped; 0 for no clipping.
+        optim: Trainer's name of the optimizer.
+        optim_args: further options of the optimizer as "key=value,key=value"; `None` for none.
+        adam_beta1: decay of Adam's mean of gradients.
+        adam_beta2: decay of Adam's mean of squared gradients.
+        adam_epsilon: what Adam adds to the root in its denominator.
+        seed: fixes the adapter's initial weights, the order of the rows and the dropout.
+        max_length: number of tokens of a row after which `overlong_policy` applies.
+        eval_steps: evaluate every so many steps; 0 for never, -1 for at the end of each epoch.
+        save_steps: write a checkpoint of this task alone every so many steps; 0 for never.
+    """
+
+    train_batch_size: int
+    learning_rate: float
+    num_train_epochs: float
+    max_steps: int
+    weight_decay: float
+    lr_scheduler_type: str
+    lr_scheduler_kwargs: dict[str, Any] | None
+    warmup_steps: float
+    max_grad_norm: float
+    optim: str
+    optim_args: str | None
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    seed: int
+    max_length: int
+    eval_steps: int
+    save_steps: int
+
+
+def hyper_parameter_faults(values: Any, where: str, *, but: Iterable[str] = ()) -> list[Fault]:
+    """Return what is wrong with the numbers of a task or of the run's arguments.
+
+    Args:
+        values: object whose attributes carry `TrainingArguments` names; `None` and absent are skipped.
+        where: prefix of the fields in messages, such as `tasks.sql`.
+        but: names that mean something else in `values`; they are not read.
+    """
+    faults = []
+    for name, (is_valid, allowed) in _NUMBER_RULES.items():
+        if name in but:
+            continue
+        value = getattr(values, name, None)
+        if value is not None and not is_valid(value):
+            faults.append(Fault(f"{where}.{name}", repr(value), allowed))
+    return faults
+
+
+def supported_optimizers() -> list[str]:
+    """Return the `optim` names of Trainer that can be held per task.
+
+    Left out are optimizers that step inside the backward pass or layer by layer (LOMO, layer-wise kinds), that project
+    modules named for the whole model (GaLore, APOLLO), and that swap weights for evaluation (schedule-free).
+    """
+    from transformers.training_args import OptimizerNames
+
+    names = [str(option.value) for option in OptimizerNames]
+    refused = ("lomo", "galore", "apollo", "layerwise", "schedule_free")
+    return [name for name in names if not any(part in name for part in refused)]
+
+
+def supported_schedules() -> list[str]:
+    """Return the `lr_scheduler_type` names of Trainer that depend on the step alone."""
+    from transformers import SchedulerType
+
+    refused = ("reduce_lr_on_plateau", "greedy")
+    return [str(kind.value) for kind in SchedulerType if str(kind.value) not in refused]
+
+
+def supported_losses(task_type: str | None) -> list[str]:
+    """Return every `loss_type` that there is for tasks of a PEFT task type."""
+    # Only where a task is checked: the registry brings torch, which names and numbers do not need.
+    from peft_mux.modeling.backbone.head_kinds import head_kind_for
+    from peft_mux.modeling.objectives.objective import loss_types
+
+    return loss_types(head_kind_for(task_type))
+
+
+def supported_metrics(loss_type: object) -> list[str]:
+    """Return the metrics that every evaluation may give with a `loss_type`; those of all losses for unknown ones."""
+    from peft_mux.modeling.objectives.objective import metric_names
+
+    return metric_names(loss_type if isinstance(loss_type, str) else None) or metric_names()
+
+
+def _is_real(value: object) -> bool:
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integer(minimum: int) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: _is_integer(value) and value >= minimum, f"an integer of at least {minimum}"
+
+
+def _real(minimum: float) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: _is_real(value) and value >= minimum, f"a finite number of at least {minimum:g}"
+
+
+def _positive(what: str = "a finite number above 0") -> tuple[Callable[[Any], bool], str]:
+    return lambda value: _is_real(value) and value > 0, what
+
+
+_NUMBER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "train_batch_size": _integer(1),
+    "learning_rate": _positive(),
+    "num_train_epochs": _positive(),
+    "max_steps": (
+        lambda value: _is_integer(value) and (value >= 1 or value == -1),
+        "an integer of at least 1, or -1 for num_train_epochs",
+    ),
+    "weight_decay": _real(0),
+    "warmup_steps": _real(0),
+    "max_grad_norm": _real(0),
+    "adam_beta1": (lambda value: _is_real(value) and 0 <= value < 1, "a number in [0, 1)"),
+    "adam_beta2": (lambda value: _is_real(value) and 0 <= value < 1, "a number in [0, 1)"),
+    "adam_epsilon": _real(0),
+    "seed": (lambda value: _is_integer(value) and 0 <= value < 2**63, "an integer in [0, 2**63)"),
+    "max_length": _integer(2),
+    "num_labels": _integer(1),
+    "eval_steps": _integer(0),
+    "save_steps": _integer(0),
+    "priority": (_is_integer, "an integer"),
+}
+
+
+ELEMENTWISE = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
+"""Optimizers that treat every element alike, so that it does not matter how weights are cut into tensors."""

@@ -1,0 +1,349 @@
+"""What runs on the device: the Triton kernels that `launch.py` starts, and the Philox draws inside of them.
+
+A program works on rows of one segment only, and reads neither rows nor columns of S nor rows of a slab that are not
+that segment's: a NaN stays with the task that has it. How a segment is cut into blocks follows from its own rank and
+rows, never from its neighbours, and gradients are summed in a fixed order without atomics; so every bit a task gets is
+the same alone and in company.
+
+Shape letters: T rows of the stream, D features, K features written, R rows of a slab, C columns of S, G segments;
+M rows of a block.
+"""
+
+# Triton's annotations of scalars are values and not types, and plain values stand for its constexpr.
+# pyright: reportInvalidTypeForm=false, reportArgumentType=false
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _keep_mask(key, counter_M, first_column, threshold, COLUMNS: tl.constexpr, PINNED: tl.constexpr):
+    """Return which elements of `[M, COLUMNS]` are kept; bit for bit `philox.keep_mask`."""
+    # One call gives eight draws. They are reduced to eight bits before they are spread over columns, so that the
+    # generator runs once per eight columns and not once per element.
+    calls = first_column // 8 + tl.arange(0, COLUMNS // 8)
+    counter = counter_M[:, None] + calls.to(tl.uint32)[None, :]
+    zeros = tl.zeros_like(counter)
+    limit = threshold.to(tl.uint32)
+    if PINNED:
+        # A loop of one turn: the compiler moves no layout conversion across it. Beside a product, whose layout gives
+        # a thread two neighbouring columns, it would otherwise run the generator four times as often.
+        bits = tl.zeros_like(counter).to(tl.int32)
+        turns = 1
+        while turns > 0:
+            bits = _keep_bits(key, counter, zeros, limit)
+            turns -= 1
+    else:
+        bits = _keep_bits(key, counter, zeros, limit)
+    keep = (bits[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+    return tl.reshape(keep, (counter_M.shape[0], COLUMNS)) != 0
+
+
+@triton.jit
+def _keep_bits(key, counter, zeros, limit):
+    """Return eight bits per call of the generator: which of its eight draws keep their elements."""
+    word_0, word_1, word_2, word_3 = tl.philox(key, counter, zeros, zeros, zeros, n_rounds=7)
+    bits = _keep_pair(word_0, limit) | (_keep_pair(word_1, limit) << 2)
+    return bits | (_keep_pair(word_2, limit) << 4) | (_keep_pair(word_3, limit) << 6)
+
+
+@triton.jit
+def _keep_pair(word, limit):
+    """Return two bits: whether the lower and the upper half of a word keep their elements."""
+    return ((word & 0xFFFF) >= limit).to(tl.int32) | (((word >> 16) >= limit).to(tl.int32) << 1)
+
+
+@triton.jit
+def _dropout_state(step_seed_ptr, threshold_ptr, places_ptr, segment, row, row_mask, module_seed, WIDTH: tl.constexpr):
+    """Return key, threshold, and each row's first counter."""
+    CALLS: tl.constexpr = (WIDTH + 7) // 8
+    key = tl.load(step_seed_ptr + segment) ^ module_seed
+    place = tl.load(places_ptr + row, mask=row_mask, other=0)
+    return key, tl.load(threshold_ptr + segment), place.to(tl.uint32) * CALLS
+
+
+@triton.jit
+def _factor(scale_ptr, keep_scale_ptr, segment, SCALED: tl.constexpr, DROP: tl.constexpr):
+    """Return what sums are multiplied by, in fp32."""
+    factor = 1.0
+    if SCALED:
+        factor = tl.load(scale_ptr + segment)
+    if DROP:
+        factor = factor * tl.load(keep_scale_ptr + segment)
+    return factor
+
+
+@triton.jit
+def _dot(left, right, sums, UPCAST: tl.constexpr):
+    """Add a product of blocks to fp32 sums; the interpreter cannot multiply 16-bit blocks."""
+    if UPCAST:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    # TF32, the default for fp32 blocks, would keep ten bits of each factor.
+    return tl.dot(left, right, sums, input_precision="ieee")
+
+
+@triton.jit
+def _columns_of(rank):
+    """Return how many columns of S belong to a segment: whole groups of eight, so that rows of S move in words."""
+    return (rank + 7) // 8 * 8
+
+
+@triton.jit
+def _out_of_class(rank, lowest_rank, highest_rank):
+    """Return whether a segment's rank is left to another launch, or to none."""
+    return (rank < lowest_rank) | (rank > highest_rank)
+
+
+# Not specialised: each module has a seed of its own, and Triton would compile anew for some of them.
+@triton.jit(do_not_specialize=["module_seed", "lowest_rank", "highest_rank"])
+def shrink_kernel(
+    x_ptr,
+    w_ptr,
+    s_ptr,
+    places_ptr,
+    tile_segment_ptr,
+    tile_row_ptr,
+    seg_end_ptr,
+    step_seed_ptr,
+    w_offset_ptr,
+    s_column_ptr,
+    rank_ptr,
+    scale_ptr,
+    keep_scale_ptr,
+    threshold_ptr,
+    x_stride,
+    s_stride,
+    lowest_rank: tl.int32,
+    highest_rank: tl.int32,
+    module_seed: tl.int64,
+    D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SCALED: tl.constexpr,
+    DROP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """S of one tile of rows and one block of ranks: the sum over all columns of `x`."""
+    tile = tl.program_id(0)
+    segment = tl.load(tile_segment_ptr + tile)
+    # Tables of fixed size leave tiles over that this step does not use.
+    if segment < 0:
+        return
+    rank = tl.load(rank_ptr + segment)
+    first_rank = tl.program_id(1) * BLOCK_R
+    if (first_rank >= rank) | _out_of_class(rank, lowest_rank, highest_rank):
+        return
+    # int64, as row times stride passes 2^31 elements in long streams of wide layers.
+    row = (tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_M)).to(tl.int64)
+    row_mask = row < tl.load(seg_end_ptr + segment)
+    ranks = first_rank + tl.arange(0, BLOCK_R)
+    rank_mask = ranks < rank
+    column = tl.arange(0, BLOCK_D)
+    if DROP:
+        key, threshold, counter = _dropout_state(
+            step_seed_ptr, threshold_ptr, places_ptr, segment, row, row_mask, module_seed, D
+        )
+    w_ptr += tl.multiple_of(tl.load(w_offset_ptr + segment), 8)
+    x_ptr = x_ptr + row[:, None] * x_stride + column[None, :]
+    w_ptr = w_ptr + ranks[:, None] * D + column[None, :]
+    sums = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+    for first_column in range(0, D, BLOCK_D):
+        x_mask = row_mask[:, None]
+        w_mask = rank_mask[:, None]
+        if D % BLOCK_D != 0:
+            inside = (first_column + column < D)[None, :]
+            x_mask = x_mask & inside
+            w_mask = w_mask & inside
+        x = tl.load(x_ptr, mask=x_mask, other=0.0)
+        w = tl.load(w_ptr, mask=w_mask, other=0.0)
+        if DROP:
+            # Chosen and not multiplied: 0 * NaN would be NaN.
+            x = tl.where(_keep_mask(key, counter, first_column, threshold, BLOCK_D, False), x, 0.0)
+        sums = _dot(x, tl.trans(w), sums, UPCAST)
+        x_ptr += BLOCK_D
+        w_ptr += BLOCK_D
+    # Scale and keep scale are applied to the fp32 sum, once, before it is rounded: S is rounded a single time.
+    sums = sums * _factor(scale_ptr, keep_scale_ptr, segment, SCALED, DROP)
+    s_ptr += tl.multiple_of(tl.load(s_column_ptr + segment), 8)
+    s_ptr = s_ptr + row[:, None] * s_stride + ranks[None, :]
+    tl.store(s_ptr, sums.to(s_ptr.dtype.element_ty), mask=row_mask[:, None] & (ranks < _columns_of(rank))[None, :])
+
+
+@triton.jit(do_not_specialize=["module_seed", "lowest_rank", "highest_rank"])
+def expand_kernel(
+    s_ptr,
+    w_ptr,
+    y_ptr,
+    bias_ptr,
+    places_ptr,
+    tile_segment_ptr,
+    tile_row_ptr,
+    seg_end_ptr,
+    step_seed_ptr,
+    w_offset_ptr,
+    s_column_ptr,
+    rank_ptr,
+    scale_ptr,
+    keep_scale_ptr,
+    threshold_ptr,
+    s_stride,
+    y_stride,
+    lowest_rank: tl.int32,
+    highest_rank: tl.int32,
+    module_seed: tl.int64,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SCALED: tl.constexpr,
+    DROP: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ADD: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """One tile of rows and one block of columns of `y`: the sum over a segment's ranks."""
+    tile = tl.program_id(0)
+    segment = tl.load(tile_segment_ptr + tile)
+    if segment < 0:
+        return
+    rank = tl.load(rank_ptr + segment)
+    if _out_of_class(rank, lowest_rank, highest_rank):
+        return
+    # int64, as row times stride passes 2^31 elements in long streams of wide layers.
+    row = (tl.load(tile_row_ptr + tile) + tl.arange(0, BLOCK_M)).to(tl.int64)
+    row_mask = row < tl.load(seg_end_ptr + segment)
+    first_column = tl.program_id(1) * BLOCK_K
+    column = first_column + tl.arange(0, BLOCK_K)
+    column_mask = column < K
+    lane = tl.arange(0, BLOCK_R)
+    s_ptr += tl.multiple_of(tl.load(s_column_ptr + segment), 8)
+    w_ptr += tl.multiple_of(tl.load(w_offset_ptr + segment), 8)
+    s_ptr = s_ptr + row[:, None] * s_stride + lane[None, :]
+    w_ptr = w_ptr + lane[:, None] * K + column[None, :]
+    sums = tl.zeros((BLOCK_M, BLOCK_K), dtype=tl.float32)
+    for first_rank in range(0, rank, BLOCK_R):
+        rank_mask = first_rank + lane < rank
+        s_mask = row_mask[:, None] & (first_rank + lane < _columns_of(rank))[None, :]
+        s = tl.load(s_ptr + first_rank, mask=s_mask, other=0.0)
+        w = tl.load(w_ptr + first_rank * K, mask=rank_mask[:, None] & column_mask[None, :], other=0.0)
+        sums = _dot(s, w, sums, UPCAST)
+    sums = sums * _factor(scale_ptr, keep_scale_ptr, segment, SCALED, DROP)
+    if DROP:
+        key, threshold, counter = _dropout_state(
+            step_seed_ptr, threshold_ptr, places_ptr, segment, row, row_mask, module_seed, K
+        )
+        sums = tl.where(_keep_mask(key, counter, first_column, threshold, BLOCK_K, True), sums, 0.0)
+    if HAS_BIAS:
+        sums += tl.load(bias_ptr + column, mask=column_mask, other=0.0).to(tl.float32)[None, :]
+    y_ptr = y_ptr + row[:, None] * y_stride + column[None, :]
+    if ADD:
+        sums += tl.load(y_ptr, mask=row_mask[:, None] & column_mask[None, :], other=0.0).to(tl.float32)
+    tl.store(y_ptr, sums.to(y_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
+
+
+@triton.jit(do_not_specialize=["module_seed", "part_ranks", "lowest_rank", "highest_rank"])
+def wgrad_kernel(
+    s_ptr,
+    x_ptr,
+    part_ptr,
+    places_ptr,
+    chunk_segment_ptr,
+    chunk_row_ptr,
+    seg_end_ptr,
+    step_seed_ptr,
+    s_column_ptr,
+    rank_ptr,
+    scale_ptr,
+    keep_scale_ptr,
+    threshold_ptr,
+    s_stride,
+    x_stride,
+    part_ranks: tl.int32,
+    lowest_rank: tl.int32,
+    highest_rank: tl.int32,
+    module_seed: tl.int64,
+    D: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    SCALED: tl.constexpr,
+    DROP: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """The part of a weight gradient that one chunk of rows gives, for one block of ranks and of columns."""
+    CALLS: tl.constexpr = (D + 7) // 8
+    chunk = tl.program_id(0)
+    segment = tl.load(chunk_segment_ptr + chunk)
+    if segment < 0:
+        return
+    rank = tl.load(rank_ptr + segment)
+    first_rank = tl.program_id(2) * BLOCK_R
+    if (first_rank >= rank) | _out_of_class(rank, lowest_rank, highest_rank):
+        return
+    first_row = tl.load(chunk_row_ptr + chunk)
+    end_row = tl.minimum(tl.load(seg_end_ptr + segment), first_row + CHUNK)
+    ranks = first_rank + tl.arange(0, BLOCK_R)
+    rank_mask = ranks < rank
+    first_column = tl.program_id(1) * BLOCK_D
+    column = first_column + tl.arange(0, BLOCK_D)
+    column_mask = column < D
+    if DROP:
+        key = tl.load(step_seed_ptr + segment) ^ module_seed
+        threshold = tl.load(threshold_ptr + segment)
+    s_ptr += tl.multiple_of(tl.load(s_column_ptr + segment), 8)
+    # Columns first: 16 ranks are too few rows for the tensor cores' own product of a warp group.
+    sums = tl.zeros((BLOCK_D, BLOCK_R), dtype=tl.float32)
+    for block_row in range(first_row, end_row, BLOCK_M):
+        row = (block_row + tl.arange(0, BLOCK_M)).to(tl.int64)
+        row_mask = row < end_row
+        s_mask = row_mask[:, None] & (ranks < _columns_of(rank))[None, :]
+        s = tl.load(s_ptr + row[:, None] * s_stride + ranks[None, :], mask=s_mask, other=0.0)
+        x_mask = row_mask[:, None] & column_mask[None, :]
+        x = tl.load(x_ptr + row[:, None] * x_stride + column[None, :], mask=x_mask, other=0.0)
+        if DROP:
+            counter = tl.load(places_ptr + row, mask=row_mask, other=0).to(tl.uint32) * CALLS
+            x = tl.where(_keep_mask(key, counter, first_column, threshold, BLOCK_D, False), x, 0.0)
+        sums = _dot(tl.trans(x), s, sums, UPCAST)
+    sums = sums * _factor(scale_ptr, keep_scale_ptr, segment, SCALED, DROP)
+    # int64, as chunks times ranks times columns may pass 2^31.
+    part_ptr += chunk.to(tl.int64) * part_ranks * D
+    part_ptr = part_ptr + ranks[:, None] * D + column[None, :]
+    tl.store(part_ptr, tl.trans(sums), mask=rank_mask[:, None] & column_mask[None, :])
+
+
+@triton.jit(do_not_specialize=["part_ranks"])
+def reduce_kernel(
+    part_ptr,
+    grad_ptr,
+    chunk_begin_ptr,
+    w_offset_ptr,
+    rank_ptr,
+    part_ranks: tl.int32,
+    D: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
+):
+    """A weight gradient: the parts of its chunks, added in their order."""
+    segment = tl.program_id(0)
+    rank = tl.load(rank_ptr + segment)
+    ranks = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
+    if tl.program_id(2) * BLOCK_R >= rank:
+        return
+    column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    mask = (ranks < rank)[:, None] & (column < D)[None, :]
+    sums = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
+    part_ptr = part_ptr + ranks.to(tl.int64)[:, None] * D + column[None, :]
+    # In the order of the chunks and without atomics: the same bits every time.
+    for chunk in range(tl.load(chunk_begin_ptr + segment), tl.load(chunk_begin_ptr + segment + 1)):
+        sums += tl.load(part_ptr + tl.cast(chunk, tl.int64) * part_ranks * D, mask=mask, other=0.0)
+    grad_ptr += tl.multiple_of(tl.load(w_offset_ptr + segment), 8)
+    grad_ptr = grad_ptr + ranks[:, None] * D + column[None, :]
+    if ACCUMULATE:
+        sums += tl.load(grad_ptr, mask=mask, other=0.0)
+    tl.store(grad_ptr, sums, mask=mask)

@@ -1,0 +1,156 @@
+"""Grouped LoRA as autograd sees it: a function for eager passes, and opaque operators for compiled ones.
+
+Both call a `GroupCall`: the adapters of all tasks in a group of linear layers, bound to the rows of one pass. Gradients
+of the factors are added in place to the buffers that their owners keep, so they do not pass through autograd; a scalar
+that requires gradients (the anchor) makes outputs differentiable even where the activations are not.
+
+`peft_mux::lora_group` and `peft_mux::lora_group_backward` are opaque to `torch.compile`: which tasks there are, their
+rows, ranks and seeds are looked up when they run, under a number, so that no change of them compiles anything anew.
+
+Shape letters: T rows of the stream, D features read, K features of a layer.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+_MAX_PASSES = 256
+
+
+class GroupCall(Protocol):
+    """A group of linear layers in one pass."""
+
+    def forward(self, x_TD: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return each layer's output `[T, K]`, and what the backward pass needs besides `x`."""
+        ...
+
+    def backward(
+        self, dys_TK: Sequence[torch.Tensor], x_TD: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
+    ) -> torch.Tensor | None:
+        """Add to the gradients of the factors, and return that of `x`."""
+        ...
+
+
+class LoraGroupFunction(torch.autograd.Function):
+    """One group of layers, forward and backward, in an eager pass."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TD: torch.Tensor, anchor: torch.Tensor, call: GroupCall, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute each `y`; save `x` and what the call asks for."""
+        x = x_TD.to(dtype)
+        outputs, saved = call.forward(x)
+        ctx.save_for_backward(x, saved)
+        ctx.call, ctx.dtype, ctx.input_dtype = call, dtype, x_TD.dtype
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *dys_TK: torch.Tensor) -> tuple[Any, ...]:
+        """Return `dx`, and add to the gradients of the factors."""
+        x, saved = ctx.saved_tensors
+        dys = [dy.to(ctx.dtype) for dy in dys_TK]
+        dx = ctx.call.backward(dys, x, saved, needs_dx=ctx.needs_input_grad[0])
+        # None for the anchor: what it stands for, the factors' gradients, lies in their buffers already.
+        return None if dx is None else dx.to(ctx.input_dtype), None, None, None
+
+
+class PassRegistry:
+    """Finds the call of a group in a pass by numbers, which is all that a compiled graph holds.
+
+    The newest 256 passes are kept, as a compiled graph does not say when it needs one no more: of compiled modules, no
+    more passes than that may wait for their backward.
+    """
+
+    def __init__(self) -> None:
+        """Start without any pass."""
+        self._passes: OrderedDict[int, Callable[[int, torch.dtype], GroupCall]] = OrderedDict()
+        self._number = 0
+
+    @torch.compiler.disable()
+    def add(self, find: Callable[[int, torch.dtype], GroupCall]) -> torch.Tensor:
+        """Keep a pass until 256 newer ones have come.
+
+        Args:
+            find: returns the call of a group, from the group's number and the dtype of its activations.
+
+        Returns:
+            int64 scalar on the CPU that stands for the pass.
+        """
+        self._number += 1
+        self._passes[self._number] = find
+        while len(self._passes) > _MAX_PASSES:
+            self._passes.popitem(last=False)
+        # A tensor, as a graph would be guarded by the value of an int and compiled anew for each pass.
+        return torch.tensor(self._number)
+
+    def call(self, handle: torch.Tensor, group: int, dtype: torch.dtype) -> GroupCall:
+        """Return the call of a group in a pass."""
+        return self._passes[int(handle)](group, dtype)
+
+
+PASSES = PassRegistry()
+
+
+@torch.library.custom_op("peft_mux::lora_group", mutates_args=())
+def lora_group(
+    x: torch.Tensor, anchor: torch.Tensor, handle: torch.Tensor, group: int, widths: list[int], num_columns: int
+) -> list[torch.Tensor]:
+    """Return the outputs of a group, and last what its backward pass needs.
+
+    Args:
+        x: `[T, D]` activations that all layers of the group read.
+        anchor: scalar that requires gradients.
+        handle: number of the pass, from `PassRegistry.add`.
+        group: number of the group of layers.
+        widths: number of features of each layer's output.
+        num_columns: number of elements that the backward pass needs for each row.
+    """
+    outputs, saved = PASSES.call(handle, group, x.dtype).forward(x)
+    return [*outputs, saved.reshape(len(x), num_columns)]
+
+
+@lora_group.register_fake
+def _(
+    x: torch.Tensor, anchor: torch.Tensor, handle: torch.Tensor, group: int, widths: list[int], num_columns: int
+) -> list[torch.Tensor]:
+    return [x.new_empty(x.shape[0], width) for width in (*widths, num_columns)]
+
+
+@torch.library.custom_op("peft_mux::lora_group_backward", mutates_args=())
+def lora_group_backward(
+    dys: list[torch.Tensor], x: torch.Tensor, saved: torch.Tensor, handle: torch.Tensor, group: int
+) -> torch.Tensor:
+    """Add to the gradients of the factors, and return that of `x`."""
+    dx = PASSES.call(handle, group, x.dtype).backward(dys, x, saved, needs_dx=True)
+    assert dx is not None, "it was asked for"
+    return dx
+
+
+@lora_group_backward.register_fake
+def _(dys: list[torch.Tensor], x: torch.Tensor, saved: torch.Tensor, handle: torch.Tensor, group: int) -> torch.Tensor:
+    return x.new_empty(x.shape)
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    x, _, handle, group, widths, _ = inputs
+    ctx.save_for_backward(x, output[-1], handle)
+    ctx.group, ctx.num_outputs, ctx.mark_saved = group, len(widths), output[-1]
+    # Zeros for outputs that nothing reads: the backward operator takes a gradient of every layer.
+    ctx.set_materialize_grads(True)
+
+
+def _backward(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
+    x, saved, handle = ctx.saved_tensors
+    dys = [gradient.contiguous() for gradient in gradients[: ctx.num_outputs]]
+    dx = torch.ops.peft_mux.lora_group_backward(dys, x, saved, handle, ctx.group)
+    # The anchor's gradient, always zero, keeps the operator in graphs where nothing below wants dx.
+    return dx, dx.flatten()[:1].sum() * 0, None, None, None, None
+
+
+lora_group.register_autograd(_backward, setup_context=_save_for_backward)

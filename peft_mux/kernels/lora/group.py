@@ -1,0 +1,357 @@
+"""The adapters of all tasks in a group of linear layers that read the same activations, and the launches of a pass.
+
+    forward    S = x A^T of all layers, one launch; per layer y = s S_i B_i^T + bias, then the base product on top
+    backward   per layer dS_i = s dy_i B_i; dx = dS A of all layers, one launch, then the base products on top;
+               dA of all layers, one launch; per layer dB_i
+
+(M §3.4.3; q, k and v, and gate and up, are such groups.) A task whose adapters have dropout draws a mask of its own for
+each layer, so its A work layer by layer, in further launches. Which launches work on a task follows from that task
+alone, so its bits are the same in any company.
+
+Shape letters: T rows of the stream, D features read, K features of a layer, R rank, C columns of S.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from peft_mux.kernels import philox
+from peft_mux.kernels.lora.factors import Factors
+from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, MAX_RANK, RankTable, SegmentTables
+
+_COLUMNS = 8
+"""Columns of S, and rows of A that follow each other in memory, come in groups of eight."""
+
+
+class Adapter(NamedTuple):
+    """One task's adapter in one linear layer, where kernels find it.
+
+    Attributes:
+        a_RD: values of A; rows up to the next multiple of eight are zeros that belong to it.
+        b_RK: values of B transposed.
+        da_RD: fp32 gradient of A that a backward pass adds to; `None` where nothing trains.
+        db_RK: the same of B transposed.
+        scale: alpha / rank, or alpha / sqrt(rank).
+        dropout: probability of dropping an element of x.
+    """
+
+    a_RD: torch.Tensor
+    b_RK: torch.Tensor
+    da_RD: torch.Tensor | None
+    db_RK: torch.Tensor | None
+    scale: float
+    dropout: float
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapter, R."""
+        return len(self.a_RD)
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of S that it takes, the rank rounded up to a multiple of eight."""
+        return -(-self.rank // _COLUMNS) * _COLUMNS
+
+
+class _LaunchOfA(NamedTuple):
+    """What launches of factors A need, be it those of all layers at once, or those of one layer with its own draws.
+
+    Attributes:
+        ranks: rank, scale and dropout of each segment.
+        values: where the factors lie.
+        gradients: where their gradients lie; `None` where nothing trains.
+        module_seed: the layer's half of the dropout key; `None` for no dropout.
+    """
+
+    ranks: RankTable
+    values: Factors
+    gradients: Factors | None
+    module_seed: int | None
+
+
+class _LaunchOfB(NamedTuple):
+    """What launches of one layer's factors B need.
+
+    Attributes:
+        ranks: rank and scale of each segment.
+        values: where the factors lie.
+        gradients: where their gradients lie; `None` where nothing trains.
+    """
+
+    ranks: RankTable
+    values: Factors
+    gradients: Factors | None
+
+
+class LoraGroup:
+    """What the launches of a group need to know of its adapters; the same for every pass of the same tasks.
+
+    Args:
+        layers: for each linear layer, the adapter of each segment of the stream; `None` for a task without one.
+        module_names: name of each layer, on which its dropout draws depend.
+
+    Attributes:
+        num_columns: number of columns of S, C.
+        joint: launches of the tasks whose factors A of all layers work as one; `None` where there is no such task.
+        apart: for each layer, launches of the factors A of the other tasks; `None` where there is none.
+        layers: for each layer, launches of the factors B; `None` where no task has an adapter in it.
+
+    Raises:
+        ValueError: if the adapters lie where kernels cannot read them, or a rank is too great.
+    """
+
+    def __init__(self, layers: Sequence[Sequence[Adapter | None]], module_names: Sequence[str]) -> None:
+        """Decide which launches each task takes part in, and build their tables."""
+        segments = list(zip(*layers, strict=True))
+        _check_ranks(layers)
+        columns = [_first_columns(adapters) for adapters in segments]
+        self.num_columns = max((ends[-1] for ends in columns), default=0)
+        is_joint = [_is_joint(adapters) for adapters in segments]
+        self.joint = _joint_launch(segments, is_joint)
+        self.apart = [
+            _launch_apart(adapters, is_joint, [starts[index] for starts in columns], name)
+            for index, (adapters, name) in enumerate(zip(layers, module_names, strict=True))
+        ]
+        self.layers = [
+            _launch_of_layer(adapters, [starts[index] for starts in columns]) for index, adapters in enumerate(layers)
+        ]
+
+    def forward(
+        self,
+        x_TD: torch.Tensor,
+        bases: Sequence[Base],
+        segments: SegmentTables,
+        places: torch.Tensor,
+        *,
+        num_columns: int | None = None,
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return each layer's `y [T, K]`, and S for the backward pass.
+
+        Args:
+            x_TD: `[T, D]` activations, in the dtype of the factors.
+            bases: the frozen part of each layer.
+            segments: which rows of the stream belong to which task.
+            places: int64 `[T]`, place of each row in its task's global batch, for dropout.
+            num_columns: number of columns of S, where it shall be wider than needed.
+        """
+        # Imported here, as it needs Triton, without which this file has to be importable.
+        from peft_mux.kernels.lora import launch as kernels
+
+        # Not zeroed: no kernel reads columns of S that its segment has not written.
+        s_TC = x_TD.new_empty(len(x_TD), num_columns or self.num_columns)
+        for part in self._launches_of_a():
+            draws = _dropout_arguments(part, places)
+            kernels.shrink(x_TD, part.values, s_TC, segments, part.ranks, scaled=False, **draws)
+        outputs = []
+        for layer, base in zip(self.layers, bases, strict=True):
+            if layer is None:
+                outputs.append(base.output(x_TD))
+                continue
+            y_TK = x_TD.new_empty(len(x_TD), base.out_features)
+            bias = None if base.bias_K is None else base.bias_K.to(x_TD.dtype)
+            # The adapters' part first: the base product adds it in its own epilogue, and no kernel has to read y.
+            kernels.expand(s_TC, layer.values, y_TK, segments, layer.ranks, scaled=True, bias=bias)
+            if base.weight_KD is not None:
+                torch.addmm(y_TK, x_TD, base.weight_KD.to(x_TD.dtype).t(), out=y_TK)
+            outputs.append(y_TK)
+        return tuple(outputs), s_TC
+
+    def backward(
+        self,
+        dys_TK: Sequence[torch.Tensor],
+        x_TD: torch.Tensor,
+        s_TC: torch.Tensor,
+        bases: Sequence[Base],
+        segments: SegmentTables,
+        places: torch.Tensor,
+        *,
+        needs_dx: bool,
+    ) -> torch.Tensor | None:
+        """Add to the gradients of the factors, and return `dx [T, D]`.
+
+        Args:
+            dys_TK: gradient `[T, K]` of each layer's output.
+            x_TD: `[T, D]` activations that the forward pass read.
+            s_TC: the S `[T, C]` that the forward pass returned.
+            bases: the frozen part of each layer.
+            segments: which rows of the stream belong to which task.
+            places: int64 `[T]`, place of each row in its task's global batch, for dropout.
+            needs_dx: whether a layer below needs `dx`.
+        """
+        from peft_mux.kernels.lora import launch as kernels
+
+        # Of several readers, one copy: a gradient of `expand` or `sum` has strides of 0.
+        dys = [dy if dy.stride(-1) == 1 else dy.contiguous() for dy in dys_TK]
+        # dS comes first, as dx and dA both read it (M Eq. 2).
+        ds_TC = torch.empty_like(s_TC)
+        for layer, dy in zip(self.layers, dys, strict=True):
+            if layer is not None:
+                kernels.shrink(dy, layer.values, ds_TC, segments, layer.ranks, scaled=True)
+        dx_TD = self._input_gradient(dys, x_TD, ds_TC, bases, segments, places) if needs_dx else None
+        for part in self._launches_of_a():
+            if part.gradients is not None:
+                draws: dict[str, Any] = {**_dropout_arguments(part, places), "accumulate": True}
+                kernels.wgrad(ds_TC, x_TD, part.gradients, segments, part.ranks, scaled=False, **draws)
+        for layer, dy in zip(self.layers, dys, strict=True):
+            if layer is not None and layer.gradients is not None:
+                kernels.wgrad(s_TC, dy, layer.gradients, segments, layer.ranks, scaled=True, accumulate=True)
+        return dx_TD
+
+    def _input_gradient(
+        self,
+        dys: Sequence[torch.Tensor],
+        x_TD: torch.Tensor,
+        ds_TC: torch.Tensor,
+        bases: Sequence[Base],
+        segments: SegmentTables,
+        places: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return dx: the adapters' part first, the base's on top; in this order in any company."""
+        from peft_mux.kernels.lora import launch as kernels
+
+        # Rows of their own, whatever the layout of x: kernels write whole words of a row.
+        # The joint launch writes every row; without it, launches of single layers add to zeros.
+        dx_TD = x_TD.new_empty(x_TD.shape) if self.joint is not None else x_TD.new_zeros(x_TD.shape)
+        if self.joint is not None:
+            kernels.expand(ds_TC, self.joint.values, dx_TD, segments, self.joint.ranks, scaled=False)
+        for part in self.apart:
+            if part is not None:
+                draws: dict[str, Any] = {**_dropout_arguments(part, places), "add": True}
+                kernels.expand(ds_TC, part.values, dx_TD, segments, part.ranks, scaled=False, **draws)
+        for dy, base in zip(dys, bases, strict=True):
+            if base.weight_KD is not None:
+                torch.addmm(dx_TD, dy, base.weight_KD.to(x_TD.dtype), out=dx_TD)
+        return dx_TD
+
+    def _launches_of_a(self) -> list[_LaunchOfA]:
+        return [part for part in (self.joint, *self.apart) if part is not None]
+
+
+class Base(NamedTuple):
+    """The frozen part of one linear layer.
+
+    Attributes:
+        weight_KD: frozen weight `[K, D]`; `None` where the caller adds the base's output.
+        bias_K: frozen bias `[K]`, or `None`.
+        out_features: number of output features, K.
+    """
+
+    weight_KD: torch.Tensor | None
+    bias_K: torch.Tensor | None
+    out_features: int
+
+    def output(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """Return the frozen layer's own output; zeros where the caller adds it."""
+        if self.weight_KD is None:
+            return x_TD.new_zeros(len(x_TD), self.out_features)
+        bias = None if self.bias_K is None else self.bias_K.to(x_TD.dtype)
+        return F.linear(x_TD, self.weight_KD.to(x_TD.dtype), bias)
+
+
+def _check_ranks(layers: Sequence[Sequence[Adapter | None]]) -> None:
+    ranks = [adapter.rank for adapters in layers for adapter in adapters if adapter is not None]
+    if max(ranks, default=0) > MAX_RANK:
+        raise ValueError(f"the largest rank is {max(ranks)}; allowed: 1 to {MAX_RANK}.")
+
+
+def _first_columns(adapters: Sequence[Adapter | None]) -> list[int]:
+    """Return the first column of S of each layer's adapter of one task, and where they end."""
+    starts = [0]
+    for adapter in adapters:
+        starts.append(starts[-1] + (0 if adapter is None else adapter.columns))
+    return starts
+
+
+def _is_joint(adapters: Sequence[Adapter | None]) -> bool:
+    """Whether the factors A of one task in all layers can work as one: no draws, and side by side in memory."""
+    present = [adapter for adapter in adapters if adapter is not None]
+    if any(philox.drop_threshold(adapter.dropout) for adapter in present):
+        return False
+    if sum(adapter.columns for adapter in present) > MAX_JOINT_RANK:
+        return False
+    return all(
+        _follows(one.a_RD, one.columns, other.a_RD) and _follows(one.da_RD, one.columns, other.da_RD)
+        for one, other in zip(present[:-1], present[1:], strict=True)
+    )
+
+
+def _follows(one_RD: torch.Tensor | None, rows: int, other_RD: torch.Tensor | None) -> bool:
+    if one_RD is None or other_RD is None:
+        return one_RD is other_RD
+    end = one_RD.data_ptr() + rows * one_RD.shape[1] * one_RD.element_size()
+    # Two storages may follow each other by chance, and a view must not reach from one into the other.
+    same_memory = one_RD.untyped_storage().data_ptr() == other_RD.untyped_storage().data_ptr()
+    return same_memory and other_RD.data_ptr() == end
+
+
+def _joint_launch(segments: Sequence[Sequence[Adapter | None]], is_joint: Sequence[bool]) -> _LaunchOfA | None:
+    """Return the launches of the tasks whose factors A work as one."""
+    ranks: list[int] = []
+    values: list[torch.Tensor | None] = []
+    gradients: list[torch.Tensor | None] = []
+    for adapters, joins in zip(segments, is_joint, strict=True):
+        present = [adapter for adapter in adapters if adapter is not None] if joins else []
+        # A group of one keeps its own rank, so that narrow ones stay narrow; of several, each takes whole groups.
+        rank = present[0].rank if len(present) == 1 else sum(adapter.columns for adapter in present)
+        ranks.append(rank)
+        values.append(_rows_from(present[0].a_RD, rank) if present else None)
+        gradients.append(_rows_from(present[0].da_RD, rank) if present else None)
+    if not any(ranks):
+        return None
+    width = next(value.shape[1] for value in values if value is not None)
+    # Scales of 1: those of the layers may differ, and enter with B.
+    table = RankTable(ranks, [1.0] * len(ranks), device=_first_device(values))
+    return _LaunchOfA(table, Factors(values, width), _gradient_factors(gradients, values, width), None)
+
+
+def _launch_apart(
+    adapters: Sequence[Adapter | None], is_joint: Sequence[bool], columns: Sequence[int], module_name: str
+) -> _LaunchOfA | None:
+    """Return the launches of one layer's factors A of the other tasks."""
+    own = [None if joins else adapter for adapter, joins in zip(adapters, is_joint, strict=True)]
+    layer = _launch_of_layer(own, columns, of_a=True)
+    return None if layer is None else _LaunchOfA(*layer, philox.hash_seed(module_name))
+
+
+def _launch_of_layer(
+    adapters: Sequence[Adapter | None], columns: Sequence[int], *, of_a: bool = False
+) -> _LaunchOfB | None:
+    """Return the launches of one layer's factors, B unless `of_a`; `None` where no task has an adapter."""
+    values = [None if item is None else (item.a_RD if of_a else item.b_RK) for item in adapters]
+    gradients = [None if item is None else (item.da_RD if of_a else item.db_RK) for item in adapters]
+    if all(value is None for value in values):
+        return None
+    width = next(value.shape[1] for value in values if value is not None)
+    table = RankTable(
+        [0 if item is None else item.rank for item in adapters],
+        [0.0 if item is None else 1.0 if of_a else item.scale for item in adapters],
+        s_columns=[0 if item is None else column for item, column in zip(adapters, columns, strict=True)],
+        dropouts=[0.0 if item is None or not of_a else item.dropout for item in adapters],
+        device=_first_device(values),
+    )
+    return _LaunchOfB(table, Factors(values, width), _gradient_factors(gradients, values, width))
+
+
+def _gradient_factors(
+    gradients: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor | None], width: int
+) -> Factors | None:
+    """Return where gradients lie, or `None` unless every adapter has one."""
+    is_bound = all(value is None or gradient is not None for value, gradient in zip(values, gradients, strict=True))
+    return Factors(gradients, width) if is_bound else None
+
+
+def _rows_from(first_RD: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    """Return a matrix of more rows that begins where another does."""
+    return None if first_RD is None else first_RD.as_strided((rows, first_RD.shape[1]), (first_RD.shape[1], 1))
+
+
+def _first_device(values: Sequence[torch.Tensor | None]) -> torch.device:
+    return next(value.device for value in values if value is not None)
+
+
+def _dropout_arguments(part: _LaunchOfA, places: torch.Tensor) -> dict[str, Any]:
+    return {} if part.module_seed is None else {"places": places, "module_seed": part.module_seed}

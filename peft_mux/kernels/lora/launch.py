@@ -1,0 +1,302 @@
+"""LoRA of many tasks over one packed stream in four launches a pass: shrink, expand, wgrad and its reduction.
+
+    shrink   S[m] = s? * drop?(x[m]) @ W_g^T         forward (x, A), backward (dy, B^T)
+    expand   y[m] = s? * drop?(S[m] @ W_g)           forward (S, B^T), backward (dS, A)
+    wgrad    dW_g = s? * sum_m S[m]^T drop?(x[m])    backward (dS, x) for dA, (S, dy) for dB^T
+
+The kernels stand in `device.py`. Importing this file imports Triton; only the caller that has chosen it does so.
+
+Shape letters: T rows of the stream, D features, K features written, C columns of S, G segments.
+"""
+
+# Plain values stand for Triton's constexpr.
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+
+from peft_mux.kernels.lora import tunings
+from peft_mux.kernels.lora.device import expand_kernel, reduce_kernel, shrink_kernel, wgrad_kernel
+from peft_mux.kernels.lora.factors import Factors
+from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, RankTable, SegmentTables, signed_seed
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What activations and factors may be held in; sums are fp32 in any case."""
+
+_REDUCE_RANKS = 16  # rows of a block of the reduction
+
+# Tests run the kernels on CPUs in Triton's interpreter, whose products of 16-bit blocks are wrong.
+_INTERPRETED = not isinstance(shrink_kernel, triton.JITFunction)
+
+
+def shrink(
+    x_TD: torch.Tensor,
+    w: Factors,
+    s_TC: torch.Tensor,
+    tables: SegmentTables,
+    ranks: RankTable,
+    *,
+    scaled: bool,
+    places: torch.Tensor | None = None,
+    module_seed: int = 0,
+) -> None:
+    """Write `S[m] = scale? * drop?(x[m]) @ W_g^T`, for (x, A) and for (dy, B transposed).
+
+    A segment of rank r writes the columns of S from its `s_column`, r rounded up to a multiple of 8; those past r
+    become 0. All other columns stay as they are.
+
+    Args:
+        x_TD: `[T, D]` activations or gradients, any row stride.
+        w: the segments' factors `[r, D]`.
+        s_TC: the output S `[T, C]`, with at least `ranks.num_columns` columns.
+        tables: which rows of the stream belong to which segment.
+        ranks: the segments' adapters in this module.
+        scaled: whether to multiply by each segment's scale.
+        places: int64 `[T]`, place of each row in its task's global batch, to drop elements of x where the table has
+            dropout; `None` for no dropout.
+        module_seed: the module's half of the key, `philox.hash_seed(module_name)`.
+
+    Raises:
+        ValueError: if a shape, a dtype or a layout is not as above.
+    """
+    x_TD = _adjacent_columns(x_TD)
+    _check_launch(x_TD, w, s_TC, tables, ranks, places)
+    if tables.num_tiles == 0:
+        return
+    for lowest, highest, block_ranks in _rank_classes(ranks):
+        tile = _tiles("shrink", x_TD, block_ranks)
+        _launch(
+            shrink_kernel,
+            (tables.num_tiles, _cdiv(min(highest, ranks.max_rank), block_ranks)),
+            tile,
+            # Without draws the argument is not read, but some tensor has to stand there.
+            *(x_TD, w.base, s_TC, tables.step_seed_G if places is None else places),
+            *(tables.tile_segment, tables.tile_row, tables.seg_end_G, tables.step_seed_G),
+            *(w.offset_G, *_adapter_arguments(ranks)),
+            *(x_TD.stride(0), s_TC.stride(0), lowest, highest, signed_seed(module_seed)),
+            D=x_TD.shape[1],
+            BLOCK_M=tables.block_rows,
+            BLOCK_D=tile.columns,
+            BLOCK_R=block_ranks,
+            SCALED=scaled,
+            DROP=ranks.has_dropout and places is not None,
+            UPCAST=_INTERPRETED,
+        )
+
+
+def expand(
+    s_TC: torch.Tensor,
+    w: Factors,
+    y_TK: torch.Tensor,
+    tables: SegmentTables,
+    ranks: RankTable,
+    *,
+    scaled: bool,
+    bias: torch.Tensor | None = None,
+    places: torch.Tensor | None = None,
+    module_seed: int = 0,
+    add: bool = False,
+) -> None:
+    """Write `y[m] = scale? * drop?(S[m] @ W_g) + bias`, for (S, B transposed) and for (dS, A).
+
+    All rows of all segments are written and none is read: a segment without an adapter gets the bias, or zeros. The
+    base product is then added on top (`torch.addmm(y, x, W.t(), out=y)`). With `add` the result is added to what is
+    there, and segments without an adapter are left alone.
+
+    Args:
+        s_TC: the S `[T, C]` that `shrink` has written.
+        w: the segments' factors `[r, K]`.
+        y_TK: the output `[T, K]`, any row stride.
+        tables: which rows of the stream belong to which segment.
+        ranks: the segments' adapters in this module.
+        scaled: whether to multiply by each segment's scale.
+        bias: the frozen layer's bias `[K]`; `None` for none.
+        places: int64 `[T]`, place of each row in its task's global batch, to drop elements of the result (that is dx)
+            where the table has dropout; `None` for no dropout.
+        module_seed: the module's half of the key, `philox.hash_seed(module_name)`.
+        add: whether to add to what `y_TK` holds, instead of writing it.
+
+    Raises:
+        ValueError: if a shape, a dtype or a layout is not as above, or a bias would be dropped from.
+    """
+    _check_launch(y_TK, w, s_TC, tables, ranks, places)
+    width = y_TK.shape[1]
+    drop = ranks.has_dropout and places is not None
+    if y_TK.stride(1) != 1 and width > 1:
+        raise ValueError("columns of y are not adjacent; a copy would get the result in its place.")
+    if bias is not None and (drop or bias.shape != (width,) or not bias.is_contiguous()):
+        raise ValueError(f"bias of shape {tuple(bias.shape)}; allowed: contiguous [{width}], and none with dropout.")
+    if tables.num_tiles == 0:
+        return
+    # Without `add` every row has to be written, those of tasks without an adapter here too.
+    for lowest, highest, block_ranks in _rank_classes(ranks, with_zero=not add):
+        tile = _tiles("expand", y_TK, block_ranks)
+        _launch(
+            expand_kernel,
+            (tables.num_tiles, _cdiv(width, tile.columns)),
+            tile,
+            *(s_TC, w.base, y_TK, w.base if bias is None else bias, tables.step_seed_G if places is None else places),
+            *(tables.tile_segment, tables.tile_row, tables.seg_end_G, tables.step_seed_G),
+            *(w.offset_G, *_adapter_arguments(ranks)),
+            *(s_TC.stride(0), y_TK.stride(0), lowest, highest, signed_seed(module_seed)),
+            K=width,
+            BLOCK_M=tables.block_rows,
+            BLOCK_K=tile.columns,
+            BLOCK_R=block_ranks,
+            SCALED=scaled,
+            DROP=drop,
+            HAS_BIAS=bias is not None,
+            ADD=add,
+            UPCAST=_INTERPRETED,
+        )
+
+
+def wgrad(
+    s_TC: torch.Tensor,
+    x_TD: torch.Tensor,
+    grad: Factors,
+    tables: SegmentTables,
+    ranks: RankTable,
+    *,
+    scaled: bool,
+    places: torch.Tensor | None = None,
+    module_seed: int = 0,
+    accumulate: bool = False,
+) -> None:
+    """Write `dW_g = scale? * sum_m S[m]^T drop?(x[m])`, for (dS, x) and for (S, dy).
+
+    Each chunk of a segment is summed by itself, and the chunks are added in order: no atomics, and the same bits
+    every time. Only the rows of segments with an adapter are touched; those of an empty segment become 0, or stay as
+    they are where gradients accumulate.
+
+    Args:
+        s_TC: the S `[T, C]` that `shrink` has written.
+        x_TD: `[T, D]` activations or gradients, any row stride.
+        grad: where each segment's gradient lies, fp32 `[r, D]`.
+        tables: which rows of the stream belong to which segment.
+        ranks: the segments' adapters in this module; no two share a gradient.
+        scaled: whether to multiply by each segment's scale.
+        places: int64 `[T]`, place of each row in its task's global batch, to drop elements of x where the table has
+            dropout; `None` for no dropout.
+        module_seed: the module's half of the key, `philox.hash_seed(module_name)`.
+        accumulate: whether to add to what `grad` holds, instead of writing it.
+
+    Raises:
+        ValueError: if a shape, a dtype or a layout is not as above.
+    """
+    x_TD = _adjacent_columns(x_TD)
+    _check_launch(x_TD, grad, s_TC, tables, ranks, places, is_gradient=True)
+    width = x_TD.shape[1]
+    if ranks.max_rank == 0 or tables.num_segments == 0:
+        return
+    # fp32 whatever the factors are held in: the parts of many chunks are still to be added.
+    parts = torch.empty(tables.num_chunks, ranks.max_rank, width, dtype=torch.float32, device=x_TD.device)
+    for lowest, highest, block_ranks in _rank_classes(ranks) if tables.num_chunks else ():
+        tile = _tiles("wgrad", x_TD, block_ranks)
+        _launch(
+            wgrad_kernel,
+            (tables.num_chunks, _cdiv(width, tile.columns), _cdiv(min(highest, ranks.max_rank), block_ranks)),
+            tile,
+            *(s_TC, x_TD, parts, tables.step_seed_G if places is None else places),
+            *(tables.chunk_segment, tables.chunk_row, tables.seg_end_G, tables.step_seed_G),
+            *_adapter_arguments(ranks),
+            *(s_TC.stride(0), x_TD.stride(0), ranks.max_rank, lowest, highest, signed_seed(module_seed)),
+            D=width,
+            CHUNK=tables.chunk_rows,
+            BLOCK_M=tables.block_rows,
+            BLOCK_D=tile.columns,
+            BLOCK_R=block_ranks,
+            SCALED=scaled,
+            DROP=ranks.has_dropout and places is not None,
+            UPCAST=_INTERPRETED,
+        )
+    # Also without any chunk: an empty segment's gradient has to be written, unless it accumulates.
+    tile = tunings.tiles("reduce", tunings.gpu_model(x_TD.device), width, _REDUCE_RANKS, grad.base.element_size())
+    _launch(
+        reduce_kernel,
+        (tables.num_segments, _cdiv(width, tile.columns), _cdiv(ranks.max_rank, _REDUCE_RANKS)),
+        tile,
+        *(parts, grad.base, tables.chunk_begin, grad.offset_G, ranks.rank_G, ranks.max_rank),
+        D=width,
+        BLOCK_R=_REDUCE_RANKS,
+        BLOCK_D=tile.columns,
+        ACCUMULATE=accumulate,
+    )
+
+
+def _launch(kernel: Any, grid: tuple[int, ...], tile: tunings.Tiles, *arguments: object, **constants: object) -> None:
+    """Start a kernel; all launches of a pass go through here."""
+    kernel[grid](*arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def _adapter_arguments(ranks: RankTable) -> tuple[torch.Tensor, ...]:
+    """Return the table's columns in the order in which all kernels take them."""
+    return ranks.s_column_G, ranks.rank_G, ranks.scale_G, ranks.keep_scale_G, ranks.threshold_G
+
+
+def _cdiv(value: int, size: int) -> int:
+    return -(-value // size)
+
+
+def _rank_classes(ranks: RankTable, *, with_zero: bool = False) -> list[tuple[int, int, int]]:
+    """Return the launches that ranks need: lowest and highest rank, and ranks of a block.
+
+    One kernel for both block sizes would need so many registers that it spills; and one block size for all would let
+    neighbours decide how a small rank is summed.
+    """
+    classes = []
+    if ranks.has_narrow:
+        classes.append((1, tunings.NARROW_RANK, tunings.NARROW_RANK))
+    if ranks.has_wide:
+        classes.append((tunings.NARROW_RANK + 1, MAX_JOINT_RANK, tunings.WIDE_BLOCK))
+    if with_zero:
+        # Segments without an adapter, whose rows must be written too, go with the first launch.
+        _, highest, block = classes[0] if classes else (0, 0, tunings.NARROW_RANK)
+        classes[:1] = [(0, highest, block)]
+    return classes
+
+
+def _tiles(kernel: str, activation: torch.Tensor, block_ranks: int) -> tunings.Tiles:
+    name = tunings.gpu_model(activation.device)
+    return tunings.tiles(kernel, name, activation.shape[1], block_ranks, activation.element_size())
+
+
+def _adjacent_columns(x_TD: torch.Tensor) -> torch.Tensor:
+    """Return x, copied only where its columns are not adjacent."""
+    return x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()
+
+
+def _check_launch(
+    x_TD: torch.Tensor,
+    w: Factors,
+    s_TC: torch.Tensor,
+    tables: SegmentTables,
+    ranks: RankTable,
+    places: torch.Tensor | None,
+    *,
+    is_gradient: bool = False,
+) -> None:
+    """Raise where a launch would read or write outside of its tensors, or compute with the wrong type."""
+    num_rows, width = x_TD.shape
+    if x_TD.dtype not in DTYPES or s_TC.dtype != x_TD.dtype:
+        raise ValueError(f"activations are {x_TD.dtype}, S is {s_TC.dtype}; allowed: one of bf16, fp16, fp32 for both.")
+    if w.base.dtype != (torch.float32 if is_gradient else x_TD.dtype):
+        raise ValueError(f"factors or gradients are {w.base.dtype}; allowed: that of activations, fp32 for gradients.")
+    if w.width != width:
+        raise ValueError(f"factors have {w.width} columns; allowed: {width}, as activations.")
+    if len(s_TC) != num_rows or s_TC.shape[1] < ranks.num_columns or s_TC.stride(1) != 1:
+        raise ValueError(
+            f"S of shape {tuple(s_TC.shape)}; allowed: [{num_rows}, at least {ranks.num_columns}], columns adjacent."
+        )
+    counts = {tables.num_segments, ranks.num_segments, len(w.offset_G)}
+    if len(counts) > 1 or tables.num_rows > num_rows:
+        raise ValueError(
+            f"{tables.num_segments} segments of {tables.num_rows} rows, ranks of {ranks.num_segments} segments, "
+            f"factors of {len(w.offset_G)}, {num_rows} rows of the stream; the tables do not fit."
+        )
+    if places is not None and (places.dtype != torch.int64 or len(places) < num_rows or not places.is_contiguous()):
+        raise ValueError(f"places are {places.dtype} of length {len(places)}; allowed: contiguous int64 [{num_rows}].")

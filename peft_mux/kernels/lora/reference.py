@@ -1,0 +1,390 @@
+"""A frozen linear layer with the LoRA adapters of many tasks on top, over one packed stream.
+
+    S_g = drop(x_g) A_g^T          y = x W^T + b;    y_g += s_g S_g B_g^T            (M Eq. 1)
+    dS_g = s_g dy_g B_g            dB_g = s_g dy_g^T S_g        dA_g = dS_g^T drop(x_g)
+    dx = dy W;                     dx_g += mask_g * (dS_g A_g)                       (M Eq. 2)
+
+The base GEMM runs once over all rows; each task touches only its own rows, by slices and never by masks that
+multiply, so that a NaN of one task (0 * NaN = NaN) reaches no other.
+
+Shape letters: T rows of the stream, D input features, K output features, R rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+
+from peft_mux.kernels import philox
+
+
+class LoraSegment(NamedTuple):
+    """Rows of one task in one layer, and how its adapter acts on them.
+
+    Attributes:
+        start: first row of the task in the stream.
+        end: one past the task's last row.
+        scale: what the adapter's output is multiplied by: alpha / rank, or alpha / sqrt(rank).
+        dropout: probability of dropping an input element; 0 for none.
+        seed: 64-bit key of the dropout draws, from `philox.draw_seed`.
+        window: which columns of the whole input lie here, where not all do; dropout draws are those of the whole.
+    """
+
+    start: int
+    end: int
+    scale: float
+    dropout: float = 0.0
+    seed: int = 0
+    window: philox.Window | None = None
+
+
+class LinearSlice(NamedTuple):
+    """One frozen linear layer of several that read the same activations (q, k and v; gate and up).
+
+    Attributes:
+        weight_KD: frozen weight `[K, D]`; `None` for the adapters' part alone (the base is added by the caller).
+        bias_K: frozen bias `[K]`, or `None`.
+        out_features: number of output features, K.
+        segments: rows of the tasks that have an adapter here; rows of no segment get the base alone.
+        factors: `(A [R, D], B [K, R])` per segment; ranks may differ.
+    """
+
+    weight_KD: torch.Tensor | None
+    bias_K: torch.Tensor | None
+    out_features: int
+    segments: Sequence[LoraSegment]
+    factors: Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+def grouped_lora(
+    x_TD: torch.Tensor,
+    weight_KD: torch.Tensor | None,
+    bias_K: torch.Tensor | None,
+    segments: Sequence[LoraSegment],
+    factors: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    places: torch.Tensor,
+    out_features: int,
+) -> torch.Tensor:
+    """Return the frozen layer's output with every task's adapter added to its own rows.
+
+    Args:
+        x_TD: `[T, D]` activations, sorted by task.
+        weight_KD: frozen weight `[K, D]`; `None` for the adapters' part alone.
+        bias_K: frozen bias `[K]`, or `None`.
+        segments: rows of the tasks that have an adapter here.
+        factors: `(A [R, D], B [K, R])` per segment; ranks may differ.
+        places: int64 `[T]`, place of each row in its task's global batch, for dropout.
+        out_features: number of output features, K.
+
+    Returns:
+        `[T, K]`, in the autocast dtype where autocast is on, else in that of `x`.
+    """
+    (y,) = grouped_lora_slices(x_TD, [LinearSlice(weight_KD, bias_K, out_features, segments, factors)], places)
+    return y
+
+
+def grouped_lora_slices(
+    x_TD: torch.Tensor, slices: Sequence[LinearSlice], places: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return the outputs of several frozen layers that read the same `x`, each with its adapters (M §3.4.3).
+
+    A task's factors A of all slices work as one of their summed rank: `x` is read once a task, and `dx` written once.
+
+    Args:
+        x_TD: `[T, D]` activations, sorted by task.
+        slices: the frozen layers with their adapters.
+        places: int64 `[T]`, place of each row in its task's global batch, for dropout.
+
+    Returns:
+        One `[T, K]` a slice, in the autocast dtype where autocast is on, else in that of `x`.
+    """
+    device_type = x_TD.device.type
+    autocast = torch.is_autocast_enabled(device_type)
+    dtype = torch.get_autocast_dtype(device_type) if autocast else x_TD.dtype
+    flat = _factors(slices)
+    # The dtype is settled here, once for forward and backward; autocast would cast each product by itself.
+    with torch.autocast(device_type, enabled=False):
+        return GroupedLoraFunction.apply(x_TD, tuple(slices), places, dtype, *flat)
+
+
+class _Bundle(NamedTuple):
+    """Adapters of one task that read the same rows of `x`, with the same draws: one product for all of their A.
+
+    Attributes:
+        segment: the rows that they read, and their dropout.
+        members: for each adapter, the index of its slice, its number among all adapters, and its scale.
+    """
+
+    segment: LoraSegment
+    members: tuple[tuple[int, int, float], ...]
+
+
+def _bundles(slices: Sequence[LinearSlice]) -> list[_Bundle]:
+    """Gather the adapters of each task; one with dropout stands alone, as its draws are its own."""
+    shared: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
+    alone: list[_Bundle] = []
+    number = 0
+    for index, part in enumerate(slices):
+        for segment in part.segments:
+            member = (index, number, segment.scale)
+            if segment.dropout == 0.0:
+                # Equal rows belong to one task, as the segments of a stream do not overlap.
+                shared.setdefault((segment.start, segment.end), []).append(member)
+            else:
+                alone.append(_Bundle(segment, (member,)))
+            number += 1
+    return [_Bundle(LoraSegment(*rows, 1.0), tuple(members)) for rows, members in shared.items()] + alone
+
+
+class GroupedLoraFunction(torch.autograd.Function):
+    """Manual forward and backward of `grouped_lora_slices`: in-place `addmm_` on row slices, no copies of activations.
+
+    Skinny products are written so that the rank is their first dimension (`A x^T`, `B^T dy^T`, `S dy`): on CPUs the
+    other orientation takes up to ten times as long (docs/log.md).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x_TD: torch.Tensor,
+        slices: tuple[LinearSlice, ...],
+        places: torch.Tensor,
+        dtype: torch.dtype,
+        *factors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
+        """Compute each `y`; save `x` and S."""
+        x = x_TD.to(dtype)
+        saved = x.new_empty(num_saved(slices))
+        ys = slices_forward(x, slices, places, saved)
+        ctx.save_for_backward(x, places, saved)
+        ctx.slices, ctx.dtype, ctx.input_dtype = slices, dtype, x_TD.dtype
+        return ys
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *dys_TK: torch.Tensor) -> tuple[Any, ...]:
+        """Compute `dx` and each `dA`, `dB`; the frozen weights get no gradient."""
+        x, places, saved = ctx.saved_tensors
+        dys = [dy.to(ctx.dtype) for dy in dys_TK]
+        # Below the lowest adapter nothing trains, and no dx is needed.
+        dx, gradients = slices_backward(dys, x, ctx.slices, places, saved, needs_dx=ctx.needs_input_grad[0])
+        dx = None if dx is None else dx.to(ctx.input_dtype)
+        return (dx, None, None, None, *gradients)
+
+
+def num_saved(slices: Sequence[LinearSlice]) -> int:
+    """Return how many elements of S `slices_forward` writes."""
+    return sum(
+        len(a) * (segment.end - segment.start)
+        for part in slices
+        for segment, (a, _) in zip(part.segments, part.factors, strict=True)
+    )
+
+
+def slices_forward(
+    x_TD: torch.Tensor, slices: Sequence[LinearSlice], places: torch.Tensor, saved: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """Return each `y`; autograd sees nothing of it.
+
+    Args:
+        x_TD: `[T, D]` activations, in the dtype to compute in.
+        slices: the frozen layers with their adapters.
+        places: int64 `[T]`, place of each row in its task's global batch, for dropout.
+        saved: flat tensor of at least `num_saved` elements, to be filled with S.
+    """
+    factors = _factors(slices)
+    ys = tuple(_base_output(x_TD, part) for part in slices)
+    for bundle, s_RT in _bundles_with_s(slices, factors, saved):
+        # x is read once for all factors A of the task; S is kept transposed, with the rank first.
+        torch.mm(_joint_a(bundle, factors, x_TD.dtype), _dropped(x_TD, bundle.segment, places).t(), out=s_RT)
+        rows = slice(bundle.segment.start, bundle.segment.end)
+        for (index, number, scale), s in zip(bundle.members, _split(s_RT, bundle, factors), strict=True):
+            # Scaled and added within the product, on the task's own rows: no activation is copied.
+            ys[index][rows].addmm_(s.t(), factors[2 * number + 1].to(x_TD.dtype).t(), alpha=scale)
+    return ys
+
+
+def slices_backward(
+    dys_TK: Sequence[torch.Tensor],
+    x_TD: torch.Tensor,
+    slices: Sequence[LinearSlice],
+    places: torch.Tensor,
+    saved: torch.Tensor,
+    *,
+    needs_dx: bool,
+) -> tuple[torch.Tensor | None, list[Any]]:
+    """Return `dx` and the gradient of each factor.
+
+    Where a factor has a gradient already, `dA` and `dB` are added to it in place, by the product itself, and `None` is
+    returned for it.
+
+    Args:
+        dys_TK: gradient `[T, K]` of each `y`, in the dtype of `x`.
+        x_TD: `[T, D]` activations that the forward pass read.
+        slices: the frozen layers with their adapters.
+        places: int64 `[T]`, place of each row in its task's global batch, for dropout.
+        saved: S of all adapters, as `slices_forward` has filled it.
+        needs_dx: whether a layer below needs `dx`.
+    """
+    factors, dtype = _factors(slices), x_TD.dtype
+    dx = _base_input_gradient(x_TD, dys_TK, [part.weight_KD for part in slices]) if needs_dx else None
+    gradients: list[Any] = [None] * len(factors)
+    for bundle, s_RT in _bundles_with_s(slices, factors, saved):
+        rows = slice(bundle.segment.start, bundle.segment.end)
+        ds_RT = torch.empty_like(s_RT)
+        parts = zip(bundle.members, _split(s_RT, bundle, factors), _split(ds_RT, bundle, factors), strict=True)
+        for (index, number, scale), s, ds in parts:
+            b, dy_g = factors[2 * number + 1], dys_TK[index][rows]
+            torch.mm(b.to(dtype).t().contiguous(), dy_g.t(), out=ds).mul_(scale)
+            gradients[2 * number + 1] = _b_gradient(b, s, dy_g, scale)
+        # Drawn once more, from seed and place: a mask that was kept would take memory for every layer.
+        x_g = _dropped(x_TD, bundle.segment, places)
+        _write_a_gradients(bundle, factors, ds_RT, x_g, gradients)
+        if dx is not None:
+            _add_input_gradient(dx, ds_RT, _joint_a(bundle, factors, dtype), bundle.segment, places)
+    return dx, gradients
+
+
+def _factors(slices: Sequence[LinearSlice]) -> list[torch.Tensor]:
+    return [factor for part in slices for pair in part.factors for factor in pair]
+
+
+def _bundles_with_s(
+    slices: Sequence[LinearSlice], factors: Sequence[torch.Tensor], saved: torch.Tensor
+) -> Iterator[tuple[_Bundle, torch.Tensor]]:
+    """Yield each bundle with its `S [R, rows]`, a part of `saved`."""
+    offset = 0
+    for bundle in _bundles(slices):
+        rank = sum(len(factors[2 * number]) for _, number, _ in bundle.members)
+        rows = bundle.segment.end - bundle.segment.start
+        yield bundle, saved[offset : offset + rank * rows].view(rank, rows)
+        offset += rank * rows
+
+
+def _adds_in_place(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a product may be added to the parameter's gradient directly: it has one, and no hook wants to see it."""
+    is_watched = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
+    return parameter.is_leaf and parameter.grad is not None and parameter.grad.dtype == dtype and not is_watched
+
+
+def _b_gradient(b: torch.Tensor, s_RT: torch.Tensor, dy_TK: torch.Tensor, scale: float) -> torch.Tensor | None:
+    """Return `dB`, or add it to the gradient that is there."""
+    if _adds_in_place(b, dy_TK.dtype):
+        # B's gradient is [K, R]; its transpose lets the product write it without a copy.
+        b.grad.t().addmm_(s_RT, dy_TK, alpha=scale)  # type: ignore[union-attr]
+        return None
+    return (s_RT @ dy_TK).mul_(scale).t().to(b.dtype, memory_format=torch.contiguous_format)
+
+
+def _write_a_gradients(
+    bundle: _Bundle, factors: Sequence[torch.Tensor], ds_RT: torch.Tensor, x_TD: torch.Tensor, gradients: list[Any]
+) -> None:
+    """Put each `dA` into `gradients`, or add them to the gradients that are there."""
+    owners = [factors[2 * number] for _, number, _ in bundle.members]
+    are_in_place = all(_adds_in_place(a, x_TD.dtype) for a in owners)
+    joint = _adjacent([a.grad for a in owners]) if are_in_place else None  # type: ignore[misc]
+    if joint is not None:
+        # Gradients lie side by side in a task's slab, as the factors A do, and one product adds to all of them.
+        joint.addmm_(ds_RT, x_TD)
+        return
+    da_RD = ds_RT @ x_TD
+    for (_, number, _), a, da in zip(bundle.members, owners, _split(da_RD, bundle, factors), strict=True):
+        if are_in_place and a.grad is not None:
+            a.grad.add_(da)
+        else:
+            gradients[2 * number] = da.to(a.dtype)
+
+
+def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Return matrices that follow each other in memory as one, without a copy; `None` where they do not."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    end = first.data_ptr()
+    for part in parts:
+        if not part.is_contiguous() or part.data_ptr() != end:
+            return None
+        end += part.numel() * part.element_size()
+    size = sum(len(part) for part in parts)
+    # Parts that follow each other by chance lie in storages of their own, where a view could not reach the next.
+    if first.storage_offset() + size * first.shape[1] > first.untyped_storage().nbytes() // first.element_size():
+        return None
+    return first.as_strided((size, first.shape[1]), (first.shape[1], 1))
+
+
+def _base_output(x: torch.Tensor, part: LinearSlice) -> torch.Tensor:
+    """Return the frozen layer's own output; zeros where the caller adds it."""
+    if part.weight_KD is None:
+        return x.new_zeros(len(x), part.out_features)
+    bias = None if part.bias_K is None else part.bias_K.to(x.dtype)
+    return F.linear(x, part.weight_KD.to(x.dtype), bias)
+
+
+def _base_input_gradient(
+    x: torch.Tensor, dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
+) -> torch.Tensor:
+    """Return the sum of `dy W` over the slices that have a frozen weight."""
+    dx = None
+    for dy, weight in zip(dys, weights, strict=True):
+        if weight is not None:
+            dx = dy @ weight.to(x.dtype) if dx is None else dx.addmm_(dy, weight.to(x.dtype))
+    return torch.zeros_like(x) if dx is None else dx
+
+
+def _joint_a(bundle: _Bundle, factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return the factors A of a bundle as one `[summed R, D]`; a view where they lie side by side."""
+    owners = [factors[2 * number].detach() for _, number, _ in bundle.members]
+    joint = _adjacent(owners)
+    return torch.cat([a.to(dtype) for a in owners]) if joint is None else joint.to(dtype)
+
+
+def _split(x_R: torch.Tensor, bundle: _Bundle, factors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Return each member's rows of a tensor whose first dimension is the summed rank."""
+    return x_R.split([len(factors[2 * number]) for _, number, _ in bundle.members])
+
+
+def _dropped(x: torch.Tensor, segment: LoraSegment, places: torch.Tensor) -> torch.Tensor:
+    """Return the rows of a segment after its dropout."""
+    rows = slice(segment.start, segment.end)
+    if segment.dropout == 0.0:
+        return x[rows]
+    return philox.dropout(x[rows], places[rows], segment.dropout, segment.seed, segment.window)
+
+
+def _add_input_gradient(
+    dx: torch.Tensor, ds_RT: torch.Tensor, a: torch.Tensor, segment: LoraSegment, places: torch.Tensor
+) -> None:
+    """Add what the adapters of a bundle give to `dx`, in the segment's rows only."""
+    rows = slice(segment.start, segment.end)
+    if segment.dropout == 0.0:
+        dx[rows].addmm_(ds_RT.t(), a)
+    else:
+        dx[rows] += philox.dropout(ds_RT.t() @ a, places[rows], segment.dropout, segment.seed, segment.window)
+
+
+def reference_grouped_lora(
+    x_TD: torch.Tensor,
+    weight_KD: torch.Tensor | None,
+    bias_K: torch.Tensor | None,
+    segments: Sequence[LoraSegment],
+    factors: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    places: torch.Tensor,
+    out_features: int,
+) -> torch.Tensor:
+    """Return the same as `grouped_lora`, written for reading and left to autograd."""
+    if weight_KD is None:
+        y = x_TD.new_zeros(len(x_TD), out_features)
+    else:
+        y = F.linear(x_TD, weight_KD, bias_K)
+    delta = torch.zeros_like(y)
+    # Put together from rows and not masked: 0 * NaN would carry one task's NaN into another.
+    for segment, (a, b) in zip(segments, factors, strict=True):
+        x_g = _dropped(x_TD, segment, places)
+        added = segment.scale * (x_g @ a.t() @ b.t())
+        delta = torch.cat((delta[: segment.start], added, delta[segment.end :]))
+    return y + delta

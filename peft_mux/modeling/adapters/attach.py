@@ -1,0 +1,59 @@
+"""Attaches multiplexed forwards to the layers that PEFT injected, and takes them out again (M §3.2)."""
+
+from __future__ import annotations
+
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from torch import nn
+
+from peft_mux.modeling.adapters.dropout import MultiplexedDropout
+from peft_mux.modeling.adapters.kind import KINDS, kind_of_layer
+from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
+from peft_mux.modeling.stream import Stream
+
+
+def attach(model: nn.Module, stream: Stream) -> None:
+    """Multiplex every adapted layer and every dropout layer of a PEFT-injected model that is not yet so.
+
+    Args:
+        model: the backbone, into which PEFT has injected tuner layers.
+        stream: what the layers will ask which rows are whose.
+    """
+    inside_drawing_layers = _insides_of_layers_that_draw(model)
+    for name, module in model.named_modules():
+        # Attached before, or the backbone's own head, of which tasks train copies.
+        if isinstance(module.__dict__.get("forward"), MultiplexedForward) or ".original_module" in name:
+            continue
+        kind = kind_of_layer(module)
+        if kind is not None:
+            forward = kind.attach(module, name, stream)
+            if forward is not None:
+                # On the instance: classes and names of parameters stay PEFT's and transformers'.
+                module.forward = forward
+        elif isinstance(module, nn.Dropout) and not name.startswith(inside_drawing_layers):
+            module.forward = MultiplexedDropout(module, name, stream)
+    for kind in KINDS.values():
+        kind.arrange(model, stream)
+
+
+def _insides_of_layers_that_draw(model: nn.Module) -> tuple[str, ...]:
+    """Return how the names of modules begin whose dropout the layers around them draw by themselves."""
+    layers = [(name, kind_of_layer(module)) for name, module in model.named_modules()]
+    return tuple(f"{name}." for name, kind in layers if kind is not None and kind.draws_itself)
+
+
+def detach(model: nn.Module) -> None:
+    """Take adapters and multiplexed forwards out again, so that the model is as it was before PEFT's injection."""
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), MultiplexedForward):
+            del module.forward
+    # A list, as modules are replaced on the way.
+    for name, module in list(model.named_modules()):
+        original = getattr(module, "original_module", None) if isinstance(module, ModulesToSaveWrapper) else None
+        if isinstance(module, BaseTunerLayer):
+            original = module.get_base_layer()
+        if original is not None:
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, original)
+    # By this attribute PEFT takes a model for one that has adapters.
+    model.__dict__.pop("peft_config", None)

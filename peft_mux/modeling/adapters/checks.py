@@ -1,0 +1,78 @@
+"""Checks of a `PeftConfig` before anything is injected: its type, its fields, its targets on the backbone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from peft import PeftConfig
+from torch import nn
+
+from peft_mux.errors import Fault, closest
+from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, find_kind, kind_of
+from peft_mux.modeling.backbone.modules import adaptable_modules
+
+
+def peft_config_faults(config: PeftConfig, where: str) -> list[Fault]:
+    """Return what is wrong with an adapter configuration, whatever the backbone.
+
+    Args:
+        config: the adapter configuration of one task.
+        where: prefix of the fields, such as `tasks.sql`.
+    """
+    kind = find_kind(config)
+    if kind is None:
+        supported = ", ".join(peft_type.value for peft_type in KINDS)
+        got = getattr(config.peft_type, "value", config.peft_type)
+        return [Fault(f"{where}.peft_config", f"{type(config).__name__} ({got})", f"PEFT types {supported}")]
+    return kind.faults(config, f"{where}.peft_config")
+
+
+def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
+    """Return what is wrong with the target modules, given the backbone (PEFT-injected or not).
+
+    Args:
+        config: the adapter configuration of one task; its fields have passed `peft_config_faults`.
+        backbone: the transformers model that is to be adapted.
+        where: prefix of the fields, such as `tasks.sql`.
+    """
+    where, kind = f"{where}.peft_config", kind_of(config)
+    modules = adaptable_modules(backbone)
+    leaves = sorted({name.rsplit(".", 1)[-1] for name in modules})
+    targets = config.target_modules
+    known = f'modules of {type(backbone).__name__}: {", ".join(leaves)}; or "all-linear"'
+    if targets is None:
+        return _default_target_faults(kind, backbone, where, known)
+    if isinstance(targets, str):
+        # PEFT, too, looks past upper and lower case here.
+        if targets.lower() == "all-linear":
+            return kind.width_faults(config, modules, where)
+        return _pattern_faults(targets, modules, where, known)
+    faults = []
+    matched: dict[str, nn.Module] = {}
+    for target in sorted(targets):
+        hits = {name: module for name, module in modules.items() if name == target or name.endswith(f".{target}")}
+        matched.update(hits)
+        if not hits:
+            faults.append(Fault(f"{where}.target_modules", repr(target), known, closest(target, leaves)))
+    if not targets:
+        faults.append(Fault(f"{where}.target_modules", "nothing", known))
+    return faults + kind.width_faults(config, matched, where)
+
+
+def _default_target_faults(kind: AdapterKind, backbone: nn.Module, where: str, known: str) -> list[Fault]:
+    model_type = getattr(getattr(backbone, "config", None), "model_type", None)
+    if model_type in kind.default_targets:
+        return []
+    return [Fault(f"{where}.target_modules", "None", known, f'PEFT has no default for model type "{model_type}".')]
+
+
+def _pattern_faults(pattern: str, modules: Iterable[str], where: str, known: str) -> list[Fault]:
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        return [Fault(f"{where}.target_modules", repr(pattern), known, f"It is not a regular expression: {error}.")]
+    if any(compiled.fullmatch(name) for name in modules):
+        return []
+    return [Fault(f"{where}.target_modules", repr(pattern), known, "A string is a regular expression over full names.")]

@@ -1,0 +1,62 @@
+"""Checks of a `PeftConfig` that all kinds of adapters share: which fields are set, and for which task type.
+
+Fields are held to a list of supported ones: any other field that is not at its default is refused by name, so that an
+option of a later PEFT is never accepted and ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields
+from typing import Any
+
+from peft_mux.errors import Fault
+from peft_mux.modeling.backbone.head_kinds import SUPPORTED_TASK_TYPES, head_kind_for
+
+_BOOKKEEPING_FIELDS = frozenset(
+    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode megatron_core "
+    "runtime_config qalora_group_size".split()
+)
+
+
+def field_faults(config: Any, where: str, *, supported: Collection[str], reasons: Mapping[str, str]) -> list[Fault]:
+    """Return a fault for every field that is set and cannot be trained.
+
+    Args:
+        config: a `PeftConfig` of one task.
+        where: prefix of the fields, such as `tasks.sql.peft_config`.
+        supported: fields that may be set.
+        reasons: why a field may not be set, by its name; a field that is not named here has no multiplexed layer yet.
+    """
+    faults = []
+    for field in fields(config):
+        if field.name in supported or field.name in _BOOKKEEPING_FIELDS:
+            continue
+        default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
+        value = getattr(config, field.name)
+        # Empty values ask for nothing, whatever the default is.
+        if value == default or not value:
+            continue
+        trained = head_kind_for(config.task_type).trained_modules if field.name == "modules_to_save" else ()
+        if trained and not isinstance(value, str) and set(value) <= set(trained):
+            continue  # as PEFT itself writes it for classifiers
+        reason = reasons.get(field.name, "it has no multiplexed layer yet")
+        faults.append(
+            Fault(f"{where}.{field.name}", repr(value), f"its default {default!r}", f"Not supported: {reason}.")
+        )
+    return faults
+
+
+def task_type_faults(config: Any, where: str) -> list[Fault]:
+    """Return a fault for a task type that cannot be trained."""
+    if config.task_type in SUPPORTED_TASK_TYPES:
+        return []
+    names = ", ".join(sorted(name for name in SUPPORTED_TASK_TYPES if name is not None))
+    return [Fault(f"{where}.task_type", str(config.task_type), f"{names} or None")]
+
+
+def complete_heads(config: Any) -> None:
+    """Let a task's own copy of a configuration train a classification head beside the adapter, as PEFT completes it."""
+    trained = head_kind_for(config.task_type).trained_modules
+    if trained:
+        config.modules_to_save = list(trained)

@@ -1,0 +1,183 @@
+"""Adapters as files, in PEFT's own format, and their classification heads."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch.distributed.tensor import DTensor
+
+from peft_mux.errors import CheckpointError
+from peft_mux.modeling.interface import MultiplexedModel
+from peft_mux.modeling.sharding.pieces import Piece
+
+WEIGHTS_NAME = "adapter_model.safetensors"
+CONFIG_NAME = "adapter_config.json"
+
+
+def adapter_state(model: MultiplexedModel, adapter: str) -> dict[str, torch.Tensor]:
+    """Return an adapter's tensors under the keys that PEFT saves them with.
+
+    Raises:
+        CheckpointError: if PEFT's selection is not exactly the adapter's parameters (peft#3584).
+    """
+    with model.alone(adapter):
+        state = get_peft_model_state_dict(model, adapter_name=adapter)
+    # PEFT adds the frozen embedding where it is adapted; where that is divided among processes, no process has it.
+    state = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
+    trained = sum(1 for key, _ in model.named_parameters() if f".{adapter}." in key or key.endswith(f".{adapter}"))
+    missing = trained - sum(1 for key in state if not key.endswith("embed_tokens.weight"))
+    if missing > 0:
+        raise CheckpointError(
+            f"adapter {adapter}: PEFT selected {len(state)} tensors of the {trained} trained ones; nothing was written."
+        )
+    return state
+
+
+def saved_key(name: str) -> str:
+    """Return the key under which PEFT saves a parameter.
+
+    Args:
+        name: PEFT's own, without the adapter id.
+    """
+    return name.replace(".modules_to_save", "")
+
+
+def save_adapter(
+    model: MultiplexedModel, adapter: str, folder: Path, weights: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Write `adapter_config.json` and `adapter_model.safetensors` into `folder`, as a solo PEFT model would.
+
+    Args:
+        model: the model that holds the adapter, or a part of it.
+        adapter: internal id of the task.
+        folder: where the two files go; made where absent.
+        weights: the whole adapter's tensors by parameter name, where the model holds only a part of it.
+
+    Raises:
+        CheckpointError: if the files cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    state = adapter_state(model, adapter) if weights is None else {saved_key(key): weights[key] for key in weights}
+    # Each tensor apart: views of one buffer share their storage, which safetensors refuses.
+    state = {key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
+    try:
+        save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+    except SafetensorError as error:  # its own, for a full disk too
+        raise CheckpointError(f"{folder / WEIGHTS_NAME}: could not be written ({error}).") from error
+    config = copy.deepcopy(model.peft_config[adapter])
+    # As PEFT saves it; whoever trains on sets it back.
+    config.inference_mode = True
+    config.save_pretrained(str(folder), auto_mapping_dict=_auto_mapping(model, config))
+
+
+def _auto_mapping(model: MultiplexedModel, config: Any) -> dict[str, str] | None:
+    """Return what PEFT notes of the backbone's class where there is no task type to tell it."""
+    if config.task_type is not None:
+        return None
+    backbone = type(model.backbone)
+    return {"base_model_class": backbone.__name__, "parent_library": backbone.__module__}
+
+
+def load_adapter(model: MultiplexedModel, adapter: str, folder: Path) -> None:
+    """Read an adapter's weights; every tensor must be there, and no other.
+
+    Raises:
+        CheckpointError: naming the folder and the tensors that are missing, extra or of another shape.
+    """
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: got no {WEIGHTS_NAME}; allowed: the folder of a PEFT adapter.")
+    state = load_file(path)
+    expected = {key: value.shape for key, value in adapter_state(model, adapter).items()}
+    found = {key: value.shape for key, value in state.items()}
+    if expected != found:
+        odd = sorted(expected.keys() ^ found.keys()) or [key for key in expected if expected[key] != found[key]]
+        raise CheckpointError(
+            f"{folder}: got {len(found)} tensors that do not match the {len(expected)} of this adapter; first odd one: "
+            f"{odd[0]}; allowed: an adapter of the same configuration on the same backbone."
+        )
+    with model.alone(adapter):
+        set_peft_model_state_dict(model, state, adapter_name=adapter)
+
+
+def read_adapter(folder: Path, pieces: Mapping[str, Piece]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a saved adapter by parameter name: those that a process has a piece of.
+
+    Args:
+        folder: the folder of the adapter, as PEFT writes it.
+        pieces: what the process holds of each parameter, by PEFT name without the adapter id.
+
+    Raises:
+        CheckpointError: naming the folder and the first tensor that is missing or of another shape.
+    """
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: got no {WEIGHTS_NAME}; allowed: the folder of a PEFT adapter.")
+    state = load_file(path)
+    for name, piece in pieces.items():
+        found = state.get(saved_key(name))
+        if found is None or tuple(found.shape) != piece.shape:
+            got = "nothing" if found is None else f"shape {list(found.shape)}"
+            raise CheckpointError(
+                f"{folder}: got {got} for {saved_key(name)}; allowed: {list(piece.shape)}, an adapter of the same"
+                " configuration on the same backbone."
+            )
+    return {name: state[saved_key(name)] for name in pieces}
+
+
+def adapter_folders(root: Path) -> dict[str, Path]:
+    """Return the sub-folders of `root` that hold an adapter, by name.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    folders = {path.parent.name: path.parent for path in sorted(root.glob(f"*/{CONFIG_NAME}"))}
+    if not folders:
+        raise CheckpointError(f"{root}: got no sub-folder with an {CONFIG_NAME}; allowed: a folder of adapters.")
+    return folders
+
+
+class SavedAdapters(NamedTuple):
+    """What a folder of adapters says before a weight is read.
+
+    Attributes:
+        folders: the folder of each adapter, by the name of its task.
+        configs: the configuration of each adapter, ready for further training.
+        num_labels: classes of the adapters that have a head.
+    """
+
+    folders: dict[str, Path]
+    configs: dict[str, PeftConfig]
+    num_labels: dict[str, int]
+
+
+def saved_adapters(root: Path) -> SavedAdapters:
+    """Return the adapters that the sub-folders of `root` hold.
+
+    Raises:
+        CheckpointError: if there is none.
+    """
+    folders = adapter_folders(root)
+    configs = {name: PeftConfig.from_pretrained(str(folder)) for name, folder in folders.items()}
+    for config in configs.values():
+        config.inference_mode = False
+    labels = {name: num_labels(folder) for name, folder in folders.items()}
+    return SavedAdapters(folders, configs, {name: count for name, count in labels.items() if count is not None})
+
+
+def num_labels(folder: Path) -> int | None:
+    """Return the number of classes of a saved adapter's head, or `None` where it has none."""
+    from safetensors import safe_open
+
+    # Shapes stand in the header, so no weight is read.
+    with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
+        heads = [key for key in file.keys() if key.endswith((".score.weight", "classifier.weight"))]
+        heads += [key for key in file.keys() if key.endswith("classifier.out_proj.weight")]
+        return file.get_slice(heads[0]).get_shape()[0] if heads else None

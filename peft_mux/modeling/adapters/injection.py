@@ -1,0 +1,145 @@
+"""What surrounds PEFT's injection of an adapter: checks before it, its randomness, its refusals, and the way back."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import PeftConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from peft_mux.errors import ConfigError, Fault, raise_faults
+from peft_mux.modeling.adapters.attach import detach
+from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
+from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.backbone.head_kinds import head_kind_for, head_kind_of
+from peft_mux.task_names import check_task_names, name_fault
+
+_ENTRIES = ("_modules", "_parameters", "_keys")
+"""Where torch's dictionaries of modules and parameters hold what is in them."""
+
+
+def check_configs(peft_configs: Mapping[str, PeftConfig], backbone: Any, taken: tuple[str, ...]) -> None:
+    """Check the adapters of new tasks: names, fields, and targets against the backbone.
+
+    Args:
+        peft_configs: the `PeftConfig` of each new task, by the task's name.
+        backbone: the transformers model that they shall adapt.
+        taken: names of the tasks that are there already.
+
+    Raises:
+        ConfigError: naming every fault of every task.
+    """
+    faults: list[Fault] = []
+    for name, config in peft_configs.items():
+        fault = name_fault(name, f"tasks.{name}.name")
+        faults += [fault] if fault else []
+        own = peft_config_faults(config, f"tasks.{name}")
+        faults += own or target_faults(config, backbone, f"tasks.{name}") + _task_type_faults(config, backbone, name)
+    raise_faults(faults)
+    check_task_names(peft_configs, taken)
+
+
+def _task_type_faults(config: PeftConfig, backbone: Any, name: str) -> list[Fault]:
+    kind, wanted = head_kind_of(backbone), head_kind_for(config.task_type)
+    if kind == wanted:
+        return []
+    where, got = f"tasks.{name}.peft_config.task_type", str(getattr(config.task_type, "value", config.task_type))
+    allowed = " or ".join(str(task_type) for task_type in kind.task_types)
+    return [Fault(where, got, f"{allowed}, as the backbone is a {type(backbone).__name__}", wanted.advice)]
+
+
+def own_copy(config: PeftConfig, backbone: Any) -> PeftConfig:
+    """Return a copy that PEFT may write into, completed as `get_peft_model` completes it."""
+    # PEFT writes into what it is given, and one configuration may serve several tasks.
+    own = copy.deepcopy(config)
+    own.base_model_name_or_path = getattr(backbone, "name_or_path", None)
+    own.inference_mode = False
+    kind_of(own).complete(own, backbone)
+    return own
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether a model is a description without weights."""
+    return next(model.parameters()).is_meta
+
+
+def train_only(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+    """Let the given parameters of a model get gradients, and no others."""
+    own = {id(parameter) for parameter in parameters}
+    for parameter in model.parameters():
+        parameter.requires_grad_(id(parameter) in own)
+
+
+@contextmanager
+def as_it_was(backbone: Any) -> Iterator[None]:
+    """Give the caller's backbone back without adapters where the construction around it fails."""
+    flags = {name: parameter.requires_grad for name, parameter in backbone.named_parameters()}
+    try:
+        yield
+    except Exception:
+        detach(backbone)
+        for name, parameter in backbone.named_parameters():
+            parameter.requires_grad_(flags.get(name, True))
+        raise
+
+
+@contextmanager
+def hidden_adapters(model: nn.Module) -> Iterator[Callable[[], None]]:
+    """Take the adapters out of all tuned layers for the time of the block, and put them back in their order.
+
+    PEFT goes through all modules several times for each adapter that it adds, those of other adapters included, so that
+    many tasks would take time by the square of their number; and it has nothing to do with those. Heads of tasks stay.
+
+    Yields:
+        A function that hides what has been added since, too.
+    """
+    taken: dict[nn.Module, dict[str, dict[str, Any]]] = {}
+
+    def hide() -> None:
+        for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
+            for child in layer.children():
+                if isinstance(child, nn.ModuleDict | nn.ParameterDict):
+                    own = taken.setdefault(child, {field: {} for field in _ENTRIES if field in child.__dict__})
+                    for field, entries in own.items():
+                        entries.update(child.__dict__[field])
+                        # A `ParameterDict` keeps its keys beside its parameters, so both are emptied.
+                        child.__dict__[field].clear()
+
+    hide()
+    try:
+        yield hide
+    finally:
+        for child, own in taken.items():
+            for field, entries in own.items():
+                entries.update(child.__dict__[field])
+                child.__dict__[field].update(entries)
+                # Entries of before come first, whatever was added meanwhile.
+                for key in entries:
+                    child.__dict__[field][key] = child.__dict__[field].pop(key)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Seed torch's CPU generator, as an owner who trains alone would, and put it back afterwards."""
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)
+
+
+@contextmanager
+def peft_refusals(name: str) -> Iterator[None]:
+    """Turn what PEFT itself refuses into an error that names the task."""
+    try:
+        yield
+    # Patterns such as those of `rank_pattern` are compiled by PEFT alone.
+    except (TypeError, ValueError, re.error) as error:
+        raise ConfigError(f"tasks.{name}.peft_config: PEFT refuses it: {error}") from error

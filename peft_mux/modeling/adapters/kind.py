@@ -1,0 +1,282 @@
+"""`AdapterKind`: what a PEFT type needs to be trained here, and the registry of all kinds.
+
+A kind is one object for the whole process; what belongs to one model (tables of where its adapters lie, say) is in the
+`PassMaker` that the kind makes for it. A new kind is one new file that registers itself with `register_kind`; a PEFT
+layer without a path of its own needs no more than a `peft_mux.modeling.adapters.sliced.SlicedKind`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from peft import PeftConfig, PeftType
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+
+from peft_mux.errors import Fault
+from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
+from peft_mux.modeling.slabs import Slot, TaskSlab
+from peft_mux.modeling.stream import PassMaker, Stream
+from peft_mux.scheduler.costs.loads import AdapterLoad
+
+SlabOf = Callable[[str], TaskSlab | None]
+"""Returns the slab of an adapter, by its internal id; `None` where it has none."""
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""Shapes of a task's whole parameters, by their PEFT names without the adapter id."""
+
+CutLayers = Mapping[str, bool]
+"""Layers that tensor parallelism cuts, by the end of their names: whether by their inputs, else by their outputs."""
+
+
+class LayerGroup(Protocol):
+    """Layers that are computed together, as profiles measure them."""
+
+    @property
+    def members(self) -> Sequence[MultiplexedForward]:
+        """The forwards of the layers."""
+        ...
+
+    def outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return `[T, K]` of each layer for the `[T, D]` activations that all of them read."""
+        ...
+
+
+class CutOfLayer(Protocol):
+    """How a linear layer is cut by tensor parallelism."""
+
+    @property
+    def is_row(self) -> bool:
+        """Whether it is cut by its inputs; otherwise by its outputs."""
+        ...
+
+    @property
+    def num_held(self) -> int:
+        """Features of the cut dimension that lie in this process."""
+        ...
+
+    def take(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return what lies in this process of a tensor whose dimension `dim` is the one that is cut."""
+        ...
+
+
+class ReplicaLayout(Protocol):
+    """How the processes of a run share the work, as far as kinds of adapters ask."""
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether every process holds the whole model."""
+        ...
+
+
+class AdapterKind(Protocol):
+    """What the product asks of a PEFT type; nothing outside a kind's own room names the type.
+
+    Attributes:
+        peft_type: under which PEFT, and the registry, know it.
+        name: the key under which a `Stream` holds its passes.
+        title: how messages to the user call it.
+        layer_type: the class of PEFT's layers of this type.
+        default_targets: target modules that PEFT adapts where a configuration names none, by type of the backbone.
+        draws_itself: whether its forwards draw dropout for themselves; otherwise the dropout modules inside its layers
+            are given draws that belong to each task.
+        can_be_cut: whether tensor parallelism can cut its adapters; then `cut_dim` and `cut` tell how.
+    """
+
+    peft_type: PeftType
+    name: str
+    title: str
+    layer_type: type[BaseTunerLayer]
+    default_targets: Mapping[str, Any]
+    draws_itself: bool
+    can_be_cut: bool
+
+    # ------------------------------------------------------- configurations
+
+    def is_config(self, config: PeftConfig) -> bool:
+        """Return whether a configuration is of the class that this kind reads."""
+        ...
+
+    def faults(self, config: Any, where: str) -> list[Fault]:
+        """Return what is wrong with the fields of a configuration, whatever the backbone.
+
+        Args:
+            config: the adapter configuration of one task.
+            where: prefix of the fields, such as `tasks.sql.peft_config`.
+        """
+        ...
+
+    def width_faults(self, config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
+        """Return what does not fit the modules that will be adapted.
+
+        Args:
+            config: the adapter configuration of one task, which has no `faults`.
+            modules: linear and embedding modules that it targets, by name.
+            where: prefix of the fields, such as `tasks.sql.peft_config`.
+        """
+        ...
+
+    def complete(self, config: Any, backbone: Any) -> None:
+        """Write into a task's own copy of a configuration what `get_peft_model` would.
+
+        Args:
+            config: the copy, which is written into.
+            backbone: the transformers model that will be adapted.
+        """
+        ...
+
+    def narrow(self, config: Any, modules: Sequence[str]) -> None:
+        """Let a copy of a configuration adapt the given modules and no others.
+
+        Args:
+            config: the copy, which is written into.
+            modules: full names of the modules within the backbone.
+        """
+        ...
+
+    def sample_config(self, rank: int) -> PeftConfig | None:
+        """Return an adapter of a rank on all linear layers, whose time a profile measures; `None` where none does."""
+        ...
+
+    # --------------------------------------------------------------- passes
+
+    def pass_maker(self, slab_of: SlabOf) -> PassMaker | None:
+        """Return what makes the passes of one model; `None` where layers need to know no more than the stream tells.
+
+        Args:
+            slab_of: finds the adapters of that model.
+        """
+        ...
+
+    def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
+        """Return the multiplexed forward for a layer that PEFT injected; `None` to leave it as it is.
+
+        Args:
+            module: a layer of class `layer_type`.
+            name: the layer's name within the backbone.
+            stream: what the layer will ask which rows are whose.
+        """
+        ...
+
+    def arrange(self, model: nn.Module, stream: Stream) -> None:
+        """Let attached layers of a model know one another; called once after all are attached."""
+        ...
+
+    # ----------------------------------------------------------- parameters
+
+    def owns(self, parameter_name: str) -> bool:
+        """Return whether a parameter is one of this kind's adapters, by its PEFT name; heads of tasks are not."""
+        ...
+
+    def site_of(self, parameter_name: str) -> str:
+        """Return the name of the layer that a parameter of this kind's adapters sits on."""
+        ...
+
+    def slot(self, name: str, parameter: nn.Parameter) -> Slot:
+        """Return how a parameter of a task lies in its slab; see `peft_mux.modeling.slabs.SlabLayout`."""
+        ...
+
+    def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:
+        """Return what the adapters of a task cost in a pass: one load for each layer that they sit on.
+
+        Args:
+            shapes: shapes of the task's parameters; those of heads are passed over.
+            cut: layers that tensor parallelism cuts.
+        """
+        ...
+
+    # ---------------------------------------------------------- parallelism
+
+    def cut_dim(self, parameter_name: str, *, is_row: bool) -> int | None:
+        """Return which dimension of a parameter tensor parallelism cuts; `None` for one that every shard holds whole.
+
+        Args:
+            parameter_name: name of a parameter that this kind owns, on a layer that is cut.
+            is_row: whether the layer is cut by its inputs; otherwise by its outputs.
+        """
+        ...
+
+    def cut(self, layer: Any, cut: CutOfLayer) -> None:
+        """Cut every adapter of a layer whose frozen weight was cut.
+
+        Args:
+            layer: PEFT's layer, whose adapters still have their whole shapes.
+            cut: how its frozen weight was cut.
+        """
+        ...
+
+    def refusals(self, layout: ReplicaLayout, where: str) -> list[Fault]:
+        """Return why a task of this kind cannot be trained on a layout of processes.
+
+        Args:
+            layout: how the processes of the run share the work.
+            where: prefix of the fields, such as `tasks.sql`.
+        """
+        ...
+
+
+KINDS: dict[PeftType, AdapterKind] = {}
+"""Every PEFT type that can be trained; the first ones lie closest to the frozen layers where types share one."""
+
+
+def register_kind(kind: AdapterKind) -> AdapterKind:
+    """Let tasks of a PEFT type be trained.
+
+    Args:
+        kind: what the type needs; takes the place of one that was registered for it before.
+
+    Returns:
+        the kind that was given.
+    """
+    KINDS[kind.peft_type] = kind
+    return kind
+
+
+def unregister_kind(peft_type: PeftType) -> None:
+    """Refuse tasks of a PEFT type from now on; no model may hold one."""
+    del KINDS[peft_type]
+
+
+def find_kind(config: PeftConfig) -> AdapterKind | None:
+    """Return the kind of a configuration; `None` where its type cannot be trained."""
+    kind = KINDS.get(config.peft_type)  # type: ignore[arg-type]
+    return kind if kind is not None and kind.is_config(config) else None
+
+
+def kind_of(config: PeftConfig) -> AdapterKind:
+    """Return the kind of a configuration that was checked.
+
+    Raises:
+        KeyError: if no kind is registered for its type.
+    """
+    kind = find_kind(config)
+    if kind is None:
+        raise KeyError(config.peft_type)
+    return kind
+
+
+def kind_of_layer(layer: Any) -> AdapterKind | None:
+    """Return the kind that a layer of PEFT's belongs to: of several that fit, the most special one."""
+    # PEFT's layer classes may inherit from one another, so several kinds can fit.
+    fitting = [kind for kind in KINDS.values() if isinstance(layer, kind.layer_type)]
+    return max(fitting, key=lambda kind: len(kind.layer_type.__mro__), default=None)
+
+
+def kind_of_parameter(name: str) -> AdapterKind | None:
+    """Return the kind whose adapters a parameter is one of, by its PEFT name; `None` for heads and frozen weights."""
+    return next((kind for kind in KINDS.values() if kind.owns(name)), None)
+
+
+def profiled_config(rank: int) -> PeftConfig:
+    """Return the adapter of a rank whose time profiles measure: that of the first kind that has one.
+
+    Raises:
+        LookupError: if no kind has one.
+    """
+    for kind in KINDS.values():
+        config = kind.sample_config(rank)
+        if config is not None:
+            return config
+    raise LookupError("no kind of adapters that is registered can be measured by rank.")

@@ -1,0 +1,1 @@
+"""LoRA: its configuration, its layer, and its fused pass over all tasks."""

@@ -1,0 +1,200 @@
+"""The multiplexed layers: Dispatch, BaseOp, grouped Adapters and Aggregate around a PEFT layer (M §3.2, §3.4.3).
+
+`attach` replaces the `forward` of the layers that PEFT injected and of the backbone's own dropout layers, on the
+instance: modules, parameters and their names stay PEFT's and the model's code is untouched. While the stream is idle
+the original `forward` runs, so `generate`, merging and saving work as ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from peft_mux.kernels import philox
+from peft_mux.kernels.availability import runs_kernels
+from peft_mux.kernels.lora.group import Base
+from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, grouped_lora_slices
+from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
+from peft_mux.modeling.backbone.modules import frozen_weight
+from peft_mux.modeling.backbone.quantized import base_output
+from peft_mux.modeling.slabs import round_up_to_group
+from peft_mux.modeling.stream import RowSegment, Stream
+
+NAME = "LORA"
+"""By which streams know the passes of LoRA layers."""
+
+
+class MultiplexedLinear(MultiplexedForward):
+    """The frozen linear layer once over the stream, and each task's LoRA on its own rows."""
+
+    def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
+        super().__init__(module, name, stream)
+        self.group = LinearGroup([self], stream)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the frozen layer is a matrix that we multiply with ourselves."""
+        layer: Any = self.module
+        return frozen_weight(layer.base_layer)[0] is not None
+
+    def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[..., K]`."""
+        if len(self.group.members) > 1:
+            return self.group.shared_output(self, x)
+        layer: Any = self.module
+        (y_TK,) = self.group.outputs(x)
+        y = y_TK.view(*x.shape[:-1], -1)
+        return y if self.is_plain else base_output(layer.base_layer, x, self.name) + y
+
+    def reason_against_graphs(self) -> str | None:
+        """Return why no pass through this layer can be captured: its frozen weight is quantised."""
+        return None if self.is_plain else f"layers are quantised ({self.name})"
+
+    def slice(self) -> LinearSlice:
+        """Return the layer and the adapters that the tasks of the stream have here."""
+        return self.slice_of(self.stream.segments)
+
+    def slice_of(self, rows: Sequence[RowSegment]) -> LinearSlice:
+        """Return the layer and the adapters that the tasks of given rows have here."""
+        layer: Any = self.module
+        segments, factors, window = [], [], self._window
+        for segment in rows:
+            if segment.adapter in layer.lora_A and not layer.disable_adapters:
+                segments.append(self._segment(segment, window))
+                factors.append((layer.lora_A[segment.adapter].weight, layer.lora_B[segment.adapter].weight))
+        weight, bias = frozen_weight(layer.base_layer)
+        return LinearSlice(weight, bias, layer.out_features, segments, factors)
+
+    def dropout_of(self, adapter: str) -> float:
+        """Return the probability with which an adapter drops its input now."""
+        layer: Any = self.module
+        # PEFT puts an `Identity`, which has no `p`, where nothing is dropped.
+        return getattr(layer.lora_dropout[adapter], "p", 0.0) if layer.training else 0.0
+
+    def _segment(self, rows: RowSegment, window: philox.Window | None) -> LoraSegment:
+        layer: Any = self.module
+        dropout = self.dropout_of(rows.adapter)
+        # A seed is a hash over names, so it is made only where it is drawn from.
+        seed = rows.draw_seed(self.name) if dropout > 0.0 else 0
+        return LoraSegment(rows.start, rows.end, layer.scaling[rows.adapter], dropout, seed, window)
+
+    @property
+    def _window(self) -> philox.Window | None:
+        """Which columns of the whole input lie here, in row-parallel layers (`peft_mux.engine.tensor.parallel`)."""
+        layer: Any = self.module
+        return layer.base_layer.__dict__.get("input_window")  # getattr would raise and catch in every pass
+
+    def draws_in_window(self, rows: Sequence[RowSegment]) -> bool:
+        """Whether some adapter drops elements of an input of which only some columns lie here."""
+        layer: Any = self.module
+        adapters = [segment.adapter for segment in rows] if self._window is not None else []
+        return any(adapter in layer.lora_A and self.dropout_of(adapter) > 0.0 for adapter in adapters)
+
+
+class LinearGroup:
+    """Linear layers that read the same activations: the first one called computes all of them (M §3.4.3).
+
+    Model code calls them one after another with one tensor; the others find their outputs ready. Where a model calls
+    only some of them with a tensor, they are computed one by one from then on.
+
+    Args:
+        members: the layers; often one.
+        stream: the model's, which tells which rows are whose.
+
+    Attributes:
+        number: the number by which compiled graphs find the group.
+        num_columns: columns of S that any tasks may need; kept up to date by `attach`.
+        are_apart: whether the model has called only some of them with a tensor.
+    """
+
+    def __init__(self, members: list[MultiplexedLinear], stream: Stream) -> None:
+        self.members = members
+        self.stream = stream
+        self.number = stream.maker_of(NAME).enroll(self)
+        self.num_columns = 0
+        self.are_apart = False
+        self._x: torch.Tensor | None = None
+        self._pass = -1
+        self._ready: dict[int, torch.Tensor] = {}
+
+    @property
+    def is_training(self) -> bool:
+        """Whether adapters drop out."""
+        return self.members[0].module.training
+
+    @property
+    def widths(self) -> list[int]:
+        """Output features of each layer."""
+        return [member.module.out_features for member in self.members]  # type: ignore[misc]
+
+    def bases(self) -> list[Base]:
+        """Return the frozen part of each layer."""
+        layers: list[Any] = [member.module for member in self.members]
+        return [Base(*frozen_weight(layer.base_layer), layer.out_features) for layer in layers]
+
+    def count_columns(self) -> None:
+        """Count anew what S needs: whole groups of eight ranks of each layer's greatest adapter."""
+        layers: list[Any] = [member.module for member in self.members]
+        self.num_columns = sum(round_up_to_group(max(map(int, layer.r.values()), default=0)) for layer in layers)
+
+    def outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return `[T, K]` of each layer."""
+        x_TD = self.members[0].rows(x, x.shape[-1])
+        lora_pass = self.stream.pass_of(NAME)
+        # Kernels number draws by the columns that they see, which here are not those of the whole input.
+        if any(member.draws_in_window(self.stream.segments) for member in self.members):
+            if runs_kernels(x_TD.device):
+                _say_windows()
+            lora_pass = None
+        if lora_pass is not None and not any(member.module.disable_adapters for member in self.members):
+            device_type = x_TD.device.type
+            autocast = torch.is_autocast_enabled(device_type)
+            dtype = torch.get_autocast_dtype(device_type) if autocast else x_TD.dtype
+            # The dtype is settled above; autocast would cast each product by itself.
+            with torch.autocast(device_type, enabled=False):
+                if torch.compiler.is_compiling():
+                    return lora_pass.compiled_outputs(self, x_TD, dtype)
+                ys = lora_pass.outputs(self, x_TD, dtype)
+            if ys is not None:
+                return ys
+        return grouped_lora_slices(x_TD, [member.slice() for member in self.members], self.stream.places)
+
+    def shared_output(self, member: MultiplexedLinear, x: torch.Tensor) -> torch.Tensor:
+        """Return one member's output for `x`."""
+        # The same object and not equal numbers: siblings are called with one tensor, and comparing would wait.
+        if x is self._x and id(member) in self._ready:
+            # Given out once, so that no activation outlives its last reader here.
+            y = self._ready.pop(id(member))
+            if not self._ready:
+                self._x = None
+            return y
+        # What is left over from another pass was cut off there: a recomputation ends where nothing more is needed.
+        # A compiled graph must not depend on the number of the pass.
+        this_pass = 0 if torch.compiler.is_compiling() else self.stream.num_passes
+        if self._ready and self._pass == this_pass:
+            self.are_apart = True
+        # Outputs of other activations are of no use, and would be held on to.
+        self._ready.clear()
+        self._x = None
+        if self.are_apart:
+            member.group = LinearGroup([member], self.stream)
+            member.group.count_columns()
+            return member.multiplexed(x)
+        ys = self.outputs(x)
+        outputs = {id(item): y.view(*x.shape[:-1], -1) for item, y in zip(self.members, ys, strict=True)}
+        y = outputs.pop(id(member))
+        self._x, self._pass, self._ready = x, this_pass, outputs
+        return y
+
+
+@functools.cache
+def _say_windows() -> None:
+    warnings.warn(
+        "adapters with dropout on row-parallel layers are computed task by task: kernels draw for whole inputs only.",
+        stacklevel=2,
+    )

@@ -1,0 +1,176 @@
+"""Tasks come to a model and leave it, while its backbone and all other tasks stay as they are (M §3.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from peft import PeftConfig
+from torch import nn
+
+from peft_mux.errors import ConfigError
+from peft_mux.modeling.adapters.attach import attach
+from peft_mux.modeling.adapters.injection import hidden_adapters, is_meta, own_copy, peft_refusals, seeded
+from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.tuners import Tuners
+from peft_mux.modeling.registry import TaskRegistry
+
+
+class Arrivals:
+    """Injects the adapters of new tasks into a PEFT model, and takes those of old ones out.
+
+    Args:
+        registry: the model's tasks; kept up to date.
+        is_head_new: whether the backbone's classification head was made at random, not loaded; then each task's head is
+            drawn from the task's seed instead of copied.
+
+    Attributes:
+        tuners: PEFT's tuners of the model.
+    """
+
+    def __init__(self, registry: TaskRegistry, *, is_head_new: bool) -> None:
+        """Start with no task."""
+        self.tuners = Tuners()
+        self._registry, self._is_head_new = registry, is_head_new
+
+    def register(
+        self,
+        model: Any,
+        peft_configs: Mapping[str, PeftConfig],
+        seeds: Mapping[str, int],
+        num_labels: Mapping[str, int],
+    ) -> None:
+        """Add tasks whose configurations were checked.
+
+        Args:
+            model: the `MultiTaskPeftModel` that the registry belongs to.
+            peft_configs: `PeftConfig` of each new task, by name.
+            seeds: fixes the initial adapter weights of a task; 42 where absent.
+            num_labels: classes of a task's head, for sequence classification; the backbone's where absent.
+
+        Raises:
+            ConfigError: if PEFT refuses an adapter, or a head cannot have so many classes; then no task is added.
+        """
+        before = self._registry.tasks
+        try:
+            # PEFT goes through all modules for each adapter: with those of others in sight, time by their square.
+            with hidden_adapters(model.backbone) as hide:
+                for name, config in peft_configs.items():
+                    own, kind = own_copy(config, model.backbone), kind_of(config)
+                    adapter, seed = self._registry.next_adapter, seeds.get(name, 42)
+                    with seeded(seed), peft_refusals(name), _forgetting(model, adapter):
+                        self.tuners.inject(model, kind, adapter, own)
+                    self.adopt(model, name, config, num_labels.get(name), seed)
+                    hide()
+        except ConfigError:
+            # All or none: those that came in before the fault leave again.
+            self.remove(model, [name for name in self._registry.tasks if name not in before])
+            raise
+        finally:
+            self._attach(model)
+
+    def adopt(self, model: Any, name: str, config: PeftConfig, num_labels: int | None, seed: int) -> None:
+        """Take an injected adapter in: its head and its parameters.
+
+        Args:
+            model: the `MultiTaskPeftModel` that the registry belongs to.
+            name: the task's name; its adapter has the registry's next id.
+            config: the configuration as it was given for the task.
+            num_labels: classes of the task's head; `None` for the backbone's.
+            seed: fixes the initial weights of a head that is drawn.
+        """
+        kind = kind_of(config)
+        adapter = self._registry.add(name, config, kind)
+        # Before layers are attached, as they enroll with the maker of their kind.
+        if kind.name not in model.stream.makers:
+            maker = kind.pass_maker(self._registry.slab_of_adapter)
+            model.stream.makers |= {} if maker is None else {kind.name: maker}
+        if not model.active_adapter:
+            model.select_adapter(adapter)
+        # Before the configuration is saved anywhere: other tasks' heads are linear layers too.
+        _drop_heads_from_targets(model.peft_config[adapter])
+        model.objectives.head.prepare(model.backbone, adapter, num_labels, seed, is_new=self._is_head_new)
+        # So that names are those of a model of one PEFT type, which files are written with.
+        with self.tuners.alone(model, kind):
+            own = _parameters_of(model, adapter)
+        self._registry.adopt(name, own, are_described=is_meta(model.backbone))
+
+    def register_absent(self, model: Any, name: str, config: PeftConfig) -> None:
+        """Add a task that has no adapter in this model, which is a part of one.
+
+        Args:
+            model: the `MultiTaskPeftModel` that the registry belongs to.
+            name: the task's name in the run.
+            config: its adapter's configuration, as PEFT completed it.
+        """
+        adapter = self._registry.add(name, config, kind_of(config))
+        model.peft_config[adapter] = config
+        self._registry.adopt(name, {}, model.device)
+        model.stream.clear_tables()
+
+    def remove(self, model: Any, names: Sequence[str]) -> None:
+        """Drop tasks and free their adapters.
+
+        Args:
+            model: the `MultiTaskPeftModel` that the registry belongs to.
+            names: names of the tasks that leave.
+
+        Raises:
+            ConfigError: if a task is not held; then none is dropped.
+        """
+        registry = self._registry
+        # All are looked up before the first leaves, so that an unknown name changes nothing.
+        for name in names:
+            registry.adapter_of(name)
+        for name in dict.fromkeys(names):
+            kind = registry.kind_of(name)
+            adapter = registry.remove(name)
+            model.objectives.forget(name)
+            model.stream.clear_tables()
+            others = list(registry.adapters.values())
+            with self.tuners.alone(model, kind):
+                # PEFT warns, and chooses by itself, where the active adapter is deleted.
+                if adapter in model.active_adapters and others:
+                    model.base_model.set_adapter(others[0])
+                model.delete_adapter(adapter)
+        model.active_adapter = next(iter(registry.adapters.values()), [])
+        if self.tuners.is_mixed and model.active_adapter:
+            model.select_adapter(model.active_adapter)
+        # Selecting an adapter has left gradients on for that one alone.
+        model.mark_trainable()
+
+    def _attach(self, model: Any) -> None:
+        """Multiplex layers that are newly adapted, and let all tasks train."""
+        attach(model.backbone, model.stream)
+        model.name_modules()
+        model.stream.clear_tables()
+        model.mark_trainable()
+
+
+def _parameters_of(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
+    marker = f".{adapter}"
+    return {
+        key.replace(marker, "", 1): parameter
+        for key, parameter in model.named_parameters()
+        if f"{marker}." in key or key.endswith(marker)
+    }
+
+
+@contextmanager
+def _forgetting(model: Any, adapter: str) -> Iterator[None]:
+    """Leave nothing of an adapter whose injection fails."""
+    try:
+        yield
+    except Exception:
+        model.peft_config.pop(adapter, None)
+        model.mark_trainable()
+        raise
+
+
+def _drop_heads_from_targets(config: Any) -> None:
+    """Keep other tasks' heads, which "all-linear" also finds, out of what is saved as this task's targets."""
+    targets = getattr(config, "target_modules", None)
+    if isinstance(targets, set):
+        parts = (".modules_to_save.", ".original_module")
+        config.target_modules = {name for name in targets if not any(part in name for part in parts)}

@@ -1,0 +1,1 @@
+"""Attention over a packed stream: every sequence as if it were alone."""

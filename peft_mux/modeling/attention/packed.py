@@ -1,0 +1,336 @@
+"""Attention over a packed stream, through transformers' attention interface.
+
+Each sequence attends to itself alone. On CUDA that is one call, where `varlen` has a kernel for it. Elsewhere
+sequences are gathered into rectangles of near-equal length, and one scaled-dot-product call is made per rectangle: no
+dense T x T mask, and no sequence shares arithmetic with another (a masked NaN is still NaN: 0 * NaN), so a poisoned
+sequence harms nobody.
+
+Parts of long sequences (`attention_parts`) are computed one by one, as each has a number of keys of its own.
+
+Causal sequences are padded at their end to a multiple of 16 tokens, which needs no mask: a padded key comes after
+every real query. Where every token sees every other (encoders), rectangles hold equal lengths and nothing is padded.
+
+Shape letters: T tokens, P rows of all rectangles, n sequences of a rectangle, L its length, H heads, G key-value
+heads, C channels of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from peft_mux.data.batch import MuxBatch
+from peft_mux.errors import UnsupportedModelError
+from peft_mux.kernels import philox
+from peft_mux.modeling.attention.parts import PartsInFlight, causal_mask
+from peft_mux.modeling.attention.rectangles import Layout, Rectangle, ToRows, ToTokens, build_layout, heads_first
+from peft_mux.modeling.attention.varlen import varlen_attention, varlen_support, warn_once
+from peft_mux.modeling.stream import Stream
+
+ATTENTION_NAME = "peft_mux"
+"""Name of packed attention in transformers' table of attention functions."""
+_LENGTH_STEP = 16
+"""Causal rectangles are padded to multiples of this many tokens: few kernel calls, and little of each is padding."""
+_HARMLESS_TENSORS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"})
+
+
+class AttentionStream:
+    """Carries the stream and its layouts into the attention function, as an argument of the model call.
+
+    Layouts are built once per micro-batch and shared by all layers.
+    """
+
+    def __init__(self, stream: Stream, batch: MuxBatch, module_names: dict[nn.Module, str]) -> None:
+        """Bind a micro-batch.
+
+        Args:
+            stream: the model's stream, which counts the calls and holds keys and values of long sequences.
+            batch: the micro-batch in flight.
+            module_names: name of every attention module, for dropout draws and messages.
+        """
+        self.stream = stream
+        self.batch = batch
+        self.module_names = module_names
+        self.max_length = max(batch.sequence_lengths, default=0)
+        self.parts = PartsInFlight(batch, stream.key_values) if batch.parts else None
+        # By causality, as a model may have layers of both kinds.
+        self._layouts: dict[bool, Layout] = {}
+
+    def layout(self, *, is_causal: bool) -> Layout:
+        """Return the rectangles for causal or full attention."""
+        if is_causal not in self._layouts:
+            # Without causality every query would see the padded keys.
+            step = _LENGTH_STEP if is_causal else 1
+            device = self.batch.input_ids.device
+            apart = () if self.parts is None else tuple(self.parts.of_sequence)
+            self._layouts[is_causal] = build_layout(self.batch.sequence_lengths, step, device, apart)
+        return self._layouts[is_causal]
+
+
+def packed_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    mux_stream: AttentionStream | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend within each sequence of the stream; the function that transformers' models call.
+
+    Args:
+        module: attention module of the layer that attends.
+        query: queries `[1, H, T, C]` of all heads.
+        key: keys `[1, G, T, C]`, where G divides H.
+        value: values `[1, G, T, C']` of the same G heads.
+        attention_mask: must be `None`, as the layouts of `mux_stream` stand for it.
+        scaling: factor of the scores; by default `1 / sqrt(C)`.
+        dropout: probability with which an attention weight is dropped.
+        is_causal: whether a query sees earlier tokens only; by default the module's own `is_causal`.
+        sliding_window: a query sees this many tokens, itself included.
+        softcap: bound of the scores (Gemma 2).
+        mux_stream: the stream and its layouts, which `MultiTaskPeftModel` passes through the model call.
+        **kwargs: what else the architecture passes; refused where it would change the result.
+
+    Returns:
+        Outputs `[1, T, H, C']`, and `None` in place of the attention weights.
+
+    Raises:
+        UnsupportedModelError: if the architecture asks for what packed attention does not do.
+    """
+    if mux_stream is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not hand the arguments of the model call on to its attention function, "
+            "so its sequences cannot be told apart; allowed: architectures that pass **kwargs through to attention."
+        )
+    _refuse_unknown(module, attention_mask, kwargs)
+    if not torch.compiler.is_compiling():  # a compiled pass would be guarded by the count, and compiled anew each time
+        mux_stream.stream.num_attention_calls += 1
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if sliding_window is not None and not causal:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} slides a window over both directions; allowed: windows of causal attention."
+        )
+    parts = mux_stream.parts
+    if parts is not None:
+        if not causal:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} lets every token see every other, so long sequences cannot be split; allowed:"
+                " causal attention. Set split_long_sequences=False."
+            )
+        # Keys come here after rotary embedding, so that later parts read them as they are (M §3.5).
+        parts.keep(mux_stream.module_names[module], key, value)
+    scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # Asked in every call, as dropout and dtype differ between training, evaluation and autocast.
+    reason = varlen_support(
+        query.device, query.dtype, query.shape[-1], value_dim=value.shape[-1], softcap=softcap, dropout=dropout
+    )
+    scores = _Scores(scaling=scale, is_causal=bool(causal), window=sliding_window, softcap=softcap)
+    if reason is None:
+        out = _through_varlen(module, (query, key, value), mux_stream, scores)
+    else:
+        if query.is_cuda:
+            warn_once(reason)
+        out = _through_rectangles(module, (query, key, value), mux_stream, scores, dropout)
+    if parts is not None:
+        parts.release_finished(mux_stream.module_names[module])
+    return out, None
+
+
+def _through_varlen(
+    module: nn.Module,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mux_stream: AttentionStream,
+    scores: _Scores,
+) -> torch.Tensor:
+    """Attend in one call that knows where each sequence begins; `[1, T, H, C']`."""
+    q_THC, k_TGC, v_TGC = (x[0].transpose(0, 1) for x in qkv)
+    bounds, longest, keys = mux_stream.batch.cu_seqlens, mux_stream.max_length, None
+    if mux_stream.parts is not None:
+        layer = mux_stream.module_names[module]
+        k_GKC, v_GKC, num_keys = mux_stream.parts.joined_stream(layer, qkv[1], qkv[2], scores.window)
+        k_TGC, v_TGC = k_GKC.transpose(0, 1), v_GKC.transpose(0, 1)
+        # A part has more keys than queries, so bounds of its own.
+        key_bounds = torch.tensor([0, *np.cumsum(num_keys)], dtype=torch.int32)
+        keys = key_bounds.to(q_THC.device, non_blocking=True), max(num_keys)
+    options: dict[str, Any] = {"is_causal": scores.is_causal, "window": scores.window, "scaling": scores.scaling}
+    return varlen_attention(q_THC, k_TGC, v_TGC, bounds, longest, keys=keys, **options).unsqueeze(0)
+
+
+def _through_rectangles(
+    module: nn.Module,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mux_stream: AttentionStream,
+    scores: _Scores,
+    dropout: float,
+) -> torch.Tensor:
+    """Attend in one call for each group of sequences of near-equal length; `[1, T, H, C']`."""
+    layout = mux_stream.layout(is_causal=scores.is_causal)
+    q_PHC, k_PGC, v_PGC = (
+        ToRows.apply(x[0].transpose(0, 1), layout.row_of_token, layout.padding_rows, layout.num_rows) for x in qkv
+    )
+    draws = _AttentionDropout(mux_stream, module, layout, dropout) if dropout > 0.0 else None
+    parts = []
+    for rectangle in layout.rectangles:
+        q, k, v = (heads_first(x[rectangle.rows], rectangle) for x in (q_PHC, k_PGC, v_PGC))
+        if rectangle.sequence is not None and mux_stream.parts is not None:
+            layer = mux_stream.module_names[module]
+            k_GKC, v_GKC = mux_stream.parts.joined(layer, rectangle.sequence, k[0], v[0], scores.window)
+            k, v = k_GKC[None], v_GKC[None]
+        parts.append(_attend(rectangle, q, k, v, scores, draws))
+    out_PHC = torch.cat(parts) if len(parts) > 1 else parts[0]
+    return ToTokens.apply(out_PHC, layout.row_of_token, layout.padding_rows).unsqueeze(0)
+
+
+class _Scores(NamedTuple):
+    """What attention does to scores before their softmax; `window` counts the query itself."""
+
+    scaling: float
+    is_causal: bool
+    window: int | None
+    softcap: float | None
+
+
+class _AttentionDropout:
+    """Dropout of attention weights whose draws depend on the query's place, the head and the key only.
+
+    Heads count as those of the whole model, also where a shard of it has some of them (`head_window`).
+    """
+
+    def __init__(self, attention: AttentionStream, module: nn.Module, layout: Layout, probability: float) -> None:
+        self.probability = probability
+        self.name = attention.module_names[module]
+        self.heads: philox.Window | None = getattr(module, "head_window", None)
+        batch, stream = attention.batch, attention.stream
+        self.places = batch.token_places.new_zeros(layout.num_rows)
+        # Draws follow a token's place in its task's batch, so that neighbours and packing never shift them.
+        self.places.index_copy_(0, layout.row_of_token, batch.token_places)
+        # On the host, which knows the segments: reading them off the device would wait.
+        owner = np.full(batch.num_tokens, -1)
+        for index, segment in enumerate(stream.segments):
+            owner[segment.start : segment.end] = index
+        self.segments = stream.segments
+        self.parts = attention.parts
+        self.owner_of_row = np.full(layout.num_rows, -1)
+        self.owner_of_row[layout.row_of_token_on_host] = owner
+
+    def __call__(self, weights_nHLL: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
+        if rectangle.sequence is not None:
+            return self._dropped_part(weights_nHLL[0], rectangle)[None]
+        owners = self.owner_of_row[rectangle.rows].reshape(rectangle.num_sequences, rectangle.length)[:, 0]
+        places = self.places[rectangle.rows].view(rectangle.num_sequences, rectangle.length)
+        parts = []
+        for sequence, owner in enumerate(owners):
+            weights_HLL = weights_nHLL[sequence]
+            seed = self.segments[owner].draw_seed(self.name)
+            # Draws are by place and column, so a row is a query and its columns are the keys of one head after another.
+            by_query = weights_HLL.transpose(0, 1).reshape(rectangle.length, -1)
+            window = self._window(weights_HLL.shape[-1])
+            dropped = philox.dropout(by_query, places[sequence], self.probability, seed, window)
+            parts.append(dropped.view(rectangle.length, weights_HLL.shape[0], -1).transpose(0, 1))
+        return torch.stack(parts)
+
+    def _dropped_part(self, weights_HLK: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
+        """Return `[H, L, K]` with the draws that the whole sequence would have for these queries and keys."""
+        # A draw is numbered by query, head and key within the padded width of the whole sequence, so draws of all keys
+        # are made, and those of the keys at hand taken.
+        assert self.parts is not None, "only parts have rectangles of their own"
+        part = self.parts.of_sequence[rectangle.sequence or 0]
+        num_heads, _, num_keys = weights_HLK.shape
+        width = -(-part.num_tokens // _LENGTH_STEP) * _LENGTH_STEP
+        seed = self.segments[self.owner_of_row[rectangle.start]].draw_seed(self.name)
+        places, window = self.places[rectangle.rows], self._window(width)
+        kept = philox.keep_mask(seed, places, num_heads * width, self.probability, window)
+        kept_HLK = kept.view(-1, num_heads, width)[:, :, part.end - num_keys : part.end].transpose(0, 1)
+        return torch.where(kept_HLK, weights_HLK * philox.keep_scale(self.probability), 0.0)
+
+    def _window(self, width: int) -> philox.Window | None:
+        """Return where the draws of these heads lie among those of all, which have `width` of them each."""
+        return None if self.heads is None else philox.Window(self.heads.first * width, self.heads.num_columns * width)
+
+
+def _attend(
+    rectangle: Rectangle,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scores: _Scores,
+    dropout: _AttentionDropout | None,
+) -> torch.Tensor:
+    """Return `[n * L, H, C']` of one rectangle."""
+    mask = causal_mask(q.shape[2], k.shape[2], scores.window, q.device)
+    if scores.softcap is None and dropout is None:
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=mask,
+            # Torch takes a mask or the flag, never both.
+            is_causal=scores.is_causal and mask is None,
+            scale=scores.scaling,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+    else:
+        out = _attend_by_weights(rectangle, q, k, v, scores, mask, dropout)
+    return out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
+
+
+def _attend_by_weights(
+    rectangle: Rectangle,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scores: _Scores,
+    mask: torch.Tensor | None,
+    dropout: _AttentionDropout | None,
+) -> torch.Tensor:
+    """Return `[n, H, L, C']` with the weights written out: fused attention knows neither soft-caps nor our dropout."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        # Written out for the plain product; fused attention shares key-value heads without a copy.
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    logits = (q @ k.transpose(-1, -2)) * scores.scaling
+    if scores.softcap is not None:
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    if mask is None and scores.is_causal:
+        mask = torch.ones(rectangle.length, rectangle.length, dtype=torch.bool, device=q.device).tril()
+    if mask is not None:
+        logits = logits.masked_fill(~mask, -math.inf)
+    # In fp32 as the eager attention of transformers: the sum over long rows loses bits in half precision.
+    weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(q.dtype)
+    if dropout is not None:
+        weights = dropout(weights, rectangle)
+    return weights @ v
+
+
+def _refuse_unknown(module: nn.Module, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+    name = type(module).__name__
+    if attention_mask is not None:
+        raise UnsupportedModelError(
+            f"{name} builds an attention mask of its own; allowed: none, as a mask over the stream would mix tasks."
+        )
+    for key, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and key not in _HARMLESS_TENSORS:
+            raise UnsupportedModelError(
+                f'{name} passes "{key}" to attention (sinks, position biases and the like), which packed attention '
+                "does not honour; allowed: plain, grouped-query, sliding-window and soft-capped attention."
+            )
+
+
+def register_attention() -> None:
+    """Make `packed_attention` known to transformers under `ATTENTION_NAME`; may be called again."""
+    from transformers import AttentionInterface
+
+    # No mask function under this name: transformers then makes no mask, and does not search the positions for packed
+    # sequences either, which would wait for the device.
+    AttentionInterface.register(ATTENTION_NAME, packed_attention)

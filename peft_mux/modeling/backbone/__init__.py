@@ -1,0 +1,1 @@
+"""The frozen backbone: what is read off it, and what is proven about it before training."""

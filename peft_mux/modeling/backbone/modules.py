@@ -1,0 +1,69 @@
+"""What the modules of a backbone are: frozen weights, and which of them can be adapted."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from peft_mux.modeling.sharding.gathering import plain_type
+
+
+def frozen_weight(base_layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return `(weight [K, D], bias [K])` of a plain linear layer; `(None, None)` for any other (quantised) kind."""
+    # The exact class: subclasses, such as those of bitsandbytes, compute something else.
+    kind = plain_type(base_layer)
+    if kind is nn.Linear:
+        return base_layer.weight, base_layer.bias
+    if kind is Conv1D:
+        # Conv1D keeps its weight as [D, K]; the view is free.
+        return base_layer.weight.t(), base_layer.bias
+    return None, None
+
+
+HEAD_NAMES = ("classifier", "score")
+"""Modules that PEFT trains beside the adapter for sequence classification."""
+
+
+_EMBEDDINGS = (nn.Embedding,)
+_BASE_LAYERS = re.compile(r"(\.base_layer)+$")
+
+
+def adaptable_modules(backbone: nn.Module) -> dict[str, nn.Module]:
+    """Return the linear and embedding modules of a backbone by name, seen through injected tuner layers."""
+    modules: dict[str, nn.Module] = {}
+    of_adapters = {id(module) for module in _modules_of_adapters(backbone)}
+    for name, module in backbone.named_modules():
+        if id(module) in of_adapters or ".modules_to_save." in name or ".original_module" in name:
+            continue
+        if isinstance(module, (nn.Linear, Conv1D, *_EMBEDDINGS)):
+            modules[_BASE_LAYERS.sub("", name)] = module
+    return modules
+
+
+def frozen_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield each parameter of a backbone but for those of adapters and of tasks' heads.
+
+    Yields:
+        its name, as if no tuner layer lay around its module, and the parameter.
+    """
+    tuned = [module for module in backbone.modules() if isinstance(module, BaseTunerLayer)]
+    modules: list[Any] = [*tuned, *_modules_of_adapters(backbone)]
+    of_adapters = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
+    for name, parameter in backbone.named_parameters():
+        if id(parameter) not in of_adapters and ".modules_to_save." not in name:
+            yield name.replace(".base_layer", ""), parameter
+
+
+def _modules_of_adapters(backbone: nn.Module) -> Iterator[nn.Module]:
+    """Yield what PEFT keeps in tuner layers beside the layers that they wrap."""
+    for layer in backbone.modules():
+        if isinstance(layer, BaseTunerLayer):
+            for name, child in layer.named_children():
+                if name != "base_layer":
+                    yield from child.modules()

@@ -1,0 +1,119 @@
+"""The packing probe: proof, on the model itself, that packing changes nothing.
+
+Class names and configurations do not tell everything about an architecture. So before the first step a few short
+sequences go through the backbone twice, packed by us and one by one by the model's own code; a model whose results
+differ is refused by name. A second pass in training mode watches the global random generators: a model that draws
+from them (functional dropout, layer drop) would make one task's result depend on its neighbours.
+
+Shape letters: S sequences, L tokens of one, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from peft_mux.data.batch import TaskBatch, TokenSequence
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.errors import UnsupportedModelError
+from peft_mux.modeling.interface import MultiplexedModel
+
+# Unequal, and on both sides of 16, by which attention rounds: padding and two rectangles take part.
+_LENGTHS = (5, 3, 9, 18)
+_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
+
+
+def check_packing(model: MultiplexedModel) -> None:
+    """Hold packed against separate results, and see that no global random number is drawn.
+
+    Args:
+        model: a model with at least one task and with its weights.
+
+    Raises:
+        UnsupportedModelError: naming the architecture and what was found.
+    """
+    task = next(iter(model.tasks))
+    batch = _probe_batch(model, task)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), model.without_adapters():
+            packed = model.sequence_logits(batch)
+            # Equal results alone would not show that attention was told where sequences end.
+            if model.stream.num_attention_calls == 0:
+                raise UnsupportedModelError(
+                    _message(model, "its attention never reached the packed attention function")
+                )
+            separate = _separate_logits(model, batch)
+        _compare(model, packed, separate)
+        _check_random_numbers(model, batch)
+    finally:
+        model.train(was_training)
+
+
+def _probe_batch(model: MultiplexedModel, task: str) -> Any:
+    vocabulary = model.backbone.config.get_text_config().vocab_size
+    rng = np.random.default_rng(0)
+    sequences = []
+    pad_token_id = model.backbone.config.get_text_config().pad_token_id
+    for row, length in enumerate(_LENGTHS):
+        ids = rng.integers(1, vocabulary, size=length)
+        # Classifiers look for the last token that is no padding, so none may be drawn.
+        ids[ids == pad_token_id] = (pad_token_id or 0) - 1 if (pad_token_id or 0) > 1 else vocabulary - 1
+        label = model.objectives.head.example_label
+        sequences.append(TokenSequence(ids, ids, row, class_label=label))
+    batch = TaskBatch(task, 0, 0, tuple(sequences))
+    (micro_batch,) = ChunkPackingCollator().micro_batches([batch], max_tokens=sum(_LENGTHS))
+    return micro_batch.to(model.device)
+
+
+def _separate_logits(model: MultiplexedModel, batch: Any) -> list[torch.Tensor]:
+    bounds = np.cumsum((0, *batch.sequence_lengths))
+    logits = []
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        logits.append(model.backbone(input_ids=batch.input_ids[:, start:end]).logits[0].float())
+    return logits
+
+
+def _compare(model: MultiplexedModel, packed: list[torch.Tensor], separate: list[torch.Tensor]) -> None:
+    tolerance = _TOLERANCES.get(model.backbone.dtype, 1e-2)
+    for ours, theirs in zip(packed, separate, strict=True):
+        scale = theirs.abs().max().clamp_min(1e-6)
+        difference = ((ours.float() - theirs).abs().max() / scale).item()
+        # Asked this way round, NaN is refused as well.
+        if not difference <= tolerance:
+            raise UnsupportedModelError(
+                _message(model, f"its logits differ by {difference:.1e} of their size between packed and separate runs")
+            )
+
+
+def _check_random_numbers(model: MultiplexedModel, batch: Any) -> None:
+    model.train()
+    before = _random_states(batch.input_ids.device)
+    with torch.no_grad():
+        model(batch)
+    after = _random_states(batch.input_ids.device)
+    if any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)):
+        raise UnsupportedModelError(
+            _message(
+                model,
+                "in training it draws from the global random generator (functional dropout or layer drop), so one "
+                "task's neighbours would shift its draws; set the model's dropout and layerdrop to 0 in its config",
+            )
+        )
+
+
+def _random_states(device: torch.device) -> list[torch.Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def _message(model: MultiplexedModel, reason: str) -> str:
+    return (
+        f"{type(model.backbone).__name__} cannot be packed: {reason}; allowed: models whose tokens meet those of "
+        "their own sequence only, through transformers' attention interface."
+    )

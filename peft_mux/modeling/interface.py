@@ -1,0 +1,136 @@
+"""`MultiplexedModel`: what the parts of a multi-task model, and those who probe, view, save and run it, read of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from peft_mux.data.batch import MuxBatch
+from peft_mux.modeling.attention.packed import AttentionStream
+from peft_mux.modeling.sharding.pieces import Piece
+from peft_mux.modeling.slabs import TaskSlab
+from peft_mux.modeling.stream import Passes, Stream
+
+
+class MultiplexedModel(Protocol):
+    """A backbone with the adapters of many tasks, as `peft_mux.modeling.model.MultiTaskPeftModel` is one.
+
+    Attributes:
+        base_model: PEFT's tuner, whose `model` is the backbone.
+        active_adapter: internal id of the adapter that plain forwards use.
+        peft_config: completed configuration of each adapter, by its internal id.
+        stream: what the attached layers read of the micro-batch in flight.
+        module_names: name of each module within the backbone.
+        num_stages: into which the backbone was cut; this model is one of them.
+        tp_size: tensor parallel ranks among which each stage is cut; this model is what one of them holds.
+        training: whether dropout is on.
+    """
+
+    base_model: Any
+    active_adapter: Any
+    peft_config: Any
+    stream: Stream
+    module_names: dict[nn.Module, str]
+    num_stages: int
+    tp_size: int
+    training: bool
+
+    @property
+    def backbone(self) -> Any:
+        """The transformers model under the adapters."""
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        ...
+
+    # ------------------------------------------------------------------ tasks
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks, in the order in which they came."""
+        ...
+
+    @property
+    def adapters(self) -> Mapping[str, str]:
+        """Internal adapter id of each task."""
+        ...
+
+    def adapter_of(self, name: str) -> str:
+        """Return the internal adapter id under which PEFT knows a task."""
+        ...
+
+    def task_parameters(self, name: str) -> dict[str, nn.Parameter]:
+        """Return a task's own parameters, by their PEFT names without the adapter id."""
+        ...
+
+    def task_slab(self, name: str) -> TaskSlab:
+        """Return the flat buffers that a task's parameters are views of."""
+        ...
+
+    def task_pieces(self, name: str) -> dict[str, Piece]:
+        """Return what of each of `task_parameters` lies in this process."""
+        ...
+
+    def adopt_parameters(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Let parameters be those of a task, and lay them out in flat buffers of their own."""
+        ...
+
+    def mark_trainable(self) -> None:
+        """Let every task train: PEFT keeps gradients for the active adapter only."""
+        ...
+
+    def select_adapter(self, adapter: str) -> None:
+        """Make an adapter the one that plain forwards use."""
+        ...
+
+    def alone(self, adapter: str) -> AbstractContextManager[None]:
+        """Let the model be what PEFT made of it for the adapter's PEFT type, for the time of the `with` block."""
+        ...
+
+    def merge_and_unload_adapter(self, adapter: str) -> Any:
+        """Return the backbone with one adapter merged in; all adapters are gone afterwards."""
+        ...
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Switch all adapters off for the time of the `with` block."""
+        ...
+
+    # ------------------------------------------------------------------ passes
+
+    def prepare(self, tasks: Iterable[str]) -> None:
+        """Bind the gradients of a pass, and let kernels in another dtype see the weights as they are now."""
+        ...
+
+    def multiplexing(self, batch: MuxBatch, passes: Passes | None = None) -> AbstractContextManager[None]:
+        """Let the attached layers and attention read `batch` for the time of the `with` block."""
+        ...
+
+    def hidden_states(self, batch: MuxBatch, attention: AttentionStream | None = None) -> torch.Tensor:
+        """Return the `[T, D]` last hidden states of a batch that is multiplexed."""
+        ...
+
+    def sequence_logits(self, mux_batch: MuxBatch) -> list[torch.Tensor]:
+        """Return the logits of every sequence: `[L, V]` for language models, `[C]` for classifiers."""
+        ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a forward pass."""
+        ...
+
+    def train(self, mode: bool = True) -> Any:
+        """Switch dropout on or off."""
+        ...
+
+    def eval(self) -> Any:
+        """Switch dropout off."""
+        ...
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield all parameters with their names."""
+        ...

@@ -1,0 +1,128 @@
+"""What a multiplexed pass through a model is made of: its gradients bound, its batch read, its activations recomputed.
+
+Shape letters: T tokens, N tasks, D hidden features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from peft_mux.data.batch import MuxBatch
+from peft_mux.errors import ConfigError
+from peft_mux.modeling.attention.packed import ATTENTION_NAME, AttentionStream
+from peft_mux.modeling.backbone.checks import position_offset
+from peft_mux.modeling.interface import MultiplexedModel
+from peft_mux.modeling.objectives.head import OutputHead
+from peft_mux.modeling.stream import Passes
+
+
+@dataclass(frozen=True, slots=True)
+class MuxOutput:
+    """What a multiplexed forward pass returns.
+
+    Attributes:
+        losses: `[N]`, each task's part of its mean loss; their sum may be differentiated.
+        task_names: the N tasks, in the order of `losses`.
+    """
+
+    losses: torch.Tensor
+    task_names: tuple[str, ...]
+
+
+def bind(model: MultiplexedModel, tasks: Iterable[str]) -> None:
+    """Bind the gradients of a pass, and let kernels in another dtype see the weights as they are now.
+
+    Args:
+        model: the model that holds the tasks.
+        tasks: names of the tasks that take part in the pass.
+    """
+    for name in tasks:
+        slab = model.task_slab(name)
+        # Before the forward pass: tables of the kernels hold the addresses to which the backward pass will add.
+        if torch.is_grad_enabled():
+            slab.bind_gradients()
+        slab.refresh_copies()
+
+
+@contextmanager
+def multiplexing(model: MultiplexedModel, batch: MuxBatch, passes: Passes | None) -> Iterator[None]:
+    """Let the attached layers and attention of a model read `batch` for the time of the `with` block.
+
+    Args:
+        model: the model whose stream is set.
+        batch: the micro-batch, its tensors on the model's device.
+        passes: passes that were made of the same batch before; `None` to make them.
+    """
+    config = model.backbone.config
+    attention = config._attn_implementation
+    # Only while a stream is read: `generate` and plain forwards keep the attention that the backbone came with.
+    if attention != ATTENTION_NAME:
+        config._attn_implementation = ATTENTION_NAME
+    try:
+        with model.stream.reading(batch, model.adapters, passes):
+            yield
+    finally:
+        if attention != ATTENTION_NAME:
+            config._attn_implementation = attention
+
+
+def hidden_states(
+    model: MultiplexedModel, head: OutputHead, batch: MuxBatch, attention: AttentionStream | None
+) -> torch.Tensor:
+    """Return the `[T, D]` last hidden states of a batch that is multiplexed.
+
+    Args:
+        model: the model whose stream reads the batch.
+        head: what the backbone ends in; no part of it is computed.
+        batch: the micro-batch, on the model's device.
+        attention: the layouts of its sequences; made where `None`.
+    """
+    # Given and not left to the model, which would count on through the whole stream.
+    position_ids = batch.position_ids + position_offset(model.backbone)
+    arguments: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": position_ids}
+    arguments["mux_stream"] = attention or AttentionStream(model.stream, batch, model.module_names)
+    if batch.token_type_ids is not None:
+        arguments["token_type_ids"] = batch.token_type_ids
+    # A decoder would fill a cache of keys and values that nothing reads; encoders do not know the argument.
+    if hasattr(model.backbone.config, "use_cache"):
+        arguments["use_cache"] = False
+    with head.bypassed(model.backbone):
+        return model.backbone.base_model(**arguments).last_hidden_state[0]
+
+
+def enable_checkpointing(backbone: Any, contexts: Callable[[], tuple[Any, Any]], arguments: Mapping[str, Any]) -> None:
+    """Let each layer of a backbone recompute its activations in the backward pass.
+
+    Args:
+        backbone: the transformers model, adapters injected.
+        contexts: returns the contexts of a layer's forward and of its recomputation.
+        arguments: further arguments of `torch.utils.checkpoint.checkpoint`.
+
+    Raises:
+        ConfigError: if reentrant checkpointing is asked for.
+    """
+    wanted = dict(arguments)
+    if wanted.pop("use_reentrant", False):
+        raise ConfigError("use_reentrant: got True; allowed: False, as adapters sit inside the checkpointed layers.")
+    # Dropout draws from seed and place, so no state of a generator has to be kept to draw the same again.
+    wanted = {"use_reentrant": False, "context_fn": contexts, "preserve_rng_state": False, **wanted}
+    # Older releases of transformers have the second name alone.
+    enable = getattr(backbone, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable(activation_checkpointing_kwargs=wanted)
+    else:
+        backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs=wanted)
+
+
+def checkpoint_contexts(model: MultiplexedModel) -> tuple[Any, Any]:
+    """Return the contexts of a checkpointed layer: none in its forward, the same batch again where it is recomputed."""
+    batch = model.stream.batch
+    if batch is None:
+        return nullcontext(), nullcontext()
+    # The backward pass may run when the stream reads another batch, or none; the passes are those of the forward.
+    return nullcontext(), multiplexing(model, batch, model.stream.passes)

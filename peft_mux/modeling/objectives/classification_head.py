@@ -1,0 +1,184 @@
+"""The heads of sequence classifiers: pooling a packed stream and running one head a task.
+
+Model code pools by batch row (`hidden[:, 0]`, last token), which a packed stream does not have; so the pooled rows are
+picked by sequence offsets here, and the model's own pooler, dropout and head modules run on them. `probe` holds the
+result against the model's own forward, and refuses architectures whose head does anything else.
+
+Shape letters: T tokens, S sequences, D hidden features, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from peft_mux.data.batch import MuxBatch, TaskBatch
+from peft_mux.errors import ConfigError, UnsupportedModelError
+from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
+from peft_mux.modeling.backbone.modules import HEAD_NAMES
+from peft_mux.modeling.objectives.head import HeadPass, register_head
+
+
+class ClassificationHead:
+    """A small head for each task, on one pooled row of each sequence."""
+
+    kind = CLASSIFICATION
+    example_label = 0
+
+    def prepare(self, backbone: Any, adapter: str, classes: int | None, seed: int, *, is_new: bool) -> None:
+        """Give the task a head with its own number of classes; see `prepare_head`."""
+        prepare_head(backbone, adapter, classes, seed, is_new=is_new)
+
+    def bypassed(self, backbone: Any) -> AbstractContextManager[None]:
+        """Keep the encoder from pooling; see `without_pooler`."""
+        return without_pooler(backbone)
+
+    def logits(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> list[torch.Tensor]:
+        """Return the logits `[C]` of every sequence."""
+        return [row for part in task_logits(hidden_TD, batch, head) for row in part]
+
+    def labels(self, batch: TaskBatch, micro_batch: MuxBatch) -> Iterator[np.ndarray]:
+        """Yield the class or the value of every sequence."""
+        assert micro_batch.class_labels is not None, "a classification batch carries class labels"
+        yield from micro_batch.class_labels.cpu().numpy()
+
+
+def head_module(backbone: Any) -> tuple[str, Any]:
+    """Return the name and the module of the classification head (PEFT's wrapper once adapters are injected).
+
+    Raises:
+        UnsupportedModelError: if there is none under a name that PEFT knows.
+    """
+    for name in HEAD_NAMES:
+        if isinstance(getattr(backbone, name, None), nn.Module):
+            return name, getattr(backbone, name)
+    raise UnsupportedModelError(
+        f"{type(backbone).__name__} has no classification head; allowed: models with a module named "
+        f"{' or '.join(HEAD_NAMES)}. Load the backbone with AutoModelForSequenceClassification for SEQ_CLS tasks."
+    )
+
+
+@contextmanager
+def without_pooler(backbone: Any) -> Iterator[None]:
+    """Keep the encoder from pooling the packed stream, whose first row is one task's first token."""
+    # BERT's encoder skips a pooler that is None; its output is not wanted, and would be of the first task alone.
+    encoder = backbone.base_model
+    pooler = getattr(encoder, "pooler", None)
+    if pooler is None:
+        yield
+        return
+    encoder.pooler = None
+    try:
+        yield
+    finally:
+        encoder.pooler = pooler
+
+
+def pooled_states(hidden_TD: torch.Tensor, backbone: Any, batch: MuxBatch) -> torch.Tensor:
+    """Return `[S, D]`: the first token of each sequence for encoders, the last for decoders, through the pooler."""
+    name, _ = head_module(backbone)
+    starts = batch.cu_seqlens[:-1].to(torch.int64)
+    rows = _last_tokens(batch, backbone.config.get_text_config().pad_token_id) if name == "score" else starts
+    pooled = hidden_TD.index_select(0, rows)
+    pooler = getattr(backbone.base_model, "pooler", None)
+    # Poolers take `[S, L, D]` and look at the first token of each; here that is the only one.
+    return pooled if pooler is None else pooler(pooled.unsqueeze(1))
+
+
+def _last_tokens(batch: MuxBatch, pad_token_id: int | None) -> torch.Tensor:
+    """Return `[S]` rows: the last token of each sequence that is not the padding token, as transformers picks it."""
+    bounds = batch.cu_seqlens.to(torch.int64)
+    rows = torch.arange(batch.num_tokens, device=bounds.device)
+    if pad_token_id is not None:
+        rows = torch.where(batch.input_ids[0] != pad_token_id, rows, -1)
+    # The running maximum ends at the last real token of each sequence, without a loop or a wait for the device. Where a
+    # sequence is padding throughout, the maximum is of an earlier one, and its own first token is taken.
+    return torch.maximum(torch.cummax(rows, dim=0).values[bounds[1:] - 1], bounds[:-1])
+
+
+def task_logits(hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> list[torch.Tensor]:
+    """Return the `[S_task, C_task]` logits of each task of a micro-batch.
+
+    Args:
+        hidden_TD: the last hidden states `[T, D]`.
+        batch: the micro-batch that the stream reads.
+        head: what the output head is computed with.
+    """
+    backbone, stream, adapters = head.backbone, head.stream, head.adapters
+    # A pooled row is a sequence; the place of its first token stands for it in dropout.
+    places = batch.token_places[batch.cu_seqlens[:-1].to(torch.int64)]
+    _, wrapper = head_module(backbone)
+    with stream.selected_rows(batch.sequence_offsets, places, adapters):
+        pooled = pooled_states(hidden_TD, backbone, batch)
+        takes_features = _takes_features(wrapper)
+        dropout = getattr(backbone, "dropout", None)
+        # Heads that take features drop out by themselves.
+        if isinstance(dropout, nn.Module) and not takes_features:
+            pooled = dropout(pooled)
+    logits = []
+    offsets = batch.sequence_offsets
+    for index, name in enumerate(batch.task_names):
+        # One task at a time, as heads have classes of their own: all rows before and after this task's are left out.
+        rows = (0,) * (index + 1) + (offsets[index + 1] - offsets[index],) * (len(offsets) - index - 1)
+        start, end = offsets[index], offsets[index + 1]
+        own_head = _head_of(wrapper, adapters[name])
+        with stream.selected_rows(rows, places[start:end], adapters):
+            states = pooled[start:end]
+            logits.append(own_head(states.unsqueeze(1) if takes_features else states))
+    return logits
+
+
+def _head_of(wrapper: Any, adapter: str) -> Any:
+    if not hasattr(wrapper, "modules_to_save"):
+        return wrapper
+    return wrapper.original_module if wrapper.disable_adapters else wrapper.modules_to_save[adapter]
+
+
+def _takes_features(wrapper: Any) -> bool:
+    """Whether the head is a module of its own kind that takes `[S, L, D]` and pools by itself (RoBERTa)."""
+    head = getattr(wrapper, "original_module", wrapper)
+    return not isinstance(head, nn.Linear)
+
+
+def prepare_head(backbone: Any, adapter: str, classes: int | None, seed: int, *, is_new: bool) -> None:
+    """Give a task's classification head its own number of classes, and draw from the task's seed what is not trained.
+
+    Args:
+        backbone: the classifier, with the task's adapter injected.
+        adapter: internal adapter id of the task.
+        classes: number of classes of the task; `None` for that of the backbone.
+        seed: fixes the weights of a head that is drawn.
+        is_new: whether the backbone's own head was not among its weights, so that it holds numbers of nobody's seed.
+
+    Raises:
+        ConfigError: if the head is not a single linear layer and its size would have to change.
+    """
+    _, wrapper = head_module(backbone)
+    head = wrapper.modules_to_save[adapter]
+    if classes is not None and classes != backbone.config.num_labels:
+        if not isinstance(head, nn.Linear):
+            raise ConfigError(
+                f"num_labels: got {classes} for the {type(head).__name__} of {type(backbone).__name__}; allowed: "
+                f"{backbone.config.num_labels}, as the backbone was loaded. Load it with num_labels={classes}."
+            )
+        options = {"bias": head.bias is not None, "device": head.weight.device, "dtype": head.weight.dtype}
+        head = wrapper.modules_to_save[adapter] = nn.Linear(head.in_features, classes, **options)
+    elif not is_new:
+        return
+    # From the task's seed: from the global state, it would depend on what else the process has drawn.
+    generator = torch.Generator().manual_seed(seed)
+    deviation = getattr(backbone.config, "initializer_range", 0.02)
+    for layer in head.modules():
+        if isinstance(layer, nn.Linear) and not layer.weight.is_meta:
+            layer.weight.data.copy_(torch.normal(0.0, deviation, layer.weight.shape, generator=generator))
+            if layer.bias is not None:
+                layer.bias.data.zero_()
+
+
+CLASSIFICATION_HEAD = ClassificationHead()
+register_head(CLASSIFICATION_HEAD)

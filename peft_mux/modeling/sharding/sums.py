@@ -1,0 +1,108 @@
+"""The all-reduces of tensor parallelism: of a block's output going forward, of its input's gradient going back.
+
+    residual --+-- copy_to_tp_region --> column-parallel --> ... --> row-parallel --> reduce_from_tp_region --+--
+               |   backward: all-reduce                                               forward: all-reduce     |
+               +----------------------------------------------------------------------------------------------+
+
+LoRA asks for no all-reduce of its own: what A and B of a row-parallel layer give is a part of the layer's partial
+output, `y = sum_s (W_s x_s + B (A_s x_s))`, and what those of column-parallel layers give back is a part of `dx`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from peft_mux.kernels.cross_entropy.vocab_parallel import TensorParallelLinks
+
+
+class _CopyToRegion(torch.autograd.Function):
+    """The identity on what all ranks hold alike, before each computes a part of the block: its gradient is a sum."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, links: TensorParallelLinks) -> torch.Tensor:
+        ctx.links = links
+        return x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dx: torch.Tensor) -> tuple[Any, ...]:
+        return _summed(dx, ctx.links), None
+
+
+class _ReduceFromRegion(torch.autograd.Function):
+    """The sum of what each rank computed, which all hold alike: its gradient is the same for all of them."""
+
+    @staticmethod
+    def forward(ctx: Any, y: torch.Tensor, links: TensorParallelLinks) -> torch.Tensor:
+        return _summed(y, links)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
+        return dy, None
+
+
+def _summed(x: torch.Tensor, links: TensorParallelLinks) -> torch.Tensor:
+    """Return the sum of `x` over the tensor parallel group."""
+    # In memory of its own: autograd may share `x` with others, and all-reduces are in place.
+    total = x.clone(memory_format=torch.contiguous_format)
+    links.all_reduce(total).wait()
+    return total
+
+
+def copy_to_tp_region(x: torch.Tensor, links: TensorParallelLinks) -> torch.Tensor:
+    """Return `x`, whose gradient will be summed over the tensor parallel group.
+
+    Args:
+        x: tensor that is the same on all ranks.
+        links: all-reduces over the tensor parallel group.
+    """
+    return _CopyToRegion.apply(x, links)
+
+
+def reduce_from_tp_region(y: torch.Tensor, links: TensorParallelLinks) -> torch.Tensor:
+    """Return the sum of `y` over the tensor parallel group.
+
+    Args:
+        y: summand of this rank; its shape is the same on all ranks.
+        links: all-reduces over the tensor parallel group.
+    """
+    return _ReduceFromRegion.apply(y, links)
+
+
+def reduce_input_gradient(block: nn.Module, links: TensorParallelLinks) -> None:
+    """Let a block sum the gradient of its first argument, the residual stream, over the tensor parallel group.
+
+    Args:
+        block: attention or the MLP of a decoder layer, whose layers are cut.
+        links: all-reduces over the tensor parallel group.
+    """
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
+        # Model code passes the hidden states by position or by name, by family.
+        if args:
+            return (copy_to_tp_region(args[0], links), *args[1:]), kwargs
+        return args, {**kwargs, "hidden_states": copy_to_tp_region(kwargs["hidden_states"], links)}
+
+    # At the block's entrance: one sum serves all of its column-parallel layers.
+    block.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def reduce_output(layer: nn.Module, links: TensorParallelLinks) -> Any:
+    """Let a row-parallel layer return the sum over the tensor parallel group.
+
+    Args:
+        layer: the layer that model code calls, adapters included.
+        links: all-reduces over the tensor parallel group.
+
+    Returns:
+        The handle of the hook, whose `remove` takes this back.
+    """
+
+    def add_up(module: nn.Module, args: Any, output: Any) -> torch.Tensor:
+        return reduce_from_tp_region(output, links)
+
+    return layer.register_forward_hook(add_up)

@@ -1,0 +1,88 @@
+"""What the planner found, as the `Plan` that users see: with tasks' shares, bounds, and notes on how it came about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.kernels.availability import runs_kernels
+from peft_mux.planning.loads import ParameterShapes, task_share
+from peft_mux.planning.targets import Target, target_notes
+from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
+from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.planner.planner import Outcome
+from peft_mux.tasks.task_run import TaskRun
+
+
+def described_plan(
+    outcome: Outcome,
+    runs: Sequence[TaskRun],
+    *,
+    parameters: dict[str, ParameterShapes],
+    memory: MemoryModel,
+    target: Target,
+    shape: ModelShape,
+    chunk_size: int,
+    args: MultiTaskTrainingArguments,
+) -> Plan:
+    """Return what the planner found as a plan that prints, travels as JSON, and can be followed.
+
+    Args:
+        outcome: what the planner found.
+        runs: the tasks that it was asked about.
+        parameters: shapes of the adapters of each task, by its name.
+        memory: predicts the bytes of each stage.
+        target: the devices that the plan is for.
+        shape: the shape of the whole backbone.
+        chunk_size: tokens of a chunk of a sequence (M section 3.5).
+        args: the arguments of the run, with what the user asked for.
+    """
+    layers_per_stage = memory.layers_per_stage or (shape.num_layers,)
+    # Tasks that wait for memory have no share of a step.
+    in_plan = {name for htask in outcome.htasks for name in htask.tasks}
+    return Plan(
+        htasks=outcome.htasks,
+        shares=tuple(task_share(run, parameters[run.name]) for run in runs if run.name in in_plan),
+        max_tokens_per_micro_batch=outcome.max_tokens,
+        chunk_size=chunk_size,
+        pad_to_chunks=args.pad_to_chunks,
+        memory=outcome.memory or memory.estimate((), 0),
+        device=target.device,
+        policy=args.planner,
+        buckets=outcome.buckets,
+        template=outcome.template,
+        bucket_loads=outcome.bucket_loads,
+        step_s=outcome.step_s,
+        peak_bytes=outcome.peak_bytes,
+        limit_bytes=target.limit_bytes,
+        profile_source=target.profile.source,
+        waiting=outcome.waiting,
+        notes=(
+            *target.notes,
+            *target_notes(target, layers_per_stage, shape),
+            *_bound_notes(outcome, args.max_tokens_per_micro_batch),
+            *_run_notes(runs, target.device_type),
+        ),
+        num_replicas=target.num_replicas,
+        layers_per_stage=layers_per_stage,
+        link=target.stage_link,
+        devices_per_stage=target.devices_per_stage,
+    )
+
+
+def _bound_notes(outcome: Outcome, asked: int) -> tuple[str, ...]:
+    """Say that passes hold fewer tokens than were asked for."""
+    if outcome.max_tokens >= asked:
+        return ()
+    return (f"passes hold at most {outcome.max_tokens:,} tokens instead of {asked:,}, as no more fit into memory",)
+
+
+def _run_notes(runs: Sequence[TaskRun], device_type: str) -> tuple[str, ...]:
+    """Say which path adapters take, and what became of rows when they were tokenised."""
+    device_notes = ()
+    if device_type == "cuda" and not runs_kernels(torch.device(device_type)):
+        device_notes = ("adapters are computed task by task with torch, as Triton is absent",)
+    reports = [getattr(getattr(run.loader, "dataset", None), "report", None) for run in runs]
+    return device_notes + tuple(remark for report in reports if report is not None for remark in report.remarks)

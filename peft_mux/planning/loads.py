@@ -1,0 +1,137 @@
+"""What the planner needs to know of a run's tasks: lengths of a typical batch, targets, adapters, sizes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from peft_mux.modeling.adapters.kind import AdapterKind, CutLayers, kind_of
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
+from peft_mux.scheduler.plan import TaskShare
+from peft_mux.tasks.task_run import TaskRun
+
+SAMPLE_ROWS = 64
+
+ParameterShapes = Mapping[str, tuple[int, ...]]
+"""Shapes of a task's whole parameters, by name."""
+
+
+def whole_shapes(model: MultiTaskPeftModel, name: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a task's whole parameters, as far as a process has any part of them.
+
+    Args:
+        model: the model that holds the task, possibly a part of it.
+        name: the name of the task.
+    """
+    return {key: tuple(piece.shape) for key, piece in model.task_pieces(name).items()}
+
+
+def task_load(
+    run: TaskRun,
+    shapes: ParameterShapes,
+    num_layers: int,
+    num_replicas: int = 1,
+    *,
+    cut: CutLayers | None = None,
+    chain_tokens: int | None = None,
+) -> TaskLoad:
+    """Return what the planner needs to know of a task.
+
+    Args:
+        run: the task; its rows are sampled.
+        shapes: the shapes of the task's whole parameters, by name.
+        num_layers: decoder layers of the backbone.
+        num_replicas: number of replicas that divide its global batch; the load is that of the one with most rows.
+        cut: the layers that tensor parallelism cuts, and its adapters with them; none by default.
+        chain_tokens: bound of a pass in tokens, where longer rows are cut into chains. The passes of a chain are held
+            at once, and short rows fill them, so a row counts as that many whole passes.
+    """
+    rows = run.loader.sample_lengths
+    longest = max(rows, default=0)
+    if chain_tokens is not None and longest > chain_tokens:
+        # Rounded up to whole passes, which a chain holds all at once (M section 3.5).
+        longest = -(-longest // chain_tokens) * chain_tokens
+    kind = kind_of(run.task.peft_config)
+    # Rounded up: the plan is of the replica with most rows, which all others wait for.
+    lengths = typical_lengths(rows, -(-run.hyper.train_batch_size // num_replicas))
+    return TaskLoad(
+        name=run.name,
+        lengths=lengths,
+        num_targets=max(1, round(sum(lengths) * _share_of_targets(run))),
+        adapters=_adapter_loads(kind, shapes, num_layers, cut or {}),
+        trainable_parameters=_num_elements(shapes),
+        num_steps=run.num_steps,
+        priority=run.task.priority,
+        longest_row_tokens=longest,
+        cut_parameters=_num_elements({name: shape for name, shape in shapes.items() if _is_cut(kind, name, cut or {})}),
+    )
+
+
+def task_share(run: TaskRun, shapes: ParameterShapes) -> TaskShare:
+    """Return what a task brings into a step of all replicas.
+
+    Args:
+        run: the task, with its loader and settings.
+        shapes: the shapes of the task's whole parameters, by name.
+    """
+    return TaskShare(
+        name=run.name,
+        batch_size=run.hyper.train_batch_size,
+        tokens_per_step=run.loader.tokens_per_step,
+        num_steps=run.num_steps,
+        adapter_parameters=_num_elements(shapes),
+    )
+
+
+def typical_lengths(lengths: Sequence[int], batch_size: int) -> tuple[int, ...]:
+    """Return the lengths of a typical global batch: evenly spaced quantiles of all lengths.
+
+    Args:
+        lengths: number of tokens of each row.
+        batch_size: number of rows of a global batch.
+    """
+    ordered = np.sort(np.asarray(lengths, dtype=np.int64))
+    count = min(batch_size, len(ordered))
+    if count == 0:
+        return ()
+    # The middle of each of `count` equal parts: drawn nowhere, so every process plans with the same lengths.
+    places = ((np.arange(count) + 0.5) / count * len(ordered)).astype(np.int64)
+    return tuple(int(length) for length in ordered[places])
+
+
+def _share_of_targets(run: TaskRun) -> float:
+    """Return which share of a task's tokens predict something, from some of its rows."""
+    dataset = getattr(run.loader, "dataset", None)
+    if dataset is None:
+        sequences = run.loader.batch(0).sequences[:SAMPLE_ROWS]
+    else:
+        sequences = [dataset[row] for row in range(min(len(dataset), SAMPLE_ROWS))]
+    tokens = sum(len(sequence) for sequence in sequences)
+    return sum(sequence.num_targets for sequence in sequences) / max(tokens, 1)
+
+
+def _adapter_loads(
+    kind: AdapterKind, shapes: ParameterShapes, num_layers: int, cut: CutLayers
+) -> tuple[AdapterLoad, ...]:
+    """Return the adapters of a mean decoder layer."""
+    found = Counter((load.rank, load.width, load.cut_width) for load in kind.loads(shapes, cut))
+    return tuple(
+        AdapterLoad(rank, width, cut_width)
+        for (rank, width, cut_width), count in sorted(found.items())
+        # At least one: the adapters of a task that adapts few layers would else cost nothing.
+        for _ in range(max(1, round(count / num_layers)))
+    )
+
+
+def _is_cut(kind: AdapterKind, name: str, cut: CutLayers) -> bool:
+    """Return whether tensor parallelism divides a parameter."""
+    site = kind.site_of(name)
+    ends = [is_row for end, is_row in cut.items() if site.endswith(f".{end}")]
+    return any(kind.cut_dim(name, is_row=is_row) is not None for is_row in ends)
+
+
+def _num_elements(shapes: ParameterShapes) -> int:
+    return sum(int(np.prod(shape, dtype=np.int64)) for shape in shapes.values())

@@ -1,0 +1,301 @@
+"""Gathers the facts of a run (lengths, adapters, shapes, memory, profile) and has the planner make its `Plan`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.backbone_source import BackboneSource
+from peft_mux.engine.tensor.cut import blocks_of
+from peft_mux.errors import ConfigError
+from peft_mux.modeling.backbone.quantized import quantization_method
+from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.planning.correction import TimeCorrection
+from peft_mux.planning.described import described_plan
+from peft_mux.planning.fixes import fixes_for
+from peft_mux.planning.loads import SAMPLE_ROWS, ParameterShapes, task_load, whole_shapes
+from peft_mux.planning.profiles import RunProfile, run_profile
+from peft_mux.planning.shapes import cut_layers, frozen_parts
+from peft_mux.planning.targets import Target, other_target, own_target
+from peft_mux.profiling.memory import count_activation_bytes_per_token
+from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.memory import MemoryModel
+from peft_mux.scheduler.costs.profile import Profile
+from peft_mux.scheduler.pipeline.template import Schedule
+from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.planner.admission import DoesNotFitError
+from peft_mux.scheduler.planner.planner import Budget, plan_tasks
+from peft_mux.scheduler.planner.stage_cut import choose_layers
+from peft_mux.tasks.task_run import TaskRun
+
+_CHUNKS_OF_INTERLEAVED = 2
+
+
+class Planner:
+    """Plans for one run: holds what does not change while tasks come and go.
+
+    Args:
+        model: the whole model with the adapters of all tasks, possibly a description without weights.
+        source: where the backbone comes from, and in which dtype it is held.
+        args: the arguments of the run: bounds, policy, parallel sizes, precision.
+        collator: packs the rows of the run, and tells the size of chunks.
+        num_replicas: replicas that divide the global batch of each task among them.
+
+    Attributes:
+        model: the model from which the shapes of tasks are read that came later; it may be cut to a stage.
+        num_replicas: replicas that divide the global batch of each task among them.
+        profile: the times that plans are made with, corrected by what is observed; `None` before the first plan.
+        shape: the shape of the whole backbone.
+        cut_layers: which layers tensor parallelism cuts, and how.
+
+    Example:
+        >>> planner = Planner(model, source, args, collator, num_replicas=2)  # doctest: +SKIP
+        >>> print(planner.plan(runs, num_stages=2))  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model: MultiTaskPeftModel,
+        source: BackboneSource,
+        args: MultiTaskTrainingArguments,
+        collator: ChunkPackingCollator,
+        num_replicas: int = 1,
+    ) -> None:
+        """Remember the run, and the shapes of its whole model, which may be cut later on."""
+        self.model: Any = model
+        self.source, self.args, self.collator = source, args, collator
+        self.num_replicas = num_replicas
+        self.profile: Profile | None = None
+        self._activation_dtype = torch.bfloat16 if args.bf16 else source.dtype
+        shape = model_shape(model.backbone, source.config, dtype=source.dtype, activation_dtype=self._activation_dtype)
+        self.shape = replace(shape, parts=frozen_parts(model.backbone, shape.num_layers, source.dtype))
+        self.cut_layers = cut_layers(model.backbone)
+        self.cuts: dict[int, tuple[int, ...]] = {}
+        # Read now, since a stage later holds only a part of these parameters.
+        self._known = {name: whole_shapes(model, name) for name in model.tasks}
+        self._profile_notes: tuple[str, ...] = ()
+        self._kept_bytes: float | None = None
+        self._correction = TimeCorrection()
+
+    def plan_for(self, model: MultiTaskPeftModel | None, *, num_replicas: int) -> None:
+        """Read shapes from another model from now on; those of tasks that it does not hold whole are still known.
+
+        Args:
+            model: the model, whole or cut to a stage; `None` while a run moves from one to another.
+            num_replicas: replicas that divide the global batch of each task among them.
+        """
+        self.model, self.num_replicas = model, num_replicas
+
+    def forget_cuts(self) -> None:
+        """Cut the layers into stages anew: to be called before the weights are loaded.
+
+        Stages stay as they were first planned, as a model that is cut so cannot change. But until then processes may
+        have planned apart from one another.
+        """
+        self.cuts.clear()
+
+    @property
+    def time_ratio(self) -> float | None:
+        """Measured over predicted time of a step, smoothed, under the last plan that was observed."""
+        return self._correction.time_ratio
+
+    def observe(self, plan: Plan, num_tokens: int, seconds: float) -> None:
+        """Compare a step with its prediction; the next plan is made with the corrected profile.
+
+        Args:
+            plan: the plan that the step followed.
+            num_tokens: tokens of the global batches of all tasks in the step.
+            seconds: seconds that the step took, passes and updates.
+        """
+        self._correction.observe(plan, num_tokens, seconds)
+
+    def replan(
+        self,
+        runs: Sequence[TaskRun],
+        *,
+        running: Sequence[str] = (),
+        num_stages: int | None = None,
+        devices_per_stage: int | None = None,
+        schedule: Schedule | None = None,
+    ) -> Plan:
+        """Return the plan to follow from now on, made with what the last one taught.
+
+        Args:
+            runs: the tasks that could take steps.
+            running: names of the tasks that take steps already.
+            num_stages: number of stages of each replica, as `plan` takes it.
+            devices_per_stage: number of devices that share every layer, as `plan` takes it.
+            schedule: the schedule of a pipeline, as `plan` takes it.
+
+        Raises:
+            ConfigError: as `plan`.
+        """
+        # Only between plans: what was observed is a ratio to the predictions of the plan in force.
+        self.profile = self._correction.take_into(self.profile)
+        return self.plan(
+            runs, running=running, num_stages=num_stages, devices_per_stage=devices_per_stage, schedule=schedule
+        )
+
+    def plan(
+        self,
+        runs: Sequence[TaskRun],
+        *,
+        running: Sequence[str] = (),
+        devices: str | None = None,
+        num_stages: int | None = None,
+        devices_per_stage: int | None = None,
+        schedule: Schedule | None = None,
+    ) -> Plan:
+        """Return the plan for the given tasks; reads shapes and lengths, no weights.
+
+        Args:
+            runs: the tasks that could take steps.
+            running: names of the tasks that take steps already.
+            devices: the devices to plan for, such as "4xA100-80GB"; by default the run's own.
+            num_stages: number of stages of each replica; by default 1 of the run's own, and of other devices that of
+                the arguments, or where these ask for none, as many as make one pipeline of all devices.
+            devices_per_stage: number of devices that share every layer; by default `tensor_parallel_size` of the
+                arguments.
+            schedule: the schedule of a pipeline: "mux", or a baseline's template over the same buckets; by default that
+                of the arguments.
+
+        Raises:
+            ConfigError: if not even one task fits into memory, naming the cheapest fixes; for unknown devices, a
+                number of them that cannot be divided so, a profile that cannot be read, or stages that cannot be.
+            UnsupportedModelError: if other devices cannot share the backbone's layers.
+        """
+        target = self._target(devices, num_stages, devices_per_stage)
+        schedule = schedule or self.args.pipeline_schedule  # type: ignore[assignment]
+        num_chunks = _CHUNKS_OF_INTERLEAVED if schedule == "interleaved_1f1b" and target.num_stages > 1 else 1
+        self._check_stages(target, num_chunks)
+        shapes = {run.name: self.shapes_of(run.name) for run in runs}
+        loads = [
+            task_load(
+                run,
+                shapes[run.name],
+                self.shape.num_layers,
+                target.num_replicas,
+                cut=self.cut_layers,
+                chain_tokens=self.args.max_tokens_per_micro_batch if self.args.split_long_sequences else None,
+            )
+            for run in runs
+        ]
+        cost, memory = self._models(target, loads, num_chunks)
+        budget = Budget(
+            self.args.max_tokens_per_micro_batch,
+            target.limit_bytes,
+            schedule=schedule,  # type: ignore[arg-type]
+            num_chunks=num_chunks,
+            links=target.stage_link,
+        )
+        try:
+            outcome = plan_tasks(loads, cost, memory, budget, policy=self.args.planner, running=running)
+        except DoesNotFitError as error:
+            fixes = fixes_for(error, loads, memory, self.args, self._weight_bytes)
+            raise ConfigError(f"plan: {error} {fixes}") from error
+        except ValueError as error:
+            raise ConfigError(f"plan: {error} {_STAGE_FIXES}") from error
+        return described_plan(
+            outcome,
+            runs,
+            parameters=shapes,
+            memory=memory,
+            target=target,
+            shape=self.shape,
+            chunk_size=self.collator.size([length for run in runs for length in run.loader.sample_lengths]),
+            args=self.args,
+        )
+
+    def _target(self, devices: str | None, num_stages: int | None, devices_per_stage: int | None) -> Target:
+        args = self.args
+        sharers = args.tensor_parallel_size if devices_per_stage is None else devices_per_stage
+        if devices is not None:
+            if sharers > 1:
+                blocks_of(self.model.backbone, sharers)
+            asked = args.pipeline_parallel_size if num_stages is None else num_stages
+            stages = asked if asked > 1 else None
+            return other_target(args, self.shape, devices, num_stages=stages, devices_per_stage=sharers)
+        if self.profile is None:
+            self.profile, self._profile_notes = run_profile(args, self.shape, sharers)
+        return own_target(
+            args,
+            RunProfile(self.profile, self._profile_notes),
+            num_stages=num_stages or 1,
+            devices_per_stage=sharers,
+            num_replicas=self.num_replicas,
+        )
+
+    def _models(self, target: Target, loads: Sequence[TaskLoad], num_chunks: int) -> tuple[CostModel, MemoryModel]:
+        """Return what predicts seconds and bytes on a target, its backbone being cut into stages."""
+        size: dict[str, Any] = {
+            "num_stages": target.num_stages,
+            "devices_per_stage": target.devices_per_stage,
+            "backbone_shards": target.backbone_shards,
+        }
+        memory = MemoryModel(
+            self.shape,
+            checkpointing=self.args.uses_checkpointing,
+            activation_bytes_per_token=self.counted_bytes(loads),
+            device_type=target.device_type,
+            **size,
+        )
+        # Only the seconds of layers are read off it: how its own are cut does not count.
+        even = CostModel(target.profile, self.shape, tensor_link=target.tensor_link, **size)
+        kept = self.cuts.get(target.num_stages) if target.is_own else None
+        if kept is not None and min(kept) >= num_chunks:
+            layers = kept
+        else:
+            bound = self.args.max_tokens_per_micro_batch
+            layers = choose_layers(loads, even, memory, target.limit_bytes, max_tokens=bound, num_chunks=num_chunks)
+            if target.is_own and loads:
+                # Weights are cut once, and replans keep to it, however costs have been corrected since.
+                self.cuts.setdefault(target.num_stages, layers)
+        cost = CostModel(target.profile, self.shape, tensor_link=target.tensor_link, layers_per_stage=layers, **size)
+        return cost, replace(memory, layers_per_stage=layers)
+
+    def _check_stages(self, target: Target, num_chunks: int) -> None:
+        most = self.shape.num_layers // num_chunks
+        if 1 <= target.num_stages <= most:
+            return
+        field = "pipeline_parallel_size" if target.is_own else "devices"
+        each = "one layer" if num_chunks == 1 else f"{num_chunks} layers (interleaved_1f1b: one for each virtual stage)"
+        raise ConfigError(
+            f"plan: {field} asks for {target.num_stages} stages; allowed: 1 to {most}, as the backbone has"
+            f" {self.shape.num_layers} layers and each stage needs {each}. Take fewer stages"
+            f"{', or another pipeline_schedule' if num_chunks > 1 else ''}."
+        )
+
+    def shapes_of(self, name: str) -> ParameterShapes:
+        """Return the shapes of a task's whole parameters; where the model is cut, as they were before."""
+        here, known = whole_shapes(self.model, name), self._known.get(name, {})
+        # A task that was removed and came again under its name may have other shapes: then what is here holds.
+        is_part = len(here) < len(known) and all(known.get(key) == shape for key, shape in here.items())
+        return known if is_part else here
+
+    def counted_bytes(self, loads: Sequence[TaskLoad]) -> float | None:
+        """Return what a pass keeps for each token, counted once on the meta device; `None` for the analytic number."""
+        if self.args.uses_checkpointing or not loads or quantization_method(self.source.config) is not None:
+            return None
+        # Once a run: it takes seconds where tasks are many (docs/log.md).
+        if self._kept_bytes is None:
+            lengths = [length for load in loads for length in load.lengths][:SAMPLE_ROWS]
+            self._kept_bytes = count_activation_bytes_per_token(self.model, lengths, dtype=self._activation_dtype)
+        return self._kept_bytes
+
+    @property
+    def _weight_bytes(self) -> int:
+        """Bytes of one frozen weight as it is held; 1 for quantised ones."""
+        return 1 if quantization_method(self.source.config) is not None else self.source.dtype.itemsize
+
+
+_STAGE_FIXES = (
+    "Raise memory_limit_gib, take more stages, cut rows with max_length, or set gradient_checkpointing=True or"
+    " bf16=True."
+)

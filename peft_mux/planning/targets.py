@@ -1,0 +1,215 @@
+"""What a plan is made for: the run's own processes, or devices that are not here, and how they share the backbone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.errors import ConfigError
+from peft_mux.planning.profiles import RunProfile, data_sheet_cluster
+from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
+from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.memory import ModelShape
+from peft_mux.scheduler.costs.profile import Profile, analytic_profile
+from peft_mux.scheduler.units import bytes_text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What a plan is made for.
+
+    Attributes:
+        device: the devices as the plan names them.
+        device_type: kind of the devices, "cuda" or "cpu".
+        num_stages: S, number of pipeline stages of each replica.
+        devices_per_stage: number of devices that share every layer (tensor parallelism).
+        num_replicas: number of replicas that divide each global batch.
+        backbone_shards: number of replicas that divide the frozen weights; 1 where each has all of them.
+        limit_bytes: bytes that a plan may fill on each device; `None` for no limit.
+        profile: the profile of one device.
+        tensor_link: the link between the devices of a stage, and between replicas; `None` where there is one device.
+        stage_link: the link from one stage to the next; `None` where there is one stage.
+        notes: remarks on the profile, for the reader of the plan.
+        is_own: whether these are the run's own devices.
+    """
+
+    device: str
+    device_type: str
+    num_stages: int
+    devices_per_stage: int
+    num_replicas: int
+    backbone_shards: int
+    limit_bytes: int | None
+    profile: Profile
+    tensor_link: Link | None
+    stage_link: Link | None
+    notes: tuple[str, ...]
+    is_own: bool
+
+
+def own_target(
+    args: MultiTaskTrainingArguments,
+    profile: RunProfile,
+    *,
+    num_stages: int,
+    devices_per_stage: int,
+    num_replicas: int,
+) -> Target:
+    """Return the run's own devices.
+
+    Args:
+        args: the arguments of the run.
+        profile: the profile of one device, possibly corrected by what was observed.
+        num_stages: number of pipeline stages of this process's replica.
+        devices_per_stage: number of devices that share every layer of this process's replica.
+        num_replicas: number of replicas of the run.
+    """
+    num_devices = num_stages * devices_per_stage
+    cluster = data_sheet_cluster(profile.profile, max(num_devices, num_replicas))
+    tensor_link, stage_link = _links(cluster, devices_per_stage)
+    return Target(
+        device=str(args.device) if num_devices == 1 else f"{num_devices} x {args.device.type}",
+        device_type=args.device.type,
+        num_stages=num_stages,
+        devices_per_stage=devices_per_stage,
+        num_replicas=num_replicas,
+        backbone_shards=num_replicas if args.shard_backbone else 1,
+        limit_bytes=memory_limit_bytes(args),
+        profile=profile.profile,
+        # A link that was measured here comes before the one of a data sheet.
+        tensor_link=profile.profile.link or tensor_link,
+        stage_link=(profile.profile.link or stage_link) if num_stages > 1 else None,
+        notes=profile.notes,
+        is_own=True,
+    )
+
+
+def other_target(
+    args: MultiTaskTrainingArguments,
+    shape: ModelShape,
+    devices: str,
+    *,
+    num_stages: int | None,
+    devices_per_stage: int,
+) -> Target:
+    """Return devices that are not here, by their data sheets.
+
+    Args:
+        args: the arguments of the run.
+        shape: the shape of the backbone.
+        devices: the devices to plan for, such as "4xA100-80GB".
+        num_stages: number of stages of each pipeline; `None` for one pipeline of all devices, or with `shard_backbone`
+            none at all.
+        devices_per_stage: number of devices that share every layer.
+
+    Raises:
+        ConfigError: for unknown devices, a number of them that cannot be divided so, or two ways of dividing weights.
+    """
+    cluster = _cluster(devices)
+    if args.shard_backbone and (devices_per_stage, num_stages or 1) != (1, 1):
+        raise ConfigError(
+            f"plan: got shard_backbone=True beside tensor_parallel_size={devices_per_stage} and"
+            f" pipeline_parallel_size={num_stages or 1}; allowed: 1 and 1. Leave one of the two out."
+        )
+    # With sharded weights every device is a replica: stages would divide the same weights a second way.
+    stages = 1 if args.shard_backbone else num_stages
+    num_stages, num_replicas = _divided(cluster, stages, devices_per_stage)
+    tensor_link, stage_link = _links(cluster, devices_per_stage)
+    return Target(
+        device=f"{num_stages * devices_per_stage} x {cluster.device.name}",
+        device_type="cuda" if cluster.device.name != "cpu" else "cpu",
+        num_stages=num_stages,
+        devices_per_stage=devices_per_stage,
+        num_replicas=num_replicas,
+        backbone_shards=num_replicas if args.shard_backbone else 1,
+        limit_bytes=cluster.device.memory_bytes,
+        profile=analytic_profile(cluster.device, shape, devices_per_stage, link=tensor_link),
+        tensor_link=tensor_link,
+        stage_link=stage_link if num_stages > 1 else None,
+        notes=(),
+        is_own=False,
+    )
+
+
+def memory_limit_bytes(args: MultiTaskTrainingArguments) -> int | None:
+    """Return what a plan may fill: what was asked for, else the GPU less a margin, else no limit."""
+    if args.memory_limit_gib is not None:
+        return int(args.memory_limit_gib * 2**30)
+    if args.device.type != "cuda":
+        return None
+    # The margin is for what the memory model does not count, such as the CUDA context.
+    return int(0.95 * torch.cuda.get_device_properties(args.device).total_memory)
+
+
+def target_notes(target: Target, layers_per_stage: Sequence[int], shape: ModelShape) -> tuple[str, ...]:
+    """Return remarks on how a target's devices share the backbone.
+
+    Args:
+        target: the devices that the plan is for.
+        layers_per_stage: number of decoder layers of each stage in the plan.
+        shape: the shape of the backbone.
+    """
+    notes = []
+    if target.num_replicas > 1:
+        notes.append(
+            f"each global batch is divided among {target.num_replicas} replicas; passes and times are those of the one"
+            " with most rows"
+        )
+    if target.devices_per_stage > 1:
+        notes.append(
+            f"{target.devices_per_stage} devices share every layer (tensor parallelism): memory is that of one of them,"
+            f" and times hold {_sums_words(target.tensor_link)}"
+        )
+    if target.backbone_shards > 1:
+        notes.append(
+            f"the frozen weights ({bytes_text(shape.backbone_bytes)}) are divided among {target.backbone_shards}"
+            " replicas: memory is that of one of them with the layer that it has gathered, and times hold"
+            f" {_sums_words(target.tensor_link, 'every gathering')}"
+        )
+    if max(layers_per_stage) - min(layers_per_stage) > 1:
+        listed = ", ".join(map(str, layers_per_stage))
+        notes.append(
+            f"stages have {listed} layers: balanced by predicted cost, embedding and head included, within the memory"
+            " of each"
+        )
+    return tuple(notes)
+
+
+def _sums_words(link: Link | None, what: str = "every sum over them") -> str:
+    if link is None:
+        return f"nothing of {what}, as no link is known"
+    return f"{what} in full, at {link.bytes_per_s / 1e9:,.3g} GB/s and {1e6 * link.latency_s:,.3g} us a message"
+
+
+def _cluster(devices: str) -> Cluster:
+    try:
+        return parse_devices(devices)
+    except ValueError as error:
+        raise ConfigError(f"devices: {error}") from error
+
+
+def _divided(cluster: Cluster, num_stages: int | None, devices_per_stage: int) -> tuple[int, int]:
+    """Return the stages of each replica, and the replicas."""
+    unit = devices_per_stage * (num_stages or 1)
+    if cluster.num_devices % unit:
+        sizes = {"tensor_parallel_size": devices_per_stage, "pipeline_parallel_size": num_stages or 1}
+        said = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+        raise ConfigError(
+            f"plan: devices are {cluster.num_devices} x {cluster.device.name} with {said}; allowed: a multiple of"
+            f" {unit}. Plan for {unit * -(-cluster.num_devices // unit)}x{cluster.device.name}, or set other sizes."
+        )
+    if num_stages is None:
+        return cluster.num_devices // unit, 1
+    return num_stages, cluster.num_devices // unit
+
+
+def _links(cluster: Cluster | None, devices_per_stage: int) -> tuple[Link | None, Link | None]:
+    """Return the link within a stage, and that from one stage to the next, the shards of a stage lying side by side."""
+    if cluster is None or cluster.num_devices == 1:
+        return None, None
+    # The two devices of a stage that lie farthest apart: the slowest link bounds an all-reduce.
+    within = cluster.link(0, max(1, devices_per_stage - 1))
+    return within, cluster.link(devices_per_stage - 1, min(devices_per_stage, cluster.num_devices - 1))

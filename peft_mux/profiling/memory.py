@@ -1,0 +1,173 @@
+"""Counts the bytes that a pass keeps for its backward, on the meta device: neither weights nor a device are needed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from peft_mux.data.batch import MuxBatch
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.modeling.adapters.injection import is_meta
+from peft_mux.modeling.backbone.quantized import quantized_layers
+from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.profiling.subject import config_of, plain_backbone, shortened_config
+from peft_mux.scheduler.costs import memory
+
+
+def count_activation_bytes_per_token(
+    model: MultiTaskPeftModel, lengths: Sequence[int], *, dtype: torch.dtype | None = None
+) -> float:
+    """Return the bytes that a pass keeps for its backward, divided by its tokens.
+
+    The forward of the backbone's description, with all of the model's tasks, is run without data, and the storages
+    that autograd saves are counted once each; weights are left out. Attention is counted as a fused kernel
+    keeps it: queries, keys, values, outputs, and one number a head. Without checkpointing, which keeps nothing of this.
+
+    Args:
+        model: the model with the tasks' adapters, or a description of it (on the meta device); not changed.
+        lengths: number of tokens of each sequence of a typical micro-batch; the tasks get them in turn.
+        dtype: the dtype in which the backbone computes; by default that of its weights.
+
+    Returns:
+        The analytic number, with a warning, where something of the forward does not run without data.
+
+    Raises:
+        ValueError: if no length is above 0.
+    """
+    if not lengths or min(lengths) < 1:
+        raise ValueError(f"lengths are {tuple(lengths[:5])}; allowed: one or more, of 1 token or more.")
+    computed: torch.dtype = dtype or plain_backbone(model).dtype
+    try:
+        with _FusedAttentionOnMeta(), _no_autocast_on_meta():
+            described = _description(model, computed)
+            kept = _SavedStorages(described)
+            with _training_mode(described):
+                _forward(described, _batch(described, lengths), kept)
+    except (NotImplementedError, RuntimeError) as error:
+        warnings.warn(
+            f"activations are estimated by formula, as the forward does not run without data: {error}",
+            stacklevel=2,
+        )
+        shape = model_shape(plain_backbone(model), config_of(model), dtype=computed, activation_dtype=computed)
+        return float(memory.activation_bytes_per_token(shape, checkpointing=False))
+    return kept.num_bytes / sum(lengths)
+
+
+def _description(model: MultiTaskPeftModel, dtype: torch.dtype) -> MultiTaskPeftModel:
+    """Return the model without data: itself, if it has none and would run so, else made anew."""
+    given = plain_backbone(model)
+    is_whole = model.num_stages * model.tp_size == 1
+    is_quantized = next(quantized_layers(given), None) is not None  # its layers compute on nothing but data
+    if is_meta(given) and given.dtype == dtype and is_whole and not is_quantized:
+        return model
+    with torch.device("meta"):
+        backbone = type(given)(shortened_config(given.config, None)).to(dtype)
+    configs = {name: model.peft_config[model.adapter_of(name)] for name in model.tasks}
+    described = MultiTaskPeftModel(backbone, configs, verify=False)
+    for name in model.tasks:
+        described.objectives.assign(name, model.objectives.of(name))
+    return described
+
+
+@contextmanager
+def _training_mode(model: MultiTaskPeftModel) -> Iterator[None]:
+    """Let a model train for the time of the block."""
+    before = model.training
+    model.train()
+    try:
+        yield
+    finally:
+        model.train(before)
+
+
+def _batch(model: MultiTaskPeftModel, lengths: Sequence[int]) -> MuxBatch:
+    """Return a micro-batch of sequences of these lengths, of the tasks in turn, without data."""
+    names = [model.tasks[number % len(model.tasks)] for number in range(len(lengths))]
+    label = model.objectives.head.example_label
+    rows: list[dict[str, Any]] = [
+        {"task": name, "input_ids": [1] * length, "label": label} for name, length in zip(names, lengths, strict=True)
+    ]
+    return ChunkPackingCollator()(rows).to("meta")
+
+
+def _forward(model: MultiTaskPeftModel, batch: MuxBatch, kept: _SavedStorages) -> None:
+    """Run the forward up to the losses; heads that each task has for itself are small, and left out."""
+    # The forward alone says what a pass keeps: autograd packs each tensor as it is saved.
+    hooks = torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor)
+    with hooks, model.multiplexing(batch):
+        hidden_TD = model.hidden_states(batch)
+        if model.objectives.head.kind.is_shared:
+            model.losses_of(hidden_TD, batch)
+
+
+@contextmanager
+def _no_autocast_on_meta() -> Iterator[None]:
+    """Let questions about autocast on the meta device be answered with no, where torch raises; others are passed on."""
+    is_enabled, autocast = torch.is_autocast_enabled, torch.autocast
+
+    def known(*args: Any) -> bool:
+        return args != ("meta",) and is_enabled(*args)
+
+    def entered(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return nullcontext() if device_type == "meta" else autocast(device_type, *args, **kwargs)
+
+    torch.is_autocast_enabled, torch.autocast = known, entered  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.is_autocast_enabled, torch.autocast = is_enabled, autocast  # type: ignore[assignment]
+
+
+class _SavedStorages:
+    """What autograd saves, each storage once."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        # By the address of the storage object: on the meta device all data pointers are 0.
+        self._weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all saved storages."""
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+    def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Count a tensor that is saved; the storage is held, so that no other takes its place."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._weights:
+            self._storages[storage._cdata] = storage
+        return tensor
+
+
+class _FusedAttentionOnMeta(TorchFunctionMode):
+    """Stands in for what a description cannot do, or would do in another way than a device.
+
+    Attention would be taken apart into written-out weights, which no fused kernel keeps.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            return _FusedAttentionStub.apply(*args[:3])
+        return func(*args, **(kwargs or {}))
+
+
+class _FusedAttentionStub(torch.autograd.Function):
+    """Saves what a fused attention kernel saves."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out = q.new_empty(*q.shape[:-1], v.shape[-1])
+        # Flash attention keeps the log-sum-exp of each row in fp32, and no weights.
+        normalisers = q.new_empty(q.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, normalisers)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        raise NotImplementedError("a description has no backward")

@@ -1,0 +1,136 @@
+"""`RunLog`: where the numbers and events of a run go.
+
+One record reaches up to four places: the task's state (`log_history`), the task's own callbacks (plain keys), the run's
+callbacks and integrations (`task/metric` keys), `metrics.jsonl`; and a line goes to the screen.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from transformers import TrainerState
+
+from peft_mux.reporting.callbacks import TaskCallbacks
+from peft_mux.reporting.metrics_file import MetricsLog
+from peft_mux.reporting.progress import Progress, SilentProgress
+from peft_mux.task import TaskStatus
+from peft_mux.tasks.table import TaskEvent, TaskTable
+from peft_mux.tasks.task_run import TaskRun
+
+_logger = logging.getLogger(__name__)
+
+
+class RunLog:
+    """Writes what happens in a run.
+
+    Args:
+        table: all tasks of the run.
+        state: the state of the run; its `global_step` counts steps of the run.
+        emit: hands `task/metric` numbers to the callbacks of the run.
+        is_shown: whether this process is the one that prints.
+
+    Attributes:
+        metrics: the file `metrics.jsonl`; nothing is written until training begins.
+        progress: the screen; silent until training begins.
+        callbacks: the callbacks of each task that was started, by the name of the task.
+        is_shown: whether this process is the one that prints.
+    """
+
+    def __init__(
+        self,
+        table: TaskTable,
+        state: TrainerState,
+        emit: Callable[[dict[str, float]], None],
+        *,
+        is_shown: bool = True,
+    ) -> None:
+        """Start with nowhere to write to."""
+        self.table = table
+        self.state = state
+        self.metrics = MetricsLog(None)
+        self.progress: Progress = SilentProgress()
+        self.callbacks: dict[str, TaskCallbacks] = {}
+        self.is_shown = is_shown
+        self._emit = emit
+
+    def open(self, metrics: MetricsLog, progress: Progress) -> None:
+        """Write to a file and a screen from now on."""
+        self.metrics, self.progress = metrics, progress
+
+    def add_callbacks(self, task: str, callbacks: TaskCallbacks) -> None:
+        """Tell a task's own callbacks of its numbers from now on."""
+        self.callbacks[task] = callbacks
+
+    def drop_callbacks(self, task: str) -> None:
+        """Tell a task's own callbacks nothing more."""
+        self.callbacks.pop(task, None)
+
+    def use_model(self, model: Any) -> None:
+        """Hand another model to the callbacks of all tasks from now on; `None` while there is none."""
+        for callbacks in self.callbacks.values():
+            callbacks.use_model(model)
+
+    def say(self, line: str) -> None:
+        """Print a line beside the progress."""
+        self.progress.log(line)
+
+    def warn(self, line: str) -> None:
+        """Print a line that nobody may miss: through `logging` where there is no progress to print it beside."""
+        if not self.is_shown:
+            return
+        # Exactly that type: the plain progress derives from it and prints.
+        if type(self.progress) is SilentProgress:
+            _logger.warning(line)
+        else:
+            self.progress.log(line)
+
+    def numbers(self, run: TaskRun, event: str, values: Mapping[str, float]) -> None:
+        """Keep numbers of one task: in its state, in `metrics.jsonl`, and for its own callbacks."""
+        entry: dict[str, Any] = {"step": run.step, **({} if run.epoch is None else {"epoch": run.epoch}), **values}
+        run.state.log_history.append(entry)
+        record = {"event": event, "run_step": self.state.global_step, "task": run.name, "num_tokens": run.num_tokens}
+        self.metrics.write({**record, **entry})
+        self.callbacks[run.name].call("on_log", logs=dict(values))
+
+    def losses(self, runs: Iterable[TaskRun] | None = None) -> None:
+        """Log the mean loss of tasks (by default all) since their last log."""
+        logs: dict[str, float] = {}
+        shown = []
+        for run in self.table if runs is None else runs:
+            loss = run.loss_mean.read()
+            if loss is None:
+                continue
+            own = {"loss": loss, "grad_norm": run.last_gradient_norm}
+            if run.optimizer is not None:
+                own["learning_rate"] = run.optimizer.learning_rate
+            self.numbers(run, "train", own)
+            shown.append(f"{run.name} {loss:.4f}")
+            logs.update(_prefixed(run.name, own))
+        if logs:
+            self.say("  ".join((f"step {self.state.global_step}", *shown)))
+            # Once for all tasks, so that integrations get one record a step.
+            self._emit(logs)
+
+    def evaluation(self, run: TaskRun, metrics: dict[str, float]) -> dict[str, float]:
+        """Log what an evaluation found; return it under `task/metric` keys."""
+        self.numbers(run, "eval", metrics)
+        logs = _prefixed(run.name, metrics)
+        self.say("  ".join(f"{key} {value:.4f}" for key, value in logs.items()))
+        self._emit(logs)
+        return logs
+
+    def status(self, event: TaskEvent, step: int) -> None:
+        """Log a change in the life of a task."""
+        self.event("status", task=event.task, step=step, status=event.status.value, reason=event.reason)
+        tell = self.warn if event.status is TaskStatus.FAILED else self.say
+        tell(f"{event.task}: {event.status.value}{f' ({event.reason})' if event.reason else ''}")
+
+    def event(self, event: str, **facts: Any) -> None:
+        """Write a record of the run to `metrics.jsonl`."""
+        self.metrics.write({"event": event, "run_step": self.state.global_step, **facts})
+
+
+def _prefixed(task: str, values: Mapping[str, float]) -> dict[str, float]:
+    return {f"{task}/{key}": value for key, value in values.items()}

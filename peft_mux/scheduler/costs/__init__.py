@@ -1,0 +1,1 @@
+"""What work takes, in seconds and bytes."""

@@ -1,0 +1,170 @@
+"""Devices by their data sheets, and clusters of them: what a plan can be made for without the machine at hand.
+
+Numbers are of data sheets and say what a device could do; `Device.efficiency` says which part of its peak large matrix
+products reach. Measured profiles (`peft_mux.profiling.backbone`) need none of this.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+
+from peft_mux.scheduler.costs.link import Link
+
+_GB = 10**9
+_TERA = 10**12
+
+
+def _require_positive(field: str, value: float) -> None:
+    if not 0 < value < math.inf:
+        raise ValueError(f"{field} is {value}; allowed: more than 0. Correct it.")
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One accelerator, or the cores of one machine.
+
+    Attributes:
+        name: the name under which `parse_devices` knows the device.
+        memory_bytes: bytes of its memory.
+        flops_per_s: peak of dense products in bf16 with fp32 accumulation (on a CPU: fp32).
+        memory_bytes_per_s: peak bandwidth of its memory.
+        efficiency: the part of `flops_per_s` that large matrix products reach.
+
+    Raises:
+        ValueError: for numbers that are not above 0, or an efficiency above 1.
+    """
+
+    name: str
+    memory_bytes: int
+    flops_per_s: float
+    memory_bytes_per_s: float
+    efficiency: float = 0.8
+
+    def __post_init__(self) -> None:
+        for field in ("memory_bytes", "flops_per_s", "memory_bytes_per_s", "efficiency"):
+            _require_positive(field, getattr(self, field))
+        if self.efficiency > 1:
+            raise ValueError(f"efficiency is {self.efficiency}; allowed: above 0 and up to 1. Give a part of the peak.")
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """Equal devices in equal nodes.
+
+    Attributes:
+        device: what every one of the devices is.
+        num_devices: number of devices of all nodes together.
+        devices_per_node: number of devices of a node; the last node may hold fewer.
+        intra_node: the link between two devices of one node.
+        inter_node: the link between two devices of different nodes.
+
+    Raises:
+        ValueError: for a count below 1.
+    """
+
+    device: Device
+    num_devices: int
+    devices_per_node: int
+    intra_node: Link
+    inter_node: Link
+
+    def __post_init__(self) -> None:
+        for field in ("num_devices", "devices_per_node"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; allowed: 1 or more. Count the devices.")
+
+    def link(self, first: int, second: int) -> Link:
+        """Return the link between two devices.
+
+        Args:
+            first: number of one device, counted node by node from 0.
+            second: number of the other device.
+        """
+        for field, number in (("first", first), ("second", second)):
+            if not 0 <= number < self.num_devices:
+                raise ValueError(f"{field} is {number}; allowed: 0 to {self.num_devices - 1}. Number devices from 0.")
+        same_node = first // self.devices_per_node == second // self.devices_per_node
+        return self.intra_node if same_node else self.inter_node
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        # NVIDIA A40 data sheet: 48 GB GDDR6, 696 GB/s, 149.7 TFLOP/s dense bf16.
+        Device("A40", 48 * _GB, 149.7 * _TERA, 696 * _GB, 0.7),
+        # NVIDIA A100 data sheet: 312 TFLOP/s dense bf16; 40 GB HBM2 at 1,555 GB/s, 80 GB HBM2e (SXM) at 2,039 GB/s.
+        Device("A100-40GB", 40 * _GB, 312 * _TERA, 1555 * _GB, 0.8),
+        Device("A100-80GB", 80 * _GB, 312 * _TERA, 2039 * _GB, 0.8),
+        # NVIDIA A800: an A100 80 GB with 400 GB/s of NVLink instead of 600 GB/s.
+        Device("A800-80GB", 80 * _GB, 312 * _TERA, 2039 * _GB, 0.8),
+        # NVIDIA H100 SXM data sheet: 80 GB HBM3 at 3.35 TB/s, 989.4 TFLOP/s dense bf16.
+        Device("H100-80GB", 80 * _GB, 989.4 * _TERA, 3350 * _GB, 0.7),
+        # NVIDIA H200 SXM data sheet: 141 GB HBM3e at 4.8 TB/s, 989.4 TFLOP/s dense bf16.
+        Device("H200", 141 * _GB, 989.4 * _TERA, 4800 * _GB, 0.75),
+        # NVIDIA Ada architecture white paper: RTX 4090, 24 GB GDDR6X at 1,008 GB/s, 165.2 TFLOP/s dense bf16.
+        Device("RTX4090", 24 * _GB, 165.2 * _TERA, 1008 * _GB, 0.8),
+        # No data sheet: two server cores with AVX2 in fp32, 2 x 3 GHz x 32 operations, one memory channel.
+        Device("cpu", 8 * _GB, 192 * _GB, 20 * _GB, 0.6),
+    )
+}
+"""Data-sheet numbers by name."""
+
+_LINKS = {
+    # PCIe 4.0 x16 (A40, RTX 4090); NVLink 3 of A100 (600 GB/s both ways), A800 (400); NVLink 4 (900).
+    "A40": Link(10e-6, 25 * _GB),
+    "A100-40GB": Link(5e-6, 250 * _GB),
+    "A100-80GB": Link(5e-6, 250 * _GB),
+    "A800-80GB": Link(5e-6, 170 * _GB),
+    "H100-80GB": Link(5e-6, 380 * _GB),
+    "H200": Link(5e-6, 380 * _GB),
+    "RTX4090": Link(10e-6, 25 * _GB),
+    "cpu": Link(50e-6, 2 * _GB),
+}
+"""Within a node: a bit less than half of what the makers state for both directions together."""
+
+_INTER_NODE = Link(15e-6, 25 * _GB)
+"""One 200 Gbit/s InfiniBand port a device."""
+
+_DEVICES_PER_NODE = 8
+
+
+def known_device(name: str, memory_bytes: int) -> Device | None:
+    """Return the data sheet of a GPU by the name that its driver gives it; `None` where there is none.
+
+    Args:
+        name: the name that the driver gives, such as "NVIDIA A100-SXM4-80GB" or "NVIDIA GeForce RTX 4090".
+        memory_bytes: bytes of its memory, which tell devices of one name apart, such as the A100 with 40 and with 80
+            GB.
+    """
+    words = re.findall(r"[a-z0-9]+", name.lower().replace("rtx ", "rtx"))
+    alike = [device for device in DEVICES.values() if device.name.split("-")[0].lower() in words]
+    return min(alike, key=lambda device: abs(device.memory_bytes - memory_bytes), default=None)
+
+
+def parse_devices(text: str) -> Cluster:
+    """Read a cluster from text such as "4xA100-80GB", or "H200" for one.
+
+    Args:
+        text: number of devices, "x", and a name of `DEVICES`; upper and lower case are the same.
+
+    Raises:
+        ValueError: saying what is allowed, for any other text.
+    """
+    found = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?([A-Za-z][\w-]*)\s*", text)
+    names = {name.lower(): name for name in DEVICES}
+    allowed = f'allowed: a count, "x" and one of {", ".join(DEVICES)}, such as 4xA100-80GB.'
+    if found is None:
+        raise ValueError(f"devices is {text!r}; {allowed}")
+    name = found[2].lower()
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=1)
+        fix = f" Did you mean {names[close[0]]}?" if close else ""
+        raise ValueError(f"devices is {text!r}, whose device {found[2]!r} is not known; {allowed}{fix}")
+    count = int(found[1] or 1)
+    if count < 1:
+        raise ValueError(f"devices is {text!r}; {allowed} The count is 1 or more.")
+    device = DEVICES[names[name]]
+    return Cluster(device, count, min(count, _DEVICES_PER_NODE), _LINKS[device.name], _INTER_NODE)

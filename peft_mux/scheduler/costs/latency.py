@@ -1,0 +1,297 @@
+"""How long an hTask takes on a stage and through the pipeline (M §3.3, Eq. 3 and 4), and how long a step takes.
+
+Where the paper slips or is silent, decided here:
+
+* Eq. 3 writes n_k for the tokens of task k. A micro-batch holds a C-th of a global batch, so that n_k stands for the
+  tokens of the global batch over C, and attention and targets are divided alike. Whole sequences do not always divide
+  so evenly: it is a mean.
+* Eq. 3 knows no attention product, whose time depends on sequence lengths rather than on tokens. It is added as a base
+  operator, and so are what lies before the layers (first stage) and the output head with the loss (last stage).
+* The fused sets {a} of Eq. 3 are the adapters of one linear layer. Loads tell widths, not names, so that adapters of
+  one width form a set; with equal target modules that gives the same sum.
+* Eq. 3 divides base operators by N_g. What tensor parallelism leaves whole is not divided here: the embedding and the
+  launches of attention calls; of an adapter, the factor that is not cut. Products that are too small to fill a part of
+  a device take more than a part of the time, which is for the profile to say (`analytic_profile` does).
+* Eq. 3 leaves the sums over the devices of a stage out, as M §3.4.2 hides them. They are added in full: where a bucket
+  has several hTasks, less of them is seen. So are the gatherings of a backbone that replicas divide (FSDP2).
+* Eq. 4 doubles the forward, as a frozen backbone has no weight gradients. Where a profile has measured another ratio,
+  1 / `forward_fraction` stands in place of the 2.
+* Overheads of passes and steps are not in Eq. 3 and 4: `pass_s` and `step_s` add them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from peft_mux.scheduler.costs.collectives import all_gather_s, layer_all_reduces_s, loss_all_reduces_s
+from peft_mux.scheduler.costs.frozen_parts import FrozenParts
+from peft_mux.scheduler.costs.latency_sums import RangeBatches, Sums, mean_batch, uniform_batch
+from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.model_shape import ModelShape, split_layers
+from peft_mux.scheduler.costs.profile import Profile
+
+
+class CostModel:
+    """Predicts seconds from a profile.
+
+    Args:
+        profile: seconds of the parts of a step on one device.
+        shape: the shape of the backbone.
+        num_stages: S, stages of the pipeline.
+        devices_per_stage: N_g of Eq. 3, the devices among which tensor parallelism divides base operators.
+        layers_per_stage: S numbers that add up to the layers of the backbone; by default as equal as can be.
+        tensor_link: the link between the devices of a stage, and between replicas that divide the backbone; by default
+            that of the profile. Where neither is known, messages take no time.
+        backbone_shards: replicas that divide the frozen weights (FSDP2) and gather them in every pass.
+
+    Raises:
+        ValueError: for counts below 1, or layers that do not add up.
+
+    Example:
+        >>> cost = CostModel(profile, shape, num_stages=4)  # doctest: +SKIP
+        >>> cost.latency_s([sst2, rte], num_micro_batches=8)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        shape: ModelShape,
+        *,
+        num_stages: int = 1,
+        devices_per_stage: int = 1,
+        layers_per_stage: tuple[int, ...] | None = None,
+        tensor_link: Link | None = None,
+        backbone_shards: int = 1,
+    ) -> None:
+        _require_count("devices_per_stage", devices_per_stage)
+        _require_count("backbone_shards", backbone_shards)
+        self.profile = profile
+        self.shape = shape
+        self.num_stages = num_stages
+        self.devices_per_stage = devices_per_stage
+        self.layers_per_stage = split_layers(shape.num_layers, num_stages, layers_per_stage)
+        self.tensor_link = profile.link if tensor_link is None else tensor_link
+        self.backbone_shards = backbone_shards
+        self._device_type = "cpu" if profile.device.startswith("cpu") else "cuda"
+
+    # -------------------------------------------------------------- one hTask
+
+    def stage_latency_s(self, loads: Sequence[TaskLoad], *, num_micro_batches: int, stage: int = 0) -> float:
+        """Return L^(s)(H): forward seconds of one micro-batch of an hTask on a stage (M Eq. 3).
+
+        Args:
+            loads: the loads of the tasks of the hTask.
+            num_micro_batches: C, into which each global batch is split.
+            stage: s, the stage, counted from 0.
+
+        Raises:
+            ValueError: for no such stage, or C below 1.
+        """
+        _require_count("num_micro_batches", num_micro_batches)
+        if not 0 <= stage < self.num_stages:
+            raise ValueError(f"stage is {stage}; allowed: 0 to {self.num_stages - 1}. Count stages from 0.")
+        sums = mean_batch(self.profile, loads, num_micro_batches, self.devices_per_stage)
+        # Profiles hold forward and backward together; Eq. 3 asks for the forward.
+        return float(self.profile.forward_fraction * self._stage_sum_s(stage, sums))
+
+    def latency_s(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> float:
+        """Return L(H): seconds of all micro-batches of an hTask through the pipeline (M Eq. 4).
+
+        Args:
+            loads: the loads of the tasks of the hTask.
+            num_micro_batches: C, into which each global batch is split.
+        """
+        _require_count("num_micro_batches", num_micro_batches)
+        return float(_pipeline_s(self._stages_s(loads, num_micro_batches), num_micro_batches))
+
+    def pass_s(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> float:
+        """Return seconds of one micro-batch, forward and backward through all stages one after another.
+
+        Args:
+            loads: the loads of the tasks of the hTask.
+            num_micro_batches: C, into which each global batch is split.
+        """
+        _require_count("num_micro_batches", num_micro_batches)
+        return float(sum(self._stages_s(loads, num_micro_batches)) + self.profile.pass_overhead_s)
+
+    # ------------------------------------------------------------- whole steps
+
+    def step_s(self, htasks: Sequence[tuple[Sequence[TaskLoad], int]]) -> float:
+        """Return seconds of a step of all hTasks one after another on one device.
+
+        Args:
+            htasks: for each hTask the loads of its tasks, and its number of micro-batches.
+        """
+        passes_s = sum(count * self.pass_s(loads, count) for loads, count in htasks)
+        updates_s = sum(self.optimizer_s(loads) for loads, _ in htasks)
+        return float(passes_s + updates_s + self.profile.step_overhead_s)
+
+    def optimizer_s(self, loads: Sequence[TaskLoad]) -> float:
+        """Return seconds of the updates of all tasks, on the stage with most layers.
+
+        Args:
+            loads: the loads of all tasks that take the step.
+        """
+        if not loads:
+            return 0.0
+        # Stages update their own layers at the same time, so that the one with most layers ends last.
+        share = max(self.layers_per_stage) / self.shape.num_layers
+        held = np.array([load.device_parameters(self.devices_per_stage) for load in loads])
+        return float(np.sum(self.profile.optimizer_s(share * held)))
+
+    def stage_terms(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> StageTerms:
+        """Return what stages are made of: seconds of a layer and of the ends, forward and backward.
+
+        Args:
+            loads: the loads of the tasks of the hTask.
+            num_micro_batches: C, into which each global batch is split.
+        """
+        _require_count("num_micro_batches", num_micro_batches)
+        return self._terms(mean_batch(self.profile, loads, num_micro_batches, self.devices_per_stage))
+
+    def uniform_terms(self, loads: Sequence[TaskLoad], num_sequences: int, length: int) -> StageTerms:
+        """Return `stage_terms` of a micro-batch of equal sequences, of which each task has its part of the tokens.
+
+        Args:
+            loads: the loads of the tasks whose adapters are run.
+            num_sequences: number of sequences of the micro-batch.
+            length: tokens of each sequence.
+        """
+        return self._terms(uniform_batch(self.profile, loads, num_sequences, length, self.devices_per_stage))
+
+    # -------------------------------------------------------------- for fusion
+
+    def latency_matrix(
+        self,
+        loads_in_order: Sequence[TaskLoad],
+        num_micro_batches: int,
+        *,
+        fits: Callable[[NDArray[Any]], NDArray[Any]] | None = None,
+    ) -> NDArray[Any]:
+        """Return L(H_{i->j}) of every range of consecutive tasks, for the fusion of Eq. 6.
+
+        Args:
+            loads_in_order: the loads of M tasks, as fusion orders them.
+            num_micro_batches: C, into which each global batch is split.
+            fits: a function that is given the tokens of one micro-batch of each range, float [M, M] (the longest
+                sequence where that is more; 0 below the diagonal), and returns bool [M, M]: whether that fits into
+                memory (Eq. 5). `None` where everything does.
+
+        Returns:
+            Seconds, float [M, M]; entry [i, j] is that of tasks i to j, both included. inf below the diagonal and where
+            a range does not fit.
+
+        Raises:
+            ValueError: for C below 1, or a `fits` that answers in another shape.
+        """
+        _require_count("num_micro_batches", num_micro_batches)
+        ranges = RangeBatches(self.profile, loads_in_order, num_micro_batches, self.devices_per_stage)
+        stages_s = [self._stage_sum_s(stage, ranges.sums) for stage in range(self.num_stages)]
+        latency = _pipeline_s(stages_s, num_micro_batches)
+        latency = np.where(ranges.is_range, latency, math.inf)
+        if fits is None:
+            return latency
+        verdicts = np.asarray(fits(ranges.micro_batch_tokens()), dtype=bool)
+        if verdicts.shape != latency.shape:
+            raise ValueError(
+                f"fits returned shape {verdicts.shape}; allowed: {latency.shape}. Answer element by element."
+            )
+        return np.where(verdicts, latency, math.inf)
+
+    # ---------------------------------------------------------------- internal
+
+    def _terms(self, sums: Sums) -> StageTerms:
+        first_s, last_s = self._ends_s(sums)
+        return StageTerms(float(self._layer_s(sums)), float(first_s), float(last_s))
+
+    def _stages_s(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> list[Any]:
+        """Return forward and backward seconds of one micro-batch of an hTask on each stage."""
+        sums = mean_batch(self.profile, loads, num_micro_batches, self.devices_per_stage)
+        return [self._stage_sum_s(stage, sums) for stage in range(self.num_stages)]
+
+    def _stage_sum_s(self, stage: int, sums: Sums) -> Any:
+        """Return forward and backward seconds of a stage from sums over the tasks of an hTask, or of many."""
+        first_s, last_s = self._ends_s(sums)
+        is_first, is_last = stage == 0, stage == self.num_stages - 1
+        return self.layers_per_stage[stage] * self._layer_s(sums) + is_first * first_s + is_last * last_s
+
+    def _layer_s(self, sums: Sums) -> Any:
+        """Return seconds of one layer on each device of a stage."""
+        # Eq. 3 divides base operators by N_g; launches are paid on every device, and adapters come as wide as their
+        # part.
+        divided_s = sums.layer_s / self.devices_per_stage
+        reduced_s = layer_all_reduces_s(self.tensor_link, self.devices_per_stage, self.shape, sums.tokens)
+        # A layer is gathered for its forward and, freed in between, for its backward again.
+        gathered_s = self._all_gathers_s(self._frozen_parts.layer_bytes, 2)
+        return divided_s + sums.calls_s + sums.adapters_s + reduced_s + gathered_s
+
+    def _ends_s(self, sums: Sums) -> tuple[Any, Any]:
+        """Return seconds of what lies before the layers, and after them."""
+        parts = self._frozen_parts
+        first_s = self.profile.embedding_s(sums.tokens) + self._all_gathers_s(parts.before_bytes, 1)
+        last_s = self.profile.head_s(sums.targets) / self.devices_per_stage
+        last_s = last_s + self._all_gathers_s(parts.head_bytes, 1) + self._all_gathers_s(parts.after_bytes, 2)
+        if self.devices_per_stage > 1:
+            link, devices = self.tensor_link, self.devices_per_stage
+            last_s = last_s + loss_all_reduces_s(link, devices, self.shape, sums.targets, self._device_type)
+        return first_s, last_s
+
+    def _all_gathers_s(self, num_bytes: int, times: int) -> float:
+        """Return seconds of the all-gathers of one unit of a divided backbone, as many as a pass needs."""
+        if self.backbone_shards == 1 or not num_bytes:
+            return 0.0
+        return times * float(all_gather_s(self.tensor_link, self.backbone_shards, num_bytes))
+
+    @property
+    def _frozen_parts(self) -> FrozenParts:
+        return self.shape.parts or FrozenParts.even(self.shape.backbone_bytes, self.shape.num_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class StageTerms:
+    """Forward and backward seconds of one micro-batch: a stage takes its layers' and, at the ends, its end's.
+
+    Attributes:
+        layer_s: seconds of one layer.
+        first_s: seconds of what lies before the layers.
+        last_s: seconds of what lies after the layers, the loss included.
+    """
+
+    layer_s: float
+    first_s: float
+    last_s: float
+
+    def stage_s(self, num_layers: int, *, is_first: bool, is_last: bool) -> float:
+        """Return the seconds of a stage.
+
+        Args:
+            num_layers: layers of the stage.
+            is_first: whether the stage has what lies before the layers.
+            is_last: whether the stage has what lies after them.
+        """
+        return num_layers * self.layer_s + is_first * self.first_s + is_last * self.last_s
+
+
+def _pipeline_s(stages_s: Sequence[Any], num_micro_batches: int) -> Any:
+    """Return Eq. 4 from the forward and backward seconds of each stage.
+
+    The first term is the paper's: all stages but the last. With unequal stages a pipeline takes all but the slowest;
+    with equal ones, which Eq. 4 has in mind, both are the same.
+    """
+    warm_up_s = sum(stages_s[:-1]) if len(stages_s) > 1 else 0.0
+    slowest_s = stages_s[0]
+    for stage_s in stages_s[1:]:
+        slowest_s = np.maximum(slowest_s, stage_s)
+    return warm_up_s + num_micro_batches * slowest_s
+
+
+def _require_count(field: str, value: int) -> None:
+    if value < 1:
+        raise ValueError(f"{field} is {value}; allowed: 1 or more. Use 1 for no split.")

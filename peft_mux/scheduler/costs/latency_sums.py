@@ -1,0 +1,207 @@
+"""What the tasks of an hTask amount to in M Eq. 3, for one hTask or for every range of consecutive tasks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.profile import Profile
+
+_LENGTH_STEP = 16
+"""Sequences whose lengths round up to the same multiple share an attention call (`peft_mux.modeling.attention`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """What an hTask's mean micro-batch amounts to: numbers, or arrays over many hTasks.
+
+    Attributes:
+        tokens: tokens of the micro-batch.
+        targets: loss terms of the micro-batch.
+        layer_s: seconds of one layer's base operators on one device, the attention product included.
+        calls_s: seconds of the launches of one layer's attention calls.
+        adapters_s: seconds of all adapters of one layer, fused as in Eq. 3.
+    """
+
+    tokens: Any
+    targets: Any
+    layer_s: Any
+    calls_s: Any
+    adapters_s: Any
+
+
+class _TaskTerms:
+    """What each of M tasks adds to the sums of Eq. 3, as arrays, for one number of micro-batches.
+
+    Attributes:
+        tokens: tokens of a micro-batch, [M].
+        targets: loss terms of a micro-batch, [M].
+        attention_s: seconds of the attention products of one layer, [M].
+        weighted_s: sum of u_a t_a over a task's adapters of each of W widths, [W, M].
+        alone_s: sum of t_a over the same adapters, [W, M].
+    """
+
+    def __init__(self, profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: int, devices: int) -> None:
+        self.tokens = np.array([load.tokens for load in loads], dtype=float) / num_micro_batches
+        self.targets = np.array([load.num_targets for load in loads], dtype=float) / num_micro_batches
+        self.attention_s = _attention_s(profile, loads) / num_micro_batches
+        self.weighted_s, self.alone_s = _adapters_s(profile, loads, self.tokens, devices)
+
+
+def _attention_s(profile: Profile, loads: Sequence[TaskLoad]) -> NDArray[Any]:
+    """Return seconds of the attention products of each task's global batch in one layer, [M]."""
+    counts = np.array([len(load.lengths) for load in loads], dtype=int)
+    lengths = np.array([length for load in loads for length in load.lengths], dtype=float)
+    owner = np.repeat(np.arange(len(loads)), counts)
+    seconds = profile.attention_s(lengths) if len(lengths) else lengths
+    return np.bincount(owner, weights=seconds, minlength=len(loads))
+
+
+def _adapters_s(
+    profile: Profile, loads: Sequence[TaskLoad], tokens: NDArray[Any], devices: int
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return u_a t_a and t_a on each device, summed over each task's adapters of each width: two [W, M]."""
+    rows = [
+        (k, adapter.rank, adapter.device_width(devices)) for k, load in enumerate(loads) for adapter in load.adapters
+    ]
+    widths = sorted({width for _, _, width in rows})
+    shape = max(len(widths), 1), len(loads)
+    if not rows:
+        return np.zeros(shape), np.zeros(shape)
+    owner, rank, width = (np.array(column) for column in zip(*rows, strict=True))
+    alone_s = profile.adapter_s(rank, width, tokens[owner])
+    weighted_s = profile.adapter_utilization(rank, width, tokens[owner]) * alone_s
+    # The place of each adapter in a flat [W, M] array, so that one bincount adds all of them up.
+    place = np.searchsorted(widths, width) * len(loads) + owner
+    size = shape[0] * shape[1]
+    sums = (np.bincount(place, weights=part, minlength=size).reshape(shape) for part in (weighted_s, alone_s))
+    weighted, alone = sums
+    return weighted, alone
+
+
+def mean_batch(profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: int, devices: int) -> Sums:
+    """Return the sums of one hTask's mean micro-batch.
+
+    Args:
+        profile: seconds of the parts of a step on one device.
+        loads: the loads of the tasks of the hTask.
+        num_micro_batches: C, into which each global batch is split.
+        devices: devices that share each layer; factors of adapters are as wide as the part that lies on each.
+    """
+    terms = _TaskTerms(profile, loads, num_micro_batches, devices)
+    tokens, calls = terms.tokens.sum(), _attention_calls(loads, num_micro_batches)
+    # NumPy refuses the maximum over no tasks.
+    longest_s = terms.alone_s.max(axis=1) if loads else 0.0
+    return Sums(
+        tokens=tokens,
+        targets=terms.targets.sum(),
+        layer_s=profile.layer_s(tokens) + terms.attention_s.sum(),
+        calls_s=calls * profile.attention_call_s,
+        # Eq. 3: fused adapters share the device by u_a, but none ends before it would alone.
+        adapters_s=np.maximum(terms.weighted_s.sum(axis=1), longest_s).sum(),
+    )
+
+
+def uniform_batch(profile: Profile, loads: Sequence[TaskLoad], num_sequences: int, length: int, devices: int) -> Sums:
+    """Return the sums of a micro-batch of sequences of one length, of which each task has its part of the tokens.
+
+    Args:
+        profile: seconds of the parts of a step on one device.
+        loads: the loads whose tokens, targets and adapters are taken; their lengths are not.
+        num_sequences: number of sequences of the micro-batch.
+        length: tokens of each sequence.
+        devices: devices that share each layer; factors of adapters are as wide as the part that lies on each.
+    """
+    tokens = num_sequences * length
+    all_tokens = sum(load.tokens for load in loads) or 1
+    parts = np.array([load.tokens for load in loads], dtype=float) / all_tokens
+    weighted_s, alone_s = _adapters_s(profile, loads, tokens * parts, devices)
+    longest_s = alone_s.max(axis=1) if loads else 0.0
+    return Sums(
+        tokens=tokens,
+        targets=tokens * sum(load.num_targets for load in loads) / all_tokens,
+        layer_s=profile.layer_s(tokens) + num_sequences * profile.attention_s(length),
+        calls_s=profile.attention_call_s,
+        adapters_s=np.maximum(weighted_s.sum(axis=1), longest_s).sum(),
+    )
+
+
+class RangeBatches:
+    """Mean micro-batches of all ranges of consecutive tasks, as [M, M] arrays.
+
+    Args:
+        profile: seconds of the parts of a step on one device.
+        loads: the loads of M tasks, as fusion orders them.
+        num_micro_batches: C, into which each global batch is split.
+        devices: devices that share each layer.
+
+    Attributes:
+        is_range: where the last task does not come before the first, bool [M, M].
+        sums: the sums of each range.
+        longest: tokens of each range's longest sequence, [M, M].
+    """
+
+    def __init__(self, profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: int, devices: int) -> None:
+        count = len(loads)
+        terms = _TaskTerms(profile, loads, num_micro_batches, devices)
+        self.is_range = np.arange(count)[None, :] >= np.arange(count)[:, None]
+        tokens = self._range_sums(terms.tokens)
+        # Counting the groups of all ranges takes a loop over tasks, which is left out where calls cost nothing.
+        calls_s: Any = 0.0
+        if profile.attention_call_s:
+            calls_s = profile.attention_call_s * _attention_calls_of_ranges(loads, num_micro_batches)
+        pairs = zip(terms.weighted_s, terms.alone_s, strict=True)
+        self.sums = Sums(
+            tokens=tokens,
+            targets=self._range_sums(terms.targets),
+            layer_s=profile.layer_s(tokens) + self._range_sums(terms.attention_s),
+            calls_s=calls_s,
+            adapters_s=sum(
+                (np.maximum(self._range_sums(weighted), self._range_maxima(alone)) for weighted, alone in pairs),
+                np.zeros((count, count)),
+            ),
+        )
+        self.longest = self._range_maxima(np.array([max(load.lengths, default=0) for load in loads], dtype=float))
+
+    def micro_batch_tokens(self) -> NDArray[Any]:
+        """Return the tokens of a micro-batch: the mean, or the longest sequence, which is not split."""
+        return np.where(self.is_range, np.maximum(self.sums.tokens, self.longest), 0.0)
+
+    def _range_sums(self, values: NDArray[Any]) -> NDArray[Any]:
+        # Differences of prefix sums: all M^2 ranges cost no more than the array that holds them.
+        ends = np.concatenate(([0.0], np.cumsum(values)))
+        return np.where(self.is_range, ends[None, 1:] - ends[:-1, None], 0.0)
+
+    def _range_maxima(self, values: NDArray[Any]) -> NDArray[Any]:
+        return np.maximum.accumulate(np.where(self.is_range, values[None, :], 0.0), axis=1)
+
+
+def _attention_calls(loads: Sequence[TaskLoad], num_micro_batches: int) -> float:
+    """Return the attention calls of a micro-batch in one layer: its groups of near-equal length.
+
+    A micro-batch of a C-th of the sequences has at most as many groups as sequences.
+    """
+    lengths = [length for load in loads for length in load.lengths]
+    groups = len({-(-length // _LENGTH_STEP) for length in lengths})
+    return min(groups, len(lengths) / num_micro_batches)
+
+
+def _attention_calls_of_ranges(loads: Sequence[TaskLoad], num_micro_batches: int) -> NDArray[Any]:
+    """Return `_attention_calls` of every range, [M, M]; 0 below the diagonal."""
+    count = len(loads)
+    groups = [np.unique(-(-np.array(load.lengths, dtype=int) // _LENGTH_STEP)) for load in loads]
+    num_sequences = np.cumsum([0, *(len(load.lengths) for load in loads)])
+    calls = np.zeros((count, count))
+    # Read from the last task to the first: the first task at or after i that has a group.
+    width = 1 + max((int(own[-1]) for own in groups if len(own)), default=0)
+    first = np.full(width, count)
+    for start in range(count - 1, -1, -1):
+        first[groups[start]] = start
+        calls[start] = np.cumsum(np.bincount(first, minlength=count + 1)[:count])
+        calls[start] = np.minimum(calls[start], (num_sequences[1:] - num_sequences[start]) / num_micro_batches)
+    return np.triu(calls)

@@ -1,0 +1,45 @@
+"""`Link`: a connection between two devices, as transfers are timed: a latency, and bytes over a bandwidth."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """A connection between two devices, with the same figures in both directions.
+
+    Each direction carries one message at a time and is taken for the whole of `transfer_s`.
+
+    Attributes:
+        latency_s: seconds that a message takes however small it is.
+        bytes_per_s: bandwidth in one direction; inf for a link on which only latency counts.
+
+    Raises:
+        ValueError: for a latency that is negative or not finite, or a bandwidth that is not above 0.
+
+    Example:
+        >>> Link(latency_s=1.0, bytes_per_s=10.0).transfer_s(20)
+        3.0
+    """
+
+    latency_s: float
+    bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.latency_s < math.inf:
+            raise ValueError(f"latency_s is {self.latency_s}; allowed: 0 or more, and finite. Give seconds.")
+        if not self.bytes_per_s > 0:
+            raise ValueError(
+                f"bytes_per_s is {self.bytes_per_s}; allowed: more than 0 (inf for a link on which only latency "
+                "counts). Give bytes per second."
+            )
+
+    def transfer_s(self, num_bytes: float) -> float:
+        """Return the seconds that a message takes; one of no bytes is a signal, which takes the latency.
+
+        Args:
+            num_bytes: bytes of the message.
+        """
+        return self.latency_s + num_bytes / self.bytes_per_s

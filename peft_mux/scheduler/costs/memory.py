@@ -1,0 +1,346 @@
+"""How many bytes a run needs (M Eq. 5): an analytic estimate, corrected by what can be counted exactly.
+
+Terms follow M Eq. 5: backbone parameters once, adapters with gradients and optimizer state for every task, and
+activations for the tokens of the micro-batches in flight. `estimate_memory` is the short form for one device;
+`MemoryModel` knows stages and what is in flight.
+
+What Eq. 5 leaves out and a real device does not: optimizer states, which the paper's third-party optimizer holds
+elsewhere; the loss, whose logits are workspace; transient buffers of the backward pass; and what an allocator keeps
+back. Its M_g, gradients of inputs, is here the gradients of adapters: gradients of activations are transient, and are
+counted as workspace of one micro-batch (the paper itself says that they reuse the memory of M_a).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peft_mux.scheduler.costs.frozen_parts import FrozenParts
+from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.loss_blocks import loss_block_rows
+from peft_mux.scheduler.costs.model_shape import ModelShape, split_layers
+
+__all__ = [
+    "MemoryEstimate",
+    "MemoryModel",
+    "ModelShape",
+    "activation_bytes_per_token",
+    "estimate_memory",
+    "split_layers",
+]
+
+_GIB = 2**30
+_ADAPTER_BYTES_PER_PARAMETER = 4 + 4 + 8 + 4
+"""fp32 weight, gradient, two Adam moments, and the last good copy."""
+_ADAPTER_ITEM_BYTES = 4
+"""Bytes of an fp32 weight of an adapter."""
+_UPDATE_BYTES_PER_PARAMETER = 8
+"""Two buffers of the size of the weights while AdamW updates a page."""
+_MANY_TOKENS = 2**40
+"""More tokens than any pass has, where the search for a bound ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryEstimate:
+    """Peak memory by part, in bytes.
+
+    Attributes:
+        backbone_bytes: frozen weights and buffers of the backbone.
+        adapter_bytes: adapter weights, gradients, optimizer state and last good copies of all tasks.
+        activation_bytes: what one pass keeps for its backward.
+        workspace_bytes: blocks of logits and transient buffers.
+    """
+
+    backbone_bytes: int
+    adapter_bytes: int
+    activation_bytes: int
+    workspace_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """Sum of all parts."""
+        return self.backbone_bytes + self.adapter_bytes + self.activation_bytes + self.workspace_bytes
+
+    def summary(self) -> str:
+        """Return one line, in GiB, or MiB where it is less."""
+        parts = {
+            "backbone": self.backbone_bytes,
+            "adapters and optimizers": self.adapter_bytes,
+            "activations": self.activation_bytes,
+            "workspace": self.workspace_bytes,
+        }
+        unit, name_of_unit = (_GIB, "GiB") if self.peak_bytes >= _GIB else (2**20, "MiB")
+        listed = ", ".join(f"{name} {size / unit:.2f}" for name, size in parts.items())
+        return f"memory (analytic estimate)  peak {self.peak_bytes / unit:.2f} {name_of_unit}: {listed}"
+
+
+def activation_bytes_per_token(shape: ModelShape, *, checkpointing: bool, devices: int = 1) -> float:
+    """Return the bytes that one token leaves behind for the backward pass, on each device.
+
+    A layer keeps its input, the two normed states, queries, keys, values, attention output, and the gate, up and
+    product states of the MLP; with checkpointing only its input, plus one layer's worth while it is recomputed.
+    Tensor parallelism divides heads and neurons; the residual stream and what is as wide is whole on every device.
+
+    Args:
+        shape: the shape of the backbone.
+        checkpointing: whether activations are recomputed.
+        devices: devices that share each layer (tensor parallelism).
+    """
+    whole = 5 * shape.hidden_size
+    divided = 2 * shape.attention_size + 2 * shape.key_value_size + 4 * shape.intermediate_size
+    layer = (whole + divided / devices) * shape.activation_bytes
+    if checkpointing:
+        return shape.num_layers * shape.hidden_size * shape.activation_bytes + layer
+    return shape.num_layers * layer
+
+
+def estimate_memory(
+    shape: ModelShape,
+    adapter_parameters: Sequence[int],
+    *,
+    max_tokens: int,
+    checkpointing: bool,
+    block_bytes: int,
+) -> MemoryEstimate:
+    """Estimate the peak of a run on one device.
+
+    Args:
+        shape: the shape of the backbone.
+        adapter_parameters: number of trainable parameters of each task.
+        max_tokens: tokens of the largest pass.
+        checkpointing: whether activations are recomputed.
+        block_bytes: bytes of one block of logits in the loss.
+    """
+    per_token = activation_bytes_per_token(shape, checkpointing=checkpointing)
+    transient = 4 * max_tokens * max(shape.intermediate_size, shape.hidden_size) * shape.activation_bytes
+    return MemoryEstimate(
+        backbone_bytes=shape.backbone_bytes,
+        adapter_bytes=sum(adapter_parameters) * _ADAPTER_BYTES_PER_PARAMETER,
+        activation_bytes=math.ceil(max_tokens * per_token),
+        workspace_bytes=3 * block_bytes + transient,
+    )
+
+
+# ---------------------------------------------------------------------- stages
+
+_TRANSIENT_COPIES = 4
+"""Gradients that a decoder layer holds at once in its backward pass, each as wide as its MLP."""
+
+_ALLOCATOR_MARGINS = {"cpu": 0.6, "cuda": 0.05}
+"""Part of the dynamic bytes that the allocator holds beyond them.
+
+On a CPU, glibc keeps freed blocks of up to 32 MiB in its heap, where later ones of other sizes do not fit: runs were
+seen to hold 1.5 to 1.65 times their dynamic bytes. With MALLOC_MMAP_THRESHOLD_=65536 in the environment they hold them
+to the percent, and a margin of 0 is right (`benchmarks/planner/accuracy.py` measures both).
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryModel:
+    """Predicts the bytes on each device of each stage of a pipeline (M Eq. 5).
+
+    Attributes:
+        shape: the shape of the backbone.
+        num_stages: S, stages of the pipeline.
+        devices_per_stage: devices among which tensor parallelism divides each layer: linear weights, factors of
+            adapters, heads and neurons of activations are divided; norms, embedding and the residual stream are whole
+            on each.
+        checkpointing: whether each layer's activations are recomputed.
+        activation_bytes_per_token: bytes that one token of a pass through all layers keeps for its backward, as counted
+            by `peft_mux.profiling.memory`; `None` for the analytic number.
+        allocator_margin: part of the dynamic bytes that the allocator holds beyond them; `None` for that of the device.
+        layers_per_stage: the layers of each of the S stages; by default as equal as can be.
+        device_type: "cuda" or "cpu", which decides the blocks of the loss and the margin of the allocator.
+        backbone_shards: replicas that divide the frozen weights (FSDP2); each gathers one unit at a time.
+
+    Raises:
+        ValueError: for counts below 1, layers that do not add up, negative numbers, or frozen weights that are divided
+            among replicas and within them.
+    """
+
+    shape: ModelShape
+    num_stages: int = 1
+    devices_per_stage: int = 1
+    checkpointing: bool = False
+    activation_bytes_per_token: float | None = None
+    allocator_margin: float | None = None
+    layers_per_stage: tuple[int, ...] | None = None
+    device_type: str = "cuda"
+    backbone_shards: int = 1
+
+    def __post_init__(self) -> None:
+        for field in ("devices_per_stage", "backbone_shards"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field} is {getattr(self, field)}; allowed: 1 or more. Use 1 for one.")
+        if self.backbone_shards > 1 and (self.num_stages, self.devices_per_stage) != (1, 1):
+            raise ValueError(
+                f"backbone_shards is {self.backbone_shards} beside {self.num_stages} stages of "
+                f"{self.devices_per_stage} devices; allowed: 1, or one stage of one device. Divide weights one way."
+            )
+        for field in ("activation_bytes_per_token", "allocator_margin"):
+            value = getattr(self, field)
+            if value is not None and not 0 <= value < math.inf:
+                raise ValueError(f"{field} is {value}; allowed: 0 or more, or None for the default.")
+        split_layers(self.shape.num_layers, self.num_stages, self.layers_per_stage)
+
+    @property
+    def margin(self) -> float:
+        """Part of the dynamic bytes that the allocator holds beyond them."""
+        return _ALLOCATOR_MARGINS.get(self.device_type, 0.0) if self.allocator_margin is None else self.allocator_margin
+
+    def static_bytes(self, loads: Sequence[TaskLoad], stage: int = 0) -> int:
+        """Return the bytes that lie on each device of a stage whatever is computed: the first two terms of Eq. 5.
+
+        Args:
+            loads: the loads of all tasks on the backbone.
+            stage: the stage, counted from 0.
+        """
+        return self._backbone_bytes(stage) + self._adapter_bytes(loads, stage)
+
+    def activation_bytes(self, tokens: float, stage: int = 0) -> int:
+        """Return the bytes that one micro-batch in flight keeps on a stage for its backward: M_a of Eq. 5.
+
+        Args:
+            tokens: tokens of the micro-batch.
+            stage: the stage, counted from 0.
+        """
+        whole, own = (
+            activation_bytes_per_token(self.shape, checkpointing=self.checkpointing, devices=devices)
+            for devices in (1, self.devices_per_stage)
+        )
+        # What was counted is divided as the formula is.
+        per_token = own if self.activation_bytes_per_token is None else self.activation_bytes_per_token * own / whole
+        return math.ceil(tokens * per_token * self._share_of_layers(stage))
+
+    def workspace_bytes(self, tokens: float, stage: int = 0) -> int:
+        """Return transient bytes of computing one micro-batch on a stage; only one is computed at a time.
+
+        The blocks of logits and the gradients of a layer are never there at once, so the greater counts.
+
+        Args:
+            tokens: tokens of the micro-batch.
+            stage: the stage, counted from 0; the last one holds the head.
+        """
+        widest = max(self.shape.intermediate_size / self.devices_per_stage, self.shape.hidden_size)
+        transient = _TRANSIENT_COPIES * tokens * widest * self.shape.activation_bytes
+        loss = self.loss_bytes(tokens) if stage == self.num_stages - 1 else 0
+        return math.ceil(max(transient, loss))
+
+    def loss_bytes(self, targets: float) -> int:
+        """Return the bytes of the blocks of logits in the loss.
+
+        Args:
+            targets: loss terms of the micro-batch, at most its tokens.
+        """
+        words = -(-self.shape.vocab_size // self.devices_per_stage)
+        block_rows = loss_block_rows(words, self.device_type)
+        # The fused loss on CUDA works in place on logits of the activations' dtype; elsewhere, and for a part of the
+        # vocabulary, there are fp32 logits and the copy that logsumexp makes.
+        is_fused = self.device_type == "cuda" and self.shape.activation_bytes == 2 and self.devices_per_stage == 1
+        bytes_per_logit = 2 if is_fused else 4 * 2
+        return min(block_rows, math.ceil(targets)) * words * bytes_per_logit
+
+    def peak_bytes(
+        self, loads: Sequence[TaskLoad], tokens_per_micro_batch: float, in_flight: int = 1, stage: int = 0
+    ) -> int:
+        """Return the most bytes that each device of a stage holds at once.
+
+        Args:
+            loads: the loads of all tasks on the backbone.
+            tokens_per_micro_batch: tokens of the largest micro-batch.
+            in_flight: micro-batches whose backward is still to come; up to S in 1F1B.
+            stage: the stage, counted from 0.
+        """
+        return self.estimate_stage(loads, tokens_per_micro_batch, in_flight, stage).peak_bytes
+
+    def max_tokens(self, loads: Sequence[TaskLoad], limit_bytes: int, in_flight: int = 1, stage: int = 0) -> int:
+        """Return the most tokens of a micro-batch with which a stage stays within a limit; 0 where none do.
+
+        Args:
+            loads: the loads of all tasks on the backbone.
+            limit_bytes: memory of a device that may be filled, in bytes.
+            in_flight: micro-batches whose backward is still to come.
+            stage: the stage, counted from 0.
+        """
+        if self.peak_bytes(loads, 1, in_flight, stage) > limit_bytes:
+            return 0
+        # Bytes never fall as tokens grow: doubling, then halving what is left open, finds the bound.
+        fits, too_many = 1, 2
+        while self.peak_bytes(loads, too_many, in_flight, stage) <= limit_bytes and too_many < _MANY_TOKENS:
+            fits, too_many = too_many, 2 * too_many
+        while too_many - fits > 1:
+            middle = (fits + too_many) // 2
+            if self.peak_bytes(loads, middle, in_flight, stage) <= limit_bytes:
+                fits = middle
+            else:
+                too_many = middle
+        return fits
+
+    def estimate(self, loads: Sequence[TaskLoad], tokens: float, in_flight: int = 1) -> MemoryEstimate:
+        """Return the fullest stage's memory by part.
+
+        Args:
+            loads: the loads of all tasks on the backbone.
+            tokens: tokens of the largest micro-batch.
+            in_flight: micro-batches whose backward is still to come.
+        """
+        stages = [self.estimate_stage(loads, tokens, in_flight, stage) for stage in range(self.num_stages)]
+        return max(stages, key=lambda estimate: estimate.peak_bytes)
+
+    def estimate_stage(
+        self, loads: Sequence[TaskLoad], tokens: float, in_flight: int = 1, stage: int = 0
+    ) -> MemoryEstimate:
+        """Return one stage's memory by part; the allocator's margin counts as workspace.
+
+        Args:
+            loads: the loads of all tasks on the backbone.
+            tokens: tokens of the largest micro-batch.
+            in_flight: micro-batches whose backward is still to come.
+            stage: the stage, counted from 0.
+        """
+        if in_flight < 0 or tokens < 0:
+            raise ValueError(f"in_flight is {in_flight} and tokens {tokens}; allowed: 0 or more. Correct them.")
+        activations = in_flight * self.activation_bytes(tokens, stage)
+        workspace = self.workspace_bytes(tokens, stage)
+        # When tasks are updated, activations are gone and buffers as large as one task's weights are there.
+        share, devices = self._share_of_layers(stage), self.devices_per_stage
+        update = _UPDATE_BYTES_PER_PARAMETER * share * max((one.device_parameters(devices) for one in loads), default=0)
+        workspace = max(workspace, math.ceil(update) - activations)
+        return MemoryEstimate(
+            backbone_bytes=self._backbone_bytes(stage),
+            adapter_bytes=self._adapter_bytes(loads, stage),
+            activation_bytes=activations,
+            workspace_bytes=workspace + math.ceil(self.margin * (activations + workspace)),
+        )
+
+    # ---------------------------------------------------------------- internal
+
+    def _share_of_layers(self, stage: int) -> float:
+        if not 0 <= stage < self.num_stages:
+            raise ValueError(f"stage is {stage}; allowed: 0 to {self.num_stages - 1}. Count stages from 0.")
+        layers = split_layers(self.shape.num_layers, self.num_stages, self.layers_per_stage)
+        return layers[stage] / self.shape.num_layers
+
+    def _backbone_bytes(self, stage: int) -> int:
+        held = self._weight_bytes(stage)
+        if self.backbone_shards == 1:
+            return math.ceil(held)
+        parts = self.shape.parts or FrozenParts.even(self.shape.backbone_bytes, self.shape.num_layers)
+        # Beside its part of the weights, a device holds the unit that it computes with.
+        return math.ceil(held / self.backbone_shards + parts.gathered_bytes)
+
+    def _weight_bytes(self, stage: int) -> float:
+        share, parts, devices = self._share_of_layers(stage), self.shape.parts, self.devices_per_stage
+        if parts is None:  # Eq. 5 spreads the backbone evenly, embedding and head included
+            return self.shape.backbone_bytes * share / devices
+        layers = split_layers(self.shape.num_layers, self.num_stages, self.layers_per_stage)
+        is_first, is_last = stage == 0, stage == self.num_stages - 1
+        return parts.device_bytes(layers[stage], is_first=is_first, is_last=is_last, devices=devices)
+
+    def _adapter_bytes(self, loads: Sequence[TaskLoad], stage: int) -> int:
+        # Kernels read copies in the dtype of the activations, where it is not that of the weights.
+        copies = self.shape.activation_bytes if self.shape.activation_bytes != _ADAPTER_ITEM_BYTES else 0
+        per_parameter = _ADAPTER_BYTES_PER_PARAMETER + copies
+        held = sum(load.device_parameters(self.devices_per_stage) for load in loads)
+        return math.ceil(per_parameter * self._share_of_layers(stage) * held)

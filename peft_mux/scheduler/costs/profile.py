@@ -1,0 +1,313 @@
+"""`Profile`: how long the parts of a training step take on one device, measured or from data sheets (M §4).
+
+The cost model (Eq. 3 and 4) looks everything up here. `peft_mux.profiling.backbone` measures profiles;
+`analytic_profile` makes one of data-sheet numbers and says so in `source`. Nothing here touches a device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from peft_mux.scheduler.costs.curves import AdapterTable, Curve
+from peft_mux.scheduler.costs.hardware import Device
+from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.model_shape import ModelShape
+from peft_mux.scheduler.costs.roofline import Roofline
+
+FORMAT_VERSION = 1
+
+_COUNTS = np.array([2.0**power for power in range(4, 18)])
+_PARAMETERS = np.array([10.0**power for power in range(3, 10)])
+_RANKS = np.array([1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0])
+"""Points of analytic profiles."""
+
+_CURVES = ("layer", "attention", "head", "embedding", "optimizer")
+_TABLES = ("adapter", "utilization")
+_OVERHEADS = ("pass_overhead_s", "step_overhead_s", "attention_call_s")
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Seconds of the parts of a step on one device; forward and backward together where nothing else is said.
+
+    Attributes:
+        device: the device that it holds for, such as "cpu, 2 threads".
+        dtype: the dtype in which the backbone computes.
+        model: signature of the backbone's shapes.
+        versions: name and version of everything that the times depend on.
+        source: "measured", or "analytic" where nothing was measured.
+        layer: seconds over tokens, one decoder layer without the attention product and without adapters.
+        attention: seconds over length, the attention product of one sequence in one layer; continued by its square.
+        adapter: seconds over rank, width and tokens, one adapter of one linear layer, by itself.
+        utilization: u_a of M Eq. 3 over the same, from 0 to 1.
+        head: seconds over targets, output head and loss.
+        embedding: seconds over tokens, what lies before and after the layers: embedding, positions, last norm.
+        optimizer: seconds over parameters of one task: gradient norm, last good copy, AdamW.
+        pass_overhead_s: seconds of each pass whatever its size.
+        step_overhead_s: seconds of each step whatever its size.
+        attention_call_s: seconds of each further group of sequences of near-equal length in one layer; 0 where one call
+            serves all lengths.
+        forward_fraction: the part of a pass that is its forward.
+        link: the link between two devices; `None` where there is one device.
+
+    Raises:
+        ValueError: for numbers out of range.
+    """
+
+    device: str
+    dtype: str
+    model: str
+    layer: Curve
+    attention: Curve
+    adapter: AdapterTable
+    head: Curve
+    embedding: Curve
+    optimizer: Curve
+    utilization: AdapterTable = field(default_factory=lambda: AdapterTable.constant(1.0))
+    pass_overhead_s: float = 0.0
+    step_overhead_s: float = 0.0
+    attention_call_s: float = 0.0
+    forward_fraction: float = 0.5
+    versions: tuple[tuple[str, str], ...] = ()
+    link: Link | None = None
+    source: Literal["measured", "analytic"] = "measured"
+
+    def __post_init__(self) -> None:
+        if not 0 < self.forward_fraction < 1:
+            raise ValueError(
+                f"forward_fraction is {self.forward_fraction}; allowed: between 0 and 1. Backward takes the rest."
+            )
+        for name in _OVERHEADS:
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 or more. Give seconds.")
+        if self.source not in ("measured", "analytic"):
+            raise ValueError(f"source is {self.source!r}; allowed: 'measured', 'analytic'. Say which it is.")
+
+    @property
+    def reach(self) -> dict[str, float]:
+        """The last measured point of each part, by name: a larger size is continued from there, not looked up."""
+        last = {name: getattr(self, name).counts[-1] for name in _CURVES}
+        return last | {"adapter": self.adapter.tokens[-1]}
+
+    # ---------------------------------------------------------------- lookups
+
+    def layer_s(self, tokens: ArrayLike) -> Any:
+        """Return the seconds of one layer's base operators, without the attention product.
+
+        Args:
+            tokens: tokens of the stream; a number, or an array of them.
+        """
+        return self.layer(tokens)
+
+    def attention_s(self, length: ArrayLike) -> Any:
+        """Return the seconds of the attention product of one sequence in one layer.
+
+        Args:
+            length: tokens of the sequence; a number, or an array of them.
+        """
+        return self.attention(length)
+
+    def adapter_s(self, rank: ArrayLike, width: ArrayLike, tokens: ArrayLike) -> Any:
+        """Return the seconds of one adapter of one linear layer (t_a of M Eq. 3, forward and backward).
+
+        Args:
+            rank: R, the rank of the adapter.
+            width: input plus output features of the linear layer.
+            tokens: rows that the adapter reads.
+        """
+        return self.adapter(rank, width, tokens)
+
+    def adapter_utilization(self, rank: ArrayLike, width: ArrayLike, tokens: ArrayLike) -> Any:
+        """Return the part of the device that one adapter keeps busy (u_a of M Eq. 3).
+
+        Args:
+            rank: R, the rank of the adapter.
+            width: input plus output features of the linear layer.
+            tokens: rows that the adapter reads.
+        """
+        return self.utilization(rank, width, tokens, grows=False)
+
+    def head_s(self, num_targets: ArrayLike) -> Any:
+        """Return the seconds of output head and loss.
+
+        Args:
+            num_targets: loss terms of the pass; a number, or an array of them.
+        """
+        return self.head(num_targets)
+
+    def embedding_s(self, tokens: ArrayLike) -> Any:
+        """Return the seconds of what lies before and after the layers.
+
+        Args:
+            tokens: tokens of the stream; a number, or an array of them.
+        """
+        return self.embedding(tokens)
+
+    def optimizer_s(self, parameters: ArrayLike) -> Any:
+        """Return the seconds of one task's update.
+
+        Args:
+            parameters: trainable parameters of the task; a number, or an array of them.
+        """
+        return self.optimizer(parameters)
+
+    # ------------------------------------------------------------------- JSON
+
+    @property
+    def key(self) -> str:
+        """Short digest of device, dtype, model signature and versions, fit for a file name."""
+        return profile_key(self.device, self.dtype, self.model, dict(self.versions))
+
+    def to_json(self) -> str:
+        """Return the profile as JSON."""
+        return json.dumps({"format_version": FORMAT_VERSION, "key": self.key, **asdict(self)}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Profile:
+        """Return the profile that `to_json` wrote.
+
+        Args:
+            text: the JSON of a profile in this format version.
+
+        Raises:
+            ValueError: for another format, or contents that are not a profile.
+        """
+        try:
+            data = json.loads(text)
+            version = data.pop("format_version", None)
+        except (json.JSONDecodeError, AttributeError, TypeError) as error:
+            raise ValueError(f"profile is no JSON object ({error}); allowed: what Profile.to_json wrote.") from error
+        if version != FORMAT_VERSION:
+            raise ValueError(
+                f"format_version is {version}; allowed: {FORMAT_VERSION}. Measure the profile again, with refresh=True."
+            )
+        # The key follows from the other fields, and stands in the file for its reader.
+        data.pop("key", None)
+        try:
+            for name in _CURVES:
+                data[name] = Curve(**{key: _tuples(values) for key, values in data[name].items()})
+            for name in _TABLES:
+                data[name] = AdapterTable(**{key: _tuples(values) for key, values in data[name].items()})
+            data["versions"] = tuple((name, value) for name, value in data["versions"])
+            data["link"] = None if data["link"] is None else Link(**data["link"])
+            return cls(**data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"profile lacks or misnames a field ({error}); allowed: what to_json wrote.") from error
+
+
+def profile_key(device: str, dtype: str, model: str, versions: Mapping[str, str]) -> str:
+    """Return the digest under which a profile of these is stored.
+
+    Args:
+        device: name of the device that the profile holds for.
+        dtype: the dtype in which the backbone computes.
+        model: signature of the backbone's shapes.
+        versions: the version of everything that the times depend on, by name.
+    """
+    text = json.dumps([FORMAT_VERSION, device, dtype, model, sorted(versions.items())])
+    return hashlib.sha256(text.encode()).hexdigest()[:20]
+
+
+def corrected(
+    profile: Profile,
+    predicted_s: float,
+    measured_s: float,
+    *,
+    smoothing: float = 0.2,
+    largest_change: float = 1.5,
+) -> Profile:
+    """Return the profile with all times scaled towards what a step was seen to take, those of the link too.
+
+    Each call moves by the ratio of the two to the power of `smoothing`, which is exponential smoothing of the logarithm
+    of the scale: a steady error is gone by (1 - smoothing) to the number of calls, and one odd step does little.
+
+    Args:
+        profile: the profile that the prediction was made from.
+        predicted_s: seconds that a step was predicted to take.
+        measured_s: seconds that the same step has taken.
+        smoothing: weight of this step, above 0 and up to 1.
+        largest_change: the factor by which the scale changes at most in one call, up or down.
+
+    Raises:
+        ValueError: for times that are not above 0, or settings out of range.
+    """
+    for name, value in (("predicted_s", predicted_s), ("measured_s", measured_s)):
+        if not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value}; allowed: more than 0. Leave out steps that were not measured.")
+    if not 0 < smoothing <= 1:
+        raise ValueError(f"smoothing is {smoothing}; allowed: above 0 and up to 1. Use 1 to follow the last step.")
+    if not largest_change >= 1:
+        raise ValueError(f"largest_change is {largest_change}; allowed: 1 or more. Use 1 for no change.")
+    factor = min(max((measured_s / predicted_s) ** smoothing, 1 / largest_change), largest_change)
+    # Utilization is a share of the device and no time: it stays.
+    parts: dict[str, Any] = {name: getattr(profile, name).scaled(factor) for name in (*_CURVES, "adapter")}
+    parts |= {name: getattr(profile, name) * factor for name in _OVERHEADS}
+    if profile.link is not None:
+        parts["link"] = Link(profile.link.latency_s * factor, profile.link.bytes_per_s / factor)
+    return replace(profile, **parts)
+
+
+def analytic_profile(
+    device: Device, shape: ModelShape, num_devices_per_stage: int = 1, *, link: Link | None = None
+) -> Profile:
+    """Return the profile of a backbone on a device by its data sheet; its `source` is "analytic".
+
+    Args:
+        device: the data sheet of the device.
+        shape: the shape of the backbone.
+        num_devices_per_stage: devices among which tensor parallelism divides a stage. Eq. 3 divides base operators by
+            it in the cost model, so that here it only limits how well small products fill each device.
+        link: the link between devices, where there are several.
+
+    Raises:
+        ValueError: for fewer than one device.
+    """
+    if num_devices_per_stage < 1:
+        raise ValueError(
+            f"num_devices_per_stage is {num_devices_per_stage}; allowed: 1 or more. Use 1 for no sharding."
+        )
+    roof = Roofline(device, shape, num_devices_per_stage)
+    widths = np.array(sorted({float(width) for width in roof.widths}))
+    rank, width, tokens = np.meshgrid(_RANKS, widths, _COUNTS, indexing="ij")
+    return Profile(
+        device=device.name,
+        dtype=f"{8 * shape.activation_bytes}-bit",
+        model=shape_signature(shape),
+        layer=Curve.measured(_COUNTS, roof.layer_s(_COUNTS)),
+        attention=Curve.measured(_COUNTS, roof.attention_s(_COUNTS), is_quadratic=True),
+        adapter=AdapterTable.measured(_RANKS, widths, _COUNTS, roof.adapter_s(rank, width, tokens)),
+        utilization=AdapterTable.measured(_RANKS, widths, _COUNTS, roof.utilization(width, tokens), level=False),
+        head=Curve.measured(_COUNTS, roof.head_s(_COUNTS)),
+        embedding=Curve.measured(_COUNTS, roof.bytes_s(6 * _COUNTS * shape.hidden_size * shape.activation_bytes)),
+        # Weights, gradients and two moments are read and three of them written; the norm and the copy read once more.
+        optimizer=Curve.measured(_PARAMETERS, roof.bytes_s(40 * _PARAMETERS) + 10 * roof.launch_s),
+        pass_overhead_s=20 * roof.launch_s,
+        step_overhead_s=50 * roof.launch_s,
+        versions=(("analytic", "1"),),
+        link=link,
+        source="analytic",
+    )
+
+
+def shape_signature(shape: ModelShape) -> str:
+    """Return a readable name of a backbone's shape, which takes part in the key of a profile.
+
+    Args:
+        shape: the shape of the backbone.
+    """
+    return (
+        f"L{shape.num_layers}-D{shape.hidden_size}-I{shape.intermediate_size}-A{shape.attention_size}"
+        f"-K{shape.key_value_size}-V{shape.vocab_size}-W{shape.backbone_bytes}"
+    )
+
+
+def _tuples(values: Any) -> Any:
+    return tuple(map(_tuples, values)) if isinstance(values, list) else values

@@ -1,0 +1,184 @@
+"""What `peft-mux plan --deployment` shows: a deployment plan, what it was made from, and what else there would be.
+
+It plans, measures and draws nothing: the values come from `peft_mux/planning/deployment.py`, and `plot.py` draws them.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from peft_mux.scheduler.deployment.baselines import Baseline
+from peft_mux.scheduler.deployment.plan import DeploymentPlan
+from peft_mux.scheduler.dispatching.dispatch import Dispatch
+from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
+from peft_mux.scheduler.units import bytes_text
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigRow:
+    """One configuration that could be deployed.
+
+    Attributes:
+        config: how a replica is spread over devices.
+        memory_tokens: most tokens of a micro-batch that memory holds; `None` for no limit.
+        max_tokens: most tokens that a micro-batch of this run has.
+        tokens_per_gpu_s: throughput at each length of the report, over full micro-batches (L Table 3); 0 for lengths
+            that do not fit.
+        is_proposed: whether it was combined into deployments.
+    """
+
+    config: ParallelConfig
+    memory_tokens: int | None
+    max_tokens: int
+    tokens_per_gpu_s: tuple[float, ...]
+    is_proposed: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another way to run the same tasks on the same devices.
+
+    Attributes:
+        name: what the paper calls this way.
+        layouts: the replicas in the paper's notation; one entry for each task where each has its own.
+        step_s: predicted seconds of one step of every task; `None` where there is no such way.
+        gpu_seconds: device seconds of one step of every task, idle devices included; `None` where there is no such
+            way.
+        note: why there is no such way; empty otherwise.
+    """
+
+    name: str
+    layouts: tuple[str, ...]
+    step_s: float | None
+    gpu_seconds: float | None
+    note: str = ""
+
+    @classmethod
+    def from_baseline(cls, baseline: Baseline, num_gpus: int) -> Alternative:
+        """Return what a baseline of the planner comes to on `num_gpus` devices."""
+        layouts = tuple(", ".join(map(str, groups)) for groups in baseline.deployments)
+        return cls(baseline.name, layouts, baseline.gpu_seconds / num_gpus, baseline.gpu_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentReport:
+    """A deployment for a run's own tasks, and what stands beside it.
+
+    Attributes:
+        plan: the deployment that was chosen.
+        devices: number and name of the devices, in words.
+        times_from: where the times come from, in words.
+        fit_error: mean relative error of the fitted curves over the times that they were made from.
+        limit_bytes: memory of one device that may be filled; `None` for no limit.
+        lengths: sequence lengths at which throughputs are compared, in tokens.
+        configs: the configurations that can be deployed, by devices.
+        by_length: the expected batch on the chosen deployment under length-based dispatch.
+        alternatives: what the baselines of the paper would take.
+        notes: sentences on what the report leaves out.
+    """
+
+    plan: DeploymentPlan
+    devices: str
+    times_from: str
+    fit_error: float
+    limit_bytes: int | None
+    lengths: tuple[int, ...]
+    configs: tuple[ConfigRow, ...]
+    by_length: Dispatch
+    alternatives: tuple[Alternative, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def replicas(self) -> str:
+        """Return the deployment in LobRA's notation, as the argument `replicas` takes it."""
+        return self.plan.layout
+
+    @property
+    def replica_utilisation(self) -> tuple[tuple[ReplicaGroup, float], ...]:
+        """Return each group with the share of the step that its slowest replica is busy, 0 to 1."""
+        return tuple(zip(self.plan.groups, self.plan.utilisation, strict=True))
+
+    def summary(self) -> str:
+        """Return configurations, the plan and its alternatives as tables."""
+        limit = "no memory limit" if self.limit_bytes is None else f"{bytes_text(self.limit_bytes)} each"
+        return "\n".join(
+            [
+                f"devices  {self.devices}, {limit}",
+                f"times    {self.times_from}; fitted by L Eq. 10 with a mean error of {self.fit_error:.1%}",
+                "",
+                *self._config_lines(),
+                "",
+                self.plan.summary(),
+                "",
+                *self._alternative_lines(),
+                *(f"note: {note}" for note in self.notes),
+                f'to run it: replicas: "{self.replicas}", on {sum(group.num_gpus for group in self.plan.groups)} '
+                "processes",
+            ]
+        )
+
+    def picture(self) -> str:
+        """Return bars as in L Figure 9."""
+        return self.plan.picture()
+
+    def __str__(self) -> str:
+        """Return `summary()`."""
+        return self.summary()
+
+    def to_json(self) -> str:
+        """Return the report as JSON; `replicas` is what the argument of that name takes."""
+        return json.dumps(
+            {
+                "format_version": FORMAT_VERSION,
+                "replicas": self.replicas,
+                "devices": self.devices,
+                "times_from": self.times_from,
+                "fit_error": self.fit_error,
+                "limit_bytes": self.limit_bytes,
+                "expected_step_s": self.plan.expected_step_s,
+                "gpu_seconds": self.plan.gpu_seconds,
+                "utilisation": {str(group): share for group, share in self.replica_utilisation},
+                "lengths": self.lengths,
+                "configurations": [asdict(row) for row in self.configs],
+                "alternatives": [asdict(one) for one in self.alternatives],
+                "by_length": json.loads(self.by_length.to_json()),
+                "plan": json.loads(self.plan.to_json()),
+                "notes": self.notes,
+            }
+        )
+
+    def _config_lines(self) -> list[str]:
+        """Return L Table 3 of this run."""
+        heads = "".join(f"{f'at {length}':>9}" for length in self.lengths)
+        lines = [
+            f"  {'configuration':<14} {'GPUs':>4} {'memory holds':>12} {'max tokens':>10}{heads}  tokens/s and GPU"
+        ]
+        for row in self.configs:
+            holds = "no limit" if row.memory_tokens is None else str(row.memory_tokens)
+            rates = "".join(f"{rate:>9.0f}" if rate else f"{'-':>9}" for rate in row.tokens_per_gpu_s)
+            proposed = "  combined" if row.is_proposed else ""
+            lines.append(
+                f"  {row.config!s:<14} {row.config.num_gpus:>4} {holds:>12} {row.max_tokens:>10}{rates}{proposed}"
+            )
+        return lines
+
+    def _alternative_lines(self) -> list[str]:
+        """Return a table of the chosen deployment and its alternatives."""
+        plan = self.plan
+        rows = [Alternative("LobRA (chosen)", (plan.layout,), plan.expected_step_s, plan.gpu_seconds)]
+        rows += self.alternatives
+        width = max(len(row.name) for row in rows)
+        lines = [f"  {'way':<{width}} {'step s':>9} {'GPU s':>9} {'to LobRA':>8}  replicas"]
+        for row in rows:
+            if row.gpu_seconds is None or row.step_s is None:
+                lines.append(f"  {row.name:<{width}} {'-':>9} {'-':>9} {'-':>8}  {row.note}")
+                continue
+            ratio = row.gpu_seconds / plan.gpu_seconds if plan.gpu_seconds else 1.0
+            lines.append(
+                f"  {row.name:<{width}} {row.step_s:>9.4f} {row.gpu_seconds:>9.3f} {ratio:>7.2f}x"
+                f"  {'; '.join(dict.fromkeys(row.layouts))}"
+            )
+        return lines

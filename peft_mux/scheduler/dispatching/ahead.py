@@ -1,0 +1,173 @@
+"""Solves the dispatch of the next step on a background thread while this one runs (L section 4.3).
+
+Bundled CBC is a process of its own, so that solving takes nothing from the thread that trains but a core.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+from peft_mux.scheduler.dispatching.bucketing import (
+    DEFAULT_INTERVAL_TOKENS,
+    DEFAULT_NUM_BUCKETS,
+    Bucketing,
+    bucket_boundaries,
+)
+from peft_mux.scheduler.dispatching.dispatch import (
+    DEFAULT_RELATIVE_GAP,
+    DEFAULT_TIME_LIMIT_S,
+    Dispatch,
+    Policy,
+    assign_sequences,
+    dispatch,
+)
+from peft_mux.scheduler.replicas.configs import ReplicaGroup, TimeModel
+
+
+@dataclass(frozen=True, slots=True)
+class StepDispatch:
+    """All that a step needs to know of where its sequences go.
+
+    Attributes:
+        bucketing: the padded lengths that were chosen for this step.
+        dispatch: how many sequences each replica gets, and the predicted seconds.
+        assignment: positions in the step's lengths for each replica, replicas in the order of groups.
+    """
+
+    bucketing: Bucketing
+    dispatch: Dispatch
+    assignment: tuple[tuple[int, ...], ...]
+
+
+def plan_step(
+    lengths: Sequence[int],
+    groups: Sequence[ReplicaGroup],
+    time_model: TimeModel,
+    *,
+    num_buckets: int = DEFAULT_NUM_BUCKETS,
+    interval: int = DEFAULT_INTERVAL_TOKENS,
+    policy: Policy = "balanced",
+    warm_start: Dispatch | None = None,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    relative_gap: float = DEFAULT_RELATIVE_GAP,
+    solver: Any = None,
+) -> StepDispatch:
+    """Bucket, dispatch and assign the sequences of one step.
+
+    Args:
+        lengths: lengths of the step's sequences, in tokens, in any order.
+        groups: the replicas that are deployed, by configuration.
+        time_model: predicts the seconds of one replica.
+        num_buckets: most buckets of padded lengths (R in L).
+        interval: distance of candidate boundaries of buckets, in tokens.
+        policy: the policy of `dispatch` by which sequences are spread.
+        warm_start: the last step's dispatch over the same groups, which bounds the search.
+        time_limit_s: seconds after which the solver's best answer so far is taken.
+        relative_gap: how far above the optimum of the linear form an answer may be, relative to it.
+        solver: name of a PuLP solver such as "HiGHS", a PuLP solver itself, or None for the bundled CBC.
+
+    Raises:
+        ValueError: for a sequence that no replica supports, and what `bucket_boundaries` and `dispatch` refuse.
+    """
+    if not groups:
+        raise ValueError("groups is empty; allowed: one group of replicas or more. Plan a deployment first.")
+    limits = [group.max_tokens for group in groups]
+    bucketing = bucket_boundaries(lengths, num_buckets, interval, limits=limits)
+    dispatched = dispatch(
+        groups,
+        bucketing,
+        time_model,
+        policy=policy,
+        warm_start=warm_start,
+        time_limit_s=time_limit_s,
+        relative_gap=relative_gap,
+        solver=solver,
+    )
+    return StepDispatch(bucketing, dispatched, assign_sequences(dispatched, bucketing, lengths))
+
+
+class DispatchPlanner:
+    """Plans steps in the order in which they are submitted, each warm-started by the one before.
+
+    Args:
+        groups: the replicas that are deployed, by configuration.
+        time_model: predicts the seconds of one replica; it is called on the background thread.
+        options: keyword arguments of `plan_step` for every step, all but `warm_start`.
+
+    Raises:
+        ValueError: for `warm_start`, which is the planner's own.
+
+    Example:
+        >>> with DispatchPlanner(groups, time_model) as planner:
+        ...     planner.submit(lengths[0])
+        ...     for step in range(num_steps):
+        ...         work = planner.result()
+        ...         if step + 1 < num_steps:
+        ...             planner.submit(lengths[step + 1])
+        ...         train(work.assignment)
+    """
+
+    def __init__(self, groups: Sequence[ReplicaGroup], time_model: TimeModel, **options: Any) -> None:
+        if "warm_start" in options:
+            raise ValueError(
+                "warm_start is set; allowed: the step before, which the planner passes itself; leave it out."
+            )
+        self._groups = tuple(groups)
+        self._time_model = time_model
+        self._options = options
+        self._last_dispatch: Dispatch | None = None
+        self._pending: deque[Future[StepDispatch]] = deque()
+        # A single thread plans in the order of submission, so that the dispatch before is there to start from.
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatch")
+
+    def submit(self, lengths: Sequence[int], **options: Any) -> None:
+        """Start planning a step of sequences of these lengths, in tokens; returns at once.
+
+        Args:
+            lengths: lengths of the step's sequences, in tokens.
+            options: keyword arguments of `plan_step` for this step alone, in place of those for every step.
+
+        Raises:
+            RuntimeError: after `close`.
+        """
+        self._pending.append(self._thread.submit(self._plan_next, tuple(lengths), self._options | options))
+
+    def result(self, timeout_s: float | None = None) -> StepDispatch:
+        """Return the plan of the earliest submitted step that was not yet returned, waiting for it.
+
+        Raises:
+            RuntimeError: where nothing is submitted.
+            TimeoutError: where it takes longer than `timeout_s`; it can be asked for again.
+            Exception: whatever planning that step raised; the steps after it are planned all the same.
+        """
+        if not self._pending:
+            raise RuntimeError("result: no step is submitted; allowed: one result for each submit. Call submit first.")
+        # A wait by itself tells a time-out from a TimeoutError that planning raised.
+        wait([self._pending[0]], timeout_s)
+        if not self._pending[0].done():
+            raise TimeoutError(f"result: the dispatch was not planned within {timeout_s} s. Ask again, or wait longer.")
+        return self._pending.popleft().result()
+
+    def close(self) -> None:
+        """Drop what is not yet begun, wait for what is, and end the thread; closing twice is allowed."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._pending.clear()
+
+    def __enter__(self) -> DispatchPlanner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _plan_next(self, lengths: tuple[int, ...], options: dict[str, Any]) -> StepDispatch:
+        """Plan one step on the background thread, which alone reads and writes the last dispatch."""
+        work = plan_step(lengths, self._groups, self._time_model, warm_start=self._last_dispatch, **options)
+        self._last_dispatch = work.dispatch
+        return work

@@ -1,0 +1,282 @@
+"""Which replica trains which sequences of a step (L section 4.3, Eq. 3).
+
+`dispatch` answers with numbers per group and replica, `assign_sequences` with the sequences themselves. Which replicas
+there are is decided once, in `scheduler/deployment/`; steps are solved ahead of time in `ahead.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from peft_mux.scheduler.dispatching.bucketing import Bucketing
+from peft_mux.scheduler.dispatching.deal import deal_out, split_within_group
+from peft_mux.scheduler.dispatching.ilp import check_solver_name, solve_ilp
+from peft_mux.scheduler.dispatching.problem import DispatchProblem, build_problem, ceilings_of, counts_from_ceilings
+from peft_mux.scheduler.dispatching.refine import predict_replica_s, refine
+from peft_mux.scheduler.dispatching.rules import carried_over, length_based, relocate, uniform
+from peft_mux.scheduler.replicas.configs import ReplicaGroup, TimeModel
+
+FORMAT_VERSION = 1
+DEFAULT_RELATIVE_GAP = 0.01
+"""Far below the error of the linear form; a smaller one makes no faster steps (benchmarks/lobra/dispatch.py)."""
+DEFAULT_TIME_LIMIT_S = 2.0
+
+Policy = Literal["balanced", "length", "uniform"]
+Status = Literal["optimal", "feasible within the time limit", "greedy fallback", "by rule"]
+_ReplicaCounts = tuple[tuple[tuple[int, ...], ...], ...]
+_RULES: dict[str, Callable[[DispatchProblem], np.ndarray]] = {"length": length_based, "uniform": uniform}
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatch:
+    """Where the sequences of one step go, and how long that should take.
+
+    Attributes:
+        boundaries: padded length of each bucket in tokens.
+        replica_counts: how many sequences each replica gets, as `[group][replica][bucket]`.
+        group_s: predicted seconds of each group's slowest replica.
+        policy: the policy by which sequences were spread.
+        status: how the solver fared: "optimal" in the linear form of the time model, within the relative gap; "by
+            rule" for the policies that solve nothing.
+        note: why a fallback was taken, or that moves were stopped by their number; empty otherwise.
+        solve_s: seconds that finding it took.
+    """
+
+    boundaries: tuple[int, ...]
+    replica_counts: _ReplicaCounts
+    group_s: tuple[float, ...]
+    policy: Policy
+    status: Status
+    note: str
+    solve_s: float
+
+    @property
+    def counts(self) -> tuple[tuple[int, ...], ...]:
+        """Sequences as `[group][bucket]` (d_ij in L)."""
+        return tuple(tuple(map(sum, zip(*replicas, strict=True))) for replicas in self.replica_counts)
+
+    @property
+    def makespan_s(self) -> float:
+        """Predicted seconds of the slowest group, and so of the step."""
+        return max(self.group_s)
+
+    def summary(self) -> str:
+        """Return a table with one line for each group."""
+        lines = [
+            f"dispatch  {self.policy}, {self.status}, {self.makespan_s:.3f} s a step, "
+            f"solved in {self.solve_s * 1e3:.0f} ms",
+            "  padded to " + " ".join(f"{boundary:>6}" for boundary in self.boundaries),
+        ]
+        for number, (counts, seconds) in enumerate(zip(self.counts, self.group_s, strict=True)):
+            lines.append(f"  group {number:>3} " + " ".join(f"{count:>6}" for count in counts) + f"  {seconds:.3f} s")
+        return "\n".join([*lines, *([f"note  {self.note}"] if self.note else [])])
+
+    def __str__(self) -> str:
+        """Return `summary()`."""
+        return self.summary()
+
+    def to_json(self) -> str:
+        """Return the dispatch as JSON."""
+        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)})
+
+    @classmethod
+    def from_json(cls, text: str) -> Dispatch:
+        """Return the dispatch that `to_json` wrote.
+
+        Raises:
+            ValueError: for another format version.
+        """
+        data: dict[str, Any] = json.loads(text)
+        version = data.pop("format_version", None)
+        if version != FORMAT_VERSION:
+            raise ValueError(f"format_version: got {version!r}; allowed: {FORMAT_VERSION}.")
+        replica_counts = tuple(tuple(tuple(row) for row in group) for group in data.pop("replica_counts"))
+        boundaries, group_s = tuple(data.pop("boundaries")), tuple(data.pop("group_s"))
+        return cls(boundaries=boundaries, replica_counts=replica_counts, group_s=group_s, **data)
+
+
+def dispatch(
+    groups: Sequence[ReplicaGroup],
+    bucketing: Bucketing,
+    time_model: TimeModel,
+    *,
+    policy: Policy = "balanced",
+    warm_start: Dispatch | None = None,
+    time_limit_s: float = DEFAULT_TIME_LIMIT_S,
+    relative_gap: float = DEFAULT_RELATIVE_GAP,
+    solver: Any = None,
+) -> Dispatch:
+    """Return how the sequences of a step are spread over the groups.
+
+    "balanced" minimises the time of the slowest replica: Eq. 3 in the linear form of the time model, then single moves
+    as long as they help by the time model itself. Without an answer of the solver it starts from the dispatch by length
+    with work moved off its slowest group. Where the plain dispatch by length is faster all the same, it is taken. A
+    time limit that is reached makes the answer depend on the machine; processes that must agree take it from one.
+
+    Args:
+        groups: the replicas that are deployed, by configuration.
+        bucketing: padded lengths of the step, and how many sequences each has.
+        time_model: predicts the seconds of one replica.
+        policy: "balanced", as above; "length", each bucket to the smallest configuration that supports it (L Figure
+            4(c)); "uniform", each bucket evenly to all replicas that support it (L Figure 4(b)).
+        warm_start: the last step's dispatch over the same groups, which bounds the search.
+        time_limit_s: seconds after which the solver's best answer so far is taken.
+        relative_gap: how far above the optimum of the linear form an answer may be, relative to it.
+        solver: name of a PuLP solver such as "HiGHS", a PuLP solver itself, or None for the bundled CBC.
+
+    Raises:
+        ValueError: for a bucket longer than every replica supports, no groups, an unknown policy or solver, a limit of
+            0 s or a negative gap, or a warm start over other groups.
+    """
+    start = time.perf_counter()
+    _check_options(policy, time_limit_s, relative_gap, warm_start, groups)
+    problem = build_problem(groups, bucketing, time_model)
+    status: Status = "by rule"
+    note = ""
+    if policy in _RULES:
+        candidates = [_RULES[policy](problem)]
+    else:
+        found, status, note = _balance(problem, warm_start, time_limit_s, relative_gap, solver)
+        balanced, note = _refined_counts(problem, groups, time_model, found, note)
+        candidates = [balanced, length_based(problem)]
+    splits = [_split_groups(problem, counts) for counts in candidates]
+    times = [_predict_group_s(problem, groups, time_model, split) for split in splits]
+    # By the time model itself, which the linear form only approximates; the balanced one wins a tie.
+    best = min(range(len(candidates)), key=lambda index: max(times[index]))
+    return Dispatch(
+        boundaries=bucketing.boundaries,
+        replica_counts=splits[best],
+        group_s=times[best],
+        policy=policy,
+        status=status,
+        note=note,
+        solve_s=time.perf_counter() - start,
+    )
+
+
+def assign_sequences(dispatch: Dispatch, bucketing: Bucketing, lengths: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return which sequences each replica trains: positions in `lengths`, ascending, replicas in the order of groups.
+
+    Within a bucket every replica gets sequences from all over its range of lengths. Depends on nothing but the
+    arguments.
+
+    Args:
+        dispatch: how many sequences of each bucket each replica gets.
+        bucketing: the buckets that were dispatched.
+        lengths: lengths of the step's sequences, in tokens, as they were bucketed.
+
+    Raises:
+        ValueError: where the lengths are not those that were bucketed and dispatched.
+    """
+    sizes = np.asarray(lengths, dtype=np.int64)
+    buckets = bucketing.bucket_of(lengths)
+    replicas = [replica for group in dispatch.replica_counts for replica in group]
+    found = tuple(np.bincount(buckets, minlength=bucketing.num_buckets).tolist())
+    dispatched = tuple(map(sum, zip(*replicas, strict=True)))
+    if dispatch.boundaries != bucketing.boundaries or found != dispatched:
+        raise ValueError(
+            f"lengths fill buckets {bucketing.boundaries} with {found} sequences; allowed: what was dispatched, "
+            f"{dispatched} at {dispatch.boundaries}. Pass the lengths of the same step."
+        )
+    parts: list[list[np.ndarray]] = [[] for _ in replicas]
+    # `deal_out` spreads what is ordered by length over all replicas.
+    by_length = np.argsort(-sizes, kind="stable")
+    for bucket in range(bucketing.num_buckets):
+        members = by_length[buckets[by_length] == bucket]
+        for part, share in zip(parts, deal_out(members, [replica[bucket] for replica in replicas]), strict=True):
+            part.append(share)
+    return tuple(tuple(np.sort(np.concatenate(part)).tolist()) for part in parts)
+
+
+def _balance(
+    problem: DispatchProblem, warm_start: Dispatch | None, time_limit_s: float, relative_gap: float, solver: Any
+) -> tuple[np.ndarray, Status, str]:
+    """Return ceilings by the linear form, how the solver fared, and what it complained of."""
+    if isinstance(solver, str):
+        _check_solver_where_possible(solver)
+    # The fastest of these bounds the solver's makespan from above, and is the answer where the solver fails.
+    starts = [length_based(problem)]
+    if (problem.fits[:, problem.num_sequences > 0].sum(axis=0) <= 1).all():
+        # Every bucket fits one group only: there is nothing to choose.
+        return ceilings_of(problem, starts[0]), "optimal", ""
+    if warm_start is not None:
+        last_counts = np.asarray(warm_start.counts, dtype=np.int64)
+        starts.append(carried_over(problem, np.asarray(warm_start.boundaries, dtype=np.int64), last_counts))
+    known = min((relocate(problem, counts) for counts in starts), key=lambda x: problem.group_s(x).max())
+    try:
+        answer = solve_ilp(
+            problem,
+            known,
+            solver=solver,
+            time_limit_s=time_limit_s,
+            relative_gap=relative_gap,
+            start_from_known=warm_start is not None,
+        )
+    except Exception as error:  # any solver may be plugged in, and a step must not fail for want of one
+        return known, "greedy fallback", f"the solver failed: {type(error).__name__}: {error}"
+    if answer is None:
+        return known, "greedy fallback", "the solver found no solution within the time limit"
+    return answer.ceilings, "optimal" if answer.proven else "feasible within the time limit", ""
+
+
+def _refined_counts(
+    problem: DispatchProblem, groups: Sequence[ReplicaGroup], time_model: TimeModel, ceilings: np.ndarray, note: str
+) -> tuple[np.ndarray, str]:
+    """Return counts after single moves by the time model itself, and the note, longer where moves were stopped."""
+    # The ILP saw the linear form alone; micro-batches that are not full cost more than that.
+    refined = refine(problem, groups, time_model, ceilings)
+    if not refined.is_final:
+        note = "; ".join(filter(None, (note, f"moves were stopped after {refined.num_moves}, more may help")))
+    return counts_from_ceilings(problem, refined.ceilings), note
+
+
+def _split_groups(problem: DispatchProblem, counts: np.ndarray) -> _ReplicaCounts:
+    """Return `[group][replica][bucket]` of `[group][bucket]`."""
+    finite_s = np.where(problem.fits, problem.sequence_s, 0.0)
+    return tuple(
+        split_within_group(row.tolist(), replicas, seconds)
+        for row, replicas, seconds in zip(counts, problem.num_replicas.tolist(), finite_s, strict=True)
+    )
+
+
+def _predict_group_s(
+    problem: DispatchProblem, groups: Sequence[ReplicaGroup], time_model: TimeModel, split: _ReplicaCounts
+) -> tuple[float, ...]:
+    """Return the seconds of each group's slowest replica; equal rows of counts are predicted once."""
+    return tuple(
+        max(predict_replica_s(problem, group, time_model, counts) for counts in dict.fromkeys(replicas))
+        for group, replicas in zip(groups, split, strict=True)
+    )
+
+
+def _check_options(
+    policy: str, time_limit_s: float, relative_gap: float, warm_start: Dispatch | None, groups: Sequence[ReplicaGroup]
+) -> None:
+    """Refuse options of `dispatch` that are out of range, and a warm start over other groups."""
+    if policy != "balanced" and policy not in _RULES:
+        raise ValueError(f'policy is {policy!r}; allowed: "balanced", "length" or "uniform".')
+    if not time_limit_s > 0:
+        raise ValueError(f"time_limit_s is {time_limit_s}; allowed: more than 0.")
+    if not relative_gap >= 0:
+        raise ValueError(f"relative_gap is {relative_gap}; allowed: 0 or more, such as 0.01 for 1 %.")
+    if warm_start is not None:
+        got = [len(replicas) for replicas in warm_start.replica_counts]
+        needed = [group.count for group in groups]
+        if got != needed:
+            raise ValueError(
+                f"warm_start has groups of {got} replicas; allowed: {needed}. Pass None after a redeployment."
+            )
+
+
+def _check_solver_where_possible(name: str) -> None:
+    """Refuse a name that PuLP does not know, where PuLP is there to be asked."""
+    try:
+        check_solver_name(name)
+    except ImportError:
+        return  # without PuLP nothing is known of its solvers, and the fallback says so

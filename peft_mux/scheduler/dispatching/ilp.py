@@ -1,0 +1,169 @@
+"""L Eq. 3 as an integer linear programme, given to any solver that PuLP knows.
+
+Eq. 3 has integers d_ij and rounds d_ij / p_i up. The ceilings x_ij alone say as much: any d_ij <= p_i x_ij with the
+right sums is as fast, so that the programme is
+
+    minimise T   subject to   sum_j c_ij x_ij + k_i u_i <= T          for each group i
+                              sum_i p_i x_ij >= B_j                   for each bucket j
+                              0 <= x_ij <= ceil(B_j / p_i) u_i        x_ij integer, u_i binary
+
+with c_ij seconds per sequence, and k_i seconds for any sequence at all. The paper has no u_i: its k_i would be paid by
+a replica that stays idle. Groups with k_i = 0 need none here either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from peft_mux.scheduler.dispatching.problem import DispatchProblem
+
+_CBC_NAMES = ("PULP_CBC_CMD", "COIN_CMD")
+"""The CBC that comes with PuLP, and the name that is left of it in PuLP 4."""
+
+_BOUND_SLACK = 1e-6
+"""Relative room above a known makespan, so that rounding inside a solver cannot cut off the known solution."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class IlpAnswer:
+    """What a solver found.
+
+    Attributes:
+        ceilings: most sequences of each bucket on any replica of each group, int64 of shape `(groups, buckets)`.
+        proven: whether the solver says that no answer is better by more than the gap.
+    """
+
+    ceilings: np.ndarray
+    proven: bool
+
+
+def solve_ilp(
+    problem: DispatchProblem,
+    known: np.ndarray,
+    *,
+    solver: Any = None,
+    time_limit_s: float,
+    relative_gap: float,
+    start_from_known: bool = False,
+) -> IlpAnswer | None:
+    """Return the best ceilings that the solver finds, or None where it finds none.
+
+    Args:
+        problem: the linear form of the step.
+        known: ceilings that hold every sequence, int64 of shape `(groups, buckets)`; their makespan bounds T from
+            above.
+        solver: name of a PuLP solver, a PuLP solver itself, or None for the bundled CBC.
+        time_limit_s: seconds after which the best answer found so far is taken.
+        relative_gap: how far above the optimum the answer's makespan may be, relative to it.
+        start_from_known: whether a solver that takes a first solution is given `known`.
+
+    Raises:
+        ValueError: for a name that PuLP does not know.
+        Exception: whatever the solver, or an absent PuLP, raises.
+    """
+    import pulp
+
+    makespan_s = float(problem.group_s(known).max())
+    programme, variables = _build_programme(pulp, problem, makespan_s)
+    if start_from_known:
+        _set_start(variables, problem, known, makespan_s)
+    programme.solve(_find_solver(pulp, solver, time_limit_s, relative_gap, start_from_known))
+    if programme.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        return None
+    ceilings = np.zeros(problem.sequence_s.shape, dtype=np.int64)
+    for (group, bucket), variable in variables.ceilings.items():
+        ceilings[group, bucket] = round(variable.value())
+    # Solvers hold constraints within a tolerance; an answer that rounding makes too small is none.
+    if (problem.num_replicas @ ceilings < problem.num_sequences).any():
+        return None
+    return IlpAnswer(ceilings, programme.sol_status == pulp.LpSolutionOptimal)
+
+
+class _Variables(NamedTuple):
+    """The unknowns of a programme, as PuLP variables.
+
+    Attributes:
+        makespan: the objective T, in units of the known makespan.
+        ceilings: the ceilings x_ij, by group and bucket.
+        used: the binary u_i, by group; groups without a constant have none.
+    """
+
+    makespan: Any
+    ceilings: dict[tuple[int, int], Any]
+    used: dict[int, Any]
+
+
+def _set_start(variables: _Variables, problem: DispatchProblem, known: np.ndarray, makespan_s: float) -> None:
+    """Give every variable its value in the known solution; one left out would count as 0, which is not feasible."""
+    for (group, bucket), variable in variables.ceilings.items():
+        variable.setInitialValue(int(known[group, bucket]))
+    for group, variable in variables.used.items():
+        variable.setInitialValue(int(known[group].any()))
+    variables.makespan.setInitialValue(float(problem.group_s(known).max()) / (makespan_s or 1.0))
+
+
+def _build_programme(pulp: Any, problem: DispatchProblem, makespan_s: float) -> tuple[Any, _Variables]:
+    """Return the programme in units of the known makespan, and its unknowns."""
+    # With a makespan near 1 the absolute tolerances of a solver mean the same for any model.
+    unit_s = makespan_s or 1.0
+    programme = pulp.LpProblem("dispatch", pulp.LpMinimize)
+    # PuLP 4 makes variables by `add_variable` alone, PuLP 2 by `LpVariable` alone.
+    new_variable = getattr(programme, "add_variable", pulp.LpVariable)
+    # The known makespan is 1 in these units: no worse solution is worth a branch.
+    makespan = new_variable("makespan", 0, 1 + _BOUND_SLACK)
+    programme += makespan
+    # A ceiling above ceil(B_j / p_i) would hold more than the bucket has.
+    most = -(-problem.num_sequences // problem.num_replicas[:, None])
+    pairs = [(int(group), int(bucket)) for group, bucket in np.argwhere(problem.fits & (most > 0))]
+    variables = {
+        (group, bucket): new_variable(f"x_{group}_{bucket}", 0, int(most[group, bucket]), cat="Integer")
+        for group, bucket in pairs
+    }
+    all_used: dict[int, Any] = {}
+    for group, constant_s in enumerate(problem.constant_s.tolist()):
+        own = {bucket: variables[member, bucket] for member, bucket in pairs if member == group}
+        terms = [float(problem.sequence_s[group, bucket]) / unit_s * x for bucket, x in own.items()]
+        if constant_s and own:
+            # u_i: a group that gets no sequence does not pay its constant.
+            used = all_used[group] = new_variable(f"used_{group}", cat="Binary")
+            terms.append(constant_s / unit_s * used)
+            for bucket, x in own.items():
+                programme += x <= int(most[group, bucket]) * used
+        programme += pulp.lpSum(terms) <= makespan
+    for bucket, num_sequences in enumerate(problem.num_sequences.tolist()):
+        held = [int(problem.num_replicas[group]) * variables[group, b] for group, b in pairs if b == bucket]
+        if num_sequences:
+            programme += pulp.lpSum(held) >= num_sequences
+    return programme, _Variables(makespan, variables, all_used)
+
+
+def _find_solver(pulp: Any, solver: Any, time_limit_s: float, relative_gap: float, start_from_known: bool) -> Any:
+    """Return a silent PuLP solver; one that is passed in keeps its own limits."""
+    if solver is not None and not isinstance(solver, str):
+        return solver
+    name = solver or next(name for name in _CBC_NAMES if name in pulp.listSolvers())
+    check_solver_name(name)
+    options: dict[str, Any] = {"msg": False, "timeLimit": time_limit_s, "gapRel": relative_gap}
+    if name in _CBC_NAMES:
+        # No number of threads is given: without one, CBC runs in one thread.
+        options |= {"warmStart": start_from_known}
+    elif name == "HiGHS":
+        options |= {"threads": 1, "warmStart": start_from_known}
+    return pulp.getSolver(name, **options)
+
+
+def check_solver_name(name: str) -> None:
+    """Refuse a name that PuLP does not know; a known one may still be absent from this machine.
+
+    Raises:
+        ValueError: with the names that are installed.
+        ImportError: where PuLP is absent.
+    """
+    import pulp
+
+    if name not in pulp.listSolvers():
+        installed = ", ".join(pulp.listSolvers(onlyAvailable=True))
+        raise ValueError(f"solver is {name!r}; allowed: a solver of PuLP. Installed here: {installed}.")

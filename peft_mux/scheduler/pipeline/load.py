@@ -1,0 +1,198 @@
+"""What a pipeline has to carry: the load of a bucket on each stage, the links between stages, and the room for it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from peft_mux.scheduler.costs.link import Link
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketLoad:
+    """What one micro-batch of a bucket of hTasks costs on each of the S stages (M §3.4.1, "Computation Homogeneity").
+
+    All micro-batches of a bucket have one shape, so one number a stage describes them all.
+
+    Attributes:
+        name: the name that is shown in messages and drawings.
+        forward_s: seconds of a forward on each stage.
+        backward_s: seconds of a backward on each stage; left empty, it equals `forward_s`, which is M's premise for
+            PEFT (no weight gradients of the backbone).
+        activation_bytes: bytes held on each stage from the start of the forward until the end of the backward.
+        output_bytes: bytes of one message between neighbouring stages, in either direction.
+        num_micro_batches: C, micro-batches of the bucket in one iteration.
+
+    Raises:
+        ValueError: if a number is negative or not finite, or the fields speak of different numbers of stages.
+    """
+
+    name: str
+    forward_s: tuple[float, ...]
+    activation_bytes: tuple[int, ...]
+    num_micro_batches: int
+    backward_s: tuple[float, ...] = ()
+    output_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.backward_s:
+            # A frozen dataclass lets itself be completed in this way alone.
+            object.__setattr__(self, "backward_s", self.forward_s)
+        where = f"bucket {self.name!r}"
+        num_stages = len(self.forward_s)
+        if num_stages == 0:
+            raise ValueError(f"{where}: forward_s is empty; allowed: seconds of each stage, one or more.")
+        for field, values in (("backward_s", self.backward_s), ("activation_bytes", self.activation_bytes)):
+            if len(values) != num_stages:
+                raise ValueError(
+                    f"{where}: {field} has {len(values)} numbers; allowed: {num_stages}, as many as forward_s has."
+                )
+        for field in ("forward_s", "backward_s", "activation_bytes"):
+            bad = [value for value in getattr(self, field) if not math.isfinite(value) or value < 0]
+            if bad:
+                raise ValueError(f"{where}: {field} contains {bad[0]}; allowed: finite numbers of 0 or more.")
+        if self.output_bytes < 0:
+            raise ValueError(f"{where}: output_bytes is {self.output_bytes}; allowed: 0 or more.")
+        if self.num_micro_batches < 1:
+            raise ValueError(f"{where}: num_micro_batches is {self.num_micro_batches}; allowed: 1 or more.")
+
+    @property
+    def num_stages(self) -> int:
+        """S."""
+        return len(self.forward_s)
+
+    def chunk_bytes(self, stage: int, chunk: int, num_chunks: int) -> int:
+        """Return the bytes that one virtual stage of a device holds of a micro-batch; all chunks add up to the whole.
+
+        Args:
+            stage: the device, counted from 0.
+            chunk: the virtual stage on that device, counted from 0.
+            num_chunks: virtual stages of a device.
+        """
+        share, rest = divmod(self.activation_bytes[stage], num_chunks)
+        # The first chunks take what does not divide, so that all of them add up to the whole.
+        return share + (chunk < rest)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkMap:
+    """Which link joins two stages of a pipeline; without links, messages take no time.
+
+    Attributes:
+        links: link i joins stages i and i + 1; the last of S links, where virtual stages make the pipeline a ring,
+            joins stages S - 1 and 0.
+    """
+
+    links: tuple[Link, ...]
+
+    @classmethod
+    def of(cls, links: Link | Sequence[Link] | None, num_stages: int, num_chunks: int) -> LinkMap:
+        """Return the links of a pipeline: none, one for all, or one for each pair of neighbours.
+
+        Args:
+            links: no link, one for all pairs of neighbours, or one for each pair.
+            num_stages: S, devices of the pipeline.
+            num_chunks: virtual stages of a device; with several the last stage sends to the first.
+
+        Raises:
+            ValueError: if there are more or fewer links than pairs of neighbours.
+        """
+        # Two stages have one link, whether or not the pipeline goes round.
+        pairs = num_stages if num_chunks > 1 and num_stages > 2 else num_stages - 1
+        if links is None:
+            return cls(())
+        if isinstance(links, Link):
+            return cls((links,) * pairs)
+        if len(links) != pairs:
+            raise ValueError(
+                f"links has {len(links)} links; allowed: {pairs}, one for each pair of neighbouring stages"
+                f" ({num_stages} stages, {num_chunks} chunks), or a single Link for all."
+            )
+        return cls(tuple(links))
+
+    def seconds(self, source: int, target: int, message_bytes: int) -> float:
+        """Return how long a message is on the way between two stages; nothing within one.
+
+        Args:
+            source: the stage that sends.
+            target: the stage that receives, a neighbour of the source or the source itself.
+            message_bytes: bytes of the message.
+        """
+        if not self.links or source == target:
+            return 0.0
+        # Only the ends of a ring are joined without being neighbours, by its last link.
+        is_neighbour = abs(source - target) == 1
+        return self.links[min(source, target) if is_neighbour else -1].transfer_s(message_bytes)
+
+
+def checked_num_stages(buckets: Sequence[BucketLoad]) -> int:
+    """Return S, the number of stages of all buckets.
+
+    Args:
+        buckets: the loads of all buckets.
+
+    Raises:
+        ValueError: if there is no bucket, or buckets differ in the number of stages.
+    """
+    if not buckets:
+        raise ValueError("buckets is empty; allowed: one bucket or more.")
+    num_stages = buckets[0].num_stages
+    for bucket in buckets:
+        if bucket.num_stages != num_stages:
+            raise ValueError(
+                f"bucket {bucket.name!r} has {bucket.num_stages} stages; allowed: {num_stages}, as bucket"
+                f" {buckets[0].name!r} has."
+            )
+    return num_stages
+
+
+def per_stage_bytes(field: str, values: Sequence[int] | None, num_stages: int) -> tuple[int, ...] | None:
+    """Return a byte count for each stage, checked; `None` stays `None`.
+
+    Args:
+        field: the name of the argument in a message of an error.
+        values: a number of bytes for each stage, or `None`.
+        num_stages: S, stages of the pipeline.
+
+    Raises:
+        ValueError: if there are not S numbers, or one is negative.
+    """
+    if values is None:
+        return None
+    if len(values) != num_stages:
+        raise ValueError(f"{field} has {len(values)} numbers; allowed: {num_stages}, one for each stage.")
+    for stage, value in enumerate(values):
+        if value < 0:
+            raise ValueError(f"{field} of stage {stage} is {value}; allowed: 0 or more bytes.")
+    return tuple(values)
+
+
+def room_bytes(
+    buckets: Sequence[BucketLoad], memory_limit_bytes: Sequence[int] | None, static_bytes: Sequence[int] | None
+) -> tuple[int, ...] | None:
+    """Return the bytes that each stage has for activations: its limit less what lies there always; `None` for no limit.
+
+    Args:
+        buckets: the loads of all buckets, of which each micro-batch has to fit by itself.
+        memory_limit_bytes: bytes that each stage may hold; `None` for no limit.
+        static_bytes: bytes that lie on each stage always; `None` for none.
+
+    Raises:
+        ValueError: if one micro-batch of some bucket does not fit on some stage.
+    """
+    num_stages = checked_num_stages(buckets)
+    limits = per_stage_bytes("memory_limit_bytes", memory_limit_bytes, num_stages)
+    statics = per_stage_bytes("static_bytes", static_bytes, num_stages) or (0,) * num_stages
+    if limits is None:
+        return None
+    room = tuple(limit - static for limit, static in zip(limits, statics, strict=True))
+    for bucket in buckets:
+        for stage in range(num_stages):
+            if bucket.activation_bytes[stage] > room[stage]:
+                raise ValueError(
+                    f"bucket {bucket.name!r} on stage {stage}: one micro-batch holds {bucket.activation_bytes[stage]:,}"
+                    f" bytes; allowed: {room[stage]:,} (memory limit {limits[stage]:,} less {statics[stage]:,} static)."
+                    " Take smaller micro-batches, put fewer tasks into the bucket, or use more stages."
+                )
+    return room

@@ -1,0 +1,231 @@
+"""The pipeline template: what each stage runs, in order, for one iteration over all buckets (M §3.4.1, Figure 10).
+
+A template is a value: the engine executes its lists, the simulator times them, drawings show them. Memory depends
+on the order alone, so a template that fits in simulation fits whatever the real latencies turn out to be.
+
+`gpipe`: all forwards, then all backwards, in the given order of buckets; under a memory limit in waves, each as
+long as every stage can hold. `1f1b`: the micro-batches of all buckets one after another in the given order, not
+drained between buckets, at most S - s of them in flight on stage s (counted from 0). `interleaved_1f1b`:
+Megatron-LM's order with `num_chunks` virtual stages a device, at most 2 (S - 1 - s) + (num_chunks - 1) g + 1
+chunks in flight, g being the longest group (`group_micro_batches`; S in Megatron-LM). `mux`: M's template:
+
+1. buckets by first-stage latency, longest first (ties by index);
+2. micro-batches of a bucket one after another;
+3. forwards launched eagerly, as many in flight as memory holds, a backward that is ready going first.
+
+M delays a launch at the first stage if any stage would run out of memory. Here each stage delays its own
+forwards, which never launches later than M's rule and holds the same limits. M does not say what its template is
+on virtual stages: here `mux` with several chunks keeps rules 1 and 2 in the interleaved order with its bound on
+chunks in flight. Launching more eagerly there put forwards of later groups before chunks that others wait for,
+and made simulated iterations longer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.pipeline.launch import Clock, ListScheduler, Step, group_micro_batches
+from peft_mux.scheduler.pipeline.load import BucketLoad, LinkMap, checked_num_stages, room_bytes
+
+__all__ = ["SCHEDULES", "Action", "BucketLoad", "PipelineTemplate", "Schedule", "build_template"]
+
+FORMAT_VERSION = 1
+
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "mux"]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One forward or backward of one micro-batch through one (virtual) stage.
+
+    Attributes:
+        kind: "F" for forward, "B" for backward.
+        bucket: index into the buckets as the caller gave them.
+        micro_batch: index of the micro-batch within the bucket.
+        stage: the device that runs it.
+        chunk: the virtual stage on that device; 0 unless virtual stages are interleaved.
+    """
+
+    kind: str
+    bucket: int
+    micro_batch: int
+    stage: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        """Return it in short, such as F1.0 for bucket 1, micro-batch 0."""
+        chunk = f"/{self.chunk}" if self.chunk else ""
+        return f"{self.kind}{self.bucket}.{self.micro_batch}{chunk}"
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineTemplate:
+    """An ordered list of actions for each device.
+
+    Attributes:
+        schedule: the schedule that it was built by, one of `SCHEDULES`.
+        num_stages: S, which is the number of devices.
+        num_chunks: virtual stages of each device.
+        actions: the actions of each stage in the order in which it runs them, [stage][position].
+
+    Raises:
+        ValueError: for an unknown schedule, or another number of lists than of stages.
+    """
+
+    schedule: str
+    num_stages: int
+    num_chunks: int
+    actions: tuple[tuple[Action, ...], ...]
+
+    def __post_init__(self) -> None:
+        _check_schedule(self.schedule, self.num_chunks)
+        if self.num_stages < 1 or len(self.actions) != self.num_stages:
+            raise ValueError(
+                f"actions has {len(self.actions)} lists, num_stages is {self.num_stages}; allowed: one list for each"
+                " of 1 stage or more."
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON types; an action becomes [kind, bucket, micro_batch, chunk] in its stage's list."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "schedule": self.schedule,
+            "num_stages": self.num_stages,
+            "num_chunks": self.num_chunks,
+            "actions": [[[a.kind, a.bucket, a.micro_batch, a.chunk] for a in row] for row in self.actions],
+        }
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> PipelineTemplate:
+        """Return the template that `to_dict` wrote.
+
+        Args:
+            data: the JSON types of a template in this format version.
+
+        Raises:
+            ValueError: for another format version, or a field that is missing.
+        """
+        version = data.get("format_version")
+        if version != FORMAT_VERSION:
+            raise ValueError(f"format_version: got {version!r}; allowed: {FORMAT_VERSION}.")
+        for field in ("schedule", "num_stages", "num_chunks", "actions"):
+            if field not in data:
+                raise ValueError(f"{field} is missing; allowed: what PipelineTemplate.to_dict wrote.")
+        rows = tuple(
+            tuple(Action(kind, bucket, micro_batch, stage, chunk) for kind, bucket, micro_batch, chunk in row)
+            for stage, row in enumerate(data["actions"])
+        )
+        return cls(data["schedule"], data["num_stages"], data["num_chunks"], rows)
+
+
+def build_template(
+    buckets: Sequence[BucketLoad],
+    schedule: Schedule,
+    *,
+    num_chunks: int = 1,
+    memory_limit_bytes: Sequence[int] | None = None,
+    static_bytes: Sequence[int] | None = None,
+    links: Link | Sequence[Link] | None = None,
+) -> PipelineTemplate:
+    """Order the micro-batches of all buckets on all stages, as the schedule says (see the top of this file).
+
+    Args:
+        buckets: the loads of all buckets, all with the same number of stages.
+        schedule: the rule that orders actions, one of `SCHEDULES`.
+        num_chunks: virtual stages a device; 2 or more for `interleaved_1f1b`, any number for `mux`, 1 for the others.
+        memory_limit_bytes: bytes that each stage may hold; `None` for no limit.
+        static_bytes: bytes that lie on each stage always (weights, adapters, optimizer states); they count against the
+            limit.
+        links: the links between stages, which matter to the order of `mux` with one chunk alone.
+
+    Raises:
+        ValueError: for an unknown schedule, a wrong `num_chunks`, loads that disagree, or a memory limit under which
+            one micro-batch of some bucket does not fit on some stage.
+    """
+    num_stages = checked_num_stages(buckets)
+    _check_schedule(schedule, num_chunks)
+    room = room_bytes(buckets, memory_limit_bytes, static_bytes)
+    stream = _launch_stream(buckets, schedule)
+    if schedule == "gpipe":
+        # A wave fits on every stage, so that all stages run the same order.
+        orders = [_waves(stream, buckets, room)] * num_stages
+    else:
+        link_map = LinkMap.of(links, num_stages, num_chunks)
+        orders = _list_schedule(stream, buckets, schedule, num_chunks=num_chunks, links=link_map, room=room)
+    rows = tuple(
+        tuple(Action(kind, *stream[place], stage, chunk) for kind, place, chunk in steps)
+        for stage, steps in enumerate(orders)
+    )
+    return PipelineTemplate(schedule, num_stages, num_chunks, rows)
+
+
+def _launch_stream(buckets: Sequence[BucketLoad], schedule: Schedule) -> list[tuple[int, int]]:
+    """Return bucket and micro-batch of each launch, in order: the micro-batches of one bucket after another."""
+    order = range(len(buckets))
+    if schedule == "mux":  # rule 1; a stable sort keeps ties in the order of buckets
+        order = sorted(order, key=lambda index: -buckets[index].forward_s[0])
+    return [(index, number) for index in order for number in range(buckets[index].num_micro_batches)]
+
+
+def _list_schedule(
+    stream: Sequence[tuple[int, int]],
+    buckets: Sequence[BucketLoad],
+    schedule: Schedule,
+    *,
+    num_chunks: int,
+    links: LinkMap,
+    room: Sequence[int] | None,
+) -> list[list[Step]]:
+    """Return what each device runs, in order, under the caps of 1F1B, or eagerly as M's template has it."""
+    # With virtual stages, eager launches made simulated iterations longer (see the top of this file).
+    is_eager = schedule == "mux" and num_chunks == 1
+    # 1F1B orders by counts alone, as in textbooks; what M's template launches depends on the real latencies.
+    clock = Clock.real(buckets, links) if is_eager else Clock.unit(buckets)
+    groups = group_micro_batches(stream, buckets, num_chunks, room)
+    # Groups differ in size where memory is short or micro-batches are left over: the longest needs most.
+    caps = None if is_eager else _caps(buckets[0].num_stages, num_chunks, max(map(len, groups)))
+    return ListScheduler(stream, buckets, groups=groups, num_chunks=num_chunks, clock=clock, caps=caps, room=room).run()
+
+
+def _check_schedule(schedule: str, num_chunks: int) -> None:
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule is {schedule!r}; allowed: {', '.join(SCHEDULES)}.")
+    if num_chunks < 1:
+        raise ValueError(f"num_chunks is {num_chunks}; allowed: 1 or more.")
+    if schedule == "interleaved_1f1b" and num_chunks < 2:
+        raise ValueError(f"num_chunks is {num_chunks}; allowed for interleaved_1f1b: 2 or more. For 1, take 1f1b.")
+    if schedule in ("gpipe", "1f1b") and num_chunks > 1:
+        raise ValueError(f"num_chunks is {num_chunks}; allowed for {schedule}: 1. For more, take interleaved_1f1b.")
+
+
+def _caps(num_stages: int, num_chunks: int, group_size: int) -> list[int]:
+    """Return the most chunks in flight on each stage: the warm-up forwards of 1F1B and one more."""
+    if num_chunks == 1:
+        return [num_stages - stage for stage in range(num_stages)]
+    # Megatron-LM's number of warm-up forwards, and the one that alternates with backwards.
+    return [2 * (num_stages - 1 - stage) + (num_chunks - 1) * group_size + 1 for stage in range(num_stages)]
+
+
+def _waves(stream: Sequence[tuple[int, int]], buckets: Sequence[BucketLoad], room: Sequence[int] | None) -> list[Step]:
+    """Return GPipe's order: all forwards, all backwards; under a limit, in waves that every stage can hold."""
+    steps: list[Step] = []
+    wave: list[int] = []
+    held = [0] * buckets[0].num_stages
+
+    def flush() -> None:
+        steps.extend(("F", place, 0) for place in wave)
+        steps.extend(("B", place, 0) for place in wave)
+
+    for place, (bucket, _) in enumerate(stream):
+        needs = buckets[bucket].activation_bytes
+        if room is not None and any(has + need > most for has, need, most in zip(held, needs, room, strict=True)):
+            flush()
+            wave, held = [], [0] * len(held)
+        wave.append(place)
+        held = [has + need for has, need in zip(held, needs, strict=True)]
+    flush()
+    return steps

@@ -1,0 +1,59 @@
+"""The planner: which tasks run now, which share their passes, in how many passes, and in which order on which stage.
+
+    admit      tasks that fit, by priority (M §3.3, memory model Eq. 5); the others wait
+    fuse       sorted tasks into hTasks, as the policy says: by dynamic programming over predicted latency (Eq. 6)
+    group      hTasks into buckets, for every number of buckets (Eq. 7)
+    template   of each grouping, simulated; the fastest that fits is the plan (§3.4.1)
+
+On one device grouping and template are trivial (`one_device`); on several stages the number C of micro-batches is an
+argument, as in M (`stages`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.memory import MemoryModel
+from peft_mux.scheduler.planner.admission import admit
+from peft_mux.scheduler.planner.one_device import plan_on_one_device
+from peft_mux.scheduler.planner.policies import POLICIES, policy_named
+from peft_mux.scheduler.planner.stages import plan_on_stages
+from peft_mux.scheduler.planner.values import Budget, Outcome
+
+__all__ = ["POLICIES", "Budget", "Outcome", "plan_tasks"]
+
+
+def plan_tasks(
+    loads: Sequence[TaskLoad],
+    cost: CostModel,
+    memory: MemoryModel,
+    budget: Budget,
+    *,
+    policy: str = "mux",
+    running: Sequence[str] = (),
+) -> Outcome:
+    """Decide what runs together.
+
+    Args:
+        loads: the loads of all tasks that could run, in the order in which the tasks came.
+        cost: predicts the seconds of passes and steps; its stages are those of the plan.
+        memory: predicts the bytes of the same stages.
+        budget: the tokens, memory and schedule that the plan may use.
+        policy: how tasks are put together, one of `policy_names()`.
+        running: names of tasks that run already; they are admitted before others, whatever their priority.
+
+    Raises:
+        ValueError: for an unknown policy, two tasks of one name, or when not even one task fits.
+    """
+    chosen = policy_named(policy)
+    names = [load.name for load in loads]
+    if len(set(names)) < len(names):
+        raise ValueError(f"tasks are {', '.join(names)}; allowed: every name once.")
+    if not loads:
+        return Outcome((), (), None, (), 0.0, (), (), budget.max_tokens, None)
+    admission = admit(loads, memory, budget.limit_bytes, budget.max_tokens, running=running, one_only=chosen.runs_alone)
+    if cost.num_stages == 1:
+        return plan_on_one_device(admission, cost, memory, chosen)
+    return plan_on_stages(admission, cost, memory, budget, chosen)

@@ -1,0 +1,96 @@
+"""What the planner is given and what it returns, apart from loads and models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.memory import MemoryEstimate
+from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule
+
+MICRO_BATCHES_PER_STAGE = 4
+"""C over S, where nothing else is asked for (M Appendix A)."""
+MOST_DOUBLINGS = 5
+"""Numbers of micro-batches that are tried, each twice the one before, until one fits into memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class HTask:
+    """Tasks that are fused spatially: their tokens share every pass through the backbone (M §3.3).
+
+    Attributes:
+        tasks: names of its tasks, in the order in which they lie in the stream of a pass.
+        micro_batches: C, passes per step at the mean number of tokens.
+        tokens_per_micro_batch: mean tokens of a pass.
+        pass_s: predicted seconds of a pass, forward and backward, over all stages.
+    """
+
+    tasks: tuple[str, ...]
+    micro_batches: int
+    tokens_per_micro_batch: float = 0.0
+    pass_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A task that takes no steps yet.
+
+    Attributes:
+        name: name of the task, which no other task of the run has.
+        reason: why it waits, and what would let it run.
+    """
+
+    name: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a plan may use.
+
+    Attributes:
+        max_tokens: the most tokens of one pass; only a single sequence that is longer makes a longer pass.
+        limit_bytes: memory of a device that the plan may fill, in bytes; `None` for no limit.
+        num_micro_batches: C on several stages; by default four for each stage, as is common (M Appendix A), and more
+            where that does not fit into memory.
+        schedule: the schedule that a pipeline runs. A policy with a schedule of its own to search under (such as "mux")
+            chooses its buckets under that one in any case; this one is then built over them.
+        num_chunks: virtual stages of a device, for schedules that interleave them.
+        links: the link between neighbouring stages; `None` where messages take no time.
+    """
+
+    max_tokens: int
+    limit_bytes: int | None = None
+    num_micro_batches: int | None = None
+    schedule: Schedule = "mux"
+    num_chunks: int = 1
+    links: Link | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the planner decided, without the particulars of a run that `Plan` adds.
+
+    Attributes:
+        htasks: the hTasks of a step, in the order in which they run.
+        buckets: for each bucket the indices of the hTasks that share its pipeline clock (M §3.4).
+        template: what each stage runs, in order; `None` where nothing runs.
+        bucket_loads: what each bucket costs on each stage, as the template was timed with.
+        step_s: predicted seconds of a step of all tasks, updates included.
+        peak_bytes: predicted peak of each stage, in bytes of one device.
+        waiting: the tasks that are left out, each with its reason.
+        max_tokens: the most tokens of a pass, as asked for or as fits into memory; more only where a sequence is
+            longer.
+        memory: the peak of the fullest stage by part; `None` where nothing runs.
+    """
+
+    htasks: tuple[HTask, ...]
+    buckets: tuple[tuple[int, ...], ...]
+    template: PipelineTemplate | None
+    bucket_loads: tuple[BucketLoad, ...]
+    step_s: float
+    peak_bytes: tuple[int, ...]
+    waiting: tuple[Waiting, ...]
+    max_tokens: int
+    memory: MemoryEstimate | None

@@ -1,0 +1,12 @@
+"""Algorithm 1: operators of several passes cut into subgraphs, and ordered (M section 3.4.2).
+
+What a run of interleaved passes is planned with: which operators are launched together, in which order, and how long
+that takes on a compute and a communication stream. `benchmarks.planner.subgraphs` and `benchmarks.processes.turn_plan`
+use it.
+
+    graph, layers      operators of an hTask, and those of decoder layers under tensor parallelism
+    segments           the cut into subgraphs
+    schedule           the launch order of Algorithm 1; `exhaustive` finds the best order of small buckets
+    streams            when the subgraphs of an order run
+    adapter_fusion     adapters of several tasks as one operator (M section 3.4.3)
+"""

@@ -1,0 +1,265 @@
+"""`segment` cuts an operator graph into subgraphs, the smallest units that are launched (M §3.4.2).
+
+Example, one decoder layer forward under tensor parallelism with an adapter at every linear layer; the number is the
+priority (topological depth), `*` marks an adapter:
+
+    0 qkv    1 qkv.add, attention    3 output, output.add, all_reduce    4 gate_up    5 gate_up.add    7 down, ...
+    0 qkv*                  2 output*                                    4 gate_up*            6 down*
+
+`schedule` orders them, `streams` simulates an order, `adapter_fusion` fuses their adapters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from peft_mux.scheduler.subgraphs.graph import Operator, OperatorGraph, topological_order
+
+
+@dataclass(frozen=True, slots=True)
+class Subgraph:
+    """Operators that are launched together.
+
+    The compute (or adapter) operators come first and run on the compute stream in this order; the communication
+    operators at the end run on the communication stream.
+
+    Attributes:
+        name: the name of its first operator, unique within the hTask.
+        htask: name of the hTask whose graph it belongs to; a fused adapter belongs to the first of those that share it.
+        operators: its operators in launch order.
+        depends_on: keys of the subgraphs before it, in other graphs too where adapters are fused across hTasks.
+        priority: its topological depth; smaller is launched earlier.
+        fused_with: keys of the adapters of other hTasks that this one computes as well (M §3.4.3).
+    """
+
+    name: str
+    htask: str
+    operators: tuple[Operator, ...]
+    depends_on: tuple[str, ...] = ()
+    priority: int = 0
+    fused_with: tuple[str, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Name that is unique among all graphs of a bucket."""
+        return subgraph_key(self.htask, self.name)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds on the compute stream."""
+        return sum(operator.latency_s for operator in self.operators if operator.kind != "communication")
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds on the communication stream."""
+        return sum(operator.latency_s for operator in self.operators if operator.kind == "communication")
+
+    @property
+    def latency_s(self) -> float:
+        """Cumulative latency of all its operators, in seconds: what Algorithm 1 compares."""
+        return self.compute_s + self.communication_s
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether it is an isolated adapter. One that ends in a communication is not: it cannot be fused."""
+        return all(operator.kind == "adapter" for operator in self.operators)
+
+
+def subgraph_key(htask: str, name: str) -> str:
+    """Return the key of a subgraph, which is unique among all graphs of a bucket.
+
+    Args:
+        htask: name of the hTask whose subgraph it is.
+        name: name of the subgraph within its hTask.
+    """
+    return f"{htask}/{name}"
+
+
+def segment(graph: OperatorGraph) -> tuple[Subgraph, ...]:
+    """Cut the graph of one hTask into subgraphs (M §3.4.2, "Dependency-Aware Graph Construction").
+
+    Consecutive compute operators are clustered, each communication operator is appended to the subgraph of the
+    operator that it depends on, adapters are isolated, and the priority is the topological depth.
+
+    The paper leaves open on which side of an adapter the base operator beside it goes. Two decisions, both for the sake
+    of "a longer sequence of computation operators benefits fully overlapping communication":
+
+    * A base operator joins what follows it, up to the communication that ends the subgraph (output, Add, all-reduce):
+      the all-reduce of one hTask then runs under the output projection of the next one, not under its tiny Add.
+    * A base operator that waits directly for a communication (or starts the graph) does not join the Add that waits
+      for its adapter: base operator and adapter stay at one depth, where the longest goes first and hides the
+      communication that the others still wait for. Clustered with the Add, it would be launched after the adapters
+      of all hTasks, and so after the all-reduces of all.
+
+    Besides, two operators are clustered only where both wait for the same communications, so that none waits for one
+    that it does not need, and where the first of them feeds no communication, which its successor would delay.
+    Clusters lie on levels counted from the end of the graph; every dependency between two of them climbs, so the
+    result has no cycle.
+
+    Args:
+        graph: the operator graph of the hTask in one direction.
+
+    Returns:
+        subgraphs in topological order, of which each operator is in exactly one.
+    """
+    order = graph.topological_order()
+    operators = {operator.name: operator for operator in graph.operators}
+    joined = _joinable_edges(order, operators)
+    level = _levels_from_the_end(order, operators, joined)
+    owner = _cluster(order, operators, joined, level)
+    _append_communication(order, operators, owner, level)
+    members: dict[str, list[Operator]] = {}
+    for name in order:
+        members.setdefault(owner[name], []).append(operators[name])
+    subgraphs = [_subgraph(graph.htask, cluster, owner) for cluster in members.values()]
+    return with_priorities([subgraphs])[0]
+
+
+def with_priorities(graphs: Sequence[Sequence[Subgraph]]) -> tuple[tuple[Subgraph, ...], ...]:
+    """Set the priority of every subgraph to its depth in all graphs taken together, and sort each graph by it.
+
+    The depth counts the subgraphs on the longest path from a subgraph without dependencies.
+
+    Args:
+        graphs: the subgraphs of each hTask, whatever their priorities are.
+
+    Raises:
+        ValueError: for a doubled key, an unknown dependency or a cycle.
+    """
+    subgraphs = by_key(graphs)
+    order = topological_order({key: item.depends_on for key, item in subgraphs.items()}, "the subgraphs")
+    depth: dict[str, int] = {}
+    for key in order:
+        depth[key] = max((depth[dependency] + 1 for dependency in subgraphs[key].depends_on), default=0)
+    return tuple(
+        tuple(sorted((replace(item, priority=depth[item.key]) for item in graph), key=lambda item: item.priority))
+        for graph in graphs
+    )
+
+
+def by_key(graphs: Iterable[Iterable[Subgraph]]) -> dict[str, Subgraph]:
+    """Return all subgraphs by key, graph by graph.
+
+    Args:
+        graphs: the subgraphs of each hTask.
+
+    Raises:
+        ValueError: for a doubled key.
+    """
+    found: dict[str, Subgraph] = {}
+    for graph in graphs:
+        for item in graph:
+            if item.key in found:
+                raise ValueError(
+                    f"graphs hold the subgraph {item.key!r} twice; allowed: once. Give each hTask a name of its own."
+                )
+            found[item.key] = item
+    return found
+
+
+def _joinable_edges(order: Sequence[str], operators: Mapping[str, Operator]) -> set[tuple[str, str]]:
+    """Return the dependencies (before, after) between two compute operators that may share a subgraph."""
+    # Bit sets of the communications before each operator: equal sets mean that two operators wait for the same ones.
+    waits: dict[str, int] = {}
+    feeds_communication: set[str] = set()
+    num_communications = 0
+    for name in order:
+        bits = 0
+        for dependency in operators[name].depends_on:
+            bits |= waits[dependency]
+        if operators[name].kind == "communication":
+            feeds_communication.update(operators[name].depends_on)
+            bits |= 1 << num_communications
+            num_communications += 1
+        waits[name] = bits
+    return {
+        (before, after)
+        for after in order
+        for before in operators[after].depends_on
+        if operators[before].kind == operators[after].kind == "compute"
+        and waits[before] == waits[after]
+        # A communication waits for all compute of its subgraph: nothing else may follow its operator there.
+        and before not in feeds_communication
+        # Base operator and adapter stay at one depth: the second decision of `segment`.
+        and not (_starts_after_communication(before, operators) and _has_adapter(after, operators))
+    }
+
+
+def _starts_after_communication(name: str, operators: Mapping[str, Operator]) -> bool:
+    """Tell whether an operator waits directly for a communication; the input of the graph comes from one, too."""
+    before = operators[name].depends_on
+    return not before or any(operators[dependency].kind == "communication" for dependency in before)
+
+
+def _has_adapter(name: str, operators: Mapping[str, Operator]) -> bool:
+    return any(operators[dependency].kind == "adapter" for dependency in operators[name].depends_on)
+
+
+def _levels_from_the_end(
+    order: Sequence[str], operators: Mapping[str, Operator], joined: set[tuple[str, str]]
+) -> dict[str, int]:
+    """Return the latest level of each operator: 0 at the end, one less before each edge that separates subgraphs."""
+    # From the end, so that an operator joins what follows it: the first decision of `segment`.
+    level = dict.fromkeys(order, 0)
+    for name in reversed(order):
+        for before in operators[name].depends_on:
+            level[before] = min(level[before], level[name] - ((before, name) not in joined))
+    return level
+
+
+def _cluster(
+    order: Sequence[str],
+    operators: Mapping[str, Operator],
+    joined: set[tuple[str, str]],
+    level: Mapping[str, int],
+) -> dict[str, str]:
+    """Map each operator to the first of its cluster: those of one level that joinable edges connect."""
+    position = {name: number for number, name in enumerate(order)}
+    owner = {name: name for name in order}
+
+    # Union-find with path halving; the first operator in topological order stands for its cluster.
+    def find(name: str) -> str:
+        while owner[name] != name:
+            owner[name] = owner[owner[name]]
+            name = owner[name]
+        return name
+
+    for name in order:
+        for before in operators[name].depends_on:
+            if (before, name) in joined and level[before] == level[name]:
+                first, second = sorted((find(before), find(name)), key=position.__getitem__)
+                owner[second] = first
+    return {name: find(name) for name in order}
+
+
+def _append_communication(
+    order: Sequence[str], operators: Mapping[str, Operator], owner: dict[str, str], level: dict[str, int]
+) -> None:
+    """Move each communication operator into the subgraph of the operator that it depends on, in place.
+
+    Of several it is the one on the last level. Where another one is on that level too, in a subgraph of its own, the
+    communication stays alone: appended to either, it could close a cycle.
+    """
+    position = {name: number for number, name in enumerate(order)}
+    for name in order:
+        before = operators[name].depends_on
+        if operators[name].kind != "communication" or not before:
+            continue
+        host = max(before, key=lambda item: (level[item], position[item]))
+        if all(level[item] < level[host] or owner[item] == owner[host] for item in before):
+            owner[name], level[name] = owner[host], level[host]
+
+
+def _subgraph(htask: str, cluster: Sequence[Operator], owner: Mapping[str, str]) -> Subgraph:
+    """Return the subgraph of a cluster that is in topological order; communication goes to the end."""
+    # A stable sort: compute operators stay in topological order.
+    ordered = sorted(cluster, key=lambda operator: operator.kind == "communication")
+    own = owner[ordered[0].name]
+    before = (owner[name] for operator in ordered for name in operator.depends_on if owner[name] != own)
+    return Subgraph(
+        name=ordered[0].name,
+        htask=htask,
+        operators=tuple(ordered),
+        depends_on=tuple(subgraph_key(htask, name) for name in dict.fromkeys(before)),
+    )

@@ -1,0 +1,138 @@
+"""From a `Task` to a `TaskRun`: rows tokenised, order fixed, number of steps known. Nothing here touches the model."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from transformers import TrainerState
+
+from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.data.dataset import TokenizedDataset, tokenize_dataset
+from peft_mux.data.formats import detect_format
+from peft_mux.data.loader import StreamLoader, TaskLoader
+from peft_mux.data.tokenize import RowTokenizer, TokenizeOptions
+from peft_mux.errors import ConfigError, DataError
+from peft_mux.hyper_parameters import HyperParameters
+from peft_mux.modeling.backbone.checks import max_positions
+from peft_mux.modeling.objectives.objective import objective_of
+from peft_mux.task import Task, TaskStatus
+from peft_mux.tasks.best_metric import BestMetric
+from peft_mux.tasks.optimizer import check_optimizer
+from peft_mux.tasks.task_run import TaskRun
+
+
+def make_task_run(task: Task, args: MultiTaskTrainingArguments, tokenizer: Any, config: Any) -> TaskRun:
+    """Return the task ready to be started.
+
+    Args:
+        task: the task, already checked by itself.
+        args: the arguments of the run.
+        tokenizer: the tokenizer for rows that are not tokenised yet; `None` if there are none.
+        config: the configuration of the backbone, for its vocabulary and positions.
+
+    Raises:
+        DataError: if a row cannot be trained on.
+        ConfigError: if the task's settings do not fit its data.
+    """
+    hyper = resolve(task, args)
+    options = _options(task, hyper, args, config)
+    loader = _loader(task, hyper, options, tokenizer)
+    num_steps = _num_steps(task, hyper, loader)
+    check_optimizer(task.name, hyper, num_steps, args)
+    eval_data = None
+    if task.eval_dataset is not None:
+        eval_data = _eval_rows(task, options, tokenizer)
+    return TaskRun(
+        task=task,
+        hyper=hyper,
+        loader=loader,
+        eval_data=eval_data,
+        num_steps=num_steps,
+        state=TrainerState(max_steps=num_steps),
+        best=BestMetric(task),
+        status=TaskStatus.WAITING,
+    )
+
+
+def make_task_runs(tasks: list[Task], args: MultiTaskTrainingArguments, tokenizer: Any, config: Any) -> list[TaskRun]:
+    """Return all tasks ready to be started, or one error that lists what is wrong with any of them.
+
+    Raises:
+        DataError: if rows of one or more tasks cannot be trained on.
+    """
+    runs, errors = [], []
+    for task in tasks:
+        try:
+            runs.append(make_task_run(task, args, tokenizer, config))
+        except (DataError, ConfigError) as error:
+            # Kept, so that all faults of all tasks are told at once.
+            errors.append(error)
+    if len(errors) == 1:
+        raise errors[0]
+    if errors:
+        raise DataError("\n".join(str(error) for error in errors))
+    return runs
+
+
+def class_count(run: TaskRun) -> int | None:
+    """Return the number of classes of a classification task: its own, or one more than its greatest label."""
+    if not objective_of(run.task).row_form.needs_label:
+        return None
+    if run.task.num_labels is not None:
+        return run.task.num_labels
+    dataset = getattr(run.loader, "dataset", None)
+    if not isinstance(dataset, TokenizedDataset):
+        return None
+    labels = [dataset[row].class_label for row in range(len(dataset))]
+    # Labels with fractions are targets of a regression, whose head has one output.
+    if any(isinstance(label, float) for label in labels):
+        return 1
+    return int(max(label for label in labels if label is not None)) + 1
+
+
+def _options(task: Task, hyper: HyperParameters, args: MultiTaskTrainingArguments, config: Any) -> TokenizeOptions:
+    return TokenizeOptions(
+        task=task.name,
+        max_length=hyper.max_length,
+        overlong_policy=args.overlong_policy,
+        completion_only_loss=task.completion_only_loss,
+        assistant_only_loss=task.assistant_only_loss,
+        chat_template=task.chat_template,
+        row_form=objective_of(task).row_form,
+        num_labels=task.num_labels,
+        vocab_size=config.get_text_config().vocab_size,
+        max_positions=max_positions(config),
+    )
+
+
+def _loader(task: Task, hyper: HyperParameters, options: TokenizeOptions, tokenizer: Any) -> Any:
+    settings: dict[str, Any] = {"task": task.name, "batch_size": hyper.train_batch_size, "seed": hyper.seed}
+    if hasattr(task.train_dataset, "__len__"):
+        dataset = tokenize_dataset(task.train_dataset, options=options, tokenizer=tokenizer)
+        return TaskLoader(dataset, **settings, shuffle=task.shuffle)
+    # The first row tells the columns; the loader goes through the stream anew from its start.
+    first = next(iter(task.train_dataset), None)
+    if first is None:
+        raise DataError(f"tasks.{task.name}.train_dataset: got a stream without rows; allowed: at least one row.")
+    where = f"tasks.{task.name}.train_dataset"
+    data_format = detect_format(list(first), where=where, row_form=options.row_form)
+    return StreamLoader(task.train_dataset, RowTokenizer(options, tokenizer, data_format), **settings)
+
+
+def _eval_rows(task: Task, options: TokenizeOptions, tokenizer: Any) -> TokenizedDataset:
+    rows = task.eval_dataset
+    if not hasattr(rows, "__len__"):
+        # Every evaluation goes through all held-out rows, so a stream of them is read once and kept.
+        rows = list(rows)
+    return tokenize_dataset(rows, options=options, tokenizer=tokenizer, split="eval_dataset")
+
+
+def _num_steps(task: Task, hyper: HyperParameters, loader: Any) -> int:
+    if hyper.max_steps > 0:
+        return hyper.max_steps
+    if loader.steps_per_epoch is None:
+        raise ConfigError(
+            f"tasks.{task.name}.max_steps: got {hyper.max_steps}; allowed: a number, as a stream has no length."
+        )
+    return math.ceil(hyper.num_train_epochs * loader.steps_per_epoch)

@@ -1,0 +1,161 @@
+"""All tasks of a run: they step together, and each fails alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from peft_mux.engine.work import StepResult
+from peft_mux.kernels.adamw import update as multi_adamw
+from peft_mux.task import TaskStatus
+from peft_mux.tasks.isolation import LastGood, non_finite_reason
+from peft_mux.tasks.optimizer import TaskOptimizer, gradient_norms, joint_steps_taken
+from peft_mux.tasks.task_run import TaskRun
+
+
+@dataclass(frozen=True, slots=True)
+class TaskEvent:
+    """A change in the life of a task, for logs, callbacks and files."""
+
+    task: str
+    status: TaskStatus
+    reason: str = ""
+
+
+class TaskTable:
+    """All tasks of a run, by name, in the order in which they came.
+
+    Args:
+        runs: the tasks that there are at first.
+    """
+
+    def __init__(self, runs: Iterable[TaskRun] = ()) -> None:
+        """Start with the given tasks, of which no change was told yet."""
+        self._runs: dict[str, TaskRun] = {run.name: run for run in runs}
+        self._seen: dict[str, TaskStatus] = {}
+
+    def __iter__(self) -> Iterator[TaskRun]:
+        """Iterate over the tasks."""
+        return iter(self._runs.values())
+
+    def __getitem__(self, name: str) -> TaskRun:
+        """Return a task by name."""
+        return self._runs[name]
+
+    def __contains__(self, name: object) -> bool:
+        """Whether there is a task of this name."""
+        return name in self._runs
+
+    def add(self, run: TaskRun) -> None:
+        """Take a task in."""
+        self._runs[run.name] = run
+
+    def drop(self, name: str) -> None:
+        """Take a task out."""
+        del self._runs[name]
+        # A task that comes again under its name is a new one to those who are told.
+        self._seen.pop(name, None)
+
+    def reorder(self, names: list[str]) -> None:
+        """Bring the tasks into the given order, others after them: the order of the stream is part of its rounding."""
+        order = [name for name in names if name in self._runs] + [name for name in self._runs if name not in names]
+        self._runs = {name: self._runs[name] for name in order}
+
+    @property
+    def running(self) -> list[TaskRun]:
+        """Tasks that take steps now."""
+        return [run for run in self if run.status is TaskStatus.RUNNING]
+
+    @property
+    def plannable(self) -> list[TaskRun]:
+        """Tasks that could take steps, now or when there is room: neither ended nor paused."""
+        return [run for run in self if not run.status.is_final and run.status is not TaskStatus.PAUSED]
+
+    def apply(self, result: StepResult) -> None:
+        """Step every task whose loss and gradients are finite; quarantine the others before they step.
+
+        The device is waited for once, for all tasks together.
+        """
+        names = list(result.losses)
+        if result.norms is None:
+            norms = gradient_norms([self._optimizer(name) for name in names])
+        else:
+            norms = [result.norms[name] for name in names]
+        # A joint update reads the verdicts on the device and leaves out tasks that are not finite, before the host
+        # knows.
+        verdicts, updated = self._update_jointly(result.losses, norms)
+        passed = []
+        for name, norm, loss, norm_value in zip(names, norms, *verdicts, strict=True):
+            if not self._passes(self[name], loss, norm_value):
+                continue
+            passed.append(name)
+            if name not in updated:
+                # Before the step: these weights gave a finite loss, and what the step makes of them is not known yet.
+                self._last_good(name).keep()
+                self._optimizer(name).step(norm)
+            _count_step(self[name], result.num_tokens[name])
+        # After the verdicts: a task that was left out has taken no step.
+        joint_steps_taken([self._optimizer(name) for name in passed if name in updated])
+        for name, reason in result.failures.items():
+            self[name].quarantine(reason)
+
+    def _update_jointly(
+        self, losses: Mapping[str, torch.Tensor], norms: list[torch.Tensor]
+    ) -> tuple[list[list[float]], set[str]]:
+        """Update the tasks that can be updated together, where the device has such an operation.
+
+        Returns:
+            All losses and all gradient norms, as numbers; and which tasks were updated unless they are not finite.
+        """
+        if not losses:
+            return [[], []], set()
+        device = next(iter(losses.values())).device
+        verdicts = torch.stack([value.to(device, torch.float32) for value in (*losses.values(), *norms)]).view(2, -1)
+        update = multi_adamw.joint_update(device)
+        if update is None:
+            return verdicts.tolist(), set()
+        pages = {
+            name: self._optimizer(name).page_updates(task, self._last_good(name)) for task, name in enumerate(losses)
+        }
+        values = update([page for own in pages.values() for page in own], verdicts)
+        return values, {name for name, own in pages.items() if own}
+
+    def _passes(self, run: TaskRun, loss: float, norm: float) -> bool:
+        """Take note of loss and norm; quarantine the task if they are not finite."""
+        run.last_loss, run.last_gradient_norm = loss, norm
+        reason = non_finite_reason(loss, norm)
+        if reason is not None:
+            run.quarantine(f"{reason} at step {run.step}")
+        return reason is None
+
+    def collect(self) -> list[TaskEvent]:
+        """End the tasks that have taken all their steps; return every change since the last call."""
+        for run in self.running:
+            if run.step >= run.num_steps:
+                run.end(TaskStatus.SUCCEEDED)
+        events = []
+        for run in self:
+            if self._seen.get(run.name) is not run.status:
+                self._seen[run.name] = run.status
+                events.append(TaskEvent(run.name, run.status, run.reason))
+        return events
+
+    def _optimizer(self, name: str) -> TaskOptimizer:
+        optimizer = self[name].optimizer
+        assert optimizer is not None, "a running task has an optimizer"
+        return optimizer
+
+    def _last_good(self, name: str) -> LastGood:
+        last_good = self[name].last_good
+        assert last_good is not None, "a running task has a last good copy"
+        return last_good
+
+
+def _count_step(run: TaskRun, num_tokens: int) -> None:
+    run.step += 1
+    run.num_tokens += num_tokens
+    run.loss_mean.add(run.last_loss)
+    run.state.global_step = run.step
+    run.state.epoch = run.epoch

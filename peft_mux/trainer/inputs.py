@@ -1,0 +1,171 @@
+"""What a trainer is given: the tasks, in a list or in the short form, and the arguments of Trainer that it refuses."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.errors import ConfigError, Fault, raise_faults
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.task import Task
+from peft_mux.task_names import check_task_names
+
+
+def refuse_trainer_arguments(given: Mapping[str, Any]) -> None:
+    """Refuse arguments of `transformers.Trainer` that cannot mean anything for many tasks.
+
+    Raises:
+        ConfigError: naming each one that is set, and where its setting belongs.
+    """
+    # `None` is the default of most of them: code that passes them on unset asks for nothing.
+    set_ones = {name: value for name, value in given.items() if value is not None}
+    if not set_ones:
+        return
+    where = {
+        "compute_metrics": "Set it on the Task",
+        "preprocess_logits_for_metrics": "Set it on the Task",
+        "data_collator": "Sequences are packed by ChunkPackingCollator",
+        "model_init": "Give the model, or its name",
+        "optimizers": "Every task has an optimizer of its own; set optim on the Task",
+        "optimizer_cls_and_kwargs": "Every task has an optimizer of its own; set optim on the Task",
+        "compute_loss_func": "Set loss_type on the Task",
+        "peft_config": "Set it on the Task",
+    }
+    faults = [
+        Fault(
+            name,
+            type(value).__name__,
+            "nothing",
+            f"{where.get(name, 'It has no meaning for many tasks')}.",
+        )
+        for name, value in set_ones.items()
+    ]
+    raise_faults(faults)
+
+
+@contextmanager
+def without_empty_folder(folder: Path) -> Iterator[None]:
+    """Take back an empty folder that comes into being meanwhile: Trainer makes `output_dir`, a plan must not.
+
+    Args:
+        folder: the folder to take back, with those of its parents that are not there yet either.
+    """
+    # The innermost first, as a folder is empty only when those in it are gone.
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    yield
+    for path in missing:
+        with suppress(OSError):  # not empty
+            path.rmdir()
+
+
+def check_processes(args: MultiTaskTrainingArguments) -> None:
+    """Refuse a launch of which fewer processes came than were asked for, or of a kind that is not built.
+
+    `accelerate launch --cpu --num_processes 2` starts one process without a word; only the address at which it should
+    have met the others shows that there were to be more.
+
+    Raises:
+        ConfigError: naming what was started, and what to type.
+    """
+    if args.world_size == 1:
+        promised = processes_asked_of_launcher(os.environ)
+        if promised is not None:
+            raise ConfigError(
+                f"processes: got 1 where the launcher was asked for {promised}; allowed: as many as were asked for. "
+                "On CPUs start them with torchrun --nproc-per-node N script.py (accelerate launch --cpu starts one), "
+                "on GPUs with accelerate launch --multi_gpu --num_processes N script.py; a single one with "
+                "python script.py."
+            )
+        return
+    kinds = [kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG") if _is_launched_with(kind)]
+    if kinds:
+        raise ConfigError(
+            f"processes: got a launch with {', '.join(kinds)}; allowed: plain processes, each with the whole model "
+            "(accelerate launch --multi_gpu, or torchrun). Leave the option out."
+        )
+
+
+def processes_asked_of_launcher(environment: Mapping[str, str]) -> str | None:
+    """Return how many processes a launcher was asked for where that is more than one, else `None`.
+
+    Args:
+        environment: environment variables of a process that is alone, by name.
+    """
+    counts = [environment.get(name, "") for name in ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE")]
+    stated = next((count for count in counts if count.isdigit()), None)
+    if stated is not None:
+        return stated if int(stated) > 1 else None
+    # accelerate's launcher sets the precision always, and an address only where it was asked for several processes.
+    by_accelerate = "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment
+    return "several" if by_accelerate else None
+
+
+def _is_launched_with(kind: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() in ("1", "true")
+
+
+def check_evaluation(args: MultiTaskTrainingArguments, tasks: Sequence[Task]) -> None:
+    """Refuse a run that shall evaluate but has nothing to evaluate on.
+
+    Raises:
+        ConfigError: if `eval_strategy` is set and no task has held-out rows.
+    """
+    strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+    if strategy != "no" and all(task.eval_dataset is None for task in tasks):
+        raise ConfigError(
+            f'args.eval_strategy: got "{strategy}" where no task has held-out rows; allowed: "no". '
+            "Give eval_dataset to the tasks that shall be evaluated."
+        )
+
+
+def task_list(
+    model: Any,
+    tasks: Sequence[Task] | None,
+    train_dataset: Mapping[str, Any] | None,
+    eval_dataset: Mapping[str, Any] | None,
+) -> list[Task]:
+    """Return the tasks, from the list or from the short form.
+
+    Args:
+        model: what the trainer was given as its model; the short form needs a `MultiTaskPeftModel`.
+        tasks: the list of tasks, or `None` for the short form.
+        train_dataset: rows by task name, in the short form.
+        eval_dataset: held-out rows by task name, in the short form.
+
+    Raises:
+        ConfigError: if there is no task, or both forms are used.
+    """
+    if tasks is None:
+        return _short_form(model, train_dataset, eval_dataset or {})
+    if train_dataset is not None or eval_dataset is not None:
+        raise ConfigError("train_dataset: got rows beside tasks; allowed: one of the two. Put the rows on the tasks.")
+    wrong = [type(task).__name__ for task in tasks if not isinstance(task, Task)]
+    if wrong or not tasks:
+        raise ConfigError(f"tasks: got {', '.join(wrong) or 'an empty list'}; allowed: a list of at least one Task.")
+    check_task_names(task.name for task in tasks)
+    return list(tasks)
+
+
+def _short_form(model: Any, train: Mapping[str, Any] | None, held_out: Mapping[str, Any]) -> list[Task]:
+    if not isinstance(model, MultiTaskPeftModel) or not isinstance(train, Mapping):
+        raise ConfigError(
+            "tasks: got None; allowed: a list of Task, or a MultiTaskPeftModel with train_dataset={name: rows, ...}."
+        )
+    if not isinstance(held_out, Mapping) or set(train) != set(model.tasks) or not set(held_out) <= set(train):
+        raise ConfigError(
+            f"train_dataset: got rows for {', '.join(train)}; allowed: rows for exactly the tasks of the model "
+            f"({', '.join(model.tasks)}), and held-out rows for some of them."
+        )
+    return [
+        Task(
+            name=name,
+            peft_config=model.peft_config[model.adapter_of(name)],
+            train_dataset=train[name],
+            eval_dataset=held_out.get(name),
+        )
+        for name in model.tasks
+    ]

@@ -1,0 +1,52 @@
+"""Ends a run cleanly on Ctrl-C or SIGTERM: at the next step boundary, with everything saved; the second one forces."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+
+@contextmanager
+def stop_at_signal(request_stop: Callable[[], None], *, echo_s: float = 0.0) -> Iterator[None]:
+    """Call `request_stop` at the first SIGINT or SIGTERM, and let the second have its usual effect.
+
+    Signals can only be handled in the main thread; elsewhere this does nothing.
+
+    Args:
+        request_stop: called in the handler.
+        echo_s: seconds within which a second one is taken for an echo of the first: of Ctrl-C, the processes of a
+            launcher hear twice, from the terminal and from the launcher.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    asked_at: dict[int, float] = {}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del frame
+        # Told apart by number: a SIGTERM after a Ctrl-C is a first one of its kind, and asks for the same.
+        if number not in asked_at:
+            asked_at[number] = time.monotonic()
+            request_stop()
+            # Without echoes the second needs no clock, so it goes straight to the handler that was there before.
+            if echo_s == 0.0:
+                signal.signal(number, before[number])
+        elif time.monotonic() - asked_at[number] >= echo_s:
+            signal.signal(number, before[number])
+            signal.raise_signal(number)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        # The script that called has its own way with signals once training is over.
+        for number, handler in before.items():
+            signal.signal(number, handler)

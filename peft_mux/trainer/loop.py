@@ -1,0 +1,202 @@
+"""`StepLoop`: the steps of a run, and what happens between them."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+
+from transformers.trainer_utils import TrainOutput
+
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.task import TaskStatus
+from peft_mux.trainer.interrupts import stop_at_signal
+from peft_mux.trainer.lifecycle import Lifecycle
+from peft_mux.trainer.membership import Membership
+from peft_mux.trainer.opening import Opening
+from peft_mux.trainer.placement import Placement
+from peft_mux.trainer.plan_follower import PlanFollower
+from peft_mux.trainer.relocation import Relocation
+from peft_mux.trainer.reporter import Reporter
+from peft_mux.trainer.run import Run
+from peft_mux.trainer.world import World
+
+
+class StepLoop:
+    """Takes steps of all running tasks until every task has ended or is paused.
+
+    Args:
+        run: the run under way.
+        world: all processes of the run, which take every step together.
+        placement: the model of this process.
+        plans: the plan that is followed.
+        collator: packs the rows on which finished tasks are proven.
+        lifecycle: tells of tasks that start, end or fail.
+        membership: lets tasks come and go between steps.
+        relocation: moves the run to other replicas between steps.
+        reporter: logs, evaluates, and tells what training came to.
+        opening: brings the run to where its next step can be taken.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        *,
+        world: World,
+        placement: Placement,
+        plans: PlanFollower,
+        collator: ChunkPackingCollator,
+        lifecycle: Lifecycle,
+        membership: Membership,
+        relocation: Relocation,
+        reporter: Reporter,
+        opening: Opening,
+    ) -> None:
+        """Take no step yet."""
+        self._run, self._world, self._placement, self._plans = run, world, placement, plans
+        self._collator, self._lifecycle, self._membership = collator, lifecycle, membership
+        self._relocation, self._reporter, self._opening = relocation, reporter, opening
+        self._num_stream_tokens = 0
+
+    def train(self, resume: str | bool | None) -> TrainOutput:
+        """Train until every task has ended or is paused.
+
+        Args:
+            resume: what to go on from; see `Opening.open`.
+        """
+        self._opening.open(resume)
+        # Timed from here on: loading and planning are no training.
+        run, processes = self._run, self._world.processes
+        started, waited_before_s = time.perf_counter(), processes.waited_s
+        first_token, first_step = self._num_stream_tokens, run.state.global_step
+        try:
+            with stop_at_signal(run.request_stop, echo_s=0.0 if processes.is_alone else 2.0):
+                self._take_steps()
+        finally:
+            run.log.progress.stop()
+            run.is_in_train = False
+            # Others may be stuck in the step that failed here, and answer nothing.
+            if processes.is_alone or sys.exc_info()[0] is None:
+                self._membership.apply_commands()
+        seconds, waited_s = time.perf_counter() - started, processes.waited_s - waited_before_s
+        # The last step need not be a multiple of `save_steps`.
+        if not run.saver.is_current:
+            self._save()
+        return self._reporter.finish(
+            seconds, waited_s, self._num_stream_tokens - first_token, run.state.global_step - first_step
+        )
+
+    def _take_steps(self) -> None:
+        """Take steps, and all that is due between two of them, until no process takes another one."""
+        # Callbacks may have asked for tasks in on_train_begin.
+        self._membership.apply_commands()
+        while self._agree_on_step():
+            stepping = self._call_step_begin()
+            self.step()
+            self._after_step(stepping)
+            # Before processes compare their tasks: every one of them has the same ones by then, or the run ends.
+            self._membership.apply_commands()
+
+    def step(self) -> None:
+        """Take one step of every running task, without anything that happens between two steps."""
+        started = time.perf_counter()
+        work = self._plans.next_work()
+        result = self._placement.placed.executor.run(work)
+        self._run.table.apply(result)
+        # `apply` has waited for the device, so this is the time of the step and not of its launches.
+        self._plans.record_step_time(result, time.perf_counter() - started)
+        self._run.state.global_step += 1
+        self._num_stream_tokens += result.num_stream_tokens
+
+    # ------------------------------------------------------------------ before a step
+
+    def _agree_on_step(self) -> bool:
+        """Return whether all processes take another step; what another process has stopped is stopped here.
+
+        This is also where the run moves to other replicas, as all processes stand between the same two steps.
+        """
+        takes_step = self._world.agree_on_step(
+            self._run.state.global_step,
+            self._placement.model,
+            wants_stop=self._run.control.should_training_stop,
+            replicas=self._relocation.target,
+            last_step_s=self._plans.last_step_s,
+        )
+        # Each process has a time of its own, and all must plan alike.
+        self._plans.observe_step_time(self._world.slowest_s)
+        self._lifecycle.handle_changes()
+        # After the endings of other processes, as it is tasks that have come or gone that make a move pay.
+        if takes_step and self._relocation.move_if_asked():
+            self._plans.replan()
+        return takes_step
+
+    def _call_step_begin(self) -> list[str]:
+        """Tell callbacks that a step begins; return the tasks that take it."""
+        self._run.callbacks.call("on_step_begin")
+        for run in self._run.table.running:
+            self._run.log.callbacks[run.name].step_begins()
+        return [run.name for run in self._run.table.running]
+
+    # ------------------------------------------------------------------ after a step
+
+    def _after_step(self, names: Sequence[str]) -> None:
+        """Do what is due after a step, in this order: callbacks, logs, evaluations, endings, files.
+
+        Args:
+            names: the tasks that have just stepped.
+        """
+        self._run.callbacks.call("on_step_end")
+        for name in names:
+            # A task that failed in this step was not stepped.
+            if self._run.table[name].status is TaskStatus.RUNNING:
+                self._run.log.callbacks[name].step_ends()
+        # Before evaluating: replicas share the held-out rows, so all must evaluate the same tasks.
+        self._agree_on_requests()
+        self._reporter.log_if_due()
+        self._reporter.evaluate_if_due(names)
+        # Again, as on_evaluate may have stopped a task or asked for a save on one process alone.
+        self._agree_on_requests()
+        # Before changes are told, which is where a task that has taken all its steps succeeds.
+        self._quarantine_broken_endings()
+        self._lifecycle.handle_changes()
+        # After the endings, so that a state which is resumed from knows them.
+        self._save_if_due(names)
+        self._run.log.progress.advance(self._run.table)
+
+    def _agree_on_requests(self) -> None:
+        """Bring what callbacks did on single processes to all, where what follows needs every one of them.
+
+        What callbacks did is to end a task, or to ask for an evaluation or a save; `_agree_on_step` sees to stopping.
+        """
+        if self._placement.acts_alone:
+            return
+        control = self._run.control
+        asked = control.should_save, control.should_evaluate
+        control.should_save, control.should_evaluate = self._world.agree_on_requests(self._run.state.global_step, asked)
+
+    def _quarantine_broken_endings(self) -> None:
+        """Fail the tasks whose last update left weights without a finite loss; other updates are tested by the next."""
+        # An update is judged by the loss of the step after it, which the last update does not have.
+        ended = {run.name: run for run in self._run.table.running if run.step >= run.num_steps}
+        if not ended:
+            return
+        batches = [run.loader.batch(run.step - 1) for run in ended.values()]
+        micro_batches = self._collator.micro_batches(batches, max_tokens=self._plans.max_tokens)
+        for name in self._placement.placed.executor.non_finite_tasks(micro_batches):
+            ended[name].quarantine(f"non_finite: loss after the last step, {ended[name].step - 1}")
+
+    def _save_if_due(self, names: Sequence[str]) -> None:
+        """Save all tasks if the run calls for it, or else those that have just stepped and call for it themselves."""
+        # A state of the run holds one of each running task, so none is written beside it.
+        if self._run.saver.is_due() or self._run.control.should_save:
+            self._run.control.should_save = False
+            self._save()
+        else:
+            self._run.saver.save_due_tasks(list(names))
+
+    def _save(self) -> None:
+        """Save all tasks that have not ended, and tell callbacks if that went well."""
+        if self._run.saver.save_run():
+            for run in self._run.table.running:
+                self._run.log.callbacks[run.name].call("on_save")
+            self._run.callbacks.call("on_save")

@@ -1,0 +1,110 @@
+"""`Opening`: what `train` does before its first step: load, open the run folder, restore the tasks, plan, tell."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from peft_mux.checkpoint.run_folder import RunFolder, open_run_folder, resume_tasks
+from peft_mux.checkpoint.saver import describe_run
+from peft_mux.reporting.metrics_file import MetricsLog
+from peft_mux.reporting.progress import make_progress
+from peft_mux.task import TaskStatus
+from peft_mux.trainer.placement import Placement
+from peft_mux.trainer.plan_follower import PlanFollower
+from peft_mux.trainer.run import Run
+from peft_mux.trainer.world import World
+
+
+class Opening:
+    """Brings a run to where its next step can be taken.
+
+    Args:
+        run: the run to open.
+        world: all processes of the run.
+        placement: the model of this process.
+        plans: makes the first plan.
+    """
+
+    def __init__(self, run: Run, world: World, placement: Placement, plans: PlanFollower) -> None:
+        """Open nothing yet."""
+        self._run, self._world, self._placement, self._plans = run, world, placement, plans
+        self._has_trained = False
+
+    def open(self, resume: str | bool | None) -> None:
+        """Connect the processes, load the model, open the run folder, restore the tasks, plan, and tell callbacks.
+
+        Args:
+            resume: `True` for the newest state in the run folder, another run's folder, or nothing to start afresh;
+                where this run has trained before, it goes on from where it is.
+
+        Raises:
+            CheckpointError: if there is nothing to resume from, or the folder holds a run that is not resumed.
+            ConfigError: if processes were given unlike settings, or nothing fits into memory.
+        """
+        # Compared before anything is loaded: unlike settings are told in seconds, and could be a hang later on.
+        self._world.connect(resume=resume)
+        placed = self._placement.materialise(self._plans.plan_stages)
+        fingerprint = self._world.compare_frozen_weights(type(placed.model.backbone).__name__, placed.samples)
+        self._open_folder(is_resumed=bool(resume), fingerprint=fingerprint)
+        if resume and not self._has_trained:
+            self._restore(self._run.root if resume is True else Path(resume), fingerprint)
+        self._has_trained = True
+        # After the tasks are restored, as those that have ended or are paused take no part in a plan.
+        plan = self._plans.replan()
+        if self._run.saver.is_writer:
+            describe_run(self._run.root, self._run.args, self._run.table, plan)
+        self._begin_training()
+
+    def _open_folder(self, *, is_resumed: bool, fingerprint: str) -> None:
+        """Open the run folder, unless it is open or nothing is to be saved; then the metrics file and the progress."""
+        args, root, saver = self._run.args, self._run.root, self._run.saver
+        if saver.folder is None and args.save_strategy != "no":
+            folder = open_run_folder(
+                root,
+                self._placement.placed.model,
+                keep=args.save_total_limit,
+                is_resumed=is_resumed,
+                is_writer=saver.is_writer,
+                fingerprint=fingerprint,
+            )
+            saver.open(folder)
+        if saver.is_writer:
+            root.mkdir(parents=True, exist_ok=True)
+        self._run.log.open(
+            MetricsLog(root if saver.is_writer else None),
+            make_progress(enabled=not args.disable_tqdm, is_main_process=args.process_index == 0),
+        )
+
+    def _restore(self, root: Path, fingerprint: str) -> None:
+        """Start all tasks and put them back to where a run's newest state left them."""
+        table, log, saver = self._run.table, self._run.log, self._run.saver
+        for run in table:
+            # A state is read into an optimizer, so that every task has to have one first.
+            if run.status is TaskStatus.WAITING:
+                self._placement.start(run)
+        folder = saver.folder
+        if folder is None or root != folder.root:
+            model = self._placement.placed.model
+            folder = RunFolder(root, model, is_writer=saver.is_writer, fingerprint=fingerprint)
+        self._world.processes.wait_for_all()  # others read the folder when the first one has put it in order
+        self._run.state.global_step = resume_tasks(folder, table, log.warn)
+        if folder is not saver.folder:  # what has ended elsewhere is part of what this folder is resumed from
+            for run in table:
+                if run.status.is_final:
+                    saver.save_ended(run)
+        # Steps after the state are taken again, and must not stand in the file twice.
+        log.metrics.truncate_after(self._run.state.global_step)
+
+    def _begin_training(self) -> None:
+        """Switch the run to training, and tell callbacks."""
+        run = self._run
+        # From here on commands wait for a step boundary, those of on_train_begin below among them.
+        run.is_in_train = True
+        # A stop that ended the training before this one would end it before its first step.
+        run.control.should_training_stop = False
+        run.log.progress.start(run.table)
+        # Where tasks stand at the beginning is no change to tell of.
+        run.table.collect()
+        run.callbacks.call("on_train_begin")
+        for callbacks in run.log.callbacks.values():
+            callbacks.call("on_train_begin")

@@ -1,0 +1,279 @@
+"""`Placement`: this process's part of the model, from its description to what runs it.
+
+A model starts as a description without weights, from which plans are made. `materialise` loads the weights and places
+them; from then on `placed` is what trains. Moving to other replicas lets go of it and describes the model anew.
+
+There are three names for it. `outline` is the whole model, possibly without weights, from which plans are made;
+`placed` is this process's part of it, with weights and executor; `model` is what callbacks, log and saver are shown:
+the description at first, `placed.model` once it is loaded.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from peft_mux.arguments import task_arguments
+from peft_mux.checkpoint.full_state import gather_task
+from peft_mux.checkpoint.snapshot import take_snapshot
+from peft_mux.checkpoint.task_state import TaskState, split_state
+from peft_mux.engine.backbone_source import BackboneSource, assign_objectives
+from peft_mux.engine.parallelize import ModelPart, ParallelModel
+from peft_mux.engine.part_tasks import register_tasks
+from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.evaluation.evaluate import EvaluationShare
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.reporting.callbacks import TaskCallbacks
+from peft_mux.scheduler.plan import Plan
+from peft_mux.task import Task, TaskStatus
+from peft_mux.tasks.isolation import LastGood
+from peft_mux.tasks.optimizer import TaskOptimizer
+from peft_mux.tasks.setup import class_count
+from peft_mux.tasks.task_run import TaskRun
+from peft_mux.trainer.run import Run, mark_main_process
+from peft_mux.trainer.world import World
+
+
+class Placement:
+    """Describes, loads, places and lets go of the model.
+
+    Args:
+        run: the run under way.
+        world: all processes of the run.
+        source: where the backbone comes from.
+        tasks: what is trained at first.
+        described: the multi-task model of these tasks, possibly without weights.
+
+    Attributes:
+        source: where the backbone comes from.
+        tasks: what the model is made of now, in the order in which the tasks came.
+        part: which part of the model this process holds.
+        outline: the whole model, possibly without weights, from which plans are made; `None` while it is let go of.
+
+    Raises:
+        ConfigError: naming every task and field that the layout of the processes does not allow.
+        UnsupportedModelError: if the architecture cannot be cut as the layout says.
+    """
+
+    def __init__(
+        self, run: Run, world: World, source: BackboneSource, tasks: Sequence[Task], described: MultiTaskPeftModel
+    ) -> None:
+        """Check what the layout allows; load nothing."""
+        self.source = source
+        self.tasks = list(tasks)
+        self._run, self._world = run, world
+        self._class_counts = class_counts(list(run.table))
+        self._described: MultiTaskPeftModel | None = described
+        self._placed: ParallelModel | None = None
+        self._listeners: list[Callable[[], None]] = []
+        self.part = ModelPart(source, run.args, world.layout, world.processes.rank)
+        self.part.check(self.tasks, described.backbone)
+        self.outline: Any = self._make_outline(described)
+
+    # ------------------------------------------------------------------ what is there
+
+    @property
+    def is_placed(self) -> bool:
+        """Whether the weights are loaded."""
+        return self._placed is not None
+
+    @property
+    def placed(self) -> ParallelModel:
+        """What this process trains with; only after `materialise`."""
+        assert self._placed is not None, "the model is materialised before it is trained or evaluated"
+        return self._placed
+
+    @property
+    def model(self) -> Any:
+        """The model as it is now: a description, what this process trains with, or `None` while it is let go of."""
+        return self._described if self._placed is None else self._placed.model
+
+    @property
+    def acts_alone(self) -> bool:
+        """Whether this process needs no other to evaluate and save: it has a whole model, and no rows are shared."""
+        is_whole = self._world.layout.is_data_parallel and not self._run.args.shard_backbone
+        evaluates = any(run.eval_data is not None for run in self._run.table)
+        return self._world.processes.is_alone or (is_whole and not evaluates)
+
+    @property
+    def row_share(self) -> EvaluationShare:
+        """Which held-out rows the replica of this process evaluates."""
+        layout, processes = self._world.layout, self._world.processes
+        return EvaluationShare(layout.place(processes.rank).replica, layout.num_replicas, processes.gather)
+
+    def subscribe(self, listener: Callable[[], None]) -> None:
+        """Call `listener` now, and whenever `model` or `outline` have become others.
+
+        Args:
+            listener: called without arguments; it reads what it needs from this object.
+        """
+        self._listeners.append(listener)
+        listener()
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Check new tasks against the model and the layout.
+
+        Raises:
+            ConfigError: naming every task and field that cannot be run.
+        """
+        self.source.check(list(tasks), against=self.outline)
+        self.part.check(tasks, self.outline.backbone)
+
+    # ------------------------------------------------------------------ loading
+
+    def materialise(self, plan_stages: Callable[[], Plan]) -> ParallelModel:
+        """Load the weights and place the model, if it is still a description.
+
+        Args:
+            plan_stages: makes the plan that tells how many layers each stage of a pipeline has; called where there are
+                several stages.
+
+        Raises:
+            ConfigError: if the weights cannot be loaded.
+            ProcessError: if another process does not come.
+        """
+        if self._placed is None:
+            self._placed = self._load(plan_stages)
+            self._described = None
+            self._set_up_saver()
+            self._notify_listeners()
+        return self._placed
+
+    def _load(self, plan_stages: Callable[[], Plan]) -> ParallelModel:
+        """Load this process's part of what is described; the plan says how the layers are cut into stages."""
+        processes = self._world.processes
+        assert self._described is not None, "described before it is loaded"
+        processes.connect()
+        plan = None if self.part.num_stages == 1 else plan_stages()
+        placed = self.part.parallelize(self._described, self.tasks, self._class_counts, plan, processes)
+        # A part has no shapes of whole parameters, so plans go on being made from the description.
+        if placed.is_whole:
+            self.outline = placed.model
+        return placed
+
+    def _set_up_saver(self) -> None:
+        """Tell the saver how a task is made full where processes hold parts of it."""
+        if self._world.layout.is_data_parallel:
+            self._run.saver.use_full_model()
+        else:
+            self._run.saver.use_parts(self._gather, self._have_all_saved)
+
+    def _make_outline(self, described: MultiTaskPeftModel) -> Any:
+        """Return the model that plans are made from, which stays whole when the described one is cut."""
+        return self.part.outline(described, self.tasks, self._class_counts)
+
+    def _notify_listeners(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+    # ------------------------------------------------------------------ tasks
+
+    def start(self, run: TaskRun) -> None:
+        """Give a task its optimizer and callbacks, and let it take steps."""
+        self.make_optimizer(run)
+        run.status, run.reason = TaskStatus.RUNNING, ""
+        mark_main_process(run.state, self._run.args)
+        own_args = task_arguments(run.hyper, self._run.args)
+        callbacks = TaskCallbacks(run, own_args, self.placed.model, self.source.tokenizer)
+        self._run.log.add_callbacks(run.name, callbacks)
+        # Before training `Opening` calls it for all tasks; this one comes later.
+        if self._run.is_in_train:
+            callbacks.call("on_train_begin")
+
+    def make_optimizer(self, run: TaskRun) -> None:
+        """Give a task its optimizer, and the copy of its weights to which it falls back where a step is not finite."""
+        model = self.placed.model
+        parameters, slab = model.task_parameters(run.name), model.task_slab(run.name)
+        run.optimizer = TaskOptimizer(run.name, parameters, run.hyper, run.num_steps, self._run.args, slab)
+        run.last_good = LastGood({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
+
+    def register(self, runs: Sequence[TaskRun]) -> None:
+        """Add tasks to the model and to its outline; neither the backbone nor any other task is touched (M §3.2).
+
+        Raises:
+            ConfigError: naming what PEFT refuses as late as at its injection; then none is added.
+        """
+        counts = class_counts(runs)
+        configs = {run.name: run.task.peft_config for run in runs}
+        seeds = {run.name: run.hyper.seed for run in runs}
+        # The outline first: what PEFT refuses it refuses there, before the part that trains is touched.
+        if self.outline is not self.model:
+            self.outline.register_tasks(configs, seeds=seeds, num_labels=counts)
+        if self._placed is not None:
+            self._placed.register(configs, seeds, counts)
+        else:
+            whole = self.part.is_whole
+            register_tasks(self.model, configs, seeds=seeds, counts=counts, is_whole=whole, tensor_parallel=None)
+        for model in (self.outline, self.model):
+            assign_objectives(model, [run.task for run in runs])
+        self._class_counts.update(counts)
+        self.tasks = [*self.tasks, *(run.task for run in runs)]
+
+    def remove(self, name: str) -> None:
+        """Take a task out of the model and of its outline."""
+        self.tasks = [task for task in self.tasks if task.name != name]
+        self._class_counts.pop(name, None)
+        # One object where the process holds the whole model, which must be asked only once.
+        for model in {id(own): own for own in (self.model, self.outline)}.values():
+            model.remove_tasks([name])
+
+    # ------------------------------------------------------------------ other replicas
+
+    def part_for_layout(self, layout: ParallelLayout) -> ModelPart:
+        """Return the part of the model that this process would hold in another layout.
+
+        Raises:
+            ConfigError: naming every task and field that the layout does not allow.
+            UnsupportedModelError: if the architecture cannot be cut so.
+        """
+        part = ModelPart(self.source, self._run.args, layout, self._world.processes.rank)
+        part.check(self.tasks, self.outline.backbone)
+        return part
+
+    def release_model(self) -> None:
+        """Let go of the model and of all optimizers before the next model comes; all processes call this at one time.
+
+        What the tasks have learnt must be saved by then.
+        """
+        self.placed.executor.close()
+        self.placed.close()
+        self._placed = self._described = self.outline = None
+        # All that refers to the weights lets go of them, or two models would have to fit into memory.
+        for run in self._run.table:
+            run.optimizer = run.last_good = None
+        self._notify_listeners()
+        gc.collect()  # hooks and their modules refer to one another
+
+    def describe_part(self, part: ModelPart) -> None:
+        """Describe the model for another part of it, which this process is to hold from now on.
+
+        Args:
+            part: the part, which `materialise` loads.
+        """
+        self.part, self._placed = part, None
+        self._described = self.source.describe(self.tasks, self._class_counts)
+        self.outline = self._make_outline(self._described)
+        self._notify_listeners()
+
+    # ------------------------------------------------------------------ full states of parts
+
+    def _have_all_saved(self, saved: bool) -> bool:
+        return all(self._world.processes.gather(saved))
+
+    def _gather(self, run: TaskRun, *, only_weights: bool = False) -> TaskState | None:
+        """Return a task's state out of the parts of the first replica, on the first process; `None` on the others."""
+        # Replicas hold equal adapters after every step, so one of them is enough.
+        if self.part.place.replica > 0:
+            return None
+        model = self.placed.model
+        if only_weights:
+            own = TaskState(split_state(model.task_parameters(run.name), None).weights, {}, {}, {})
+        else:
+            own = take_snapshot(run, model)
+        return gather_task(self._world.processes, self._world.layout, model.task_pieces(run.name), own)
+
+
+def class_counts(runs: Sequence[TaskRun]) -> dict[str, int]:
+    """Return the number of classes of each task that has a number of its own."""
+    return {run.name: count for run in runs if (count := class_count(run)) is not None}

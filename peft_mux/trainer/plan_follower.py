@@ -1,0 +1,196 @@
+"""`PlanFollower`: the plan of a run, made anew whenever tasks come or go, and the work that follows from it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.batches_ahead import BatchesAhead
+from peft_mux.engine.replicas.dispatched_shares import DispatchClock, DispatchedShares
+from peft_mux.engine.steps import StepSource
+from peft_mux.engine.work import StepResult, StepWork
+from peft_mux.planning.deployment import report_deployment
+from peft_mux.planning.planner import Planner
+from peft_mux.planning.replica_facts import LayerProfile, run_time_model
+from peft_mux.scheduler.deployment.report import DeploymentReport
+from peft_mux.scheduler.plan import Plan
+from peft_mux.task import TaskStatus
+from peft_mux.trainer.placement import Placement
+from peft_mux.trainer.run import Run, StepTime
+from peft_mux.trainer.world import World
+
+
+class PlanFollower:
+    """Makes plans and follows them.
+
+    What is admitted by a plan is started; what is not waits with a reason, until a plan made anew admits it.
+    `plan` only answers, `replan` makes the plan that is followed, and `next_work` turns that one into steps.
+
+    Args:
+        run: the run under way.
+        world: all processes of the run.
+        placement: the model of this process, which starts the tasks that a plan admits.
+        planner: makes the plans of this run.
+        collator: packs the rows of each step.
+
+    Attributes:
+        planner: makes the plans, and learns from the times of steps.
+        current: the plan that is followed; `None` before the first one.
+    """
+
+    def __init__(
+        self, run: Run, world: World, placement: Placement, planner: Planner, collator: ChunkPackingCollator
+    ) -> None:
+        """Follow no plan yet."""
+        self.planner = planner
+        self.current: Plan | None = None
+        self._run, self._world, self._placement, self._collator = run, world, placement, collator
+        self._ahead = BatchesAhead()  # rows that were read early belong to their tasks, and outlive a plan
+        self._steps: StepSource | None = None
+        self._clock: DispatchClock | None = None
+        self._last_step: StepTime | None = None
+        placement.subscribe(self._follow_model)
+
+    def _follow_model(self) -> None:
+        """Plan for the model that there is now, and for as many replicas as there are now."""
+        self.planner.plan_for(self._placement.outline, num_replicas=self._world.layout.num_replicas)
+
+    # ------------------------------------------------------------------ plans
+
+    def plan(
+        self, devices: str | None = None, *, num_stages: int | None = None, devices_per_stage: int | None = None
+    ) -> Plan:
+        """Return the plan for this run's processes, or for other devices; nothing is changed.
+
+        Args:
+            devices: devices that are not here, such as "4xA100-80GB"; by default the run's own processes.
+            num_stages: stages of a pipeline over `devices`; by default as the arguments ask, or one of all devices.
+            devices_per_stage: devices that share each layer; by default as the arguments ask.
+
+        Raises:
+            ConfigError: if nothing fits into memory, or for devices that are unknown or cannot be divided so.
+        """
+        if devices is None:
+            return self.planner.plan(self._run.table.plannable, running=self._running_names, **self._own_pipeline)
+        return self.planner.plan(
+            self._run.table.plannable,
+            running=self._running_names,
+            devices=devices,
+            num_stages=num_stages,
+            devices_per_stage=devices_per_stage,
+        )
+
+    def plan_stages(self) -> Plan:
+        """Return the plan by which a model is cut into stages, the same on every process."""
+        # One process alone may have planned before, and for other tasks.
+        self.planner.forget_cuts()
+        return self.plan()
+
+    def plan_deployment(self, devices: str | None, measured: LayerProfile | None) -> DeploymentReport:
+        """Return the replicas that would train these tasks fastest (L section 4.2)."""
+        return report_deployment(self.planner, self._run.table.plannable, devices, measured=measured)
+
+    def replan(self) -> Plan:
+        """Make the plan anew from what was learnt, follow it, and start the tasks that it admits.
+
+        Raises:
+            ConfigError: if not even one task fits into memory.
+        """
+        runs, table = self._run.table.plannable, self._run.table
+        plan = self.planner.replan(runs, running=self._running_names, **self._own_pipeline)
+        admitted = {name for htask in plan.htasks for name in htask.tasks}
+        reasons = {one.name: one.reason for one in plan.waiting}
+        for run in [run for run in table if run.status is TaskStatus.WAITING]:
+            # A plan may be made before there are weights; then the one that `train` begins with starts the tasks.
+            if run.name in admitted and self._placement.is_placed:
+                self._placement.start(run)
+            if run.status is TaskStatus.WAITING:
+                run.reason = reasons.get(run.name, "")
+        self.current = plan
+        self._steps = self._new_steps(plan)
+        if self._placement.is_placed:
+            self._placement.placed.executor.follow(plan)
+        return plan
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens that a pass may hold, as far as it is known what fits into memory."""
+        asked = self._run.args.max_tokens_per_micro_batch
+        return asked if self.current is None else self.current.max_tokens_per_micro_batch
+
+    @property
+    def dispatch_clock(self) -> DispatchClock | None:
+        """What dividing rows among unlike replicas has cost; `None` where no plan has been followed."""
+        return self._clock if self._steps is None else self._steps.shares.clock
+
+    @property
+    def _running_names(self) -> list[str]:
+        return [run.name for run in self._run.table.running]
+
+    @property
+    def _own_pipeline(self) -> dict[str, Any]:
+        return {
+            "num_stages": self._placement.part.num_stages,
+            # All processes must admit the same tasks: unlike replicas plan as the least divided kind would.
+            "devices_per_stage": self._placement.part.tp_size if self._world.layout.are_alike else 1,
+            "schedule": self._run.args.pipeline_schedule,
+        }
+
+    def _new_steps(self, plan: Plan) -> StepSource | None:
+        """Return what turns a plan into steps; `None` where there is nothing to do."""
+        if self._steps is not None:
+            # What dividing has cost is told of the whole run, over all its plans.
+            self._steps.shares.close()
+            self._clock = self._steps.shares.clock
+        layout, processes, runs = self._world.layout, self._world.processes, self._run.table.plannable
+        if not runs:
+            return None
+        times = None if layout.are_alike else run_time_model(self.planner, runs, layout)
+        policy: Any = self._run.args.dispatch
+        cuts_rows = self._run.args.split_long_sequences
+        shares = DispatchedShares(layout, times, processes, policy=policy, clock=self._clock, cuts_rows=cuts_rows)
+        return StepSource(plan, self._collator, processes, layout, shares, self._ahead)
+
+    # ------------------------------------------------------------------ steps
+
+    def next_work(self) -> StepWork:
+        """Return the next step of all running tasks; where that takes time, the one after it is begun."""
+        assert self._steps is not None, "a run that has running tasks follows a plan"
+        running = self._run.table.running
+        work = self._steps.next(running)
+        # Begun before this step runs, so that dividing the next one is hidden behind it.
+        self._steps.prepare(running)
+        return work
+
+    def drop_read_ahead(self, name: str) -> None:
+        """Forget what was read early of a task that was removed."""
+        self._ahead.drop(name)
+
+    # ------------------------------------------------------------------ times
+
+    def record_step_time(self, result: StepResult, seconds: float) -> None:
+        """Remember what the step just taken took on this process; a process that is alone learns from it at once.
+
+        Args:
+            result: what came of the step.
+            seconds: seconds of its passes and updates.
+        """
+        # With its plan: by the time that the processes have told their times, there may be another one.
+        self._last_step = StepTime(self.current, sum(result.num_tokens.values()), seconds)
+        if self._world.processes.is_alone:
+            self.observe_step_time(seconds)
+
+    @property
+    def last_step_s(self) -> float:
+        """Seconds of the last step that nothing was learnt from yet; 0 where there is none."""
+        return 0.0 if self._last_step is None else self._last_step.seconds
+
+    def observe_step_time(self, seconds: float) -> None:
+        """Let the planner compare the last step with its prediction, once.
+
+        Args:
+            seconds: what the step took: here, or on the slowest process, as all processes must make the same plan.
+        """
+        if self._last_step is not None and self._last_step.plan is not None:
+            self.planner.observe(self._last_step.plan, self._last_step.num_tokens, seconds)
+        self._last_step = None

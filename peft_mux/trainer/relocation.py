@@ -1,0 +1,178 @@
+"""`Relocation`: moves a run to other replicas between two steps (L section 5.1, dynamic batches).
+
+Moving is saving all tasks, making every part of the model anew and going on from what was saved; the backbone is read
+again from where it came, never written.
+"""
+
+from __future__ import annotations
+
+import time
+
+from peft_mux.checkpoint.run_folder import RunFolder
+from peft_mux.checkpoint.snapshot import put_snapshot
+from peft_mux.checkpoint.task_state import TaskState
+from peft_mux.engine.parallelize import ModelPart
+from peft_mux.engine.replicas.layout import ParallelLayout, layout_of_text
+from peft_mux.errors import CheckpointError, ConfigError, UnsupportedModelError
+from peft_mux.planning.deployment import redeploy as decide_on_move
+from peft_mux.scheduler.deployment.redeployment import DEFAULT_RESTART_S
+from peft_mux.task import TaskStatus
+from peft_mux.tasks.task_run import TaskRun
+from peft_mux.trainer.placement import Placement
+from peft_mux.trainer.plan_follower import PlanFollower
+from peft_mux.trainer.run import Run
+from peft_mux.trainer.world import World
+
+
+class Relocation:
+    """Decides whether other replicas pay, and moves the run to them.
+
+    Args:
+        run: the run under way.
+        world: all processes of the run, laid out anew by a move.
+        placement: the model of this process, made anew by a move.
+        plans: predicts what other replicas would take.
+
+    Raises:
+        ConfigError: if `redeploy=True` and the run could never move.
+    """
+
+    def __init__(self, run: Run, world: World, placement: Placement, plans: PlanFollower) -> None:
+        """Check that a run that shall move can; move nowhere yet."""
+        self._run, self._world, self._placement, self._plans = run, world, placement, plans
+        self._target: ModelPart | None = None
+        self._deployed_for: tuple[str, ...] = ()
+        self._restart_s = DEFAULT_RESTART_S
+        if run.args.redeploy:
+            self._check_can_move()
+
+    def redeploy(self, replicas: str) -> None:
+        """Move the run to other replicas: now, or while it trains at the next step. Every process calls this alike.
+
+        Args:
+            replicas: as LobRA writes them, such as "<2,1>, <1,1>x2"; for as many processes as there are.
+
+        Raises:
+            ConfigError: if there are not as many processes, or the model cannot be read again.
+        """
+        target = self._placement.part_for_layout(layout_of_text(replicas, self._run.args.world_size))
+        self._check_can_move()
+        self._target = target
+        if not self._run.is_in_train:
+            self._move(target)
+
+    @property
+    def target(self) -> str:
+        """Replicas to which the run moves before its next step; "" for none."""
+        return "" if self._target is None else str(self._target.layout)
+
+    def move_if_asked(self) -> bool:
+        """Move if that was asked for, or pays now that tasks have come or gone; return whether the run has moved."""
+        names = tuple(run.name for run in self._run.table.plannable)
+        # The first call compares with nothing: the replicas that a run begins on were chosen for these tasks.
+        has_changed, self._deployed_for = names != (self._deployed_for or names), names
+        if self._target is None and has_changed and self._run.args.redeploy:
+            self._target = self._part_that_pays()
+        if self._target is None:
+            return False
+        self._move(self._target)
+        return True
+
+    def _check_can_move(self) -> None:
+        """Refuse a run that cannot read its backbone or its tasks again.
+
+        Raises:
+            ConfigError: for a model that is an object, or a run that saves nothing.
+        """
+        if not isinstance(self._placement.source.model, str):
+            raise ConfigError(
+                "redeploy: got a model that is an object; allowed: a hub id or folder, from which every process reads"
+                " its new part. Give the trainer the folder of the model."
+            )
+        if self._run.args.save_strategy == "no":
+            raise ConfigError(
+                'redeploy: got save_strategy="no"; allowed: "steps", as tasks go on from what is saved in between.'
+            )
+
+    # ------------------------------------------------------------------ the decision
+
+    def _part_that_pays(self) -> ModelPart | None:
+        """Return this process's part of a better deployment; rank 0 decides, as times differ between processes."""
+        processes = self._world.processes
+        replicas = processes.gather(self._replicas_that_pay() if processes.is_main else "")[0]
+        if not replicas:
+            return None
+        return ModelPart(self._placement.source, self._run.args, ParallelLayout.parse(replicas), processes.rank)
+
+    def _replicas_that_pay(self) -> str:
+        """Return better replicas for the present tasks; "" where there are none, or they cannot be had."""
+        runs, old = self._run.table.plannable, self._world.layout
+        try:
+            decision = decide_on_move(self._plans.planner, runs, old, restart_s=self._restart_s)
+            self._run.log.say(str(decision))
+            layout = ParallelLayout.parse(decision.new)
+            if not decision.pays or layout.world_size != self._world.processes.world_size:
+                return ""
+            self._placement.part_for_layout(layout)
+        except (ConfigError, UnsupportedModelError) as error:
+            # A run that trains must not end because no better replicas can be found.
+            self._run.log.warn(f"the run stays on {old}: {error}")
+            return ""
+        return decision.new
+
+    # ------------------------------------------------------------------ the move
+
+    def _move(self, target: ModelPart) -> None:
+        """Save all tasks, give up the model, and load the part of the new replicas that this process holds."""
+        self._target = None
+        started, before, was_placed = time.perf_counter(), self._world.layout, self._placement.is_placed
+        if was_placed:
+            # Nobody lets go of a part before all tasks are saved: where that fails, the model is still there.
+            self._save()
+            self._world.processes.wait_for_all()
+            self._placement.release_model()
+        self._world.set_layout(target.layout)
+        self._placement.describe_part(target)
+        if was_placed:
+            self._placement.materialise(self._plans.plan_stages)
+            self._restore()
+        # The next decision reckons with what a move really takes here.
+        self._restart_s = seconds = time.perf_counter() - started
+        self._run.log.event("redeployed", replicas=str(target.layout), before=str(before), seconds=seconds)
+        self._run.log.say(f"replicas {target.layout} instead of {before}, after {seconds:.1f} s")
+
+    def _save(self) -> None:
+        """Save all tasks that go on.
+
+        Raises:
+            CheckpointError: on every process, if any of them could not save.
+        """
+        if not all(self._world.processes.gather(self._run.saver.save_run())):
+            raise CheckpointError(
+                f"redeploy: the tasks could not be saved at step {self._run.state.global_step}, so they stay where they"
+                " are; allowed: a folder that can be written to. Free space in output_dir."
+            )
+
+    def _restore(self) -> None:
+        """Put every task back to where `_save` left it, in the new part of the model."""
+        folder = self._run.saver.folder
+        assert folder is not None, "redeploy is refused without a folder"
+        self._world.processes.wait_for_all()  # others read what the first one has written
+        for run in self._run.table:
+            # It has taken no step: its adapter is drawn anew from its seed, and it gets an optimizer when it starts.
+            if run.status is TaskStatus.WAITING:
+                continue
+            if run.status.is_final:
+                self._restore_ended(run, folder)
+                continue
+            self._placement.make_optimizer(run)
+            folder.restore(run, run.step, self._run.log.warn)
+
+    def _restore_ended(self, run: TaskRun, folder: RunFolder) -> None:
+        """Read the adapter of a task that has ended; where that was not written, the task has nothing here."""
+        model = self._placement.placed.model
+        try:
+            weights = model.saved_weights(run.name, folder.task_folder(run.name))
+            put_snapshot(run, model, TaskState(weights, {}, {}, {}))
+        except CheckpointError as error:
+            self._run.log.warn(f'task "{run.name}": its adapter is not here any more: {error}')

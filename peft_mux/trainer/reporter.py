@@ -1,0 +1,118 @@
+"""`Reporter`: logs and evaluations while a run goes on, and what it all came to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from transformers.trainer_utils import TrainOutput
+
+from peft_mux.evaluation.evaluator import TaskEvaluator
+from peft_mux.reporting.metrics_file import read_metrics
+from peft_mux.reporting.plots import plot_losses
+from peft_mux.reporting.report import RankRecord, report_table
+from peft_mux.task import TaskStatus
+from peft_mux.trainer.plan_follower import PlanFollower
+from peft_mux.trainer.run import Run
+from peft_mux.trainer.world import World
+
+
+class Reporter:
+    """Logs and evaluates while a run goes on, and reports when it is over.
+
+    Args:
+        run: the run under way.
+        world: all processes of the run, which tell what each has done.
+        plans: the plan that is followed, with what it predicted and what was measured.
+        evaluator: evaluates one task at a time.
+    """
+
+    def __init__(self, run: Run, world: World, plans: PlanFollower, evaluator: TaskEvaluator) -> None:
+        """Report nothing yet."""
+        self._run, self._world, self._plans, self._evaluator = run, world, plans, evaluator
+
+    def log_if_due(self) -> None:
+        """Log the losses of all tasks where the arguments or a callback ask for it after this step."""
+        args, control, step = self._run.args, self._run.control, self._run.state.global_step
+        due = args.logging_strategy != "no" and (
+            step % args.logging_steps == 0 or (args.logging_first_step and step == 1)
+        )
+        if due or control.should_log:
+            control.should_log = False
+            self._run.log.losses()
+
+    def evaluate_if_due(self, names: Sequence[str]) -> None:
+        """Evaluate the tasks whose turn it is, and stop those whose callbacks ask for it.
+
+        Args:
+            names: the tasks that have just stepped.
+        """
+        # Reset before callbacks are called, which may wish for the next one.
+        everybody = self._run.control.should_evaluate
+        self._run.control.should_evaluate = False
+        for name in names:
+            run = self._run.table[name]
+            if run.status is TaskStatus.RUNNING and run.eval_data is not None and (run.is_evaluation_due or everybody):
+                self._run.callbacks.call("on_evaluate", self._evaluator.evaluate(run))
+            if run.status is TaskStatus.RUNNING and self._run.log.callbacks[name].control.should_training_stop:
+                run.end(TaskStatus.STOPPED_EARLY, "stopped by a callback of the task")
+
+    def finish(self, seconds: float, waited_s: float, num_tokens: int, num_steps: int) -> TrainOutput:
+        """Log and return what training came to, and call `on_train_end`; all processes call this.
+
+        Args:
+            seconds: seconds that training took.
+            waited_s: seconds of these that this process spent waiting for others.
+            num_tokens: tokens that went through the backbone of this process, padding included.
+            num_steps: steps of the run that were taken.
+
+        Returns:
+            Number of steps of the run so far, mean of the tasks' last losses, and metrics with `task/metric` keys.
+        """
+        records = self._world.gather_records(num_tokens, seconds, waited_s)
+        metrics = self._metrics(seconds, self._replica_tokens(records), num_steps)
+        self._run.log.event("run", **metrics)
+        self._log_dispatch_times()
+        for record in records if len(records) > 1 else ():
+            self._run.log.event("rank", **record._asdict())
+        self._run.callbacks.call("on_train_end")
+        for callbacks in self._run.log.callbacks.values():
+            callbacks.call("on_train_end")
+        # NaN, the loss of a task that took no step, does not equal itself.
+        finite = [run.last_loss for run in self._run.table if run.last_loss == run.last_loss]
+        return TrainOutput(self._run.state.global_step, sum(finite) / max(len(finite), 1), metrics)
+
+    def _metrics(self, seconds: float, num_tokens: int, num_steps: int) -> dict[str, float]:
+        metrics = {
+            "train_runtime": seconds,
+            "train_tokens_per_second": num_tokens / max(seconds, 1e-9),
+            "train_steps_per_second": num_steps / max(seconds, 1e-9),
+        }
+        ratio = self._plans.planner.time_ratio
+        if ratio is not None:
+            metrics["measured_over_planned_time"] = ratio
+        return metrics | {f"{run.name}/train_loss": run.last_loss for run in self._run.table}
+
+    def _replica_tokens(self, records: Sequence[RankRecord]) -> int:
+        """Return the tokens that went through all replicas; what one process of each has counted."""
+        return sum(record.tokens for record in records if record.rank in self._world.layout.leaders)
+
+    def _log_dispatch_times(self) -> None:
+        """Say what dividing the rows among unlike replicas has cost, and how much of it was hidden."""
+        clock = self._plans.dispatch_clock
+        if clock is not None and clock.num_steps:
+            self._run.log.event("dispatch", hidden_share=clock.hidden_share, **asdict(clock))
+            self._run.log.say(str(clock))
+
+    def plot_losses(self, path: str | Path | None) -> Path:
+        """Draw the losses of all tasks from `metrics.jsonl` into a PNG, by default `losses.png` in the run folder."""
+        image = Path(path or self._run.root / "losses.png")
+        if not self._run.saver.is_writer:
+            return image
+        return plot_losses(read_metrics(self._run.root / "metrics.jsonl"), image)
+
+    def report(self) -> str:
+        """Return a table of all tasks: how each ended, its last losses, and where its adapter lies."""
+        root = None if self._run.saver.folder is None else self._run.root
+        return report_table(self._run.table, root, self._world.records)

@@ -1,0 +1,75 @@
+"""`Run`: what all parts of a trainer read of the run under way."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import TrainerControl, TrainerState
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.checkpoint.saver import Saver
+from peft_mux.reporting.callbacks import RunCallbacks
+from peft_mux.reporting.run_log import RunLog
+from peft_mux.scheduler.plan import Plan
+from peft_mux.tasks.table import TaskTable
+
+
+class StepTime(NamedTuple):
+    """What a step took on this process.
+
+    Attributes:
+        plan: the plan that the step followed; `None` where there was none.
+        num_tokens: tokens of the global batches of all tasks, on all processes.
+        seconds: seconds that the passes and updates took.
+    """
+
+    plan: Plan | None
+    num_tokens: int
+    seconds: float
+
+
+@dataclass
+class Run:
+    """The run as its parts share it; each part owns the rest of what it knows.
+
+    Attributes:
+        args: the arguments that the trainer was given.
+        table: all tasks, with where each of them stands.
+        state: the run's own `TrainerState`; its `global_step` counts steps of the run, not of a task.
+        control: what callbacks ask of the run.
+        callbacks: the run's own callbacks, called with `state` and `control`.
+        log: takes every number and event.
+        saver: writes adapters and states.
+        is_in_train: whether `train` is between its first and its last step.
+    """
+
+    args: MultiTaskTrainingArguments
+    table: TaskTable
+    state: TrainerState
+    control: TrainerControl
+    callbacks: RunCallbacks
+    log: RunLog
+    saver: Saver
+    is_in_train: bool = False
+
+    @property
+    def root(self) -> Path:
+        """Folder of the run."""
+        return output_folder(self.args)
+
+    def request_stop(self) -> None:
+        """Ask for an end at the next step boundary."""
+        self.control.should_training_stop = True
+
+
+def output_folder(args: MultiTaskTrainingArguments) -> Path:
+    """Return the folder of a run, made by nobody yet."""
+    return Path(args.output_dir or "peft_mux_output")
+
+
+def mark_main_process(state: TrainerState, args: MultiTaskTrainingArguments) -> None:
+    """Tell callbacks, through the state that they are given, whether this process is the one that writes."""
+    state.is_world_process_zero = args.process_index == 0
+    state.is_local_process_zero = args.local_process_index == 0

@@ -1,0 +1,364 @@
+"""`MultiTaskTrainer`: several PEFT tasks on one frozen backbone, trained together, each as if it were alone.
+
+The trainer makes the parts of a run and holds them; each of its methods asks one of them. Read `loop.py` for a step,
+`placement.py` for the model, `plan_follower.py` for what runs together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    DefaultFlowCallback,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerState,
+)
+from transformers.trainer_utils import TrainOutput
+
+from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments
+from peft_mux.checkpoint.run_folder import RunFolder
+from peft_mux.checkpoint.saver import Saver
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.allocator import keeping_freed_memory
+from peft_mux.engine.backbone_source import BackboneSource
+from peft_mux.evaluation.evaluator import TaskEvaluator
+from peft_mux.planning.planner import Planner
+from peft_mux.planning.replica_facts import LayerProfile
+from peft_mux.profiling.backbone import profile_backbone
+from peft_mux.profiling.link import measure_link
+from peft_mux.reporting.callbacks import RunCallbacks, TaskFlowCallback
+from peft_mux.reporting.run_log import RunLog
+from peft_mux.scheduler.costs.profile import Profile
+from peft_mux.scheduler.deployment.report import DeploymentReport
+from peft_mux.scheduler.plan import Plan
+from peft_mux.task import Task, TaskStatus
+from peft_mux.tasks.setup import make_task_runs
+from peft_mux.tasks.table import TaskTable
+from peft_mux.trainer.inputs import (
+    check_evaluation,
+    check_processes,
+    refuse_trainer_arguments,
+    task_list,
+    without_empty_folder,
+)
+from peft_mux.trainer.lifecycle import Lifecycle
+from peft_mux.trainer.loop import StepLoop
+from peft_mux.trainer.membership import Membership
+from peft_mux.trainer.opening import Opening
+from peft_mux.trainer.placement import Placement, class_counts
+from peft_mux.trainer.plan_follower import PlanFollower
+from peft_mux.trainer.relocation import Relocation
+from peft_mux.trainer.reporter import Reporter
+from peft_mux.trainer.run import Run, mark_main_process, output_folder
+from peft_mux.trainer.world import World
+
+
+class MultiTaskTrainer(Trainer):
+    """Trains many PEFT tasks at once; a `transformers.Trainer` whose one model serves them all.
+
+    Args:
+        model: hub id or folder of a transformers model (loaded when training begins), a `PreTrainedModel`, or a
+            `MultiTaskPeftModel`.
+        args: the arguments of the run; their hyper-parameters are the defaults of tasks that do not set their own.
+        tasks: the tasks to train, at least one. May be left out with a `MultiTaskPeftModel` and `train_dataset`.
+        processing_class: tokenizer; by default that of `model` where it is a hub id or folder.
+        train_dataset: short form for equal hyper-parameters: rows by task name, for a `MultiTaskPeftModel`.
+        eval_dataset: held-out rows by task name, in the short form.
+        callbacks: `TrainerCallback`s that see the run; those of a `Task` see the task.
+        model_init_kwargs: for `from_pretrained` where `model` is a hub id or folder.
+        **unsupported: Trainer's other arguments have no meaning for many tasks; they are refused.
+
+    Raises:
+        ConfigError: naming every setting that cannot be run.
+        DataError: naming the rows that cannot be trained on.
+        UnsupportedModelError: if packing would change the backbone's results.
+
+    Example:
+        >>> trainer = MultiTaskTrainer("Qwen/Qwen3-0.6B", args, tasks=[sst2, qa])  # doctest: +SKIP
+        >>> print(trainer.plan())  # doctest: +SKIP
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    args: MultiTaskTrainingArguments  # type: ignore[assignment]
+    model: Any  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        model: Any,
+        args: MultiTaskTrainingArguments | None = None,
+        tasks: Sequence[Task] | None = None,
+        *,
+        processing_class: Any = None,
+        train_dataset: Mapping[str, Any] | None = None,
+        eval_dataset: Mapping[str, Any] | None = None,
+        callbacks: Sequence[TrainerCallback] | None = None,
+        model_init_kwargs: Mapping[str, Any] | None = None,
+        **unsupported: Any,
+    ) -> None:
+        """Check everything that can be checked before the first step; load no weights."""
+        refuse_trainer_arguments(unsupported)
+        run_args = require_arguments(args or MultiTaskTrainingArguments(output_dir="peft_mux_output"))
+        given = task_list(model, tasks, train_dataset, eval_dataset)
+        source = BackboneSource(model, run_args, processing_class, dict(model_init_kwargs or {}))
+        source.check(given)
+        check_processes(run_args)
+        check_evaluation(run_args, given)
+        self.table = TaskTable(make_task_runs(given, run_args, source.tokenizer, source.config))
+        described = source.describe(given, class_counts(list(self.table)))
+        with without_empty_folder(output_folder(run_args)):
+            super().__init__(
+                model=described,
+                args=run_args,
+                processing_class=source.tokenizer,
+                callbacks=list(callbacks or ()),
+                # Held-out rows are the tasks'; Trainer itself asks for some where eval_strategy is set.
+                eval_dataset=[],  # type: ignore[arg-type]
+            )
+        # They log, save and stop by the arguments of the run alone, and print what the run log prints.
+        for callback in (DefaultFlowCallback, PrinterCallback, ProgressCallback):
+            self.remove_callback(callback)
+        self.add_callback(TaskFlowCallback())
+        self.state = TrainerState()
+        mark_main_process(self.state, run_args)
+        self._make_parts(source, given, described)
+
+    def _make_parts(self, source: BackboneSource, tasks: Sequence[Task], described: Any) -> None:
+        """Make the parts of the run, each given what it reads; the order is that in which they know one another."""
+        self._world = world = World(self.args, self.table)
+        self._run = run = self._make_run(is_main=world.processes.is_main)
+        self._placement = placement = Placement(run, world, source, tasks, described)
+        placement.subscribe(self._hand_out_model)
+        collator = self._make_collator()
+        planner = Planner(placement.outline, source, self.args, collator, num_replicas=world.layout.num_replicas)
+        self._plans = plans = PlanFollower(run, world, placement, planner, collator)
+        self._evaluator = evaluator = TaskEvaluator(
+            collator,
+            run.log,
+            run.saver,
+            # Asked at each evaluation: a move makes another executor, a plan another bound.
+            executor=lambda: placement.placed.executor,
+            max_tokens=lambda: plans.max_tokens,
+            share=lambda: placement.row_share,
+        )
+        lifecycle = Lifecycle(run, placement, plans)
+        self._membership = Membership(run, placement, plans, lifecycle)
+        self._relocation = Relocation(run, world, placement, plans)
+        self._reporter = Reporter(run, world, plans, evaluator)
+        self._opening = Opening(run, world, placement, plans)
+        self._loop = StepLoop(
+            run,
+            world=world,
+            placement=placement,
+            plans=plans,
+            collator=collator,
+            lifecycle=lifecycle,
+            membership=self._membership,
+            relocation=self._relocation,
+            reporter=self._reporter,
+            opening=self._opening,
+        )
+
+    def _make_run(self, *, is_main: bool) -> Run:
+        callbacks = RunCallbacks(self.callback_handler, self.args, self.state, self.control)
+        log = RunLog(self.table, self.state, callbacks.log, is_shown=is_main)
+        saver = Saver(self.table, self.args, log, is_writer=is_main)
+        return Run(self.args, self.table, self.state, self.control, callbacks, log, saver)
+
+    def _hand_out_model(self) -> None:
+        """Hand the present model to the callbacks, the log and the saver, which hold the one before it."""
+        self.model = self.model_wrapped = self.callback_handler.model = self._placement.model
+        self._run.log.use_model(self.model)
+        self._run.saver.use_model(self.model)
+
+    # ------------------------------------------------------------- overview
+
+    @property
+    def is_in_train(self) -> bool:
+        """Whether `train` is under way."""
+        # Trainer's constructor runs before the parts are made.
+        return "_run" in vars(self) and self._run.is_in_train
+
+    @is_in_train.setter
+    def is_in_train(self, value: bool) -> None:
+        """Ignore the value: Trainer's constructor sets it, but `Run.is_in_train` is what counts."""
+
+    @property
+    def tasks(self) -> list[Task]:
+        """The tasks of the run, in the order in which they came."""
+        return self._placement.tasks
+
+    @property
+    def task_states(self) -> dict[str, TrainerState]:
+        """State of each task as Trainer keeps it: `global_step`, `epoch`, `log_history`."""
+        return {run.name: run.state for run in self.table}
+
+    @property
+    def task_statuses(self) -> dict[str, TaskStatus]:
+        """Where each task stands."""
+        return {run.name: run.status for run in self.table}
+
+    def report(self) -> str:
+        """Return a table of all tasks: how each ended, its last losses, and where its adapter lies."""
+        return self._reporter.report()
+
+    def plot_losses(self, path: str | Path | None = None) -> Path:
+        """Draw the losses of all tasks from `metrics.jsonl` into a PNG (by default `losses.png` in `output_dir`)."""
+        return self._reporter.plot_losses(path)
+
+    # ------------------------------------------------------------- planning
+
+    def plan(
+        self, devices: str | None = None, *, num_stages: int | None = None, devices_per_stage: int | None = None
+    ) -> Plan:
+        """Return what would run together, in how many passes, how fast, and in how much memory; allocates nothing.
+
+        Args:
+            devices: plan for other devices than this machine's, such as "4xA100-80GB", as stages of a pipeline.
+            num_stages: stages of the pipeline over `devices`; by default as the arguments ask, or one of all devices.
+            devices_per_stage: devices that share each layer of a stage; by default as the arguments ask.
+
+        Raises:
+            ConfigError: if nothing fits into memory, naming the cheapest fixes; or for unknown devices.
+        """
+        return self._plans.plan(devices, num_stages=num_stages, devices_per_stage=devices_per_stage)
+
+    def plan_deployment(self, devices: str | None = None, *, measured: LayerProfile | None = None) -> DeploymentReport:
+        """Return the replicas that would train these tasks fastest (LobRA), and what stands beside them.
+
+        Args:
+            devices: such as "16xA100-40GB"; by default those that the run was started on.
+            measured: times of one layer at several tensor parallel sizes, in place of a profile of one device.
+
+        Raises:
+            ConfigError: for unknown devices, no tasks, or tasks that no replica can hold.
+        """
+        return self._plans.plan_deployment(devices, measured)
+
+    def measure_profile(self, budget_s: float = 60.0, *, folder: Path | None = None, refresh: bool = False) -> Profile:
+        """Measure how long the parts of a step take on this device, for `cost_profile`; reads and changes no weights.
+
+        Where there are several processes, each must call this, and the link between them is measured too.
+
+        Args:
+            budget_s: seconds that this may take.
+            folder: folder of stored profiles, from which one that fits is read instead; `None` to store nothing.
+            refresh: measure although a stored profile fits.
+        """
+        device = self.args.device
+        return profile_backbone(
+            self.model,
+            device=device,
+            dtype=torch.bfloat16 if self.args.bf16 else self._placement.source.dtype,
+            budget_s=budget_s,
+            folder=folder,
+            refresh=refresh,
+            link=measure_link(device),
+        )
+
+    # ------------------------------------------------------------- training
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **unsupported: Any) -> TrainOutput:
+        """Train until every task has ended or is paused.
+
+        Args:
+            resume_from_checkpoint: `True` for the newest state in `output_dir`, or another run's folder. Every task
+                goes on exactly where that state left it.
+            **unsupported: Trainer's other arguments are refused.
+
+        Returns:
+            Number of run steps, mean of the tasks' last losses, and metrics with `task/metric` keys.
+
+        Raises:
+            CheckpointError: if there is nothing to resume from, or `output_dir` holds a run that is not resumed.
+        """
+        refuse_trainer_arguments(unsupported)
+        resume = resume_from_checkpoint or self.args.resume_from_checkpoint
+        with self._world.processes.together(), keeping_freed_memory(self.args.device):
+            return self._loop.train(resume)
+
+    def evaluate(self, task: str | None = None, **unsupported: Any) -> dict[str, float]:  # type: ignore[override]
+        """Evaluate one task, or all that have held-out rows.
+
+        Args:
+            task: name of the task; by default all.
+            **unsupported: Trainer's other arguments are refused.
+
+        Returns:
+            Metrics with `task/metric` keys.
+
+        Raises:
+            ConfigError: for a name that no task has, or a task without held-out rows.
+        """
+        refuse_trainer_arguments(unsupported)
+        self._placement.materialise(self._plans.plan_stages)
+        names = [task] if task is not None else [run.name for run in self.table if run.eval_data is not None]
+        results: dict[str, float] = {}
+        for name in names:
+            metrics = self._evaluator.metrics(self._membership.run_of(name))
+            results.update({f"{name}/{key}": value for key, value in metrics.items()})
+        return results
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write every task's adapter, each at the root of its sub-folder, loadable by plain PEFT."""
+        self._placement.materialise(self._plans.plan_stages)
+        for run in self.table:
+            # On every process: where each holds a part of the adapter, the writer needs all of them.
+            weights = self._run.saver.full_weights(run)
+            if self._run.saver.is_writer:
+                RunFolder(Path(output_dir or self._run.root), self.model).save_adapter(run.name, weights)
+
+    # ------------------------------------------------------------- while it trains
+
+    def register_tasks(self, tasks: Sequence[Task]) -> None:
+        """Add tasks; while `train` runs (this may be called from a callback or another thread) at the next step.
+
+        Their configuration and rows are checked here, in the caller's thread. What PEFT itself refuses only when it
+        makes the adapter is told as a warning and in `metrics.jsonl`, if the others train by then.
+
+        Raises:
+            ConfigError: naming every setting that cannot be run; then none is added.
+            DataError: naming the rows that cannot be trained on.
+        """
+        self._membership.register(tasks)
+
+    def remove_task(self, name: str, *, save: bool = True) -> None:
+        """Take a task out at the next step boundary; its adapter is written first unless `save` is `False`."""
+        self._membership.remove(name, save=save)
+
+    def pause_task(self, name: str) -> None:
+        """Keep a task's exact state and take no steps of it until `resume_task`."""
+        self._membership.pause(name)
+
+    def resume_task(self, name: str) -> None:
+        """Let a paused task go on where it stopped."""
+        self._membership.resume(name)
+
+    def redeploy(self, replicas: str) -> None:
+        """Move the run to other replicas; while `train` runs, at the next step. Every process calls this alike.
+
+        Args:
+            replicas: as LobRA writes them, such as "<2,1>, <1,1>x2"; for as many processes as there are.
+
+        Raises:
+            ConfigError: if there are not as many processes, or the model cannot be read again.
+        """
+        self._relocation.redeploy(replicas)
+
+    # ------------------------------------------------------------- internal
+
+    def _make_collator(self) -> ChunkPackingCollator:
+        pad_token_id = getattr(self.processing_class, "pad_token_id", None)
+        return ChunkPackingCollator(
+            chunk_size=self.args.chunk_size,
+            min_chunk_size=self.args.min_chunk_size,
+            pad_to_chunks=self.args.pad_to_chunks,
+            # Padding is a sequence of its own without targets, so that its id changes no result.
+            pad_token_id=pad_token_id or 0,
+            split_long_sequences=self.args.split_long_sequences,
+        )

@@ -1,0 +1,86 @@
+"""The pipeline benchmark's own parts: its baseline, and what it makes of times."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.processes.pipeline import figures
+from benchmarks.processes.pipeline_worker import SCHEDULES, drained_1f1b, template_of
+from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.simulator import simulate, verify
+from tests.paths import ROOT
+
+NUM_TASKS, NUM_STAGES = 4, 2
+AT_ONCE = Link(0.0, float("inf"))
+
+
+def loads(num_micro_batches: int) -> list[BucketLoad]:
+    return [
+        BucketLoad(
+            name=f"task-{index}",
+            forward_s=(1.0,) * NUM_STAGES,
+            activation_bytes=(0,) * NUM_STAGES,
+            num_micro_batches=num_micro_batches,
+        )
+        for index in range(NUM_TASKS)
+    ]
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 3])
+def test_one_task_after_another_fills_and_empties_the_pipeline_for_each(num_micro_batches: int) -> None:
+    own = loads(num_micro_batches)
+    template = drained_1f1b(own)
+    verify(template, own)
+    # 1F1B takes (C + S - 1) (f + b) for each task.
+    assert simulate(template, own).makespan_s == pytest.approx(NUM_TASKS * 2 * (num_micro_batches + NUM_STAGES - 1))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES[2:])
+def test_without_draining_the_pipeline_is_filled_once(schedule: str) -> None:
+    own = loads(3)
+    template = template_of(schedule, own, AT_ONCE)
+    assert simulate(template, own).makespan_s == pytest.approx(2 * (NUM_TASKS * 3 + NUM_STAGES - 1))
+
+
+def test_ratios_are_medians_over_rounds_and_errors_are_signed() -> None:
+    planned = {"planned_passes_s": 1.0, "planned_steps_s": 2.0}
+    base = {"schedule": "drained", "num_micro_batches": 1, "passes_s": [4.0, 2.0, 3.0], "steps_s": [5.0] * 3, **planned}
+    row = {"schedule": "mux", "num_micro_batches": 1, "passes_s": [2.0, 2.0, 2.0], "steps_s": [2.5] * 3, **planned}
+    found = figures([row, base])[0]
+    assert found["faster_passes"] == 1.5
+    assert found["faster_steps"] == 2.0
+    assert found["passes_off"] == -0.5
+    assert found["steps_off"] == pytest.approx(-0.2)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_benchmark_measures_every_schedule_and_sends_what_the_closed_form_says(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from benchmarks import parallel;"
+        f" parallel.RESULTS = Path({str(tmp_path)!r}); parallel.main()"
+    )
+    options = ["--micro-batches", "1", "2", "--rounds", "1", "--layers", "2", "--tokens", "32", "--write"]
+    done = subprocess.run(
+        [sys.executable, "-c", program, *options], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    (path,) = tmp_path.glob("parallel-*.json")
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    assert [(row["num_micro_batches"], row["schedule"]) for row in rows] == [
+        (count, schedule) for count in (1, 2) for schedule in SCHEDULES
+    ]
+    for row in rows:
+        assert row["sent_bytes"] == [4 * row["num_micro_batches"] * 32 * 512 * 4] * NUM_STAGES
+        assert row["summed_bytes"] == row["closed_form_summed_bytes"] == [4 * (4 + 8)] * NUM_STAGES
+        assert row["planned_steps_s"] > row["planned_passes_s"] > 0
+        assert row["steps_s"][0] > row["passes_s"][0] > 0
+    in_flight = {(row["num_micro_batches"], row["schedule"]): row["most_in_flight"] for row in rows}
+    assert in_flight[2, "gpipe"] == [8, 8]
+    assert in_flight[2, "1f1b"] == in_flight[2, "drained"] == [2, 1]

@@ -1,0 +1,504 @@
+"""A run folder that is torn, changed, foreign or hostile: an older state is taken aloud, or the fault is named."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+
+from peft_mux import storage
+from peft_mux.checkpoint.run_folder import RunFolder
+from peft_mux.errors import CheckpointError
+from peft_mux.task import Task
+from peft_mux.trainer.trainer import MultiTaskTrainer
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import Recorder, Run
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+def tasks(**settings: Any) -> list[Task]:
+    return [
+        lab.small_task("a", data_seed=1, lora_dropout=0.1, **{"max_steps": 7, **settings}),
+        lab.small_task("b", data_seed=2, length=9, rank=2, max_steps=7),
+    ]
+
+
+class Killed(Exception):
+    """Ends a run in the middle, with nothing saved on the way out."""
+
+
+def crash(trainer: MultiTaskTrainer) -> None:
+    raise Killed
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run that nothing befalls."""
+    return lab.train(tasks(), tmp_path_factory.mktemp("whole"), **SAVING)
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that saved after steps 2 and 4, and crashed in step 5."""
+    root = tmp_path_factory.mktemp("crashed")
+    trainer = lab.make_trainer(tasks(), root, recorder=Recorder(at_end={5: crash}), **SAVING)
+    with pytest.raises(Killed):
+        trainer.train()
+    return root
+
+
+@pytest.fixture
+def root(crashed: Path, tmp_path: Path) -> Path:
+    """Return a copy of the crashed run, to be spoilt."""
+    return Path(shutil.copytree(crashed, tmp_path / "run"))
+
+
+def resume(root: Path, with_tasks: list[Task] | None = None, **options: Any) -> Run:
+    return lab.train(with_tasks or tasks(), root, resume=True, **{**SAVING, **options})
+
+
+def said_while_resuming(root: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> tuple[Run, str]:
+    """Resume with the plain progress of files and pipes, and return what it printed."""
+    run = resume(root, disable_tqdm=False, **options)
+    captured = capsys.readouterr()
+    return run, captured.out + captured.err
+
+
+# ------------------------------------------------------------ torn and changed
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+SPOILS: dict[str, tuple[str, Callable[[Path], None]]] = {
+    "weights, flipped bit": ("adapter_model.safetensors", flip),
+    "optimizer, flipped bit": ("optimizer.safetensors", flip),
+    "last good weights, flipped bit": ("last_good.safetensors", flip),
+    "state, flipped bit": ("state.json", flip),
+    "manifest, flipped bit": ("manifest.json", flip),
+    "weights, truncated": ("adapter_model.safetensors", truncate),
+    "optimizer, truncated": ("optimizer.safetensors", truncate),
+    "state, missing": ("state.json", Path.unlink),
+    "optimizer, missing": ("optimizer.safetensors", Path.unlink),
+}
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_spoilt_checkpoint_is_passed_over_for_the_one_before_it(spoil: str, root: Path, whole: Run) -> None:
+    file, act = SPOILS[spoil]
+    act(root / "a" / "checkpoint-4" / file)
+    run = resume(root)
+    # "a" goes back to step 2 and takes its later steps again, "b" goes on at step 4.
+    assert len(run.losses["a"]) == 5
+    assert len(run.losses["b"]) == 3
+    for name in "ab":
+        lab.assert_same(Run(run.trainer, only_last(run, 3)), Run(whole.trainer, only_last(whole, 3)), name, 1e-5)
+
+
+def only_last(run: Run, count: int) -> Recorder:
+    return Recorder(losses={name: losses[-count:] for name, losses in run.losses.items()})
+
+
+def test_a_checkpoint_without_manifest_is_passed_over(root: Path) -> None:
+    (root / "a" / "checkpoint-4" / "manifest.json").unlink()
+    assert len(resume(root).losses["a"]) == 5
+
+
+@pytest.mark.parametrize("spoil", ["weights, flipped bit", "state, missing"])
+def test_going_back_to_an_older_checkpoint_is_said_by_task_and_file(
+    spoil: str, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, act = SPOILS[spoil]
+    act(root / "a" / "checkpoint-4" / file)
+    run, said = said_while_resuming(root, capsys)
+    assert len(run.losses["a"]) == 5
+    assert "a: succeeded" in said, "what is said does not come here"
+    assert 'task "a"' in said
+    assert str(Path("checkpoint-4") / file) in said
+
+
+def restore_a(root: Path, step: int) -> list[str]:
+    """Return what is said when task "a" is put back to a step."""
+    trainer = lab.make_trainer(tasks(), root)
+    trainer._placement.materialise(trainer._plans.plan_stages)
+    for run in trainer.table:
+        trainer._placement.start(run)
+    said: list[str] = []
+    RunFolder(root, trainer.model).restore(trainer.table["a"], step, said.append)
+    return said
+
+
+def test_restoring_tells_its_caller_of_the_spoilt_file(root: Path) -> None:
+    flip(root / "a" / "checkpoint-4" / "optimizer.safetensors")
+    (notice,) = restore_a(root, 4)
+    assert 'task "a"' in notice
+    assert str(root / "a" / "checkpoint-4" / "optimizer.safetensors") in notice
+    assert "Trying the checkpoint before it" in notice
+    assert restore_a(root, 2) == []
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", ""], ids=["manifest", "folder"])
+def test_restoring_tells_its_caller_that_the_recorded_checkpoint_is_gone(lost: str, root: Path) -> None:
+    path = root / "a" / "checkpoint-4" / lost
+    path.unlink() if lost else shutil.rmtree(path)
+    (notice,) = restore_a(root, 4)
+    assert 'task "a"' in notice
+    assert "checkpoint-4" in notice
+
+
+def test_without_any_intact_checkpoint_task_folder_and_way_out_are_named(root: Path) -> None:
+    for step in (2, 4):
+        flip(root / "a" / f"checkpoint-{step}" / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r'task "a": got no valid checkpoint up to step 4 .*Restore it') as caught:
+        resume(root)
+    assert str(root / "a") in str(caught.value)
+
+
+def test_checkpoints_of_another_task_are_not_taken(root: Path) -> None:
+    (root / "a").rename(root / "other")
+    (root / "b").rename(root / "a")
+    (root / "other").rename(root / "b")
+    with pytest.raises(CheckpointError, match='task "a": got no valid checkpoint'):
+        resume(root)
+
+
+def test_a_checkpoint_under_the_number_of_another_step_is_not_taken(root: Path) -> None:
+    shutil.rmtree(root / "a" / "checkpoint-4")
+    shutil.copytree(root / "a" / "checkpoint-2", root / "a" / "checkpoint-4")
+    (notice,) = restore_a(root, 4)
+    assert "got step 2; allowed: 4" in notice
+
+
+def newest_record(root: Path) -> Path:
+    return max((root / "state").glob("run-*.json"))
+
+
+@pytest.mark.parametrize("act", [flip, truncate, Path.unlink])
+def test_with_a_torn_record_the_run_goes_on_from_the_one_before_it(
+    act: Callable[[Path], None], root: Path, whole: Run
+) -> None:
+    act(newest_record(root))
+    run = resume(root)
+    assert run.losses == {name: whole.losses[name][2:] for name in "ab"}
+    assert run.recorder.digests == {name: whole.recorder.digests[name][2:] for name in "ab"}
+
+
+def test_a_torn_record_is_said_by_file(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torn = newest_record(root)
+    flip(torn)
+    _, said = said_while_resuming(root, capsys)
+    assert torn.name in said
+
+
+def test_a_folder_whose_records_are_all_torn_is_not_trained_over(root: Path) -> None:
+    for path in (root / "state").iterdir():
+        flip(path)
+    with pytest.raises(CheckpointError, match="output_dir"):
+        lab.train(tasks(), root, **SAVING)
+
+
+def test_the_state_of_another_format_version_is_refused(root: Path) -> None:
+    path = newest_record(root)
+    record = storage.unsealed_json(path)
+    path.write_bytes(storage.sealed_json({**record, "format_version": record["format_version"] + 1}))
+    with pytest.raises(CheckpointError, match="version"):
+        resume(root)
+
+
+def test_a_checkpoint_with_an_unknown_extra_file_is_not_taken(root: Path) -> None:
+    (root / "a" / "checkpoint-4" / "extra.bin").write_bytes(b"")
+    assert any("extra.bin" in line for line in restore_a(root, 4))
+
+
+# ---------------------------------------------------------- changed settings
+
+
+@pytest.mark.parametrize(
+    ("field", "changed"),
+    [
+        ("learning_rate", {"learning_rate": 1e-3}),
+        ("train_batch_size", {"train_batch_size": 2}),
+        ("max_steps", {"max_steps": 9}),
+        ("seed", {"seed": 2}),
+        ("weight_decay", {"weight_decay": 0.5}),
+        ("lr_scheduler_type", {"lr_scheduler_type": "cosine"}),
+        ("shuffle", {"shuffle": False}),
+        ("rows", {"data_seed": 77}),
+    ],
+)
+def test_a_changed_setting_is_refused_by_task_and_field(field: str, changed: dict[str, Any], root: Path) -> None:
+    first = lab.small_task("a", **{"data_seed": 1, "lora_dropout": 0.1, "max_steps": 7, **changed})
+    with pytest.raises(CheckpointError, match=rf'task "a": got other settings.*\b{field} .* -> .*Undo the change'):
+        resume(root, [first, tasks()[1]])
+
+
+@pytest.mark.parametrize("free", ["eval_steps", "save_steps"])
+def test_how_often_is_saved_and_evaluated_may_change(free: str, root: Path, whole: Run) -> None:
+    held_out = {"eval_dataset": lab.rows(5, 2, 9, 9)} if free == "eval_steps" else {}
+    run = resume(root, [*tasks(**{free: 3}, **held_out)])
+    assert run.losses == {name: whole.losses[name][4:] for name in "ab"}
+
+
+ADAPTER_CHANGES = {
+    "r": {"r": 8},
+    "lora_alpha": {"lora_alpha": 32},
+    "lora_dropout": {"lora_dropout": 0.5},
+    "use_rslora": {"use_rslora": True},
+}
+
+
+@pytest.mark.parametrize("field", ADAPTER_CHANGES)
+def test_a_changed_adapter_setting_is_refused_by_task_and_field(field: str, root: Path) -> None:
+    before = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1}
+    first, second = tasks()
+    changed = replace(first, peft_config=LoraConfig(**{**before, **ADAPTER_CHANGES[field]}))
+    with pytest.raises(CheckpointError, match=rf'task "a".*\b{field}\b'):
+        resume(root, [changed, second])
+
+
+def test_a_backbone_of_other_shapes_is_refused(root: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=lab.VOCABULARY,
+        hidden_size=16,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    with pytest.raises(CheckpointError, match=r"allowed: .*the same backbone"):
+        resume(root, model=LlamaForCausalLM(config))
+
+
+def test_a_backbone_of_other_weights_is_refused(root: Path) -> None:
+    other = lab.tiny_llama()
+    lab.fill(other, 1)
+    with pytest.raises(CheckpointError, match=r"trained on other weights .*allowed: the same backbone"):
+        resume(root, model=other)
+
+
+def test_a_folder_that_holds_a_run_is_refused_without_resuming(root: Path) -> None:
+    before = snapshot(root)
+    with pytest.raises(CheckpointError, match=r"output_dir: got .*holds a run.*resume_from_checkpoint=True"):
+        lab.train(tasks(), root, **SAVING)
+    assert snapshot(root) == before
+
+
+def snapshot(root: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+def test_a_task_left_out_on_resuming_is_said(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, said = said_while_resuming(root, capsys, with_tasks=tasks()[1:])
+    assert set(run.losses) == {"b"}
+    assert 'task "a" of the resumed run is not among the tasks given now' in said
+
+
+def test_a_task_left_out_on_resuming_keeps_its_files(root: Path) -> None:
+    before = snapshot(root / "a")
+    run = resume(root, tasks()[1:])
+    assert set(run.losses) == {"b"}
+    assert snapshot(root / "a") == before
+
+
+def test_a_task_that_is_new_on_resuming_begins_at_its_first_step(root: Path) -> None:
+    run = resume(root, [*tasks(), lab.small_task("new", data_seed=5, max_steps=6)])
+    assert {name: len(losses) for name, losses in run.losses.items()} == {"a": 3, "b": 3, "new": 6}
+
+
+# ------------------------------------------------------------------ retention
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_save_total_limit_keeps_the_newest_states(keep: int, tmp_path: Path) -> None:
+    options = {**SAVING, "save_steps": 1, "save_total_limit": keep}
+    trainer = lab.make_trainer(tasks(), tmp_path, recorder=Recorder(at_end={6: crash}), **options)
+    with pytest.raises(Killed):
+        trainer.train()
+    steps = list(range(6 - keep, 6))
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == [f"run-{step:08d}.json" for step in steps]
+    for name in "ab":
+        assert storage.numbered_folders(tmp_path / name) == steps
+        assert (tmp_path / name / "adapter_model.safetensors").is_file()
+
+
+def test_without_a_limit_every_state_is_kept(crashed: Path) -> None:
+    assert [path.name for path in sorted((crashed / "state").iterdir())] == ["run-00000002.json", "run-00000004.json"]
+    assert storage.numbered_folders(crashed / "a") == [2, 4]
+
+
+# ------------------------------------------------------------------ full disks
+
+
+def assert_resumable_at(root: Path, step: int, whole: Run, **options: Any) -> None:
+    run = resume(root, **options)
+    assert run.losses == {name: whole.losses[name][step:] for name in "ab"}
+    assert run.recorder.digests == {name: whole.recorder.digests[name][step:] for name in "ab"}
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Callable[[int | None], None]:
+    """Return what limits the size of every file that is written from then on; `None` lifts it."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size_bytes: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size_bytes is None else size_bytes, hard))
+
+    yield limit
+    limit(None)
+
+
+def test_a_disk_that_fills_up_costs_neither_the_run_nor_its_older_state(
+    disk: Callable[[int | None], None], whole: Run, tmp_path: Path
+) -> None:
+    # No checkpoint file but the record fits into the limit; it lasts over the saves of steps 4, and is gone at the end.
+    acts = {3: lambda _: disk(5_000), 5: lambda _: disk(None)}
+    run = lab.train(tasks(), tmp_path / "run", recorder=Recorder(at_end=acts), **SAVING)
+    assert run.losses == whole.losses
+    records = sorted(path.name for path in (tmp_path / "run" / "state").iterdir())
+    assert records == [f"run-{step:08d}.json" for step in (2, 6, 7)]
+    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (failure,) = [event for event in events if event["event"] == "save_failed"]
+    assert failure["run_step"] == 4
+    assert not list((tmp_path / "run").rglob(".tmp-*"))
+
+
+def test_after_a_disk_filled_up_the_older_state_resumes(
+    disk: Callable[[int | None], None], whole: Run, tmp_path: Path
+) -> None:
+    acts = {3: lambda _: disk(5_000), 5: crash}
+    trainer = lab.make_trainer(tasks(), tmp_path, recorder=Recorder(at_end=acts), **SAVING)
+    with pytest.raises(Killed):
+        trainer.train()
+    disk(None)
+    assert_resumable_at(tmp_path, 2, whole)
+
+
+def test_a_full_disk_when_one_task_ends_does_not_end_the_others(
+    disk: Callable[[int | None], None], tmp_path: Path
+) -> None:
+    acts = {3: lambda _: disk(5_000), 5: lambda _: disk(None)}
+    run = lab.train(tasks(max_steps=4), tmp_path, recorder=Recorder(at_end=acts), **{**SAVING, "save_steps": 100})
+    assert len(run.losses["b"]) == 7
+
+
+# --------------------------------------------------- links, paths and pickles
+
+
+@pytest.mark.parametrize("name", ["../outside", "..", "/abs", "a/b", "a\\b", "state", ""])
+def test_a_name_that_leads_out_of_the_folder_is_refused(name: str, root: Path) -> None:
+    folder = RunFolder(root, lab.make_trainer(tasks(), root).model)
+    before = sorted(root.parent.rglob("*"))
+    with pytest.raises(CheckpointError, match="task"):
+        folder.task_folder(name)
+    assert sorted(root.parent.rglob("*")) == before
+
+
+PLACES = ["a", "a/checkpoint-2", "a/adapter_model.safetensors", "a/adapter_config.json", "config.json", "plan.json"]
+PLACES += ["state", "metrics.jsonl"]
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_link_in_the_run_folder_is_never_written_through(place: str, tmp_path: Path) -> None:
+    root, outside = tmp_path / "run", tmp_path / "outside"
+    (root / place).parent.mkdir(parents=True)
+    is_file = "." in place
+    if is_file:
+        outside.write_bytes(b"precious")
+    else:
+        outside.mkdir()
+        (outside / "precious").write_bytes(b"precious")
+    (root / place).symlink_to(outside, target_is_directory=not is_file)
+    with suppress(CheckpointError):  # to refuse the link is as good as to replace it
+        lab.train(tasks(), root, **SAVING)
+    if is_file:
+        assert outside.read_bytes() == b"precious"
+    else:
+        assert [path.name for path in outside.iterdir()] == ["precious"]
+
+
+def test_a_name_in_a_record_deletes_nothing_outside(root: Path) -> None:
+    victim = root.parent / "victim"
+    shutil.copytree(root / "a", victim)
+    shutil.copytree(victim / "checkpoint-2", victim / "checkpoint-1")
+    path = newest_record(root)
+    record = storage.unsealed_json(path)
+    record["tasks"]["../victim"] = {"status": "running", "reason": "", "step": 4}
+    path.write_bytes(storage.sealed_json(record))
+    resume(root, save_total_limit=2)
+    assert storage.numbered_folders(victim) == [1, 2, 4]
+
+
+class Exploit:
+    """Makes a file where its pickle is opened."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_no_pickle_is_ever_opened(root: Path, whole: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    marker = root.parent / "exploited"
+    bomb = pickle.dumps(Exploit(marker))
+    names = "optimizer.pt scheduler.pt rng_state.pth training_args.bin adapter_model.bin pytorch_model.bin state.pkl"
+    for folder in (root, root / "state", root / "a", root / "b"):
+        for name in names.split():
+            (folder / name).write_bytes(bomb)
+    pickle.loads(bomb)
+    assert marker.is_dir(), "the bomb is a dud"
+    marker.rmdir()
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a pickle was opened")
+
+    monkeypatch.setattr(torch, "load", refuse)
+    assert_resumable_at(root, 4, whole)
+    assert not marker.exists()
+
+
+def test_a_pickle_in_the_place_of_a_checkpoint_is_not_opened(root: Path) -> None:
+    marker = root.parent / "exploited"
+    for step in (2, 4):
+        folder = root / "a" / f"checkpoint-{step}"
+        (folder / "adapter_model.safetensors").unlink()
+        (folder / "adapter_model.bin").write_bytes(pickle.dumps(Exploit(marker)))
+    with pytest.raises(CheckpointError, match='task "a": got no valid checkpoint'):
+        resume(root)
+    assert not marker.exists()
+
+
+def test_everything_that_a_run_writes_is_safetensors_or_json(whole: Run) -> None:
+    folder = Path(whole.trainer.args.output_dir or "")
+    kinds = {path.suffix for path in folder.rglob("*") if path.is_file()}
+    assert kinds == {".safetensors", ".json", ".jsonl"}
+
+
+def test_the_adapter_of_the_last_save_loads_in_plain_peft_after_a_crash(crashed: Path, whole: Run) -> None:
+    saved = PeftModel.from_pretrained(lab.tiny_llama(), crashed / "a")
+    weights = {key.replace(".default", ""): value for key, value in saved.named_parameters() if "lora_" in key}
+    # Weights before the fifth step are those after the fourth.
+    wanted = whole.recorder.before["a"][4]
+    assert weights.keys() == wanted.keys()
+    assert all(torch.equal(weights[key], wanted[key]) for key in wanted)

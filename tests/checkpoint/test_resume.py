@@ -1,0 +1,266 @@
+"""A run that is interrupted and resumed goes on as if nothing had happened, in every bit of every task."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import IterableDataset
+from peft import LoraConfig
+
+from peft_mux.errors import CheckpointError
+from peft_mux.task import EarlyStopping, Task, TaskStatus
+from peft_mux.trainer.trainer import MultiTaskTrainer
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import Recorder, Run
+
+NAMES = ("epochs", "short", "stops", "fails", "stream")
+POISONED_AT = 4
+
+
+def stream_rows(seed: int) -> Iterator[dict[str, list[int]]]:
+    yield from lab.rows(seed, 7, 9, 9)
+
+
+def all_kinds() -> list[Task]:
+    """Return one task of each kind that resuming must know to put back; the longest takes 9 steps."""
+    stream = IterableDataset.from_generator(stream_rows, gen_kwargs={"seed": 5}).shuffle(seed=3, buffer_size=4)
+    return [
+        # Three epochs of three batches, of which the last is smaller; the schedule never stands still.
+        lab.small_task(
+            "epochs",
+            data_seed=1,
+            lora_dropout=0.3,
+            max_steps=None,
+            num_train_epochs=3,
+            lr_scheduler_type="cosine",
+            warmup_steps=2,
+        ),
+        lab.small_task("short", data_seed=2, length=17, rank=2, lora_dropout=0.1, max_steps=5),
+        lab.small_task(
+            "stops",
+            data_seed=3,
+            length=9,
+            max_steps=20,
+            eval_dataset=lab.rows(33, 3, 9, 9),
+            eval_steps=2,
+            early_stopping=EarlyStopping(patience=2, min_delta=100.0),
+        ),
+        lab.small_task("fails", data_seed=4, rank=3, max_steps=9),
+        Task(
+            name="stream",
+            peft_config=LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_dropout=0.2),
+            train_dataset=stream,
+            train_batch_size=4,
+            learning_rate=3e-3,
+            max_steps=8,
+            weight_decay=0.1,
+            seed=1,
+        ),
+    ]
+
+
+def poison(trainer: MultiTaskTrainer) -> None:
+    with torch.no_grad():
+        next(iter(trainer.model.task_parameters("fails").values())).fill_(math.nan)
+
+
+def stop(trainer: MultiTaskTrainer) -> None:
+    trainer.control.should_training_stop = True
+
+
+class Killed(Exception):
+    """Ends a run in the middle, with nothing saved on the way out."""
+
+
+def crash(trainer: MultiTaskTrainer) -> None:
+    raise Killed
+
+
+def recorder(**acts: Any) -> Recorder:
+    return Recorder(at_begin={POISONED_AT: poison}, **acts)
+
+
+def saving(**options: Any) -> dict[str, Any]:
+    return {"save_strategy": "steps", "save_steps": 1000, "logging_strategy": "steps", "logging_steps": 2, **options}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run that is never interrupted."""
+    run = lab.train(all_kinds(), tmp_path_factory.mktemp("whole"), recorder=recorder(), **saving())
+    statuses = {name: status.value for name, status in run.trainer.task_statuses.items()}
+    # If these were otherwise, the tests below would not test what they say.
+    assert statuses == {
+        "epochs": "succeeded",
+        "short": "succeeded",
+        "stops": "stopped_early",
+        "fails": "failed",
+        "stream": "succeeded",
+    }
+    steps = {name: len(run.losses[name]) for name in NAMES}
+    assert steps == {"epochs": 9, "short": 5, "stops": 6, "fails": POISONED_AT + 1, "stream": 8}
+    return run
+
+
+def folder_of(run: Run) -> Path:
+    return Path(run.trainer.args.output_dir or "")
+
+
+def assert_ended_the_same(run: Run, whole: Run) -> None:
+    """Assert that all that a run leaves behind is equal in every bit."""
+    for name in NAMES:
+        mine, theirs = run.trainer.table[name], whole.trainer.table[name]
+        weights = whole.weights(name)
+        for key, weight in run.weights(name).items():
+            assert torch.equal(weight, weights[key]), f"{name} {key}"
+        assert (mine.status, mine.reason, mine.step) == (theirs.status, theirs.reason, theirs.step)
+        assert (mine.num_tokens, mine.best.state()) == (theirs.num_tokens, theirs.best.state())
+        # Compared as text, as NaN is not equal to itself.
+        assert repr(mine.last_loss) == repr(theirs.last_loss)
+        saved = [folder_of(one) / name / "adapter_model.safetensors" for one in (run, whole)]
+        assert saved[0].read_bytes() == saved[1].read_bytes(), name
+
+
+def assert_went_the_same(run: Run, whole: Run, *, first: int) -> None:
+    """Assert equal losses, weights and optimizer moments at each step from `first` (of the run) on."""
+    for name in NAMES:
+        losses, digests = whole.losses[name][first:], whole.recorder.digests[name][first:]
+        assert [repr(loss) for loss in run.losses.get(name, [])] == [repr(loss) for loss in losses], name
+        mine = run.recorder.digests.get(name, [])
+        # "fails" has no moments after its failure, and NaN or restored weights: equal all the same.
+        assert mine == digests, f"{name}: first difference at step {first + differing(mine, digests)}"
+
+
+def differing(mine: list[str], theirs: list[str]) -> int:
+    return next((n for n, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
+
+
+@pytest.mark.parametrize("step", range(1, 9))
+def test_a_run_stopped_at_any_step_ends_with_the_same_bits(step: int, whole: Run, tmp_path: Path) -> None:
+    first = lab.train(all_kinds(), tmp_path, recorder=recorder(at_end={step: stop}), **saving())
+    assert first.trainer.state.global_step == step, "it was not interrupted where it should be"
+    second = lab.train(all_kinds(), tmp_path, recorder=recorder(), resume=True, **saving())
+    assert_went_the_same(second, whole, first=step)
+    assert_ended_the_same(second, whole)
+    assert second.trainer.state.global_step == whole.trainer.state.global_step
+
+
+@pytest.mark.parametrize(("crash_at", "saved_at"), [(4, 3), (6, 3), (8, 6)])
+def test_a_run_that_crashed_goes_back_to_its_last_save_and_ends_with_the_same_bits(
+    crash_at: int, saved_at: int, whole: Run, tmp_path: Path
+) -> None:
+    trainer = lab.make_trainer(
+        all_kinds(), tmp_path, recorder=recorder(at_end={crash_at: crash}), **saving(save_steps=3)
+    )
+    with pytest.raises(Killed):
+        trainer.train()
+    resumed = lab.train(all_kinds(), tmp_path, recorder=recorder(), resume=True, **saving(save_steps=3))
+    assert_went_the_same(resumed, whole, first=saved_at)
+    assert_ended_the_same(resumed, whole)
+
+
+def test_a_run_interrupted_again_and_again_ends_with_the_same_bits(whole: Run, tmp_path: Path) -> None:
+    for number, step in enumerate((2, 4, 5, 7)):
+        act = recorder(at_end={step: stop})
+        lab.train(all_kinds(), tmp_path, recorder=act, resume=number > 0, **saving(save_total_limit=1))
+    last = lab.train(all_kinds(), tmp_path, recorder=recorder(), resume=True, **saving(save_total_limit=1))
+    assert_ended_the_same(last, whole)
+
+
+def test_the_order_in_which_tasks_are_given_on_resuming_changes_no_bit(whole: Run, tmp_path: Path) -> None:
+    lab.train(all_kinds(), tmp_path, recorder=recorder(at_end={3: stop}), **saving())
+    reversed_tasks = all_kinds()[::-1]
+    second = lab.train(reversed_tasks, tmp_path, recorder=recorder(), resume=True, **saving())
+    assert_went_the_same(second, whole, first=3)
+    assert_ended_the_same(second, whole)
+
+
+def test_another_folder_can_be_resumed_from_and_stays_as_it_was(whole: Run, tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    lab.train(all_kinds(), old, recorder=recorder(at_end={3: stop}), **saving())
+    before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    act = recorder()
+    trainer = lab.make_trainer(all_kinds(), new, recorder=act, **saving())
+    trainer.train(resume_from_checkpoint=str(old))
+    assert_went_the_same(Run(trainer, act), whole, first=3)
+    assert_ended_the_same(Run(trainer, act), whole)
+    assert {path: path.read_bytes() for path in old.rglob("*") if path.is_file()} == before
+
+
+def test_a_checkpoint_of_one_task_alone_is_not_mixed_into_the_saved_run(tmp_path: Path) -> None:
+    # "a" has newer checkpoints than the record of the whole run; taking them would set it ahead of "b".
+    def tasks() -> list[Task]:
+        return [lab.small_task("a", data_seed=1, save_steps=1, lora_dropout=0.2), lab.small_task("b", data_seed=2)]
+
+    wanted = lab.train(tasks(), tmp_path / "wanted", **saving(save_steps=3))
+    trainer = lab.make_trainer(tasks(), tmp_path / "run", recorder=Recorder(at_end={6: crash}), **saving(save_steps=4))
+    with pytest.raises(Killed):
+        trainer.train()
+    assert (tmp_path / "run" / "a" / "checkpoint-5").is_dir()
+    resumed = lab.train(tasks(), tmp_path / "run", resume=True, **saving(save_steps=4))
+    assert resumed.losses == {name: wanted.losses[name][4:] for name in "ab"}
+    assert resumed.recorder.digests == {name: wanted.recorder.digests[name][4:] for name in "ab"}
+
+
+def test_a_finished_run_resumes_to_nothing_left_to_do(whole: Run, tmp_path: Path) -> None:
+    lab.train(all_kinds(), tmp_path, recorder=recorder(), **saving())
+    again = lab.train(all_kinds(), tmp_path, recorder=recorder(), resume=True, **saving())
+    assert again.losses == {}
+    assert_ended_the_same(again, whole)
+
+
+def test_a_paused_task_is_paused_still_after_resuming(tmp_path: Path) -> None:
+    def tasks() -> list[Task]:
+        return [lab.small_task("a", data_seed=1), lab.small_task("b", data_seed=2)]
+
+    pause_and_stop = {2: lambda trainer: trainer.pause_task("b"), 4: stop}
+    lab.train(tasks(), tmp_path, recorder=Recorder(at_end=pause_and_stop), **saving())
+    trainer = lab.make_trainer(tasks(), tmp_path, recorder=(act := Recorder()), **saving())
+    trainer.train(resume_from_checkpoint=True)
+    assert trainer.task_statuses["b"] is TaskStatus.PAUSED
+    assert trainer.table["b"].step == 2
+    assert set(act.losses) == {"a"}
+    trainer.resume_task("b")
+    trainer.train()
+    assert trainer.task_statuses["b"] is TaskStatus.SUCCEEDED
+    assert len(act.losses["b"]) == 6
+
+
+def logged(run: Run) -> list[str]:
+    """Return the lines of `metrics.jsonl` that tell of tasks; sorted, as their order within a step has no meaning."""
+    lines = (folder_of(run) / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return sorted(line for line in lines if json.loads(line)["event"] in ("train", "eval", "status"))
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_the_metrics_file_tells_of_each_step_once(step: int, whole: Run, tmp_path: Path) -> None:
+    # "short" ends after step 5, its last losses are logged after step 6.
+    lab.train(all_kinds(), tmp_path, recorder=recorder(at_end={step: stop}), **saving())
+    second = lab.train(all_kinds(), tmp_path, recorder=recorder(), resume=True, **saving())
+    assert logged(second) == logged(whole)
+    for name in NAMES:
+        history = [run.trainer.task_states[name].log_history for run in (second, whole)]
+        assert repr(history[0]) == repr(history[1]), name
+
+
+def test_tasks_come_back_in_the_order_of_the_interrupted_run(tmp_path: Path) -> None:
+    # The order of the stream is part of its rounding, and of which tasks share a pass.
+    def tasks() -> list[Task]:
+        return [lab.small_task(name, data_seed=1, max_steps=3) for name in ("z", "m", "a")]
+
+    first = lab.train(tasks(), tmp_path, recorder=Recorder(at_end={1: stop}), **saving())
+    assert [run.name for run in first.trainer.table] == ["z", "m", "a"]
+    second = lab.train(tasks(), tmp_path, resume=True, **saving())
+    assert [run.name for run in second.trainer.table] == ["z", "m", "a"]
+
+
+def test_without_any_saved_state_resuming_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    trainer = lab.make_trainer(all_kinds(), tmp_path, **saving())
+    with pytest.raises(CheckpointError, match=r"resume_from_checkpoint: got .*holds no state.*train\(\) without it"):
+        trainer.train(resume_from_checkpoint=True)

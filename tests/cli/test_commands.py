@@ -1,0 +1,285 @@
+"""`peft-mux plan` and `train`: what they print and write, and with which status they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import datasets
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+import peft_mux
+from peft_mux.cli.main import main
+from peft_mux.demo.small_llama import make_backbone, make_tokenizer
+from peft_mux.profiling import backbone as profiling
+
+ROWS = [{"prompt": f"say {word}", "completion": f" {word}"} for word in ("one", "two", "three", "four", "five", "six")]
+TASKS = """\
+model: backbone
+output_dir: {output_dir}
+run: {{use_cpu: true, logging_steps: 1, report_to: none, max_steps: 3, per_device_train_batch_size: 2, save_steps: 2}}
+defaults: {{dataset: rows.jsonl, learning_rate: 1e-2, peft: {{r: 4, target_modules: all-linear}}}}
+tasks:
+  sql: {{eval_dataset: rows.jsonl}}
+  math: {{peft: {{r: 2}}, max_steps: 2}}
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder with a tiny backbone, its tokenizer, and rows."""
+    folder = tmp_path_factory.mktemp("cli")
+    tokenizer = make_tokenizer([row["prompt"] + row["completion"] for row in ROWS])
+    for part in (make_backbone(tokenizer, hidden_size=32, num_layers=2), tokenizer):
+        part.save_pretrained(folder / "backbone")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def file(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a file of two tasks; what it trains, and what `datasets` keeps, goes to the test's own folder."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    path = made / f"{tmp_path.name}.yaml"
+    path.write_text(TASKS.format(output_dir=tmp_path / "out"), encoding="utf-8")
+    return path
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what a command says that ends for a fault of the user's."""
+    assert main(arguments) == 2
+    said = capsys.readouterr().err
+    # Libraries draw their own progress there before.
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert "Traceback" not in said
+    return said
+
+
+# ------------------------------------------------------------------- train
+
+
+def test_train_writes_adapters_that_plain_peft_loads_and_ends_with_0(
+    file: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(file)]) == 0
+    said = capsys.readouterr().out
+    out = tmp_path / "out"
+    assert "plan  2 tasks on cpu" in said
+    report = said[said.rindex("task  ") :]
+    for name, steps in (("sql", "3/3"), ("math", "2/2")):
+        (line,) = [line for line in report.splitlines() if line.startswith(name)]
+        assert all(part in line.split() for part in (name, "succeeded", steps, str(out / name)))
+        backbone = AutoModelForCausalLM.from_pretrained(made / "backbone")
+        adapter = PeftModel.from_pretrained(backbone, out / name)
+        learned = [value for key, value in adapter.named_parameters() if "lora_B" in key]
+        assert learned
+        assert all(torch.count_nonzero(value) for value in learned), f"{name} was not trained"
+    written = {path.name for path in out.iterdir()}
+    assert written == {"sql", "math", "state", "metrics.jsonl", "config.json", "plan.json"}
+    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    losses = [(record["task"], record["step"]) for record in records if record["event"] == "train"]
+    assert sorted(losses) == [("math", 1), ("math", 2), ("sql", 1), ("sql", 2), ("sql", 3)]
+
+
+def test_train_gives_the_same_adapters_as_python(file: Path, tmp_path: Path) -> None:
+    from peft_mux.cli.config_file import read_config
+    from peft_mux.trainer.trainer import MultiTaskTrainer
+
+    assert main(["train", str(file)]) == 0
+    config = read_config(file, [f"output_dir={tmp_path / 'python'}"])
+    MultiTaskTrainer(config.model, config.args, config.tasks).train()
+    for name in ("sql", "math"):
+        weights = [tmp_path / place / name / "adapter_model.safetensors" for place in ("out", "python")]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+def test_train_obeys_set(file: Path, tmp_path: Path) -> None:
+    arguments = ["train", str(file), "--set", "tasks.math.max_steps=1", "--set", f"output_dir={tmp_path / 'other'}"]
+    assert main([*arguments, "--set", "tasks.math.peft.r=3"]) == 0
+    config = json.loads((tmp_path / "other" / "config.json").read_text(encoding="utf-8"))["tasks"]
+    assert (config["math"]["num_steps"], config["math"]["peft_config"]["r"]) == (1, 3)
+    assert (config["sql"]["num_steps"], config["sql"]["peft_config"]["r"]) == (3, 4)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_second_train_is_refused_and_resume_goes_on(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(file)]) == 0
+    capsys.readouterr()
+    assert "output_dir" in refused(["train", str(file)], capsys)
+    before = (tmp_path / "out" / "sql" / "adapter_model.safetensors").read_bytes()
+    assert main(["train", str(file), "--resume"]) == 0
+    assert (tmp_path / "out" / "sql" / "adapter_model.safetensors").read_bytes() == before
+
+
+def test_resume_without_a_run_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "holds no state of a run" in refused(["train", str(file), "--resume"], capsys)
+
+
+def test_resume_with_another_rate_is_refused_by_task_and_field(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(file)]) == 0
+    capsys.readouterr()
+    said = refused(["train", str(file), "--resume", "--set", "tasks.sql.learning_rate=0.5"], capsys)
+    assert 'task "sql"' in said
+    assert "learning_rate 0.01 -> 0.5" in said
+
+
+def test_a_task_that_fails_makes_the_status_1_and_the_others_are_trained(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The first step throws the weights so far that the second has no finite loss.
+    assert main(["train", str(file), "--set", "tasks.sql.learning_rate=1e30"]) == 1
+    said = capsys.readouterr().out
+    report = said[said.rindex("task  ") :].splitlines()
+    assert [line.split()[:2] for line in report[1:3]] == [["sql", "failed"], ["math", "succeeded"]]
+    assert "non_finite" in report[1]
+    assert (tmp_path / "out" / "math" / "adapter_model.safetensors").is_file()
+
+
+# -------------------------------------------------------------------- plan
+
+
+def test_a_profile_is_measured_once_and_read_again_until_asked_anew(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured: list[int] = []
+    measure = profiling._measure
+    monkeypatch.setattr(profiling, "_measure", lambda *given: measured.append(1) or measure(*given))
+    output = tmp_path / "out.json"
+    command = ["profile", str(file), "--output", str(output), "--seconds", "0.3"]
+    assert main(command) == 0
+    first = output.read_text(encoding="utf-8")
+    output.unlink()
+    assert main(command) == 0
+    assert output.read_text(encoding="utf-8") == first
+    assert len(measured) == 1
+    assert main([*command, "--refresh"]) == 0
+    assert len(measured) == 2
+    assert "measured up to" in capsys.readouterr().out
+
+
+def test_plan_shows_every_task_and_the_memory(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(file)]) == 0
+    said = capsys.readouterr().out
+    assert "plan  2 tasks on cpu" in said
+    lines = [line.split() for line in said.splitlines()]
+    assert ["sql", "3"] in [[words[0], words[4]] for words in lines if len(words) == 6]
+    assert ["math", "2"] in [[words[0], words[4]] for words in lines if len(words) == 6]
+    assert "memory (analytic estimate)  peak" in said
+
+
+def test_plan_makes_no_folder(file: Path, tmp_path: Path) -> None:
+    # An empty folder of a run that never was is litter, and output_dir may be a path meant for another machine.
+    assert main(["plan", str(file)]) == 0
+    assert not (tmp_path / "out").exists()
+
+
+def test_plan_as_json_can_be_read(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(file), "--json"]) == 0
+    plan = capsys.readouterr().out
+    shares = json.loads(plan[plan.index("{") :])["shares"]
+    assert [(share["name"], share["num_steps"]) for share in shares] == [("sql", 3), ("math", 2)]
+
+
+def test_plan_reads_no_weights(file: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = made / "bare"
+    bare.mkdir()
+    for path in (made / "backbone").iterdir():
+        if path.suffix != ".safetensors":
+            (bare / path.name).write_bytes(path.read_bytes())
+    assert main(["plan", str(file), "--set", "model=bare"]) == 0
+    assert "plan  2 tasks" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------- faults
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("tasks.sql.learning_rat=1", 'Did you mean "learning_rate"?'),
+        ("tasks.sql.learning_rate=-1", "tasks.sql.learning_rate: got -1"),
+        ("tasks.sql.dataset=absent.jsonl", "tasks.sql.dataset: got 'absent.jsonl', which cannot be loaded"),
+        ("tasks.sql.peft.target_modules=[no_such]", "tasks.sql"),
+        ("model=absent-model", 'model: got "absent-model", which cannot be read'),
+    ],
+)
+def test_a_fault_ends_with_2_and_is_named_without_a_traceback(
+    command: str, override: str, said: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused([command, str(file), "--set", override], capsys)
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_of_an_unknown_form_end_with_2_by_task(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "odd.jsonl").write_text('{"promt": "a", "completion": "b"}\n', encoding="utf-8")
+    said = refused(["train", str(file), "--set", f"tasks.sql.dataset={tmp_path / 'odd.jsonl'}"], capsys)
+    assert "tasks.sql.train_dataset: got columns promt, completion" in said
+    assert 'Did you mean "prompt"?' in said
+
+
+def test_a_missing_file_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "absent.yaml" in refused(["train", str(tmp_path / "absent.yaml")], capsys)
+
+
+def test_a_missing_tokenizer_ends_with_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "absent-tokenizer" in refused(["plan", str(file), "--set", "tokenizer=absent-tokenizer"], capsys)
+
+
+def test_a_tokenizer_folder_beside_the_file_is_found(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", str(file), "--set", "tokenizer=backbone"]) == 0
+
+
+def test_a_model_folder_without_weights_ends_with_2(file: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bare = made / "weightless"
+    bare.mkdir()
+    for path in (made / "backbone").iterdir():
+        if path.suffix != ".safetensors":
+            (bare / path.name).write_bytes(path.read_bytes())
+    assert "weightless" in refused(["train", str(file), "--set", "model=weightless"], capsys)
+
+
+@pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["plan", "a.yaml", "--colour"]])
+def test_a_wrong_command_line_ends_with_2_and_the_usage(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: peft-mux" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [("train", ["--resume", "--set"]), ("plan", ["--json", "--set"]), ("demo", ["--fast"])]
+)
+def test_every_command_tells_of_its_options(
+    command: str, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert all(option in said for option in options)
+
+
+def test_the_package_runs_as_a_module(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(peft_mux.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "peft_mux", "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
+    assert shown.returncode == 0
+    assert all(command in shown.stdout for command in ("usage: peft-mux", "demo", "train", "plan"))
+    assert list(tmp_path.iterdir()) == []

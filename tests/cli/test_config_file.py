@@ -1,0 +1,346 @@
+"""`tasks.yaml`: the same objects as in Python, and every fault by line, key and way out; never a traceback."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from peft import LoraConfig
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.cli.config_file import read_config
+from peft_mux.cli.main import main
+from peft_mux.errors import ConfigError
+from peft_mux.task import EarlyStopping, Task
+
+ROWS = [{"prompt": f"say {n}", "completion": f" n{n}"} for n in range(6)]
+EVAL_ROWS = [{"prompt": "say 9", "completion": " 9"}]
+GOOD = """\
+model: my-model
+output_dir: {output_dir}
+run: {{use_cpu: true, logging_steps: 10, max_length: 99, report_to: none}}
+defaults:
+  learning_rate: 2e-4
+  peft: {{type: lora, r: 16, target_modules: all-linear}}
+tasks:
+  sql:
+    dataset: rows.jsonl
+    num_train_epochs: 3
+    seed: 7
+  math:
+    dataset: rows.csv
+    eval_dataset: held_out.json
+    peft: {{r: 64}}
+    learning_rate: 1e-5
+    max_steps: 20
+    shuffle: false
+    optim: sgd
+    lr_scheduler_type: cosine
+    early_stopping: {{patience: 2, min_delta: 0.1}}
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a folder with rows in it; what `datasets` keeps goes there too."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    (tmp_path / "held_out.json").write_text(json.dumps(EVAL_ROWS), encoding="utf-8")
+    csv = "prompt,completion\n" + "".join(f"{row['prompt']},{row['completion']}\n" for row in ROWS)
+    (tmp_path / "rows.csv").write_text(csv, encoding="utf-8")
+    return tmp_path
+
+
+def write(folder: Path, text: str) -> Path:
+    path = folder / "tasks.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def good(folder: Path) -> str:
+    return GOOD.format(output_dir=folder / "out")
+
+
+def plain(task: Task) -> dict[str, Any]:
+    """Return all fields of a task as values that can be compared."""
+    values = {item.name: getattr(task, item.name) for item in fields(task)}
+    for name in ("train_dataset", "eval_dataset"):
+        values[name] = None if values[name] is None else [dict(row) for row in values[name]]
+    values["peft_config"] = task.peft_config.to_dict()
+    return values
+
+
+# ------------------------------------------------------------- the same as Python
+
+
+def test_a_file_gives_the_same_arguments_and_tasks_as_python(folder: Path) -> None:
+    config = read_config(write(folder, good(folder)))
+    args = MultiTaskTrainingArguments(
+        output_dir=str(folder / "out"), use_cpu=True, logging_steps=10, max_length=99, report_to="none"
+    )
+    tasks = [
+        Task(
+            name="sql",
+            peft_config=LoraConfig(r=16, target_modules="all-linear"),
+            train_dataset=ROWS,
+            learning_rate=2e-4,
+            num_train_epochs=3,
+            seed=7,
+        ),
+        Task(
+            name="math",
+            peft_config=LoraConfig(r=64, target_modules="all-linear"),
+            train_dataset=ROWS,
+            eval_dataset=EVAL_ROWS,
+            learning_rate=1e-5,
+            max_steps=20,
+            shuffle=False,
+            optim="sgd",
+            lr_scheduler_type="cosine",
+            early_stopping=EarlyStopping(patience=2, min_delta=0.1),
+        ),
+    ]
+    assert [plain(task) for task in config.tasks] == [plain(task) for task in tasks]
+    assert config.args.to_dict() == args.to_dict()
+    assert (config.model, config.tokenizer, config.model_init_kwargs) == ("my-model", None, {})
+
+
+def test_a_model_folder_beside_the_file_is_found_from_anywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "my-model").mkdir()
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    config = read_config(Path("..") / write(folder, good(folder)).name)
+    assert Path(config.model).resolve() == (folder / "my-model").resolve()
+    assert len(config.tasks[0].train_dataset) == len(ROWS)
+
+
+def test_numbers_are_read_as_people_write_them(folder: Path) -> None:
+    for text in ("1e-4", "1E-4", "1.0e-4", "0.0001", ".0001", "1_0e-5"):
+        config = read_config(write(folder, good(folder)), [f"tasks.sql.learning_rate={text}"])
+        assert config.tasks[0].learning_rate == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize("kind", ["save_to_disk", "parquet"])
+def test_datasets_of_other_forms_are_loaded(kind: str, folder: Path) -> None:
+    dataset = datasets.Dataset.from_list(ROWS)
+    if kind == "parquet":
+        dataset.to_parquet(folder / "saved.parquet")
+    else:
+        dataset.save_to_disk(str(folder / "saved"))
+    name = "saved.parquet" if kind == "parquet" else "saved"
+    config = read_config(write(folder, good(folder)), [f"tasks.sql.dataset={name}"])
+    assert [dict(row) for row in config.tasks[0].train_dataset] == ROWS
+
+
+def test_a_split_may_be_a_part(folder: Path) -> None:
+    config = read_config(write(folder, good(folder)), ["tasks.sql.split=train[:2]"])
+    assert [dict(row) for row in config.tasks[0].train_dataset] == ROWS[:2]
+
+
+def test_a_split_that_a_file_does_not_have_is_refused(folder: Path) -> None:
+    # The user would evaluate on the rows that are trained on.
+    with pytest.raises(ConfigError, match="test"):
+        read_config(write(folder, good(folder)), ["tasks.sql.eval_split=test"])
+
+
+# --------------------------------------------------------------------- --set
+
+
+def test_set_replaces_adds_and_makes_sections(folder: Path) -> None:
+    overrides = [
+        "tasks.sql.learning_rate=1e-3",
+        "tasks.math.peft.lora_alpha=9",
+        "run.save_steps=3",
+        "model_init_kwargs.revision=abc",
+        "tasks.math.early_stopping=null",
+        "tasks.third={dataset: rows.jsonl, max_steps: 2}",
+    ]
+    config = read_config(write(folder, good(folder)), overrides)
+    sql, math, third = config.tasks
+    assert (sql.learning_rate, math.learning_rate, third.learning_rate) == (1e-3, 1e-5, 2e-4)
+    assert (math.peft_config.lora_alpha, math.peft_config.r, math.early_stopping) == (9, 64, None)
+    assert (config.args.save_steps, config.model_init_kwargs) == (3, {"revision": "abc"})
+    assert third.max_steps == 2
+
+
+@pytest.mark.parametrize("override", ["learning_rate", "=3"])
+def test_set_without_key_or_value_is_refused_with_an_example(override: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--set: got .*allowed: key=value, such as tasks\.sql"):
+        read_config(write(folder, good(folder)), [override])
+
+
+def test_set_below_a_plain_value_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"--set model\.name: got a value where model would be a mapping"):
+        read_config(write(folder, good(folder)), ["model.name=x"])
+
+
+def test_set_of_an_unknown_key_is_refused_with_a_suggestion(folder: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r'tasks\.sql\.learning_rat: got an unknown key.*Did you mean "learning_rate"'
+    ):
+        read_config(write(folder, good(folder)), ["tasks.sql.learning_rat=1"])
+
+
+def test_set_to_what_is_no_yaml_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        read_config(write(folder, good(folder)), ["tasks.sql.peft={r: 3"])
+
+
+# ------------------------------------------------------------------ faults
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line", "key", "meant"),
+    [
+        ("model:", "modle:", 1, "modle", "model"),
+        ("logging_steps", "loging_steps", 3, "run.loging_steps", "logging_steps"),
+        ("  learning_rate: 2e-4", "  learning_rat: 2e-4", 5, "defaults.learning_rat", "learning_rate"),
+        ("    num_train_epochs", "    num_epochs", 10, "tasks.sql.num_epochs", "num_train_epochs"),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_line_and_what_was_meant(
+    old: str, new: str, line: int, key: str, meant: str, folder: Path
+) -> None:
+    text = good(folder)
+    assert old in text
+    with pytest.raises(ConfigError) as caught:
+        read_config(write(folder, text.replace(old, new, 1)))
+    said = str(caught.value)
+    assert f"tasks.yaml:{line} {key}: got an unknown key" in said
+    assert f'Did you mean "{meant}"?' in said
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("peft: {r: 64}", "peft: {rank_patern: {}}", 15),
+        ("learning_rate: 1e-5", "learning_rate: -1", 16),
+        ("logging_steps: 10", "save_strategy: sometimes", 3),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_own_line(old: str, new: str, line: int, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=f"tasks.yaml:{line} "):
+        read_config(write(folder, good(folder).replace(old, new, 1)))
+
+
+def test_all_faults_are_told_at_once(folder: Path) -> None:
+    text = good(folder).replace("seed: 7", "sed: 7").replace("shuffle", "shufle").replace("logging_steps", "log_steps")
+    with pytest.raises(ConfigError, match="3 things are wrong") as caught:
+        read_config(write(folder, text))
+    assert all(key in str(caught.value) for key in ("tasks.sql.sed", "tasks.math.shufle", "run.log_steps"))
+
+
+def test_faults_of_all_tasks_are_told_at_once(folder: Path) -> None:
+    text = good(folder).replace("seed: 7", "seed: -7").replace("optim: sgd", "optim: sdg")
+    with pytest.raises(ConfigError) as caught:
+        read_config(write(folder, text))
+    assert "tasks.yaml:11 tasks.sql.seed: got -7" in str(caught.value)
+    assert "tasks.yaml:19 tasks.math.optim: got 'sdg'" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("tasks.sql.learning_rate=fast", r"tasks\.sql\.learning_rate: got 'fast'; allowed: a finite number above 0"),
+        ("tasks.sql.train_batch_size='4'", r"tasks\.sql\.train_batch_size: got '4'; allowed: an integer"),
+        ("tasks.sql.max_steps=2.5", r"tasks\.sql\.max_steps: got 2\.5"),
+        ("tasks.sql.seed=true", r"tasks\.sql\.seed: got True"),
+        ("tasks.sql=null", r"tasks\.sql: got None; allowed: a mapping"),
+        ("tasks=[sql]", r"tasks: got \['sql'\]; allowed: a mapping"),
+        ("tasks=null", r"tasks: got None; allowed: a value"),
+        ("model=null", r"model: got None; allowed: a value"),
+        ("run=[1]", r"run: got \[1\]; allowed: a mapping"),
+        ("tasks.math.early_stopping=3", r"tasks\.math\.early_stopping"),
+        (
+            "tasks.math.early_stopping={patient: 3}",
+            r"tasks\.math\.early_stopping: .*patient.*allowed: metric, patience",
+        ),
+        ("tasks.math.early_stopping={patience: 0}", r"early_stopping\.patience: got 0"),
+        ("tasks.sql.peft.type=lorra", r'tasks\.sql\.peft\.type: got \'lorra\'.*Did you mean "lora"'),
+        ("tasks.sql.dataset=null", r"tasks\.sql\.dataset: got None; allowed: a \.jsonl"),
+        ("tasks.sql.dataset=tasks.yaml", r"tasks\.sql\.dataset: got 'tasks\.yaml'; allowed: \.jsonl"),
+        ("tasks.sql.dataset=absent.jsonl", r"tasks\.sql\.dataset: got 'absent\.jsonl', which cannot be loaded"),
+        ("run.save_strategy=sometimes", r"save_strategy: got 'sometimes'; allowed: steps, no"),
+        ("run.fp16=true", r"run\.fp16: got an unknown key"),
+        ("run.output_dir=x", r"run\.output_dir: got an unknown key"),
+        ("tasks.a/b={dataset: rows.jsonl}", r"task\.name: got 'a/b'; allowed: 1 to 64 letters"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_key(override: str, said: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read_config(write(folder, good(folder)), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("tasks.sql.peft=lora", "peft"),
+        ("defaults.peft=[lora]", "peft"),
+        ("defaults=3", "defaults"),
+        ("tasks.sql.dataset=5", "dataset"),
+        ("tasks.sql.dataset=[rows.jsonl]", "dataset"),
+    ],
+)
+def test_a_section_of_a_wrong_type_is_refused_by_key(override: str, key: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"\b{key}\b"):
+        read_config(write(folder, good(folder)), [override])
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [("model_init_kwargs=3", "model_init_kwargs"), ("model=[a]", "model"), ("tasks.sql.shuffle='no'", "shuffle")],
+)
+def test_a_value_of_a_wrong_type_is_refused_by_key(override: str, key: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"\b{key}\b"):
+        read_config(write(folder, good(folder)), [override])
+
+
+def test_a_key_that_stands_twice_is_named_with_its_line(folder: Path) -> None:
+    text = good(folder).replace("    seed: 7\n", "    seed: 7\n    seed: 8\n")
+    with pytest.raises(ConfigError, match=r"tasks\.yaml:12 tasks\.sql\.seed: got the same key twice"):
+        read_config(write(folder, text))
+
+
+def test_a_task_that_stands_twice_is_named_with_its_line(folder: Path) -> None:
+    text = "model: m\ntasks:\n  sql: {dataset: rows.jsonl}\n\n  sql: {max_steps: 3}\n"
+    with pytest.raises(ConfigError, match=r"tasks\.yaml:5 tasks\.sql: got the same key twice"):
+        read_config(write(folder, text))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "- a\n- b\n", "just words\n", "a: [1\n", "a: b: c\n", "\tx: 1\n", "!!python/object:os.x {}\n"]
+)
+def test_what_is_no_mapping_is_refused_by_file(text: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.yaml"):
+        read_config(write(folder, text))
+
+
+def test_yaml_cannot_run_code(folder: Path) -> None:
+    text = f"model: !!python/object/apply:os.mkdir ['{folder / 'exploited'}']\ntasks: {{}}\n"
+    with pytest.raises(ConfigError, match="is not YAML"):
+        read_config(write(folder, text))
+    assert not (folder / "exploited").exists()
+
+
+@pytest.mark.parametrize("what", ["absent.yaml", "."])
+def test_a_file_that_cannot_be_read_is_named(what: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_config(folder / what)
+
+
+def test_a_file_that_is_no_text_is_named(folder: Path) -> None:
+    (folder / "tasks.yaml").write_bytes(b"\xff\xfe\x00model")
+    with pytest.raises(ConfigError, match=r"tasks\.yaml"):
+        read_config(folder / "tasks.yaml")
+
+
+def test_two_tasks_whose_names_differ_in_case_only_are_refused(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(folder, good(folder).replace("  math:", "  SQL:"))
+    assert main(["plan", str(path)]) == 2
+    assert "tasks" in capsys.readouterr().err

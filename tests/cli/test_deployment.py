@@ -1,0 +1,257 @@
+"""`peft-mux plan --deployment`: what it prints, draws and refuses, on tasks of very unlike lengths."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from datasets import Dataset
+from peft import LoraConfig
+
+from peft_mux.cli.config_file import read_config
+from peft_mux.cli.main import main
+from peft_mux.demo.small_llama import make_backbone, make_tokenizer
+from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.errors import ConfigError
+from peft_mux.planning.deployment import redeploy
+from peft_mux.planning.deployment_notes import notes_on, times_from
+from peft_mux.planning.replica_facts import run_facts, run_time_model
+from peft_mux.scheduler.costs.hardware import parse_devices
+from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.replicas.configs import ParallelConfig
+from peft_mux.scheduler.replicas.costs import memory_tokens
+from peft_mux.task import Task
+from peft_mux.trainer.trainer import MultiTaskTrainer
+
+TASKS = """\
+model: backbone
+output_dir: {output_dir}
+run: {{use_cpu: true, report_to: none, max_steps: 30, max_length: 512, max_tokens_per_micro_batch: 512}}
+defaults: {{dataset: short.jsonl, peft: {{r: 4, target_modules: all-linear}}}}
+tasks:
+  chat: {{train_batch_size: 24}}
+  books: {{dataset: long.jsonl, train_batch_size: 1}}
+"""
+GIB = 2**30
+DEVICES = ["--devices", "4xA100-40GB"]
+ONE, TWO = ParallelConfig(1, 1), ParallelConfig(2, 1)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Make a folder with a tiny backbone, its tokenizer, short rows and long rows."""
+    folder = tmp_path_factory.mktemp("deployment")
+    tokenizer = make_tokenizer(["one", "two", "three", "four"])
+    for part in (make_backbone(tokenizer, hidden_size=32, num_layers=2), tokenizer):
+        part.save_pretrained(folder / "backbone")
+    for name, rows in (("short", [12, 20, 31, 9] * 8), ("long", [256, 240, 250, 230])):
+        lines = [json.dumps({"input_ids": [5 + place % 3 for place in range(count)]}) + "\n" for count in rows]
+        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def file(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a file of two tasks; what `datasets` keeps goes to the test's own folder."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    path = made / f"{tmp_path.name}.yaml"
+    path.write_text(TASKS.format(output_dir=tmp_path / "out"), encoding="utf-8")
+    return path
+
+
+def trainer_of(file: Path, *overrides: str) -> MultiTaskTrainer:
+    from transformers import AutoTokenizer
+
+    config = read_config(str(file), list(overrides))
+    tokenizer = AutoTokenizer.from_pretrained(str(file.parent / "backbone"))
+    return MultiTaskTrainer(config.model, config.args, config.tasks, processing_class=tokenizer)
+
+
+def facts_of(trainer: MultiTaskTrainer, devices: str | None = None) -> Any:
+    cluster = None if devices is None else parse_devices(devices)
+    return run_facts(trainer._plans.planner, trainer.table.plannable, cluster)
+
+
+def tight(file: Path, devices: str | None = None) -> str:
+    """Return a memory limit under which one device holds the short sequences only."""
+    facts = facts_of(trainer_of(file), devices)
+    return f"run.memory_limit_gib={facts.memory.peak_bytes(facts.loads, 200) / GIB!r}"
+
+
+def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what a command says that ends for a fault of the user's."""
+    assert main(["plan", *arguments]) == 2
+    said = capsys.readouterr().err
+    (error,) = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert "Traceback" not in said
+    return error
+
+
+# ------------------------------------------------------------------------- plans
+
+
+def test_a_deployment_of_other_devices_is_shown_with_its_sources_and_alternatives(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = planned([str(file), "--deployment", *DEVICES], capsys)
+    assert "devices  4 x A100-40GB, 37.25 GiB each" in said
+    assert "times    from data sheets, as no profile was measured" in said
+    for part in ("deployment  <", "max tokens", "Task-Fused", "Task-Sequential", "LobRA-Sequential", "seconds a step"):
+        assert part in said
+    assert "length-based dispatch" in said
+    assert not (tmp_path / "out").exists(), "a plan writes nothing"
+
+
+def test_tight_memory_leads_to_unlike_replicas_that_can_be_run_as_they_are_printed(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limit = tight(file, DEVICES[1])
+    data = json.loads(planned([str(file), "--deployment", *DEVICES, "--json", "--set", limit], capsys))
+    layout = ParallelLayout.parse(data["replicas"])
+    assert layout.world_size <= 4
+    rows = {(row["config"]["tp"], row["config"]["pp"]): row for row in data["configurations"]}
+    assert rows[1, 1]["max_tokens"] == rows[1, 1]["memory_tokens"] == 200
+    longest = max(data["plan"]["bucketing"]["boundaries"])
+    assert 256 <= longest <= max(rows[config.tp, config.pp]["max_tokens"] for config in layout.replicas)
+    assert data["plan"]["global_batch"] == 25
+    assert data["limit_bytes"] == int(float(limit.split("=")[1]) * GIB)
+
+
+def test_the_image_is_drawn_beside_the_json(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = tmp_path / "plan.svg"
+    said = planned([str(file), "--deployment", *DEVICES, "--json", "--image", str(image)], capsys)
+    assert json.loads(said)["devices"] == "4 x A100-40GB"
+    assert "balanced dispatch" in image.read_text(encoding="utf-8")
+
+
+def test_without_devices_the_run_s_own_are_planned_for(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = planned([str(file), "--deployment"], capsys)
+    assert "devices  1 x cpu, no memory limit" in said
+    assert 'to run it: replicas: "<1,1>x1", on 1 processes' in said
+    assert "note: memory is not limited here" in said
+
+
+def test_measured_times_of_a_layer_take_the_place_of_data_sheets(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    times, limits = tmp_path / "times.csv", tmp_path / "limits.csv"
+    rows = [(tp, s, b, (b * s / tp**0.3 + 3) / 100) for tp in (1, 2) for s in (64, 256, 512, 1024) for b in (1, 2, 4)]
+    times.write_text("tp,seq_len,mbs,time\n" + "".join(f"{','.join(map(str, row))}\n" for row in rows))
+    limits.write_text("tp,pp,max_tokens\n1,1,128\n2,1,512\n")
+    options = ["--deployment", *DEVICES, "--layer-profile", str(times), "--max-tokens", str(limits)]
+    said = planned([str(file), *options], capsys)
+    assert "times    layer times measured, from times.csv" in said
+    assert said.split("deployment  ")[1].splitlines()[0] == "<1,1>x2, <2,1>x1"
+    times.write_text("tp,seq_len\n1,64\n")
+    assert "layer profile times.csv, limits.csv" in refused([str(file), *options], capsys)
+
+
+# -------------------------------------------------------------------------- faults
+
+
+def test_unknown_devices_are_refused_by_name(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "whose device 'B7' is not known" in refused([str(file), "--deployment", "--devices", "4xB7"], capsys)
+
+
+def test_sequences_that_no_replica_holds_are_refused_by_task(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    limit = tight(file, DEVICES[1])
+    error = refused([str(file), "--deployment", "--devices", "1xA100-40GB", "--set", limit], capsys)
+    assert 'task "books" has sequences of' in error
+    assert '"chat"' not in error
+    assert "allowed: at most 200" in error
+    assert "Set max_length=200" in error
+
+
+def test_a_backbone_that_fits_nowhere_is_refused_with_what_it_takes(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refused([str(file), "--deployment", *DEVICES, "--set", "run.memory_limit_gib=0.00001"], capsys)
+    assert "the backbone and the adapters of" in error
+    assert "on a device of <4,1>" in error
+    assert "allowed: up to 10.49 KiB" in error
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--deployment", "--gantt"], "--gantt: got it together with --deployment"),
+        (["--deployment", "--explain", "chat"], "--explain: got it together with --deployment"),
+        (["--deployment", "--max-tokens", "x.csv"], "--max-tokens: got it without --layer-profile"),
+        (["--layer-profile", "x.csv"], "--layer-profile: got it without --deployment"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(
+    options: list[str], said: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refused([str(file), *options], capsys)
+
+
+# --------------------------------------------------------------------- from Python
+
+
+def test_the_time_model_of_a_run_knows_its_replicas_and_what_they_hold(file: Path) -> None:
+    trainer = trainer_of(file, tight(file))
+    layout = ParallelLayout.parse("<1,1>x2, <2,1>")
+    model = run_time_model(trainer._plans.planner, trainer.table.plannable, layout)
+    assert set(model.configurations) == {ONE, TWO}
+    assert model.max_tokens[ONE] == 200
+    assert model.max_tokens[TWO] == memory_tokens(facts_of(trainer), TWO)
+    assert model.max_tokens[TWO] > 200
+
+
+def test_a_stream_may_bring_rows_as_long_as_max_length(file: Path) -> None:
+    trainer = trainer_of(file, "run.max_tokens_per_micro_batch=64")
+    rows = [{"input_ids": [5, 6, 7]}] * 3
+    stream = Dataset.from_list(rows).to_iterable_dataset()
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    layout = ParallelLayout.parse("<1,1>x2, <2,1>")
+    runs = [run for run in trainer.table.plannable if run.name == "chat"]
+    known = run_time_model(trainer._plans.planner, runs, layout)
+    assert known.max_tokens[ONE] == 64
+    trainer.register_tasks(
+        [Task(name="stream", peft_config=config, train_dataset=stream, train_batch_size=2, max_steps=2)]
+    )
+    runs = [run for run in trainer.table.plannable if run.name in ("chat", "stream")]
+    assert run_time_model(trainer._plans.planner, runs, layout).max_tokens[ONE] == trainer.args.max_length == 512
+
+
+def test_redeployment_is_needed_where_the_old_replicas_cannot_hold_the_tasks(file: Path) -> None:
+    trainer = trainer_of(file, tight(file))
+    planner, runs = trainer._plans.planner, trainer.table.plannable
+    decision = redeploy(planner, runs, ParallelLayout.parse("<1,1>x4"), restart_s=1.0)
+    assert decision.is_needed
+    assert ParallelLayout.parse(decision.new).world_size <= 4
+    stays = redeploy(planner, runs, ParallelLayout.parse(decision.new), restart_s=1.0)
+    assert not stays.is_needed
+    with pytest.raises(ConfigError, match="no task that is still to be trained"):
+        redeploy(planner, [], ParallelLayout.parse("<1,1>x4"))
+
+
+def test_a_report_from_python_is_the_one_that_is_printed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = trainer_of(file).plan_deployment("4xA100-40GB")
+    said = planned([str(file), "--deployment", *DEVICES, "--json"], capsys)
+    assert json.loads(said)["replicas"] == report.replicas
+    assert report.plan.num_gpus == 4
+
+
+def test_where_no_link_is_known_the_report_says_that_shards_look_too_fast(file: Path) -> None:
+    trainer = trainer_of(file)
+    plan = trainer.plan_deployment().plan
+    facts = facts_of(trainer)
+    measured = replace(facts, profile=replace(facts.profile, source="measured", link=None))
+    unknown = replace(measured, links=None)
+    own = replace(unknown, profile=replace(unknown.profile, link=Link(1e-4, 1e9)))
+    cases = (measured, unknown, own)
+    said = {times_from(one, None).rpartition("; ")[2]: notes_on(one, plan, None, None) for one in cases}
+    assert list(said) == [f"links between devices {words}" for words in ("from data sheets", "not known", "measured")]
+    assert [any("no link" in note for note in notes) for notes in said.values()] == [False, True, False]

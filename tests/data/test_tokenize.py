@@ -1,0 +1,501 @@
+"""Rows to tokens: TRL's meanings, truncation that is told, and every malformed row refused by task, row and column."""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from peft_mux.data.batch import IGNORE_INDEX
+from peft_mux.data.dataset import TokenizedDataset, tokenize_dataset
+from peft_mux.data.formats import LABELLED_ROWS, LANGUAGE_ROWS, DataFormat, detect_format
+from peft_mux.data.tokenize import TokenizeOptions
+from peft_mux.errors import ConfigError, DataError
+from tests.paths import SHARED_DATA
+
+STORIES = SHARED_DATA / "stories260K"
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}assistant : {% generation %}"
+    "{{ message.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ message.role }} : {{ message.content }} "
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}assistant : {% endif %}"
+)
+PLAIN_TEMPLATE = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
+WORDS = "<unk> <eos> [CLS] [SEP] assistant user system : the cat sat on a mat dog ran home yes no".split()
+
+
+def words_tokenizer(*, with_pairs: bool = False) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of whole words, which needs no file."""
+    vocabulary = {word: index for index, word in enumerate(WORDS)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    if with_pairs:
+        from tokenizers.processors import TemplateProcessing
+
+        tokenizer.post_processor = TemplateProcessing(
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+        )
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if with_pairs else [])]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>", model_input_names=names
+    )
+
+
+def tokenised(rows: Any, tokenizer: Any = None, **options: Any) -> TokenizedDataset:
+    split = options.pop("split", "train_dataset")
+    settings = TokenizeOptions(task="own", **{"max_length": 64, "vocab_size": len(WORDS), **options})
+    return tokenize_dataset(rows, options=settings, tokenizer=tokenizer, split=split)
+
+
+def words(sequence: Any) -> list[str]:
+    return [WORDS[token] for token in sequence.input_ids]
+
+
+def targets(sequence: Any) -> list[str]:
+    return [WORDS[token] for token in sequence.labels if token != IGNORE_INDEX]
+
+
+# ----------------------------------------------------------------- formats
+
+
+def test_text_ends_with_eos_exactly_once() -> None:
+    data = tokenised([{"text": "the cat sat"}, {"text": "the dog <eos>"}], words_tokenizer())
+    assert words(data[0]) == ["the", "cat", "sat", "<eos>"]
+    assert words(data[1]) == ["the", "dog", "<eos>"]
+    assert (data[1].labels == data[1].input_ids).all()
+
+
+def test_the_prompt_carries_no_loss_unless_it_is_asked_for() -> None:
+    rows = [{"prompt": "the cat", "completion": " sat on a mat"}]
+    assert targets(tokenised(rows, words_tokenizer())[0])[:3] == ["sat", "on", "a"]
+    everything = tokenised(rows, words_tokenizer(), completion_only_loss=False)[0]
+    assert targets(everything)[:4] == ["the", "cat", "sat", "on"]
+
+
+def test_only_what_the_assistant_says_carries_loss_where_that_is_asked_for() -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "the cat"},
+                {"role": "assistant", "content": "yes "},
+                {"role": "user", "content": "home"},
+                {"role": "assistant", "content": "no "},
+            ]
+        }
+    ]
+    data = tokenised(rows, words_tokenizer(), assistant_only_loss=True, chat_template=TEMPLATE)
+    assert "yes" in targets(data[0])
+    assert "no" in targets(data[0])
+    assert not {"cat", "user", ":", "the"} & set(targets(data[0]))
+
+
+def test_messages_as_prompt_and_completion_are_masked_up_to_the_generation_prompt() -> None:
+    rows = [
+        {
+            "prompt": [{"role": "user", "content": "the cat"}],
+            "completion": [{"role": "assistant", "content": "yes "}],
+        }
+    ]
+    sequence = tokenised(rows, words_tokenizer(), chat_template=TEMPLATE)[0]
+    assert words(sequence)[:6] == ["user", ":", "the", "cat", "assistant", ":"]
+    assert targets(sequence)[0] == "yes"
+    assert "cat" not in targets(sequence)
+
+
+def test_without_a_template_with_generation_blocks_assistant_only_loss_is_refused() -> None:
+    rows = [{"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "cat"}]}]
+    with pytest.raises(DataError, match=r"tasks\.own\.assistant_only_loss: .*generation %} block"):
+        tokenised(rows, words_tokenizer(), assistant_only_loss=True, chat_template=PLAIN_TEMPLATE)
+    with pytest.raises(DataError, match="no chat template"):
+        tokenised(rows, words_tokenizer())
+
+
+@pytest.mark.parametrize(
+    ("options", "rows"),
+    [
+        ({"completion_only_loss": True}, [{"text": "the cat"}]),
+        ({"assistant_only_loss": True}, [{"text": "the cat"}]),
+    ],
+)
+def test_a_loss_mask_that_a_format_cannot_have_is_refused(options: dict[str, bool], rows: list[dict[str, str]]) -> None:
+    with pytest.raises(ConfigError, match=rf"tasks\.own\.{next(iter(options))}: got True for text rows"):
+        tokenised(rows, words_tokenizer(), **options)
+
+
+def test_tokenised_rows_take_labels_masks_and_drop_padding_at_either_end() -> None:
+    rows = [{"input_ids": [0, 8, 9, 10, 0], "attention_mask": [0, 1, 1, 1, 0], "labels": [-100, -100, 9, 10, -100]}]
+    sequence = tokenised(rows)[0]
+    assert sequence.input_ids.tolist() == [8, 9, 10]
+    assert sequence.labels.tolist() == [-100, 9, 10]
+    masked = tokenised([{"input_ids": [8, 9, 10], "completion_mask": [0, 0, 1], "labels": None}])[0]
+    assert masked.labels.tolist() == [-100, -100, 10]
+    spoken = tokenised([{"input_ids": [8, 9, 10], "assistant_masks": [0, 1, 1]}])[0]
+    assert spoken.labels.tolist() == [-100, 9, 10]
+
+
+def test_an_attention_mask_with_a_hole_is_refused() -> None:
+    rows = [{"input_ids": [8, 9, 10, 11], "attention_mask": [1, 0, 1, 1]}]
+    with pytest.raises(DataError, match=r"row 0 column attention_mask: got a hole in the middle"):
+        tokenised(rows)
+
+
+# ------------------------------------------------------------------ length
+
+
+def test_cut_rows_are_counted_and_reported() -> None:
+    data = tokenised([{"input_ids": [8] * length} for length in (3, 6, 9)], max_length=5)
+    assert [len(data[row]) for row in range(3)] == [3, 5, 5]
+    assert data.report.num_truncated == 2
+    assert data.report.remarks == ["tasks.own.train_dataset: 2 of 3 rows cut to 5 tokens"]
+    assert "2 of 3 rows cut" in data.report.summary()
+
+
+def test_the_positions_of_the_backbone_limit_the_length_too() -> None:
+    assert len(tokenised([{"input_ids": [8] * 9}], max_length=64, max_positions=4)[0]) == 4
+
+
+def test_longer_rows_are_left_out_and_counted_where_the_policy_is_drop() -> None:
+    rows = [{"input_ids": [8] * length} for length in (3, 6, 9)]
+    data = tokenised(rows, max_length=5, overlong_policy="drop")
+    assert [data[row].row for row in range(len(data))] == [0]
+    assert data.report.num_dropped_long == 2
+    assert "2 of 3 rows longer than 5 left out" in data.report.remarks[0]
+    with pytest.raises(DataError, match=r"none can be trained on \(3 are longer than 2 tokens"):
+        tokenised(rows, max_length=2, overlong_policy="drop")
+
+
+def test_longer_rows_are_refused_where_the_policy_is_error() -> None:
+    rows = [{"input_ids": [8] * length} for length in (3, 6)]
+    with pytest.raises(DataError, match=r"row 1 column input_ids: got 6 tokens or more; allowed: at most 5"):
+        tokenised(rows, max_length=5, overlong_policy="error")
+
+
+def test_rows_that_lose_all_targets_by_the_cut_are_left_out_and_counted() -> None:
+    rows = [
+        {"input_ids": [8] * 9, "labels": [-100] * 8 + [8]},
+        {"input_ids": [8, 9, 10], "labels": [-100, 9, 10]},
+    ]
+    data = tokenised(rows, max_length=5)
+    assert len(data) == 1
+    assert data.report.num_without_targets == 1
+    with pytest.raises(DataError, match="cut to 5 tokens, 1 of them keep no target"):
+        tokenised(rows[:1], max_length=5)
+
+
+# ---------------------------------------------------------- classification
+
+
+def test_classified_rows_have_special_tokens_types_and_a_class() -> None:
+    rows = [{"text": "the cat", "text_pair": "a dog", "label": 2}, {"text": "yes", "label": 0}]
+    tokenizer = words_tokenizer(with_pairs=True)
+    data = tokenised(rows, tokenizer, row_form=LABELLED_ROWS, num_labels=3)
+    assert words(data[0]) == ["[CLS]", "the", "cat", "[SEP]", "a", "dog", "[SEP]"]
+    assert [data[row].class_label for row in range(2)] == [2, 0]
+    assert data[0].num_targets == 1
+    assert data[0].token_type_ids is not None
+    assert data[0].token_type_ids.tolist() == [0, 0, 0, 0, 1, 1, 1]
+    assert data[1].token_type_ids is None
+
+
+def test_a_cut_classified_row_is_counted() -> None:
+    rows = [{"text": "the cat sat on a mat", "label": 1}, {"text": "the", "label": 0}]
+    data = tokenised(rows, words_tokenizer(with_pairs=True), row_form=LABELLED_ROWS, max_length=4)
+    assert [len(data[row]) for row in range(2)] == [4, 3]
+    assert words(data[0])[-1] == "[SEP]", "the tokenizer's own cut keeps the special tokens"
+    assert data.report.num_truncated == 1
+
+
+@pytest.mark.parametrize("label", [None, -1, 3, True, "1", math.nan, math.inf, 0.5, [1]])
+def test_a_label_that_is_no_class_is_refused(label: Any) -> None:
+    rows = [{"text": "the", "label": 0}, {"text": "cat", "label": label}]
+    with pytest.raises(DataError, match=r"tasks\.own\.train_dataset row 1 column label: got .*allowed"):
+        tokenised(rows, words_tokenizer(), row_form=LABELLED_ROWS, num_labels=3)
+
+
+def test_values_to_regress_on_are_kept_as_floats() -> None:
+    rows = [{"text": "the", "label": 0.5}, {"text": "cat", "label": 1}]
+    data = tokenised(rows, words_tokenizer(), row_form=LABELLED_ROWS, num_labels=1)
+    assert [(type(data[row].class_label), data[row].class_label) for row in range(2)] == [
+        (float, 0.5),
+        (float, 1.0),
+    ]
+
+
+def test_classification_without_a_label_column_is_refused() -> None:
+    with pytest.raises(DataError, match=r'a column "label" beside "text"'):
+        tokenised([{"text": "the"}], words_tokenizer(), row_form=LABELLED_ROWS)
+
+
+# ------------------------------------------------------------ D1: malformed
+
+_TEXTS = [
+    pytest.param(None, "None", id="None"),
+    pytest.param(7, "7", id="int"),
+    pytest.param(b"the", "bytes", id="bytes"),
+    pytest.param(["the"], "list", id="list"),
+    pytest.param(math.nan, "nan", id="NaN"),
+    pytest.param("a\ud800b", "lone surrogate at character 1", id="surrogate"),
+    pytest.param("a\0b", "NUL character at 1", id="NUL"),
+]
+
+
+@pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
+@pytest.mark.parametrize("column", ["text", "prompt", "completion"])
+@pytest.mark.parametrize(("value", "got"), _TEXTS)
+def test_a_cell_that_is_no_text_is_refused_by_task_split_row_and_column(
+    value: Any, got: str, column: str, split: str
+) -> None:
+    good = {"text": "the"} if column == "text" else {"prompt": "the", "completion": " cat"}
+    with pytest.raises(DataError) as caught:
+        tokenised([good, {**good, column: value}], words_tokenizer(), split=split)
+    message = str(caught.value)
+    assert f"tasks.own.{split} row 1 column " in message
+    assert got in message
+    # A list in either cell makes both of them messages, so that the other one may be the odd one out.
+    assert f"column {column}:" in message or isinstance(value, list)
+
+
+_IDS = [
+    pytest.param({"input_ids": None}, "input_ids", id="None"),
+    pytest.param({"input_ids": 7}, "input_ids", id="int"),
+    pytest.param({"input_ids": "123"}, "input_ids", id="string"),
+    pytest.param({"input_ids": b"123"}, "input_ids", id="bytes"),
+    pytest.param({"input_ids": []}, "input_ids", id="empty"),
+    pytest.param({"input_ids": [8, None]}, "input_ids", id="None inside"),
+    pytest.param({"input_ids": [8, 1.5]}, "input_ids", id="floats"),
+    pytest.param({"input_ids": [8, math.nan]}, "input_ids", id="NaN"),
+    pytest.param({"input_ids": ["8", "9"]}, "input_ids", id="strings"),
+    pytest.param({"input_ids": [[8, 9]]}, "input_ids", id="nested"),
+    pytest.param(
+        {"input_ids": [[8, 9], [8]]},
+        "input_ids",
+        id="ragged",
+    ),
+    pytest.param({"input_ids": [8, -1]}, "input_ids", id="negative"),
+    pytest.param({"input_ids": [8, len(WORDS)]}, "input_ids", id="outside the vocabulary"),
+    pytest.param({"input_ids": [8, 2**31 + 8]}, "input_ids", id="beyond 32 bits"),
+    pytest.param({"input_ids": [8, 2**80]}, "input_ids", id="beyond 64 bits"),
+    pytest.param({"labels": [8]}, "labels", id="labels of another length"),
+    pytest.param({"labels": [8, len(WORDS), 8]}, "labels", id="label outside the vocabulary"),
+    pytest.param({"labels": [8, -1, 8]}, "labels", id="negative label"),
+    pytest.param({"labels": "abc"}, "labels", id="labels as text"),
+    pytest.param({"labels": [1.0, 2.0, 3.0]}, "labels", id="labels as floats"),
+    pytest.param({"attention_mask": [1, 1]}, "attention_mask", id="mask of another length"),
+    pytest.param({"attention_mask": [0, 0, 0]}, "input_ids", id="nothing attended"),
+    pytest.param({"completion_mask": [1, 1]}, "completion_mask", id="completion mask of another length"),
+    pytest.param({"assistant_masks": [1]}, "assistant_masks", id="assistant mask of another length"),
+]
+
+
+@pytest.mark.parametrize(("change", "column"), _IDS)
+def test_malformed_tokens_are_refused_by_task_row_and_column(change: dict[str, Any], column: str) -> None:
+    good = {"input_ids": [8, 9, 10]}
+    with pytest.raises(DataError, match=rf"^tasks\.own\.train_dataset row 2 column {column}: got .*allowed: "):
+        tokenised([good, good, {**good, **change}])
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [None, "hello", [], [{"role": "user"}], [{"content": "the"}], ["the"], [{"role": 1, "content": "a"}]],
+)
+def test_malformed_messages_are_refused(messages: Any) -> None:
+    good = [{"role": "user", "content": "the"}]
+    with pytest.raises(DataError, match=r"tasks\.own\.train_dataset row 1 column messages: got"):
+        tokenised([{"messages": good}, {"messages": messages}], words_tokenizer(), chat_template=PLAIN_TEMPLATE)
+
+
+@pytest.mark.parametrize("content", [None, 7, b"the", ["the"]])
+def test_a_message_whose_content_is_no_text_is_refused(content: Any) -> None:
+    good = {"role": "user", "content": "the cat"}
+    rows = [{"messages": [good, {"role": "assistant", "content": content}]}]
+    with pytest.raises(DataError, match=r"row 0 column messages: got"):
+        tokenised(rows, words_tokenizer(), chat_template=PLAIN_TEMPLATE)
+
+
+@pytest.mark.parametrize("row", [None, "the", 7, ["the"]])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_row_that_is_no_dict_is_refused(row: Any, place: int) -> None:
+    rows: list[Any] = [{"text": "the"}, {"text": "cat"}]
+    rows[place] = row
+    with pytest.raises(DataError, match=rf"tasks\.own\.train_dataset row {place}: got .*a dict of columns"):
+        tokenised(rows, words_tokenizer())
+
+
+def test_all_labels_masked_is_refused_when_no_row_is_left_and_counted_otherwise() -> None:
+    masked = {"input_ids": [8, 9], "labels": [-100, -100]}
+    with pytest.raises(DataError, match=r"none can be trained on \(all labels are masked"):
+        tokenised([masked, masked])
+    data = tokenised([masked, {"input_ids": [8, 9], "labels": [-100, 9]}])
+    assert (len(data), data.report.num_without_targets) == (1, 1)
+
+
+def test_a_first_label_alone_is_no_target_as_nothing_predicts_it() -> None:
+    with pytest.raises(DataError, match="all labels are masked"):
+        tokenised([{"input_ids": [8, 9], "labels": [8, -100]}])
+
+
+def test_rows_with_other_keys_than_the_first_are_refused() -> None:
+    with pytest.raises(DataError, match=r"row 1 column text: got no such column"):
+        tokenised([{"text": "the"}, {"prompt": "the", "completion": "cat"}], words_tokenizer())
+
+
+def test_columns_of_no_format_are_refused_with_the_nearest_one_named() -> None:
+    with pytest.raises(DataError, match=r'got columns promt, completion; allowed: .*Did you mean "prompt"'):
+        tokenised([{"promt": "the", "completion": "cat"}], words_tokenizer())
+    with pytest.raises(DataError, match=r"got columns none; allowed"):
+        detect_format([], where="tasks.own.train_dataset", row_form=LANGUAGE_ROWS)
+
+
+def test_the_format_of_rows_with_several_is_the_one_nearest_to_tokens() -> None:
+    found = detect_format(["text", "messages", "input_ids"], where="x", row_form=LANGUAGE_ROWS)
+    assert found is DataFormat.TOKENIZED
+
+
+def test_text_without_a_tokenizer_is_refused() -> None:
+    with pytest.raises(DataError, match=r"tasks\.own\.train_dataset: got text rows without a tokenizer"):
+        tokenised([{"text": "the"}])
+
+
+def test_all_faults_are_told_together_up_to_ten() -> None:
+    with pytest.raises(DataError) as caught:
+        tokenised([{"text": "the"}] + [{"text": None}] * 30, words_tokenizer())
+    assert str(caught.value).count("column text") == 10
+    assert "row 10 column" in str(caught.value)
+    assert str(caught.value).endswith("(and perhaps more)")
+
+
+def test_one_row_is_a_dataset() -> None:
+    data = tokenised([{"input_ids": np.array([8, 9, 10])}])
+    assert (len(data), data.report.num_kept, data.report.num_tokens) == (1, 1, 3)
+
+
+def test_a_string_of_ten_megabytes_is_cut_within_a_few_seconds() -> None:
+    # Words of a hundred letters: a tokenizer's own speed is no matter of this test.
+    text = f"{'cat' * 33} " * (10 * 2**20 // 100)
+    started = time.process_time()
+    data = tokenised([{"text": text}], words_tokenizer(), max_length=64)
+    assert len(data[0]) == 64
+    assert data.report.num_truncated == 1
+    assert time.process_time() - started < 10
+
+
+def test_the_fingerprint_tells_rows_labels_and_classes_apart() -> None:
+    variants = [
+        tokenised([{"input_ids": [8, 9]}]),
+        tokenised([{"input_ids": [9, 8]}]),
+        tokenised([{"input_ids": [8, 9], "labels": [-100, 9]}]),
+        tokenised([{"input_ids": [8, 9], "label": 1}], row_form=LABELLED_ROWS),
+        tokenised([{"input_ids": [8, 9], "label": 0}], row_form=LABELLED_ROWS),
+    ]
+    assert len({data.fingerprint for data in variants}) == len(variants)
+    assert variants[0].fingerprint == tokenised([{"input_ids": [8, 9]}]).fingerprint
+
+
+# ------------------------------------------------------- as TRL prepares rows
+
+
+@pytest.fixture(scope="module")
+def stories() -> Any:
+    if not STORIES.is_dir():
+        pytest.skip(f"{STORIES} is absent: the comparison needs a real tokenizer")
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(STORIES))
+
+
+def prepared_by_trl(rows: list[dict[str, Any]], tokenizer: Any, folder: Path, **options: Any) -> Any:
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        eos_token_id=2,
+        bos_token_id=1,
+        pad_token_id=0,
+    )
+    settings = {"max_length": 64, **options}
+    args = trl.SFTConfig(
+        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, **settings
+    )
+    trainer = trl.SFTTrainer(
+        LlamaForCausalLM(config), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
+    )
+    return trainer.train_dataset
+
+
+_SAYS = {"role": "assistant", "content": "A dog and a cat."}
+_CASES = {
+    "text": ([{"text": "Once upon a time"}, {"text": "there was a </s>"}, {"text": "é, ünïcode " * 30}], {}),
+    "prompt and completion": (
+        [
+            {"prompt": "Once upon", "completion": " a time."},
+            {"prompt": "The li", "completion": "ttle girl ran."},
+            {"prompt": "x" * 40, "completion": "y" * 60},
+        ],
+        {},
+    ),
+    "loss on the prompt too": (
+        [{"prompt": "Once upon", "completion": " a time."}],
+        {"completion_only_loss": False},
+    ),
+    "messages": (
+        [
+            {"messages": [{"role": "user", "content": "Who is there?"}, _SAYS]},
+            {
+                "messages": [
+                    {"role": "system", "content": "Be kind."},
+                    {"role": "user", "content": "Hi"},
+                    _SAYS,
+                ]
+            },
+        ],
+        {},
+    ),
+    "assistant only": (
+        [
+            {
+                "messages": [
+                    {"role": "user", "content": "Who?"},
+                    _SAYS,
+                    {"role": "user", "content": "And?"},
+                    _SAYS,
+                ]
+            }
+        ],
+        {"assistant_only_loss": True},
+    ),
+    "prompt and completion as messages": (
+        [{"prompt": [{"role": "user", "content": "Who is there?"}], "completion": [_SAYS]}],
+        {},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(_CASES))
+def test_rows_become_the_tokens_and_labels_that_trl_makes_of_them(case: str, stories: Any, tmp_path: Path) -> None:
+    import copy
+
+    rows, options = _CASES[case]
+    tokenizer = copy.deepcopy(stories)
+    tokenizer.chat_template = TEMPLATE
+    ours = tokenised(rows, tokenizer, vocab_size=512, **options)
+    theirs = prepared_by_trl(rows, tokenizer, tmp_path, **options)
+    assert len(ours) == len(theirs) > 0
+    for index in range(len(ours)):
+        assert ours[index].input_ids.tolist() == list(theirs[index]["input_ids"])
+        assert ours[index].labels.tolist() == list(theirs[index]["labels"])
+    masked = case in ("prompt and completion", "assistant only", "prompt and completion as messages")
+    assert any((ours[index].labels == IGNORE_INDEX).any() for index in range(len(ours))) == masked

@@ -1,0 +1,445 @@
+"""Passes that are captured and replayed: as eager ones in every respect, and eager with a reason where they cannot be.
+
+What needs kernels is computed by `captured_cases.py` in a process of its own, through Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.data.batch import MuxBatch
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.cuda_graphs import passes as captured
+from peft_mux.engine.cuda_graphs.graph import CudaGraphs
+from peft_mux.engine.cuda_graphs.inputs import Shape, StaticInputs
+from peft_mux.engine.cuda_graphs.passes import CapturedPasses
+from peft_mux.errors import ConfigError
+from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
+from peft_mux.modeling.model import MultiTaskPeftModel
+from tests.invariants import mux_lab
+from tests.paths import ROOT
+
+LIMIT = 1e-6
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    root, script = ROOT, Path(__file__).with_name("cases.py")
+    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+# ---------------------------------------------------------- through the kernels
+
+
+def test_losses_and_gradients_of_several_steps_are_those_of_eager_passes(report: dict) -> None:
+    differences = report["several_steps"]["differences"]
+    assert len(differences) == 4
+    assert max(differences) <= LIMIT
+
+
+def test_a_shape_is_captured_once(report: dict) -> None:
+    assert report["several_steps"]["counts"] == [1, 1, 3, 3]
+
+
+def test_an_evaluation_between_steps_changes_nothing_and_captures_nothing(report: dict) -> None:
+    found = report["several_steps"]
+    assert found["after evaluation"] <= LIMIT
+    assert found["count after evaluation"] == found["counts"][-1]
+    assert found["non finite"] == []
+
+
+def test_a_replay_draws_by_the_seed_and_the_step_of_its_own_micro_batch(report: dict) -> None:
+    assert report["draws"]["another step"] > 0.1
+    assert report["draws"]["another seed"] > 0.1
+    assert report["draws"]["the first again"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("event", "is_new"),
+    [
+        ("first", True),
+        ("again", False),
+        ("arrived", True),
+        ("without the new one", True),
+        ("departed", True),
+        ("bound anew", True),
+        ("moved", True),
+    ],
+)
+def test_what_a_graph_holds_is_captured_anew_when_it_changes(report: dict, event: str, is_new: bool) -> None:
+    found, events = report["company"], list(report["company"])
+    assert found[event]["difference"] <= LIMIT
+    before = found[events[events.index(event) - 1]]["count"] if event != "first" else 0
+    assert found[event]["count"] - before == int(is_new)
+
+
+def test_graphs_that_are_no_longer_true_are_freed(report: dict) -> None:
+    assert [found["graphs"] for found in report["company"].values()] == [1, 1, 1, 2, 1, 1, 1]
+
+
+def test_graphs_beyond_the_limit_are_freed_and_captured_anew(report: dict) -> None:
+    assert report["bounded"]["counts"] == [[1, 1], [2, 1], [3, 1], [3, 1]]
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_a_poisoned_task_leaves_every_bit_of_the_others_alone(report: dict, value: str) -> None:
+    found = report["poison"][value]
+    assert found["finite"] == [True, False, True]
+    assert found["gradients tell"]
+    assert found["same losses"]
+    assert found["same gradients"]
+
+
+def test_capturing_a_poisoned_micro_batch_leaves_nothing_behind(report: dict) -> None:
+    assert report["poison"]["a"] is True
+
+
+@pytest.mark.parametrize(
+    "amount",
+    ["1 of 32", "2 of 32", "15 of 32", "30 of 32", "31 of 32", "32 of 64", "33 of 64", "255 of 256", "1 of 256"],
+)
+def test_no_amount_of_padding_changes_anything(report: dict, amount: str) -> None:
+    assert report["padding"][amount] <= LIMIT
+
+
+def test_capturing_leaves_gradients_and_weights_as_they_were(report: dict) -> None:
+    assert report["warm_up"] == {"captured": 1, "same gradients": True, "same weights": True}
+
+
+def test_recomputed_activations_are_captured_too(report: dict) -> None:
+    assert report["recomputed"]["count"] == 1
+    assert max(report["recomputed"]["differences"]) <= LIMIT
+
+
+def test_a_replay_sees_the_weights_of_now_in_bf16(report: dict) -> None:
+    assert report["in_bf16"]["count"] == 1
+    assert max(report["in_bf16"]["differences"]) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("capture fails", "capturing failed with RuntimeError: operation not permitted"),
+        ("a group without kernels", "kernels do not serve the adapters of model.layers.0.self_attn.q_proj"),
+        ("attention without a kernel", "attention is computed by groups of sequences of equal length"),
+        ("no kernels", "adapters are not computed by kernels"),
+    ],
+)
+def test_a_pass_that_turns_out_not_to_be_capturable_runs_eagerly_and_says_why_once(
+    report: dict, what: str, reason: str
+) -> None:
+    found = report["eagerly"][what]
+    assert len(found["said"]) == 1
+    assert reason in found["said"][0]
+    assert found["count"] == 0
+    assert found["differences"] == [0.0, 0.0]
+
+
+# --------------------------------------------------------- reasons of the model
+
+
+class NoGraph:
+    """Must not be asked for anything."""
+
+
+def llama(kind: Any = LlamaForCausalLM, **settings: Any) -> Any:
+    torch.manual_seed(0)
+    return kind(LlamaConfig(vocab_size=32, **{**SIZES, **settings}))
+
+
+def gpt2(**settings: Any) -> Any:
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, **settings))
+
+
+def mux(backbone: Any, **settings: Any) -> MultiTaskPeftModel:
+    config = LoraConfig(**{"r": 4, "target_modules": "all-linear", **settings})
+    return MultiTaskPeftModel(backbone, {"a": config}, verify=False).train()
+
+
+def batch(*lengths: int, task: str = "a") -> MuxBatch:
+    rows = [{"task": task, "input_ids": [(3 * n + i) % 32 for i in range(n)]} for n in lengths]
+    return ChunkPackingCollator()(rows)
+
+
+def said(passes: CapturedPasses, *batches: MuxBatch) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for one in batches:
+            assert passes.run(one) is None
+    return [str(warning.message) for warning in caught]
+
+
+MODELS = {
+    "a classifier takes the loss": lambda: mux(
+        llama(LlamaForSequenceClassification, pad_token_id=0), task_type="SEQ_CLS"
+    ),
+    "a task adapts the output head": lambda: mux(llama(), target_modules=["q_proj", "lm_head"]),
+    "a task adapts embeddings (model.embed_tokens)": lambda: mux(llama(), target_modules=["embed_tokens"]),
+    "the backbone's own dropout (transformer.drop) draws": lambda: mux(gpt2(attn_pdrop=0.0)),
+}
+
+
+@pytest.mark.parametrize("reason", MODELS)
+def test_a_model_that_cannot_be_captured_says_why_once(reason: str) -> None:
+    passes = CapturedPasses(MODELS[reason](), nullcontext, NoGraph)  # type: ignore[arg-type]
+    messages = said(passes, batch(5), batch(9, 2))
+    assert len(messages) == 1
+    assert messages[0].startswith(f"passes run eagerly instead of as CUDA graphs, as {reason}")
+
+
+def test_dropout_of_the_backbone_is_no_reason_out_of_training() -> None:
+    model = mux(gpt2())
+    assert captured.reason_against(model) is not None
+    assert captured.reason_against(model.eval()) is None
+
+
+@pytest.mark.parametrize("is_adapted", [True, False])
+def test_quantised_layers_are_a_reason_adapted_or_not(is_adapted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = mux(llama(), target_modules=["q_proj"])
+    assert captured.reason_against(model) is None
+    if is_adapted:
+        monkeypatch.setattr(MultiplexedLinear, "is_plain", property(lambda self: False))
+        where = "q_proj"
+    else:
+        odd = model.backbone.model.layers[0].mlp.up_proj
+        monkeypatch.setattr(captured, "bits_of", lambda module: 4 if module is odd else None)
+        where = "up_proj"
+    reason = captured.reason_against(model)
+    assert reason is not None
+    assert reason.startswith("layers are quantised")
+    assert where in reason
+
+
+def test_a_cpu_has_no_graphs() -> None:
+    assert said(CapturedPasses(mux(llama()), nullcontext), batch(5), batch(6)) == [
+        "passes run eagerly instead of as CUDA graphs, as there are none on a cpu."
+    ]
+
+
+def test_a_micro_batch_that_is_on_the_device_already_is_not_read_back() -> None:
+    passes = CapturedPasses(mux(llama()), nullcontext, NoGraph)  # type: ignore[arg-type]
+    (message,) = said(passes, batch(5).to("meta"))
+    assert "did not come from the host" in message
+
+
+def test_an_interrupted_capture_is_not_taken_for_a_reason() -> None:
+    class Interrupted(NoGraph):
+        def warm_up(self, run: Any) -> None:
+            raise KeyboardInterrupt
+
+    model = mux(llama())
+    model.task_slab("a").bind_gradients()
+    for page in model.task_slab("a").pages:
+        page.values.grad.fill_(3.0)
+    with pytest.raises(KeyboardInterrupt):
+        CapturedPasses(model, nullcontext, Interrupted).run(batch(5))  # type: ignore[arg-type]
+    assert all(bool((page.values.grad == 3.0).all()) for page in model.task_slab("a").pages)
+
+
+# ----------------------------------------------------------------- the argument
+
+
+def test_cuda_graphs_on_a_cpu_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"args\.cuda_graphs: got True; allowed: False"):
+        MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True, cuda_graphs=True)
+
+
+def test_cuda_graphs_are_true_or_false_and_off_by_default(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"args\.cuda_graphs.*True or False"):
+        MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True, cuda_graphs="yes")  # type: ignore[arg-type]
+    assert MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True).cuda_graphs is False
+
+
+def test_the_argument_reaches_the_passes_of_a_run(tmp_path: Path) -> None:
+    trainer = mux_lab.make_trainer([mux_lab.small_task("a", data_seed=1, max_steps=2)], tmp_path)
+    trainer.args.cuda_graphs = True  # as on a machine that has them
+    with pytest.warns(UserWarning, match="passes run eagerly instead of as CUDA graphs, as there are none on a cpu"):
+        trainer.train()
+
+
+# --------------------------------------------------------------------- inputs
+
+
+@pytest.mark.parametrize(("tokens", "capacity"), [(1, 256), (255, 256), (256, 512), (511, 512), (512, 768)])
+def test_there_is_always_a_token_of_padding(tokens: int, capacity: int) -> None:
+    assert Shape.of(batch(tokens)).num_tokens == capacity
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [
+        ((1,), Shape(256, 2, 16, 256, False)),
+        ((5, 9), Shape(256, 4, 16, 256, False)),
+        ((5, 9, 4), Shape(256, 4, 16, 256, False)),
+        ((5, 9, 4, 4), Shape(256, 8, 32, 256, False)),
+        ((300,), Shape(512, 2, 320, 512, False)),
+        ((1000,), Shape(1024, 2, 1024, 1024, False)),
+        ((513, 500), Shape(1024, 4, 1024, 1024, False)),
+    ],
+)
+def test_sizes_are_rounded_up_so_that_few_shapes_occur(lengths: tuple[int, ...], shape: Shape) -> None:
+    assert Shape.of(batch(*lengths)) == shape
+
+
+def test_at_most_an_eighth_of_many_targets_is_padding() -> None:
+    for count in range(200, 3000, 37):
+        capacity = Shape.of(batch(count + 1)).num_targets
+        assert count <= capacity <= count * 1.13
+
+
+def two_tasks() -> MuxBatch:
+    rows = [{"task": "a", "input_ids": [7, 8, 9]}, {"task": "a", "input_ids": [4]}, {"task": "b", "input_ids": [5, 6]}]
+    return ChunkPackingCollator()(rows)
+
+
+def test_padding_is_a_sequence_of_its_own_and_belongs_to_nobody() -> None:
+    inputs = StaticInputs(Shape.of(two_tasks()), ("a", "b"), torch.device("cpu"))
+    inputs.fill(two_tasks())
+    static = inputs.batch
+    assert static.input_ids[0, :7].tolist() == [7, 8, 9, 4, 5, 6, 0]
+    assert static.position_ids[0, :7].tolist() == [0, 1, 2, 0, 0, 1, 0]
+    assert static.cu_seqlens.tolist() == [0, 3, 4, 6, 256]
+    assert static.target_rows.tolist() == [0, 1, 4] + [255] * 13
+    assert static.labels[0, 255] == 0
+    assert inputs.owner_M.tolist() == [0, 0, 1] + [-1] * 13
+    assert inputs.weight_M.tolist() == [0.5, 0.5, 1.0] + [0.0] * 13
+    assert static.num_tokens == 256
+
+
+def test_sequences_that_are_not_used_have_no_token() -> None:
+    inputs = StaticInputs(Shape.of(batch(2, 2, 2, 2)), ("a",), torch.device("cpu"))
+    inputs.fill(batch(2, 2, 2, 2))
+    assert inputs.batch.cu_seqlens.tolist() == [0, 2, 4, 6, 8, 256, 256, 256, 256]
+
+
+def test_nothing_of_an_earlier_micro_batch_remains() -> None:
+    inputs = StaticInputs(Shape.of(two_tasks()), ("a", "b"), torch.device("cpu"))
+    inputs.fill(two_tasks())
+    wanted = {
+        name: getattr(inputs.batch, name).clone() for name in ("input_ids", "labels", "target_rows", "cu_seqlens")
+    }
+    fuller = [
+        {"task": "a", "input_ids": [31] * 9},
+        {"task": "b", "input_ids": [30] * 5},
+        {"task": "b", "input_ids": [3]},
+    ]
+    inputs.fill(ChunkPackingCollator()(fuller))
+    assert not torch.equal(inputs.batch.input_ids, wanted["input_ids"])
+    inputs.fill(two_tasks())
+    for name, tensor in wanted.items():
+        assert torch.equal(getattr(inputs.batch, name), tensor)
+
+
+def test_types_of_tokens_are_written_where_there_are_some() -> None:
+    typed = replace(batch(3), token_type_ids=torch.tensor([[1, 0, 1]]))
+    assert Shape.of(typed) != Shape.of(batch(3))
+    inputs = StaticInputs(Shape.of(typed), ("a",), torch.device("cpu"))
+    inputs.fill(typed)
+    assert inputs.batch.token_type_ids is not None
+    assert inputs.batch.token_type_ids[0, :4].tolist() == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize("other", [batch(300), batch(5, task="b")], ids=["another shape", "another task"])
+def test_a_micro_batch_of_another_kind_is_refused(other: MuxBatch) -> None:
+    inputs = StaticInputs(Shape.of(batch(5)), ("a",), torch.device("cpu"))
+    with pytest.raises(ValueError, match="allowed: Shape"):
+        inputs.fill(other)
+
+
+def test_losses_are_summed_by_task_and_a_nan_stays_with_its_own() -> None:
+    inputs = StaticInputs(Shape.of(two_tasks()), ("a", "b"), torch.device("cpu"))
+    inputs.fill(two_tasks())
+    terms = torch.arange(1.0, 17.0)
+    terms[2] = float("nan")
+    terms.requires_grad_()
+    losses = inputs.per_task(terms)
+    assert losses[0] == 1.5
+    assert losses[1].isnan()
+    losses.sum().backward()
+    assert terms.grad is not None
+    assert terms.grad.tolist() == [0.5, 0.5, 1.0] + [0.0] * 13
+
+
+# ----------------------------------------------------------------- CUDA's calls
+
+
+class FakeCuda:
+    """Notes what is asked of torch.cuda, where there is none."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        patch.setattr(torch.cuda, "graph_pool_handle", lambda: "pool")
+        patch.setattr(torch.cuda, "Stream", lambda device: self._stream("side"))
+        patch.setattr(torch.cuda, "current_stream", lambda device: self._stream("current"))
+        patch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: self.events.append("replay")))
+        patch.setattr(torch.cuda, "stream", self._on)
+        patch.setattr(torch.cuda, "graph", self._graph)
+
+    def _stream(self, name: str) -> Any:
+        return SimpleNamespace(
+            name=name, device="gpu", wait_stream=lambda other: self.events.append(f"{name} waits for {other.name}")
+        )
+
+    @contextmanager
+    def _on(self, stream: Any) -> Iterator[None]:
+        self.events.append(f"on {stream.name}")
+        yield
+        self.events.append(f"off {stream.name}")
+
+    @contextmanager
+    def _graph(self, graph: Any, *, pool: Any, stream: Any, capture_error_mode: str) -> Iterator[None]:
+        self.events.append(f"capture in {pool} on {stream.name}, {capture_error_mode}")
+        yield
+        self.events.append("captured")
+
+    def run(self) -> None:
+        self.events.append("run")
+
+
+def test_a_graph_warms_up_and_captures_on_one_stream_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    graph = CudaGraphs(torch.device("cuda"))()
+    graph.warm_up(cuda.run)
+    assert cuda.events == ["side waits for current", "on side", "run", "run", "off side", "current waits for side"]
+    cuda.events.clear()
+    graph.capture(cuda.run)
+    graph.replay()
+    assert cuda.events == [
+        "on side", "capture in pool on side, thread_local", "run", "captured", "off side", "replay",
+    ]  # fmt: skip
+
+
+def test_the_current_stream_waits_even_for_a_warm_up_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+
+    def fail() -> None:
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        CudaGraphs(torch.device("cuda"))().warm_up(fail)
+    assert cuda.events[-1] == "current waits for side"

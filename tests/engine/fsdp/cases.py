@@ -1,0 +1,326 @@
+"""Real processes that share one frozen backbone (FSDP2), and the same tasks in one process to hold them against."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.executor import Executor
+from peft_mux.engine.fsdp.backbone import ShardedBackbone, gathering_mesh, shard_backbone
+from peft_mux.engine.fsdp.executor import ShardedExecutor
+from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.replicas.even_shares import EvenShares
+from peft_mux.engine.work import StepWork
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.task import Task
+from peft_mux.tasks.isolation import non_finite_reason
+from peft_mux.tasks.optimizer import TaskOptimizer
+
+VOCABULARY, NUM_LAYERS, NUM_STEPS = 97, 4, 3
+LENGTHS = {
+    "a": (3, 9, 17, 5, 21, 8),
+    "b": (12, 4, 30),
+    "c": (7, 7, 6, 19, 2),
+    "d": (25, 3, 11, 14),
+    "e": (5, 40, 9),
+    "f": (9, 13, 4),
+}
+HTASKS = (("a", "b"), ("c",), ("d", "e"), ("f",))
+LATE = "f"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to train.
+
+    Attributes:
+        shape: of the backbone.
+        recomputes: whether activations are checkpointed.
+        max_tokens: of a pass.
+        few: whether ranks but the first have rows of one task alone, so that numbers of passes differ much.
+        poison: whether a weight of task "d" becomes NaN before the second step.
+        arrives: whether a task is registered after the first step.
+        ends: whether a task adapts embedding and head.
+        splits: whether sequences that are longer than a pass are split into chains of passes.
+    """
+
+    shape: str
+    recomputes: bool = False
+    max_tokens: int = 40
+    few: bool = False
+    poison: bool = False
+    arrives: bool = False
+    ends: bool = False
+    splits: bool = False
+
+
+@dataclass
+class Seen:
+    """What a run showed to one process.
+
+    Attributes:
+        losses: of each task by step.
+        failures: why a task ended.
+        weights: final ones.
+        bytes_by_step: of frozen weights received.
+        passes: own and those of the process that had most, by step.
+        local_bytes: of frozen weights between passes.
+        whole_bytes: of all of them.
+        closed_form: bytes of one pass.
+        non_finite: tasks found in a forward pass of the last step's rows.
+    """
+
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+    weights: dict[str, dict[str, Any]] = field(default_factory=dict)
+    bytes_by_step: list[int] = field(default_factory=list)
+    passes: list[tuple[int, int]] = field(default_factory=list)
+    local_bytes: int = 0
+    whole_bytes: int = 0
+    closed_form: int = 0
+    non_finite: list[str] = field(default_factory=list)
+
+
+def backbone(shape: str) -> Any:
+    """Return a tiny random model: hidden 32, 4 layers, fp32; the vocabulary divides by neither 2 nor 3."""
+    torch.manual_seed(3)
+    if shape == "gpt2":
+        return GPT2LMHeadModel(
+            GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=NUM_LAYERS, n_head=4, n_positions=64)
+        )
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": NUM_LAYERS}
+    sizes |= {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=shape == "tied"))
+
+
+def adapters(case: Case) -> dict[str, LoraConfig]:
+    """Return five unequal adapters; one begins at layer 2, so that without care its passes would end there."""
+    attention, mlp, ends = ["q_proj", "v_proj"], ["gate_proj", "down_proj"], ["o_proj"]
+    if case.shape == "gpt2":
+        attention, mlp, ends = ["c_attn"], ["c_fc", "mlp.c_proj"], ["c_attn"]
+    if case.ends:
+        ends = [*ends, "wte"] if case.shape == "gpt2" else [*ends, "embed_tokens", "lm_head"]
+    common: dict[str, Any] = {"init_lora_weights": "gaussian"}
+    return {
+        "a": LoraConfig(r=8, target_modules=[*attention, *mlp], lora_dropout=0.1, **common),
+        "b": LoraConfig(r=4, target_modules=attention, **common),
+        "c": LoraConfig(r=2, target_modules=attention, layers_to_transform=[2, 3], lora_dropout=0.2, **common),
+        "d": LoraConfig(r=16, target_modules=mlp, layers_to_transform=[0, 2], **common),
+        "e": LoraConfig(r=6, target_modules=ends, **common),
+    }
+
+
+def late_adapter(case: Case) -> LoraConfig:
+    """Return the adapter of the task that arrives; where ends are adapted at all, it adapts them too."""
+    targets = ["c_attn", "mlp.c_fc"] if case.shape == "gpt2" else ["k_proj", "up_proj"]
+    if case.ends:
+        targets += ["wte"] if case.shape == "gpt2" else ["embed_tokens", "lm_head"]
+    return LoraConfig(r=5, target_modules=targets, lora_dropout=0.1, init_lora_weights="gaussian")
+
+
+def mux_model(case: Case) -> MultiTaskPeftModel:
+    """Return the model in training mode; B is not zero, so that all gradients count."""
+    configs = adapters(case)
+    if case.arrives and case.ends:
+        configs["e"] = LoraConfig(r=6, target_modules=["c_attn" if case.shape == "gpt2" else "o_proj"])
+    seeds = {name: index for index, name in enumerate(configs)}
+    model = MultiTaskPeftModel(backbone(case.shape), configs, seeds=seeds, verify=False)
+    for name in model.tasks:
+        unfold(model, name)
+    if case.recomputes:
+        model.activation_checkpointing_enable()
+    return model.train()
+
+
+@torch.no_grad()
+def unfold(model: MultiTaskPeftModel, name: str) -> None:
+    """Give a task's B weights that are not zero."""
+    generator = torch.Generator().manual_seed(11)
+    for key, parameter in sorted(model.task_parameters(name).items()):
+        if "lora_B" in key or "embedding_A" in key:
+            parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def task_batch(name: str, step: int) -> TaskBatch:
+    """Return one task's global batch; every process draws the same one."""
+    rng = np.random.default_rng([step, ord(name)])
+    sequences = []
+    for row, length in enumerate(LENGTHS[name]):
+        ids = rng.integers(1, VOCABULARY, size=length)
+        sequences.append(TokenSequence(ids, ids, row))
+    return TaskBatch(name, step, seed=ord(name), sequences=tuple(sequences))
+
+
+def optimizer_of(model: MultiTaskPeftModel, name: str, folder: Path) -> TaskOptimizer:
+    """Return a task's optimizer: AdamW that clips and decays."""
+    args = MultiTaskTrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none")
+    task = Task(
+        name=name,
+        peft_config=LoraConfig(),
+        train_dataset=[{"input_ids": [1, 2]}],
+        learning_rate=1e-2,
+        weight_decay=0.01,
+        max_grad_norm=0.05,
+        max_steps=9,
+        lr_scheduler_type="linear",
+    )
+    return TaskOptimizer(name, dict(model.task_parameters(name)), resolve(task, args), 9, args, model.task_slab(name))
+
+
+def step_work(case: Case, step: int, names: list[str], rank: int, world_size: int) -> StepWork:
+    """Return this process's rows of the global batches of a step."""
+    batches = {name: task_batch(name, step) for name in names}
+    shares = EvenShares(world_size)
+    micro_batches: list[MuxBatch] = []
+    for htask in HTASKS:
+        fused = [batches[name] for name in htask if name in batches]
+        if not fused:
+            continue
+        own = shares.divide(fused)
+        if case.few and world_size > 1:
+            everything = [list(range(len(batch.sequences))) for batch in fused]
+            nothing: list[list[int]] = [[] for _ in fused]
+            own = [everything if (rank == 0) != (htask == ("c",)) else nothing for rank in range(world_size)]
+            own[2:] = [nothing for _ in own[2:]]
+        micro_batches += ChunkPackingCollator(split_long_sequences=case.splits).micro_batches(
+            fused, max_tokens=case.max_tokens, only=own[rank]
+        )
+    counts = {name: one.num_tokens for name, one in batches.items()}
+    return StepWork(tuple(batches), tuple(micro_batches), counts)
+
+
+def train(case: Case, rank: int, folder: Path, sharded: bool) -> Seen:
+    """Train as the trainer does: verdicts first, then the steps of those that passed."""
+    world_size = int(os.environ["WORLD_SIZE"]) if sharded else 1
+    model, seen = mux_model(case), Seen()
+    seen.whole_bytes = frozen_bytes(model)
+    executor, whole = make_executor(model, rank, world_size) if sharded else (Executor(model), None)
+    optimizers: dict[str, Any] = {name: optimizer_of(model, name, folder) for name in model.tasks}
+    for step in range(NUM_STEPS):
+        if case.arrives and step == 1:
+            model.register_tasks({LATE: late_adapter(case)}, seeds={LATE: 9})
+            unfold(model, LATE)
+            model.train()
+            optimizers[LATE] = optimizer_of(model, LATE, folder)
+        if case.poison and step == 1:
+            poison(model)
+        names = [name for name in optimizers if name not in seen.failures]
+        work = step_work(case, step, names, rank, world_size)
+        before = 0 if whole is None else whole.num_bytes
+        result = executor.run(work)
+        if whole is not None:
+            seen.bytes_by_step.append(whole.num_bytes - before)
+            own = len(work.micro_batches)
+            seen.passes.append((own, max(n[0] for n in whole.processes.exchange([own]))))
+        for name in names:
+            norm = optimizers[name].gradient_norm()
+            loss = result.losses[name].item()
+            seen.losses.setdefault(name, []).append(loss)
+            reason = non_finite_reason(loss, norm.item())
+            if reason is not None:
+                seen.failures[name] = reason
+            else:
+                optimizers[name].step(norm)
+            optimizers[name].zero_gradients()
+    seen.non_finite = executor.non_finite_tasks(
+        step_work(case, NUM_STEPS, list(optimizers), rank, world_size).micro_batches
+    )
+    if whole is not None:
+        seen.local_bytes, seen.closed_form = whole.local_bytes, whole.bytes_per_pass()
+    seen.weights = {
+        name: {key: value.detach().clone().numpy() for key, value in model.task_parameters(name).items()}
+        for name in optimizers
+    }
+    return seen
+
+
+def make_executor(model: MultiTaskPeftModel, rank: int, world_size: int) -> tuple[ShardedExecutor, ShardedBackbone]:
+    """Divide a model's backbone among the processes, and return what runs it."""
+    processes = join(rank, world_size)
+    whole = shard_backbone(model, processes, gathering_mesh(processes))
+    return ShardedExecutor(whole), whole
+
+
+def join(rank: int, world_size: int) -> Processes:
+    """Return this process among the others, connected."""
+    dist.init_process_group("gloo")
+    processes = Processes(rank, world_size, timeout_s=20.0)
+    processes.connect()
+    return processes
+
+
+@torch.no_grad()
+def poison(model: MultiTaskPeftModel) -> None:
+    """Spoil one weight of task "d"."""
+    for key, parameter in model.task_parameters("d").items():
+        if ".2." in key and "lora_A" in key:
+            parameter[0, 0] = float("nan")
+
+
+def frozen_bytes(model: MultiTaskPeftModel) -> int:
+    """Return the bytes of what no task trains, a tied weight once."""
+    own = {id(item) for name in model.tasks for item in model.task_parameters(name).values()}
+    frozen = [item for item in model.backbone.parameters() if id(item) not in own]
+    return sum(item.numel() * item.element_size() for item in frozen)
+
+
+def train_sharded(rank: int, case: Case, folder: Path) -> Seen:
+    """Train a case as one of several processes."""
+    return train(case, rank, folder, sharded=True)
+
+
+def changed_between_passes(rank: int | None) -> tuple[dict[str, Any], bool]:
+    """Triple the frozen weights of layer 1 after a forward; return gradients, and whether the weights were freed.
+
+    Args:
+        rank: of several processes; `None` for one that holds everything.
+    """
+    case = Case("llama")
+    model = mux_model(case)
+    whole = None if rank is None else make_executor(model, rank, int(os.environ["WORLD_SIZE"]))[1]
+    batch = step_work(case, 0, ["a"], 0, 1).micro_batches[0]
+    layer: Any = model.backbone.base_model.layers[1]
+    read: list[torch.Tensor] = []
+    layer.mlp.register_forward_pre_hook(lambda module, _: read.append(module.down_proj.base_layer.weight))
+    output = model(batch)
+    freed = read[0].untyped_storage().size() == 0
+    own = {id(item) for name in model.tasks for item in model.task_parameters(name).values()}
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if id(parameter) not in own:
+                local = parameter.data if whole is None else parameter.to_local()
+                local.mul_(3.0)
+    output.losses.sum().backward()
+    return {
+        key: item.grad.numpy().copy() for key, item in model.task_parameters("a").items() if item.grad is not None
+    }, freed
+
+
+def used_through_a_view(rank: int, folder: Path) -> dict[str, Any]:
+    """Use one task's model as PEFT's: by layers together, and whole, where each process does as it likes."""
+    model = mux_model(Case("llama"))
+    _, whole = make_executor(model, rank, int(os.environ["WORLD_SIZE"]))
+    model.eval()
+    view, ids = model.task_view("a"), torch.arange(1, 8)[None]
+    facts: dict[str, Any] = {"local_before": whole.local_bytes}
+    with torch.no_grad():
+        facts["logits"] = view(input_ids=ids).logits.numpy()
+    with whole.unsharded():
+        before = whole.num_bytes
+        model.verify()
+        tokens = view.generate(input_ids=ids[:, : 3 + rank], max_new_tokens=4 + 2 * rank, do_sample=False)
+        facts |= {"tokens": tokens.tolist(), "bytes_within": whole.num_bytes - before}
+    facts["local_after"] = whole.local_bytes
+    model.save_task("a", folder / f"a{rank}")
+    return facts

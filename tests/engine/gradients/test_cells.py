@@ -1,0 +1,227 @@
+"""Cells, sums and whole states over random layouts, all processes played in one."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+
+from peft_mux.checkpoint import full_state
+from peft_mux.checkpoint.full_state import HeldState, join_parts, take_part
+from peft_mux.checkpoint.task_state import TaskState
+from peft_mux.engine.gradients.all_reduce import TaskCells
+from peft_mux.engine.gradients.cells import Bundle, HeldPage, HeldParameter, bundles, divide
+from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.errors import CheckpointError
+from peft_mux.modeling.sharding.pieces import Piece
+from tests.engine.gradients import cell_cases as cases
+
+
+def parts_of(task: cases.Drawn) -> list[TaskCells]:
+    pieces = task.all_pieces()
+    cells, holdings = divide(pieces), cases.holdings_of(pieces)
+    found = bundles(cells, holdings)
+    return [TaskCells.of(rank, holding, cells, found) for rank, holding in enumerate(holdings)]
+
+
+def summed(
+    parts: list[TaskCells], pages: list[list[torch.Tensor]], gradients: list[dict[str, torch.Tensor]]
+) -> list[Bundle]:
+    """Do what processes do, one bundle after another; return the bundles."""
+    order: dict[Bundle, None] = {}
+    for own in parts:
+        order |= dict.fromkeys(own.bundles)
+    for bundle in order:
+        buffers = []
+        for rank in bundle.holders:
+            if bundle.page is None:
+                buffers.append(bundle.pack(rank, gradients[rank], parts[rank].pieces))
+            else:
+                buffers.append(pages[rank][parts[rank].own.index(bundle.page)])
+            assert len(buffers[-1]) == bundle.num_elements
+        total = torch.stack(buffers).sum(0)
+        for rank, buffer in zip(bundle.holders, buffers, strict=True):
+            buffer.copy_(total)
+            if bundle.page is None:
+                bundle.unpack(buffer, gradients[rank], parts[rank].pieces)
+    return list(order)
+
+
+@given(cases.drawn())
+def test_cells_cover_every_index_of_every_parameter_once_and_know_who_holds_it(task: cases.Drawn) -> None:
+    pieces = task.all_pieces()
+    seen: dict[tuple[str, int, int], tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for cell in divide(pieces):
+        shape = task.shapes[cell.name]
+        assert cell.num_elements == math.prod(shape) // shape[cell.dim] * (cell.end - cell.start)
+        for index in range(cell.start, cell.end):
+            assert (cell.name, cell.dim, index) not in seen
+            seen[cell.name, cell.dim, index] = cell.holders, cell.adders
+    for name, shape in task.shapes.items():
+        dim = next((own[name].dim for own in pieces if name in own and not own[name].is_whole), 0)
+        for index in range(shape[dim]):
+            marks = torch.arange(shape[dim]).view([-1 if axis == dim else 1 for axis in range(2)]).expand(shape)
+            have = [rank for rank, own in enumerate(pieces) if name in own and (own[name].take(marks) == index).any()]
+            add = [rank for rank in have if pieces[rank][name].adds]
+            assert seen.pop((name, dim, index)) == (tuple(have), tuple(add))
+    assert not seen
+
+
+@given(cases.drawn())
+def test_sums_of_partial_gradients_are_the_whole_gradient_in_every_process(task: cases.Drawn) -> None:
+    parts, (own, totals) = parts_of(task), task.gradients()
+    laid = [cases.laid_out(part.own, gradients) for part, gradients in zip(parts, own, strict=True)]
+    summed(parts, [pages for pages, _ in laid], [views for _, views in laid])
+    for part, (_, views) in zip(parts, laid, strict=True):
+        for name, piece in part.pieces.items():
+            assert torch.equal(views[name], piece.take(totals[name])), (part.rank, name)
+
+
+@given(cases.drawn())
+def test_every_cell_is_counted_by_one_process_in_the_norm(task: cases.Drawn) -> None:
+    parts, (own, totals) = parts_of(task), task.gradients()
+    laid = [cases.laid_out(part.own, gradients) for part, gradients in zip(parts, own, strict=True)]
+    summed(parts, [pages for pages, _ in laid], [views for _, views in laid])
+    squares = 0.0
+    for part, (pages, views) in zip(parts, laid, strict=True):
+        squares += sum(pages[number].square().sum().item() for number in part.counted_pages)
+        for cell in part.counted_cells:
+            squares += cell.view(views[cell.name], part.pieces[cell.name]).square().sum().item()
+    assert squares == sum(total.square().sum().item() for total in totals.values())
+
+
+@given(cases.drawn())
+def test_each_process_sums_what_it_shares_with_others_and_nothing_else(task: cases.Drawn) -> None:
+    for part in parts_of(task):
+        shared = [cell for cell in part.cells if part.rank in cell.holders and len(cell.holders) > 1]
+        in_place = [bundle.page for bundle in part.bundles if bundle.page is not None]
+        gaps = sum(page.num_elements for page in in_place)
+        gaps -= sum(math.prod(one.piece.part_shape) for page in in_place for one in page.parameters)
+        assert part.num_bytes == 8 * (sum(cell.num_elements for cell in shared) + gaps)
+        # What is packed is one message for each set of holders.
+        packed = [bundle.holders for bundle in part.bundles if bundle.page is None]
+        assert len(packed) == len(set(packed))
+
+
+@given(cases.drawn())
+def test_pages_of_equal_whole_replicas_are_summed_as_they_lie(task: cases.Drawn) -> None:
+    whole = ParallelLayout.parse("<1,1>x3")
+    pieces = [task.pieces(rank, whole) for rank in range(3)]
+    holdings = cases.holdings_of(pieces)
+    (bundle,) = bundles(divide(pieces), holdings)
+    assert bundle.page == holdings[0][0]
+    assert bundle.holders == (0, 1, 2)
+
+
+def test_a_page_of_which_one_process_adds_nothing_is_packed() -> None:
+    pieces = [{"a": Piece.whole((8, 2))}, {"a": Piece.whole((8, 2), adds=False)}]
+    (bundle,) = bundles(divide(pieces), cases.holdings_of(pieces))
+    assert bundle.page is None
+    gradients = {"a": torch.full((8, 2), float("nan"))}
+    assert torch.equal(bundle.pack(1, gradients, pieces[1]), torch.zeros(16))
+
+
+def test_the_drawing_of_unequal_replicas_has_the_holders_that_the_module_shows() -> None:
+    cut = [Piece((8, 2), 0, ((0, 4),)), Piece((8, 2), 0, ((4, 8),))]
+    cells = divide([{"B": piece} for piece in (*cut, Piece.whole((8, 2)), Piece.whole((8, 2)))])
+    assert [(cell.start, cell.end, cell.holders) for cell in cells] == [(0, 4, (0, 2, 3)), (4, 8, (1, 2, 3))]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "message"),
+    [
+        ([Piece((8, 2), 0, ((0, 4),)), Piece((8, 2), 0, ((6, 8),))], "indices 4 to 5 of 8 .* no process"),
+        ([Piece((8, 2), 0, ((0, 4),)), Piece.whole((8, 2), adds=False)], "indices 4 to 7 of 8 .* no adding process"),
+        ([Piece.whole((8, 2)), Piece.whole((8, 3))], "shapes"),
+        ([Piece((8, 2), 0, ((0, 4),)), Piece((8, 2), 1, ((0, 2),))], None),
+        ([Piece((8, 2), 0, ((0, 4),)), Piece((8, 2), 1, ((0, 1),))], "cut along dimensions \\[0, 1\\]"),
+    ],
+)
+def test_pieces_that_do_not_fit_together_are_named(pieces: list[Piece], message: str | None) -> None:
+    held = [{"layers.0.B": piece} for piece in pieces]
+    if message is None:  # all columns are the whole
+        assert len(divide(held)) == 2
+        return
+    with pytest.raises(ValueError, match=f"layers.0.B: .*{message}"):
+        divide(held)
+
+
+def test_one_parameter_in_two_dtypes_is_refused() -> None:
+    holdings = [
+        (HeldPage(dtype, 16, (HeldParameter("a", 0, (2, 1), Piece.whole((8, 2))),)),)
+        for dtype in (torch.float32, torch.bfloat16)
+    ]
+    with pytest.raises(ValueError, match=r"a: got torch\.float32 and torch\.bfloat16"):
+        bundles(divide([{"a": Piece.whole((8, 2))}] * 2), holdings)
+
+
+# --------------------------------------------------------------- whole states
+
+
+def state_of(task: cases.Drawn) -> TaskState:
+    """Return a whole state with two moments, a count, and a copy of the weights."""
+    first, second = task.whole(7), task.whole(8)
+    moments = {
+        name: {"exp_avg": first[name], "exp_avg_sq": second[name].float(), "step": torch.tensor(3.0), "kind": "plain"}
+        for name in task.shapes
+    }
+    copies = {"last_good": task.whole(9), "best": {}}
+    settings = {"decays": {"lr": 0.1}}
+    return TaskState(task.whole(6), moments, settings, {"base_lrs": {"decays": 0.1}, "last_epoch": 3}, copies)
+
+
+def check_equal(found: TaskState, expected: TaskState) -> None:
+    for one, other in ((found.weights, expected.weights), (found.copies["last_good"], expected.copies["last_good"])):
+        assert one.keys() == other.keys()
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    assert found.copies["best"] == {}
+    assert found.moments.keys() == expected.moments.keys()
+    for name, moments in expected.moments.items():
+        assert found.moments[name].keys() == moments.keys()
+        for key, value in moments.items():
+            got = found.moments[name][key]
+            is_same = got.dtype == value.dtype and torch.equal(got, value) if key != "kind" else got == value
+            assert is_same, (name, key)
+    assert (found.settings, found.schedule) == (expected.settings, expected.schedule)
+
+
+@given(cases.drawn())
+def test_a_whole_state_cut_for_any_layout_and_joined_again_is_itself(task: cases.Drawn) -> None:
+    whole = state_of(task)
+    for replica in range(task.layout.num_replicas):
+        ranks = [rank for rank in range(task.layout.world_size) if task.layout.place(rank).replica == replica]
+        parts = []
+        for rank in ranks:
+            pieces = task.pieces(rank)
+            part = take_part(whole, pieces)
+            assert all(tuple(part.weights[name].shape) == piece.part_shape for name, piece in pieces.items())
+            words, buffer = full_state._packed(pieces, part)
+            parts.append(full_state._unpacked(words, buffer))
+        check_equal(join_parts(parts), whole)
+
+
+def test_a_state_whose_part_is_missing_is_refused() -> None:
+    cut = {"B": Piece((8, 2), 0, ((0, 4),))}
+    part = HeldState(cut, TaskState({"B": torch.ones(4, 2)}, {}, {}, {}))
+    with pytest.raises(CheckpointError, match="B: got nothing of index 4 along dimension 0, of 8"):
+        join_parts([part])
+
+
+def test_an_optimizer_that_keeps_rows_and_columns_cannot_be_joined_where_a_parameter_is_cut() -> None:
+    parts = []
+    for start in (0, 4):
+        cut = {"B": Piece((8, 2), 0, ((start, start + 4),))}
+        moments = {"B": {"exp_avg_sq_row": torch.ones(4)}}
+        parts.append(HeldState(cut, TaskState({"B": torch.ones(4, 2)}, moments, {}, {})))
+    with pytest.raises(CheckpointError, match=r"B, exp_avg_sq_row: .* every element alike"):
+        join_parts(parts)
+
+
+def test_a_state_of_another_rank_is_refused_by_shape() -> None:
+    state = TaskState({"B": torch.ones(8, 4)}, {}, {}, {})
+    with pytest.raises(CheckpointError, match=r"B: got shape \[8, 4\]; allowed: a tensor of shape \[8, 2\]"):
+        take_part(state, {"B": Piece((8, 2), 0, ((0, 4),))})
+    with pytest.raises(CheckpointError, match="A: got nothing"):
+        take_part(state, {"A": Piece.whole((2, 8))})

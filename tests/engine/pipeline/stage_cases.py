@@ -1,0 +1,544 @@
+"""Pipelines of real processes, and the same tasks in one process to hold them against.
+
+`run_launches` starts the processes of each launch. Each of them is one stage, runs the items of the launch, and leaves
+what it saw in the launch's folder.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.checkpoint.full_state import gather_task
+from peft_mux.checkpoint.task_state import TaskState, join_state, split_state
+from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.executor import Executor
+from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.pipeline.executor import PipelineExecutor
+from peft_mux.engine.pipeline.plan import PipelinePlan
+from peft_mux.engine.pipeline.stage import StageModel
+from peft_mux.engine.pipeline.stage_layout import StageLayout
+from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.work import StepResult, StepWork
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.scheduler.pipeline.simulator import verify
+from peft_mux.scheduler.pipeline.template import Action, BucketLoad, PipelineTemplate, build_template
+from peft_mux.storage import load_tensors, pack_state, save_tensors, unpack_state
+from peft_mux.task import Task
+from peft_mux.tasks.isolation import non_finite_reason
+from peft_mux.tasks.optimizer import TaskOptimizer
+
+VOCABULARY, NUM_LAYERS, NUM_STEPS = 97, 8, 3
+HTASKS = (("a", "b"), ("c",), ("d", "e"))
+BUCKETS = ((0, 1), (2,))
+NUM_SLOTS = (4, 3)
+LENGTHS = {"a": (3, 9, 17, 5, 21, 8), "b": (12, 4, 30), "c": (7, 7, 6, 19, 2), "d": (25, 3, 11, 14), "e": (5, 40, 9)}
+MAX_TOKENS = (30, 15, 40)
+POISONED = "d"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to train.
+
+    Attributes:
+        shape: of the backbone.
+        schedule: of the template.
+        num_chunks: virtual stages of a process.
+        layers_per_stage: by default equal.
+        recomputes: whether activations are checkpointed.
+        poison: whether a weight of one task becomes NaN before the second step.
+        holds_back: whether memory is limited so that few micro-batches are in flight.
+        bf16: whether it runs under autocast.
+    """
+
+    shape: str
+    schedule: str = "1f1b"
+    num_chunks: int = 1
+    layers_per_stage: tuple[int, ...] | None = None
+    recomputes: bool = False
+    poison: bool = False
+    holds_back: bool = False
+    bf16: bool = False
+
+
+CASES = {
+    "llama-1f1b": Case("llama"),
+    "llama-gpipe": Case("llama", "gpipe"),
+    "llama-interleaved": Case("llama", "interleaved_1f1b", num_chunks=2),
+    "llama-mux": Case("llama", "mux"),
+    "llama-mux-chunks": Case("llama", "mux", num_chunks=2),
+    "llama-gpipe-waves": Case("llama", "gpipe", holds_back=True),
+    "llama-mux-limit": Case("llama", "mux", holds_back=True),
+    "llama-recomputed": Case("llama", "mux", recomputes=True),
+    "llama-poisoned": Case("llama", "mux", poison=True),
+    "llama-bf16": Case("llama", "mux", bf16=True),
+    "qwen-mux": Case("qwen", "mux"),
+    "qwen-interleaved": Case("qwen", "interleaved_1f1b", num_chunks=2),
+    "mistral-uneven": Case("mistral", layers_per_stage=(3, 5)),
+    "gpt2-gpipe": Case("gpt2", "gpipe"),
+    "gpt2-1f1b": Case("gpt2", "1f1b"),
+    "gpt2-mux": Case("gpt2", "mux", recomputes=True),
+    "gpt2-interleaved": Case("gpt2", "interleaved_1f1b", num_chunks=2),
+}
+
+
+# ------------------------------------------------------------------ the tasks
+
+
+def backbone(shape: str) -> Any:
+    """Return a tiny random model: hidden 32, 8 layers, fp32."""
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": NUM_LAYERS}
+    sizes |= {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(3)
+    if shape == "llama":
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    if shape == "mistral":
+        return MistralForCausalLM(MistralConfig(**sizes, sliding_window=8))
+    if shape == "qwen":
+        more = {"tie_word_embeddings": True, "head_dim": 8, "use_sliding_window": True, "sliding_window": 8}
+        return Qwen3ForCausalLM(Qwen3Config(**sizes, **more, max_window_layers=4))
+    if shape == "qwen2":
+        return Qwen2ForCausalLM(Qwen2Config(**sizes))
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=NUM_LAYERS, n_head=4, n_positions=64)
+    return GPT2LMHeadModel(config)
+
+
+def adapters(shape: str) -> dict[str, LoraConfig]:
+    """Return five unequal adapters: other ranks, targets and dropouts; some without weights on some stages."""
+    attention, mlp = ["q_proj", "v_proj"], ["gate_proj", "down_proj"]
+    ends = ["embed_tokens", "lm_head", "o_proj"] if shape == "llama" else attention
+    if shape == "gpt2":
+        attention, mlp, ends = ["c_attn"], ["c_fc", "mlp.c_proj"], ["wte", "c_attn"]
+    common: dict[str, Any] = {"init_lora_weights": "gaussian"}
+    return {
+        "a": LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.1, **common),
+        "b": LoraConfig(r=4, target_modules=attention, **common),
+        "c": LoraConfig(r=2, target_modules=attention, layers_to_transform=[6, 7], lora_dropout=0.2, **common),
+        "d": LoraConfig(r=16, target_modules=mlp, layers_to_transform=[0, 2, 3], **common),
+        "e": LoraConfig(r=6, target_modules=ends, lora_dropout=0.0, **common),
+    }
+
+
+def mux_model(case: Case) -> MultiTaskPeftModel:
+    """Return the whole model, in training mode; B is not zero, so that all gradients count."""
+    seeds = {name: index for index, name in enumerate(LENGTHS)}
+    model = MultiTaskPeftModel(backbone(case.shape), adapters(case.shape), seeds=seeds, verify=False)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name in model.tasks:
+            for key, parameter in sorted(model.task_parameters(name).items()):
+                if "lora_B" in key or "embedding_A" in key:
+                    parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+    if case.recomputes:
+        model.activation_checkpointing_enable()
+    return model.train()
+
+
+def step_work(step: int, tasks: Sequence[str]) -> StepWork:
+    """Return the global batches of a step; every process draws the same ones."""
+    batches = {name: random_batch(name, step, LENGTHS[name]) for name in tasks}
+    micro_batches: list[MuxBatch] = []
+    for htask, most in zip(HTASKS, MAX_TOKENS, strict=True):
+        fused = [batches[name] for name in htask if name in batches]
+        if fused:
+            micro_batches += ChunkPackingCollator().micro_batches(fused, max_tokens=most)
+    return StepWork(tuple(batches), tuple(micro_batches), {name: one.num_tokens for name, one in batches.items()})
+
+
+def random_batch(name: str, step: int, lengths: Sequence[int]) -> TaskBatch:
+    """Return random rows of the given lengths."""
+    rng = np.random.default_rng([step, ord(name)])
+    sequences = []
+    for row, length in enumerate(lengths):
+        ids = rng.integers(1, VOCABULARY, size=length)
+        sequences.append(TokenSequence(ids, ids, row))
+    return TaskBatch(name, step, seed=ord(name), sequences=tuple(sequences))
+
+
+def optimizer_of(model: MultiTaskPeftModel, name: str, folder: Path) -> TaskOptimizer | None:
+    """Return a task's optimizer; none in a process where it has no weights. It clips, and decays."""
+    parameters = model.task_parameters(name)
+    if not parameters:
+        return None
+    args = MultiTaskTrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none")
+    task = Task(
+        name=name,
+        peft_config=LoraConfig(),
+        train_dataset=[{"input_ids": [1, 2]}],
+        learning_rate=1e-2,
+        weight_decay=0.01,
+        max_grad_norm=0.05,
+        max_steps=9,
+        lr_scheduler_type="linear",
+    )
+    return TaskOptimizer(name, dict(parameters), resolve(task, args), 9, args, model.task_slab(name))
+
+
+# ------------------------------------------------------------------- training
+
+
+@dataclass
+class Seen:
+    """What a run showed.
+
+    Attributes:
+        losses: of each task by step.
+        norms: likewise, of gradients before clipping.
+        failures: why a task ended.
+    """
+
+    losses: dict[str, list[float]] = field(default_factory=dict)
+    norms: dict[str, list[float]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+class Alone:
+    """All in one process: what a pipeline is held against."""
+
+    def __init__(self, model: MultiTaskPeftModel, *, bf16: bool = False) -> None:
+        self.model, self._executor = model, Executor(model, bf16=bf16)
+
+    def run(self, work: StepWork) -> StepResult:
+        return self._executor.run(work)
+
+    def gradient_norms(self, tasks: list[str]) -> dict[str, torch.Tensor]:
+        return {
+            name: torch.nn.utils.get_total_norm([p.grad for p in self.model.task_parameters(name).values()])
+            for name in tasks
+        }
+
+
+def train(
+    executor: Any, model: MultiTaskPeftModel, optimizers: dict[str, Any], *, steps: range, poison: bool = False
+) -> Seen:
+    """Train as the trainer does: verdicts first, then the steps of those that passed."""
+    seen = Seen()
+    for step in steps:
+        if poison and step == 1:
+            _poison(model)
+        tasks = [name for name in optimizers if name not in seen.failures]
+        result = executor.run(step_work(step, tasks))
+        norms = executor.gradient_norms(tasks) if result.norms is None else result.norms
+        for name in tasks:
+            loss, norm = result.losses[name].item(), norms[name].item()
+            seen.losses.setdefault(name, []).append(loss)
+            seen.norms.setdefault(name, []).append(norm)
+            reason = non_finite_reason(loss, norm)
+            if reason is not None:
+                seen.failures[name] = reason
+            elif optimizers[name] is not None:
+                optimizers[name].step(norms[name])
+    return seen
+
+
+@torch.no_grad()
+def _poison(model: MultiTaskPeftModel) -> None:
+    for key, parameter in model.task_parameters(POISONED).items():
+        if "layers.2." in key and "lora_A" in key:
+            parameter.fill_(float("nan"))
+
+
+def train_alone(case: Case, folder: Path, num_steps: int = NUM_STEPS) -> tuple[Seen, dict[str, TaskState]]:
+    """Return what one process sees, and the state of every task afterwards."""
+    model = mux_model(case)
+    optimizers = {name: optimizer_of(model, name, folder) for name in model.tasks}
+    seen = train(Alone(model, bf16=case.bf16), model, optimizers, steps=range(num_steps), poison=case.poison)
+    states = {name: split_state(model.task_parameters(name), optimizers[name]) for name in model.tasks}
+    return seen, states
+
+
+def template_of(case: Case, num_stages: int) -> PipelineTemplate:
+    """Return the case's template over both buckets."""
+    loads = loads_of(num_stages, (1000, 700))
+    limit = [2600] * num_stages if case.holds_back else None
+    template = build_template(
+        loads,
+        case.schedule,  # type: ignore[arg-type]
+        num_chunks=case.num_chunks,
+        memory_limit_bytes=limit,
+    )
+    verify(template, loads, memory_limit_bytes=limit)
+    return template
+
+
+def loads_of(num_stages: int, activation_bytes: tuple[int, ...]) -> list[BucketLoad]:
+    """Return loads of both buckets, the second one slower."""
+    return [
+        BucketLoad(
+            name=f"bucket {index}",
+            forward_s=(1.0 + index,) * num_stages,
+            activation_bytes=(size,) * num_stages,
+            num_micro_batches=count,
+        )
+        for index, (size, count) in enumerate(zip(activation_bytes, NUM_SLOTS, strict=True))
+    ]
+
+
+def make_stage(case: Case, processes: Processes, folder: Path) -> tuple[PipelineExecutor, dict[str, Any]]:
+    """Return this process's part of a case: its executor and its optimizers."""
+    size = processes.world_size
+    layout = StageLayout.of(NUM_LAYERS, size, num_chunks=case.num_chunks, layers_per_stage=case.layers_per_stage)
+    stage = StageModel(mux_model(case), layout, processes.rank)
+    plan = PipelinePlan(template_of(case, size), HTASKS, BUCKETS)
+    sync = GradientSync(stage.model, processes, ParallelLayout.of(size, pp=size))
+    executor = PipelineExecutor(stage, plan, processes, bf16=case.bf16, sync=sync)
+    optimizers = {name: optimizer_of(stage.model, name, folder) for name in stage.model.tasks}
+    return executor, optimizers
+
+
+def train_stage(name: str, processes: Processes, folder: Path) -> None:
+    """Train a case as one stage, and write what was seen; rank 0 also writes whole states."""
+    case = CASES[name]
+    executor, optimizers = make_stage(case, processes, folder)
+    model = executor.model.model
+    seen = train(executor, model, optimizers, steps=range(NUM_STEPS), poison=case.poison)
+    facts = {
+        "losses": seen.losses,
+        "norms": seen.norms,
+        "failures": seen.failures,
+        "most_in_flight": executor.most_in_flight,
+        "ran": [str(span.action) for span in executor.spans],
+        "num_parameters": sum(parameter.numel() for parameter in model.parameters()),
+    }
+    facts["non_finite"] = executor.non_finite_tasks(step_work(NUM_STEPS, model.tasks).micro_batches)
+    (folder / f"{name}-{processes.rank}.json").write_text(json.dumps(facts))
+    for task in model.tasks:
+        own = split_state(model.task_parameters(task), optimizers[task])
+        layout = ParallelLayout.of(processes.world_size, pp=processes.world_size)
+        whole = gather_task(processes, layout, model.task_pieces(task), own)
+        if whole is not None:
+            write_state(whole, folder / f"{name}-{task}")
+    executor.links.close()
+
+
+def write_state(state: TaskState, path: Path) -> None:
+    """Write a state as two files."""
+    fields = {"weights": state.weights, "moments": state.moments}
+    tensors, tree = pack_state({**fields, "settings": state.settings, "schedule": state.schedule})
+    save_tensors(path.with_suffix(".safetensors"), tensors)
+    path.with_suffix(".json").write_text(json.dumps(tree))
+
+
+def read_state(path: Path) -> TaskState:
+    """Read what `write_state` wrote."""
+    tensors = load_tensors(path.with_suffix(".safetensors"))
+    return TaskState(**unpack_state(tensors, json.loads(path.with_suffix(".json").read_text())))
+
+
+# -------------------------------------------------------------- other commands
+
+
+class SavedBytes:
+    """Counts what autograd holds for backward passes."""
+
+    def __init__(self) -> None:
+        self.held = self.peak = 0
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what is saved within the `with` block, until it is freed."""
+        with torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor):
+            yield
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        return _Saved(tensor, self)
+
+
+class _Saved:
+    def __init__(self, tensor: torch.Tensor, counter: SavedBytes) -> None:
+        self.tensor, self._counter, self._bytes = tensor.detach(), counter, tensor.numel() * tensor.element_size()
+        counter.held += self._bytes
+        counter.peak = max(counter.peak, counter.held)
+
+    def __del__(self) -> None:
+        self._counter.held -= self._bytes
+
+
+def memory(name: str, processes: Processes, folder: Path) -> None:
+    """Compare the bytes held after each action with what the template allows, by the bytes of each micro-batch."""
+    case = CASES[name]
+    executor, _ = make_stage(case, processes, folder)
+    saved, rows, sizes = SavedBytes(), [], {}
+
+    def watch(action: Action) -> None:
+        before = rows[-1][1] if rows else 0
+        rows.append((str(action), saved.held))
+        if action.kind == "F":
+            sizes[action.bucket, action.micro_batch, action.chunk] = saved.held - before
+
+    executor.on_action = watch
+    work = step_work(0, list(LENGTHS))
+    with saved.counting():
+        executor.run(work)
+    expected, held = [], 0
+    for action in executor.plan.template.actions[processes.rank]:
+        size = sizes[action.bucket, action.micro_batch, action.chunk]
+        held += size if action.kind == "F" else -size
+        expected.append((str(action), held))
+    facts = {"held": rows, "expected": expected, "peak": saved.peak, "most_in_flight": executor.most_in_flight}
+    (folder / f"memory-{name}-{processes.rank}.json").write_text(json.dumps(facts))
+    executor.links.close()
+
+
+def resume(name: str, processes: Processes, folder: Path) -> None:
+    """Go on for one step from the states that lie in the folder, whatever layout wrote them."""
+    executor, optimizers = make_stage(CASES[name], processes, folder)
+    model = executor.model.model
+    for task in model.tasks:
+        join_state(read_state(folder / f"start-{task}"), model.task_parameters(task), optimizers[task])
+    seen = train(executor, model, optimizers, steps=range(NUM_STEPS - 1, NUM_STEPS))
+    (folder / f"resume-{name}-{processes.rank}.json").write_text(json.dumps({"losses": seen.losses}))
+    executor.links.close()
+
+
+def fall(name: str, processes: Processes, folder: Path) -> None:
+    """Let the last stage die, fail or hang in its third action; the others write which error they got, and when."""
+    case_name, _, how = name.partition("+")
+    executor, _ = make_stage(CASES[case_name], processes, folder)
+    ran: list[Action] = []
+
+    def strike(action: Action) -> None:
+        ran.append(action)
+        if len(ran) == 3 and processes.rank == processes.world_size - 1:
+            if how == "dies":
+                os._exit(7)
+            if how == "hangs":
+                time.sleep(600)
+            raise RuntimeError("a kernel has failed")
+
+    executor.on_action = strike
+    started = time.monotonic()
+    try:
+        with processes.together():
+            executor.run(step_work(0, list(LENGTHS)))
+        error = "none"
+    except Exception as caught:
+        error = f"{type(caught).__name__}: {caught}"
+    facts = {"error": error, "seconds": time.monotonic() - started}
+    (folder / f"{how}-{processes.rank}.json").write_text(json.dumps(facts))
+    os._exit(0)
+
+
+COMMANDS: dict[str, Callable[[str, Processes, Path], None]] = {
+    "train": train_stage,
+    "memory": memory,
+    "resume": resume,
+    "fall": fall,
+}
+
+
+def run_rank(rank: int, launch: Launch, port: int) -> None:
+    """Be one process of a launch."""
+    with (launch.folder / f"output-{rank}.txt").open("w") as output:
+        os.dup2(output.fileno(), 1)
+        os.dup2(output.fileno(), 2)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"tcp://127.0.0.1:{port}",
+        rank=rank,
+        world_size=launch.world,
+        timeout=timedelta(seconds=60),
+    )
+    processes = Processes(rank, launch.world, timeout_s=launch.timeout_s)
+    processes.connect()
+    for item in launch.items:
+        command, _, name = item.partition(":")
+        COMMANDS[command](name, processes, launch.folder)
+        gc.collect()
+    dist.destroy_process_group()
+
+
+@dataclass
+class Launch:
+    """Some processes that run the same items.
+
+    Attributes:
+        world: how many.
+        folder: for what they leave.
+        items: as `command:case`.
+        timeout_s: how long one waits for another.
+        falls: whether the last one may fall; it is ended once all others are done.
+    """
+
+    world: int
+    folder: Path
+    items: list[str]
+    timeout_s: float = 60.0
+    falls: bool = False
+    ranks: list[int] = field(default_factory=list)
+
+    def start(self) -> None:
+        """Fork: one import of torch and transformers serves them all."""
+        self.folder.mkdir(exist_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        for rank in range(self.world):
+            child = os.fork()
+            if child == 0:
+                self._be(rank, port)
+            self.ranks.append(child)
+
+    def _be(self, rank: int, port: int) -> None:
+        code = 1
+        try:
+            run_rank(rank, self, port)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+
+    def wait(self) -> None:
+        """Wait, and write the exit codes of those that may not fall."""
+        survivors = self.ranks[: -1 if self.falls else None]
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in survivors]
+        for child in set(self.ranks) - set(survivors):
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        (self.folder / "codes.json").write_text(json.dumps(codes))
+
+
+def run_launches(groups: list[list[dict[str, Any]]]) -> None:
+    """Run groups of launches, those of a group at the same time."""
+    torch.set_num_threads(1)
+    for group in groups:
+        launches = [Launch(**{**fields, "folder": Path(fields["folder"])}) for fields in group]
+        for launch in launches:
+            launch.start()
+        for launch in launches:
+            launch.wait()

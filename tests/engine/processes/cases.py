@@ -1,0 +1,385 @@
+"""Runs of several real processes for the tests of data parallelism: what each process does, and how they are started.
+
+Processes are forked from one server that has imported everything, as imports take far longer than these runs. They meet
+as those of `torchrun` do: through the environment, on 127.0.0.1, with gloo.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from peft_mux import Task
+from tests.invariants import mux_lab as lab
+from tests.paths import ROOT
+
+TIMEOUT_S = 30
+NUM_STEPS = 8
+
+
+@dataclass
+class Outcome:
+    """What one process gave.
+
+    Attributes:
+        value: what its part returned; `None` where it raised or died.
+        error: type and message of what it raised.
+        printed: on standard output.
+        seconds: that it ran.
+        exit_code: of the process; negative for a signal.
+    """
+
+    value: Any = None
+    error: str = ""
+    printed: str = ""
+    seconds: float = 0.0
+    exit_code: int | None = None
+
+
+@dataclass
+class Part:
+    """What a run showed to one process.
+
+    Attributes:
+        losses: of each task by its steps.
+        digests: of weights and optimizer state of each task after each step.
+        weights: final ones.
+        statuses: final ones, with reasons.
+        step: of the run.
+        num_bytes: that the last step added up.
+        written: what this process wrote on disk.
+        report: of the trainer.
+    """
+
+    losses: dict[str, list[float]]
+    digests: dict[str, list[str]]
+    weights: dict[str, dict[str, np.ndarray]]
+    statuses: dict[str, tuple[str, str]]
+    step: int
+    num_bytes: int
+    written: list[str] = field(default_factory=list)
+    report: str = ""
+
+
+# ------------------------------------------------------------------- starting
+
+
+def launch(world_size: int, part: Callable[..., Any], *arguments: Any, limit_s: float = 60.0) -> list[Outcome]:
+    """Run `part(rank, *arguments)` in as many processes as asked for; end those that outlast the limit."""
+    context = _server()
+    port = _free_port()
+    running = []
+    for rank in range(world_size):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=_worker, args=(sender, rank, world_size, port, part, arguments), daemon=True)
+        process.start()
+        sender.close()
+        running.append((process, receiver))
+    deadline = time.monotonic() + limit_s
+    return [_outcome(process, receiver, deadline) for process, receiver in running]
+
+
+def run_in_session(function: Callable[..., None], *arguments: Any, limit_s: float) -> None:
+    """Run a function that forks in a process and session of its own; end all of its processes in the end."""
+    process = _server().Process(target=_in_session, args=(function, arguments))
+    process.start()
+    try:
+        process.join(limit_s)
+        assert process.exitcode == 0, f"exit code {process.exitcode}"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+
+
+def _in_session(function: Callable[..., None], arguments: Sequence[Any]) -> None:
+    os.setsid()
+    os.environ["OMP_NUM_THREADS"] = "1"
+    function(*arguments)
+
+
+def _server() -> Any:
+    """Return the context whose server has imported this module; the server reads its path from the environment only."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.engine.processes.cases", "tests.engine.pipeline.chain_cases"])
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH")
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
+    return context
+
+
+def values(outcomes: Sequence[Outcome]) -> list[Any]:
+    """Return what the processes returned; fail with the first error."""
+    errors = [f"rank {rank}: {outcome.error}" for rank, outcome in enumerate(outcomes) if outcome.error]
+    assert not errors, "\n".join(errors)
+    assert all(outcome.exit_code == 0 for outcome in outcomes), [outcome.exit_code for outcome in outcomes]
+    return [outcome.value for outcome in outcomes]
+
+
+def _outcome(process: Any, receiver: Any, deadline: float) -> Outcome:
+    outcome = Outcome()
+    with contextlib.suppress(EOFError):
+        if receiver.poll(max(0.1, deadline - time.monotonic())):
+            outcome = receiver.recv()
+        else:
+            outcome.error = "still running at the limit"
+            process.kill()
+    process.join(10)
+    outcome.exit_code = process.exitcode
+    return outcome
+
+
+def _worker(sender: Any, rank: int, world_size: int, port: int, part: Callable[..., Any], arguments: Any) -> None:
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    os.environ.update({name: str(number) for name, number in names.items()})
+    os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"})
+    torch.set_num_threads(1)
+    outcome, printed, started = Outcome(), io.StringIO(), time.monotonic()
+    try:
+        with contextlib.redirect_stdout(printed):
+            outcome.value = part(rank, *arguments)
+    except BaseException as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    outcome.printed, outcome.seconds = printed.getvalue(), time.monotonic() - started
+    sender.send(outcome)
+    sender.close()
+    if torch.distributed.is_initialized() and not outcome.error:
+        torch.distributed.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+# ---------------------------------------------------------------------- tasks
+
+
+def five_tasks(**changed: Any) -> list[Task]:
+    """Return tasks of unequal ranks, targets, batches, lengths, dropout and steps; one takes one row a step."""
+    one = {"max_steps": NUM_STEPS, **changed}
+    return [
+        lab.small_task("wide", data_seed=1, rank=16, length=9, lora_dropout=0.1, **one),
+        lab.small_task("narrow", data_seed=2, rank=2, length=23, target_modules=["q_proj", "v_proj"], seed=5),
+        lab.small_task("alone", data_seed=3, rank=4, length=31, train_batch_size=1, learning_rate=1e-3),
+        lab.small_task("large", data_seed=4, rank=8, length=14, train_batch_size=7, weight_decay=0.1, max_steps=6),
+        lab.small_task("plain", data_seed=5, rank=3, length=5, train_batch_size=3, optim="sgd", learning_rate=0.1),
+    ]
+
+
+def late_task() -> Task:
+    """Return a task that comes while others train."""
+    return lab.small_task("late", data_seed=9, rank=4, length=11, max_steps=4)
+
+
+def comings_and_goings() -> dict[int, Callable[[Any], None]]:
+    """Return what happens at the end of which run step: an arrival, a pause and its end, a departure."""
+    return {
+        2: lambda trainer: (trainer.register_tasks([late_task()]), trainer.pause_task("narrow")),
+        4: lambda trainer: trainer.remove_task("large"),
+        5: lambda trainer: trainer.resume_task("narrow"),
+    }
+
+
+# ---------------------------------------------------------------- what is run
+
+
+def run(folder: Path, tasks: Sequence[Task], *, resume: bool = False, recorder: Any = None, **arguments: Any) -> Part:
+    """Train, and return what it showed."""
+    options = {"max_tokens_per_micro_batch": 64, "ddp_timeout": TIMEOUT_S, **arguments}
+    recorder = recorder or lab.Recorder()
+    trainer = lab.make_trainer(tasks, folder, recorder=recorder, **options)
+    trainer.train(resume_from_checkpoint=resume or None)
+    weights = {run.name: lab.weights(trainer, run.name) for run in trainer.table}
+    return Part(
+        losses=recorder.losses,
+        digests=recorder.digests,
+        weights={name: {key: value.numpy() for key, value in own.items()} for name, own in weights.items()},
+        statuses={run.name: (run.status.value, run.reason) for run in trainer.table},
+        step=trainer.state.global_step,
+        num_bytes=trainer._placement.placed.executor.sync.num_bytes,
+        report=trainer.report(),
+    )
+
+
+def train_five(rank: int, folder: Path, arguments: dict[str, Any]) -> Part:
+    """Train the five tasks."""
+    return run(folder, five_tasks(), **arguments)
+
+
+def learn_of_times(rank: int, folder: Path) -> tuple[float, float]:
+    """Train the five tasks, on one process slowly; return what was planned for a step, and how that was corrected."""
+    trainer = lab.make_trainer(five_tasks(), folder, max_tokens_per_micro_batch=64, ddp_timeout=TIMEOUT_S)
+    if rank == 1:
+        take = trainer.table.apply
+        trainer.table.apply = lambda result: (time.sleep(0.1), take(result))[1]
+    planned_s = trainer.plan().step_s
+    before = trainer._plans.planner.profile
+    trainer.train()
+    return planned_s, trainer._plans.planner.profile.layer_s(64) / before.layer_s(64)
+
+
+def train_with_comings_and_goings(rank: int, folder: Path) -> Part:
+    """Train the five tasks while others come and go."""
+    return run(folder, five_tasks(), recorder=lab.Recorder(at_end=comings_and_goings()))
+
+
+def resume_five(rank: int, folder: Path) -> Part:
+    """Go on with the run of a folder."""
+    return run(folder, five_tasks(), resume=True, save_strategy="steps", save_steps=2)
+
+
+def stopped_by_a_signal(rank: int, folder: Path) -> Part:
+    """Train with checkpoints; the last process gets SIGTERM in the middle of step 5."""
+    is_last = rank == int(os.environ["WORLD_SIZE"]) - 1
+    acts = {4: lambda trainer: os.kill(os.getpid(), signal.SIGTERM)} if is_last else {}
+    recorder = lab.Recorder(at_begin=acts)
+    return run(folder, five_tasks(), recorder=recorder, save_strategy="steps", save_steps=2)
+
+
+def killed(rank: int, folder: Path, victim: int) -> Part:
+    """Train with checkpoints; one process is killed before its sixth step."""
+    acts = {5: lambda trainer: os.kill(os.getpid(), signal.SIGKILL)} if rank == victim else {}
+    recorder = lab.Recorder(at_begin=acts)
+    return run(folder, five_tasks(), recorder=recorder, save_strategy="steps", save_steps=2)
+
+
+def hung(rank: int, folder: Path, timeout_s: int) -> Part:
+    """Train; the last process stands still for much longer than the time limit."""
+    acts = {3: lambda trainer: time.sleep(4 * timeout_s)} if rank == 1 else {}
+    return run(folder, five_tasks(), recorder=lab.Recorder(at_begin=acts), ddp_timeout=timeout_s)
+
+
+def poisoned(rank: int, folder: Path, poison: bool) -> Part:
+    """Train; on the last process alone the weights of one task become NaN before step 4."""
+
+    def spoil(trainer: Any) -> None:
+        for weight in trainer.model.task_parameters("wide").values():
+            weight.data.fill_(float("nan"))
+
+    acts = {3: spoil} if poison and rank == 1 else {}
+    return run(folder, five_tasks(), recorder=lab.Recorder(at_begin=acts))
+
+
+def with_another_configuration(rank: int, folder: Path) -> Part:
+    """Train; rank 1 has another rate in one task and another seed of the run."""
+    tasks = five_tasks(learning_rate=1e-2 if rank == 1 else 1e-3)
+    return run(folder, tasks, seed=7 if rank == 1 else 42)
+
+
+def with_other_weights(rank: int, folder: Path) -> Part:
+    """Train; rank 1 has another backbone."""
+    model = lab.tiny_llama()
+    lab.fill(model, seed=rank)
+    trainer = lab.make_trainer(five_tasks(), folder, model=model, ddp_timeout=TIMEOUT_S)
+    trainer.train()
+    raise AssertionError("trained on two backbones")
+
+
+def registered_once(rank: int, folder: Path) -> Part:
+    """Train; a task is registered on rank 0 alone."""
+    acts = {2: lambda trainer: trainer.register_tasks([late_task()])} if rank == 0 else {}
+    return run(folder, five_tasks(), recorder=lab.Recorder(at_end=acts))
+
+
+def failing_alone(rank: int, folder: Path) -> Part:
+    """Train; a callback of the run raises on rank 1 alone."""
+
+    def fail(trainer: Any) -> None:
+        raise OSError("the disk of rank 1 is full")
+
+    return run(folder, five_tasks(), recorder=lab.Recorder(at_end={3: fail} if rank == 1 else {}))
+
+
+class FailsOnce(TrainerCallback):
+    """A task's own callback that raises on one process."""
+
+    def __init__(self, event: str, rank: int) -> None:
+        """Remember where."""
+        self.rank = rank
+        setattr(self, event, self._fail)
+
+    def _fail(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3 and int(os.environ["RANK"]) == self.rank:
+            raise ValueError("no such metric")
+
+
+def with_a_failing_callback(rank: int, folder: Path, event: str) -> Part:
+    """Train; a callback of one task raises on rank 1 alone."""
+    spoilt = lab.small_task("spoilt", data_seed=8, max_steps=NUM_STEPS, callbacks=[FailsOnce(event, 1)])
+    return run(folder, [spoilt, *five_tasks()])
+
+
+class SpoiltStream:
+    """A stream that goes wrong on rank 1 at its eleventh row: with another row, or one that cannot be read."""
+
+    def __init__(self, rank: int, fault: str) -> None:
+        """Remember the fault."""
+        self.rank, self.fault = rank, fault
+
+    def __iter__(self) -> Any:
+        """Yield rows, and then the fault."""
+        for number, row in enumerate(lab.rows(11, 1000, 6, 12)):
+            if number == 10 and self.rank == 1:
+                row = {"input_ids": [1, 2, 3, 4, 5]} if self.fault == "other" else {"input_ids": []}
+            yield row
+
+
+def with_a_spoilt_stream(rank: int, folder: Path, fault: str) -> Part:
+    """Train five tasks beside one whose stream goes wrong on rank 1."""
+    spoilt = Task(
+        name="spoilt",
+        peft_config=five_tasks()[0].peft_config,
+        train_dataset=SpoiltStream(rank, fault),
+        train_batch_size=4,
+        max_steps=NUM_STEPS,
+        learning_rate=1e-3,
+    )
+    return run(folder, [*five_tasks(), spoilt])
+
+
+def watched(rank: int, folder: Path) -> Part:
+    """Train with checkpoints and everything printed; write down what this process writes below the folder."""
+    written: list[str] = []
+    opened_to_write = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+
+    def hook(event: str, details: tuple[Any, ...]) -> None:
+        changes = event in ("os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate")
+        writes = event == "open" and isinstance(details[2], int) and bool(details[2] & opened_to_write)
+        if (changes or writes) and str(folder) in str(details[0]):
+            written.append(f"{event} {details[0]}")
+
+    sys.addaudithook(hook)
+    tasks = five_tasks(eval_dataset=lab.rows(3, 3, 5, 9), eval_steps=4)
+    part = run(
+        folder,
+        tasks,
+        save_strategy="steps",
+        save_steps=2,
+        logging_strategy="steps",
+        logging_steps=2,
+        disable_tqdm=False,
+    )
+    part.written = written
+    return part

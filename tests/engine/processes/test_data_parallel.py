@@ -1,0 +1,364 @@
+"""Several processes train what one would: the same losses, the same bits everywhere, and errors that say who."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from peft_mux import ConfigError
+from peft_mux.data.batch import TaskBatch, TokenSequence
+from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.processes.processes import Pending, Processes
+from peft_mux.engine.replicas.even_shares import EvenShares
+from peft_mux.engine.work import StepResult, StepWork
+from peft_mux.trainer.inputs import processes_asked_of_launcher
+from peft_mux.trainer.interrupts import stop_at_signal
+from tests.engine.processes import cases
+from tests.engine.processes.cases import Part, launch, values
+from tests.invariants.mux_lab import assert_close, small_task
+from tests.paths import ROOT
+
+pytestmark = pytest.mark.distributed
+
+
+def assert_alike(parts: list[Part]) -> None:
+    """Assert that all processes went through the same bits at every step."""
+    for rank, part in enumerate(parts[1:], start=1):
+        assert part.losses == parts[0].losses, f"losses of rank {rank} differ"
+        assert part.digests == parts[0].digests, f"weights or optimizer states of rank {rank} differ"
+        assert part.statuses == parts[0].statuses
+        assert part.step == parts[0].step
+
+
+def assert_as_one(part: Part, one: Part, *, but: tuple[str, ...] = (), from_step: int = 0) -> None:
+    """Assert that several processes came to the result of one."""
+    names = [name for name in one.weights if name not in but]
+    assert names
+    for name in names:
+        assert_close(part.losses[name], one.losses[name][from_step:], 1e-5, name)
+        for key, weight in one.weights[name].items():
+            error = np.linalg.norm(part.weights[name][key] - weight) / np.linalg.norm(weight)
+            assert error <= 1e-4, f"{name} {key}: {error}"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Part:
+    return cases.run(tmp_path_factory.mktemp("alone"), cases.five_tasks())
+
+
+# -------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize(
+    ("world_size", "arguments"),
+    [
+        pytest.param(2, {}, id="2 processes"),
+        pytest.param(4, {"max_tokens_per_micro_batch": 24}, id="4 processes, many passes"),
+        pytest.param(2, {"gradient_checkpointing": True}, id="2 processes, recomputed activations"),
+        pytest.param(3, {"pad_to_chunks": True, "chunk_size": 8}, id="3 processes, padded chunks"),
+    ],
+)
+def test_several_processes_train_five_unequal_tasks_to_the_result_of_one(
+    world_size: int, arguments: dict[str, Any], alone: Part, tmp_path: Path
+) -> None:
+    parts = values(launch(world_size, cases.train_five, tmp_path, arguments))
+    assert_alike(parts)
+    assert_as_one(parts[0], alone)
+
+
+def test_tasks_come_go_and_pause_on_several_processes_as_on_one(tmp_path: Path) -> None:
+    one = cases.train_with_comings_and_goings(0, tmp_path / "one")
+    parts = values(launch(3, cases.train_with_comings_and_goings, tmp_path / "three"))
+    assert_alike(parts)
+    assert "large" not in parts[0].weights
+    assert parts[0].statuses["late"][0] == "succeeded"
+    assert_as_one(parts[0], one)
+
+
+def test_all_processes_learn_from_the_time_of_the_slowest(tmp_path: Path) -> None:
+    fast, slow = values(launch(2, cases.learn_of_times, tmp_path))
+    assert fast == slow
+    planned_s, correction = fast
+    # "large" ends after six steps; plans from then on are made with what those took, 0.1 s of it in one process alone.
+    assert correction > 0.05 / planned_s > 1
+
+
+def test_a_nan_on_one_process_quarantines_its_task_on_all_and_harms_no_neighbour(tmp_path: Path) -> None:
+    healthy = values(launch(2, cases.poisoned, tmp_path / "healthy", False))
+    parts = values(launch(2, cases.poisoned, tmp_path / "poisoned", True))
+    for part in parts:
+        status, reason = part.statuses["wide"]
+        assert (status, reason) == ("failed", "non_finite: loss is nan at step 3")
+        assert all(np.isfinite(weight).all() for weight in part.weights["wide"].values())
+        assert_as_one(part, healthy[0], but=("wide",))
+    for key, weight in parts[0].weights["wide"].items():
+        np.testing.assert_array_equal(weight, parts[1].weights["wide"][key])
+
+
+@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
+def test_a_callback_of_a_task_that_fails_on_one_process_fails_that_task_on_all(
+    event: str, alone: Part, tmp_path: Path
+) -> None:
+    parts = values(launch(2, cases.with_a_failing_callback, tmp_path, event))
+    for part in parts:
+        status, reason = part.statuses["spoilt"]
+        assert status == "failed"
+        assert "rank 1" in reason or "no such metric" in reason
+        assert_as_one(part, alone)
+
+
+def test_a_stream_that_breaks_on_one_process_fails_its_task_on_all(alone: Part, tmp_path: Path) -> None:
+    parts = values(launch(2, cases.with_a_spoilt_stream, tmp_path, "broken"))
+    assert {part.statuses["spoilt"] for part in parts} == {parts[0].statuses["spoilt"]}
+    assert parts[0].statuses["spoilt"][0] == "failed"
+    assert "(on rank 1)" in parts[0].statuses["spoilt"][1]
+    assert_as_one(parts[0], alone)
+
+
+# --------------------------------------------------------- stopping, resuming
+
+
+def test_a_signal_to_one_process_stops_all_at_one_step_and_any_number_of_them_resumes(
+    alone: Part, tmp_path: Path
+) -> None:
+    parts = values(launch(3, cases.stopped_by_a_signal, tmp_path))
+    assert [part.step for part in parts] == [5, 5, 5]
+    assert_alike(parts)
+    resumed = values(launch(2, cases.resume_five, tmp_path))
+    assert_alike(resumed)
+    for name, losses in resumed[0].losses.items():
+        assert_close(losses, alone.losses[name][5:], 1e-5, name)
+    assert_as_one(resumed[0], alone, from_step=5)
+
+
+def test_a_killed_process_is_named_at_once_and_one_process_goes_on_from_the_last_state(
+    alone: Part, tmp_path: Path
+) -> None:
+    outcomes = launch(3, cases.killed, tmp_path, 2)
+    assert outcomes[2].exit_code == -9
+    for survivor in outcomes[:2]:
+        assert survivor.error.startswith("ProcessError: rank")
+        assert "rank 2 (process" in survivor.error
+        assert "has died" in survivor.error
+        assert "resume_from_checkpoint=True" in survivor.error
+        assert survivor.seconds < cases.TIMEOUT_S
+    resumed = cases.resume_five(0, tmp_path)
+    for name, losses in resumed.losses.items():
+        assert_close(losses, alone.losses[name][4:], 1e-5, name)
+    assert_as_one(resumed, alone, from_step=4)
+
+
+def test_a_process_that_stands_still_is_named_when_the_time_limit_has_passed(tmp_path: Path) -> None:
+    outcomes = launch(2, cases.hung, tmp_path, 2, limit_s=15.0)
+    assert "no word of rank 1" in outcomes[0].error
+    assert "2 s (args.ddp_timeout)" in outcomes[0].error
+    assert outcomes[0].seconds < 10
+
+
+def test_the_error_of_one_process_is_told_by_the_others(tmp_path: Path) -> None:
+    outcomes = launch(3, cases.failing_alone, tmp_path)
+    assert outcomes[1].error == "OSError: the disk of rank 1 is full"
+    for other in (outcomes[0], outcomes[2]):
+        assert other.error.startswith("ProcessError")
+        assert "failed with OSError: the disk of rank 1 is full" in other.error
+        assert other.seconds < cases.TIMEOUT_S
+
+
+# ---------------------------------------------------------------- differences
+
+
+def test_another_configuration_of_one_process_is_named_on_every_process(tmp_path: Path) -> None:
+    for outcome in launch(3, cases.with_another_configuration, tmp_path):
+        assert outcome.error.startswith("ConfigError: 2 things are wrong")
+        assert "rank 1: args.seed: got 7; allowed: 42, as on the other processes" in outcome.error
+        assert "rank 1: tasks.wide.learning_rate: got 0.01; allowed: 0.001" in outcome.error
+    assert not list(tmp_path.glob("*/adapter_model.safetensors"))
+
+
+def test_other_weights_on_one_process_are_named_on_every_process(tmp_path: Path) -> None:
+    for outcome in launch(2, cases.with_other_weights, tmp_path):
+        assert "ConfigError: rank 1: model.frozen weights (digest)" in outcome.error
+
+
+def test_a_task_registered_on_one_process_only_is_an_error_on_every_process(tmp_path: Path) -> None:
+    for outcome in launch(2, cases.registered_once, tmp_path):
+        assert outcome.error.startswith("ProcessError: tasks: got rank 0: wide, narrow, alone, large, plain, late; ")
+        assert "Call register_tasks" in outcome.error
+        assert outcome.seconds < cases.TIMEOUT_S
+
+
+def test_other_rows_on_one_process_are_an_error_on_every_process(tmp_path: Path) -> None:
+    for outcome in launch(2, cases.with_a_spoilt_stream, tmp_path, "other"):
+        assert outcome.error.startswith('ProcessError: rows of task "spoilt": got rank 0: ')
+        assert "Give every process the same rows" in outcome.error
+
+
+# ------------------------------------------------------------ printing, files
+
+
+def test_the_first_process_alone_prints_and_writes_and_reports_on_each(tmp_path: Path) -> None:
+    outcomes = launch(2, cases.watched, tmp_path)
+    parts = values(outcomes)
+    assert parts[0].written
+    assert parts[1].written == []
+    assert "step 2" in outcomes[0].printed
+    assert outcomes[1].printed == ""
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ranks = [record for record in map(json.loads, lines) if record["event"] == "rank"]
+    assert [record["rank"] for record in ranks] == [0, 1]
+    assert all(record["tokens"] > 0 and record["seconds"] > record["waited_seconds"] > 0 for record in ranks)
+    assert "of it waiting" in parts[0].report
+    assert len(list((tmp_path / "state").glob("run-*.json"))) == 4
+
+
+@pytest.mark.slow
+def test_torchrun_of_the_command_line_prints_and_writes_once(tmp_path: Path) -> None:
+    cases.lab.tiny_llama().save_pretrained(tmp_path / "backbone")
+    rows = "".join(json.dumps(row) + "\n" for row in cases.lab.rows(1, 6, 5, 9))
+    (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8")
+    (tmp_path / "tasks.yaml").write_text(
+        f"model: {tmp_path}/backbone\noutput_dir: {tmp_path}/out\n"
+        "run: {use_cpu: true, report_to: none, max_steps: 2, per_device_train_batch_size: 3, ddp_timeout: 30}\n"
+        f"defaults: {{dataset: {tmp_path}/rows.jsonl, peft: {{r: 4, target_modules: all-linear}}}}\n"
+        "tasks: {one: {}, two: {}}\n",
+        encoding="utf-8",
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment |= {"HF_HOME": str(tmp_path / "cache"), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    result = subprocess.run(
+        [*torchrun, "peft_mux", "train", str(tmp_path / "tasks.yaml")],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert result.stdout.count("of it waiting") == 1
+    assert result.stdout.count("two: succeeded") == 1
+    assert (tmp_path / "out" / "two" / "adapter_model.safetensors").is_file()
+
+
+def test_a_step_sends_the_adapters_once_and_nothing_of_the_backbone(tmp_path: Path) -> None:
+    trainer = cases.lab.make_trainer(cases.five_tasks(), tmp_path / "one")
+    parts = values(launch(2, cases.train_five, tmp_path / "two", {}))
+    running = [name for name, losses in parts[0].losses.items() if len(losses) == cases.NUM_STEPS]
+    pages = [page.values for name in running for page in trainer.model.task_slab(name).pages]
+    assert parts[0].num_bytes == sum(page.numel() for page in pages) * 4 + len(running) * 4
+
+
+# ------------------------------------------------------------ without processes
+
+
+def batch(name: str, lengths: list[int]) -> TaskBatch:
+    rows = [TokenSequence(np.arange(length), np.arange(length), row) for row, length in enumerate(lengths)]
+    return TaskBatch(name, 0, 0, tuple(rows))
+
+
+def test_every_row_goes_to_one_process_and_shares_differ_by_less_than_a_row() -> None:
+    rng = np.random.default_rng(0)
+    for world_size in (1, 2, 3, 8):
+        shares = EvenShares(world_size)
+        for _ in range(3):  # hTasks of one step
+            batches = [batch(str(task), rng.integers(1, 200, size=rng.integers(1, 9)).tolist()) for task in range(4)]
+            divided = shares.divide(batches)
+            for task, own in enumerate(batches):
+                rows = sorted(row for share in divided for row in share[task])
+                assert rows == list(range(len(own.sequences)))
+        assert max(shares.num_tokens) - min(shares.num_tokens) < 200
+        assert sum(shares.num_tokens) > 0
+
+
+def test_fewer_rows_than_processes_leave_some_without() -> None:
+    divided = EvenShares(4).divide([batch("few", [5, 7])])
+    assert sorted(len(share[0]) for share in divided) == [0, 0, 1, 1]
+
+
+class Listening(Processes):
+    """Two processes of which one hears what is added up."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 2)
+        self.heard: list[str] = []
+
+    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+        self.heard.append("losses" if tensor.dim() == 1 and tensor.numel() == 3 else f"page {int(tensor[0])}")
+        return Pending(None, self)
+
+
+def test_the_sum_of_a_task_begins_after_its_last_pass_and_in_the_order_of_the_plan() -> None:
+    pages = {name: torch.full((2,), float(number)) for number, name in enumerate("abc")}
+    slabs = {
+        name: SimpleNamespace(pages=[SimpleNamespace(values=SimpleNamespace(grad=page))], bind_gradients=lambda: None)
+        for name, page in pages.items()
+    }
+    processes = Listening()
+    sync = GradientSync(SimpleNamespace(task_slab=slabs.__getitem__), processes)
+    passes = [SimpleNamespace(task_names=names, num_tokens=1) for names in (("a", "b"), ("b",))]
+    work = StepWork(("a", "b", "c"), tuple(passes), {}, sync_order=("a", "b", "c"))
+    sync.begin(work)
+    sync.after_backward(passes[0])
+    assert processes.heard == ["page 0"]
+    sync.after_backward(passes[1])
+    # c has no rows here, and still adds its zeros.
+    assert processes.heard == ["page 0", "page 1", "page 2"]
+    result = sync.finish(StepResult({name: torch.ones(()) for name in "abc"}, {}, 2))
+    assert processes.heard[-1] == "losses"
+    assert list(result.losses) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize(
+    ("environment", "promised"),
+    [
+        ({}, None),
+        ({"MASTER_PORT": "29500"}, None),
+        ({"ACCELERATE_MIXED_PRECISION": "no"}, None),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500"}, "several"),
+        ({"ACCELERATE_MIXED_PRECISION": "no", "MASTER_PORT": "29500", "WORLD_SIZE": "1"}, None),
+        ({"WORLD_SIZE": "4"}, "4"),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, "2"),
+    ],
+)
+def test_a_launcher_that_was_asked_for_more_processes_is_recognised(
+    environment: dict[str, str], promised: str | None
+) -> None:
+    assert processes_asked_of_launcher(environment) == promised
+
+
+def test_ctrl_c_that_a_launcher_repeats_forces_nothing_and_a_later_one_does() -> None:
+    asked: list[str] = []
+    with stop_at_signal(lambda: asked.append("stop"), echo_s=0.2):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert asked == ["stop"]
+        time.sleep(0.25)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_one_process_instead_of_several_is_told_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(ConfigError, match=r"got 1 where the launcher was asked for several.*torchrun --nproc-per-node"):
+        cases.lab.make_trainer([small_task("own", data_seed=1)], tmp_path)
+
+
+def test_a_sharded_launch_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft_mux import MultiTaskTrainingArguments
+
+    monkeypatch.setattr(MultiTaskTrainingArguments, "world_size", property(lambda args: 2))
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ConfigError, match=r"got a launch with FSDP; allowed: plain processes"):
+        cases.lab.make_trainer([small_task("own", data_seed=1)], tmp_path)

@@ -1,0 +1,157 @@
+"""A process that is killed at a moment of chance: the others end with an error, and any layout goes on from there.
+
+The three short cases run always, the loop of twenty with `-m slow`.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from peft_mux import storage
+from tests.engine.processes import kill_cases as cases
+from tests.engine.processes.cases import Outcome, launch, values
+from tests.engine.processes.kill_cases import Kill
+from tests.engine.replicas.layout_cases import LaidOut, saved_backbone, train_five
+from tests.invariants.mux_lab import assert_close
+
+pytestmark = pytest.mark.distributed
+
+LIMIT_S = 90.0
+"""For all processes of a launch together; more than the time limit of one that waits for another."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the processes of a run are laid out."""
+
+    world_size: int
+    arguments: dict[str, Any]
+
+
+LAYOUTS = (
+    Layout(2, {}),
+    Layout(2, {"pipeline_parallel_size": 2}),
+    Layout(4, {"pipeline_parallel_size": 2}),
+    Layout(3, {"replicas": "<1,2>, <1,1>"}),
+)
+CRASHPOINTS = tuple(name for name in storage.CRASHPOINTS if name != "after_move_aside")
+"""Places of a write that every new folder passes."""
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return saved_backbone("llama", tmp_path_factory.mktemp("backbone") / "llama")
+
+
+@pytest.fixture(scope="module")
+def whole(backbone: str, tmp_path_factory: pytest.TempPathFactory) -> LaidOut:
+    """The run of one process that is never killed."""
+    return train_five(0, tmp_path_factory.mktemp("whole"), backbone, "llama", {})
+
+
+def chance(number: int, world_size: int) -> Kill:
+    """Return a rank and a moment: any moment of a step, or, every third time, a place of a write."""
+    rng = random.Random(number)
+    if number % 3 == 2:
+        return Kill(rank=0, crashpoint=f"{rng.choice(CRASHPOINTS)}:{rng.randint(1, 14)}")
+    return Kill(rank=rng.randrange(world_size), step=rng.randint(1, 6), delay_s=rng.uniform(0.0, 0.06))
+
+
+def assert_ended_cleanly(outcomes: list[Outcome], killed: int) -> None:
+    """Assert that one process was killed, and that every other one names it in its error."""
+    for rank, outcome in enumerate(outcomes):
+        if rank == killed:
+            assert outcome.exit_code == -signal.SIGKILL, f"rank {rank} was not killed: {outcome}"
+            assert outcome.error == "", "it was killed by the test's limit"
+            continue
+        assert outcome.exit_code == 0, f"rank {rank}: {outcome}"
+        assert outcome.error.startswith("ProcessError"), f"rank {rank}: {outcome.error}"
+        assert f"rank {killed} " in outcome.error, f"rank {rank} blames another one: {outcome.error}"
+        assert "train(resume_from_checkpoint=True)" in outcome.error
+
+
+def assert_whole_files(folder: Path) -> int:
+    """Assert that whatever is not visibly unfinished is whole; return the step to resume from, 0 for none."""
+    finished = [path for path in folder.rglob("*") if not any(part.startswith(".tmp-") for part in path.parts)]
+    for path in finished:
+        if path.name == "manifest.json":
+            storage.verify_folder(path.parent)
+        elif path.suffix == ".safetensors":
+            load_file(path)  # refuses a file that is cut off
+        elif path.suffix == ".json":
+            json.loads(path.read_text(encoding="utf-8"))
+    records = sorted((folder / "state").glob("run-*.json"))
+    steps = [storage.unsealed_json(path)["run_step"] for path in records]
+    return max(steps, default=0)
+
+
+def assert_goes_on(part: LaidOut, whole: LaidOut, step: int) -> None:
+    """Assert that a run that was resumed after a step came to the end of the one that never stopped."""
+    assert part.statuses == whole.statuses
+    assert part.step == whole.step
+    for name, losses in whole.losses.items():
+        if len(losses) > step:
+            assert_close(part.losses[name], losses[step:], 1e-5, name)
+        for key, weight in whole.adapters[name].items():
+            error = np.linalg.norm(part.adapters[name][key] - weight) / np.linalg.norm(weight)
+            assert error <= 1e-4, f"{name} {key}: {error}"
+
+
+def assert_survives(kill: Kill, before: Layout, after: Layout, backbone: str, whole: LaidOut, folder: Path) -> None:
+    """Kill a process of a run, and go on with another layout."""
+    outcomes = launch(before.world_size, cases.killed, folder, backbone, before.arguments, kill, limit_s=LIMIT_S)
+    assert_ended_cleanly(outcomes, kill.rank)
+    step = assert_whole_files(folder)
+    parts = values(
+        launch(after.world_size, cases.go_on, folder, backbone, after.arguments, bool(step), limit_s=LIMIT_S)
+    )
+    assert all(part.losses == parts[0].losses for part in parts)
+    assert_goes_on(parts[0], whole, step)
+    assert assert_whole_files(folder) == whole.step
+    left_over = [path.name for path in folder.rglob("*") if path.name.startswith((".tmp-", ".old-"))]
+    assert not left_over
+
+
+SHORT = [
+    pytest.param(Kill(rank=1, step=4, delay_s=0.01), LAYOUTS[1], LAYOUTS[0], id="the last stage in a step"),
+    pytest.param(
+        Kill(rank=0, crashpoint="after_manifest:8"),
+        LAYOUTS[3],
+        LAYOUTS[1],
+        id="the writer in a write",
+        marks=pytest.mark.slow,
+    ),
+    pytest.param(
+        Kill(rank=2, step=5, delay_s=0.03),
+        LAYOUTS[2],
+        LAYOUTS[2],
+        id="a stage of the second replica",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("kill", "before", "after"), SHORT)
+def test_a_killed_process_costs_the_others_no_more_than_the_steps_since_the_last_save(
+    kill: Kill, before: Layout, after: Layout, backbone: str, whole: LaidOut, tmp_path: Path
+) -> None:
+    assert_survives(kill, before, after, backbone, whole, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(20))
+def test_a_process_killed_at_a_moment_of_chance_costs_the_others_no_more_than_that(
+    number: int, backbone: str, whole: LaidOut, tmp_path: Path
+) -> None:
+    before = LAYOUTS[number % len(LAYOUTS)]
+    after = LAYOUTS[(number + number // len(LAYOUTS)) % len(LAYOUTS)]  # the same four times, then others
+    assert_survives(chance(number, before.world_size), before, after, backbone, whole, tmp_path)

@@ -1,0 +1,101 @@
+"""Batches, time models and processes for the tests of dispatch over replicas."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from peft_mux.data.batch import TaskBatch, TokenSequence
+from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
+from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.scheduler.replicas.configs import ParallelConfig
+from peft_mux.scheduler.replicas.time_model import LayerFit, ReplicaTimeModel
+
+LAYOUT = "<1,1>x2, <2,1>x1, <1,1>"
+"""Four replicas of two configurations, which do not lie side by side."""
+LIMITS = {ParallelConfig(1, 1): 256, ParallelConfig(2, 1): 1024, ParallelConfig(1, 2): 512}
+SKEWED = {"chat": (12, 30, 18, 250, 40, 33, 21, 17), "books": (900, 700, 64, 80), "code": (130, 90, 256, 1, 500)}
+
+
+def times(limits: dict[ParallelConfig, int] = LIMITS) -> ReplicaTimeModel:
+    """Return a model in which two devices are less than twice as fast as one."""
+    fits = {tp: LayerFit((1e-9 / tp, 0, 1e-6 / tp**0.7, 0, 0, 1e-6)) for tp in (1, 2)}
+    return ReplicaTimeModel(fits, num_layers=2, max_tokens=limits)
+
+
+def batch_of(task: str, lengths: Sequence[int], step: int = 0) -> TaskBatch:
+    rows = (TokenSequence(np.zeros(n, dtype=np.int64), np.zeros(n, dtype=np.int64), i) for i, n in enumerate(lengths))
+    return TaskBatch(task, step, seed=0, sequences=tuple(rows))
+
+
+def batches_of(tasks: dict[str, Sequence[int]], step: int = 0) -> list[TaskBatch]:
+    return [batch_of(task, lengths, step) for task, lengths in tasks.items()]
+
+
+class ThreadProcesses(Processes):
+    """Processes that are threads of this one, each with a value of its own."""
+
+    def __init__(self, rank: int, world_size: int, board: list[Any], barrier: threading.Barrier) -> None:
+        super().__init__(rank, world_size)
+        self.board, self.barrier = board, barrier
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        self.board[self.rank] = list(numbers)
+        self.barrier.wait(20)
+        found = [list(own) for own in self.board]
+        self.barrier.wait(20)
+        assert len({len(own) for own in found}) == 1, "processes exchanged unequal amounts"
+        return found
+
+
+def on_threads(world_size: int, part: Any) -> list[Any]:
+    """Return what `part(processes)` gives on each of several ranks; raise what one raises."""
+    board, barrier = [None] * world_size, threading.Barrier(world_size)
+    found: list[Any] = [None] * world_size
+
+    def run(rank: int) -> None:
+        try:
+            found[rank] = part(ThreadProcesses(rank, world_size, board, barrier))
+        except BaseException as error:
+            found[rank] = error
+            if not isinstance(error, ValueError):
+                barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+def three_steps_over_gloo(rank: int) -> dict[str, Any]:
+    """Dispatch three steps on a real process, each prepared while the one before it runs."""
+    dist.init_process_group("gloo")
+    processes = Processes(rank, dist.get_world_size(), timeout_s=20.0)
+    processes.connect()
+    # Another limit on another machine: the least of all must count.
+    limits = {**LIMITS, ParallelConfig(1, 1): 256 + 64 * rank}
+    shares = DispatchedShares(ParallelLayout.parse(LAYOUT), times(limits), processes)
+    divided = []
+    for step in range(3):
+        batches = batches_of(SKEWED, step)
+        shares.begin(batches)
+        shares.prepare(batches_of(SKEWED, step + 1))
+        divided.append(shares.divide(batches))
+        time.sleep(0.3)  # the passes of the step
+    shares.close()
+    return {
+        "divided": divided,
+        "expected_s": shares.expected_s,
+        "max_tokens": shares.max_tokens,
+        "num_ahead": shares.clock.num_ahead,
+        "has_solved": shares.solved is not None,
+        "solve_s": shares.clock.solve_s,
+    }

@@ -1,0 +1,236 @@
+"""Runs of a whole trainer over any layout of real processes, for the tests of layouts: what each process does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from peft_mux import Task
+from tests.engine.processes import cases
+from tests.invariants import mux_lab as lab
+
+LAYERS, WIDTH = 4, 32
+
+
+@dataclass
+class LaidOut:
+    """What a run showed to one process.
+
+    Attributes:
+        losses: of each task by its steps.
+        norms: gradient norms of each task by its steps.
+        statuses: final ones, with reasons.
+        step: of the run.
+        adapters: as saved by the run, whole, of each task.
+        held: number of adapter elements of each task in this process.
+        frozen: number of frozen elements in this process.
+        evaluations: what was logged of them, by task.
+        report: of the trainer.
+    """
+
+    losses: dict[str, list[float]]
+    norms: dict[str, list[float]]
+    statuses: dict[str, tuple[str, str]]
+    step: int
+    adapters: dict[str, dict[str, np.ndarray]]
+    held: dict[str, int]
+    frozen: int
+    evaluations: dict[str, list[float]] = field(default_factory=dict)
+    report: str = ""
+
+
+class Watcher(lab.Recorder):
+    """Keeps losses and norms of every step."""
+
+    def __init__(self, at_begin: Any = None, at_end: Any = None) -> None:
+        """Act at given steps."""
+        super().__init__(at_begin=at_begin or {}, at_end=at_end or {}, keep_weights=False)
+        self.norms: dict[str, list[float]] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the norms too."""
+        assert self.trainer is not None
+        for name in self._running:
+            self.norms.setdefault(name, []).append(self.trainer.table[name].last_gradient_norm)
+        super().on_step_end(args, state, control, **kwargs)
+
+
+def backbone(kind: str) -> Any:
+    """Return a small model of random weights; the same at every call."""
+    shape = {"vocab_size": lab.VOCABULARY, "pad_token_id": None}
+    wide = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    torch.manual_seed(7)
+    if kind == "gpt2":
+        no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
+        config = GPT2Config(n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=64, **no_dropout, **shape)
+        return GPT2LMHeadModel(config)
+    if kind == "qwen3":
+        return Qwen3ForCausalLM(
+            Qwen3Config(num_key_value_heads=4, head_dim=8, tie_word_embeddings=True, **wide, **shape)
+        )
+    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=4, max_position_embeddings=64, **wide, **shape))
+
+
+def saved_backbone(kind: str, folder: Path) -> str:
+    """Return a folder with the model."""
+    backbone(kind).save_pretrained(folder)
+    return str(folder)
+
+
+def tasks_of(kind: str, **changed: Any) -> list[Task]:
+    """Return five unequal tasks."""
+    tasks = cases.five_tasks(**changed)
+    if kind == "gpt2":
+        tasks[1].peft_config.target_modules = {"c_attn"}
+    return tasks
+
+
+def train(
+    folder: Path,
+    model: Any,
+    tasks: Sequence[Task],
+    *,
+    watcher: Watcher | None = None,
+    resume: bool = False,
+    **arguments: Any,
+) -> LaidOut:
+    """Train, and return what it showed."""
+    options = {
+        "max_tokens_per_micro_batch": 64,
+        "ddp_timeout": cases.TIMEOUT_S,
+        "save_strategy": "steps",
+        "save_steps": 100,
+        **arguments,
+    }
+    watcher = watcher or Watcher()
+    trainer = lab.make_trainer(tasks, folder, model=model, recorder=watcher, **options)
+    trainer.train(resume_from_checkpoint=resume or None)
+    trainer._world.processes.wait_for_all()
+    names = [run.name for run in trainer.table]
+    adapters = {name: load_file(folder / name / "adapter_model.safetensors") for name in names}
+    return LaidOut(
+        losses=watcher.losses,
+        norms=watcher.norms,
+        statuses={run.name: (run.status.value, run.reason) for run in trainer.table},
+        step=trainer.state.global_step,
+        adapters={name: {key: value.numpy() for key, value in own.items()} for name, own in adapters.items()},
+        held={name: sum(p.numel() for p in trainer.model.task_parameters(name).values()) for name in names},
+        frozen=sum(p.numel() for p in trainer.model.backbone.parameters() if not p.requires_grad),
+        evaluations={
+            run.name: [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
+            for run in trainer.table
+        },
+        report=trainer.report(),
+    )
+
+
+def train_five(rank: int, folder: Path, model: Any, kind: str, arguments: dict[str, Any]) -> LaidOut:
+    """Train the five tasks on a folder's model, or on one of a kind that is given as an object."""
+    return train(folder, model or backbone(kind), tasks_of(kind), **arguments)
+
+
+def late_task() -> Task:
+    """Return a task that comes while others train.
+
+    Some of its gradients are so near to zero that AdamW's first steps would turn their rounding into whole steps: one
+    process with other micro-batches ends 2e-4 away too. With this epsilon it does not.
+    """
+    return replace(cases.late_task(), adam_epsilon=1e-6)
+
+
+def comings_and_goings() -> dict[int, Callable[[Any], None]]:
+    """Return what happens at the end of which run step, one arrival of which has no adapter in some stages."""
+
+    def arrive(trainer: Any) -> None:
+        first = lab.small_task("first", data_seed=8, rank=4, length=7, max_steps=4)
+        first.peft_config.layers_to_transform = [0]
+        trainer.register_tasks([late_task(), first])
+        trainer.pause_task("narrow")
+
+    return {
+        2: arrive,
+        4: lambda trainer: trainer.remove_task("large"),
+        5: lambda trainer: trainer.resume_task("narrow"),
+    }
+
+
+def train_with_comings_and_goings(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> LaidOut:
+    """Train the five tasks while others come and go."""
+    return train(folder, model, tasks_of("llama"), watcher=Watcher(at_end=comings_and_goings()), **arguments)
+
+
+def train_and_stop(rank: int, folder: Path, model: str, arguments: dict[str, Any], step: int) -> LaidOut:
+    """Train the five tasks up to a step, and save."""
+
+    def stop(trainer: Any) -> None:
+        trainer.control.should_training_stop = True
+
+    return train(folder, model, tasks_of("llama"), watcher=Watcher(at_end={step: stop}), **arguments)
+
+
+def go_on(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> LaidOut:
+    """Go on with the run of a folder."""
+    return train(folder, model, tasks_of("llama"), resume=True, **arguments)
+
+
+def train_and_move(rank: int, folder: Path, model: str, arguments: dict[str, Any], moves: dict[int, str]) -> LaidOut:
+    """Train the five tasks, moving to other replicas after some steps; a task comes in between, another pauses."""
+
+    def move(replicas: str) -> Callable[[Any], None]:
+        return lambda trainer: trainer.redeploy(replicas)
+
+    acts: dict[int, Callable[[Any], None]] = {step: move(replicas) for step, replicas in moves.items()}
+    acts |= {
+        1: lambda trainer: trainer.pause_task("narrow"),
+        3: lambda trainer: trainer.register_tasks([late_task()]),
+        4: lambda trainer: trainer.resume_task("narrow"),
+    }
+    return train(folder, model, tasks_of("llama"), watcher=Watcher(at_end=acts), **arguments)
+
+
+def move_on_one(rank: int, folder: Path, model: str) -> LaidOut:
+    """Train; rank 1 alone is told to move."""
+    acts = {2: lambda trainer: trainer.redeploy("<1,2>")} if rank == 1 else {}
+    return train(folder, model, tasks_of("llama"), watcher=Watcher(at_end=acts))
+
+
+def train_and_be_moved(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> LaidOut:
+    """Train with `redeploy=True`, where the planner finds that whole replicas pay as soon as a task has come."""
+    from peft_mux.scheduler.deployment.redeployment import Redeployment
+    from peft_mux.trainer import relocation
+
+    def decide(planner: Any, runs: Sequence[Any], old: Any, *, restart_s: float) -> Redeployment:
+        assert rank == 0, "only the first process decides"
+        pays = any(run.name == "late" for run in runs)
+        return Redeployment(str(old), "<1,1>x2" if pays else str(old), 2.0, 1.0 if pays else 2.0, 1000.0, restart_s)
+
+    relocation.decide_on_move = decide
+    acts = {2: lambda trainer: trainer.register_tasks([late_task()]), 4: lambda trainer: trainer.remove_task("plain")}
+    return train(folder, model, tasks_of("llama"), watcher=Watcher(at_end=acts), **arguments)
+
+
+def train_with_a_failing_callback(
+    rank: int, folder: Path, model: str, arguments: dict[str, Any], event: str
+) -> LaidOut:
+    """Train; a callback of one task raises on rank 1 alone, and rank 0 alone asks for a state to be saved."""
+    spoilt = lab.small_task(
+        "spoilt",
+        data_seed=8,
+        max_steps=cases.NUM_STEPS,
+        callbacks=[cases.FailsOnce(event, 1)],
+        eval_steps=1,
+        eval_dataset=lab.rows(3, 4, 6, 9),
+    )
+
+    def ask(trainer: Any) -> None:
+        trainer.control.should_save = trainer.control.should_evaluate = True
+
+    watcher = Watcher(at_end={4: ask} if rank == 0 else {})
+    return train(folder, model, [spoilt, *tasks_of("llama")], watcher=watcher, **arguments)

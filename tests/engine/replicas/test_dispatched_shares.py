@@ -1,0 +1,369 @@
+"""Which replica trains which sequences: nothing lost, all fitting, the same on every process, solved ahead."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from peft_mux.data.batch import TaskBatch
+from peft_mux.engine.batches_ahead import BatchesAhead
+from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
+from peft_mux.engine.replicas.even_shares import EvenShares
+from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.errors import ConfigError, DataError
+from peft_mux.scheduler.replicas.configs import ParallelConfig
+from tests.engine.processes import cases as parallel_cases
+from tests.engine.replicas import dispatch_cases as cases
+from tests.scheduler.dispatching.cases import GivingUpSolver, RaisingSolver
+
+LAYOUT = ParallelLayout.parse(cases.LAYOUT)
+LIMITS = [cases.LIMITS[config] for config in LAYOUT.replicas]
+MANY_SHORT = {"short": tuple(range(20, 120)), "long": (900, 700, 400)}
+_ROWS = st.lists(st.integers(1, 1024), max_size=12)
+
+
+def shares_of(**options: Any) -> DispatchedShares:
+    return DispatchedShares(LAYOUT, cases.times(), **options)
+
+
+def lengths_by_replica(divided: list[list[list[int]]], batches: list[TaskBatch]) -> list[list[int]]:
+    return [
+        [len(batch.sequences[row]) for batch, rows in zip(batches, share, strict=True) for row in rows]
+        for share in divided
+    ]
+
+
+def assert_complete(divided: list[list[list[int]]], batches: list[TaskBatch]) -> None:
+    for task, batch in enumerate(batches):
+        rows = [row for share in divided for row in share[task]]
+        assert sorted(rows) == list(range(len(batch.sequences))), f"rows of {batch.task} are lost or doubled"
+        assert all(share[task] == sorted(share[task]) for share in divided)
+
+
+# ---------------------------------------------------------------- unlike replicas
+
+
+@given(st.dictionaries(st.sampled_from(["a", "b", "c"]), _ROWS, min_size=1))
+def test_every_sequence_goes_to_one_replica_that_can_hold_it(tasks: dict[str, list[int]]) -> None:
+    batches = cases.batches_of(tasks)
+    shares = shares_of(policy="balanced")
+    divided = shares.divide(batches)
+    shares.close()
+    assert_complete(divided, batches)
+    for lengths, limit in zip(lengths_by_replica(divided, batches), LIMITS, strict=True):
+        assert max(lengths, default=0) <= limit
+
+
+@pytest.mark.parametrize("policy", ["balanced", "length", "uniform"])
+def test_the_same_lengths_are_divided_alike_each_time(policy: Any) -> None:
+    batches = cases.batches_of(cases.SKEWED)
+    first, second = shares_of(policy=policy), shares_of(policy=policy)
+    assert first.divide(batches) == second.divide(batches)
+    assert_complete(first.divide(batches), batches)
+
+
+def test_balanced_dispatch_is_expected_to_be_faster_than_both_baselines() -> None:
+    slowest_s = {}
+    for policy in ("balanced", "length", "uniform"):
+        shares = shares_of(policy=policy)
+        shares.begin(cases.batches_of(MANY_SHORT))
+        slowest_s[policy] = max(shares.expected_s)
+    assert slowest_s["balanced"] < 0.95 * slowest_s["length"]
+    assert slowest_s["balanced"] < 0.95 * slowest_s["uniform"]
+
+
+def test_length_based_dispatch_gives_short_sequences_to_the_smallest_replicas_only() -> None:
+    batches = cases.batches_of(cases.SKEWED)
+    lengths = lengths_by_replica(shares_of(policy="length").divide(batches), batches)
+    assert sorted(lengths[2]) == [500, 700, 900]
+    assert max(max(lengths[replica]) for replica in (0, 1, 3)) <= 256
+
+
+def test_the_sequences_of_a_bucket_are_dealt_evenly_over_tasks() -> None:
+    tasks = {"a": (100,) * 12, "b": (100,) * 6, "long": (1000,)}
+    divided = shares_of(policy="uniform").divide(cases.batches_of(tasks))
+    assert sorted(len(share[0]) for share in divided) == [3, 3, 3, 3]
+    assert sorted(len(share[1]) for share in divided) == [1, 1, 2, 2]
+
+
+def test_replicas_of_one_configuration_that_lie_apart_get_like_shares() -> None:
+    batches = cases.batches_of({"a": (100,) * 30, "long": (1000,)})
+    shares = shares_of()
+    counts = [len(own) for own in lengths_by_replica(shares.divide(batches), batches)]
+    alike = [counts[0], counts[1], counts[3]]
+    assert max(alike) - min(alike) <= 1
+    assert shares.max_tokens == (256, 256, 1024, 256)
+
+
+def test_expected_seconds_are_those_of_what_each_replica_got() -> None:
+    batches = cases.batches_of({"a": (256,) * 9, "long": (1024,)})
+    shares = shares_of()
+    counts = [len(own) for own in lengths_by_replica(shares.divide(batches), batches)]
+    for replica in (0, 1, 3):
+        expected = cases.times().step_s(ParallelConfig(1, 1), [counts[replica]], [256], 256)
+        assert shares.expected_s[replica] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("solver", [GivingUpSolver(), RaisingSolver()])
+def test_a_step_is_divided_although_the_solver_finds_nothing(solver: Any) -> None:
+    batches = cases.batches_of(cases.SKEWED)
+    shares = shares_of(solver=solver)
+    divided = shares.divide(batches)
+    assert_complete(divided, batches)
+    assert shares.solved is not None
+    assert shares.solved.dispatch.status == "greedy fallback"
+    assert max(max(own, default=0) for own in lengths_by_replica(divided, batches)) == 900
+
+
+def test_a_sequence_that_no_replica_holds_is_refused_by_task_and_row() -> None:
+    batches = [cases.batch_of("chat", (10,)), cases.batch_of("books", (20, 1025))]
+    with pytest.raises(ConfigError, match=r"tasks\.books: row 1 has 1025 tokens; allowed: at most 1024"):
+        shares_of().begin(batches)
+
+
+def test_rows_that_are_cut_go_to_the_largest_replica_whatever_their_length() -> None:
+    batches = [cases.batch_of("chat", (10, 200, 31)), cases.batch_of("books", (20, 5000, 1025))]
+    shares = shares_of(cuts_rows=True)
+    assert [shares.refusal(batch) for batch in batches] == [None, None]
+    divided = shares.divide(batches)
+    assert_complete(divided, batches)
+    own = lengths_by_replica(divided, batches)
+    assert {1025, 5000} <= set(own[2])
+    assert max(max(own[replica], default=0) for replica in (0, 1, 3)) <= 256
+    shares.prepare([cases.batch_of("books", (5000,), step=1)])
+    shares.begin([cases.batch_of("books", (4000,), step=1)])  # both are cut, and so cost the same
+    assert shares.clock.num_ahead == 1
+    shares.close()
+
+
+def test_a_refusal_can_be_asked_for_before_a_step() -> None:
+    shares = shares_of()
+    assert shares.refusal(cases.batch_of("chat", (1024,))) is None
+    assert "row 2 has 2000 tokens" in (shares.refusal(cases.batch_of("chat", (1, 2, 2000))) or "")
+    alike = DispatchedShares(ParallelLayout.parse("<1,1>x2"))
+    assert alike.refusal(cases.batch_of("chat", (10**6,))) is None
+
+
+def test_unlike_replicas_without_a_time_model_are_refused() -> None:
+    with pytest.raises(ConfigError, match="without a time model"):
+        DispatchedShares(LAYOUT)
+
+
+def test_a_replica_that_holds_nothing_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"of which <2,1> can hold no sequence"):
+        DispatchedShares(LAYOUT, cases.times({ParallelConfig(1, 1): 256}))
+
+
+def test_a_step_without_sequences_gives_everyone_nothing() -> None:
+    shares = shares_of()
+    assert shares.divide([cases.batch_of("a", ())]) == [[[]]] * 4
+    assert shares.clock.num_steps == 0
+
+
+# ------------------------------------------------------------------ htask by htask
+
+
+def test_what_begin_decides_is_told_htask_by_htask() -> None:
+    batches = cases.batches_of(cases.SKEWED)
+    whole, parts = shares_of(), shares_of()
+    divided = whole.divide(batches)
+    parts.begin(batches)
+    for place, batch in enumerate(batches):
+        assert parts.divide([batch]) == [[share[place]] for share in divided]
+    assert parts.clock.num_steps == 1
+
+
+def test_equal_replicas_divide_as_processes_always_did_and_start_anew_each_step() -> None:
+    shares = DispatchedShares(ParallelLayout.parse("<2,1>x3"))
+    for step in range(2):
+        batches = cases.batches_of(cases.SKEWED, step)
+        before = EvenShares(3)
+        shares.begin(batches)
+        for batch in batches:
+            assert shares.divide([batch]) == before.divide([batch])
+    assert shares.max_tokens == (None, None, None)
+    assert not shares.looks_ahead
+
+
+# -------------------------------------------------------------------- ahead of time
+
+
+def test_a_step_that_was_prepared_is_not_solved_again() -> None:
+    shares = shares_of()
+    first, second = (cases.batches_of(cases.SKEWED, step) for step in range(2))
+    shares.begin(first)
+    assert (shares.clock.num_steps, shares.clock.num_ahead) == (1, 0)
+    shares.prepare(second)
+    shares.begin(second)
+    assert (shares.clock.num_steps, shares.clock.num_ahead) == (2, 1)
+    cold = shares_of()
+    cold.begin(first)
+    cold.begin(second)
+    assert cold.divide(second) == shares.divide(second)
+    assert cold.clock.num_ahead == 0
+    shares.close()
+    cold.close()
+
+
+def test_a_step_that_turns_out_another_one_is_solved_when_it_begins() -> None:
+    shares = shares_of()
+    shares.prepare(cases.batches_of(cases.SKEWED, 1))
+    left = {name: lengths for name, lengths in cases.SKEWED.items() if name != "books"}
+    batches = cases.batches_of(left, 1)
+    divided = shares.divide(batches)
+    assert_complete(divided, batches)
+    assert (shares.clock.num_steps, shares.clock.num_ahead) == (1, 0)
+
+
+def test_preparing_returns_while_the_solver_still_runs_and_the_wait_is_counted() -> None:
+    released = threading.Event()
+
+    class SlowSolver(GivingUpSolver):
+        def actualSolve(self, lp: Any, **arguments: Any) -> int:
+            assert released.wait(20)
+            return super().actualSolve(lp, **arguments)
+
+    shares = shares_of(solver=SlowSolver())
+    batches = cases.batches_of(cases.SKEWED)
+    shares.prepare(batches)  # would never return if it solved
+    released.set()
+    assert_complete(shares.divide(batches), batches)
+    assert shares.clock.num_ahead == 1
+    assert shares.clock.waited_s > 0
+    assert 0 <= shares.clock.hidden_share <= 1
+    assert "1 steps, 1 solved ahead" in str(shares.clock)
+
+
+def test_closing_twice_is_allowed_and_a_later_step_is_divided_all_the_same() -> None:
+    shares = shares_of()
+    batches = cases.batches_of(cases.SKEWED)
+    shares.begin(batches)
+    shares.close()
+    shares.close()
+    assert_complete(shares.divide(batches), batches)
+    shares.begin(cases.batches_of(cases.SKEWED, 1))
+    assert shares.clock.num_steps == 2
+    shares.close()
+
+
+def test_shares_that_take_the_place_of_others_go_on_with_their_clock() -> None:
+    before = shares_of()
+    before.begin(cases.batches_of(cases.SKEWED))
+    after = shares_of(clock=before.clock)
+    after.begin(cases.batches_of(cases.SKEWED, 1))
+    assert after.clock.num_steps == 2
+
+
+# --------------------------------------------------------------------- processes
+
+
+def test_all_ranks_act_on_what_rank_0_found_even_if_their_own_would_differ() -> None:
+    batches = cases.batches_of(MANY_SHORT)
+
+    def part(processes: Any) -> Any:
+        policy = "balanced" if processes.is_main else "length"
+        shares = DispatchedShares(LAYOUT, cases.times(), processes, policy=policy)
+        return shares.divide(batches), shares.expected_s, shares.clock.num_steps
+
+    found = cases.on_threads(3, part)
+    assert found[1][:2] == found[2][:2] == found[0][:2]
+    assert [steps for _, _, steps in found] == [1, 0, 0]
+    assert found[0][0] == shares_of(policy="balanced").divide(batches) != shares_of(policy="length").divide(batches)
+
+
+def test_all_ranks_refuse_a_sequence_that_one_of_them_could_not_hold() -> None:
+    batches = [cases.batch_of("books", (1000,))]
+
+    def part(processes: Any) -> Any:
+        limits = {**cases.LIMITS, ParallelConfig(2, 1): 1024 - 100 * processes.rank}
+        DispatchedShares(LAYOUT, cases.times(limits), processes).begin(batches)
+
+    found = cases.on_threads(2, part)
+    assert all(isinstance(error, ConfigError) for error in found)
+    assert len({str(error) for error in found}) == 1
+    assert "at most 924" in str(found[0])
+
+
+@pytest.mark.distributed
+def test_real_processes_dispatch_three_steps_alike_and_solve_ahead() -> None:
+    found = parallel_cases.values(parallel_cases.launch(3, cases.three_steps_over_gloo))
+    batches = cases.batches_of(cases.SKEWED)
+    for key in ("divided", "expected_s", "max_tokens"):
+        assert found[0][key] == found[1][key] == found[2][key]
+    for divided in found[0]["divided"]:
+        assert_complete(divided, batches)
+    assert found[0]["max_tokens"] == (256, 256, 1024, 256)
+    assert [one["num_ahead"] for one in found] == [2, 0, 0]
+    assert [one["has_solved"] for one in found] == [True, False, False]
+    assert found[0]["solve_s"] > 0
+    assert found[1]["solve_s"] == 0
+
+
+# ------------------------------------------------------------------ batches ahead
+
+
+class CountingLoader:
+    """Counts how often each step is read; step 3 cannot be."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def batch(self, step: int) -> TaskBatch:
+        self.read.append(step)
+        if step == 3:
+            raise DataError("row 7: got nothing")
+        return cases.batch_of("a", (5,), step)
+
+
+class Task:
+    name = "a"
+    num_steps = 5
+
+    def __init__(self) -> None:
+        self.step, self.loader = 0, CountingLoader()
+
+
+def test_a_batch_that_was_read_early_is_read_once() -> None:
+    task, ahead = Task(), BatchesAhead()
+    assert ahead.take(task).step == 0
+    assert [batch.step for batch in ahead.read([task])] == [1]
+    task.step = 1
+    assert ahead.take(task).step == 1
+    assert task.loader.read == [0, 1]
+
+
+def test_a_batch_of_another_step_or_another_loader_is_read_anew() -> None:
+    task, ahead = Task(), BatchesAhead()
+    ahead.read([task])
+    assert ahead.take(task).step == 0
+    ahead.read([task])
+    task.step, task.loader = 1, CountingLoader()
+    assert ahead.take(task).step == 1
+    assert task.loader.read == [1]
+
+
+def test_rows_that_cannot_be_read_early_fail_the_step_that_they_are_of() -> None:
+    task, ahead = Task(), BatchesAhead()
+    task.step = 2
+    assert ahead.read([task]) == []
+    assert ahead.take(task).step == 2
+    ahead.read([task])
+    task.step = 3
+    with pytest.raises(DataError, match="row 7"):
+        ahead.take(task)
+
+
+def test_nothing_is_read_after_the_last_step() -> None:
+    task, ahead = Task(), BatchesAhead()
+    task.step = 4
+    assert ahead.read([task]) == []
+    assert task.loader.read == []
+
+
+def test_the_clock_of_nothing_hides_all() -> None:
+    assert math.isclose(shares_of().clock.hidden_share, 1.0)

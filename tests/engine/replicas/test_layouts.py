@@ -1,0 +1,243 @@
+"""A whole trainer over any layout of processes trains what one process would: losses, norms and saved adapters."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peft_mux import ConfigError
+from tests.engine.processes.cases import launch, values
+from tests.engine.replicas import layout_cases as cases
+from tests.engine.replicas.layout_cases import LaidOut
+from tests.invariants.mux_lab import assert_close
+
+pytestmark = pytest.mark.distributed
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return a folder with a backbone of each kind."""
+    root = tmp_path_factory.mktemp("backbones")
+    return {kind: cases.saved_backbone(kind, root / kind) for kind in ("llama", "qwen3", "gpt2")}
+
+
+@pytest.fixture(scope="module")
+def alone(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, LaidOut]:
+    """Return what one process makes of each kind."""
+    root = tmp_path_factory.mktemp("alone")
+    return {kind: cases.train_five(0, root / kind, folder, kind, {}) for kind, folder in folders.items()}
+
+
+def assert_as_one(part: LaidOut, one: LaidOut, *, from_step: int = 0) -> None:
+    """Assert that a layout came to the result of one process."""
+    assert part.statuses == one.statuses
+    for name in one.adapters:
+        assert_close(part.losses[name], one.losses[name][from_step:], 1e-5, name)
+        assert_close(part.norms[name], one.norms[name][from_step:], 1e-4, name)
+        assert part.adapters[name].keys() == one.adapters[name].keys()
+        for key, weight in one.adapters[name].items():
+            error = np.linalg.norm(part.adapters[name][key] - weight) / np.linalg.norm(weight)
+            assert error <= 1e-4, f"{name} {key}: {error}"
+
+
+def assert_alike(parts: list[LaidOut]) -> None:
+    """Assert that all processes saw the same bits of losses and norms."""
+    for rank, part in enumerate(parts[1:], start=1):
+        assert part.losses == parts[0].losses, f"losses of rank {rank} differ"
+        assert part.norms == parts[0].norms, f"norms of rank {rank} differ"
+
+
+PP2 = {"pipeline_parallel_size": 2}
+TP2 = {"tensor_parallel_size": 2}
+CHAINS = {"split_long_sequences": True, "max_tokens_per_micro_batch": 16, "chunk_size": 4}
+LAYOUTS = [
+    pytest.param(2, "llama", {**PP2, "pipeline_schedule": "1f1b"}, id="pp2, 1f1b"),
+    pytest.param(2, "gpt2", {**PP2, "pipeline_schedule": "gpipe"}, id="pp2, gpipe, GPT-2 with dropout", marks=SLOW),
+    pytest.param(
+        2, "llama", {**PP2, "pipeline_schedule": "interleaved_1f1b"}, id="pp2, two chunks a process", marks=SLOW
+    ),
+    pytest.param(4, "qwen3", {"pipeline_parallel_size": 4, "gradient_checkpointing": True}, id="pp4, Qwen3"),
+    pytest.param(4, "llama", PP2, id="dp2 x pp2"),
+    pytest.param(3, "qwen3", {"replicas": "<1,2>, <1,1>"}, id="unequal replicas of stages", marks=SLOW),
+    pytest.param(2, "gpt2", TP2, id="tp2, GPT-2 with dropout"),
+    pytest.param(
+        2, "qwen3", {**TP2, "interleaved_passes": 3, "planner": "interleaved"}, id="tp2, passes in turns", marks=SLOW
+    ),
+    pytest.param(4, "llama", {**PP2, **TP2, "interleaved_passes": 2}, id="tp2 x pp2, passes in turns"),
+    pytest.param(4, "llama", {"replicas": "<2,1>, <1,1>x2", **CHAINS}, id="unequal replicas of shards, long rows cut"),
+    pytest.param(2, "llama", {"shard_backbone": True}, id="fsdp2"),
+    pytest.param(2, "gpt2", {**PP2, **CHAINS}, id="pp2, long rows cut", marks=SLOW),
+]
+
+
+@pytest.mark.parametrize(("world_size", "kind", "arguments"), LAYOUTS)
+def test_five_unequal_tasks_train_to_the_result_of_one_process(
+    world_size: int,
+    kind: str,
+    arguments: dict[str, Any],
+    folders: dict[str, str],
+    alone: dict[str, LaidOut],
+    tmp_path: Path,
+) -> None:
+    parts = values(launch(world_size, cases.train_five, tmp_path, folders[kind], kind, arguments, limit_s=120))
+    assert_alike(parts)
+    assert_as_one(parts[0], alone[kind])
+    if "replicas" in arguments:  # what dividing the rows has cost is told
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        (dispatch,) = [event for event in map(json.loads, lines) if event["event"] == "dispatch"]
+        assert dispatch["num_steps"] == parts[0].step
+        assert 0 <= dispatch["hidden_share"] <= 1
+
+
+def test_every_stage_holds_its_own_layers_and_adapters_alone(
+    folders: dict[str, str], alone: dict[str, LaidOut], tmp_path: Path
+) -> None:
+    parts = values(launch(2, cases.train_five, tmp_path, folders["llama"], "llama", PP2, limit_s=120))
+    one = alone["llama"]
+    assert sum(part.frozen for part in parts) == one.frozen
+    assert max(part.frozen for part in parts) < 0.6 * one.frozen
+    report = parts[0].report.splitlines()
+    assert report[-2].endswith("replica 1 of 1, stage 1 of 2")
+    assert report[-1].endswith("replica 1 of 1, stage 2 of 2")
+    assert all(int(line.split()[4].replace(",", "")) > 0 for line in report[-2:])
+    for name in one.held:
+        assert [part.held[name] for part in parts] == [one.held[name] // 2] * 2
+
+
+def test_a_model_given_as_an_object_is_cut_as_one_that_is_loaded(alone: dict[str, LaidOut], tmp_path: Path) -> None:
+    parts = values(launch(2, cases.train_five, tmp_path, None, "llama", PP2, limit_s=120))
+    assert_as_one(parts[0], alone["llama"])
+
+
+@pytest.fixture(scope="module")
+def alone_with_changes(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> LaidOut:
+    """Return what one process makes of tasks that come, go and pause."""
+    return cases.train_with_comings_and_goings(0, tmp_path_factory.mktemp("changes"), folders["llama"], {})
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(PP2, id="pp2"),
+        pytest.param({**TP2, "interleaved_passes": 2}, id="tp2, passes in turns", marks=SLOW),
+        pytest.param({"shard_backbone": True}, id="fsdp2", marks=SLOW),
+    ],
+)
+def test_tasks_come_go_and_pause_in_any_layout_as_in_one_process(
+    arguments: dict[str, Any], folders: dict[str, str], alone_with_changes: LaidOut, tmp_path: Path
+) -> None:
+    part = cases.train_with_comings_and_goings
+    parts = values(launch(2, part, tmp_path, folders["llama"], arguments, limit_s=120))
+    assert_alike(parts)
+    assert "large" not in parts[0].statuses
+    assert_as_one(parts[0], alone_with_changes)
+    if arguments == PP2:  # the task that adapts the first layer alone
+        assert parts[1].held["first"] == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "world_size", "after"),
+    [
+        pytest.param(PP2, 1, {}, id="pp2, then one process"),
+        pytest.param({}, 3, {"replicas": "<1,1>, <1,2>"}, id="dp2, then unequal replicas"),
+        pytest.param(TP2, 4, {**PP2, **TP2}, id="tp2, then tp2 x pp2", marks=SLOW),
+        pytest.param({"shard_backbone": True}, 2, {"pipeline_parallel_size": 2}, id="fsdp2, then pp2", marks=SLOW),
+    ],
+)
+def test_any_layout_goes_on_from_the_state_of_any_other(
+    before: dict[str, Any],
+    world_size: int,
+    after: dict[str, Any],
+    folders: dict[str, str],
+    alone: dict[str, LaidOut],
+    tmp_path: Path,
+) -> None:
+    folder, step = folders["llama"], 3
+    values(launch(2, cases.train_and_stop, tmp_path, folder, before, step, limit_s=120))
+    parts = values(launch(world_size, cases.go_on, tmp_path, folder, after, limit_s=120))
+    assert_alike(parts)
+    assert parts[0].step == alone["llama"].step
+    assert_as_one(parts[0], alone["llama"], from_step=step)
+
+
+def test_a_run_that_moves_to_other_replicas_trains_as_if_it_had_not(folders: dict[str, str], tmp_path: Path) -> None:
+    one = cases.train_and_move(0, tmp_path / "one", folders["llama"], {}, {})
+    moves = {2: "<2,1>, <1,1>", 5: "<1,1>x3"}
+    part = cases.train_and_move
+    parts = values(launch(3, part, tmp_path / "three", folders["llama"], {"replicas": "<1,3>"}, moves, limit_s=120))
+    assert_alike(parts)
+    assert_as_one(parts[0], one)
+    events = [json.loads(line) for line in (tmp_path / "three" / "metrics.jsonl").read_text().splitlines()]
+    found = [(event["before"], event["replicas"]) for event in events if event["event"] == "redeployed"]
+    assert found == [("<1,3>x1", "<2,1>x1, <1,1>x1"), ("<2,1>x1, <1,1>x1", "<1,1>x3")]
+
+
+def test_moving_on_one_process_alone_is_an_error_on_every_one(folders: dict[str, str], tmp_path: Path) -> None:
+    outcomes = launch(2, cases.move_on_one, tmp_path, folders["llama"], limit_s=120)
+    for outcome in outcomes:
+        assert outcome.error.startswith("ProcessError")
+        assert "replicas to move to" in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"replicas": "<1,2>, <1,2>"}, "takes 4 processes, in a run of 1"),
+        ({"replicas": "two"}, "degrees of each replica"),
+        ({"replicas": "<1,1>", "tensor_parallel_size": 2}, "either the one or the others"),
+        ({"pipeline_parallel_size": 3}, "Start 3 processes or a multiple"),
+    ],
+)
+def test_a_layout_that_does_not_fit_the_processes_is_refused_by_field(
+    arguments: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        cases.train(tmp_path, cases.backbone("llama"), cases.tasks_of("llama"), **arguments)
+
+
+def test_a_run_moves_by_itself_when_tasks_come_and_that_pays(folders: dict[str, str], tmp_path: Path) -> None:
+    arguments = {**PP2, "redeploy": True}
+    parts = values(launch(2, cases.train_and_be_moved, tmp_path, folders["llama"], arguments, limit_s=120))
+    assert_alike(parts)
+    assert {status for status, _ in parts[0].statuses.values()} == {"succeeded"}
+    assert parts[1].held == parts[0].held
+    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    moves = [event for event in events if event["event"] == "redeployed"]
+    assert [(move["before"], move["replicas"], move["run_step"]) for move in moves] == [("<1,2>x1", "<1,1>x2", 2)]
+
+
+@pytest.mark.parametrize(
+    ("model", "arguments", "said"),
+    [
+        ("object", {"save_strategy": "steps"}, "a hub id or folder"),
+        ("folder", {"save_strategy": "no"}, 'save_strategy="no"'),
+    ],
+)
+def test_a_run_that_cannot_move_is_refused_before_it_begins(
+    model: str, arguments: dict[str, Any], said: str, folders: dict[str, str], tmp_path: Path
+) -> None:
+    given = folders["llama"] if model == "folder" else cases.backbone("llama")
+    with pytest.raises(ConfigError, match=said):
+        cases.train(tmp_path, given, cases.tasks_of("llama"), redeploy=True, **arguments)
+
+
+@pytest.mark.parametrize(
+    "event", ["on_step_end", pytest.param("on_step_begin", marks=SLOW), pytest.param("on_evaluate", marks=SLOW)]
+)
+def test_what_callbacks_do_on_one_process_is_done_on_all(
+    event: str, folders: dict[str, str], alone: dict[str, LaidOut], tmp_path: Path
+) -> None:
+    part = cases.train_with_a_failing_callback
+    parts = values(launch(2, part, tmp_path, folders["llama"], TP2, event, limit_s=120))
+    for one in parts:
+        status, reason = one.statuses.pop("spoilt")
+        assert status == "failed"
+        assert "rank 1" in reason or "no such metric" in reason
+        one.adapters.pop("spoilt")
+        assert_as_one(one, alone["llama"])
+    assert (tmp_path / "state" / "run-00000004.json").is_file()

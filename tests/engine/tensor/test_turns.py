@@ -1,0 +1,418 @@
+"""Passes in turns: the order is Algorithm 1's, the results are those of one after another, and nothing is left over."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.processes.turn_plan import latency_of, pass_subgraphs, planned_timeline, planned_turns
+from peft_mux.data.chains import chains_of
+from peft_mux.engine.executor import Executor
+from peft_mux.engine.pipeline.executor import PipelineExecutor
+from peft_mux.engine.pipeline.interleaved import InterleavedPipelineExecutor
+from peft_mux.engine.pipeline.plan import PipelinePlan
+from peft_mux.engine.pipeline.stage import StageModel
+from peft_mux.engine.pipeline.stage_layout import StageLayout
+from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.tensor.interleaving import Interleaving, interleaved_groups
+from peft_mux.engine.tensor.turn_links import TurnLinks
+from peft_mux.engine.tensor.turns import Turns, next_pass
+from peft_mux.engine.work import StepWork
+from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
+from peft_mux.modeling.attention.packed import ATTENTION_NAME
+from peft_mux.scheduler.subgraphs.layers import LayerLatency
+from tests.engine.pipeline import stage_cases
+from tests.engine.processes import cases as parallel_cases
+from tests.engine.tensor import turn_cases as cases
+
+
+def constant(latency: float) -> Callable[[int], float]:
+    return lambda depth: latency
+
+
+# ------------------------------------------------------------------ mechanism
+
+
+def test_one_pass_runs_at_a_time_and_the_longest_of_equal_depth_begins() -> None:
+    turns: Turns[str] = Turns([constant(1.0), constant(3.0), constant(2.0)])
+    said: list[tuple[str, int]] = []
+    running = threading.Lock()
+
+    def speak(word: str) -> str:
+        for depth in range(3):
+            assert running.acquire(blocking=False), "two passes run at once"
+            said.append((word, depth))
+            time.sleep(0.001)
+            running.release()
+            turns.wait(lambda: None)
+        return word
+
+    assert turns.run([lambda: speak("short"), lambda: speak("long"), lambda: speak("middle")]) == [
+        "short",
+        "long",
+        "middle",
+    ]
+    assert said == [(word, depth) for depth in range(3) for word in ("long", "middle", "short")]
+    assert [(span.index, span.depth) for span in turns.spans] == [(i, depth) for depth in range(4) for i in (1, 2, 0)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_order_is_that_of_the_schedule_over_whole_graphs(seed: int) -> None:
+    draw = random.Random(seed)
+    passes = [
+        pass_subgraphs(
+            f"pass{index}",
+            forward=LayerLatency(*(draw.choice((1.0, 2.0, 3.0)) for _ in range(5)), 1.5),
+            backward=LayerLatency(*(draw.choice((1.0, 2.0, 3.0)) for _ in range(5)), 1.5),
+            num_layers=draw.randint(1, 3),
+            head_s=2.0,
+        )
+        for index in range(3)
+    ]
+    turns: Turns[None] = Turns([latency_of(subgraphs) for subgraphs in passes])
+
+    def walk(number: int) -> None:
+        for _ in range(number - 1):
+            turns.wait(lambda: None)
+
+    turns.run([lambda subgraphs=subgraphs: walk(len(subgraphs)) for subgraphs in passes])
+    found = [(passes[span.index][span.depth].htask, passes[span.index][span.depth].name) for span in turns.spans]
+    assert found == [(launch.htask, launch.name) for launch in planned_turns(passes).launches]
+
+
+def test_a_pass_behind_its_plan_still_gets_its_turn() -> None:
+    assert next_pass([None, None], [constant(1.0)] * 2) is None
+    assert next_pass([4, 3, None], [constant(9.0), constant(1.0), constant(1.0)]) == 1
+    subgraphs = pass_subgraphs(
+        "a", forward=LayerLatency(1, 1, 1, 1, 1, 1), backward=LayerLatency(1, 1, 1, 1, 1, 1), num_layers=1
+    )
+    assert latency_of(subgraphs)(len(subgraphs) + 5) == 0.0
+
+
+def test_an_error_in_one_pass_ends_all_and_reaches_the_caller() -> None:
+    turns: Turns[None] = Turns([constant(2.0), constant(1.0), constant(1.0)])
+    closed: list[str] = []
+    went_on: list[str] = []
+    before = threading.active_count()
+
+    def go(word: str) -> None:
+        try:
+            turns.wait(lambda: None)
+            if word == "b":
+                raise ValueError("b cannot go on")
+            with contextlib.suppress(Exception):  # what ends a pass is none, so that no pass can stop it
+                turns.wait(lambda: None)
+            went_on.append(word)
+        finally:
+            closed.append(word)
+
+    with pytest.raises(ValueError, match="b cannot go on"):
+        turns.run([lambda: go("a"), lambda: go("b"), lambda: go("c")])
+    assert not went_on
+    assert sorted(closed) == ["a", "b", "c"]
+    assert threading.active_count() == before
+
+
+def test_an_interrupt_of_the_caller_ends_the_passes() -> None:
+    turns: Turns[int] = Turns([constant(1.0), constant(1.0)])
+    before, main = threading.active_count(), threading.main_thread().ident
+    assert main is not None
+    count = Counter[str]()
+
+    def go(word: str) -> int:
+        for number in range(2_000):
+            count[word] += 1
+            if word == "a" and number == 3:
+                signal.pthread_kill(main, signal.SIGINT)
+            turns.wait(lambda: time.sleep(0.001))
+        return 0
+
+    with pytest.raises(KeyboardInterrupt):
+        turns.run([lambda: go("a"), lambda: go("b")])
+    assert threading.active_count() == before
+    assert 3 < count["a"] < 1_000
+
+
+def test_passes_find_the_modes_of_their_caller() -> None:
+    word: contextvars.ContextVar[str] = contextvars.ContextVar("word", default="nothing")
+    word.set("something")
+
+    def modes() -> tuple[Any, ...]:
+        names = torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+        return *names, torch.is_inference_mode_enabled(), torch.get_num_threads(), word.get()
+
+    def in_a_pass() -> tuple[Any, ...]:
+        return Turns[Any]([constant(1.0)]).run([modes])[0]
+
+    assert in_a_pass() == modes()
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert in_a_pass() == modes()
+    with torch.inference_mode():
+        assert in_a_pass() == modes()
+
+
+# --------------------------------------------------------------------- groups
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 5])
+@pytest.mark.parametrize("may_repeat", [True, False])
+def test_every_micro_batch_is_in_one_group_and_those_of_a_task_keep_their_order(width: int, may_repeat: bool) -> None:
+    batches = cases.micro_batches(most=12)
+    groups = interleaved_groups(cases.alone(batches), width, may_repeat=may_repeat)
+    order = [index for group in groups for index in group]
+    assert sorted(order) == list(range(len(batches)))
+    assert all(1 <= len(group) <= width for group in groups)
+    for task in cases.LENGTHS:
+        own = [index for index in order if task in batches[index].task_names]
+        assert own == sorted(own), task
+    if not may_repeat:
+        for group in groups:
+            names = Counter(name for index in group for name in batches[index].task_names)
+            assert set(names.values()) == {1}
+
+
+def test_groups_are_full_as_long_as_there_are_micro_batches_left() -> None:
+    batches = cases.micro_batches(most=12)
+    groups = interleaved_groups(cases.alone(batches), 3)
+    assert [len(group) for group in groups[:-1]] == [3] * (len(groups) - 1)
+    assert len({name for index in groups[0] for name in batches[index].task_names}) == 3
+    links = TurnLinks(cases.LoggingLinks())
+    with pytest.raises(ValueError, match="width is 0; allowed: 1 or more"):
+        Interleaving(cases.linked_model(links), links, width=0)
+
+
+# -------------------------------------------------------------------- results
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("width", [2, 3])
+def test_passes_in_turns_give_the_bits_of_passes_one_after_another(width: int, recomputes: bool) -> None:
+    batches, alone, logged = cases.micro_batches(), cases.LoggingLinks(), cases.LoggingLinks(0.002)
+    num_threads = threading.active_count()
+    links = TurnLinks(logged)
+    model, other = cases.linked_model(alone, recomputes=recomputes), cases.linked_model(links, recomputes=recomputes)
+    for _ in range(2):  # gradients add up over two steps; what a group leaves behind would harm the second one
+        losses, gradients = cases.one_after_another(model, batches)
+        found, own = cases.run_in_turns(other, links, batches, width)
+        assert all(torch.equal(one, two) for one, two in zip(losses, found, strict=True))
+        assert own.keys() == gradients.keys()
+        assert [key for key in own if not torch.equal(own[key], gradients[key])] == []
+    assert logged.most_in_flight == width, "while one computes, the sums of the others are under way"
+    assert Counter(logged.log) == Counter(alone.log)
+    assert other.stream.num_passes == model.stream.num_passes
+    assert other.stream.is_idle
+    assert other.backbone.config._attn_implementation != ATTENTION_NAME
+    assert not any(forward.group.are_apart for forward in multiplexed(other))
+    assert threading.active_count() == num_threads
+
+
+def multiplexed(model: Any) -> list[MultiplexedLinear]:
+    forwards = [module.__dict__.get("forward") for module in model.modules()]
+    return [forward for forward in forwards if isinstance(forward, MultiplexedLinear)]
+
+
+def test_two_micro_batches_of_one_task_in_a_group_give_its_gradient() -> None:
+    batches = cases.micro_batches(tasks=["c"], most=12)
+    assert len(batches) > 2
+    links = TurnLinks(cases.LoggingLinks())
+    model, other = cases.whole_model(), cases.linked_model(links)
+    _, gradients = cases.one_after_another(model, batches)
+    _, own = cases.run_in_turns(other, links, batches, 3)
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(own[key], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_nan_of_one_task_stays_its_own(recomputes: bool) -> None:
+    batches = cases.micro_batches()
+    results = []
+    for is_poisoned in (False, True):
+        links = TurnLinks(cases.LoggingLinks())
+        model = cases.linked_model(links, recomputes=recomputes)
+        if is_poisoned:
+            cases.poison(model)
+        results.append(cases.run_in_turns(model, links, batches, 3))
+    (losses, gradients), (found, own) = results
+    for micro_batch, loss, other in zip(batches, losses, found, strict=True):
+        assert other.isnan().all() if cases.POISONED in micro_batch.task_names else torch.equal(loss, other)
+    harmed = {name for (name, key), gradient in own.items() if not torch.equal(gradient, gradients[name, key])}
+    assert harmed == {cases.POISONED}
+
+
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_after_an_error_in_a_pass_the_model_is_as_before(recomputes: bool) -> None:
+    batches = cases.micro_batches()
+    links = TurnLinks(cases.LoggingLinks())
+    model = cases.linked_model(links, recomputes=recomputes)
+    interleaving = Interleaving(model, links, width=2)
+    group = interleaving.groups(cases.alone(batches))[0]
+    layer = model.backbone.model.layers[1].self_attn.o_proj
+    calls: list[int] = []
+
+    def fail_at_the_second(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == (4 if recomputes else 2):  # the fourth call is in a recomputation, within a backward
+            raise OSError("no more memory")
+        return output
+
+    handle = layer.register_forward_hook(fail_at_the_second)
+    with pytest.raises(OSError, match="no more memory"):
+        interleaving.run(group, lambda index: cases.one_pass(model, group[index][0]))
+    handle.remove()
+    assert model.stream.is_idle
+    assert model.backbone.config._attn_implementation != ATTENTION_NAME
+    for name in model.tasks:
+        model.task_slab(name).drop_gradients()
+    _, own = cases.run_in_turns(model, links, batches, 2)
+    _, gradients = cases.one_after_another(cases.whole_model(recomputes=recomputes), batches)
+    assert [key for key in gradients if not torch.equal(own[key], gradients[key])] == []
+
+
+def test_a_real_pass_has_the_subgraphs_that_are_planned_for_it() -> None:
+    links = TurnLinks(cases.LoggingLinks())
+    model = cases.linked_model(links)
+    batches = cases.micro_batches(tasks=["a", "c"])[:2]
+    interleaving = Interleaving(model, links, width=2)
+    interleaving.run(cases.alone(batches), lambda index: cases.one_pass(model, batches[index]))
+    layer = LayerLatency(1, 1, 1, 1, 1, 1)
+    planned = pass_subgraphs("a", forward=layer, backward=layer, num_layers=2)
+    assert max(span.depth for span in interleaving.spans) == len(planned) - 1
+    passes = [planned, pass_subgraphs("b", forward=layer, backward=layer, num_layers=2)]
+    assert planned_timeline(passes).makespan_s < planned_timeline(passes, overlap=False).makespan_s
+
+
+# ------------------------------------------------------------------ executors
+
+
+def gradients_of(model: Any) -> dict[tuple[str, str], torch.Tensor]:
+    return {key: value for key, value in cases.gradients(model).items() if value.any()}
+
+
+def assert_same_step(found: Any, expected: Any, model: Any, other: Any) -> None:
+    assert found.losses.keys() == expected.losses.keys()
+    assert all(torch.equal(found.losses[name], expected.losses[name]) for name in expected.losses)
+    own, gradients = gradients_of(model), gradients_of(other)
+    assert own.keys() == gradients.keys()
+    assert [key for key in own if not torch.equal(own[key], gradients[key])] == []
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_the_executor_runs_a_step_in_turns_with_the_same_bits(width: int) -> None:
+    batches = tuple(cases.micro_batches())
+    work = StepWork(tuple(cases.LENGTHS), batches, {name: sum(sizes) for name, sizes in cases.LENGTHS.items()})
+    logged = cases.LoggingLinks()
+    links = TurnLinks(logged)
+    model, other = cases.linked_model(links), cases.whole_model()
+    executor = Executor(model, interleaving=Interleaving(model, links, width=width))
+    for _ in range(2):
+        assert_same_step(executor.run(work), Executor(other).run(work), model, other)
+    assert logged.most_in_flight == width
+    with pytest.raises(ValueError, match="cuda_graphs is True with interleaving"):
+        Executor(model, cuda_graphs=True, interleaving=executor.interleaving)
+
+
+def test_chains_of_long_sequences_run_in_turns_with_others() -> None:
+    batches = cases.chained_micro_batches()
+    chains = chains_of(batches)
+    assert len(chains[0]) > 1, "a long sequence is split"
+    assert len(chains) > 1
+    work = StepWork(("b", "c"), tuple(batches), {"b": 35, "c": 29})
+    logged = cases.LoggingLinks()
+    links = TurnLinks(logged)
+    model, other = cases.linked_model(links), cases.whole_model()
+    executor = Executor(model, interleaving=Interleaving(model, links, width=2))
+    assert_same_step(executor.run(work), Executor(other).run(work), model, other)
+    assert logged.most_in_flight == 2
+    assert model.stream.key_values.num_bytes == 0
+
+
+@pytest.mark.parametrize(("num_chunks", "recomputes"), [(1, False), (3, True)])
+def test_an_action_of_the_pipeline_runs_its_htasks_in_turns(num_chunks: int, recomputes: bool) -> None:
+    case = stage_cases.Case("llama", "mux", num_chunks=num_chunks, recomputes=recomputes)
+    plan = PipelinePlan(stage_cases.template_of(case, 1), stage_cases.HTASKS, stage_cases.BUCKETS)
+    layout = StageLayout.of(stage_cases.NUM_LAYERS, 1, num_chunks=num_chunks)
+    work = stage_cases.step_work(0, list(stage_cases.LENGTHS))
+    logged = cases.LoggingLinks()
+    links = TurnLinks(logged)
+    model, other = stage_cases.mux_model(case), stage_cases.mux_model(case)
+    cases.link(model, links)
+    executor = InterleavedPipelineExecutor(StageModel(model, layout, 0), plan, Processes())
+    executor.interleaving = Interleaving(model, links, width=3)
+    plain = PipelineExecutor(StageModel(other, layout, 0), plan, Processes())
+    found, expected = executor.run(work), plain.run(work)
+    assert [span.action for span in executor.spans] == [span.action for span in plain.spans]
+    assert logged.most_in_flight > 1
+    for name, loss in expected.losses.items():
+        assert torch.equal(found.losses[name], loss)
+    own = gradients_of(model)
+    for key, gradient in gradients_of(other).items():  # an action has several micro-batches of one task
+        torch.testing.assert_close(own[key], gradient, rtol=1e-5, atol=1e-7)
+
+
+# ------------------------------------------------------------- real processes
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_shards_in_turns_compute_what_one_process_does_even_if_one_is_slow(recomputes: bool) -> None:
+    facts = parallel_cases.values(parallel_cases.launch(2, cases.as_shard, 2, recomputes))
+    model = cases.whole_model(recomputes=recomputes)
+    losses, gradients = cases.one_after_another(model, cases.micro_batches())
+    for how in ("turns", "sequence"):
+        assert facts[0][how]["log"] == facts[1][how]["log"], "all begin their sums in one order"
+    assert facts[0]["turns"]["log"] != facts[0]["sequence"]["log"]
+    assert Counter(facts[0]["turns"]["log"]) == Counter(facts[0]["sequence"]["log"])
+    for fact in facts:
+        for one, two in zip(fact["turns"]["losses"], fact["sequence"]["losses"], strict=True):
+            assert (one == two).all()
+        for key, value in fact["turns"]["gradients"].items():
+            assert (value == fact["sequence"]["gradients"][key]).all(), key
+        for one, loss in zip(fact["turns"]["losses"], losses, strict=True):
+            torch.testing.assert_close(torch.from_numpy(one), loss, rtol=1e-6, atol=1e-7)
+    for key, gradient in gradients.items():
+        pieces = [fact["turns"]["pieces"][key] for fact in facts]
+        whole = torch.zeros_like(gradient)
+        for piece, fact in zip(pieces, facts, strict=True):
+            part = torch.from_numpy(fact["turns"]["gradients"][key])
+            if piece.is_whole:
+                whole += part if piece.adds else 0.0
+            else:
+                piece.put(whole, part)
+        torch.testing.assert_close(whole, gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.distributed
+def test_two_stages_of_two_shards_run_the_htasks_of_an_action_in_turns() -> None:
+    facts = parallel_cases.values(parallel_cases.launch(4, cases.as_stage_shard, 4))
+    work = stage_cases.step_work(0, list(stage_cases.LENGTHS))
+    model = stage_cases.mux_model(stage_cases.Case("llama", "mux"))
+    expected = Executor(model).run(work).losses
+    assert all(fact["in_order"] and fact["num_turns"] > 1 for fact in facts)
+    for fact in facts:
+        assert fact["turns"].keys() == expected.keys()
+        for name, loss in expected.items():
+            assert fact["turns"][name] == facts[0]["turns"][name]
+            assert fact["turns"][name] == pytest.approx(loss.item(), rel=1e-5)
+        assert fact["largest_difference"] < 1e-6
+    assert sum(fact["num_gradients"] for fact in facts[::2]) == len(cases.gradients(model))
+
+
+@pytest.mark.distributed
+def test_an_error_in_a_pass_of_one_shard_ends_the_passes_of_the_other() -> None:
+    failed, other = parallel_cases.launch(2, cases.failing_in_turns, 2)
+    assert failed.value == ("OSError", "no more memory", 1)
+    kind, message, num_threads = other.value
+    assert kind == "ProcessError"
+    assert "rank 1 of 2 got no answer at a sum over the shards" in message
+    assert "rank 0" in message.split("Allowed")[0], "it says whose fault it is"
+    assert num_threads == 1

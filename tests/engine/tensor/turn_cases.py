@@ -1,0 +1,275 @@
+"""Models whose layers speak through links, for the tests of turns: alone with links that only log, or as shards."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+
+from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.pipeline.interleaved import InterleavedPipelineExecutor
+from peft_mux.engine.pipeline.plan import PipelinePlan
+from peft_mux.engine.pipeline.stage import StageModel
+from peft_mux.engine.pipeline.stage_layout import StageLayout
+from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.tensor.interleaving import Interleaving
+from peft_mux.engine.tensor.links import TensorLinks
+from peft_mux.engine.tensor.parallel import cut_model
+from peft_mux.engine.tensor.turn_links import TurnLinks
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.sharding.sums import reduce_input_gradient, reduce_output
+from tests.engine.pipeline import stage_cases
+from tests.invariants.mux_lab import rows, tiny_llama
+
+LENGTHS = {"a": (9, 4, 17), "b": (5, 30), "c": (12, 3, 8, 6), "d": (21,), "e": (7, 2)}
+HTASKS = (("a", "b"), ("c",), ("d", "e"))
+POISONED = "c"
+
+
+class LoggingLinks:
+    """Links of a shard that is alone: nothing changes, but it takes time, and all is written down.
+
+    Attributes:
+        log: shape of each sum, in the order in which they began.
+        most_in_flight: sums that were under way at once.
+    """
+
+    index, size = 0, 1
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self.log: list[tuple[int, ...]] = []
+        self.delay_s, self.in_flight, self.most_in_flight = delay_s, 0, 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        self.log.append(tuple(tensor.shape))
+        self.in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self.in_flight)
+        return _Waiting(self, time.perf_counter() + self.delay_s)
+
+
+class _Waiting:
+    def __init__(self, links: LoggingLinks, there_s: float) -> None:
+        self.links, self.there_s = links, there_s
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self.there_s - time.perf_counter()))
+        self.links.in_flight -= 1
+
+
+def adapters() -> dict[str, LoraConfig]:
+    common: dict[str, Any] = {"init_lora_weights": False}
+    return {
+        "a": LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.1, **common),
+        "b": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **common),
+        "c": LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.2, **common),
+        "d": LoraConfig(r=16, target_modules=["gate_proj", "up_proj"], **common),
+        "e": LoraConfig(r=6, target_modules=["o_proj", "lm_head"], **common),
+    }
+
+
+def whole_model(*, recomputes: bool = False) -> MultiTaskPeftModel:
+    seeds = {name: ord(name) for name in LENGTHS}
+    model = MultiTaskPeftModel(tiny_llama(), adapters(), seeds=seeds, verify=False)
+    if recomputes:
+        model.activation_checkpointing_enable()
+    return model.train()
+
+
+def linked_model(links: Any, *, recomputes: bool = False) -> MultiTaskPeftModel:
+    """Return a model that speaks at the places where shards of it would."""
+    model = whole_model(recomputes=recomputes)
+    link(model, links)
+    return model
+
+
+def link(model: MultiTaskPeftModel, links: Any) -> None:
+    """Put links where shards would have them."""
+    for layer in model.backbone.model.layers:
+        reduce_input_gradient(layer.self_attn, links)
+        reduce_input_gradient(layer.mlp, links)
+        reduce_output(layer.self_attn.o_proj, links)
+        reduce_output(layer.mlp.down_proj, links)
+
+
+def micro_batches(step: int = 0, tasks: Sequence[str] = tuple(LENGTHS), most: int = 32) -> list[MuxBatch]:
+    """Return those of three hTasks, unequal in size and number."""
+    found: list[MuxBatch] = []
+    for htask in HTASKS:
+        fused = [_task_batch(name, step) for name in htask if name in tasks]
+        if fused:
+            found += ChunkPackingCollator().micro_batches(fused, max_tokens=most)
+    return found
+
+
+def chained_micro_batches() -> list[MuxBatch]:
+    """Return a chain of one task, whose long sequence is split, and micro-batches of another task."""
+    split = ChunkPackingCollator(chunk_size=8, split_long_sequences=True)
+    long = split.micro_batches([_task_batch("b", 0)], max_tokens=16)
+    return [*long, *ChunkPackingCollator().micro_batches([_task_batch("c", 0)], max_tokens=16)]
+
+
+def _task_batch(name: str, step: int) -> TaskBatch:
+    sequences = []
+    for row, length in enumerate(LENGTHS[name]):
+        ids = torch.tensor(rows(1000 * step + ord(name) + row, 1, length, length)[0]["input_ids"]).numpy()
+        sequences.append(TokenSequence(ids, ids, row))
+    return TaskBatch(name, step, seed=ord(name), sequences=tuple(sequences))
+
+
+def poison(model: MultiTaskPeftModel) -> None:
+    with torch.no_grad():
+        for parameter in model.task_parameters(POISONED).values():
+            parameter.fill_(float("nan"))
+
+
+Result = tuple[list[torch.Tensor], dict[tuple[str, str], torch.Tensor]]
+
+
+def run_in_turns(
+    model: MultiTaskPeftModel, links: TurnLinks, batches: Sequence[MuxBatch], width: int, nap_s: float = 0.0
+) -> Result:
+    """Return the losses of every micro-batch, and the gradients of all tasks."""
+    interleaving = Interleaving(model, links, width=width)
+    losses: dict[int, torch.Tensor] = {}
+    for group in interleaving.groups(alone(batches)):
+        found = interleaving.run(group, partial(_pass_of, model, group, nap_s))
+        losses |= {id(micro_batch): values for (micro_batch,), values in zip(group, found, strict=True)}
+    return [losses[id(micro_batch)] for micro_batch in batches], gradients(model)
+
+
+def alone(batches: Sequence[MuxBatch]) -> list[tuple[MuxBatch, ...]]:
+    """Return each as a chain by itself."""
+    return [(micro_batch,) for micro_batch in batches]
+
+
+def _pass_of(model: MultiTaskPeftModel, group: Any, nap_s: float, index: int) -> torch.Tensor:
+    return one_pass(model, group[index][0], nap_s)
+
+
+def one_after_another(model: MultiTaskPeftModel, batches: Sequence[MuxBatch]) -> Result:
+    """Return the same without turns."""
+    return [one_pass(model, micro_batch) for micro_batch in batches], gradients(model)
+
+
+def one_pass(model: MultiTaskPeftModel, micro_batch: MuxBatch, nap_s: float = 0.0) -> torch.Tensor:
+    output = model(micro_batch)
+    time.sleep(random.random() * nap_s)
+    output.losses.sum().backward()
+    return output.losses.detach()
+
+
+def gradients(model: MultiTaskPeftModel) -> dict[tuple[str, str], torch.Tensor]:
+    return {
+        (name, key): parameter.grad.clone()
+        for name in model.tasks
+        for key, parameter in model.task_parameters(name).items()
+        if parameter.grad is not None
+    }
+
+
+# ------------------------------------------------------------- real processes
+
+
+class OrderedLinks:
+    """Links that write down what they begin, and sometimes fall asleep."""
+
+    def __init__(self, links: Any, nap_s: float) -> None:
+        self.links, self.nap_s, self.log = links, nap_s, []
+        self.index, self.size = links.index, links.size
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        self.log.append(tuple(tensor.shape))
+        pending = self.links.all_reduce(tensor)
+        time.sleep(random.random() * self.nap_s)
+        return pending
+
+
+def as_shard(rank: int, world: int, recomputes: bool) -> dict[str, Any]:
+    """Be one of the shards: run in turns, and one after another; rank 1 is slow at random."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    processes = Processes(rank, world, timeout_s=30)
+    processes.connect()
+    nap_s = 0.004 if rank == 1 else 0.0
+    facts: dict[str, Any] = {}
+    for how in ("turns", "sequence"):
+        logged = OrderedLinks(TensorLinks([range(world)], processes), nap_s)
+        links, model = TurnLinks(logged), whole_model(recomputes=recomputes)
+        cut_model(model, links)
+        batches = micro_batches()
+        losses, found = (
+            run_in_turns(model, links, batches, 3, nap_s) if how == "turns" else one_after_another(model, batches)
+        )
+        pieces = {(name, key): piece for name in model.tasks for key, piece in model.task_pieces(name).items()}
+        gradient = {key: value.numpy() for key, value in found.items()}
+        facts[how] = {"losses": [one.numpy() for one in losses], "gradients": gradient, "log": logged.log}
+        facts[how]["pieces"] = pieces
+    return facts
+
+
+def as_stage_shard(rank: int, world: int) -> dict[str, Any]:
+    """Be one shard of one stage of two each; run a step of the pipeline in turns, and one after another."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    processes = Processes(rank, world, timeout_s=60)
+    processes.connect()
+    layout = ParallelLayout.of(world, tp=2, pp=2)
+    case, stages = stage_cases.Case("llama", "mux"), StageLayout.of(stage_cases.NUM_LAYERS, 2)
+    plan = PipelinePlan(stage_cases.template_of(case, 2), stage_cases.HTASKS, stage_cases.BUCKETS)
+    work, facts = stage_cases.step_work(0, list(stage_cases.LENGTHS)), {}
+    found: dict[str, dict[tuple[str, str], torch.Tensor]] = {}
+    for how in ("turns", "sequence"):
+        stage = StageModel(stage_cases.mux_model(case), stages, layout.place(rank).stage)
+        logged = OrderedLinks(TensorLinks(layout.tensor_groups, processes), 0.002 * (rank % 2))
+        links = TurnLinks(logged)
+        cut_model(stage.model, links)
+        executor = InterleavedPipelineExecutor(stage, plan, processes, pipelines=layout.pipelines)
+        if how == "turns":
+            executor.interleaving = interleaving = Interleaving(stage.model, links, width=3)
+        facts[how] = {name: loss.item() for name, loss in executor.run(work).losses.items()}
+        found[how] = gradients(stage.model)
+        logs = processes.gather(logged.log)
+        facts["in_order"] = facts.get("in_order", True) and logs[rank] == logs[rank ^ 1]
+        executor.close()
+    facts["num_turns"] = len(interleaving.spans)
+    facts["num_gradients"] = len(found["turns"])
+    facts["largest_difference"] = max(
+        (found["turns"][key] - found["sequence"][key]).abs().max().item() for key in found["sequence"]
+    )
+    return facts
+
+
+def failing_in_turns(rank: int, world: int) -> tuple[str, str, int]:
+    """Be one of the shards; rank 0 fails in the midst of a forward. Return the error, and how many threads are left."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    processes = Processes(rank, world, timeout_s=60)
+    processes.connect()
+    num_threads = threading.active_count()
+    inner = TensorLinks([range(world)], processes)
+    links, model = TurnLinks(inner), whole_model()
+    cut_model(model, links)
+    if rank == 0:
+        model.backbone.model.layers[1].mlp.register_forward_pre_hook(_fail)
+    try:
+        with processes.together():
+            try:
+                run_in_turns(model, links, micro_batches(), 3)
+            except BaseException:
+                inner.close()
+                raise
+    except Exception as error:
+        assert model.stream.is_idle
+        return type(error).__name__, str(error), threading.active_count() - num_threads + 1
+    return "nothing", "", threading.active_count()
+
+
+def _fail(module: Any, args: Any) -> None:
+    raise OSError("no more memory")

@@ -1,0 +1,204 @@
+"""Every way to start several processes, from the command that a user types to adapters that plain PEFT loads."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
+
+from peft_mux.cli.main import main
+from tests.invariants.mux_lab import rows, tiny_llama
+from tests.paths import ROOT
+
+pytestmark = pytest.mark.distributed
+
+NOTEBOOK = ROOT / "notebooks" / "02_many_processes.ipynb"
+TASKS = ("one", "two")
+NUM_STEPS = 3
+TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+ACCELERATE = ("accelerate.commands.launch", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no")
+TRAIN = ("-m", "peft_mux", "train")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """What a command gave."""
+
+    code: int
+    out: str
+    error: str
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a backbone, rows, and a file of two tasks that run over two stages."""
+    found = tmp_path_factory.mktemp("launches")
+    tiny_llama().save_pretrained(found / "backbone")
+    lines = "".join(json.dumps(row) + "\n" for row in rows(1, 9, 5, 9))
+    (found / "rows.jsonl").write_text(lines, encoding="utf-8")
+    (found / "tasks.yaml").write_text(
+        f"model: {found}/backbone\n"
+        f"output_dir: {found}/out\n"
+        "run: {use_cpu: true, report_to: none, pipeline_parallel_size: 2, ddp_timeout: 60,"
+        " learning_rate: 1e-2, lr_scheduler_type: constant}\n"
+        f"defaults: {{dataset: {found}/rows.jsonl, train_batch_size: 4, max_steps: {NUM_STEPS}}}\n"
+        "tasks:\n"
+        "  one: {peft: {r: 4, target_modules: all-linear}}\n"
+        "  two: {peft: {r: 2, target_modules: [q_proj, v_proj]}}\n",
+        encoding="utf-8",
+    )
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> Path:
+    """The folder of the run of one process."""
+    out = folder / "alone"
+    settings = (f"output_dir={out}", "run.pipeline_parallel_size=1")
+    arguments = [part for item in settings for part in ("--set", item)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("datasets.config.HF_DATASETS_CACHE", folder / "cache")
+        assert main(["train", str(folder / "tasks.yaml"), *arguments]) == 0
+    return out
+
+
+def call(folder: Path, *command: str) -> Printed:
+    """Run `python command`, as a user would, outside of the repository."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment |= {"HF_HOME": str(folder / "cache"), "HF_DATASETS_CACHE": str(folder / "cache")}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    return Printed(done.returncode, done.stdout, done.stderr)
+
+
+def free_port() -> str:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return str(one.getsockname()[1])
+
+
+def assert_trained(out: Path, alone: Path, backbone: Path) -> None:
+    """Assert that both ranks took part, and that plain PEFT loads the adapters that one process would have trained."""
+    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ranks = [record for record in map(json.loads, lines) if record["event"] == "rank"]
+    assert [record["rank"] for record in ranks] == [0, 1]
+    assert all(record["tokens"] > 0 and record["seconds"] > record["waited_seconds"] > 0 for record in ranks)
+    ids = torch.arange(1, 9)[None]
+    for name in TASKS:
+        adapter, wanted = (load_file(root / name / "adapter_model.safetensors") for root in (out, alone))
+        assert adapter.keys() == wanted.keys()
+        for key, weight in wanted.items():
+            assert (adapter[key] - weight).norm() <= 1e-4 * weight.norm(), f"{name} {key}"
+        plain = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(backbone), out / name).eval()
+        with torch.no_grad(), plain.disable_adapter():
+            before = plain(ids).logits
+        with torch.no_grad():
+            assert (plain(ids).logits - before).norm() > 1e-3 * before.norm(), f"{name} has learned nothing"
+
+
+def assert_printed_once(printed: Printed) -> None:
+    """Assert that one process alone printed the report, with a line for each rank."""
+    assert printed.code == 0, printed.error[-3000:]
+    for name in TASKS:
+        assert len(re.findall(rf"^{name} +succeeded +{NUM_STEPS}/{NUM_STEPS} ", printed.out, re.MULTILINE)) == 1
+        assert printed.out.count(f"{name}: succeeded") == 1
+    assert printed.out.count("of it waiting") == 1
+    ranks = re.findall(
+        r"^ +([01]) +[\d,]+ +[\d.]+ +[\d.]+ +[\d,]+  replica 1 of 1, stage ([12]) of 2$", printed.out, re.M
+    )
+    assert ranks == [("0", "1"), ("1", "2")]
+
+
+LAUNCHERS = [
+    pytest.param(("-m", *TORCHRUN), id="torchrun"),
+    # On a machine without GPUs, or with use_cpu in the file, this starts processes on CPUs.
+    pytest.param(
+        ("-m", *ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "PORT"),
+        id="accelerate",
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_launched_file_trains_over_two_stages_and_prints_once(
+    launcher: tuple[str, ...], folder: Path, alone: Path, request: pytest.FixtureRequest
+) -> None:
+    out = folder / request.node.callspec.id
+    command = [free_port() if part == "PORT" else part for part in launcher]
+    printed = call(folder, *command, *TRAIN, "tasks.yaml", "--set", f"output_dir={out}")
+    assert_printed_once(printed)
+    assert printed.out.count("plan  2 tasks") == 1
+    assert_trained(out, alone, folder / "backbone")
+
+
+@pytest.mark.slow
+def test_a_notebook_trains_over_two_stages(folder: Path, alone: Path) -> None:
+    printed = call(folder, str(Path(__file__).parent / "notebook_launch.py"), str(folder), free_port())
+    assert_printed_once(printed)
+    assert_trained(folder / "notebook", alone, folder / "backbone")
+
+
+def test_accelerate_on_cpus_starts_one_process_and_is_told_what_to_type(folder: Path) -> None:
+    config = folder / "accelerate.yaml"
+    config.write_text(
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\nnum_machines: 1\n"
+        "num_processes: 2\nmixed_precision: 'no'\n",
+        encoding="utf-8",
+    )
+    ways = (("--cpu", "--num_processes", "2"), ("--config_file", str(config)))
+    out = ("--set", f"output_dir={folder}/none")
+    with ThreadPoolExecutor() as both:
+        found = list(both.map(lambda way: call(folder, "-m", *ACCELERATE, *way, *TRAIN, "tasks.yaml", *out), ways))
+    for way, printed in zip(ways, found, strict=True):
+        assert printed.code != 0, way
+        assert "processes: got 1 where the launcher was asked for several" in printed.error, way
+        assert "torchrun --nproc-per-node N script.py" in printed.error, way
+    assert not (folder / "none").exists()
+
+
+def test_the_notebook_of_many_processes_is_stored_without_outputs() -> None:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert len(code) >= 5
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+
+
+@pytest.mark.slow
+@pytest.mark.notebook
+def test_the_notebook_of_many_processes_runs_to_its_last_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="needs the notebooks extra: nbformat")
+    nbclient = pytest.importorskip("nbclient", reason="needs the notebooks extra: nbclient")
+    pytest.importorskip("ipykernel", reason="needs the notebooks extra: ipykernel")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    printed = "".join(output.text for output in outputs if output.get("name") == "stdout")
+    assert [int(rank) for rank in re.findall(r"^rank (\d): [\d,]+ tokens", printed, re.MULTILINE)] == [0, 1]
+    for name in ("mood", "kind"):
+        assert re.search(rf"^{name}: (1[5-9]|20) of 20 held-out answers begin right$", printed, re.MULTILINE)
+        assert len(list(tmp_path.glob(f"many-processes-*/run/{name}/adapter_model.safetensors"))) == 1

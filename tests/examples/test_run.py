@@ -1,0 +1,195 @@
+"""The examples and the notebook do what they say, on a machine without network."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig
+
+from peft_mux.cli.config_file import read_config
+from peft_mux.cli.main import main
+from peft_mux.demo.sentences import corpus
+from peft_mux.demo.small_llama import make_backbone, make_tokenizer
+from tests.paths import ROOT
+
+TASKS_YAML = ROOT / "examples" / "tasks.yaml"
+NOTEBOOK = ROOT / "notebooks" / "01_first_run.ipynb"
+
+
+@pytest.fixture(scope="module")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an untrained Llama and its tokenizer."""
+    folder = tmp_path_factory.mktemp("small-model")
+    tokenizer = make_tokenizer(corpus(50))
+    make_backbone(tokenizer, hidden_size=32, num_layers=1).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def _dataset_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep what `datasets` makes of the example rows out of the reader's home."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+
+
+def run_example(name: str, *arguments: str, folder: Path) -> str:
+    """Run an example from the root of the repository, as a reader would, and return what it prints."""
+    environment = {
+        **os.environ,
+        # The examples import an installed package; the tests also run in a checkout that is not installed.
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "TMPDIR": str(folder),
+    }
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / name), *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+# ----------------------------------------------------------------- quickstart
+
+
+@pytest.fixture(scope="module")
+def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What the quickstart prints when it makes its own model, and the folder that it leaves."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    return run_example("quickstart.py", "--output-dir", str(folder / "out"), folder=folder), folder / "out"
+
+
+def test_the_quickstart_prints_the_plan_of_three_tasks(quickstart: tuple[str, Path]) -> None:
+    printed, _ = quickstart
+    assert "plan  3 tasks on " in printed
+    assert all(f"{name}: succeeded" in printed for name in ("mood", "kind", "action"))
+
+
+def test_the_quickstart_teaches_every_task_its_held_out_answers(quickstart: tuple[str, Path]) -> None:
+    printed, _ = quickstart
+    pattern = r"^(\w+) +held out: loss ([\d.]+) -> ([\d.]+), right answers (\d+)% -> (\d+)%$"
+    rows = re.findall(pattern, printed, flags=re.MULTILINE)
+    assert [row[0] for row in rows] == ["mood", "kind", "action"]
+    for name, loss_before, loss_after, right_before, right_after in rows:
+        assert float(loss_after) < 0.5 * float(loss_before), name
+        assert int(right_before) < 50 < 90 <= int(right_after), name
+
+
+def test_the_adapters_of_the_quickstart_are_plain_peft(quickstart: tuple[str, Path]) -> None:
+    printed, folder = quickstart
+    for name in ("mood", "kind", "action"):
+        config = LoraConfig.from_pretrained(folder / "run" / name)
+        assert config.target_modules, name
+        assert (folder / "run" / name / "adapter_model.safetensors").is_file()
+    assert f"plain PEFT loads {folder / 'run' / 'mood'}" in printed
+    assert printed.rstrip().endswith(("-> ' happy'", "-> ' unhappy'"))
+
+
+@pytest.mark.slow
+def test_the_quickstart_takes_a_model_of_the_readers_own(small_model: Path, tmp_path: Path) -> None:
+    arguments = ("--model", str(small_model), "--output-dir", str(tmp_path / "out"), "--max-steps", "2")
+    printed = run_example("quickstart.py", *arguments, folder=tmp_path)
+    assert "plain PEFT loads" in printed
+    assert not (tmp_path / "out" / "backbone").exists()
+
+
+# ----------------------------------------------------------------- tasks.yaml
+
+
+def test_the_example_file_describes_three_tasks(tmp_path: Path) -> None:
+    config = read_config(TASKS_YAML, [f"output_dir={tmp_path}"])
+    tasks = {task.name: task for task in config.tasks}
+    assert list(tasks) == ["sql", "sums", "tales"]
+    assert config.model == "Qwen/Qwen3-0.6B"
+    assert tasks["sql"].peft_config.r == tasks["tales"].peft_config.r == 16
+    assert tasks["sums"].peft_config.r == 64
+    assert tasks["sums"].early_stopping.patience == 2
+    assert tasks["tales"].peft_config.target_modules == {"q_proj", "v_proj"}
+    assert tasks["sql"].learning_rate == 2e-4
+
+
+def test_the_example_files_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
+    for task in read_config(TASKS_YAML, [f"output_dir={tmp_path}"]).tasks:
+        trained_on = {json.dumps(row, sort_keys=True) for row in task.train_dataset}
+        if task.eval_dataset is None:
+            assert len(trained_on) == 30, f"{task.name}: a row stands twice"
+            continue
+        held_out = {json.dumps(row, sort_keys=True) for row in task.eval_dataset}
+        assert (len(trained_on), len(held_out)) == (24, 6), task.name
+        assert not trained_on & held_out, task.name
+
+
+def test_the_example_file_is_planned_with_a_model_of_the_readers_own(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["plan", str(TASKS_YAML), "--set", f"model={small_model}", "--set", f"output_dir={tmp_path}"])
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert "plan  3 tasks on " in printed
+    # 24 rows in batches of 8 for 3 epochs; max_steps; 30 rows in batches of 4 for 3 epochs.
+    steps = dict(re.findall(r"^  (sql|sums|tales) +1 +\d+ +[\d,]+ +(\d+)", printed, flags=re.MULTILINE))
+    assert steps == {"sql": "9", "sums": "12", "tales": "24"}
+
+
+def test_the_example_file_is_trained_with_a_model_of_the_readers_own(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = (f"model={small_model}", f"output_dir={tmp_path / 'run'}", "tasks.tales.max_steps=3")
+    status = main(["train", str(TASKS_YAML), *(part for item in settings for part in ("--set", item))])
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert re.search(r"^tales +succeeded +3/3 ", printed, flags=re.MULTILINE)
+    for name in ("sql", "sums", "tales"):
+        assert (tmp_path / "run" / name / "adapter_config.json").is_file(), name
+
+
+def test_the_example_file_explains_every_setting_of_the_run() -> None:
+    lines = TASKS_YAML.read_text(encoding="utf-8").splitlines()
+    sections = [line for line in lines if re.match(r"(model|output_dir|run|defaults|tasks):", line)]
+    run_settings = lines[lines.index(sections[2]) + 1 : lines.index(sections[3]) - 1]
+    assert [line.split(":")[0] for line in sections] == ["model", "output_dir", "run", "defaults", "tasks"]
+    assert len(run_settings) >= 3
+    assert [line for line in sections + run_settings if "#" not in line] == []
+
+
+# ------------------------------------------------------------------- notebook
+
+
+def test_the_notebook_is_stored_without_outputs() -> None:
+    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
+    assert 8 <= len(cells) <= 10
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+
+
+@pytest.mark.notebook
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nbformat = pytest.importorskip("nbformat", reason="needs the notebooks extra: nbformat")
+    nbclient = pytest.importorskip("nbclient", reason="needs the notebooks extra: nbclient")
+    pytest.importorskip("ipykernel", reason="needs the notebooks extra: ipykernel")
+    pytest.importorskip("matplotlib", reason="needs the plots extra: the notebook draws the losses")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbclient.NotebookClient(notebook, timeout=240, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    printed = "".join(output.text for output in outputs if output.get("name") == "stdout")
+    assert any("image/png" in output.get("data", {}) for output in outputs), "the losses are not drawn"
+    for name in ("mood", "kind", "action"):
+        assert f"run/{name}/adapter_model.safetensors" in printed
+        assert re.search(rf"^{name} +right answers +\d+% -> +(9\d|100)%$", printed, flags=re.MULTILINE), name

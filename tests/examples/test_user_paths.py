@@ -1,0 +1,101 @@
+"""Things that a reader of the examples tries next: evaluation for all tasks at once, classifiers of several sizes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, TaskType
+from transformers import BertConfig, BertModel
+
+from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
+from peft_mux.modeling.objectives.classification_head import head_module
+from tests.invariants.mux_lab import small_task, tiny_llama
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with an encoder that has no classification head, as those of the hub."""
+    folder = tmp_path_factory.mktemp("encoder")
+    torch.manual_seed(0)
+    config = BertConfig(
+        vocab_size=50,
+        hidden_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=32,
+        max_position_embeddings=32,
+    )
+    BertModel(config).save_pretrained(folder)
+    return str(folder)
+
+
+def classifier(name: str, classes: int, *, seed: int = 7) -> Task:
+    rows = [{"input_ids": [2, 5 + row, 3], "label": row % classes} for row in range(12)]
+    config = LoraConfig(task_type=TaskType.SEQ_CLS, r=2, target_modules=["query", "value"])
+    return Task(name=name, peft_config=config, num_labels=classes, train_dataset=rows, max_steps=2, seed=seed)
+
+
+def losses(encoder: str, tasks: list[Task], folder: Path) -> dict[str, float]:
+    """Train classifiers and return their last losses."""
+    args = MultiTaskTrainingArguments(
+        output_dir=str(folder), save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True
+    )
+    # Rows are tokenised; a processing class keeps the trainer from looking for a tokenizer in the folder.
+    trainer = MultiTaskTrainer(encoder, args, tasks, processing_class=_NoTokenizer())
+    trainer.train()
+    return {task.name: trainer.table[task.name].last_loss for task in tasks}
+
+
+class _NoTokenizer:
+    pad_token_id = 0
+
+
+@pytest.mark.parametrize(
+    "classes",
+    [
+        2,
+        3,
+    ],
+)
+def test_a_classifier_goes_the_same_way_alone_and_after_one_of_two_classes(
+    encoder: str, tmp_path: Path, classes: int
+) -> None:
+    task = classifier("second", classes)
+    together = losses(encoder, [classifier("first", 2), task], tmp_path / "together")
+    alone = losses(encoder, [task], tmp_path / "alone")
+    assert together["second"] == pytest.approx(alone["second"], rel=1e-5)
+
+
+def head_of(encoder: str, task: Task, folder: Path) -> torch.Tensor:
+    args = MultiTaskTrainingArguments(output_dir=str(folder), save_strategy="no", report_to="none", use_cpu=True)
+    trainer = MultiTaskTrainer(encoder, args, [task], processing_class=_NoTokenizer())
+    trainer._placement.materialise(trainer._plans.plan_stages)
+    _, wrapper = head_module(trainer.model.backbone)
+    weight = wrapper.modules_to_save[trainer.model.adapter_of(task.name)].weight
+    return weight.detach().clone()
+
+
+def test_the_seed_of_a_task_fixes_its_new_classification_head(encoder: str, tmp_path: Path) -> None:
+    first, second = (head_of(encoder, classifier("a", 2, seed=seed), tmp_path) for seed in (1, 2))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("strategy", ["steps", "epoch"])
+def test_the_runs_eval_strategy_evaluates_every_task(tmp_path: Path, strategy: str) -> None:
+    task = small_task("a", data_seed=1, max_steps=6, eval_dataset=[{"input_ids": [1, 2, 3]}])
+    args = MultiTaskTrainingArguments(
+        output_dir=str(tmp_path),
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        eval_strategy=strategy,
+        eval_steps=3,
+    )
+    trainer = MultiTaskTrainer(tiny_llama(), args, [task])
+    trainer.train()
+    # 10 rows in batches of 4: an epoch is three steps, too.
+    steps = [entry["step"] for entry in trainer.task_states["a"].log_history if "eval_loss" in entry]
+    assert steps == [3, 6]

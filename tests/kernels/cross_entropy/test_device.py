@@ -1,0 +1,508 @@
+"""The fused cross-entropy against torch in float64, run by Triton's interpreter in a process of its own.
+
+Triton decides when it is imported whether kernels are compiled or interpreted, and other tests compile; so this file
+is also the script of a child process that runs every case and hands its results back as numbers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.paths import ROOT
+
+IGNORE = -100
+TRANSFORMS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "scale": {"scale": 0.25},
+    "soft-cap": {"softcap": 2.0},
+    "scale and soft-cap": {"scale": 3.0, "softcap": 1.5},
+}
+# One entry, less than a block, exactly one and two blocks, and a block with one or many entries more.
+VOCABULARIES = (1, 53, 64, 8192, 8193, 16384, 20000)
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton absent")
+
+
+class Case(NamedTuple):
+    """What the kernel is called with."""
+
+    logits: torch.Tensor
+    targets: torch.Tensor
+    options: dict[str, Any] = {}
+
+    @property
+    def transform(self) -> dict[str, Any]:
+        return {key: self.options[key] for key in ("scale", "softcap") if key in self.options}
+
+
+def random_case(num_rows: int, vocab_size: int, *, spread: float = 2.0, seed: int = 0, **options: Any) -> Case:
+    """Return random logits and targets."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_rows, vocab_size, generator=generator) * spread
+    return Case(logits, torch.randint(vocab_size, (num_rows,), generator=generator), options)
+
+
+def edited(case: Case, edit: Callable[[torch.Tensor, torch.Tensor], None], **options: Any) -> Case:
+    """Return a case after `edit` has written into copies of its logits and targets."""
+    logits, targets = case.logits.clone(), case.targets.clone()
+    edit(logits, targets)
+    return Case(logits, targets, {**case.options, **options})
+
+
+def _ignore(*rows: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def edit(logits: torch.Tensor, targets: torch.Tensor) -> None:
+        targets[list(rows)] = IGNORE
+        logits[rows[0]] = float("nan")
+
+    return edit
+
+
+def _write(where: Any, value: float) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def edit(logits: torch.Tensor, targets: torch.Tensor) -> None:
+        logits[where] = value
+
+    return edit
+
+
+def _aim(row: int, target: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    def edit(logits: torch.Tensor, targets: torch.Tensor) -> None:
+        targets[row] = target
+
+    return edit
+
+
+def _lift(logits: torch.Tensor, targets: torch.Tensor) -> None:
+    logits += 1e4
+
+
+def _late_start(logits: torch.Tensor, targets: torch.Tensor) -> None:
+    logits[0, :8192] = float("-inf")
+    logits[0, 8192:] -= 1e4
+    targets[0] = 8200
+
+
+def _staircase(logits: torch.Tensor, targets: torch.Tensor) -> None:
+    logits[1, :8192] += 500.0  # the maximum of the first block, of the last, and of the one between
+    logits[2, 16384:] += 500.0
+    logits[3, 8192:16384] += 500.0
+
+
+def padded(case: Case, stride: int) -> Case:
+    """Return the same with rows further apart, and sevens between them."""
+    wide = torch.full((len(case.logits), stride), 7.0, dtype=case.logits.dtype)
+    wide[:, : case.logits.shape[1]] = case.logits
+    return case._replace(logits=wide[:, : case.logits.shape[1]])
+
+
+def build_cases() -> dict[str, Case]:
+    """Return every case by name; child and parent build the same ones."""
+    small, large = random_case(5, 53), random_case(4, 20000, seed=1)
+    cases = {
+        f"{transform} {vocab}": random_case(4, vocab, seed=vocab, **options)
+        for transform, options in TRANSFORMS.items()
+        for vocab in VOCABULARIES
+    }
+    for name, dtype in DTYPES.items():
+        for transform, options in TRANSFORMS.items():
+            case = random_case(4, 9001, seed=3, **options)
+            cases[f"{name} {transform}"] = case._replace(logits=case.logits.to(dtype))
+    weights = torch.tensor([0.5, -2.0, 0.0, 3.0, 1e-3])
+    return cases | {
+        "small": small,
+        "large": large,
+        "row 2 alone": Case(small.logits[2:3].clone(), small.targets[2:3].clone()),
+        "padded": padded(random_case(4, 8200, seed=5), 8208),
+        "some ignored": edited(small, _ignore(1, 4)),
+        "all ignored": edited(large, _ignore(*range(4))),
+        "other ignore index": edited(small, _aim(3, 7), ignore_index=7),
+        "no rows": Case(small.logits[:0].clone(), small.targets[:0].clone()),
+        "weights": Case(small.logits, small.targets, {"row_weights_M": weights, "scale": 0.5}),
+        "bf16 weights": Case(small.logits, small.targets, {"row_weights_M": weights.to(torch.bfloat16)}),
+        "no gradient": Case(large.logits, large.targets, {"with_gradient": False, "softcap": 3.0}),
+        "no gradient, but ignored": edited(small, _ignore(1), with_gradient=False),
+        "gradient too": Case(large.logits, large.targets, {"softcap": 3.0}),
+        "huge": random_case(6, 9001, spread=1e4, seed=6),
+        "huge and capped": random_case(6, 9001, spread=1e4, seed=6, softcap=30.0),
+        "all near 1e4": edited(random_case(6, 9001, seed=6), _lift),
+        "sure of the target": edited(small, lambda logits, targets: _raise_target(logits, targets, 12.0)),
+        "-inf beside the target": edited(small, _write((slice(None), slice(0, 9)), float("-inf"))),
+        "-inf, capped": edited(small, _write((slice(None), slice(0, 9)), float("-inf")), softcap=2.0),
+        "-inf first": edited(large, _late_start),
+        "maximum anywhere": edited(large, _staircase),
+        "-inf at the target": edited(small, lambda logits, targets: _raise_target(logits, targets, float("-inf"))),
+        "all -inf in row 1": edited(small, _write(1, float("-inf"))),
+        "inf in row 1": edited(small, _write((1, 4), float("inf"))),
+        "NaN in row 1": edited(small, _write((1, 4), float("nan"))),
+        "NaN in row 1, capped": edited(small, _write((1, 4), float("nan")), softcap=2.0),
+        "NaN in row 2 of many blocks": edited(large, _write((2, 19999), float("nan"))),
+        "target too high in row 1": edited(small, _aim(1, 53)),
+        "negative target in row 1": edited(small, _aim(1, -1)),
+    }
+
+
+def _raise_target(logits: torch.Tensor, targets: torch.Tensor, by: float) -> None:
+    logits[torch.arange(len(targets)), targets] += by
+
+
+def run_cases(path: str) -> None:
+    """In the child: run every case and write losses, and what became of the logits, to `path`."""
+    from peft_mux.kernels.cross_entropy.device import cross_entropy_
+
+    arrays = {}
+    for name, case in build_cases().items():
+        whole = case.logits if case.logits.is_contiguous() else case.logits._base
+        assert whole is not None
+        whole = whole.clone()
+        logits = whole[:, : case.logits.shape[1]]
+        around = torch.full((len(logits) + 1,), 7.0)
+        out = around[:-1]
+        losses = cross_entropy_(logits, case.targets, out=out, **case.options)
+        assert losses is out, name
+        assert around[-1] == 7, name
+        arrays[f"{name}|losses"] = losses.numpy()
+        arrays[f"{name}|logits"] = whole.double().numpy()
+    np.savez(path, **arrays)
+
+
+class Result(NamedTuple):
+    losses: torch.Tensor
+    logits: torch.Tensor
+
+
+class Results:
+    """What the child found, by case."""
+
+    def __init__(self, arrays: dict[str, np.ndarray]) -> None:
+        self._arrays = arrays
+        self.cases = build_cases()
+
+    def __getitem__(self, name: str) -> Result:
+        return Result(*(torch.from_numpy(self._arrays[f"{name}|{part}"]) for part in ("losses", "logits")))
+
+
+def child(*arguments: str, **environment: str) -> str:
+    """Run this file as a script and return what it prints."""
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, __file__, *arguments],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    path = str(tmp_path_factory.mktemp("cross_entropy") / "results.npz")
+    child("cases", path, TRITON_INTERPRET="1")
+    with np.load(path) as arrays:
+        return Results(dict(arrays))
+
+
+def reference(case: Case) -> Result:
+    """Return losses and gradient by torch in float64."""
+    logits = case.logits.detach().double().requires_grad_()
+    transformed = logits * case.options.get("scale", 1.0)
+    softcap = case.options.get("softcap")
+    if softcap is not None:
+        transformed = softcap * torch.tanh(transformed / softcap)
+    ignore = case.options.get("ignore_index", IGNORE)
+    losses = F.cross_entropy(transformed, case.targets, reduction="none", ignore_index=ignore)
+    weights = case.options.get("row_weights_M", torch.ones(len(losses))).double()
+    (gradient,) = torch.autograd.grad((losses * weights).sum(), logits)
+    return Result(losses.detach(), gradient)
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the norm of the difference, relative to the second (absolute where that is 0)."""
+    return ((found.double() - wanted).norm() / (wanted.norm() or 1.0)).item()
+
+
+def assert_near(results: Results, name: str, tolerance: float = 1e-5, gradient_tolerance: float | None = None) -> None:
+    found, wanted = results[name], reference(results.cases[name])
+    assert torch.isfinite(found.losses).all()
+    assert torch.isfinite(found.logits).all()
+    assert relative(found.losses, wanted.losses) < tolerance
+    assert relative(found.logits, wanted.logits) < (gradient_tolerance or tolerance)
+
+
+def assert_other_rows_equal(found: Result, wanted: Result, row: int) -> None:
+    others = [index for index in range(len(wanted.losses)) if index != row]
+    assert torch.equal(found.losses[others], wanted.losses[others])
+    assert torch.equal(found.logits[others], wanted.logits[others])
+
+
+@needs_triton
+@pytest.mark.parametrize("vocab", VOCABULARIES)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_losses_and_gradient_are_those_of_torch_in_float64(results: Results, transform: str, vocab: int) -> None:
+    assert_near(results, f"{transform} {vocab}")
+
+
+@needs_triton
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_only_the_gradient_is_rounded_to_the_dtype_of_the_logits(results: Results, dtype: str, transform: str) -> None:
+    assert_near(results, f"{dtype} {transform}", gradient_tolerance=1e-5 if dtype == "fp32" else 1e-2)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["huge", "huge and capped", "all near 1e4", "sure of the target", "maximum anywhere"])
+def test_size_and_place_of_the_largest_logits_cost_no_accuracy(results: Results, name: str) -> None:
+    assert_near(results, name)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["-inf beside the target", "-inf, capped", "-inf first"])
+def test_logits_of_minus_infinity_have_no_part_in_the_loss(results: Results, name: str) -> None:
+    case = results.cases[name]
+    off = torch.isinf(case.logits)
+    hit = off[torch.arange(len(off)), case.targets]
+    if "capped" not in name:
+        assert (results[name].logits[off & ~hit[:, None]] == 0).all()
+    found, wanted = results[name], reference(case)
+    assert torch.equal(torch.isinf(found.losses), torch.isinf(wanted.losses))
+    finite = torch.isfinite(wanted.losses)
+    assert finite.any()
+    assert relative(found.losses[finite], wanted.losses[finite]) < 1e-5
+    # Torch's tanh has a finite derivative at -inf and so has ours: 0.
+    assert relative(found.logits[finite], wanted.logits[finite]) < 1e-5
+
+
+@needs_triton
+def test_a_target_of_minus_infinity_costs_infinitely_much_and_has_a_finite_gradient(results: Results) -> None:
+    found, case = results["-inf at the target"], results.cases["-inf at the target"]
+    assert torch.equal(found.losses, torch.full((5,), float("inf")))
+    wanted = torch.softmax(case.logits.double(), dim=-1)
+    wanted[torch.arange(5), case.targets] -= 1
+    assert relative(found.logits, wanted) < 1e-5
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["some ignored", "all ignored", "other ignore index"])
+def test_ignored_rows_have_loss_0_and_gradient_0_whatever_they_hold(results: Results, name: str) -> None:
+    found, case = results[name], results.cases[name]
+    ignored = case.targets == case.options.get("ignore_index", IGNORE)
+    assert ignored.any()
+    assert (found.losses[ignored] == 0).all()
+    assert (found.logits[ignored] == 0).all()
+    wanted = results["large" if name == "all ignored" else "small"]
+    assert torch.equal(found.losses[~ignored], wanted.losses[~ignored])
+    assert torch.equal(found.logits[~ignored], wanted.logits[~ignored])
+
+
+@needs_triton
+def test_a_row_has_the_same_bits_alone_and_in_company(results: Results) -> None:
+    alone, company = results["row 2 alone"], results["small"]
+    assert torch.equal(alone.losses, company.losses[2:3])
+    assert torch.equal(alone.logits, company.logits[2:3])
+
+
+@needs_triton
+def test_no_rows_give_no_losses(results: Results) -> None:
+    assert results["no rows"].losses.shape == (0,)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["weights", "bf16 weights"])
+def test_row_weights_multiply_the_gradient_and_not_the_loss(results: Results, name: str) -> None:
+    assert_near(results, name)
+    assert (results[name].logits[2] == 0).all()
+
+
+@needs_triton
+def test_without_gradient_the_logits_stay_and_the_losses_are_the_same(results: Results) -> None:
+    assert torch.equal(results["no gradient"].logits, results.cases["large"].logits.double())
+    assert torch.equal(results["no gradient"].losses, results["gradient too"].losses)
+    assert not torch.equal(results["gradient too"].logits, results["no gradient"].logits)
+    ignored = results["no gradient, but ignored"]
+    assert ignored.losses[1] == 0
+    assert torch.isnan(ignored.logits[1]).all()
+
+
+@needs_triton
+def test_nothing_is_written_between_rows_that_lie_apart(results: Results) -> None:
+    found, wanted = results["padded"], reference(results.cases["padded"])
+    assert relative(found.losses, wanted.losses) < 1e-5
+    assert relative(found.logits[:, :8200], wanted.logits) < 1e-5
+    assert (found.logits[:, 8200:] == 7).all()
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("name", "row"), [("NaN in row 1", 1), ("NaN in row 1, capped", 1), ("NaN in row 2 of many blocks", 2)]
+)
+def test_a_nan_fills_its_own_row_and_touches_no_other(results: Results, name: str, row: int) -> None:
+    found = results[name]
+    assert torch.isnan(found.losses[row])
+    assert torch.isnan(found.logits[row]).all()
+    clean = {"NaN in row 1": "small", "NaN in row 2 of many blocks": "large"}.get(name)
+    if clean is not None:
+        assert_other_rows_equal(found, results[clean], row)
+    assert torch.isfinite(found.losses).sum() == len(found.losses) - 1
+    assert torch.isfinite(found.logits).all(dim=1).sum() == len(found.losses) - 1
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["all -inf in row 1", "inf in row 1"])
+def test_a_row_without_a_distribution_is_as_broken_as_torch_says_and_breaks_no_other(
+    results: Results, name: str
+) -> None:
+    found, logits = results[name], results.cases[name].logits.double()
+    log_normaliser = torch.logsumexp(logits, dim=-1)
+    assert torch.allclose(
+        found.losses[1].double(), log_normaliser[1] - logits[1, results.cases[name].targets[1]], equal_nan=True
+    )
+    assert torch.isnan(found.logits[1]).any()
+    assert_other_rows_equal(found, results["small"], 1)
+
+
+@needs_triton
+@pytest.mark.parametrize("name", ["target too high in row 1", "negative target in row 1"])
+def test_a_target_outside_of_the_vocabulary_makes_nans_of_its_row_alone(results: Results, name: str) -> None:
+    assert torch.isnan(results[name].losses[1])
+    assert torch.isnan(results[name].logits[1]).all()
+    assert_other_rows_equal(results[name], results["small"], 1)
+
+
+BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "float64": ({"dtype": torch.float64}, "allowed: [M, V] in bf16, fp16 or fp32"),
+    "three dimensions": ({"shape": (2, 3, 4)}, "allowed: [M, V]"),
+    "vocabulary": ({"shape": (3, 0)}, "the vocabulary has no entries"),
+    "columns apart": ({"transposed": True}, "columns of the logits"),
+    "int32 targets": ({"targets": torch.int32}, "allowed: contiguous int64"),
+    "too many weights": ({"weights": 9}, "allowed: contiguous [3]"),
+    "rows overlap": ({"overlap": True}, "rows of the logits overlap"),
+    "out in bf16": ({"out": torch.bfloat16}, "allowed: contiguous float32 [3]"),
+}
+
+
+def complain() -> None:
+    """In the child: print what every bad call is refused with."""
+    from peft_mux.kernels.cross_entropy.device import cross_entropy_
+
+    messages = {}
+    for name, (spec, _) in BAD_CALLS.items():
+        logits = torch.zeros(spec.get("shape", (3, 8)), dtype=spec.get("dtype", torch.float32))
+        if "transposed" in spec:
+            logits = torch.zeros(8, 3).t()
+        if "overlap" in spec:
+            logits = torch.zeros(3, 8).as_strided((3, 8), (4, 1))
+        targets = torch.zeros(len(logits), dtype=spec.get("targets", torch.int64))
+        weights = torch.ones(spec["weights"]) if "weights" in spec else None
+        out = torch.empty(len(logits), dtype=spec["out"]) if "out" in spec else None
+        try:
+            cross_entropy_(logits, targets, row_weights_M=weights, out=out)
+            messages[name] = "accepted"
+        except ValueError as error:
+            messages[name] = str(error)
+    print(json.dumps(messages))
+
+
+@pytest.fixture(scope="module")
+def complaints() -> dict[str, str]:
+    return json.loads(child("complain", TRITON_INTERPRET="1"))
+
+
+@needs_triton
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_what_the_kernel_cannot_take_is_refused_by_name(complaints: dict[str, str], name: str) -> None:
+    assert BAD_CALLS[name][1] in complaints[name]
+
+
+# dtype of the logits, vocabulary, soft-cap: the largest blocks, and a vocabulary of odd size.
+COMPILED = [("*bf16", 128256, False), ("*bf16", 256000, True), ("*fp32", 50257, True), ("*fp16", 53, False)]
+
+
+def compile_for_sm90() -> None:
+    """In the child: compile without a device and print what the assembler says about registers and stack."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from peft_mux.kernels.cross_entropy import device as module
+
+    kernel = module._cross_entropy_kernel
+    types = {"targets_ptr": "*i64", "weights_ptr": "*fp32", "losses_ptr": "*fp32", "scale": "fp32", "softcap": "fp32"}
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    report = {}
+    for dtype, vocab, softcap in COMPILED:
+        block, warps = module.launch_shape(vocab)
+        constants = {"V": vocab, "BLOCK": block, "HAS_SOFTCAP": softcap, "HAS_WEIGHTS": True, "WITH_GRADIENT": True}
+        names = kernel.arg_names
+        known = {**types, "logits_ptr": dtype}
+        signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
+        aligned = [name for name in names if name.endswith("_ptr") or name == "row_stride"]
+        source = ASTSource(
+            fn=kernel,
+            signature=signature,
+            constexprs={(names.index(name),): value for name, value in constants.items()},
+            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+        )
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(compiled.asm["cubin"])
+            file.flush()
+            usage = subprocess.run(
+                [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+            ).stdout
+            listing = subprocess.run(
+                [str(tool), "--dump-sass", file.name], capture_output=True, text=True, check=True
+            ).stdout
+        found = {key.lower(): int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+        found["wide loads"] = len(re.findall(r"LDG\.E\S*\.128", listing))
+        found["atomics"] = len(re.findall(r"\b(?:RED|ATOM)G?\.", listing))
+        report[f"{dtype} {vocab}"] = found
+    print(json.dumps(report))
+
+
+@needs_triton
+def test_the_kernel_compiles_for_sm_90_without_spills_and_with_wide_loads(tmp_path: Path) -> None:
+    report = json.loads(child("compile", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)))
+    assert len(report) == len(COMPILED)
+    for name, found in report.items():
+        assert (found["stack"], found["local"], found["atomics"]) == (0, 0, 0), name
+        assert found["reg"] <= 64, name  # two programs of 512 threads on a multiprocessor
+    assert report["*bf16 128256"]["wide loads"] > 0
+    assert report["*fp32 50257"]["wide loads"] > 0  # but for its tail, a vocabulary of odd size is read as fast
+
+
+@pytest.mark.gpu
+@needs_triton
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_on_a_gpu_losses_and_gradient_are_those_of_torch_in_float64(transform: str, dtype: str) -> None:
+    from peft_mux.kernels.cross_entropy.device import cross_entropy_
+
+    for vocab in (53, 50257, 128256):
+        case = random_case(33, vocab, seed=vocab, **TRANSFORMS[transform])
+        case = edited(case._replace(logits=case.logits.to(DTYPES[dtype])), _aim(7, IGNORE))
+        logits, targets = case.logits.cuda(), case.targets.cuda()
+        losses = cross_entropy_(logits, targets, **case.options)
+        wanted = reference(case)
+        assert relative(losses.cpu(), wanted.losses) < 1e-5
+        assert relative(logits.cpu(), wanted.logits) < (1e-5 if dtype == "fp32" else 5e-3)
+
+
+if __name__ == "__main__":
+    {"cases": lambda: run_cases(sys.argv[2]), "complain": complain, "compile": compile_for_sm90}[sys.argv[1]]()

@@ -1,0 +1,233 @@
+"""Grouped LoRA kernels compile for a real GPU without one: no spills, no local memory, no stack, in shared memory.
+
+Triton brings the assembler and the tool that reads its output. A process compiles or interprets, whichever Triton's
+first import found in the environment, so compilation runs in a child process that does not interpret: this file as a
+script. It prints JSON.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.paths import ROOT
+
+BUCKETS = (16, 64, 128, 256)
+WIDTHS = (4096, 14336, 1024)
+SHARED_MEMORY = 227 * 1024
+HEADER = re.compile(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)")
+
+
+class Variant(NamedTuple):
+    kernel: str
+    width: int
+    block_ranks: int
+    drop: bool
+    dtype: str = "bf16"
+    device: str = "H200"
+
+    @property
+    def name(self) -> str:
+        return "-".join(map(str, self))
+
+
+def variants(width: int, dtype: str = "bf16", device: str = "H200") -> list[Variant]:
+    """Return all kernels of one width; ranks above 16 share one block size, so every bucket is among them."""
+    made = [
+        Variant(kernel, width, block_ranks, drop, dtype, device)
+        for kernel in ("shrink", "expand", "wgrad")
+        for block_ranks in (16, 64)
+        for drop in (False, True)
+    ]
+    return [*made, Variant("reduce", width, 16, False, dtype, device)]
+
+
+QUICK = variants(4096)
+SWEEP = [
+    *[variant for width in WIDTHS[1:] for variant in variants(width)],
+    *[variant for dtype in ("fp16", "fp32") for variant in variants(4096, dtype)],
+    *variants(4096, device="another GPU"),
+    *variants(1000),  # no multiple of a tile
+]
+
+
+# ------------------------------------------------------------------------------ what the child computes
+
+
+def constants_of(variant: Variant) -> dict[str, object]:
+    from peft_mux.kernels.lora import tables, tunings
+
+    element_size = 4 if variant.dtype == "fp32" else 2
+    tile = tunings.tiles(variant.kernel, variant.device, variant.width, variant.block_ranks, element_size)
+    if variant.kernel == "reduce":
+        return {"D": variant.width, "BLOCK_R": 16, "BLOCK_D": tile.columns, "ACCUMULATE": True, "tile": tile}
+    width, columns = ("K", "BLOCK_K") if variant.kernel == "expand" else ("D", "BLOCK_D")
+    constants: dict[str, object] = {width: variant.width, columns: tile.columns, "tile": tile}
+    constants |= {"BLOCK_M": tables.BLOCK_ROWS, "BLOCK_R": variant.block_ranks, "SCALED": True, "DROP": variant.drop}
+    if variant.kernel == "expand":
+        constants |= {"HAS_BIAS": not variant.drop, "ADD": variant.drop}
+    if variant.kernel == "wgrad":
+        constants["CHUNK"] = tables.CHUNK_ROWS
+    return constants | {"UPCAST": False}
+
+
+def type_of(argument: str, dtype: str) -> str:
+    if argument in ("x_ptr", "w_ptr", "s_ptr", "y_ptr", "bias_ptr"):
+        return f"*{dtype}"
+    if argument in ("places_ptr", "step_seed_ptr", "w_offset_ptr"):
+        return "*i64"
+    if argument in ("part_ptr", "grad_ptr", "scale_ptr", "keep_scale_ptr"):
+        return "*fp32"
+    if argument.endswith("_ptr"):
+        return "*i32"
+    return "i64" if argument == "module_seed" else "i32"
+
+
+def compile_variant(variant: Variant, folder: Path) -> dict[str, Any]:
+    """Compile as the launcher would, and read the machine code."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from peft_mux.kernels.lora import device as kernels
+
+    function = getattr(kernels, f"{variant.kernel}_kernel")
+    constants = constants_of(variant)
+    tile: Any = constants.pop("tile")
+    names = function.arg_names
+    unspecialized = {"module_seed", "part_ranks", "lowest_rank", "highest_rank"}
+    source = ASTSource(
+        fn=function,
+        signature={name: "constexpr" if name in constants else type_of(name, variant.dtype) for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (index,): [["tt.divisibility", 16]]
+            for index, name in enumerate(names)
+            if name not in constants and name not in unspecialized
+        },
+    )
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    cubin = folder / f"{variant.name}.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+    usage = HEADER.search(dump("--dump-resource-usage", cubin))
+    code = dump("--dump-sass", cubin)
+    assert usage is not None
+    return {
+        "registers": int(usage[1]),
+        "stack": int(usage[2]),
+        "local": int(usage[3]),
+        "shared": compiled.metadata.shared,
+        "local accesses": len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        "atomics": len(re.findall(r"\b(?:RED|ATOM|ATOMG)\b", code)),
+        "products": len(re.findall(r"\bHGMMA\b", code)),
+        "wide stores": len(re.findall(r"STG\.E\.128", code)),
+        "multiplications": len(re.findall(r"\bIMAD\.(?:WIDE|HI)\.U32\b", code)),
+    }
+
+
+def dump(what: str, cubin: Path) -> str:
+    done = subprocess.run([tool("cuobjdump"), what, str(cubin)], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def tool(name: str) -> str:
+    spec = importlib.util.find_spec("triton")
+    assert spec is not None
+    assert spec.origin is not None
+    return str(Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name)
+
+
+def main(folder: Path, chosen: list[Variant]) -> None:
+    print(json.dumps({variant.name: compile_variant(variant, folder) for variant in chosen}))
+
+
+# ------------------------------------------------------------------------------ the tests
+
+
+def compiled_in_child(folder: Path, which: str) -> dict[str, dict[str, int]]:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    missing = [name for name in ("ptxas", "cuobjdump") if not os.access(tool(name), os.X_OK)]
+    if missing:
+        pytest.skip(f"triton comes without {', '.join(missing)}")
+    root = str(ROOT)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, __file__, str(folder), which]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    return compiled_in_child(tmp_path_factory.mktemp("cubins"), "quick")
+
+
+@pytest.fixture(scope="module")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    return compiled_in_child(tmp_path_factory.mktemp("cubins"), "sweep")
+
+
+def assert_lean(usage: dict[str, int]) -> None:
+    assert (usage["stack"], usage["local"], usage["local accesses"]) == (0, 0, 0), usage
+    assert usage["shared"] <= SHARED_MEMORY, usage
+    assert usage["atomics"] == 0, usage
+
+
+@pytest.mark.parametrize("name", [variant.name for variant in QUICK])
+def test_a_kernel_fits_into_registers_and_shared_memory(quick: dict[str, dict[str, int]], name: str) -> None:
+    assert_lean(quick[name])
+
+
+@pytest.mark.parametrize("name", [variant.name for variant in QUICK if variant.kernel != "reduce"])
+def test_products_run_on_the_tensor_cores_of_a_warp_group(quick: dict[str, dict[str, int]], name: str) -> None:
+    assert quick[name]["products"] > 0
+
+
+@pytest.mark.parametrize("name", [variant.name for variant in QUICK])
+def test_results_are_stored_sixteen_bytes_at_a_time(quick: dict[str, dict[str, int]], name: str) -> None:
+    assert quick[name]["wide stores"] > 0
+
+
+@pytest.mark.parametrize("block_ranks", [16, 64])
+@pytest.mark.parametrize("kernel", ["shrink", "expand", "wgrad"])
+def test_the_generator_runs_once_per_eight_columns(
+    quick: dict[str, dict[str, int]], kernel: str, block_ranks: int
+) -> None:
+    with_mask, without = (
+        quick[Variant(kernel, 4096, block_ranks, drop).name]["multiplications"] for drop in (True, False)
+    )
+    # A thread masks 64 elements: 8 calls of 7 rounds of 2 wide products, less the first round of a counter that is
+    # mostly zeros. In the layout of a product it would be four times as many.
+    assert 60 <= with_mask - without <= 240
+
+
+def test_every_rank_bucket_is_served_by_block_sizes_that_are_compiled_here() -> None:
+    from peft_mux.kernels.lora import tunings
+    from peft_mux.kernels.lora.tables import RankTable
+
+    for rank in BUCKETS:
+        table = RankTable([rank], [1.0])
+        assert (table.has_narrow, table.has_wide) == (rank <= tunings.NARROW_RANK, rank > tunings.NARROW_RANK)
+    assert {tunings.NARROW_RANK, tunings.WIDE_BLOCK} == {variant.block_ranks for variant in QUICK}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [variant.name for variant in SWEEP])
+def test_a_kernel_of_other_widths_and_types_fits_too(sweep: dict[str, dict[str, int]], name: str) -> None:
+    assert_lean(sweep[name])
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), QUICK if sys.argv[2] == "quick" else SWEEP)

@@ -1,0 +1,464 @@
+"""Grouped LoRA kernels in Triton's interpreter: right against float64, and blind to whatever is not a task's own.
+
+The interpreter is chosen when Triton is first imported, so everything that needs it runs in one child process: this
+file as a script. It prints JSON; the tests below read what they need of it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from peft_mux.kernels import philox
+from peft_mux.kernels.lora.factors import Factors
+from peft_mux.kernels.lora.tables import RankTable, SegmentTables
+from tests.paths import ROOT
+
+MODULE_SEED = philox.hash_seed("layers.3.q_proj")
+QUANTITIES: tuple[str, ...] = ("y", "dx", "dA", "dB")
+NAN = float("nan")
+
+
+class Task(NamedTuple):
+    length: int
+    rank: int
+    dropout: float = 0.0
+
+
+class Data(NamedTuple):
+    """One task's own tensors; the same ones whoever else is in the stream."""
+
+    task: Task
+    x: torch.Tensor
+    dy: torch.Tensor
+    a: torch.Tensor
+    bt: torch.Tensor
+    scale: float
+    step_seed: int
+    places: torch.Tensor
+
+
+class Settings(NamedTuple):
+    fixed: bool = False
+    strided: bool = False
+    bias: bool = False
+    accumulate: bool = False
+
+
+class Case(NamedTuple):
+    tasks: Sequence[Task]
+    widths: tuple[int, int] = (100, 84)  # no multiples of a tile, nor of eight draws
+    dtype: torch.dtype = torch.float32
+    settings: Settings = Settings()
+
+
+MIXED = (Task(37, 8), Task(0, 16), Task(50, 24, 0.1), Task(1, 3, 0.5), Task(20, 200), Task(33, 64), Task(9, 4))
+CASES = {
+    "one task": Case([Task(40, 16)], (128, 64)),
+    "one token": Case([Task(1, 8)]),
+    "an empty segment between others": Case([Task(20, 8), Task(0, 16), Task(20, 4)]),
+    "empty segments at both ends": Case([Task(0, 4), Task(20, 8), Task(0, 32)]),
+    "ranks 3 to 200 with dropout of some": Case(MIXED),
+    "one giant and many tiny": Case([Task(300, 8), *[Task(1 + i % 3, 4 + i) for i in range(8)]]),
+    "rank 0 first, between and last": Case([Task(5, 0), Task(20, 8), Task(30, 0), Task(20, 32), Task(7, 0)]),
+    "no adapter at all": Case([Task(20, 0), Task(5, 0)]),
+    "only ranks above 16": Case([Task(20, 17), Task(30, 0), Task(20, 256)]),
+    "dropout of different rates": Case([Task(30, 8, 0.5), Task(30, 32), Task(30, 8, 0.05)]),
+    "fixed tables": Case(MIXED, settings=Settings(fixed=True)),
+    "strided inputs and outputs": Case(MIXED, settings=Settings(strided=True)),
+    "a bias": Case([Task(20, 8), Task(10, 0), Task(10, 40)], settings=Settings(bias=True)),
+    "gradients that accumulate": Case(MIXED, settings=Settings(accumulate=True)),
+    "no tokens": Case([Task(0, 8), Task(0, 32)]),
+    "no segments": Case([]),
+    "bf16": Case(MIXED, dtype=torch.bfloat16),
+    "fp16": Case([Task(30, 8, 0.1), Task(30, 32)], dtype=torch.float16),
+}
+
+
+# ------------------------------------------------------------------------------ what the child computes
+
+
+def task_data(index: int, task: Task, case: Case) -> Data:
+    generator = torch.Generator().manual_seed(100 + index)
+    in_features, out_features = case.widths
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    return Data(
+        task,
+        normal(task.length, in_features).to(case.dtype),
+        normal(task.length, out_features).to(case.dtype),
+        (normal(task.rank, in_features) / in_features**0.5).to(case.dtype),
+        (normal(task.rank, out_features) / max(1, task.rank) ** 0.5).to(case.dtype),
+        0.5 + index,
+        philox.hash_seed("task", index, 7),
+        torch.randint(0, 2**31, (task.length,), generator=generator),  # counters beyond 32 bits, too
+    )
+
+
+def slab(factors: Sequence[torch.Tensor], width: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
+    """Return factors below each other with NaNs between them, and their first rows."""
+    rows, parts = [], [torch.full((3, width), NAN, dtype=dtype)]
+    for factor in factors:
+        rows.append(sum(len(part) for part in parts))
+        parts += [factor, torch.full((5, width), NAN, dtype=dtype)]
+    return torch.cat(parts), rows
+
+
+def strided(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same values with rows further apart, and NaNs between them."""
+    wide = torch.full((len(tensor), tensor.shape[1] + 12), NAN, dtype=tensor.dtype)
+    wide[:, 5 : 5 + tensor.shape[1]] = tensor
+    return wide[:, 5 : 5 + tensor.shape[1]]
+
+
+def run_pass(data: Sequence[Data], case: Case) -> list[dict[str, torch.Tensor]]:
+    """Return y, dx, dA, dB per task, out of memory that was NaN before (or 1, where gradients accumulate)."""
+    from peft_mux.kernels.lora import launch as kernels
+
+    settings, (in_features, out_features) = case.settings, case.widths
+    lengths = [d.task.length for d in data]
+    num_rows = sum(lengths)
+    padding: dict[str, Any] = {"max_tokens": num_rows + 40, "max_segments": len(data) + 3} if settings.fixed else {}
+    seeds = [d.step_seed for d in data]
+    tables = SegmentTables(lengths, seeds, block_rows=16, chunk_rows=64, **padding)
+    a, w_rows = slab([d.a for d in data], in_features, case.dtype)
+    bt, _ = slab([d.bt for d in data], out_features, case.dtype)
+    limits: dict[str, Any] = {"max_segments": len(data) + 3, "max_rank": 256, "has_dropout": True}
+    ranks = RankTable(
+        [d.task.rank for d in data],
+        [d.scale for d in data],
+        s_columns=[8 * (i % 3) for i in range(len(data))],
+        dropouts=[d.task.dropout for d in data],
+        **(limits if settings.fixed else {}),
+    )
+
+    def rows(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
+        return torch.cat([torch.empty(0, width, dtype=case.dtype), *parts])
+
+    def blank(width: int) -> torch.Tensor:
+        tensor = torch.full((num_rows, width), NAN, dtype=case.dtype)
+        return strided(tensor) if settings.strided else tensor
+
+    x, dy = rows([d.x for d in data], in_features), rows([d.dy for d in data], out_features)
+    if settings.strided:
+        x, dy = strided(x), dy.t().contiguous().t()
+    places = torch.cat([torch.empty(0, dtype=torch.int64), *[d.places for d in data]])
+    drop: dict[str, Any] = {"places": places, "module_seed": MODULE_SEED}
+    bias = bias_of(case) if settings.bias else None
+    s, ds = blank(ranks.num_columns + 3), blank(ranks.num_columns + 3)
+    y, dx = blank(out_features), blank(in_features)
+    fill = 1.0 if settings.accumulate else NAN
+    da, db = torch.full(a.shape, fill), torch.full(bt.shape, fill)
+
+    def placed(tensor: torch.Tensor) -> Factors:
+        return Factors.of_slab(tensor, w_rows, [d.task.rank for d in data], num_segments=ranks.num_segments)
+
+    kernels.shrink(x, placed(a), s, tables, ranks, scaled=False, **drop)
+    kernels.expand(s, placed(bt), y, tables, ranks, scaled=True, bias=bias)
+    kernels.shrink(dy, placed(bt), ds, tables, ranks, scaled=True)
+    kernels.expand(ds, placed(a), dx, tables, ranks, scaled=False, **drop)
+    kernels.wgrad(ds, x, placed(da), tables, ranks, scaled=False, accumulate=settings.accumulate, **drop)
+    kernels.wgrad(s, dy, placed(db), tables, ranks, scaled=True, accumulate=settings.accumulate)
+    untouched = a.isnan().all(1)
+    same = da.isnan().all(1) if not settings.accumulate else (da == 1).all(1)
+    assert (same >= untouched).all(), "wrote to rows of a slab that are nobody's"
+    results, start = [], 0
+    for d, row in zip(data, w_rows, strict=True):
+        here, factor = slice(start, start + d.task.length), slice(row, row + d.task.rank)
+        results.append({"y": y[here].clone(), "dx": dx[here].clone(), "dA": da[factor], "dB": db[factor]})
+        start += d.task.length
+    return results
+
+
+def bias_of(case: Case) -> torch.Tensor:
+    return torch.linspace(-1, 1, case.widths[1]).to(case.dtype)
+
+
+def wanted(d: Data, case: Case) -> dict[str, torch.Tensor]:
+    """Return the same four by the formulas, in float64."""
+    x, dy, a, bt = d.x.double(), d.dy.double(), d.a.double(), d.bt.double()
+    mask = torch.ones_like(x)
+    if d.task.dropout:
+        keep = philox.keep_mask(d.step_seed ^ MODULE_SEED, d.places, x.shape[1], d.task.dropout)
+        mask = keep.double() * philox.keep_scale(d.task.dropout)
+    s, ds = (x * mask) @ a.t(), d.scale * (dy @ bt.t())
+    bias = bias_of(case).double() if case.settings.bias else 0.0
+    offset = 1.0 if case.settings.accumulate else 0.0
+    return {
+        "y": d.scale * (s @ bt) + bias,
+        "dx": mask * (ds @ a),
+        "dA": ds.t() @ (x * mask) + offset,
+        "dB": d.scale * (s.t() @ dy) + offset,
+    }
+
+
+def errors_of(case: Case) -> dict[str, float]:
+    """Return the worst relative Frobenius error of each quantity over all tasks."""
+    data = [task_data(i, task, case) for i, task in enumerate(case.tasks)]
+    worst = dict.fromkeys(QUANTITIES, 0.0)
+    for d, result in zip(data, run_pass(data, case), strict=True):
+        for name, reference in wanted(d, case).items():
+            norm = reference.norm().item()
+            difference = (result[name].double() - reference).norm().item()
+            # NaN compares false with everything: it must not hide in a maximum.
+            error = difference / norm if norm else difference
+            worst[name] = max(worst[name], error if error == error else 1e9)
+    return worst
+
+
+def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> dict[str, bool]:
+    return {name: torch.equal(left[name], right[name]) for name in QUANTITIES}
+
+
+def company() -> dict[str, dict[str, dict[str, bool]]]:
+    """Return, for every task of the mixed stream, whether its bits are those of other ways to run it."""
+    case = Case(MIXED)
+    data = [task_data(i, task, case) for i, task in enumerate(MIXED)]
+    together = run_pass(data, case)
+    backwards = run_pass(data[::-1], case)[::-1]
+    padded = run_pass(data, case._replace(settings=Settings(fixed=True)))
+    spoilt = [d if i != 2 else d._replace(x=d.x * NAN, dy=d.dy * NAN, a=d.a * NAN) for i, d in enumerate(data)]
+    beside_nan = run_pass(spoilt, case)
+    report: dict[str, dict[str, dict[str, bool]]] = {}
+    for i, d in enumerate(data):
+        alone = run_pass([d], case)[0]
+        report[str(i)] = {
+            "alone": same_bits(together[i], alone),
+            "in another order": same_bits(together[i], backwards[i]),
+            "in padded tables": same_bits(together[i], padded[i]),
+            "beside NaNs": same_bits(together[i], beside_nan[i]) if i != 2 else dict.fromkeys(QUANTITIES, True),
+        }
+    report["2"]["beside NaNs"]["y"] = bool(beside_nan[2]["y"].isnan().all())  # they do reach the task itself
+    return report
+
+
+def drawn_probabilities(width: int, columns: Sequence[int]) -> list[float]:
+    """Return probabilities whose threshold is one element's own draw, which is then just kept."""
+    places = torch.randint(0, 2**31, (24,), generator=torch.Generator().manual_seed(1))
+    key = philox.hash_seed("task", 5) ^ MODULE_SEED
+    words = philox.philox(key, places[:, None] * -(-width // 8) + torch.arange(-(-width // 8)))
+    draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1).permute(1, 2, 0, 3).reshape(24, -1)
+    return [draws[column, column].item() / 65536 for column in columns]
+
+
+def masks(width: int, probability: float) -> dict[str, bool]:
+    """Return whether each kernel's mask is that of `philox`, read off products with units."""
+    from peft_mux.kernels.lora import launch as kernels
+
+    rows, step_seed = 24, philox.hash_seed("task", 5)
+    places = torch.randint(0, 2**31, (rows,), generator=torch.Generator().manual_seed(1))
+    expected = philox.keep_mask(step_seed ^ MODULE_SEED, places, width, probability)
+    drop: dict[str, Any] = {"places": places, "module_seed": MODULE_SEED, "scaled": False}
+    tables = SegmentTables([rows], [step_seed], block_rows=16, chunk_rows=32)
+    ones = torch.ones(rows, width)
+
+    wide = RankTable([width], [1.0], dropouts=[probability])
+    s = torch.zeros(rows, wide.num_columns)
+    kernels.shrink(ones, whole(torch.eye(width)), s, tables, wide, **drop)
+
+    single = RankTable([1], [1.0], dropouts=[probability])
+    dx = torch.full((rows, width), NAN)
+    kernels.expand(torch.ones(rows, 8), whole(torch.ones(1, width)), dx, tables, single, **drop)
+
+    square = RankTable([rows], [1.0], dropouts=[probability])
+    gradient = torch.full((rows, width), NAN)
+    kernels.wgrad(torch.eye(rows), ones, whole(gradient), tables, square, **drop)
+
+    scaled = expected.float() * philox.keep_scale(probability)
+    return {
+        "shrink": torch.equal(s[:, :width], scaled),
+        "expand": torch.equal(dx, scaled),
+        "wgrad": torch.equal(gradient, scaled),
+        "mixed": bool(expected.any() and not expected.all()),
+    }
+
+
+def whole(factor: torch.Tensor, num_segments: int = 1) -> Factors:
+    return Factors.of_slab(factor, [0], [len(factor)], num_segments=num_segments)
+
+
+def refusals() -> dict[str, str]:
+    """Return what launches say that would read or write outside of their tensors."""
+    from peft_mux.kernels.lora import launch as kernels
+
+    tables, ranks = SegmentTables([8], [0]), RankTable([20], [1.0])
+    x, w, s, y = torch.ones(8, 16), whole(torch.ones(20, 16)), torch.ones(8, 24), torch.ones(8, 16)
+    doubles, halves = whole(torch.ones(20, 16).double()), whole(torch.ones(20, 16).bfloat16())
+    attempts = {
+        "float64": lambda: kernels.shrink(x.double(), doubles, s.double(), tables, ranks, scaled=False),
+        "mixed dtypes": lambda: kernels.shrink(x, halves, s, tables, ranks, scaled=False),
+        "narrow S": lambda: kernels.shrink(x, w, s[:, :23], tables, ranks, scaled=False),
+        "factors of more segments": lambda: kernels.expand(
+            s, whole(torch.ones(20, 16), 2), y, tables, ranks, scaled=False
+        ),
+        "wrong width": lambda: kernels.expand(s, w, torch.ones(8, 17), tables, ranks, scaled=False),
+        "transposed y": lambda: kernels.expand(s, w, torch.ones(16, 8).t(), tables, ranks, scaled=False),
+        "too few rows": lambda: kernels.expand(s[:7], w, y[:7], tables, ranks, scaled=False),
+        "other tables": lambda: kernels.expand(s, w, y, SegmentTables([4, 4], [0, 0]), ranks, scaled=False),
+        "short places": lambda: kernels.shrink(x, w, s, tables, ranks, scaled=False, places=torch.arange(7)),
+        "bf16 gradients": lambda: kernels.wgrad(s, x, halves, tables, ranks, scaled=False),
+        "wrong bias": lambda: kernels.expand(s, w, y, tables, ranks, scaled=False, bias=torch.ones(15)),
+    }
+    said = {}
+    for name, attempt in attempts.items():
+        try:
+            attempt()
+            said[name] = "nothing"
+        except ValueError as error:
+            said[name] = str(error)
+    return said
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    report = {
+        "errors": {name: errors_of(case) for name, case in CASES.items()},
+        "company": company(),
+        "masks": {f"{width} {p}": masks(width, p) for width in (64, 100, 5) for p in (0.1, 0.5)},
+        "limits": {str(i): masks(20, p) for i, p in enumerate(drawn_probabilities(20, range(8)))},
+        "blocks": blocks_of_ranks(),
+        "refusals": refusals(),
+        "updated": updated(),
+        "columns": columns_of_s(),
+    }
+    print(json.dumps(report))
+
+
+def updated() -> dict[str, bool]:
+    """Return whether tables rewritten in place give the bits of tables made anew."""
+    from peft_mux.kernels.lora import launch as kernels
+
+    fixed = SegmentTables([50], [1], block_rows=16, chunk_rows=32, max_tokens=64, max_segments=4)
+    table = RankTable([8], [1.0], max_segments=4, max_rank=40, has_dropout=True)
+    pointers = fixed.tile_row.data_ptr(), table.scale_G.data_ptr()
+    fixed.update([30, 0, 34], [5, 6, 2**64 - 1])
+    table.update([40, 8, 4], [2.0, 1.0, 0.5], dropouts=[0.5, 0.0, 0.1])
+    fresh = SegmentTables([30, 0, 34], [5, 6, 2**64 - 1], block_rows=16, chunk_rows=32)
+    fresh_table = RankTable([40, 8, 4], [2.0, 1.0, 0.5], dropouts=[0.5, 0.0, 0.1])
+    x, w, places = torch.randn(64, 24), torch.randn(52, 24), torch.arange(64)
+    results = []
+    for tables, ranks in ((fixed, table), (fresh, fresh_table)):
+        s, gradient, y = torch.zeros(64, 40), torch.full((52, 24), NAN), torch.full((64, 24), NAN)
+        options: dict[str, Any] = {"num_segments": ranks.num_segments}
+        factors, gradients = (Factors.of_slab(t, [0, 40, 48], [40, 8, 4], **options) for t in (w, gradient))
+        kernels.shrink(x, factors, s, tables, ranks, scaled=True, places=places)
+        kernels.expand(s, factors, y, tables, ranks, scaled=True)
+        kernels.wgrad(s, x, gradients, tables, ranks, scaled=True, places=places)
+        results.append((s, y, gradient))
+    equal = [torch.equal(left, right) for left, right in zip(*results, strict=True)]
+    finite = all(bool(tensor.isfinite().all()) for tensor in results[0])
+    stayed = pointers == (fixed.tile_row.data_ptr(), table.scale_G.data_ptr())
+    return {"S": equal[0], "y": equal[1], "gradient": equal[2], "finite": finite, "same memory": stayed}
+
+
+def blocks_of_ranks() -> dict[str, list[list[int]]]:
+    """Return, per rank and for launches beside other ranks, in what blocks shrink and expand work on it."""
+    from peft_mux.kernels.lora import launch as kernels
+
+    found: dict[str, list[list[int]]] = {}
+    for rank in (0, 1, 16, 17, 64, 65, 256):
+        found[str(rank)] = []
+        for others in ([], [0], [4], [40], [4, 40], [256], [1, 256]):
+            table = RankTable([rank, *others], [1.0] * (1 + len(others)))
+            for with_zero in (False, True):
+                launches = kernels._rank_classes(table, with_zero=with_zero)
+                found[str(rank)].append([block for low, high, block in launches if low <= rank <= high])
+    return found
+
+
+def columns_of_s() -> dict[str, bool]:
+    """Return what shrink does to columns of S: a rank's own, those that fill eight, all others."""
+    from peft_mux.kernels.lora import launch as kernels
+
+    tables, ranks = SegmentTables([4, 4], [0, 0]), RankTable([3, 0], [1.0, 1.0], s_columns=[8, 0])
+    s = torch.full((8, 24), NAN)
+    kernels.shrink(torch.ones(8, 16), whole(torch.ones(3, 16), 2), s, tables, ranks, scaled=False)
+    nothing = torch.ones(8, 24, dtype=torch.bool)
+    nothing[:4, 8:16] = False
+    return {
+        "own": bool((s[:4, 8:11] == 16).all()),
+        "filled with zeros": bool((s[:4, 11:16] == 0).all()),
+        "others untouched": bool(s[nothing].isnan().all()),
+    }
+
+
+# ------------------------------------------------------------------------------ the tests
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    root = str(ROOT)
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_are_those_of_float64(report: dict, name: str) -> None:
+    limit = 1e-5 if CASES[name].dtype == torch.float32 else 1e-2
+    errors = report["errors"][name]
+    assert set(errors) == set(QUANTITIES)
+    assert all(error <= limit for error in errors.values()), errors
+
+
+@pytest.mark.parametrize("way", ["alone", "in another order", "in padded tables", "beside NaNs"])
+@pytest.mark.parametrize("index", range(len(MIXED)))
+def test_a_task_gets_the_same_bits_in_any_company(report: dict, index: int, way: str) -> None:
+    same = report["company"][str(index)][way]
+    assert same == dict.fromkeys(QUANTITIES, True)
+
+
+@pytest.mark.parametrize("kernel", ["shrink", "expand", "wgrad"])
+def test_masks_are_those_of_the_reference_bit_for_bit(report: dict, kernel: str) -> None:
+    assert all(equal["mixed"] for equal in report["masks"].values())
+    assert {name: equal[kernel] for name, equal in report["masks"].items()} == dict.fromkeys(report["masks"], True)
+
+
+@pytest.mark.parametrize("kernel", ["shrink", "expand", "wgrad"])
+def test_a_draw_that_equals_the_threshold_is_kept(report: dict, kernel: str) -> None:
+    assert {draw: equal[kernel] for draw, equal in report["limits"].items()} == dict.fromkeys(map(str, range(8)), True)
+
+
+# The interpreter's products do not depend on the block size, so that bits alone would not show this.
+@pytest.mark.parametrize(("rank", "block"), [(1, 16), (16, 16), (17, 64), (64, 64), (65, 64), (256, 64)])
+def test_a_rank_is_worked_on_once_and_in_the_same_blocks_beside_any_other(report: dict, rank: int, block: int) -> None:
+    assert all(blocks == [block] for blocks in report["blocks"][str(rank)])
+
+
+def test_rows_without_an_adapter_are_left_out_by_shrink_and_written_once_by_expand(report: dict) -> None:
+    blocks = report["blocks"]["0"]
+    assert all(block == [] for block in blocks[::2])
+    assert all(len(block) == 1 for block in blocks[1::2])
+
+
+def test_tables_that_are_rewritten_in_place_give_the_bits_of_new_ones(report: dict) -> None:
+    assert report["updated"] == dict.fromkeys(("S", "y", "gradient", "finite", "same memory"), True)
+
+
+def test_shrink_writes_whole_groups_of_eight_columns_and_no_others(report: dict) -> None:
+    assert report["columns"] == dict.fromkeys(("own", "filled with zeros", "others untouched"), True)
+
+
+def test_launches_that_do_not_fit_their_tensors_are_refused(report: dict) -> None:
+    accepted = [name for name, said in report["refusals"].items() if "allowed" not in said and "do not fit" not in said]
+    assert accepted == ["transposed y"], report["refusals"]
+    assert "not adjacent" in report["refusals"]["transposed y"]
+
+
+if __name__ == "__main__":
+    main()

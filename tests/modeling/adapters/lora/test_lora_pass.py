@@ -1,0 +1,521 @@
+"""Whole models through the grouped kernels, in Triton's interpreter, and through compiled graphs on slices.
+
+The interpreter is chosen when Triton is first imported, so what needs it runs in one child process: this file as a
+script. It prints JSON; the tests below read what they need of it. Compiled graphs find the same operators without
+Triton, so they are tested in the test process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch._dynamo.backends.debugging import aot_eager
+
+from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
+from peft_mux.data.batch import MuxBatch
+from peft_mux.modeling.adapters.lora import lora_pass
+from tests.invariants.mux_lab import Recorder, make_trainer, relative, rows, small_task, tiny_llama
+from tests.paths import ROOT
+
+Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
+NUM_GROUPS = 8  # q/k/v, o, gate/up and down, in each of two layers
+
+
+def config(rank: int, targets: str | list[str] = "all-linear", dropout: float = 0.0) -> LoraConfig:
+    return LoraConfig(r=rank, target_modules=targets, lora_dropout=dropout, init_lora_weights=False)
+
+
+def configs() -> dict[str, LoraConfig]:
+    return {
+        "a": config(8),
+        "b": config(4, ["q_proj", "v_proj", "down_proj"]),
+        "c": config(20, ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"], 0.2),
+    }
+
+
+def mux_model(names: str = "abc") -> MultiTaskPeftModel:
+    """Return a model of all three tasks, or of some; a task's adapters are the same ones in each."""
+    chosen = {name: value for name, value in configs().items() if name in names}
+    return MultiTaskPeftModel(tiny_llama(), chosen, verify=False).train()
+
+
+def batch(names: str = "abc", *lengths: int, step: int = 0) -> MuxBatch:
+    data = [{"task": name, **rows(ord(name), 1, length, length)[0]} for name in names for length in lengths or (4, 7)]
+    packed = ChunkPackingCollator()(data)
+    return replace(packed, task_steps=(step,) * len(names), task_seeds=tuple(ord(name) + step for name in names))
+
+
+def gradients(model: MultiTaskPeftModel) -> dict[str, torch.Tensor]:
+    return {
+        f"{name}/{key}": parameter.grad.clone()
+        for name in model.tasks
+        for key, parameter in model.task_parameters(name).items()
+        if parameter.grad is not None
+    }
+
+
+def one_pass(model: MultiTaskPeftModel, packed: MuxBatch) -> Result:
+    output = model(packed)
+    output.losses.sum().backward()
+    return output.losses.detach(), gradients(model)
+
+
+def worst(result: Result, reference: Result) -> float:
+    """Return the worst relative difference of losses and gradients; something huge for NaN."""
+    assert result[1].keys() == reference[1].keys() != set()
+    errors = [relative(result[0], reference[0]), *(relative(result[1][key], reference[1][key]) for key in result[1])]
+    return max(error if error == error else 1e9 for error in errors)
+
+
+def differing(result: Result, reference: Result) -> list[str]:
+    """Return the names of what has other bits."""
+    assert result[1].keys() == reference[1].keys() != set()
+    found = [key for key in result[1] if not torch.equal(result[1][key], reference[1][key])]
+    return found if torch.equal(result[0], reference[0]) else ["losses", *found]
+
+
+# ------------------------------------------------------------------------------ what the child computes
+
+
+def through_kernels(on: bool = True) -> None:
+    lora_pass.runs_kernels = lambda device: on
+
+
+@contextlib.contextmanager
+def tables_made() -> Iterator[list[Any]]:
+    """Yield a list that fills with the tables that are made."""
+    made: list[Any] = []
+    original = lora_pass.LoraGroup
+
+    def making(*args: Any) -> Any:
+        made.append(original(*args))
+        return made[-1]
+
+    lora_pass.LoraGroup = making
+    try:
+        yield made
+    finally:
+        lora_pass.LoraGroup = original
+
+
+def plain() -> dict[str, Any]:
+    """Hold a pass against slices, against each task alone, and against recomputed activations."""
+    through_kernels(False)
+    on_slices = one_pass(mux_model(), batch())
+    through_kernels()
+    with tables_made() as made:
+        together = one_pass(mux_model(), batch())
+    alone = {}
+    for index, name in enumerate("abc"):
+        mine = {key: value for key, value in together[1].items() if key.startswith(f"{name}/")}
+        reference = together[0][index : index + 1], mine
+        # In the same model: one without the layers that only others adapt would add up dx in another order.
+        alone[name] = differing(one_pass(mux_model(), batch(name)), reference)
+    checkpointed = mux_model()
+    checkpointed.activation_checkpointing_enable()
+    before = checkpointed.stream.num_passes
+    recomputed = one_pass(checkpointed, batch())
+    return {
+        "to slices": worst(together, on_slices),
+        "tables": len(made),
+        "gradients": len(together[1]),
+        "alone": alone,
+        "recomputed": differing(recomputed, together),
+        "passes of recomputation": checkpointed.stream.num_passes - before,
+    }
+
+
+def trained() -> dict[str, Any]:
+    """Hold three optimizer steps of a run against slices."""
+    found: dict[str, list[Any]] = {"losses": [], "adapters": [], "tables": []}
+    for on in (False, True):
+        through_kernels(on)
+        options: dict[str, Any] = {"train_batch_size": 2, "max_steps": 3}
+        tasks = [
+            small_task("a", data_seed=1, rank=8, length=5, **options),
+            small_task("b", data_seed=2, rank=4, length=6, target_modules=["q_proj", "v_proj"], **options),
+            small_task("c", data_seed=3, rank=20, length=4, target_modules=["k_proj", "up_proj"], **options),
+            small_task("d", data_seed=4, rank=3, length=4, target_modules=["q_proj"], lora_dropout=0.3, **options),
+        ]
+        recorder = Recorder(keep_weights=False)
+        with tempfile.TemporaryDirectory() as folder, tables_made() as made:
+            trainer = make_trainer(tasks, Path(folder), recorder=recorder)
+            with contextlib.redirect_stdout(sys.stderr):
+                trainer.train()
+            found["tables"].append(len(made))
+            found["losses"].append(recorder.losses)
+            found["adapters"].append(
+                {
+                    f"{name}/{key}": value.detach().clone()
+                    for name in "abcd"
+                    for key, value in trainer.model.task_parameters(name).items()
+                }
+            )
+    slices, kernels = found["adapters"]
+    return {
+        "losses": found["losses"],
+        "adapters": max(relative(kernels[key], slices[key]) for key in slices),
+        "num_adapters": len(slices),
+        "tables": found["tables"],
+    }
+
+
+def in_bf16() -> dict[str, Any]:
+    """Return whether copies in bf16 follow the weights, by losses and by what the tables hold."""
+
+    def loss(model: MultiTaskPeftModel) -> torch.Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return model(packed).losses.float()
+
+    packed = batch("ab", 5)
+    through_kernels()
+    model = mux_model("ab")
+    with tables_made() as made, torch.autocast("cpu", torch.bfloat16):
+        first = model(packed).losses
+        first.sum().backward()
+    parameters = [parameter for name in "ab" for parameter in model.task_parameters(name).values()]
+    dtypes = {str(part.values.base.dtype) for group in made for part in (group.joint, *group.layers) if part}
+    gradient_dtypes = {str(parameter.grad.dtype) for parameter in parameters}
+    torch.optim.AdamW(parameters, lr=0.05).step()
+    second = loss(model)
+    through_kernels()
+    fresh = mux_model("ab")
+    with torch.no_grad():
+        for name in "ab":
+            for key, parameter in fresh.task_parameters(name).items():
+                parameter.copy_(model.task_parameters(name)[key])
+    wanted = loss(fresh)
+    through_kernels(False)
+    return {
+        "dtypes": sorted(dtypes),
+        "gradient dtypes": sorted(gradient_dtypes),
+        "moved": relative(first.detach().float(), second),
+        "like a fresh model": torch.equal(second, wanted),
+        "to slices": relative(second, loss(fresh)),
+    }
+
+
+def changes() -> dict[str, Any]:
+    """Return how many tables each change of the model makes anew, and whether results stay what they were."""
+    through_kernels()
+    counts: dict[str, int] = {}
+    packed = batch("ab", 4)
+    model = mux_model("ab")
+
+    def results(what: str) -> Result:
+        for name in "ab":
+            model.task_slab(name).drop_gradients()
+        with tables_made() as made:
+            result = one_pass(model, packed)
+        counts[what] = len(made)
+        return result
+
+    def losses(what: str) -> torch.Tensor:
+        with tables_made() as made, torch.no_grad():
+            result = model(packed).losses
+        counts[what] = len(made)
+        return result
+
+    first = results("first pass")
+    same = [torch.equal(losses("again"), first[0])]
+    model.register_tasks({"d": config(16, ["q_proj"])})
+    same.append(torch.equal(losses("arrival"), first[0]))
+    same.append(torch.equal(losses("after arrival"), first[0]))
+    model.remove_tasks(["d"])
+    same.append(torch.equal(losses("departure"), first[0]))
+    model.to("cpu")
+    moved = results("re-laid")
+    # A pass of fewer tasks is another composition; the first one is remembered still.
+    with tables_made() as made, torch.no_grad():
+        model(batch("b", 4))
+        counts["other tasks"] = len(made)
+    losses("first tasks again")
+    model.double()
+    with tables_made() as made:
+        doubles = model(packed).losses
+        counts["float64"] = len(made)
+    return {
+        "counts": counts,
+        "same": same,
+        "gradients after a move": differing(moved, first),
+        "float64": relative(doubles.detach().float(), first[0]),
+    }
+
+
+def moved_between_passes() -> float:
+    """Return how far gradients are from twice those of one pass, where the model was re-laid between two."""
+    through_kernels()
+    model, packed = mux_model("b"), batch("b", 4)
+    once = one_pass(model, packed)
+    model.to("cpu")
+    twice = one_pass(model, packed)
+    return worst((twice[0], twice[1]), (once[0], {key: 2 * value for key, value in once[1].items()}))
+
+
+def watched() -> dict[str, Any]:
+    """Return what hooks on gradients see."""
+    through_kernels()
+    packed = batch("b", 4)
+    unwatched = one_pass(mux_model("b"), packed)
+    found: dict[str, Any] = {}
+    for way in ("hook", "post-accumulate hook"):
+        model, seen = mux_model("b"), []
+        key, parameter = next(
+            (key, parameter)
+            for key, parameter in model.task_parameters("b").items()
+            if "layers.1.self_attn.v_proj.lora_A" in key
+        )
+        if way == "hook":
+            parameter.register_hook(lambda gradient, seen=seen: seen.append(gradient.clone()))
+        else:
+            parameter.register_post_accumulate_grad_hook(lambda owner, seen=seen: seen.append(owner.grad.clone()))
+        with tables_made() as made:
+            result = one_pass(model, packed)
+        found[way] = {
+            "seen": [relative(gradient, unwatched[1][f"b/{key}"]) for gradient in seen],
+            "tables": len(made),
+            "to unwatched": worst(result, unwatched),
+        }
+    model, seen = mux_model("b"), []
+    one_pass(model, batch("b", 4))
+    parameter = next(iter(model.task_parameters("b").values()))
+    parameter.register_hook(lambda gradient: seen.append(gradient))
+    one_pass(model, batch("b", 4))
+    found["late"] = len(seen)
+    return found
+
+
+def compiled_kernels() -> dict[str, Any]:
+    """Hold kernels in compiled graphs against kernels in eager ones."""
+    through_kernels()
+    packed = batch("ab", 4)
+    eager = one_pass(mux_model("ab"), packed)
+    model, count = mux_model("ab"), Counting()
+    mlp = model.backbone.model.layers[1].mlp
+    mlp.forward = torch.compile(mlp.forward, backend=count, fullgraph=True)
+    with tables_made() as made:
+        result = one_pass(model, packed)
+    return {"differing": differing(result, eager), "graphs": len(count.operators), "tables": len(made)}
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    report = {
+        part.__name__: part()
+        for part in (plain, trained, in_bf16, changes, moved_between_passes, watched, compiled_kernels)
+    }
+    print(json.dumps(report))
+
+
+# ------------------------------------------------------------------------------ the tests
+
+
+class Counting:
+    """A backend of `torch.compile` that computes eagerly, and keeps the names of our operators in each graph."""
+
+    def __init__(self) -> None:
+        self.operators: list[list[str]] = []
+
+    def __call__(self, graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        names = [str(node.target) for node in graph.graph.nodes]
+        self.operators.append([name for name in names if name.startswith("peft_mux")])
+        return aot_eager(graph, examples)
+
+
+@pytest.fixture(scope="module")
+def report() -> dict:
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join(path),
+    }
+    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=280)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_losses_and_gradients_are_those_of_products_on_slices(report: dict) -> None:
+    assert report["plain"]["tables"] == NUM_GROUPS, "not every group went through the kernels"
+    assert report["plain"]["gradients"] == 2 * 2 * (7 + 3 + 5)
+    assert report["plain"]["to slices"] <= 1e-5
+
+
+@pytest.mark.parametrize("name", "abc")
+def test_a_task_gets_the_same_bits_alone_and_among_others(report: dict, name: str) -> None:
+    assert report["plain"]["alone"][name] == []
+
+
+def test_recomputed_activations_give_the_same_gradients(report: dict) -> None:
+    assert report["plain"]["passes of recomputation"] > 1, "nothing was recomputed"
+    assert report["plain"]["recomputed"] == []
+
+
+def test_three_optimizer_steps_go_the_way_of_products_on_slices(report: dict) -> None:
+    trained = report["trained"]
+    without, with_kernels = trained["tables"]
+    assert without == 0
+    assert with_kernels > 0
+    slices, kernels = trained["losses"]
+    for name in "abcd":
+        assert len(slices[name]) == len(kernels[name]) == 3
+        assert kernels[name] == pytest.approx(slices[name], rel=1e-5)
+        assert len(set(slices[name])) == 3, "nothing was learnt"
+    assert trained["adapters"] <= 1e-4
+
+
+def test_under_autocast_kernels_read_copies_in_bf16_and_add_to_gradients_in_fp32(report: dict) -> None:
+    assert report["in_bf16"]["dtypes"] == ["torch.bfloat16"]
+    assert report["in_bf16"]["gradient dtypes"] == ["torch.float32"]
+    assert report["in_bf16"]["to slices"] <= 1e-2
+
+
+def test_copies_in_bf16_follow_the_weights_after_an_optimizer_step(report: dict) -> None:
+    assert report["in_bf16"]["moved"] > 0.01
+    assert report["in_bf16"]["like a fresh model"]
+
+
+@pytest.mark.parametrize("change", ["first pass", "arrival", "departure", "re-laid"])
+def test_tables_are_made_anew_when_a_task_comes_or_goes_or_is_laid_out_anew(report: dict, change: str) -> None:
+    assert report["changes"]["counts"][change] == NUM_GROUPS
+
+
+@pytest.mark.parametrize("change", ["again", "after arrival", "first tasks again"])
+def test_tables_are_kept_as_long_as_they_are_true(report: dict, change: str) -> None:
+    assert report["changes"]["counts"][change] == 0
+
+
+def test_a_pass_of_other_tasks_has_tables_of_its_own(report: dict) -> None:
+    assert report["changes"]["counts"]["other tasks"] == NUM_GROUPS
+
+
+def test_results_stay_the_same_bits_when_others_come_and_go_and_memory_moves(report: dict) -> None:
+    assert report["changes"]["same"] == [True] * 4
+    assert report["changes"]["gradients after a move"] == []
+
+
+def test_float64_is_served_by_products_on_slices(report: dict) -> None:
+    assert report["changes"]["counts"]["float64"] == 0
+    assert report["changes"]["float64"] <= 1e-6
+
+
+def test_gradients_that_are_there_when_the_model_moves_are_added_to(report: dict) -> None:
+    assert report["moved_between_passes"] <= 1e-5
+
+
+@pytest.mark.parametrize("way", ["hook", "post-accumulate hook"])
+def test_adapters_whose_gradients_are_watched_are_served_by_products_on_slices(report: dict, way: str) -> None:
+    seen = report["watched"][way]
+    assert len(seen["seen"]) == 1
+    assert seen["seen"][0] <= 1e-5
+    # Of the groups of q and v, and of down, in each of two layers: only the one that is watched leaves the kernels.
+    assert seen["tables"] == 3
+    assert seen["to unwatched"] <= 1e-5
+
+
+def test_a_hook_that_comes_after_the_first_pass_sees_gradients(report: dict) -> None:
+    assert report["watched"]["late"] == 1
+
+
+def test_kernels_in_a_compiled_graph_give_the_same_bits(report: dict) -> None:
+    assert report["compiled_kernels"] == {"differing": [], "graphs": 1, "tables": NUM_GROUPS}
+
+
+@pytest.fixture
+def _fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def three_steps(model: Any, eager: MultiTaskPeftModel, counting: Counting) -> list[int]:
+    """Take three passes with new seeds and steps; return how many graphs there were after each."""
+    graphs = []
+    for step in range(3):
+        packed = batch(step=step)
+        output, wanted = model(packed), eager(packed)
+        (output.losses.sum() + wanted.losses.sum()).backward()
+        assert relative(output.losses.detach(), wanted.losses.detach()) <= 1e-6, f"step {step}"
+        graphs.append(len(counting.operators))
+    return graphs
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_a_compiled_block_is_one_graph_that_serves_every_step() -> None:
+    eager, compiled, counting = mux_model(), mux_model(), Counting()
+    for layer in compiled.backbone.model.layers:
+        layer.mlp.forward = torch.compile(layer.mlp.forward, backend=counting, fullgraph=True)
+    graphs = three_steps(compiled, eager, counting)
+    assert graphs == [2, 2, 2]
+    assert counting.operators == [["peft_mux.lora_group"] * 2] * 2  # gate and up, and down
+    assert worst((torch.ones(1), gradients(compiled)), (torch.ones(1), gradients(eager))) <= 1e-6
+
+
+@pytest.mark.usefixtures("_fresh_dynamo")
+def test_a_compiled_model_is_not_compiled_anew_by_new_seeds_and_steps() -> None:
+    eager, compiled, counting = mux_model(), mux_model(), Counting()
+    graphs = three_steps(torch.compile(compiled, backend=counting), eager, counting)
+    assert graphs == [graphs[0]] * 3
+    assert sum(map(len, counting.operators)) >= NUM_GROUPS
+    assert worst((torch.ones(1), gradients(compiled)), (torch.ones(1), gradients(eager))) <= 1e-6
+
+
+def opened(model: MultiTaskPeftModel, packed: MuxBatch, name: str) -> tuple[Any, ...]:
+    """Return arguments of `lora_group` for a group, in a pass that is open."""
+    group = next(
+        forward.group
+        for module_name, module in model.backbone.named_modules()
+        if module_name.endswith(name) and (forward := module.__dict__.get("forward")) is not None
+    )
+    current = model.stream.pass_of("LORA")
+    assert current is not None
+    x = torch.randn(packed.num_tokens, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    return x, current.anchor, current.handle, group.number, group.widths, group.num_columns
+
+
+@pytest.mark.parametrize("name", ["layers.0.self_attn.q_proj", "layers.1.mlp.gate_proj", "layers.0.self_attn.o_proj"])
+def test_the_forward_operator_keeps_the_rules_of_operators(name: str) -> None:
+    model, packed = mux_model(), batch()
+    model.prepare(packed.task_names)
+    with model.multiplexing(packed):
+        checks = torch.library.opcheck(torch.ops.peft_mux.lora_group.default, opened(model, packed, name))
+    assert set(checks.values()) == {"SUCCESS"}
+    assert len(checks) == 4
+
+
+def test_the_backward_operator_keeps_the_rules_of_operators() -> None:
+    model, packed = mux_model(), batch()
+    model.prepare(packed.task_names)
+    with model.multiplexing(packed), torch.no_grad():
+        x, anchor, handle, number, widths, columns = opened(model, packed, "layers.0.self_attn.q_proj")
+        *ys, saved = torch.ops.peft_mux.lora_group(x, anchor, handle, number, widths, columns)
+        dys = [torch.ones_like(y) for y in ys]
+        arguments = (dys, x.detach(), saved, handle, number)
+        # It adds to gradients that no argument stands for, and is not differentiated again, so nothing is registered
+        # with autograd that could be checked.
+        checks = torch.library.opcheck(
+            torch.ops.peft_mux.lora_group_backward.default,
+            arguments,
+            test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"),
+        )
+    assert set(checks.values()) == {"SUCCESS"}
+
+
+if __name__ == "__main__":
+    main()

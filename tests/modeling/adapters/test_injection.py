@@ -1,0 +1,90 @@
+"""What surrounds PEFT's injection: adapters of others are out of its sight, and back in their order afterwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import LoraLayer
+
+from peft_mux.errors import ConfigError
+from peft_mux.modeling.adapters.injection import hidden_adapters
+from peft_mux.modeling.model import MultiTaskPeftModel
+from tests.invariants.mux_lab import tiny_llama
+
+TARGETS = ["q_proj", "embed_tokens"]
+
+
+def model_of(*names: str) -> MultiTaskPeftModel:
+    configs = {name: LoraConfig(r=2, target_modules=TARGETS) for name in names}
+    return MultiTaskPeftModel(tiny_llama(), configs, verify=False)
+
+
+def held(model: MultiTaskPeftModel) -> dict[str, list[str]]:
+    """Return the internal ids that each tuned layer holds, in order."""
+    found = {}
+    for name, module in model.backbone.named_modules():
+        if isinstance(module, LoraLayer):
+            dictionaries: list[Any] = [module.lora_A, module.lora_B, module.lora_dropout, module.lora_embedding_A]
+            found[name] = [list(one.keys()) for one in dictionaries if len(one)]
+    return found
+
+
+def test_hidden_adapters_come_back_as_the_same_objects_in_the_same_order() -> None:
+    model = model_of("a", "b", "c")
+    before, parameters = held(model), dict(model.named_parameters())
+    with hidden_adapters(model.backbone):
+        assert all(ids == [] for ids in held(model).values())
+        assert not any("lora_" in name for name, _ in model.named_parameters())
+    assert held(model) == before
+    after = dict(model.named_parameters())
+    assert list(after) == list(parameters)
+    assert all(after[name] is parameter for name, parameter in parameters.items())
+
+
+def test_what_is_added_meanwhile_comes_last() -> None:
+    model = model_of("a", "b")
+    before = held(model)
+    with hidden_adapters(model.backbone) as hide:
+        for new in ("x", "y"):
+            model.add_adapter(new, LoraConfig(r=3, target_modules=TARGETS))
+            assert all(set(ids) == {new} for layer in held(model).values() for ids in layer)
+            hide()
+    after = held(model)
+    assert {name: [[*ids, "x", "y"] for ids in layer] for name, layer in before.items()} == after
+
+
+def test_adapters_come_back_where_the_block_fails() -> None:
+    model = model_of("a", "b")
+    before = held(model)
+    with pytest.raises(RuntimeError, match="stop"), hidden_adapters(model.backbone):
+        raise RuntimeError("stop")
+    assert held(model) == before
+
+
+def test_peft_sees_one_adapter_at_a_time_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("a", "b", "c")
+    seen = []
+    add = model.add_adapter
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        seen.append(sum(1 for _ in model.backbone.modules()))
+        add(*args, **kwargs)
+
+    monkeypatch.setattr(model, "add_adapter", watched)
+    model.register_tasks({f"t{number}": LoraConfig(r=2, target_modules=TARGETS) for number in range(4)})
+    assert len(set(seen)) == 1
+    assert model.tasks == ("a", "b", "c", "t0", "t1", "t2", "t3")
+    x = torch.arange(12)[None]
+    assert model.task_view("t3")(input_ids=x).logits.isfinite().all()
+
+
+def test_a_newcomer_that_peft_refuses_leaves_nothing_and_takes_its_companions_along() -> None:
+    model = model_of("a", "b")
+    before, names = held(model), [name for name, _ in model.named_parameters()]
+    odd = LoraConfig(r=2, target_modules=TARGETS, exclude_modules="(")
+    with pytest.raises(ConfigError, match=r"tasks\.odd"):
+        model.register_tasks({"good": LoraConfig(r=2, target_modules=TARGETS), "odd": odd})
+    assert (held(model), [name for name, _ in model.named_parameters()]) == (before, names)

@@ -1,0 +1,325 @@
+"""What every kind of adapters must do, and a type of adapters that comes in one new file.
+
+The judge is plain PEFT: `get_peft_model` on a copy of the backbone, one task alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, MissConfig, PeftConfig, PeftModel, PeftType, TaskType, get_peft_model
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch.nn import functional as F
+
+from peft_mux import ChunkPackingCollator, MultiTaskPeftModel, Task
+from peft_mux.data.batch import MuxBatch
+from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.errors import ConfigError
+from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, find_kind, kind_of, kind_of_layer, kind_of_parameter
+from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
+from peft_mux.modeling.adapters.sliced import SlicedAdapter, SlicedKind
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import relative, tiny_llama
+from tests.modeling.adapters.toy_kind import ToyKind, registered
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the tests need to know of a kind.
+
+    Attributes:
+        make: returns a configuration for target modules; the number makes two of them differ.
+        wrong: a field that cannot be trained, and a value of it.
+        dropped: returns the same configuration with dropout, where there is such a thing.
+    """
+
+    make: Callable[[int], PeftConfig]
+    wrong: tuple[str, Any]
+    dropped: Callable[[], PeftConfig] | None = None
+
+
+def ia3(number: int) -> IA3Config:
+    return IA3Config(target_modules=["k_proj", "down_proj", "v_proj"][number:], feedforward_modules=["down_proj"])
+
+
+CASES = {
+    PeftType.LORA: Case(
+        lambda number: LoraConfig(r=2 + number, target_modules="all-linear"),
+        ("use_dora", True),
+        lambda: LoraConfig(r=3, target_modules="all-linear", lora_dropout=0.4),
+    ),
+    PeftType.IA3: Case(ia3, ("modules_to_save", ["norm"])),
+    PeftType.MISS: Case(
+        lambda number: MissConfig(r=2 + 2 * number, target_modules=["q_proj", "down_proj"]),
+        ("bias", "all"),
+        lambda: MissConfig(r=2, target_modules=["q_proj", "down_proj"], miss_dropout=0.4),
+    ),
+}
+TOYS = (ToyKind(), SlicedKind(PeftType.MISS, fields=("r", "mini_r", "miss_dropout", "init_weights")))
+
+
+@pytest.fixture(autouse=True)
+def _toys() -> Iterator[None]:
+    with registered(*TOYS):
+        yield
+
+
+# Kinds that others add to the package are found here, and need a case.
+EVERY_KIND = pytest.mark.parametrize(
+    "kind", [*KINDS.values(), *TOYS], ids=[str(kind.peft_type.value) for kind in (*KINDS.values(), *TOYS)]
+)
+
+
+def perturbed(parameters: dict[str, torch.nn.Parameter], seed: int) -> None:
+    """Give weights other values, the same for the same names, so that no factor is zero."""
+    with torch.no_grad():
+        for name in sorted(parameters):
+            generator = torch.Generator().manual_seed(seed * 1000 + sum(map(ord, name)))
+            parameters[name].add_(0.2 * torch.randn(parameters[name].shape, generator=generator))
+
+
+def plain(config: PeftConfig, seed: int) -> tuple[Any, dict[str, torch.nn.Parameter]]:
+    """Return plain PEFT's model of one task, and its parameters without the adapter's id."""
+    torch.manual_seed(seed)
+    model = get_peft_model(tiny_llama(), copy.deepcopy(config))
+    own = {name.replace(".default", ""): item for name, item in model.named_parameters() if item.requires_grad}
+    return model, own
+
+
+def packed(*tasks: str, seed: int = 0, task_seed: int = 1) -> tuple[MuxBatch, dict[str, list[list[int]]]]:
+    rows = {task: [row["input_ids"] for row in lab.rows(seed + ord(task[0]), 3, 4, 11)] for task in tasks}
+    given = [{"task": task, "input_ids": ids, "seed": task_seed} for task in tasks for ids in rows[task]]
+    return ChunkPackingCollator()(given), rows
+
+
+def plain_loss(model: Any, rows: list[list[int]]) -> torch.Tensor:
+    losses = []
+    for ids in rows:
+        row = torch.tensor([ids])
+        losses.append(F.cross_entropy(model(input_ids=row).logits[0, :-1], row[0, 1:], reduction="sum"))
+    return torch.stack(losses).sum() / sum(len(ids) - 1 for ids in rows)
+
+
+def test_every_registered_kind_has_a_case_here() -> None:
+    assert set(KINDS) == set(CASES)
+    assert [kind.peft_type for kind in KINDS.values() if kind not in TOYS] == [PeftType.LORA]
+
+
+@EVERY_KIND
+def test_a_kind_is_found_by_configuration_layer_and_parameter(kind: AdapterKind) -> None:
+    model, own = plain(CASES[kind.peft_type].make(0), 0)
+    assert kind_of(model.peft_config["default"]) is kind
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    assert layers
+    assert all(kind_of_layer(layer) is kind for layer in layers)
+    assert all(kind_of_parameter(name) is kind for name in own)
+
+
+def test_types_that_are_not_registered_have_no_kind() -> None:
+    from peft import LoHaConfig
+
+    assert find_kind(LoHaConfig(target_modules=["q_proj"])) is None
+    with pytest.raises(ConfigError, match=r"LoHaConfig \(LOHA\); allowed: PEFT types LORA, IA3, MISS"):
+        MultiTaskPeftModel(tiny_llama(), {"a": LoHaConfig(target_modules=["q_proj"])})
+
+
+@EVERY_KIND
+def test_a_field_that_cannot_be_trained_is_refused_by_name(kind: AdapterKind) -> None:
+    case = CASES[kind.peft_type]
+    config = case.make(0)
+    assert kind.faults(config, "tasks.a.peft_config") == []
+    field, value = case.wrong
+    setattr(config, field, value)
+    with pytest.raises(ConfigError, match=rf"tasks\.a\.peft_config\.{field}"):
+        MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False)
+
+
+@EVERY_KIND
+def test_a_task_type_that_cannot_be_trained_is_refused(kind: AdapterKind) -> None:
+    config = CASES[kind.peft_type].make(0)
+    config.task_type = TaskType.SEQ_2_SEQ_LM
+    with pytest.raises(ConfigError, match=r"tasks\.a\.peft_config\.task_type"):
+        MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False)
+
+
+@EVERY_KIND
+def test_every_layer_that_peft_injects_is_multiplexed(kind: AdapterKind) -> None:
+    model = MultiTaskPeftModel(tiny_llama(), {"a": CASES[kind.peft_type].make(0)}, verify=False)
+    layers = [module for module in model.backbone.modules() if isinstance(module, kind.layer_type)]
+    assert layers
+    assert all(isinstance(layer.__dict__["forward"], MultiplexedForward) for layer in layers)
+
+
+@EVERY_KIND
+def test_a_pass_of_two_tasks_gives_each_what_plain_peft_alone_gives(kind: AdapterKind) -> None:
+    configs = {name: CASES[kind.peft_type].make(number) for number, name in enumerate("ab")}
+    model = MultiTaskPeftModel(tiny_llama(), configs, seeds={"a": 3, "b": 4})
+    batch, rows = packed("a", "b")
+    judges = {name: plain(configs[name], seed) for name, seed in (("a", 3), ("b", 4))}
+    for number, (name, (_, own)) in enumerate(judges.items()):
+        assert all(torch.equal(own[key], item) for key, item in model.task_parameters(name).items()), "initial weights"
+        perturbed(own, number)
+        perturbed(model.task_parameters(name), number)
+    losses = model(batch).losses
+    losses.sum().backward()
+    for loss, (name, (judge, own)) in zip(losses, judges.items(), strict=True):
+        wanted = plain_loss(judge, rows[name])
+        wanted.backward()
+        assert math.isclose(loss.item(), wanted.item(), rel_tol=1e-5)
+        ours = model.task_parameters(name)
+        assert ours.keys() == own.keys()
+        for key, parameter in own.items():
+            assert relative(ours[key].grad, parameter.grad) <= 1e-4, f"{name} {key}"
+
+
+@EVERY_KIND
+def test_what_dropout_draws_for_a_task_does_not_depend_on_its_neighbours(kind: AdapterKind) -> None:
+    case = CASES[kind.peft_type]
+    make = case.dropped or (lambda: case.make(0))
+    model = MultiTaskPeftModel(tiny_llama(), {"x": case.make(1), "b": case.make(1), "a": make()})
+    alone = MultiTaskPeftModel(tiny_llama(), {"a": make()})
+    for each in (model, alone):
+        each.train()
+        perturbed(each.task_parameters("a"), 0)
+    model.remove_tasks(["x"])
+    (both, _), (only, _), (other, _) = packed("b", "a"), packed("a"), packed("a", task_seed=2)
+    together, by_itself = model(both).losses[1], alone(only).losses[0]
+    assert math.isclose(together.item(), by_itself.item(), rel_tol=1e-6)
+    if case.dropped is None:  # its layers drop nothing, whatever is drawn
+        return
+    assert abs(alone(other).losses[0].item() - by_itself.item()) > 1e-4, "another seed draws something else"
+    assert abs(alone.eval()(only).losses[0].item() - by_itself.item()) > 1e-4, "in training something is dropped"
+
+
+@EVERY_KIND
+def test_a_kind_owns_exactly_the_parameters_that_peft_marks_for_the_adapter(kind: AdapterKind) -> None:
+    judge, marked = plain(CASES[kind.peft_type].make(0), 0)
+    frozen = [name for name, item in judge.named_parameters() if not item.requires_grad]
+    assert marked
+    assert all(kind.owns(name) for name in marked)
+    assert not any(kind.owns(name) for name in frozen)
+    adapted = {f"base_model.model.{name}" for name in judge.base_model.targeted_module_names}
+    assert {kind.site_of(name) for name in marked} == adapted
+
+
+@EVERY_KIND
+def test_loads_count_the_parameters_of_an_adapter(kind: AdapterKind) -> None:
+    model = MultiTaskPeftModel(tiny_llama(), {"a": CASES[kind.peft_type].make(0)}, verify=False)
+    parameters = model.task_parameters("a")
+    loads = kind.loads({name: tuple(item.shape) for name, item in parameters.items()}, {})
+    assert sum(load.rank * load.width for load in loads) == sum(item.numel() for item in parameters.values())
+    assert len(loads) == len({kind.site_of(name) for name in parameters})
+
+
+@EVERY_KIND
+def test_a_narrowed_configuration_adapts_the_given_layers_alone(kind: AdapterKind) -> None:
+    config: Any = CASES[kind.peft_type].make(0)
+    config.layers_to_transform = None if kind.peft_type == PeftType.IA3 else [0]
+    site = "model.layers.1.mlp.down_proj"
+    kind.narrow(config, [site])
+    model, own = plain(config, 0)
+    assert model.base_model.targeted_module_names == [site]
+    assert {kind.site_of(name) for name in own} == {f"base_model.model.{site}"}
+
+
+@EVERY_KIND
+def test_an_adapter_is_saved_and_comes_back_in_plain_peft_and_here(kind: AdapterKind, tmp_path: Path) -> None:
+    configs = {name: CASES[kind.peft_type].make(number) for number, name in enumerate("ab")}
+    model = MultiTaskPeftModel(tiny_llama(), configs).eval()
+    for number, name in enumerate("ab"):
+        perturbed(model.task_parameters(name), number)
+    model.save_pretrained(tmp_path)
+    again = MultiTaskPeftModel.from_pretrained(tiny_llama(), tmp_path).eval()
+    ids = torch.tensor([lab.rows(5, 1, 9, 9)[0]["input_ids"]])
+    for name in "ab":
+        judge = PeftModel.from_pretrained(tiny_llama(), str(tmp_path / name)).eval()
+        with torch.no_grad():
+            wanted = judge(input_ids=ids).logits
+            assert torch.equal(model.task_view(name)(input_ids=ids).logits, wanted)
+            assert torch.equal(again.task_view(name)(input_ids=ids).logits, wanted)
+
+
+# ----------------------------------------------------- a type from one new file
+
+
+def toy_task(name: str, number: int, **settings: Any) -> Task:
+    task = lab.small_task(name, data_seed=10 + number, length=7 + 3 * number, max_steps=5, **settings)
+    return Task(**{**_fields(task), "peft_config": ia3(number)})
+
+
+def _fields(task: Task) -> dict[str, Any]:
+    return {name: getattr(task, name) for name in task.__dataclass_fields__}
+
+
+def test_two_tasks_of_a_new_type_train_beside_one_of_lora_as_plain_peft_trains_them_alone(tmp_path: Path) -> None:
+    tasks = [toy_task("toy0", 0), lab.small_task("lora", data_seed=3, max_steps=5), toy_task("toy1", 1, seed=2)]
+    run = lab.train(tasks, tmp_path)
+    verdicts = {task.name: lab.judge(run.trainer, task) for task in tasks}
+    lab.assert_as_judged(run, verdicts)
+    for name, verdict in verdicts.items():
+        assert verdict.losses[-1] != verdict.losses[0], f"{name} has learned something"
+
+
+def test_a_new_type_arrives_in_a_run_of_lora_and_leaves_it(tmp_path: Path) -> None:
+    late = toy_task("late", 0)
+    recorder = lab.Recorder(at_end={2: lambda trainer: trainer.register_tasks([late])})
+    run = lab.train([lab.small_task("lora", data_seed=3, max_steps=9)], tmp_path, recorder=recorder)
+    verdicts = {name: lab.judge(run.trainer, task) for name, task in (("late", late),)}
+    lab.assert_close(run.losses["late"], verdicts["late"].losses, 1e-5, "late")
+
+
+def test_a_new_type_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    def tasks() -> list[Task]:
+        return [toy_task("toy0", 0), lab.small_task("lora", data_seed=3, max_steps=5)]
+
+    whole = lab.train(tasks(), tmp_path / "whole")
+    stop = lab.Recorder(at_end={3: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
+    lab.train(tasks(), tmp_path / "cut", recorder=stop, save_strategy="steps", save_steps=3)
+    rest = lab.train(tasks(), tmp_path / "cut", resume=True, save_strategy="steps", save_steps=100)
+    for name in ("toy0", "lora"):
+        assert rest.losses[name] == whole.losses[name][3:], name
+
+
+def test_a_type_that_is_no_longer_registered_is_refused(tmp_path: Path) -> None:
+    task = toy_task("toy0", 0)
+    from peft_mux.modeling.adapters.kind import register_kind, unregister_kind
+
+    unregister_kind(PeftType.IA3)
+    try:
+        with pytest.raises(ConfigError, match=r"IA3Config \(IA3\)"):
+            lab.make_trainer([task], tmp_path)
+    finally:
+        register_kind(TOYS[0])
+
+
+@EVERY_KIND
+def test_a_kind_that_cannot_be_cut_refuses_layouts_that_cut_and_no_others(kind: AdapterKind) -> None:
+    whole, cut = ParallelLayout.of(2), ParallelLayout.of(2, tp=2)
+    assert kind.refusals(whole, "tasks.a") == []
+    faults = kind.refusals(cut, "tasks.a")
+    assert bool(faults) is not kind.can_be_cut
+    assert all(fault.where == "tasks.a.peft_config" and kind.title in fault.got for fault in faults)
+    dims = {(name, is_row): kind.cut_dim(name, is_row=is_row) for name in shapes_of(kind) for is_row in (True, False)}
+    assert any(dim is not None for dim in dims.values()) is kind.can_be_cut
+
+
+def shapes_of(kind: AdapterKind) -> dict[str, tuple[int, ...]]:
+    _, own = plain(CASES[kind.peft_type].make(0), 0)
+    return {name: tuple(item.shape) for name, item in own.items()}
+
+
+def test_sliced_layers_are_named_as_a_reason_against_cuda_graphs() -> None:
+    model = MultiTaskPeftModel(tiny_llama(), {"a": ia3(0)}, verify=False)
+    layer = model.backbone.get_submodule("model.layers.0.self_attn.k_proj")
+    forward = layer.__dict__["forward"]
+    assert isinstance(forward, SlicedAdapter)
+    assert "model.layers.0.self_attn.k_proj" in (forward.reason_against_graphs() or "")

@@ -1,0 +1,173 @@
+"""Adapters of two PEFT types on the same layers: each is what it would be in a model of its own."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+
+from peft_mux import MultiTaskPeftModel
+from peft_mux.errors import ConfigError
+from peft_mux.modeling.adapters.files import WEIGHTS_NAME
+from peft_mux.modeling.backbone.fingerprint import weight_samples
+from peft_mux.modeling.backbone.modules import adaptable_modules, frozen_parameters
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import relative, tiny_llama
+from tests.modeling.adapters.test_kinds import packed, perturbed, plain, plain_loss
+from tests.modeling.adapters.toy_kind import ToyKind, registered
+
+ORDERS = (("lora", "toy", "lora2"), ("toy", "lora", "lora2"), ("lora", "lora2", "toy"))
+CONFIGS: dict[str, PeftConfig] = {
+    "lora": LoraConfig(r=3, target_modules="all-linear"),
+    "lora2": LoraConfig(r=5, target_modules=["v_proj", "down_proj"]),
+    "toy": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+}
+SEEDS = {"lora": 3, "lora2": 4, "toy": 5}
+
+
+@pytest.fixture(autouse=True)
+def _toy() -> Iterator[None]:
+    with registered(ToyKind()):
+        yield
+
+
+def mixed(order: tuple[str, ...], *, at_once: bool = True) -> MultiTaskPeftModel:
+    first, *later = order
+    configs = {name: copy.deepcopy(CONFIGS[name]) for name in order}
+    if at_once:
+        model = MultiTaskPeftModel(tiny_llama(), configs, seeds=SEEDS)
+    else:
+        model = MultiTaskPeftModel(tiny_llama(), {first: configs[first]}, seeds=SEEDS)
+        for name in later:
+            model.register_tasks({name: configs[name]}, seeds=SEEDS)
+    return model
+
+
+def judged(name: str) -> tuple[Any, dict[str, torch.nn.Parameter]]:
+    judge, own = plain(CONFIGS[name], SEEDS[name])
+    perturbed(own, SEEDS[name])
+    return judge, own
+
+
+def perturb(model: MultiTaskPeftModel) -> None:
+    for name in model.tasks:
+        perturbed(model.task_parameters(name), SEEDS[name])
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_each_task_has_the_parameters_losses_and_gradients_of_plain_peft_alone(
+    order: tuple[str, ...], at_once: bool
+) -> None:
+    model = mixed(order, at_once=at_once)
+    for name in order:
+        _, fresh = plain(CONFIGS[name], SEEDS[name])
+        ours = model.task_parameters(name)
+        assert ours.keys() == fresh.keys()
+        assert all(torch.equal(ours[key], fresh[key]) for key in fresh), "initial weights"
+    perturb(model)
+    batch, rows = packed(*order)
+    losses = model(batch).losses
+    losses.sum().backward()
+    for loss, name in zip(losses, order, strict=True):
+        judge, own = judged(name)
+        wanted = plain_loss(judge, rows[name])
+        wanted.backward()
+        assert abs(loss.item() - wanted.item()) <= 1e-5 * wanted.item(), name
+        for key, parameter in own.items():
+            assert relative(model.task_parameters(name)[key].grad, parameter.grad) <= 1e-4, f"{name} {key}"
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_each_task_is_viewed_saved_and_loaded_as_plain_peft_would(order: tuple[str, ...], tmp_path: Path) -> None:
+    model = mixed(order).eval()
+    perturb(model)
+    model.save_pretrained(tmp_path)
+    again = MultiTaskPeftModel.from_pretrained(tiny_llama(), tmp_path).eval()
+    ids = torch.tensor([lab.rows(5, 1, 9, 9)[0]["input_ids"]])
+    for name in order:
+        judge, own = judged(name)
+        saved = load_file(tmp_path / name / WEIGHTS_NAME)
+        assert saved.keys() == own.keys()
+        with torch.no_grad():
+            wanted = judge.eval()(input_ids=ids).logits
+            loaded = PeftModel.from_pretrained(tiny_llama(), str(tmp_path / name)).eval()
+            for other in (model.task_view(name), loaded, again.task_view(name)):
+                assert torch.equal(other(input_ids=ids).logits, wanted), name
+    with torch.no_grad(), model.without_adapters():
+        assert torch.equal(model.backbone(input_ids=ids).logits, tiny_llama().eval()(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("gone", ["lora", "toy"])
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+def test_a_type_leaves_and_comes_back_and_the_other_does_not_notice(order: tuple[str, ...], gone: str) -> None:
+    model = mixed(order)
+    names = [name for name in order if name.startswith(gone)]
+    model.remove_tasks(names)
+    assert not any(f"{gone.replace('toy', 'ia3')}_" in name for name, _ in model.named_parameters())
+    model.register_tasks({name: copy.deepcopy(CONFIGS[name]) for name in names}, seeds=SEEDS)
+    perturb(model)
+    batch, rows = packed(*model.tasks)
+    for loss, name in zip(model(batch).losses, model.tasks, strict=True):
+        wanted = plain_loss(judged(name)[0], rows[name])
+        assert abs(loss.item() - wanted.item()) <= 1e-5 * wanted.item(), name
+
+
+@pytest.mark.parametrize("name", ["lora", "toy"])
+def test_one_task_is_merged_into_the_backbone_alone(name: str) -> None:
+    model = mixed(ORDERS[0]).eval()
+    perturb(model)
+    ids = torch.tensor([lab.rows(5, 1, 9, 9)[0]["input_ids"]])
+    merged = model.task_view(name).merge_and_unload()
+    wanted = judged(name)[0].merge_and_unload().eval()
+    assert [key for key, _ in merged.named_parameters()] == [key for key, _ in wanted.named_parameters()]
+    with torch.no_grad():
+        assert torch.allclose(merged(input_ids=ids).logits, wanted(input_ids=ids).logits, atol=1e-6)
+
+
+def test_a_task_that_peft_refuses_leaves_nothing_of_a_new_type() -> None:
+    model = mixed(("lora",))
+    before = {name: item.clone() for name, item in model.named_parameters()}
+    bad = IA3Config(target_modules=["k_proj"], feedforward_modules=["k_proj"], fan_in_fan_out=False)
+    bad.target_modules = r"model\.layers\.9\..*k_proj"
+    with pytest.raises(ConfigError, match="tasks"):
+        model.register_tasks({"toy": bad})
+    assert model.tasks == ("lora",)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(torch.equal(after[name], item) for name, item in before.items())
+
+
+def test_the_backbone_under_two_types_is_the_backbone() -> None:
+    model, bare = mixed(ORDERS[0]), tiny_llama()
+    assert weight_samples(model.backbone) == weight_samples(bare)
+    assert adaptable_modules(model.backbone).keys() == adaptable_modules(bare).keys()
+    assert sorted(name for name, _ in frozen_parameters(model.backbone)) == sorted(
+        name for name, _ in bare.named_parameters()
+    )
+    assert not any(item.requires_grad for _, item in frozen_parameters(model.backbone))
+    assert all(item.requires_grad for item in model.registry.parameters())
+
+
+def test_a_model_of_two_types_is_moved_and_cast_whole() -> None:
+    model = mixed(ORDERS[0])
+    perturb(model)
+    batch, _ = packed(*model.tasks)
+    with torch.no_grad():
+        before = model(batch).losses
+        model.double()
+        after = model(batch).losses
+    assert after.dtype == torch.float64 or torch.allclose(before, after.float(), rtol=1e-5)
+    assert torch.allclose(before.double(), after.double(), rtol=1e-4)
+
+
+def test_peft_alone_would_refuse_the_second_type() -> None:
+    model = get_peft_model(tiny_llama(), copy.deepcopy(CONFIGS["lora"]))
+    with pytest.raises(ValueError, match="Cannot combine adapters"):
+        model.add_adapter("toy", copy.deepcopy(CONFIGS["toy"]))

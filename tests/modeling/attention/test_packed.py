@@ -1,0 +1,336 @@
+"""Packed attention: each sequence as if it were alone, and not one bit of it from any other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.errors import UnsupportedModelError
+from peft_mux.kernels import philox
+from peft_mux.modeling.attention.packed import AttentionStream, build_layout, packed_attention
+from peft_mux.modeling.stream import Stream
+
+PROPERTY = settings(deadline=None, max_examples=80)
+HEADS, CHANNELS = 4, 8
+# Lengths on both sides of a multiple of 16, equal ones, and single tokens.
+LENGTHS = (5, 16, 1, 17, 33, 5, 32, 1)
+KINDS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "bidirectional": {"is_causal": False},
+    "window": {"is_causal": True, "sliding_window": 7},
+    "soft-cap": {"is_causal": True, "softcap": 1.5},
+    "bidirectional soft-cap": {"is_causal": False, "softcap": 1.5},
+    "window and soft-cap": {"is_causal": True, "sliding_window": 7, "softcap": 1.5},
+    "scaling": {"is_causal": True, "scaling": 0.7},
+}
+
+
+class Attention(nn.Module):
+    """Stands for the module that calls the attention function."""
+
+    is_causal = True
+
+
+def batch_of(tasks: dict[str, Sequence[int]], *, seeds: dict[str, int] | None = None) -> MuxBatch:
+    """Return one stream of sequences of the given lengths."""
+    batches = []
+    for name, lengths in tasks.items():
+        sequences = tuple(
+            TokenSequence(np.ones(n, np.int64), np.ones(n, np.int64), row) for row, n in enumerate(lengths)
+        )
+        batches.append(TaskBatch(name, 0, (seeds or {}).get(name, 0), sequences))
+    (micro,) = ChunkPackingCollator().micro_batches(batches, max_tokens=10_000)
+    return micro
+
+
+def states(num_tokens: int, *, key_heads: int = HEADS, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    """Return random queries, keys and values."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, num_tokens, CHANNELS) for heads in (HEADS, key_heads, key_heads)]
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def attend(batch: MuxBatch, qkv: Sequence[torch.Tensor], module: nn.Module | None = None, **kind: Any) -> torch.Tensor:
+    """Return `[T, H, C]` of packed attention."""
+    module = module or Attention()
+    stream = Stream()
+    with stream.reading(batch, {name: name for name in batch.task_names}):
+        attention = AttentionStream(stream, batch, {module: "layer.attention"})
+        out, weights = packed_attention(module, *qkv, None, mux_stream=attention, **kind)
+    assert weights is None
+    assert out.shape[0] == 1
+    return out[0]
+
+
+def alone(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    is_causal: bool,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    scaling: float | None = None,
+) -> torch.Tensor:
+    """Return `[L, H, C]` of one sequence, in float64, with torch's own attention wherever it can."""
+    q, k, v = (x.double() for x in (q, k, v))
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    rows = torch.arange(q.shape[2])
+    seen = torch.ones(len(rows), len(rows), dtype=torch.bool)
+    if is_causal:
+        seen &= rows[:, None] >= rows
+    if sliding_window is not None:
+        seen &= rows[:, None] - rows < sliding_window
+    if softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling)[0].transpose(0, 1)
+    scores = q @ k.mT * (scaling or CHANNELS**-0.5)
+    scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~seen, -math.inf)
+    return (scores.softmax(dim=-1) @ v)[0].transpose(0, 1)
+
+
+def one_by_one(lengths: Sequence[int], qkv: Sequence[torch.Tensor], **kind: Any) -> torch.Tensor:
+    """Return `[T, H, C]` of every sequence alone."""
+    parts = zip(*(x.split(list(lengths), dim=2) for x in qkv), strict=True)
+    return torch.cat([alone(*part, **kind) for part in parts])
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Return the norm of the difference, relative to the second."""
+    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
+
+
+# ----------------------------------------------------------- against one by one
+
+
+@pytest.mark.parametrize("key_heads", [4, 2, 1], ids=["heads", "grouped", "multi-query"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_attention_and_its_gradients_are_those_of_each_sequence_alone(kind: str, key_heads: int) -> None:
+    batch = batch_of({"a": LENGTHS[:3], "b": LENGTHS[3:]})
+    qkv = states(sum(LENGTHS), key_heads=key_heads)
+    found, wanted = attend(batch, qkv, **KINDS[kind]), one_by_one(LENGTHS, qkv, **KINDS[kind])
+    assert relative(found, wanted) < 1e-6
+    flow = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mine = torch.autograd.grad((found * flow.float()).sum(), qkv)
+    theirs = torch.autograd.grad((wanted * flow).sum(), qkv)
+    for one, other in zip(mine, theirs, strict=True):
+        assert relative(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bfloat16_is_near_to_float64(kind: str) -> None:
+    qkv = states(sum(LENGTHS), dtype=torch.bfloat16)
+    found = attend(batch_of({"a": LENGTHS}), qkv, **KINDS[kind])
+    assert found.dtype == torch.bfloat16
+    assert relative(found, one_by_one(LENGTHS, qkv, **KINDS[kind])) < 2e-2
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 33, 34, 100])
+def test_a_window_counts_the_token_itself(window: int) -> None:
+    qkv = states(33)
+    found = attend(batch_of({"a": [33]}), qkv, is_causal=True, sliding_window=window)
+    assert relative(found, one_by_one([33], qkv, is_causal=True, sliding_window=window)) < 1e-6
+    if window == 1:
+        assert torch.allclose(found, qkv[2][0].transpose(0, 1), atol=1e-6), "each token sees itself alone"
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_by_default_the_module_says_whether_it_is_causal(is_causal: bool) -> None:
+    module, qkv = Attention(), states(20)
+    module.is_causal = is_causal
+    found = attend(batch_of({"a": [12, 8]}), qkv, module)
+    assert relative(found, one_by_one([12, 8], qkv, is_causal=is_causal)) < 1e-6
+
+
+@PROPERTY
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.sampled_from(sorted(KINDS)))
+def test_any_lengths_give_what_each_sequence_gives_alone(lengths: list[int], kind: str) -> None:
+    qkv = states(sum(lengths), key_heads=2)
+    with torch.no_grad():
+        found = attend(batch_of({"a": lengths}), qkv, **KINDS[kind])
+        assert relative(found, one_by_one(lengths, qkv, **KINDS[kind])) < 1e-6
+
+
+# ------------------------------------------------------------------ isolation
+
+
+@pytest.mark.parametrize("change", ["other numbers", "nan", "inf"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_changed_sequence_changes_no_bit_of_any_other(kind: str, change: str) -> None:
+    batch, qkv = batch_of({"a": LENGTHS[:3], "b": LENGTHS[3:]}), states(sum(LENGTHS))
+    before = attend(batch, qkv, **KINDS[kind])
+    bounds = np.cumsum((0, *LENGTHS))
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        value = {"nan": math.nan, "inf": math.inf}.get(change)
+        changed = [x.detach().clone() for x in qkv]
+        for x in changed:
+            part = x[:, :, start:end]
+            part.copy_(part * 3 + 1 if value is None else torch.full_like(part, value))
+        after = attend(batch, changed, **KINDS[kind])
+        assert torch.equal(before[:start], after[:start])
+        assert torch.equal(before[end:], after[end:])
+        assert not torch.equal(before[start:end], after[start:end]), "the change did nothing"
+
+
+@pytest.mark.parametrize("poisoned", [False, True], ids=["healthy", "poisoned"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_gradient_flows_from_one_sequence_to_another(kind: str, poisoned: bool) -> None:
+    batch, qkv = batch_of({"a": LENGTHS}), states(sum(LENGTHS))
+    flow = torch.ones(sum(LENGTHS), HEADS, CHANNELS)
+    start, end = 22, 39  # the sequence of 17 tokens
+    mine = torch.zeros(sum(LENGTHS), dtype=torch.bool)
+    mine[start:end] = True
+    flow[~mine] = 0.0
+    if poisoned:
+        flow[mine] = math.nan
+    gradients = torch.autograd.grad(attend(batch, qkv, **KINDS[kind]), qkv, flow)
+    for gradient in gradients:
+        assert (gradient[0, :, ~mine] == 0).all()
+    assert gradients[2][0, :, mine].isnan().any() == poisoned
+    assert (gradients[2][0, :, mine] != 0).any()
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "soft-cap", "window and soft-cap", "scaling"])
+def test_no_gradient_flows_back_from_a_later_token(kind: str) -> None:
+    qkv = states(30)
+    out = attend(batch_of({"a": [30]}), qkv, **KINDS[kind])
+    for gradient in torch.autograd.grad(out[:10].sum(), qkv):
+        assert (gradient[0, :, 10:] == 0).all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sequence_has_the_same_bits_beside_others_of_its_length_and_beside_shorter_ones(kind: str) -> None:
+    # The number of sequences in a rectangle is fixed here: batched products may sum in another order otherwise.
+    qkv = states(60)
+    first = attend(batch_of({"a": [20, 20, 20]}), qkv, **KINDS[kind])[:20]
+    mixed = [torch.cat((x[:, :, :40], x[:, :, 40:], x[:, :, :10]), dim=2) for x in qkv]
+    second = attend(batch_of({"a": [20, 20, 20], "b": [10]}), mixed, **KINDS[kind])[:20]
+    assert torch.equal(first, second)
+
+
+# -------------------------------------------------------------------- dropout
+
+
+def test_dropout_of_attention_weights_is_that_of_the_counter_at_each_query() -> None:
+    lengths, p, seed = (5, 18), 0.4, 9
+    batch, qkv = batch_of({"a": lengths}, seeds={"a": seed}), states(sum(lengths))
+    found = attend(batch, qkv, is_causal=False, dropout=p)
+    start = 0
+    for length in lengths:
+        q, k, v = (x[0, :, start : start + length].double() for x in qkv)
+        weights = (q @ k.mT * CHANNELS**-0.5).softmax(dim=-1)
+        places = torch.arange(start, start + length)
+        by_query = weights.transpose(0, 1).reshape(length, HEADS * length)
+        draws = philox.draw_seed(seed, 0, "layer.attention")
+        weights = philox.dropout(by_query, places, p, draws).view(length, HEADS, length).transpose(0, 1)
+        assert relative(found[start : start + length], (weights @ v).transpose(0, 1)) < 1e-6
+        start += length
+
+
+def test_dropout_of_one_task_does_not_depend_on_its_neighbours() -> None:
+    qkv = states(30)
+    solo = attend(batch_of({"b": [18]}, seeds={"b": 4}), [x[:, :, 12:] for x in qkv], is_causal=True, dropout=0.5)
+    batch = batch_of({"a": [12], "b": [18]}, seeds={"a": 1, "b": 4})
+    together = attend(batch, qkv, is_causal=True, dropout=0.5)
+    assert relative(together[12:], solo) < 1e-6
+    other_seed = attend(batch_of({"a": [12], "b": [18]}, seeds={"a": 2, "b": 4}), qkv, is_causal=True, dropout=0.5)
+    assert torch.equal(together[12:], other_seed[12:])
+    assert not torch.equal(together[:12], other_seed[:12])
+
+
+# --------------------------------------------------------------------- layout
+
+
+@PROPERTY
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.sampled_from([1, 2, 16]))
+def test_every_token_has_its_own_row_and_padding_has_the_others(lengths: list[int], step: int) -> None:
+    layout = build_layout(tuple(lengths), step, torch.device("cpu"))
+    tokens, padding = layout.row_of_token.tolist(), layout.padding_rows.tolist()
+    assert len(tokens) == sum(lengths)
+    assert sorted(tokens + padding) == list(range(layout.num_rows)), "token and padding rows partition all rows"
+    if step == 1:
+        assert padding == []
+
+
+@PROPERTY
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.sampled_from([1, 2, 16]))
+def test_every_sequence_begins_a_row_of_a_rectangle_of_its_own_rounded_length(lengths: list[int], step: int) -> None:
+    layout = build_layout(tuple(lengths), step, torch.device("cpu"))
+    begins = {
+        rectangle.start + index * rectangle.length: rectangle.length
+        for rectangle in layout.rectangles
+        for index in range(rectangle.num_sequences)
+    }
+    start = 0
+    for length in lengths:
+        rows = layout.row_of_token[start : start + length].tolist()
+        assert rows == list(range(rows[0], rows[0] + length)), "tokens of a sequence stay together, in order"
+        assert begins.pop(rows[0]) == math.ceil(length / step) * step
+        start += length
+    assert not begins, "a rectangle has a place for no sequence"
+
+
+@PROPERTY
+@given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.sampled_from([1, 2, 16]))
+def test_rectangles_lie_one_after_another_and_no_two_have_one_length(lengths: list[int], step: int) -> None:
+    layout = build_layout(tuple(lengths), step, torch.device("cpu"))
+    end = 0
+    for rectangle in layout.rectangles:
+        assert rectangle.rows.start == end
+        end = rectangle.rows.stop
+    assert end == layout.num_rows
+    widths = [rectangle.length for rectangle in layout.rectangles]
+    assert len(set(widths)) == len(widths)
+    assert sum(rectangle.num_sequences for rectangle in layout.rectangles) == len(lengths)
+
+
+def test_a_layout_is_built_once_for_all_layers() -> None:
+    batch = batch_of({"a": LENGTHS})
+    attention = AttentionStream(Stream(), batch, {})
+    assert attention.layout(is_causal=True) is attention.layout(is_causal=True)
+    assert attention.layout(is_causal=False).padding_rows.numel() == 0
+    assert attention.layout(is_causal=True).padding_rows.numel() > 0
+
+
+# ------------------------------------------------------------------- refusals
+
+
+def test_a_model_that_does_not_hand_the_stream_on_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"Attention does not hand the arguments .* cannot be told apart"):
+        packed_attention(Attention(), *states(4), None)
+
+
+def test_a_mask_of_the_model_is_refused() -> None:
+    stream, batch = Stream(), batch_of({"a": [4]})
+    with stream.reading(batch, {"a": "a"}):
+        attention = AttentionStream(stream, batch, {})
+        with pytest.raises(UnsupportedModelError, match="Attention builds an attention mask of its own"):
+            packed_attention(Attention(), *states(4), torch.ones(4, 4), mux_stream=attention)
+
+
+@pytest.mark.parametrize("name", ["s_aux", "position_bias"])
+def test_a_tensor_that_would_change_the_scores_is_refused_by_name(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=f'Attention passes "{name}" to attention'):
+        attend(batch_of({"a": [4]}), states(4), **{name: torch.zeros(4)})
+
+
+def test_tensors_that_change_nothing_are_taken() -> None:
+    qkv, batch = states(4), batch_of({"a": [4]})
+    wanted = attend(batch, qkv)
+    assert torch.equal(attend(batch, qkv, position_ids=torch.arange(4)[None], cache_position=torch.arange(4)), wanted)
+
+
+def test_a_window_over_both_directions_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="slides a window over both directions"):
+        attend(batch_of({"a": [4]}), states(4), is_causal=False, sliding_window=2)

@@ -1,0 +1,414 @@
+"""Attention in one call over a packed stream: what each library is handed, by fakes that compute it on a CPU."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import sys
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from peft_mux.modeling.attention import varlen
+from peft_mux.modeling.attention.varlen import VarlenKernel, as_kernel, varlen_attention, varlen_kernel, varlen_support
+
+LENGTHS = (5, 1, 17, 8)
+HEADS, CHANNELS = 4, 8
+SCALING = 0.3
+CUDA = torch.device("cuda")
+States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def cu_seqlens(lengths: tuple[int, ...] = LENGTHS) -> torch.Tensor:
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def states(key_heads: int, lengths: tuple[int, ...] = LENGTHS) -> States:
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(heads: int) -> torch.Tensor:
+        shape = (sum(lengths), heads, CHANNELS)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
+    return draw(HEADS), draw(key_heads), draw(key_heads)
+
+
+def each(change: Callable[[torch.Tensor], torch.Tensor], qkv: States) -> States:
+    q, k, v = qkv
+    return change(q), change(k), change(v)
+
+
+def causal_mask(length: int, reach: tuple[int, int]) -> torch.Tensor:
+    """Return bool `[L, L]`: which keys a query sees, by the kernels' meaning of a window."""
+    places = torch.arange(length)
+    distance = places[:, None] - places[None, :]
+    left, right = reach
+    return ((left < 0) | (distance <= left)) & ((right < 0) | (-distance <= right))
+
+
+def by_sequence(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, scale: float, reach: tuple[int, int]
+) -> torch.Tensor:
+    """Return what a kernel computes."""
+    parts = []
+    for start, end in itertools.pairwise(bounds.tolist()):
+        heads_first = (x[start:end].transpose(0, 1) for x in (q, k, v))
+        mask = causal_mask(end - start, reach)
+        parts.append(F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale, enable_gqa=True))
+    return torch.cat([part.transpose(0, 1) for part in parts])
+
+
+class Library:
+    """Stands for a library in one version: checks what it is handed as that version does, and notes it."""
+
+    def __init__(self, version: str) -> None:
+        self.version = version
+        self.seen: dict[str, Any] = {}
+
+    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, gqa: bool) -> None:
+        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1, "channels lie apart"
+        assert gqa or q.shape[1] == k.shape[1] == v.shape[1], "as many heads as key-value heads"
+
+    def torch_2_11(
+        self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
+        *, return_aux=None, scale=1.0, window_size=(-1, -1),
+    ):  # fmt: skip
+        self.seen = {"heads": key.shape[1], "max_q": max_q, "max_k": max_k, "window_size": window_size}
+        self._check(query, key, value, gqa=False)
+        assert torch.equal(cu_seq_q, cu_seq_k)
+        return by_sequence(query, key, value, cu_seq_q, scale, window_size)
+
+    def torch_2_12(
+        self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
+        *, return_aux=None, scale=1.0, window_size=(-1, -1), enable_gqa=False, seqused_k=None,
+    ):  # fmt: skip
+        self.seen = {"heads": key.shape[1], "max_q": max_q, "max_k": max_k, "window_size": window_size}
+        self.seen["enable_gqa"] = enable_gqa
+        self._check(query, key, value, gqa=enable_gqa)
+        assert seqused_k is None
+        return by_sequence(query, key, value, cu_seq_q, scale, window_size)
+
+    def torch_2_13(
+        self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
+        *, return_aux=None, scale=1.0, window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None,
+        num_splits=None,
+    ):  # fmt: skip
+        out = self.torch_2_12(
+            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
+            scale=scale, window_size=window_size, enable_gqa=enable_gqa,
+        )  # fmt: skip
+        self.seen["num_splits"] = num_splits
+        return out
+
+    def flash_attn(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=1.0,
+        causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+        return_attn_probs=False, block_table=None,
+    ):  # fmt: skip
+        self.seen = {"heads": k.shape[1], "max_q": max_seqlen_q, "max_k": max_seqlen_k, "window_size": window_size}
+        self.seen |= {"causal": causal, "deterministic": deterministic}
+        self._check(q, k, v, gqa=True)
+        assert (dropout_p, softcap) == (0.0, 0.0)
+        return by_sequence(q, k, v, cu_seqlens_q, softmax_scale, (window_size[0], 0 if causal else window_size[1]))
+
+    def flash_attn_interface(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+        softmax_scale=1.0, causal=False, qv=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
+        num_splits=0, pack_gqa=None, deterministic=False, sm_margin=0,
+    ):  # fmt: skip
+        out = self.flash_attn(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+            softmax_scale=softmax_scale, causal=causal, window_size=window_size, deterministic=deterministic,
+        )  # fmt: skip
+        self.seen["num_splits"] = num_splits
+        return out, torch.zeros(q.shape[1], q.shape[0])
+
+    def kernel(self) -> VarlenKernel:
+        name = "torch" if self.version.startswith("torch") else self.version
+        found = as_kernel(name, getattr(self, self.version))
+        assert found is not None
+        return found
+
+
+VERSIONS = ("torch_2_11", "torch_2_12", "torch_2_13", "flash_attn", "flash_attn_interface")
+KINDS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True, "window": None},
+    "bidirectional": {"is_causal": False, "window": None},
+    "window": {"is_causal": True, "window": 3},
+    "window of one token": {"is_causal": True, "window": 1},
+    "window beyond every sequence": {"is_causal": True, "window": 100},
+}
+
+
+@pytest.fixture(params=VERSIONS)
+def library(request: pytest.FixtureRequest) -> Library:
+    return Library(request.param)
+
+
+def attend(library: Library, qkv: States, lengths: tuple[int, ...] = LENGTHS, **kind: Any) -> torch.Tensor:
+    options = {"is_causal": True, "window": None, **kind}
+    return varlen_attention(
+        *qkv, cu_seqlens(lengths), max(lengths), scaling=SCALING, kernel=library.kernel(), **options
+    )
+
+
+def spelled_out(qkv: States, *, is_causal: bool, window: int | None) -> torch.Tensor:
+    """Return attention by its definition: one query of one head at a time."""
+    q, k, v = qkv
+    groups, out = q.shape[1] // k.shape[1], []
+    for start, end in itertools.pairwise(cu_seqlens().tolist()):
+        for query in range(start, end):
+            first = start if window is None else max(start, query - window + 1)
+            last = query + 1 if is_causal else end
+            for head in range(q.shape[1]):
+                keys, values = k[first:last, head // groups], v[first:last, head // groups]
+                out.append(torch.softmax(keys @ q[query, head] * SCALING, dim=0) @ values)
+    return torch.stack(out).view(q.shape)
+
+
+@pytest.mark.parametrize("key_heads", [HEADS, 2, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_and_gradients_are_those_of_attention_spelled_out(library: Library, kind: str, key_heads: int) -> None:
+    qkv = states(key_heads)
+    found, wanted = attend(library, qkv, **KINDS[kind]), spelled_out(qkv, **KINDS[kind])
+    assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
+    flow = torch.randn(found.shape, generator=torch.Generator().manual_seed(1), dtype=found.dtype)
+    gradients = zip(torch.autograd.grad(found, qkv, flow), torch.autograd.grad(wanted, qkv, flow), strict=True)
+    for ours, theirs in gradients:
+        assert torch.allclose(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_key_value_heads_are_repeated_only_where_the_library_wants_it(library: Library) -> None:
+    attend(library, states(2))
+    assert library.seen["heads"] == (HEADS if library.version == "torch_2_11" else 2)
+    assert library.seen.get("enable_gqa", True)
+    attend(library, states(HEADS))
+    assert library.seen["heads"] == HEADS
+    assert not library.seen.get("enable_gqa", False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reach"),
+    [("causal", (-1, 0)), ("bidirectional", (-1, -1)), ("window", (2, 0)), ("window of one token", (0, 0))],
+)
+def test_windows_are_handed_on_as_the_tokens_beside_the_query(
+    library: Library, kind: str, reach: tuple[int, int]
+) -> None:
+    attend(library, states(HEADS), **KINDS[kind])
+    assert library.seen["window_size"] == reach
+    assert isinstance(library.seen["window_size"], tuple)  # torch compares it with (-1, 0)
+    assert library.seen.get("causal", reach[1] == 0) == (reach[1] == 0)
+
+
+@pytest.mark.parametrize("lengths", [(1, 1), (1,), (3, 1), (40, 3)])
+def test_a_short_stream_is_not_announced_as_one_that_other_code_would_compute(
+    library: Library, lengths: tuple[int, ...]
+) -> None:
+    attend(library, states(HEADS, lengths), lengths, window=7)
+    assert library.seen["max_q"] >= max(2, *lengths)
+    assert library.seen["max_k"] > library.seen["window_size"][0]
+    assert library.seen["max_k"] >= max(lengths)
+
+
+def test_the_order_of_sums_is_asked_not_to_depend_on_the_longest_sequence(library: Library) -> None:
+    attend(library, states(HEADS))
+    assert library.seen.get("num_splits", 1) == 1
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_packages_are_told_whether_determinism_was_asked_for(asked: bool) -> None:
+    library, before = Library("flash_attn"), torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(asked)
+    try:
+        attend(library, states(HEADS))
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert library.seen["deterministic"] is asked
+
+
+def test_states_in_the_layout_of_transformers_are_taken_and_strided_channels_are_copied(library: Library) -> None:
+    qkv = states(2)
+    as_model = each(lambda x: x.detach().transpose(0, 1).contiguous().transpose(0, 1), qkv)
+    strided = each(lambda x: x.detach().transpose(1, 2).contiguous().transpose(1, 2), qkv)
+    assert as_model[0].stride(0) != qkv[0].stride(0)
+    assert strided[0].stride(-1) != 1
+    wanted = attend(library, qkv)
+    assert torch.equal(attend(library, as_model), wanted)
+    assert torch.equal(attend(library, strided), wanted)
+
+
+def test_a_window_over_both_directions_and_ragged_groups_of_heads_are_refused(library: Library) -> None:
+    with pytest.raises(ValueError, match="both directions"):
+        attend(library, states(HEADS), is_causal=False, window=3)
+    with pytest.raises(ValueError, match="of no token"):
+        attend(library, states(HEADS), window=0)
+    with pytest.raises(ValueError, match="3 key-value heads for 4 heads"):
+        attend(library, states(3))
+
+
+def test_without_any_kernel_the_call_says_whom_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda: None)
+    with pytest.raises(ValueError, match="varlen_support"):
+        varlen_attention(*states(HEADS), cu_seqlens(), 17, is_causal=True, window=None, scaling=1.0)
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("key_heads", [HEADS, 2])
+def test_the_installed_torch_takes_what_it_is_handed(window: int | None, key_heads: int) -> None:
+    from torch.nn.attention.varlen import varlen_attn
+
+    kernel = as_kernel("torch", varlen_attn)
+    assert kernel is not None
+    assert list(inspect.signature(varlen_attn).parameters)[:7] == [
+        "query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k",
+    ]  # fmt: skip
+    qkv = each(lambda x: x.detach().to("meta", torch.bfloat16).requires_grad_(), states(key_heads))
+    out = varlen_attention(
+        *qkv, cu_seqlens().to("meta"), 17, is_causal=True, window=window, scaling=SCALING, kernel=kernel
+    )
+    gradients = torch.autograd.grad(out.sum(), qkv)
+    assert out.shape == qkv[0].shape
+    assert [gradient.shape for gradient in gradients] == [x.shape for x in qkv]
+
+
+# ------------------------------------------------------------------------------------------ finding a kernel
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Forget what was found and said before, and what is found and said meanwhile."""
+    for cached in (varlen.varlen_kernel, varlen.warn_once):
+        cached.cache_clear()
+    yield
+    for cached in (varlen.varlen_kernel, varlen.warn_once):
+        cached.cache_clear()
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, fresh: None) -> Callable[..., None]:
+    """Return a function that pretends that these libraries are there, and no others."""
+
+    def pretend(*, has_flash: bool, torch_has: Any = None, packages: tuple[str, ...] = ()) -> None:
+        monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: has_flash)
+        module = types.ModuleType("torch.nn.attention.varlen")
+        if torch_has is not None:
+            module.varlen_attn = torch_has  # pyright: ignore[reportAttributeAccessIssue]
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", module)
+        for name in ("flash_attn", "flash_attn_interface"):
+            package = types.ModuleType(name) if name in packages else None
+            if package is not None:
+                package.flash_attn_varlen_func = getattr(Library(name), name)  # pyright: ignore
+            monkeypatch.setitem(sys.modules, name, package)  # None makes the import fail
+
+    return pretend
+
+
+def found() -> str | None:
+    varlen_kernel.cache_clear()
+    kernel = varlen_kernel()
+    return None if kernel is None else kernel.library
+
+
+def test_torch_comes_first_then_the_packages_then_nothing(install: Callable[..., None]) -> None:
+    ours = Library("torch_2_11").torch_2_11
+    both = ("flash_attn", "flash_attn_interface")
+    install(has_flash=True, torch_has=ours, packages=both)
+    assert found() == "torch"
+    install(has_flash=True, packages=both)
+    assert found() == "flash_attn_interface"
+    install(has_flash=False, torch_has=ours, packages=("flash_attn",))
+    assert found() == "flash_attn"
+    install(has_flash=False, torch_has=ours)
+    assert found() is None
+
+
+def test_a_function_that_cannot_be_told_of_windows_is_passed_over(install: Callable[..., None]) -> None:
+    def before_windows(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+        raise AssertionError
+
+    install(has_flash=True, torch_has=before_windows, packages=("flash_attn",))
+    assert found() == "flash_attn"
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend that there is a GPU with everything that is needed."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(varlen, "varlen_kernel", Library("torch_2_11").kernel)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 256])
+def test_half_precision_on_a_gpu_is_supported(on_gpu: None, dtype: torch.dtype, head_dim: int) -> None:
+    assert varlen_support(CUDA, dtype, head_dim) is None
+    assert varlen_support(CUDA, dtype, head_dim, value_dim=head_dim, softcap=None, dropout=0.0) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"device": torch.device("cpu")}, "no kernel for cpu"),
+        ({"dtype": torch.float32}, "bf16 or fp16, not in float32"),
+        ({"head_dim": 264}, "264 channels"),
+        ({"head_dim": 100}, "100 channels, not a multiple of 8"),
+        ({"value_dim": 32}, "values have 32 channels and queries 64"),
+        ({"softcap": 50.0}, "soft-capped"),
+        ({"dropout": 0.1}, "dropped out"),
+        ({"has_sinks": True}, "sinks"),
+    ],
+)
+def test_whatever_is_in_the_way_is_named(on_gpu: None, change: dict[str, Any], reason: str) -> None:
+    good = {"device": CUDA, "dtype": torch.bfloat16, "head_dim": 64}
+    assert varlen_support(**good) is None
+    assert reason in (varlen_support(**{**good, **change}) or "")
+
+
+def test_an_old_gpu_and_an_absent_kernel_are_named(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+        assert "compute capability 8.0" in (varlen_support(CUDA, torch.float16, 64) or "")
+    monkeypatch.setattr(varlen, "varlen_kernel", lambda: None)
+    assert "neither torch nor" in (varlen_support(CUDA, torch.float16, 64) or "")
+
+
+def test_each_reason_is_told_once(fresh: None) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for reason in ("scores are soft-capped", "attention has sinks", "scores are soft-capped"):
+            varlen.warn_once(reason)
+    told = [str(warning.message) for warning in caught]
+    assert len(told) == 2
+    assert "scores are soft-capped" in told[0]
+    assert "attention has sinks" in told[1]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("key_heads", [HEADS, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_a_gpu_the_kernel_agrees_with_attention_spelled_out_and_keeps_sequences_apart(
+    kind: str, key_heads: int
+) -> None:
+    exact = each(lambda x: x.detach().to(torch.bfloat16).double().requires_grad_(), states(key_heads))
+    qkv = each(lambda x: x.detach().to("cuda", torch.bfloat16).requires_grad_(), exact)
+    assert varlen_support(qkv[0].device, torch.bfloat16, CHANNELS) is None
+    bounds = cu_seqlens().cuda()
+    out = varlen_attention(*qkv, bounds, max(LENGTHS), scaling=SCALING, **KINDS[kind])
+    wanted = spelled_out(exact, **KINDS[kind])
+    pairs = [(out, wanted)]
+    pairs += zip(torch.autograd.grad(out.sum(), qkv), torch.autograd.grad(wanted.sum(), exact), strict=True)
+    for ours, theirs in pairs:
+        assert (ours.cpu().double() - theirs).norm() < 1e-2 * theirs.norm()
+    leaves = each(lambda x: x.detach().clone(), qkv)
+    for x in leaves:
+        x[: LENGTHS[0]] = float("nan")
+        x.requires_grad_()
+    again = varlen_attention(*leaves, bounds, max(LENGTHS), scaling=SCALING, **KINDS[kind])
+    assert torch.equal(again[LENGTHS[0] :], out[LENGTHS[0] :])
+    for gradient in torch.autograd.grad(again.sum(), leaves):
+        assert torch.isfinite(gradient[LENGTHS[0] :]).all()

@@ -1,0 +1,201 @@
+"""What is read off a backbone before it is trained on, and the probe that catches what cannot be read off."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig, RobertaConfig
+
+from peft_mux.errors import UnsupportedModelError
+from peft_mux.modeling.backbone.checks import max_positions, rope_limit
+from peft_mux.modeling.backbone.fingerprint import backbone_fingerprint
+from peft_mux.modeling.backbone.modules import adaptable_modules
+from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.modeling.model import MultiTaskPeftModel
+
+SIZE = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@cache
+def _llama() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**SIZE, initializer_range=0.15))
+
+
+def llama() -> LlamaForCausalLM:
+    """Return a fresh copy of a tiny backbone."""
+    return copy.deepcopy(_llama())
+
+
+def adapted(model: Any, **options: Any) -> MultiTaskPeftModel:
+    """Return the backbone with one adapter, probed unless told otherwise."""
+    return MultiTaskPeftModel(model, {"a": LoraConfig(r=2, target_modules=["q_proj"])}, **options)
+
+
+# ---------------------------------------------------------------------- probe
+
+
+class Shifted(nn.Module):
+    """Mixes each token with the one before it, whichever sequence that belongs to."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = torch.cat((torch.zeros_like(x[:, :1]), x[:, :-1]), dim=1)
+        return self.inner(x + before)
+
+
+class BlindAttention(nn.Module):
+    """Lets no token see any other, and asks no attention function."""
+
+    def forward(self, hidden_states: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, None]:
+        return hidden_states, None
+
+
+class Noisy(nn.Module):
+    """Draws from torch's global generator in training."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(self.inner(x), 0.1, self.training)
+
+
+def test_a_model_that_mixes_neighbouring_tokens_of_a_row_is_caught_by_its_logits() -> None:
+    model = llama()
+    model.model.layers[1].mlp = Shifted(model.model.layers[1].mlp)
+    with pytest.raises(UnsupportedModelError, match=r"^LlamaForCausalLM cannot be packed: its logits differ by "):
+        adapted(model)
+
+
+def test_a_model_whose_attention_goes_another_way_is_caught() -> None:
+    model = llama()
+    for layer in model.model.layers:
+        layer.self_attn = BlindAttention()
+    config = LoraConfig(r=2, target_modules=["up_proj"])
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM .*attention never reached the packed attention"):
+        MultiTaskPeftModel(model, {"a": config})
+
+
+def test_a_model_that_draws_from_the_global_generator_in_training_is_caught() -> None:
+    model = llama()
+    model.model.layers[0].mlp = Noisy(model.model.layers[0].mlp)
+    with pytest.raises(UnsupportedModelError, match=r"LlamaForCausalLM .*draws from the global random generator"):
+        adapted(model)
+
+
+def test_a_model_with_logits_that_are_no_numbers_is_caught() -> None:
+    model = llama()
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    with pytest.raises(UnsupportedModelError, match=r"its logits differ by nan"):
+        adapted(model)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_probe_leaves_mode_random_numbers_and_gradients_as_they_were(training: bool) -> None:
+    model = adapted(llama(), verify=False).train(training)
+    torch.manual_seed(4)
+    state = torch.get_rng_state()
+    model.verify()
+    assert model.training is training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert model.stream.is_idle
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_sound_model_passes_in_every_precision(dtype: torch.dtype) -> None:
+    assert adapted(llama().to(dtype)).tasks == ("a",)
+
+
+# ------------------------------------------------------------- what is read off
+
+
+def test_the_longest_sequence_is_that_of_the_positions() -> None:
+    assert max_positions(LlamaConfig(**SIZE)) == 64
+    assert max_positions(GPT2Config(n_positions=48)) == 48
+    assert max_positions(OPTConfig(max_position_embeddings=80)) == 80
+    # RoBERTa's first token has the position after the padding id.
+    assert max_positions(RobertaConfig(max_position_embeddings=514, pad_token_id=1)) == 512
+
+
+@pytest.mark.parametrize(
+    ("rope", "limit"),
+    [
+        ({"rope_type": "default"}, None),
+        ({"rope_type": "linear", "factor": 2.0}, None),
+        ({"rope_type": "dynamic", "factor": 2.0}, 64),
+        ({"rope_type": "dynamic", "factor": 2.0, "original_max_position_embeddings": 16}, 16),
+    ],
+    ids=["plain", "linear", "dynamic", "dynamic with an original length"],
+)
+def test_scaling_that_looks_at_the_longest_row_limits_rows_to_where_it_does_not(
+    rope: dict[str, Any], limit: int | None
+) -> None:
+    config = LlamaConfig(**SIZE)
+    config.rope_parameters = {"rope_theta": 10_000.0, **rope}
+    assert rope_limit(config) == limit
+    assert max_positions(config) == (limit or 64)
+
+
+def test_modules_have_the_same_names_with_and_without_adapters() -> None:
+    model = llama()
+    before = list(adaptable_modules(model))
+    assert len(before) == 2 * 7 + 2, "seven linear layers a block, the embedding and the output head"
+    adapted(model, verify=False)
+    assert list(adaptable_modules(model)) == before
+
+
+def test_the_shape_of_a_model_counts_its_frozen_weights_alone() -> None:
+    model = llama()
+    frozen = sum(parameter.numel() for parameter in model.parameters())
+    adapted(model, verify=False)
+    shape = model_shape(model, model.config, dtype=torch.bfloat16, activation_dtype=torch.float32)
+    assert (shape.num_layers, shape.hidden_size, shape.intermediate_size) == (2, 32, 48)
+    assert (shape.attention_size, shape.key_value_size, shape.vocab_size) == (32, 16, 61)
+    assert shape.backbone_bytes == 2 * frozen
+    assert shape.activation_bytes == 4
+
+
+def test_the_shape_of_gpt2_is_read_from_its_own_names() -> None:
+    config = GPT2Config(vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=16)
+    shape = model_shape(GPT2LMHeadModel(config), config, dtype=torch.float32, activation_dtype=torch.float32)
+    assert (shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.attention_size) == (3, 32, 128, 32)
+
+
+def test_the_fingerprint_of_a_backbone_does_not_see_adapters() -> None:
+    model = llama()
+    before = backbone_fingerprint(model)
+    held = adapted(model, verify=False)
+    with torch.no_grad():
+        for parameter in held.task_parameters("a").values():
+            parameter.fill_(3.0)
+    assert backbone_fingerprint(held.backbone) == before == backbone_fingerprint(llama())
+
+
+def test_the_fingerprint_of_a_backbone_sees_its_weights_its_type_and_its_size() -> None:
+    nudged = llama()
+    with torch.no_grad():
+        nudged.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
+    smaller = LlamaForCausalLM(LlamaConfig(**{**SIZE, "num_hidden_layers": 1}))
+    prints = [backbone_fingerprint(model) for model in (llama(), nudged, llama().bfloat16(), smaller)]
+    assert len(set(prints)) == 4

@@ -1,0 +1,486 @@
+"""Backbones through bitsandbytes: exact beside plain PEFT, isolated, planned, resumed, saved, and refused by name."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.data.batch import TaskBatch, TokenSequence
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.errors import CheckpointError, ConfigError, UnsupportedModelError
+from peft_mux.modeling.backbone.fingerprint import backbone_fingerprint
+from peft_mux.modeling.backbone.quantized import base_output, prepare_quantized, quantized_layers, weight_bytes
+from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.task import Task
+from peft_mux.trainer.trainer import MultiTaskTrainer
+from tests.invariants import mux_lab
+from tests.invariants.mux_lab import (
+    Run,
+    assert_as_judged,
+    assert_bit_identical,
+    judge,
+    make_trainer,
+    relative,
+    small_task,
+    train,
+    weights,
+)
+
+bnb = pytest.importorskip("bitsandbytes")
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "nf4-double": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
+    "int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
+}
+ALL_FORMATS = pytest.mark.parametrize("form", FORMATS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a stored Llama in full precision: hidden 64, 2 layers."""
+    path = tmp_path_factory.mktemp("quantized") / "llama"
+    config = LlamaConfig(
+        vocab_size=mux_lab.VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        attention_bias=True,
+    )
+    model = LlamaForCausalLM(config)
+    mux_lab.fill(model, 0)
+    model.save_pretrained(path)
+    return path
+
+
+def loaded(folder: Path, form: str, **options: Any) -> Any:
+    config = BitsAndBytesConfig(**{**FORMATS[form], **options})
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, device_map={"": "cpu"})
+
+
+def two_tasks(**settings: Any) -> list[Any]:
+    return [
+        small_task("first", data_seed=1, max_steps=3, **settings),
+        small_task("second", data_seed=2, rank=8, length=7, max_steps=3, target_modules=["q_proj", "down_proj"]),
+    ]
+
+
+def judged(run: Run, tasks: list[Any], folder: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Train each task alone with plain PEFT on a quantised backbone of its own."""
+    monkeypatch.setattr(mux_lab, "tiny_llama", lambda: loaded(folder, form))
+    return {task.name: judge(run.trainer, task) for task in tasks}
+
+
+def mux_batch(tasks: dict[str, list[list[int]]]) -> Any:
+    batches = []
+    for name, rows in tasks.items():
+        sequences = [
+            TokenSequence(torch.tensor(row).numpy(), torch.tensor(row).numpy(), i) for i, row in enumerate(rows)
+        ]
+        batches.append(TaskBatch(name, 0, 0, tuple(sequences)))
+    (batch,) = ChunkPackingCollator().micro_batches(batches, max_tokens=256)
+    return batch
+
+
+# ---------------------------------------------------------- alone = together
+
+
+@ALL_FORMATS
+def test_several_steps_go_as_plain_peft_takes_them(
+    form: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = two_tasks()
+    run = train(tasks, tmp_path, model=loaded(folder, form))
+    assert_as_judged(run, judged(run, tasks, folder, form, monkeypatch))
+
+
+@ALL_FORMATS
+def test_losses_and_adapter_gradients_of_one_step_are_plain_pefts(form: str, folder: Path) -> None:
+    configs = {"a": LoraConfig(r=4, target_modules="all-linear"), "b": LoraConfig(r=8, target_modules=["v_proj"])}
+    rows = {name: [row["input_ids"] for row in mux_lab.rows(seed, 2, 9, 9)] for seed, name in enumerate(configs)}
+    backbone = loaded(folder, form)
+    prepare_quantized(backbone)
+    model = MultiTaskPeftModel(backbone, configs).train()
+    for name in configs:  # B starts at zero, which would hide the gradients of A
+        for key, weight in model.task_parameters(name).items():
+            if "lora_B" in key:
+                torch.nn.init.constant_(weight, 0.01)
+    output = model(mux_batch(rows))
+    output.losses.sum().backward()
+    for index, (name, config) in enumerate(configs.items()):
+        alone = get_peft_model(loaded(folder, form), copy.deepcopy(config)).train()
+        parameters = {key.replace(".default", ""): value for key, value in alone.named_parameters() if "lora_" in key}
+        with torch.no_grad():
+            for key, weight in model.task_parameters(name).items():
+                parameters[key].copy_(weight)
+        ids = torch.tensor(rows[name])
+        loss = alone(input_ids=ids, labels=ids).loss
+        loss.backward()
+        torch.testing.assert_close(output.losses[index], loss, rtol=1e-5, atol=0)
+        for key, weight in model.task_parameters(name).items():
+            wanted = parameters[key].grad
+            assert wanted is not None, key
+            assert wanted.norm() > 0, key
+            assert relative(weight.grad, wanted) < 1e-4, key
+
+
+@pytest.mark.parametrize("form", ["nf4-double", "int8"])
+def test_evaluation_between_steps_does_not_change_training(form: str, folder: Path, tmp_path: Path) -> None:
+    quiet = train(two_tasks(), tmp_path / "quiet", model=loaded(folder, form))
+    tasks = two_tasks(eval_dataset=mux_lab.rows(5, 3, 4, 9))
+    busy = train(tasks, tmp_path / "busy", model=loaded(folder, form), eval_strategy="steps", eval_steps=1)
+    assert any("eval_loss" in line for line in busy.trainer.task_states["first"].log_history)
+    for name in ("first", "second"):
+        assert_bit_identical(quiet, busy, name)
+
+
+def test_all_tasks_under_bf16_autocast_learn(folder: Path, tmp_path: Path) -> None:
+    tasks = [small_task("long", data_seed=1, max_steps=12), small_task("short", data_seed=2, length=5, max_steps=12)]
+    run = train(tasks, tmp_path, model=loaded(folder, "nf4", bnb_4bit_compute_dtype=torch.bfloat16), bf16=True)
+    for name in ("long", "short"):
+        assert run.losses[name][-1] < run.losses[name][0]
+
+
+def test_recomputed_activations_give_the_same_training(folder: Path, tmp_path: Path) -> None:
+    kept = train(two_tasks(), tmp_path / "kept", model=loaded(folder, "nf4"))
+    anew = train(two_tasks(), tmp_path / "anew", model=loaded(folder, "nf4"), gradient_checkpointing=True)
+    for name in ("first", "second"):
+        mux_lab.assert_same(anew, kept, name, 1e-6)
+
+
+@pytest.mark.parametrize("form", ["nf4-double", "int8"])
+def test_gpt2_whose_layers_are_stored_transposed_goes_as_plain_peft_takes_it(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropouts: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    sizes: dict[str, Any] = {
+        "vocab_size": mux_lab.VOCABULARY,
+        "n_embd": 64,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+    }
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **dropouts, bos_token_id=0, eos_token_id=0))
+    mux_lab.fill(model, 0)
+    model.save_pretrained(tmp_path / "gpt2")
+    tasks = [small_task(name, data_seed=seed, max_steps=3) for seed, name in enumerate("ab")]
+    run = train(tasks, tmp_path / "run", model=loaded(tmp_path / "gpt2", form))
+    assert_as_judged(run, judged(run, tasks, tmp_path / "gpt2", form, monkeypatch))
+
+
+@pytest.mark.parametrize("form", ["nf4", "int8"])
+def test_classifiers_with_heads_in_full_precision_go_together_as_alone(form: str, folder: Path, tmp_path: Path) -> None:
+    def task(name: str, classes: int) -> Task:
+        rows = [{**row, "label": place % classes} for place, row in enumerate(mux_lab.rows(classes, 8, 5, 9))]
+        config = LoraConfig(r=4, task_type=TaskType.SEQ_CLS, target_modules="all-linear")
+        return Task(
+            name=name,
+            peft_config=config,
+            train_dataset=rows,
+            train_batch_size=4,
+            max_steps=3,
+            learning_rate=1e-3,
+            seed=1,
+        )
+
+    tasks = [task("two", 2), task("three", 3)]
+    together = from_folder(folder, tmp_path / "together", FORMATS[form], tasks)
+    together.train()
+    for one in tasks:
+        alone = from_folder(folder, tmp_path / one.name, FORMATS[form], [one])
+        alone.train()
+        for key, weight in weights(alone, one.name).items():
+            assert relative(weights(together, one.name)[key], weight) < 1e-4, key
+
+
+# ------------------------------------------------------------------ isolation
+
+
+@ALL_FORMATS
+def test_a_task_of_nans_is_quarantined_and_its_neighbour_goes_on(form: str, folder: Path, tmp_path: Path) -> None:
+    def poison(trainer: MultiTaskTrainer) -> None:
+        with torch.no_grad():
+            for weight in trainer.model.task_parameters("second").values():
+                weight.fill_(float("nan"))
+
+    clean = train(two_tasks(), tmp_path / "clean", model=loaded(folder, form))
+    recorder = mux_lab.Recorder(at_end={1: poison})
+    sick = train(two_tasks(), tmp_path / "sick", model=loaded(folder, form), recorder=recorder)
+    assert str(getattr(sick.trainer.task_statuses["second"], "value", "")) == "failed"
+    mux_lab.assert_same(sick, clean, "first", 1e-6)
+
+
+@ALL_FORMATS
+def test_values_of_a_neighbour_change_no_bit_of_a_row(form: str, folder: Path) -> None:
+    _, layer, _ = next(quantized_layers(loaded(folder, form)))
+    layer.support_avx512bf16_for_cpu = False
+    calm_TD = torch.linspace(-1.0, 1.0, 6 * 64).view(6, 64)
+    wild_TD = calm_TD.clone()
+    wild_TD[4, 7], wild_TD[5] = 40.0, float("nan")
+    for is_training in (True, False):
+        layer.train(is_training)
+        torch.testing.assert_close(layer(wild_TD)[:4], layer(calm_TD)[:4], rtol=0, atol=0)
+
+
+def test_an_outlier_threshold_would_let_one_row_change_another(folder: Path) -> None:
+    _, layer, _ = next(quantized_layers(loaded(folder, "int8", llm_int8_threshold=6.0)))
+    calm_TD = torch.linspace(-1.0, 1.0, 6 * 64).view(6, 64)
+    wild_TD = calm_TD.clone()
+    wild_TD[4, 7] = 40.0
+    assert not torch.equal(layer.eval()(wild_TD)[:4], layer(calm_TD)[:4]), "then the refusal of thresholds can go"
+
+
+# ------------------------------------------------- folders, plans, resumption
+
+
+@ALL_FORMATS
+def test_a_folder_is_planned_in_quantised_bytes_and_trained_as_the_loaded_model(
+    form: str, folder: Path, tmp_path: Path
+) -> None:
+    trainer = from_folder(folder, tmp_path / "named", FORMATS[form])
+    assert trainer.model.device.type == "meta"
+    planned = trainer.plan().memory.backbone_bytes
+    trainer.train()
+    assert trainer.plan().memory.backbone_bytes == planned == held_bytes(loaded(folder, form))
+    given = train(two_tasks(), tmp_path / "given", model=loaded(folder, form))
+    for name in ("first", "second"):
+        for key, weight in given.weights(name).items():
+            assert torch.equal(weights(trainer, name)[key], weight)
+
+
+def from_folder(folder: Path, output: Path, quantization: Any, tasks: list[Any] | None = None) -> MultiTaskTrainer:
+    args = MultiTaskTrainingArguments(
+        output_dir=str(output), use_cpu=True, save_strategy="no", disable_tqdm=True, report_to="none"
+    )
+    options = {} if quantization is None else {"quantization_config": quantization}
+    return MultiTaskTrainer(str(folder), args, tasks or two_tasks(), model_init_kwargs=options)
+
+
+def held_bytes(model: Any) -> int:
+    """Count what a loaded model holds, tensor by tensor."""
+    total = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+    for _, layer, bits in quantized_layers(model):
+        if bits == 8:
+            total += (layer.state.SCB if layer.state.SCB is not None else layer.weight.SCB).nbytes
+            continue
+        state = layer.weight.quant_state
+        total += state.absmax.nbytes + state.code.nbytes
+        total += state.offset.nbytes + state.state2.absmax.nbytes + state.state2.code.nbytes if state.nested else 0
+    return total
+
+
+@pytest.mark.parametrize(("double", "wanted"), [(False, 4.5), (True, 4.127)])
+def test_a_large_4_bit_layer_counts_as_the_bits_that_the_literature_names(double: bool, wanted: float) -> None:
+    layer = bnb.nn.Linear4bit(4096, 4096, quant_type="nf4", compress_statistics=double, device="meta")
+    assert weight_bytes(layer, 4) * 8 / 4096**2 == pytest.approx(wanted, abs=2e-3)
+
+
+def test_a_folder_that_is_stored_quantised_needs_no_options(folder: Path, tmp_path: Path) -> None:
+    loaded(folder, "nf4").save_pretrained(tmp_path / "stored")
+    stored = from_folder(tmp_path / "stored", tmp_path / "a", None)
+    planned = stored.plan().memory.backbone_bytes
+    stored.train()
+    fresh = from_folder(folder, tmp_path / "b", FORMATS["nf4"])
+    assert fresh.plan().memory.backbone_bytes == planned
+    fresh.train()
+    for key, weight in weights(fresh, "first").items():
+        assert relative(weights(stored, "first")[key], weight) < 1e-4
+    with pytest.raises(ConfigError, match="quantised already"):
+        from_folder(tmp_path / "stored", tmp_path / "c", FORMATS["nf4"])
+
+
+@ALL_FORMATS
+def test_a_resumed_run_ends_with_the_same_bits(form: str, folder: Path, tmp_path: Path) -> None:
+    whole = train(two_tasks(), tmp_path / "whole", model=loaded(folder, form))
+
+    def stop(trainer: MultiTaskTrainer) -> None:
+        trainer.control.should_training_stop = True
+
+    options = {"save_strategy": "steps", "save_steps": 1}
+    recorder = mux_lab.Recorder(at_end={2: stop})
+    train(two_tasks(), tmp_path / "cut", model=loaded(folder, form), recorder=recorder, **options)
+    resumed = train(two_tasks(), tmp_path / "cut", model=loaded(folder, form), resume=True, **options)
+    for name in ("first", "second"):
+        for key, weight in whole.weights(name).items():
+            assert torch.equal(resumed.weights(name)[key], weight), key
+    with pytest.raises(CheckpointError, match="backbone"):
+        train(two_tasks(), tmp_path / "cut", model=LlamaForCausalLM.from_pretrained(folder), resume=True, **options)
+
+
+def test_the_fingerprint_sees_format_and_scales_but_not_use(folder: Path) -> None:
+    prints = {form: backbone_fingerprint(loaded(folder, form)) for form in FORMATS}
+    assert len(set(prints.values())) == len(prints)
+    for form, before in prints.items():
+        used = loaded(folder, form)
+        prepare_quantized(used)
+        used.eval()(input_ids=torch.tensor([[1, 2, 3]]))
+        assert backbone_fingerprint(used) == before
+        layer = next(layer for name, layer, _ in quantized_layers(used) if name.endswith("q_proj"))
+        scale = layer.state.SCB if form == "int8" else layer.weight.quant_state.absmax
+        scale[0] += 1
+        assert backbone_fingerprint(used) != before
+
+
+def test_a_saved_adapter_is_plain_pefts_on_either_backbone(folder: Path, tmp_path: Path) -> None:
+    run = train(two_tasks(), tmp_path / "run", model=loaded(folder, "nf4"))
+    run.trainer.model.save_task("first", tmp_path / "adapter")
+    ids = torch.tensor([[5, 9, 2, 44]])
+    view = run.trainer.model.eval().task_view("first")
+    for base, tolerance in ((loaded(folder, "nf4"), 1e-5), (LlamaForCausalLM.from_pretrained(folder), 1.0)):
+        prepare_quantized(base)
+        alone = PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+        for key, weight in run.weights("first").items():
+            assert torch.equal(alone.get_parameter(key.replace(".weight", ".default.weight")), weight)
+        with torch.no_grad():
+            assert relative(view(input_ids=ids).logits, alone(input_ids=ids).logits) < tolerance
+
+
+# ------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"load_in_8bit": True}, r"llm_int8_threshold: got 8 bits with llm_int8_threshold=6.0.*llm_int8_threshold=0.0"),
+        ({"load_in_8bit": True, "llm_int8_threshold": 0.0, "llm_int8_has_fp16_weight": True}, "16-bit copy"),
+        ({"load_in_4bit": True, "bnb_4bit_quant_typ": "nf4"}, 'Did you mean "bnb_4bit_quant_type"'),
+        ({"load_in_4bit": True, "load_in_8bit": True}, "transformers refuses"),
+        ({}, "neither load_in_4bit nor load_in_8bit"),
+        ("nf4", "got str; allowed: a BitsAndBytesConfig"),
+    ],
+)
+def test_options_that_would_change_results_are_refused(options: Any, said: str, folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        from_folder(folder, tmp_path, options)
+
+
+def test_a_loaded_model_with_an_outlier_threshold_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"layers\.1\..*llm_int8_threshold=0\.0"):
+        make_trainer(two_tasks(), tmp_path, model=loaded(folder, "int8", llm_int8_threshold=6.0))
+
+
+def test_a_model_built_without_a_trainer_is_checked_too(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="llm_int8_threshold"):
+        MultiTaskPeftModel(loaded(folder, "int8", llm_int8_threshold=6.0), {"a": LoraConfig(target_modules=["q_proj"])})
+
+
+def test_tasks_on_few_layers_train_after_the_probe_ran_the_others_in_evaluation_mode(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [small_task(name, data_seed=seed, max_steps=2, target_modules=["q_proj"]) for seed, name in enumerate("ab")]
+    run = train(tasks, tmp_path, model=loaded(folder, "nf4"))
+    assert_as_judged(run, judged(run, tasks, folder, "nf4", monkeypatch))
+
+
+def test_a_quantised_head_is_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'head in 4 bits.*Add "lm_head" to llm_int8_skip_modules'):
+        make_trainer(two_tasks(), tmp_path, model=loaded(folder, "nf4", llm_int8_skip_modules=["gate_proj"]))
+
+
+def test_quantisation_of_another_library_is_refused(folder: Path, tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
+    with pytest.raises(ConfigError, match=r"quantised by gptq; allowed: bitsandbytes"):
+        make_trainer(two_tasks(), tmp_path, model=model)
+
+
+def test_weights_that_were_repacked_for_inference_are_refused(folder: Path, tmp_path: Path) -> None:
+    model = loaded(folder, "nf4")
+    _, layer, _ = next(quantized_layers(model))
+    if not layer.support_avx512bf16_for_cpu:
+        pytest.skip("this CPU has no AVX512-BF16, so that bitsandbytes repacks nothing")
+    with torch.no_grad():
+        model.eval()(input_ids=torch.tensor([[1, 2, 3]]))
+    with pytest.raises(ConfigError, match="repacked for inference"):
+        make_trainer(two_tasks(), tmp_path, model=model)
+
+
+def test_a_layer_that_loses_the_gradient_is_refused() -> None:
+    class Cut(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.detach()
+
+    with pytest.raises(UnsupportedModelError, match=r"up_proj \(Cut\).*no gradient"):
+        base_output(Cut(), torch.ones(2, 3, requires_grad=True), "up_proj")
+
+
+def test_an_absent_library_is_named_before_anything_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=r"quantised weights.*cannot be imported.*pip install bitsandbytes"):
+        from_folder(folder, tmp_path, FORMATS["nf4"])
+
+
+def test_a_platform_without_kernels_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_kernel(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("no kernel for this backend")
+
+    monkeypatch.setattr(bnb.nn.Linear4bit, "forward", no_kernel)
+    with pytest.raises(ConfigError, match=r"cannot compute on cpu \(no kernel for this backend\)"):
+        from_folder(folder, tmp_path, FORMATS["nf4"])
+
+
+def test_a_model_that_is_not_quantised_counts_as_ever(folder: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(folder)
+    shape = model_shape(model, model.config, dtype=torch.float32, activation_dtype=torch.float32)
+    assert shape.backbone_bytes == 4 * sum(parameter.numel() for parameter in model.parameters())
+
+
+def test_a_folder_stored_in_8_bits_with_a_threshold_is_refused_with_the_line_to_change(
+    folder: Path, tmp_path: Path
+) -> None:
+    loaded(folder, "int8", llm_int8_threshold=6.0).save_pretrained(tmp_path / "stored")
+    with pytest.raises(ConfigError, match=r"llm_int8_threshold=6\.0.*config\.json"):
+        from_folder(tmp_path / "stored", tmp_path / "run", None)
+    path = tmp_path / "stored" / "config.json"
+    path.write_text(path.read_text().replace('"llm_int8_threshold": 6.0', '"llm_int8_threshold": 0.0'))
+    stored = from_folder(tmp_path / "stored", tmp_path / "run", None)
+    fresh = from_folder(folder, tmp_path / "fresh", FORMATS["int8"])
+    stored.train()
+    fresh.train()
+    for key, weight in weights(fresh, "first").items():
+        assert relative(weights(stored, "first")[key], weight) < 1e-4
+
+
+# ------------------------------------------------------------------------ gpu
+
+
+@pytest.mark.gpu
+@ALL_FORMATS
+def test_on_a_gpu_a_task_beside_another_goes_as_alone(form: str, folder: Path, tmp_path: Path) -> None:
+    def losses(tasks: list[Any], output: Path) -> dict[str, list[float]]:
+        args = MultiTaskTrainingArguments(
+            output_dir=str(output), bf16=True, save_strategy="no", disable_tqdm=True, report_to="none"
+        )
+        recorder = mux_lab.Recorder(keep_weights=False)
+        trainer = MultiTaskTrainer(
+            str(folder), args, tasks, callbacks=[recorder], model_init_kwargs={"quantization_config": FORMATS[form]}
+        )
+        recorder.trainer = trainer
+        trainer.train()
+        return recorder.losses
+
+    together = losses(two_tasks(), tmp_path / "together")
+    for task in two_tasks():
+        alone = losses([task], tmp_path / task.name)[task.name]
+        mux_lab.assert_close(together[task.name], alone, 2e-2, task.name)

@@ -1,0 +1,357 @@
+"""Parts of long sequences: losses and gradients are those of the unsplit ones, whatever lies beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import cache, partial
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.chains import chains_of
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.chain_pass import run_chain
+from peft_mux.engine.executor import Executor
+from peft_mux.engine.work import StepWork
+from peft_mux.errors import UnsupportedModelError
+from peft_mux.modeling.attention import packed as attention
+from peft_mux.modeling.attention.parts import causal_mask
+from peft_mux.modeling.attention.varlen import as_kernel, varlen_attention
+from peft_mux.modeling.model import MultiTaskPeftModel
+
+VOCABULARY, BOUND, CHUNK, WINDOW = 61, 32, 16, 11
+# Whole chunks, one token more, three chunks less one, and short ones.
+LENGTHS = {"a": (96, 5, 21, 9), "b": (97, 33, 7), "c": (12, 30, 3, 17)}
+Gradients = dict[str, dict[str, torch.Tensor]]
+
+
+def backbone(shape: str) -> Any:
+    """Return a tiny random model of 3 layers."""
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 3}
+    sizes |= {"intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(5)
+    if shape.startswith("llama"):
+        return LlamaForCausalLM(LlamaConfig(**sizes))
+    if shape == "mistral":
+        return MistralForCausalLM(MistralConfig(**sizes, sliding_window=WINDOW))
+    rate = 0.2 if shape == "gpt2-dropout" else 0.0
+    rates: dict[str, Any] = {"attn_pdrop": rate, "resid_pdrop": rate, "embd_pdrop": rate}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=128, **rates))
+
+
+def mux_model(shape: str = "llama", *, recomputes: bool = False) -> MultiTaskPeftModel:
+    """Return three unequal adapters that all count, two of them with dropout."""
+    attention, mlp = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "down_proj"]
+    if shape.startswith("gpt2"):
+        attention, mlp = ["c_attn"], ["c_fc", "mlp.c_proj"]
+    configs = {
+        "a": LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.1, init_lora_weights="gaussian"),
+        "b": LoraConfig(r=4, target_modules=attention, lora_dropout=0.2, init_lora_weights="gaussian"),
+        "c": LoraConfig(r=2, target_modules=mlp, layers_to_transform=[1, 2], init_lora_weights="gaussian"),
+    }
+    model = MultiTaskPeftModel(backbone(shape), configs, verify=False)
+    generator = torch.Generator().manual_seed(11)
+    with torch.no_grad():
+        for name in model.tasks:
+            for key, parameter in sorted(model.task_parameters(name).items()):
+                if "lora_B" in key:
+                    parameter.copy_(0.1 * torch.randn(parameter.shape, generator=generator))
+    if recomputes:
+        model.activation_checkpointing_enable()
+    return model.train()
+
+
+def task_batch(name: str, lengths: Sequence[int], *, step: int = 2) -> TaskBatch:
+    rng = np.random.default_rng([len(lengths), *name.encode()])
+    rows = [rng.integers(1, VOCABULARY, length) for length in lengths]
+    return TaskBatch(name, step, 9, tuple(TokenSequence(ids, ids, row) for row, ids in enumerate(rows)))
+
+
+def step_work(lengths: dict[str, tuple[int, ...]], *, is_split: bool, bound: int = BOUND) -> StepWork:
+    """Return the passes of a step; unsplit sequences get passes of their own, however long."""
+    batches = [task_batch(name, rows) for name, rows in lengths.items()]
+    collator = ChunkPackingCollator(chunk_size=CHUNK, split_long_sequences=is_split)
+    micro_batches = collator.micro_batches(batches, max_tokens=bound)
+    if is_split:
+        assert all(micro_batch.num_tokens <= bound for micro_batch in micro_batches)
+    tokens = {batch.task: batch.num_tokens for batch in batches}
+    return StepWork(tuple(lengths), tuple(micro_batches), tokens)
+
+
+def run(model: MultiTaskPeftModel, work: StepWork, *, bf16: bool = False) -> tuple[dict[str, float], Gradients]:
+    result = Executor(model, bf16=bf16).run(work)
+    gradients = {name: gradients_of(model, name) for name in work.tasks}
+    return {name: loss.item() for name, loss in result.losses.items()}, gradients
+
+
+def gradients_of(model: MultiTaskPeftModel, name: str) -> dict[str, torch.Tensor]:
+    found = {key: parameter.grad for key, parameter in model.task_parameters(name).items()}
+    return {key: gradient.clone() for key, gradient in found.items() if gradient is not None}
+
+
+@cache
+def unsplit(shape: str) -> tuple[dict[str, float], Gradients]:
+    return run(mux_model(shape), step_work(LENGTHS, is_split=False))
+
+
+def check_equal(
+    found: tuple[dict[str, float], Gradients], wanted: tuple[dict[str, float], Gradients], rel: float
+) -> None:
+    assert found[0] == pytest.approx(wanted[0], rel=rel)
+    for name, gradients in wanted[1].items():
+        assert found[1][name].keys() == gradients.keys()
+        for key, gradient in gradients.items():
+            assert gradient.norm() > 0, "a gradient of zero shows nothing"
+            assert (found[1][name][key] - gradient).norm() <= rel * gradient.norm(), (name, key)
+
+
+# ---------------------------------------------------------------- split = unsplit
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("shape", ["llama", "mistral", "gpt2", "gpt2-dropout"])
+def test_losses_and_gradients_of_split_sequences_are_those_of_unsplit_ones(shape: str, recomputes: bool) -> None:
+    split = step_work(LENGTHS, is_split=True)
+    assert [len(chain) for chain in chains_of(split.micro_batches)][:3] == [3, 4, 2]
+    assert any(len(micro_batch.task_names) > 1 for micro_batch in split.micro_batches if micro_batch.parts)
+    model = mux_model(shape, recomputes=recomputes)
+    check_equal(run(model, split), unsplit(shape), 1e-5)
+    assert model.stream.key_values.num_bytes == 0
+
+
+@pytest.mark.parametrize("bound", [7, 16, 40, 95])
+def test_any_bound_gives_the_same_step(bound: int) -> None:
+    split = step_work(LENGTHS, is_split=True, bound=bound)
+    check_equal(run(mux_model("mistral"), split), unsplit("mistral"), 1e-5)
+
+
+@pytest.mark.parametrize("length", [2 * CHUNK, 4 * CHUNK, 4 * CHUNK + 1, 4 * CHUNK - 1, BOUND + 1])
+def test_whole_chunks_and_one_token_more_or_less(length: int) -> None:
+    lengths = {"b": (length,)}
+    split, whole = step_work(lengths, is_split=True), step_work(lengths, is_split=False)
+    assert len(split.micro_batches) == max(1, -(-length // BOUND))
+    check_equal(run(mux_model(), split), run(mux_model(), whole), 1e-5)
+
+
+def test_under_bfloat16_a_split_step_is_as_near_to_float32_as_an_unsplit_one() -> None:
+    exact, whole = unsplit("llama"), run(mux_model(), step_work(LENGTHS, is_split=False), bf16=True)
+    found = run(mux_model(), step_work(LENGTHS, is_split=True), bf16=True)
+    assert found[0] == pytest.approx(exact[0], rel=1e-2)
+    for name, gradients in exact[1].items():
+        errors = [sum((one[1][name][key] - g).norm() ** 2 for key, g in gradients.items()) for one in (found, whole)]
+        assert 0 < errors[0] <= 1.5 * errors[1], name
+
+
+def test_the_loss_without_gradients_is_the_same_and_leaves_nothing_behind() -> None:
+    model = mux_model().eval()
+    with torch.no_grad():
+        losses = []
+        for is_split in (True, False):
+            total: dict[str, float] = {}
+            for micro_batch in step_work(LENGTHS, is_split=is_split).micro_batches:
+                for name, loss in zip(micro_batch.task_names, model(micro_batch).losses.tolist(), strict=True):
+                    total[name] = total.get(name, 0.0) + loss
+            losses.append(total)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert model.stream.key_values.num_bytes == 0
+
+
+# ---------------------------------------------------------------- what it rests on
+
+
+def test_gradients_of_later_parts_reach_the_earlier_ones() -> None:
+    """The last part alone has targets, so all that the first pass learns comes through keys and values."""
+    work = step_work({"b": (64,)}, is_split=True)
+    first = work.micro_batches[0]
+    untargeted = replace(first, labels=torch.full_like(first.labels, -100), target_rows=first.target_rows[:0])
+    chain = (replace(untargeted, target_offsets=(0, 0)), work.micro_batches[1])
+    model = mux_model()
+    run_chain(model, chain, nullcontext)
+    whole = mux_model()
+    whole_b = task_batch("b", (64,))
+    (one,) = ChunkPackingCollator().micro_batches([whole_b], max_tokens=64)
+    later = one.target_rows >= 32
+    one = replace(one, target_rows=one.target_rows[later], target_offsets=(0, int(later.sum())))
+    Executor(whole).run(StepWork(("b",), (one,), {"b": 64}))
+    for key, parameter in whole.task_parameters("b").items():
+        torch.testing.assert_close(model.task_parameters("b")[key].grad, parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+def test_a_later_part_sees_the_earlier_one() -> None:
+    work = step_work({"b": (64,)}, is_split=True)
+    first, second = work.micro_batches
+    losses = []
+    for ids in (first.input_ids, (first.input_ids + 1) % VOCABULARY):
+        with torch.no_grad():
+            model = mux_model().eval()
+            model(replace(first, input_ids=ids))
+            losses.append(model(second).losses.item())
+    assert abs(losses[0] - losses[1]) > 1e-4
+
+
+def test_keys_and_values_are_freed_pass_by_pass_in_the_backward() -> None:
+    work = step_work({"b": (96,)}, is_split=True)
+    model, held = mux_model(), []
+    release = model.stream.key_values.release
+
+    def watch(recorded: Any) -> None:
+        held.append(model.stream.key_values.num_bytes)
+        release(recorded)
+
+    model.stream.key_values.release = watch  # type: ignore[method-assign]
+    Executor(model).run(work)
+    bytes_of_part = 2 * 3 * 32 * 2 * 8 * 4  # keys and values, layers, tokens, key-value heads, channels, float32
+    assert held == [2 * bytes_of_part, 2 * bytes_of_part, bytes_of_part]  # the last part is kept for nobody
+    assert model.stream.key_values.num_bytes == 0
+
+
+def test_a_step_that_failed_halfway_leaves_nothing_to_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, work = mux_model(), step_work(LENGTHS, is_split=True)
+    forward, calls = model.forward, []
+
+    def failing(micro_batch: MuxBatch) -> Any:
+        calls.append(micro_batch)
+        if len(calls) == 3:
+            raise MemoryError("of the device")
+        return forward(micro_batch)
+
+    monkeypatch.setattr(model, "forward", failing)
+    with pytest.raises(MemoryError):
+        Executor(model).run(work)
+    monkeypatch.undo()
+    check_equal(run(model, work), run(mux_model(), work), 0.0)
+
+
+def test_a_part_that_runs_outside_a_chain_is_refused() -> None:
+    part = step_work({"b": (64,)}, is_split=True).micro_batches[0]
+    with pytest.raises(RuntimeError, match=r'task "b" ran outside a chain'):
+        mux_model()(part)
+
+
+def test_models_in_which_every_token_sees_every_other_are_refused() -> None:
+    sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 1}
+    sizes |= {"intermediate_size": 32, "num_attention_heads": 4}
+    base = BertForSequenceClassification(BertConfig(**sizes))
+    model = MultiTaskPeftModel(base, {"b": LoraConfig(target_modules=["query"], task_type="SEQ_CLS")}, verify=False)
+    part = step_work({"b": (64,)}, is_split=True).micro_batches[0]
+    with pytest.raises(UnsupportedModelError, match="Set split_long_sequences=False"), torch.no_grad():
+        model(part)
+
+
+def flash_attention(q_THC, k_TGC, v_TGC, bounds_q, bounds_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """Stand for torch's kernel: queries are the last tokens of their keys."""
+    rows = pairwise(bounds_q.tolist()), pairwise(bounds_k.tolist())
+    parts = []
+    for (q_start, q_end), (k_start, k_end) in zip(*rows, strict=True):
+        assert q_end - q_start <= max_q
+        assert k_end - k_start <= max_k
+        q, k, v = (
+            x[start:end].transpose(0, 1)
+            for x, start, end in ((q_THC, q_start, q_end), (k_TGC, k_start, k_end), (v_TGC, k_start, k_end))
+        )
+        window = window_size[0] + 1 if window_size[0] >= 0 else None
+        mask = causal_mask(q.shape[1], k.shape[1], window, q.device)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
+        )
+        parts.append(out.transpose(0, 1))
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("shape", ["llama", "mistral"])
+def test_a_kernel_for_varying_lengths_is_told_the_keys_of_each_part(
+    shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = step_work(LENGTHS, is_split=True)
+    wanted, told = run(mux_model(shape), work), []
+
+    def kernel(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale=1.0, window_size=(-1, -1), enable_gqa=False):
+        told.append((bounds_q.diff().tolist(), bounds_k.diff().tolist()))
+        options = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}
+        return flash_attention(q, k, v, bounds_q, bounds_k, max_q, max_k, **options)
+
+    monkeypatch.setattr(attention, "varlen_support", lambda *args, **kwargs: None)
+    monkeypatch.setattr(attention, "varlen_attention", partial(varlen_attention, kernel=as_kernel("torch", kernel)))
+    check_equal(run(mux_model(shape), work), wanted, 1e-5)
+    before = {"llama": (32, 64), "mistral": (WINDOW - 1, WINDOW - 1)}[shape]
+    chain = work.micro_batches[:3]
+    assert [micro_batch.parts[0].start for micro_batch in chain] == [0, 32, 64]
+    for pass_number, extra in enumerate((0, *before)):
+        queries, keys = told[3 * pass_number]
+        assert queries == list(chain[pass_number].sequence_lengths)
+        assert keys == [queries[0] + extra, *queries[1:]]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("shape", ["llama", "mistral"])
+def test_on_a_gpu_parts_give_the_losses_and_gradients_of_unsplit_sequences(shape: str) -> None:
+    exact = unsplit(shape)
+    on_gpu = [
+        run(mux_model(shape).to("cuda"), step_work(LENGTHS, is_split=is_split), bf16=True) for is_split in (True, False)
+    ]
+    assert on_gpu[0][0] == pytest.approx(exact[0], rel=1e-2)
+    for name, gradients in exact[1].items():
+        errors = [sum((one[1][name][key].cpu() - g).norm() ** 2 for key, g in gradients.items()) for one in on_gpu]
+        assert 0 < errors[0] <= 1.5 * errors[1], name
+
+
+def test_gradients_are_added_up_among_processes_only_when_the_whole_chain_is_done() -> None:
+    model, work = mux_model(), step_work({"b": (96,)}, is_split=True)
+    executor, early = Executor(model), []
+    after_backward = executor.sync.after_backward
+
+    def watch(micro_batch: MuxBatch) -> None:
+        early.append(gradients_of(model, "b"))
+        after_backward(micro_batch)
+
+    executor.sync.after_backward = watch  # type: ignore[method-assign]
+    executor.run(work)
+    assert len(early) == 3
+    for key, gradient in gradients_of(model, "b").items():
+        assert torch.equal(gradient, early[0][key]), key
+
+
+# ---------------------------------------------------------------- neighbours
+
+
+def test_nan_in_one_sequence_stays_in_its_task() -> None:
+    """Also where the poisoned sequence is split and its parts lie beside others, in several passes."""
+    healthy = step_work(LENGTHS, is_split=True)
+    clean = run(mux_model(), healthy)
+    model = mux_model()
+    with torch.no_grad():
+        for key, parameter in model.task_parameters("a").items():
+            if "layers.1" in key and "k_proj.lora_A" in key:
+                parameter.fill_(float("nan"))
+    losses, gradients = run(model, healthy)
+    assert np.isnan(losses["a"])
+    for name in ("b", "c"):
+        assert losses[name] == clean[0][name]
+        for key, gradient in clean[1][name].items():
+            assert torch.equal(gradients[name][key], gradient), (name, key)
+
+
+def test_passes_without_parts_take_the_same_path_as_ever() -> None:
+    lengths = {name: tuple(length for length in rows if length <= BOUND) for name, rows in LENGTHS.items()}
+    split, whole = step_work(lengths, is_split=True), step_work(lengths, is_split=False)
+    assert all(micro_batch.parts == () for micro_batch in split.micro_batches)
+    check_equal(run(mux_model(), split), run(mux_model(), whole), 0.0)

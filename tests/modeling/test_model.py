@@ -1,0 +1,800 @@
+"""`MultiTaskPeftModel`: tasks come and go without touching each other, and each is a plain PEFT adapter on disk."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    OFTConfig,
+    PeftConfig,
+    PeftModel,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VeraConfig,
+    get_peft_model,
+)
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForSequenceClassification,
+)
+
+from peft_mux.data.batch import MuxBatch
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.errors import CheckpointError, ConfigError
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.task import Task
+from peft_mux.trainer.trainer import MultiTaskTrainer
+
+VOCABULARY = 61
+SIZE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}
+
+
+@cache
+def _backbone(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "bert":
+        quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+        return BertForSequenceClassification(BertConfig(**SIZE, **quiet, num_labels=3))
+    return LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=1, initializer_range=0.15))
+
+
+def backbone(kind: str = "llama") -> Any:
+    """Return a fresh copy of a tiny backbone."""
+    return copy.deepcopy(_backbone(kind))
+
+
+def lora(rank: int = 4, targets: Any = "all-linear", **options: Any) -> LoraConfig:
+    """Return an adapter on all linear layers, unless told otherwise."""
+    return LoraConfig(r=rank, target_modules=targets, **options)
+
+
+def excite(model: MultiTaskPeftModel, seed: int = 3) -> MultiTaskPeftModel:
+    """Give every adapter weights that do something; each by its own name, whatever else is held."""
+    with torch.no_grad():
+        for name in model.tasks:
+            generator = torch.Generator().manual_seed(seed + sum(name.encode()))
+            for parameter in model.task_parameters(name).values():
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+def model_of(*names: str, **settings: Any) -> MultiTaskPeftModel:
+    """Return a model of tasks of unequal ranks that already do something."""
+    configs = {name: lora(2 + 3 * index) for index, name in enumerate(names)}
+    return excite(MultiTaskPeftModel(backbone(), configs, verify=False, **settings))
+
+
+def batch_of(*names: str, seed: int = 0, label: int | None = None) -> MuxBatch:
+    """Return a stream of three rows a task, of unequal lengths."""
+    rng = np.random.default_rng(seed)
+    rows = [
+        {"task": name, "input_ids": rng.integers(1, VOCABULARY, length), **({} if label is None else {"label": label})}
+        for name in names
+        for length in (9, 4, 20)
+    ]
+    return ChunkPackingCollator()(rows)
+
+
+def copies(model: MultiTaskPeftModel, name: str) -> dict[str, torch.Tensor]:
+    """Return a copy of a task's parameters."""
+    return {key: value.detach().clone() for key, value in model.task_parameters(name).items()}
+
+
+def trainable(model: Any) -> set[int]:
+    """Return which parameters require a gradient."""
+    return {id(parameter) for parameter in model.parameters() if parameter.requires_grad}
+
+
+def owned(model: MultiTaskPeftModel) -> set[int]:
+    """Return which parameters belong to tasks."""
+    return {id(value) for name in model.tasks for value in model.task_parameters(name).values()}
+
+
+def digests(model: Any) -> dict[str, str]:
+    """Return the SHA-256 of each tensor of the backbone under its own name, adapters left out."""
+    found = {}
+    for key, value in model.state_dict().items():
+        if "lora_" in key or ".modules_to_save." in key:
+            continue
+        key = key.replace(".base_layer", "").replace(".original_module", "")
+        found[key] = hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
+    return found
+
+
+def step(model: MultiTaskPeftModel, batch: MuxBatch, optimizer: torch.optim.Optimizer) -> None:
+    """Take one step of all tasks of a batch."""
+    model(batch).losses.sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+PROMPT = torch.tensor([[5, 9, 2, 33, 7]])
+
+
+# ------------------------------------------------------- arrivals and departures
+
+
+def test_a_task_that_comes_leaves_the_others_the_same_objects_with_the_same_bits() -> None:
+    model = model_of("a", "b")
+    objects = {name: dict(model.task_parameters(name)) for name in "ab"}
+    before = {name: copies(model, name) for name in "ab"}
+    held = digests(model.backbone)
+    model.register_tasks({"c": lora(7), "d": lora(1, ["q_proj"])})
+    assert model.tasks == ("a", "b", "c", "d")
+    for name in "ab":
+        now = model.task_parameters(name)
+        assert now.keys() == objects[name].keys()
+        assert all(now[key] is objects[name][key] for key in now)
+        assert all(torch.equal(now[key], before[name][key]) for key in now)
+    assert digests(model.backbone) == held
+
+
+def test_a_task_that_goes_leaves_the_others_the_same_objects_with_the_same_bits() -> None:
+    model = model_of("a", "b", "c")
+    objects = {name: dict(model.task_parameters(name)) for name in "bc"}
+    before = {name: copies(model, name) for name in "bc"}
+    held = digests(model.backbone)
+    model.remove_tasks(["a"])  # the first: it is the one that PEFT holds active
+    assert model.tasks == ("b", "c")
+    for name in "bc":
+        now = model.task_parameters(name)
+        assert all(now[key] is objects[name][key] for key in now)
+        assert all(torch.equal(now[key], before[name][key]) for key in now)
+    assert digests(model.backbone) == held
+    assert trainable(model) == owned(model)
+
+
+def test_comings_and_goings_between_two_steps_change_no_gradient_of_a_task_that_stays() -> None:
+    model, batch = model_of("a"), batch_of("a")
+    model(batch).losses.sum().backward()
+    before = {key: value.grad.clone() for key, value in model.task_parameters("a").items()}
+    model.zero_grad()
+    model.register_tasks({"b": lora(3)})
+    model.remove_tasks(["b"])
+    model.register_tasks({"c": lora(5, ["q_proj"])})
+    model(batch).losses.sum().backward()
+    for key, value in model.task_parameters("a").items():
+        assert torch.equal(value.grad, before[key]), key
+
+
+def test_gradients_and_optimizer_states_survive_a_neighbour_that_comes_and_goes() -> None:
+    model = model_of("a")
+    optimizer = torch.optim.AdamW(list(model.task_parameters("a").values()), lr=1e-2)
+    step(model, batch_of("a"), optimizer)
+    model(batch_of("a", seed=1)).losses.sum().backward()
+    before = [value.grad.clone() for value in model.task_parameters("a").values()]
+    model.register_tasks({"b": lora(3)})
+    model.remove_tasks(["b"])
+    for value, gradient in zip(model.task_parameters("a").values(), before, strict=True):
+        assert torch.equal(value.grad, gradient)
+        assert optimizer.state[value]["step"] == 1
+
+
+def test_a_task_that_is_gone_leaves_no_parameter_behind() -> None:
+    model = model_of("a", "b")
+    gone = {id(value) for value in model.task_parameters("b").values()}
+    model.remove_tasks(["b"])
+    assert not gone & {id(value) for value in model.parameters()}
+    assert len(model.peft_config) == 1
+    with pytest.raises(ConfigError, match='got task "b"; allowed: a'):
+        model.task_parameters("b")
+
+
+def test_all_tasks_may_go_and_new_ones_come() -> None:
+    model = model_of("a", "b")
+    model.remove_tasks(["b", "a", "b"])
+    assert model.tasks == ()
+    assert trainable(model) == set()
+    model.register_tasks({"a": lora(3), "z": lora(2)})
+    excite(model)
+    assert trainable(model) == owned(model)
+    model(batch_of("a", "z")).losses.sum().backward()
+    assert all(value.grad.norm() > 0 for name in "az" for value in model.task_parameters(name).values())
+
+
+def test_a_name_may_be_used_again_and_means_the_new_task() -> None:
+    model = model_of("a", "b")
+    old = dict(model.task_parameters("b"))
+    model.remove_tasks(["b"])
+    model.register_tasks({"b": lora(9)})
+    new = model.task_parameters("b")
+    assert not {id(value) for value in old.values()} & {id(value) for value in new.values()}
+    assert {value.shape[0] for key, value in new.items() if "lora_A" in key} == {9}
+
+
+def test_an_unknown_name_is_refused_with_the_closest_and_nothing_is_removed() -> None:
+    model = model_of("summaries", "sql")
+    with pytest.raises(ConfigError, match=r'got task "summary"; allowed: summaries, sql. Did you mean "summaries"\?'):
+        model.remove_tasks(["sql", "summary"])
+    assert model.tasks == ("summaries", "sql")
+    for use in (model.adapter_of, model.task_parameters, model.task_view):
+        with pytest.raises(ConfigError, match='got task "nope"; allowed: summaries, sql'):
+            use("nope")
+
+
+@pytest.mark.parametrize("name", ["a", "A"])
+def test_a_name_that_is_held_already_is_refused_whatever_its_case(name: str) -> None:
+    model = model_of("a")
+    before = copies(model, "a")
+    with pytest.raises(ConfigError, match=rf'tasks.{name}.name: got "{name}" beside "a"'):
+        model.register_tasks({name: lora()})
+    assert model.tasks == ("a",)
+    assert all(torch.equal(value, before[key]) for key, value in model.task_parameters("a").items())
+
+
+def test_names_that_differ_in_case_alone_are_refused_at_construction() -> None:
+    with pytest.raises(ConfigError, match=r'tasks.Sql.name: got "Sql" beside "sql"'):
+        MultiTaskPeftModel(backbone(), {"sql": lora(), "Sql": lora()})
+
+
+@pytest.mark.parametrize("name", ["", "a.b", "a/b", "../a", "con", "x" * 65, "-a", "a b"])
+def test_a_name_that_cannot_become_a_folder_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"\.name: got '.*'; allowed: |\.name: got a name of 65 characters"):
+        MultiTaskPeftModel(backbone(), {name: lora()})
+
+
+def test_no_task_at_all_is_refused() -> None:
+    with pytest.raises(ConfigError, match="peft_configs: got no task; allowed: at least one"):
+        MultiTaskPeftModel(backbone(), {})
+
+
+def test_one_faulty_newcomer_keeps_all_of_them_out() -> None:
+    model = model_of("a")
+    with pytest.raises(ConfigError, match=r"tasks.c.peft_config.target_modules: got 'q_prj'.*Did you mean \"q_proj\""):
+        model.register_tasks({"b": lora(), "c": lora(targets=["q_prj"])})
+    assert model.tasks == ("a",)
+    assert len(model.peft_config) == 1
+
+
+def test_one_newcomer_that_peft_refuses_keeps_all_of_them_out() -> None:
+    model = model_of("a")
+    with pytest.raises(ConfigError, match=r"tasks.c.peft_config: PEFT refuses it: No modules were targeted"):
+        model.register_tasks({"b": lora(), "c": lora(targets=["q_proj"], exclude_modules=["q_proj"])})
+    assert model.tasks == ("a",)
+
+
+def test_a_refused_construction_leaves_the_backbone_as_it_was() -> None:
+    model = backbone()
+    before = list(model.state_dict())
+    with pytest.raises(ConfigError, match=r"tasks.b.peft_config: PEFT refuses it"):
+        MultiTaskPeftModel(model, {"a": lora(), "b": lora(targets=["q_proj"], exclude_modules=["q_proj"])})
+    assert list(model.state_dict()) == before
+
+
+# ------------------------------------------------- names that PEFT trips over
+
+
+HARD_NAMES = ("mlp", "self_attn", "weight", "lora_A", "default", "layers", "0", "base_layer", "model")
+
+
+def test_names_of_modules_and_parameters_are_names_like_any_other(tmp_path: Path) -> None:
+    model = model_of(*HARD_NAMES)
+    output = model(batch_of(*HARD_NAMES))
+    output.losses.sum().backward()
+    assert output.task_names == HARD_NAMES
+    num_adapted = {len(model.task_parameters(name)) for name in HARD_NAMES}
+    assert num_adapted == {2 * 2 * 7}, "A and B of seven linear layers in each of two blocks"
+    assert len(owned(model)) == len(HARD_NAMES) * 28
+    assert all(value.grad.norm() > 0 for name in HARD_NAMES for value in model.task_parameters(name).values())
+    model.save_pretrained(tmp_path)
+    for name in HARD_NAMES:
+        saved = load_file(tmp_path / name / "adapter_model.safetensors")
+        own = model.task_parameters(name)
+        assert saved.keys() == own.keys()
+        assert all(torch.equal(saved[key], own[key]) for key in own)
+
+
+def test_a_task_named_like_a_module_computes_what_it_computes_under_a_plain_name() -> None:
+    plain, hard = model_of("a", "b"), model_of("mlp", "weight")
+    with torch.no_grad():
+        for one, other in (("a", "mlp"), ("b", "weight")):
+            for key, value in hard.task_parameters(other).items():
+                value.copy_(plain.task_parameters(one)[key])
+        assert torch.equal(plain(batch_of("a", "b")).losses, hard(batch_of("mlp", "weight")).losses)
+
+
+# ----------------------------------------------------------- initial weights
+
+
+@pytest.mark.parametrize("init", [True, "gaussian", "orthogonal", False])
+def test_initial_weights_are_those_of_a_plain_model_of_the_same_seed(init: bool | str) -> None:
+    configs = {"a": lora(4, init_lora_weights=init), "b": lora(6, ["q_proj", "up_proj"], init_lora_weights=init)}
+    seeds = {"a": 11, "b": 12}
+    model = MultiTaskPeftModel(backbone(), configs, seeds=seeds, verify=False)
+    for name, config in configs.items():
+        base = backbone()
+        torch.manual_seed(seeds[name])
+        plain = get_peft_model(base, copy.deepcopy(config))
+        own = {key.replace(".default", ""): value for key, value in plain.named_parameters() if value.requires_grad}
+        assert own.keys() == model.task_parameters(name).keys()
+        assert all(torch.equal(value, own[key]) for key, value in model.task_parameters(name).items())
+
+
+def test_making_and_registering_tasks_moves_no_global_random_generator() -> None:
+    torch.manual_seed(99)
+    state = torch.get_rng_state()
+    model = model_of("a", "b")
+    model.register_tasks({"c": lora()})
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_given_configuration_is_not_written_to() -> None:
+    config = lora()
+    before = copy.deepcopy(config)
+    MultiTaskPeftModel(backbone(), {"a": config}, verify=False)
+    assert config == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rank_pattern": {"q_proj": 7}, "alpha_pattern": {"q_proj": 3, "up_proj": 32}},
+        {"use_rslora": True, "lora_alpha": 5},
+        {"layers_to_transform": [1], "target_modules": ["q_proj"]},
+        {"exclude_modules": ["q_proj", "down_proj"]},
+        {"target_modules": r"model\.layers\.0\..*(q|v)_proj"},
+        {"target_modules": None},
+    ],
+    ids=["patterns", "rslora", "layers", "exclude", "regex", "default targets"],
+)
+def test_every_supported_option_means_what_it_means_to_plain_peft(options: dict[str, Any]) -> None:
+    config = LoraConfig(**{"r": 4, "target_modules": "all-linear", **options})
+    model = excite(MultiTaskPeftModel(backbone(), {"other": lora(2), "a": config}, verify=False))
+    plain = get_peft_model(backbone(), copy.deepcopy(config))
+    own = {key.replace(".default", ""): value for key, value in plain.named_parameters() if value.requires_grad}
+    assert own.keys() == model.task_parameters("a").keys()
+    with torch.no_grad():
+        for key, value in own.items():
+            value.copy_(model.task_parameters("a")[key])
+        found = model.sequence_logits(batch_of("other", "a"))[3:]
+        bounds = batch_of("other", "a").cu_seqlens.tolist()[3:]
+        for logits, start, end in zip(found, bounds[:-1], bounds[1:], strict=True):
+            wanted = plain(input_ids=batch_of("other", "a").input_ids[:, start:end]).logits[0]
+            assert (logits - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        ("llama", "all-linear"),
+        ("llama", ["lm_head", "embed_tokens"]),
+        pytest.param(
+            "bert",
+            ["query"],
+        ),
+    ],
+)
+def test_all_linear_means_the_same_modules_whichever_tasks_came_before(kind: str, first: Any) -> None:
+    task_type = "SEQ_CLS" if kind == "bert" else "CAUSAL_LM"
+    configs = {"a": lora(2, first, task_type=task_type), "b": lora(2, task_type=task_type)}
+    model = MultiTaskPeftModel(backbone(kind), configs, verify=False)
+    plain = get_peft_model(backbone(kind), copy.deepcopy(configs["b"]))
+    own = {key.replace(".default", "") for key, value in plain.named_parameters() if value.requires_grad}
+    assert model.task_parameters("b").keys() == own
+    assert model.peft_config[model.adapter_of("b")].target_modules == plain.peft_config["default"].target_modules
+
+
+# ------------------------------------------------------------------ training
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_training_changes_no_bit_of_the_backbone(kind: str) -> None:
+    task_type = "SEQ_CLS" if kind == "bert" else "CAUSAL_LM"
+    base = backbone(kind)
+    before = digests(base)
+    configs = {name: lora(4, task_type=task_type) for name in "ab"}
+    model = MultiTaskPeftModel(base, configs)
+    weights = {name: copies(model, name) for name in "ab"}
+    # All parameters, so that one which should be frozen would move, by weight decay at the least.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.5)
+    model.train()
+    for index in range(3):
+        step(model, batch_of("a", "b", seed=index, label=1 if kind == "bert" else None), optimizer)
+    assert digests(model.backbone) == before
+    for name in "ab":
+        assert all(not torch.equal(value, weights[name][key]) for key, value in model.task_parameters(name).items())
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_exactly_the_adapters_require_gradients_whatever_was_done_with_the_model(kind: str, tmp_path: Path) -> None:
+    task_type = "SEQ_CLS" if kind == "bert" else "CAUSAL_LM"
+
+    def config() -> LoraConfig:
+        return lora(2, task_type=task_type)
+
+    model = MultiTaskPeftModel(backbone(kind), {"a": config(), "b": config()})
+    states: dict[str, tuple[set[int], set[int]]] = {"made": (trainable(model), owned(model))}
+
+    def note(what: str) -> None:
+        states[what] = trainable(model), owned(model)
+
+    model.register_tasks({"c": config()})
+    note("registered")
+    model.task_view("b")(input_ids=PROMPT)
+    note("viewed")
+    with model.without_adapters():
+        model.task_view("a")
+    note("without adapters")
+    model.save_pretrained(tmp_path)
+    model.load_task("b", tmp_path / "c")
+    note("saved and loaded")
+    model.verify()
+    note("verified")
+    model.remove_tasks(["a"])
+    note("removed")
+    for what, (found, wanted) in states.items():
+        assert wanted, what
+        assert found == wanted, what
+    assert len({frozenset(wanted) for _, wanted in states.values()}) == 3, "tasks came and went"
+
+
+def test_a_batch_of_one_task_gives_no_gradient_to_any_other() -> None:
+    model = model_of("a", "b")
+    output = model(batch_of("b"))
+    assert output.task_names == ("b",)
+    output.losses.sum().backward()
+    assert all(value.grad is None for value in model.task_parameters("a").values())
+    assert all(value.grad is not None for value in model.task_parameters("b").values())
+
+
+def gradients(model: MultiTaskPeftModel, *names: str) -> dict[str, torch.Tensor]:
+    """Return all gradients of one packed pass, taken in two micro-batches whose backward passes come last."""
+    model.zero_grad()
+    # Both forward passes first: what is recomputed must read the micro-batch that it came from.
+    first, second = model(batch_of(*names)).losses.sum(), model(batch_of(*reversed(names), seed=1)).losses.sum()
+    first.backward()
+    second.backward()
+    return {f"{name}.{key}": value.grad.clone() for name in names for key, value in model.task_parameters(name).items()}
+
+
+def test_checkpointing_of_activations_gives_the_same_gradients() -> None:
+    configs = {name: lora(rank, lora_dropout=0.3) for name, rank in (("a", 2), ("b", 5))}
+    model = excite(MultiTaskPeftModel(backbone(), configs, verify=False)).train()
+    plain = gradients(model, "a", "b")
+    assert len(plain) == 2 * 28
+    calls = model.stream.num_attention_calls
+    gradients(model, "a", "b")
+    per_run = model.stream.num_attention_calls - calls
+    model.activation_checkpointing_enable()
+    calls = model.stream.num_attention_calls
+    recomputed = gradients(model, "a", "b")
+    assert model.stream.num_attention_calls - calls == 2 * per_run, "nothing was recomputed"
+    for key, gradient in plain.items():
+        assert torch.equal(recomputed[key], gradient), key
+    assert model.stream.is_idle
+
+
+def test_reentrant_checkpointing_is_refused() -> None:
+    with pytest.raises(ConfigError, match="use_reentrant: got True; allowed: False"):
+        model_of("a").gradient_checkpointing_enable(use_reentrant=True)
+
+
+def test_an_error_in_a_pass_leaves_the_model_idle_and_usable() -> None:
+    model = model_of("a")
+    attention = model.backbone.config._attn_implementation
+    wanted = model(batch_of("a")).losses
+    broken = batch_of("a")
+    broken.input_ids[0, 3] = VOCABULARY + 5
+    with pytest.raises(IndexError):
+        model(broken)
+    assert model.stream.is_idle
+    assert model.backbone.config._attn_implementation == attention
+    assert torch.equal(model(batch_of("a")).losses, wanted)
+
+
+# --------------------------------------------------------------------- files
+
+
+def test_a_saved_task_loads_in_plain_peft_with_equal_logits(tmp_path: Path) -> None:
+    model = model_of("a", "b").eval()
+    model.save_pretrained(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
+    batch = batch_of("a", "b")
+    packed = iter(model.sequence_logits(batch))
+    bounds = iter(batch.cu_seqlens.tolist())
+    start = next(bounds)
+    for name in "ab":
+        plain = PeftModel.from_pretrained(backbone(), tmp_path / name).eval()
+        with torch.no_grad():
+            theirs, ours = plain(input_ids=PROMPT).logits, model.task_view(name)(input_ids=PROMPT).logits
+            assert (theirs - ours).norm() <= 1e-6 * theirs.norm(), (
+                "B lies transposed in ours, which may round a last bit"
+            )
+            for _ in range(3):
+                end = next(bounds)
+                wanted, start = plain(input_ids=batch.input_ids[:, start:end]).logits[0], end
+                assert (next(packed) - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+def saved_twice(config: LoraConfig, folder: Path) -> tuple[list[bytes], list[dict[str, Any]]]:
+    """Return weights and configurations of one adapter, as we save it and as plain PEFT does."""
+    model = excite(MultiTaskPeftModel(backbone(), {"other": lora(2), "a": config}, verify=False))
+    model.save_task("a", folder / "ours")
+    plain = get_peft_model(backbone(), copy.deepcopy(config))
+    with torch.no_grad():
+        for key, value in plain.named_parameters():
+            if value.requires_grad:
+                value.copy_(model.task_parameters("a")[key.replace(".default", "")])
+    plain.save_pretrained(folder / "plain")
+    folders = [folder / kind for kind in ("ours", "plain")]
+    configs = [json.loads((path / "adapter_config.json").read_text()) for path in folders]
+    for found in configs:
+        found["target_modules"] = sorted(found["target_modules"])
+        del found["base_model_name_or_path"]  # a backbone that was never loaded has none: empty here, null there
+    return [(path / "adapter_model.safetensors").read_bytes() for path in folders], configs
+
+
+def test_a_saved_task_is_byte_for_byte_what_plain_peft_saves(tmp_path: Path) -> None:
+    config = lora(5, ["q_proj", "down_proj"], lora_alpha=3, task_type="CAUSAL_LM")
+    (ours, theirs), (our_config, their_config) = saved_twice(config, tmp_path)
+    assert ours == theirs
+    assert our_config == their_config
+    assert our_config["inference_mode"] is True
+
+
+def test_a_saved_task_without_a_task_type_names_its_model_class_as_plain_peft_does(tmp_path: Path) -> None:
+    _, (ours, theirs) = saved_twice(lora(5, ["q_proj"]), tmp_path)
+    assert theirs["auto_mapping"]["base_model_class"] == "LlamaForCausalLM"
+    assert ours["auto_mapping"] == theirs["auto_mapping"]
+
+
+def test_the_plainly_loaded_adapter_merges_into_the_backbone(tmp_path: Path) -> None:
+    model = model_of("a", "b").eval()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        wanted = model.task_view("b")(input_ids=PROMPT).logits
+        merged = PeftModel.from_pretrained(backbone(), tmp_path / "b").merge_and_unload()
+        assert type(merged) is LlamaForCausalLM
+        assert not any("lora" in key for key in merged.state_dict())
+        found, bare = merged(input_ids=PROMPT).logits, backbone()(input_ids=PROMPT).logits
+    assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+    assert (bare - wanted).norm() > 1e-2 * wanted.norm(), "the adapter does nothing"
+
+
+def test_a_task_merges_into_the_backbone_on_the_spot() -> None:
+    model = model_of("a", "b").eval()
+    with torch.no_grad():
+        wanted = model.task_view("b")(input_ids=PROMPT).logits
+        merged = model.task_view("b").merge_and_unload()
+        found = merged(input_ids=PROMPT).logits
+    assert type(merged) is LlamaForCausalLM
+    assert (found - wanted).norm() <= 1e-5 * wanted.norm()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "llama",
+        pytest.param(
+            "bert",
+        ),
+    ],
+)
+def test_a_saved_model_comes_back_whole(kind: str, tmp_path: Path) -> None:
+    task_type = "SEQ_CLS" if kind == "bert" else "CAUSAL_LM"
+    configs = {"a": lora(3, task_type=task_type), "b": lora(5, task_type=task_type)}
+    labels = {"a": 4, "b": 2} if kind == "bert" else None
+    model = excite(MultiTaskPeftModel(backbone(kind), configs, num_labels=labels))
+    model.save_pretrained(tmp_path)
+    (tmp_path / "notes").mkdir()  # other folders are passed over
+    again = MultiTaskPeftModel.from_pretrained(backbone(kind), tmp_path)
+    assert again.tasks == ("a", "b")
+    for name in "ab":
+        mine, theirs = model.task_parameters(name), again.task_parameters(name)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
+    assert trainable(again) == owned(again)
+    batch = batch_of("a", "b", label=1 if kind == "bert" else None)
+    assert torch.equal(model.eval()(batch).losses, again.eval()(batch).losses)
+
+
+def test_a_classifier_loads_in_plain_peft_with_its_head(tmp_path: Path) -> None:
+    configs = {"a": lora(3, task_type="SEQ_CLS"), "b": lora(5, task_type="SEQ_CLS")}
+    model = excite(MultiTaskPeftModel(backbone("bert"), configs)).eval()
+    model.save_pretrained(tmp_path)
+    for name in "ab":
+        plain = PeftModel.from_pretrained(backbone("bert"), tmp_path / name).eval()
+        with torch.no_grad():
+            theirs, ours = plain(input_ids=PROMPT).logits, model.task_view(name)(input_ids=PROMPT).logits
+            assert (theirs - ours).norm() <= 1e-6 * theirs.norm(), (
+                "B lies transposed in ours, which may round a last bit"
+            )
+
+
+def test_an_adapted_embedding_comes_back_in_plain_peft(tmp_path: Path) -> None:
+    configs = {"a": lora(3, ["embed_tokens", "q_proj"]), "b": lora(3)}
+    model = excite(MultiTaskPeftModel(backbone(), configs)).eval()
+    model.save_pretrained(tmp_path)
+    plain = PeftModel.from_pretrained(backbone(), tmp_path / "a").eval()
+    again = MultiTaskPeftModel.from_pretrained(backbone(), tmp_path).eval()
+    with torch.no_grad():
+        wanted = model.task_view("a")(input_ids=PROMPT).logits
+        assert torch.equal(plain(input_ids=PROMPT).logits, wanted)
+        assert torch.equal(again.task_view("a")(input_ids=PROMPT).logits, wanted)
+
+
+@pytest.mark.parametrize("fault", ["missing tensor", "extra tensor", "other rank", "no file"])
+def test_an_adapter_that_does_not_fit_is_refused_and_nothing_is_loaded(fault: str, tmp_path: Path) -> None:
+    model = model_of("a")
+    before = copies(model, "a")
+    model.save_task("a", tmp_path)
+    path = tmp_path / "adapter_model.safetensors"
+    state = {key: value + 1 for key, value in load_file(path).items()}
+    first = sorted(state)[0]
+    if fault == "missing tensor":
+        del state[first]
+    elif fault == "extra tensor":
+        state["base_model.model.odd"] = torch.zeros(1)
+    elif fault == "other rank":
+        state[first] = state[first][:1].contiguous()
+    if fault == "no file":
+        path.unlink()
+    else:
+        save_file(state, path)
+    with pytest.raises(CheckpointError, match=r"do not match the 28 of this adapter|got no adapter_model.safetensors"):
+        model.load_task("a", tmp_path)
+    assert all(torch.equal(value, before[key]) for key, value in model.task_parameters("a").items())
+
+
+def test_a_folder_without_adapters_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"got no sub-folder with an adapter_config.json"):
+        MultiTaskPeftModel.from_pretrained(backbone(), tmp_path)
+
+
+def test_options_of_save_pretrained_are_refused_and_not_ignored(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="save_pretrained: got selected_adapters, is_main_process"):
+        model_of("a").save_pretrained(tmp_path / "x", selected_adapters=["a"], is_main_process=True)
+    assert not (tmp_path / "x").exists()
+
+
+# ---------------------------------------------------------------------- views
+
+
+def test_a_view_generates_what_plain_peft_generates(tmp_path: Path) -> None:
+    model = model_of("a", "b").eval()
+    model.save_pretrained(tmp_path)
+    texts = {}
+    for name in "ab":
+        plain = PeftModel.from_pretrained(backbone(), tmp_path / name).eval()
+        options = {"input_ids": PROMPT, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+        texts[name] = model.task_view(name).generate(**options)
+        assert torch.equal(texts[name], plain.generate(**options))
+    assert not torch.equal(texts["a"], texts["b"])
+
+
+def test_without_adapters_the_model_is_the_backbone() -> None:
+    model, batch = model_of("a", "b").eval(), batch_of("a", "b")
+    bare = backbone().eval()
+    with torch.no_grad(), model.without_adapters():
+        losses = model(batch).losses
+    with torch.no_grad():
+        labels = batch.labels[0]
+        bounds = batch.cu_seqlens.tolist()
+        logits = torch.cat(
+            [bare(input_ids=batch.input_ids[:, i:j]).logits[0] for i, j in zip(bounds[:-1], bounds[1:], strict=True)]
+        )
+    middle = batch.task_offsets[1]
+    wanted = [F.cross_entropy(logits[part], labels[part]).item() for part in (slice(0, middle), slice(middle, None))]
+    assert losses.tolist() == pytest.approx(wanted, rel=1e-5)
+
+
+# ------------------------------------------------------------------- refusals
+
+
+UNSUPPORTED_KINDS: dict[str, Callable[[], PeftConfig]] = {
+    "ADALORA": lambda: AdaLoraConfig(target_modules=["q_proj"], total_step=10),
+    "IA3": lambda: IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
+    "LOHA": lambda: LoHaConfig(target_modules=["q_proj"]),
+    "LOKR": lambda: LoKrConfig(target_modules=["q_proj"]),
+    "OFT": lambda: OFTConfig(target_modules=["q_proj"]),
+    "VERA": lambda: VeraConfig(target_modules=["q_proj"]),
+    "PREFIX_TUNING": lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    "PROMPT_TUNING": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+}
+UNSUPPORTED_FIELDS: dict[str, dict[str, Any]] = {
+    "use_dora": {"use_dora": True},
+    "lora_bias": {"lora_bias": True},
+    "modules_to_save": {"modules_to_save": ["embed_tokens"]},
+    "trainable_token_indices": {"trainable_token_indices": [3, 4]},
+    "bias": {"bias": "all"},
+    "target_parameters": {"target_parameters": ["q_proj.weight"]},
+    "layer_replication": {"layer_replication": [(0, 2), (1, 2)]},
+    "use_qalora": {"use_qalora": True},
+    "init_lora_weights": {"init_lora_weights": "pissa"},
+}
+FAULTY_VALUES: dict[str, dict[str, Any]] = {
+    "lora_alpha": {"lora_alpha": -1},
+    "lora_dropout": {"lora_dropout": 1.0},
+    "task_type": {"task_type": "SEQ_2_SEQ_LM"},
+    "target_modules": {"target_modules": ["q_prj"]},
+    r"rank_pattern\['q_proj'\]": {"rank_pattern": {"q_proj": 0}},
+    r"alpha_pattern\['q_proj'\]": {"alpha_pattern": {"q_proj": 0}},
+    "r": {"r": 10_000},
+}
+
+
+@pytest.mark.parametrize("kind", UNSUPPORTED_KINDS)
+def test_an_unsupported_kind_of_adapter_is_refused_with_the_task_and_the_kind(kind: str) -> None:
+    config = UNSUPPORTED_KINDS[kind]()
+    with pytest.raises(ConfigError, match=rf"^tasks.sql.peft_config: got \w+ \({kind}\); allowed: PEFT types LORA"):
+        MultiTaskPeftModel(backbone(), {"sql": config})
+
+
+@pytest.mark.parametrize("field", [*UNSUPPORTED_FIELDS, *FAULTY_VALUES])
+def test_an_unsupported_or_faulty_field_is_refused_with_the_task_and_the_field(field: str) -> None:
+    options = {"target_modules": ["q_proj"], **(UNSUPPORTED_FIELDS | FAULTY_VALUES)[field]}
+    base = backbone()
+    with pytest.raises(ConfigError, match=rf"^tasks.sql.peft_config.{field}: got .*; allowed: "):
+        MultiTaskPeftModel(base, {"sql": LoraConfig(**options)})
+    assert base.state_dict().keys() == backbone().state_dict().keys(), "the backbone was touched"
+
+
+@pytest.mark.parametrize("field", UNSUPPORTED_FIELDS)
+def test_a_trainer_refuses_an_unsupported_field_in_the_same_words(field: str) -> None:
+    config = LoraConfig(target_modules=["q_proj"], **UNSUPPORTED_FIELDS[field])
+    task = Task(name="sql", peft_config=config, train_dataset=[{"input_ids": [1, 2, 3]}], max_steps=1)
+    with pytest.raises(ConfigError, match=rf"tasks.sql.peft_config.{field}: got "):
+        MultiTaskTrainer(backbone(), tasks=[task])
+
+
+def test_all_faults_of_all_tasks_are_told_at_once() -> None:
+    configs = {
+        "sql": lora(targets=["q_proj"], bias="all", use_dora=True),
+        "qa": lora(targets=["nope"]),
+        "fine": lora(),
+    }
+    with pytest.raises(ConfigError, match=r"^3 things are wrong:") as caught:
+        MultiTaskPeftModel(backbone(), configs)
+    lines = str(caught.value).splitlines()[1:]
+    fields = [line.split(": got")[0].split(". ", 1)[1] for line in lines]
+    assert fields == [
+        "tasks.sql.peft_config.bias",
+        "tasks.sql.peft_config.use_dora",
+        "tasks.qa.peft_config.target_modules",
+    ]
+
+
+@pytest.mark.parametrize(("kind", "task_type"), [("llama", "SEQ_CLS"), ("bert", "CAUSAL_LM"), ("bert", None)])
+def test_a_task_of_the_other_kind_than_the_backbone_is_refused(kind: str, task_type: str | None) -> None:
+    with pytest.raises(ConfigError, match=rf"tasks.a.peft_config.task_type: got {task_type}; allowed: .*For"):
+        MultiTaskPeftModel(backbone(kind), {"a": lora(task_type=task_type)})
+
+
+def test_a_broken_pattern_of_excluded_modules_is_refused_with_the_task() -> None:
+    with pytest.raises(ConfigError, match=r"tasks.a.peft_config"):
+        MultiTaskPeftModel(backbone(), {"a": lora(targets=["q_proj"], exclude_modules="q_proj(")})
+
+
+def test_another_number_of_classes_is_refused_where_the_head_is_no_single_layer() -> None:
+    base = RobertaForSequenceClassification(
+        RobertaConfig(**SIZE, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
+    )
+    with pytest.raises(ConfigError, match=r"num_labels: got 5 for the RobertaClassificationHead .* allowed: 3"):
+        MultiTaskPeftModel(base, {"a": lora(2, ["query"], task_type="SEQ_CLS")}, num_labels={"a": 5})

@@ -1,0 +1,134 @@
+"""`TaskRegistry` alone: no model, no PEFT injection."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+
+from peft_mux.errors import CheckpointError, ConfigError
+from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.registry import TaskRegistry
+from peft_mux.modeling.sharding.pieces import Piece
+
+NAME_OF_A, NAME_OF_B = "layer.q_proj.lora_A.weight", "layer.q_proj.lora_B.weight"
+
+
+def factors(rank: int, fill: float = 1.0) -> dict[str, nn.Parameter]:
+    return {
+        NAME_OF_A: nn.Parameter(torch.full((rank, 6), fill)),
+        NAME_OF_B: nn.Parameter(torch.full((4, rank), 2 * fill)),
+    }
+
+
+def registry_of(*names: str) -> TaskRegistry:
+    registry = TaskRegistry()
+    for number, name in enumerate(names):
+        config = LoraConfig(r=2 + number)
+        registry.add(name, config, kind_of(config))
+        registry.adopt(name, factors(2 + number, 1.0 + number))
+    return registry
+
+
+def test_tasks_keep_their_order_and_internal_ids_are_never_given_twice() -> None:
+    registry = registry_of("a", "b", "c")
+    assert registry.tasks == ("a", "b", "c")
+    assert registry.adapters == {"a": "t000001", "b": "t000002", "c": "t000003"}
+    assert registry.remove("b") == "t000002"
+    config = LoraConfig(r=2)
+    assert registry.next_adapter == registry.add("b", config, kind_of(config)) == "t000004"
+    assert registry.tasks == ("a", "c", "b")
+
+
+def test_a_task_that_is_not_held_is_refused_with_the_name_that_was_meant() -> None:
+    registry = registry_of("first", "second")
+    asking = (registry.adapter_of, registry.parameters_of, registry.slab_of, registry.kind_of, registry.remove)
+    for ask in asking:
+        with pytest.raises(ConfigError, match=r'got task "frist"; allowed: first, second.*first'):
+            ask("frist")
+    assert registry.tasks == ("first", "second")
+
+
+def test_parameters_are_views_of_their_tasks_slab_and_keep_their_values() -> None:
+    registry = registry_of("a", "b")
+    for name, fill in (("a", 1.0), ("b", 2.0)):
+        (page,) = registry.slab_of(name).pages
+        storage = page.values.untyped_storage().data_ptr()
+        own = registry.parameters_of(name)
+        assert all(item.untyped_storage().data_ptr() == storage for item in own.values())
+        assert (own[NAME_OF_A] == fill).all()
+        assert own[NAME_OF_B].t().is_contiguous(), "the kind says how a parameter lies"
+    assert len(list(registry.parameters())) == 4
+
+
+def test_slabs_are_found_by_the_internal_id_until_the_task_leaves() -> None:
+    registry = registry_of("a", "b")
+    assert registry.slab_of_adapter("t000002") is registry.slab_of("b")
+    registry.remove("b")
+    assert registry.slab_of_adapter("t000002") is None
+    assert registry.slab_of_adapter("") is None
+
+
+def test_described_parameters_have_no_slab_until_they_are_adopted_with_values() -> None:
+    registry, config = TaskRegistry(), LoraConfig(r=2)
+    registry.add("a", config, kind_of(config))
+    assert registry.parameters_of("a") == {}
+    with torch.device("meta"):
+        described = factors(2)
+    registry.adopt("a", described, are_described=True)
+    assert registry.slab_of_adapter("t000001") is None
+    registry.lay_out(torch.device("cpu"))
+    assert registry.slab_of_adapter("t000001") is None
+    registry.adopt("a", factors(2))
+    assert registry.slab_of("a") is registry.slab_of_adapter("t000001")
+
+
+def test_a_task_without_parameters_here_has_a_slab_that_nothing_reads() -> None:
+    registry, config = TaskRegistry(), LoraConfig(r=2)
+    registry.add("elsewhere", config, kind_of(config))
+    registry.adopt("elsewhere", {}, torch.device("cpu"))
+    registry.slab_of("elsewhere").bind_gradients()
+    assert list(registry.parameters()) == []
+
+
+def test_laying_out_anew_follows_parameters_that_were_cast() -> None:
+    registry = registry_of("a")
+    for parameter in registry.parameters():
+        parameter.data = parameter.data.double()
+    before = registry.slab_of("a")
+    registry.lay_out(torch.device("cpu"))
+    assert registry.slab_of("a") is not before
+    assert [page.values.dtype for page in registry.slab_of("a").pages] == [torch.float64]
+
+
+def test_pieces_are_whole_until_told_otherwise_and_leave_with_their_task() -> None:
+    registry = registry_of("a", "b")
+    registry.pieces["a", NAME_OF_A] = Piece((2, 12), 1, ((6, 12),))
+    assert registry.pieces_of("a")[NAME_OF_A].shape == (2, 12)
+    assert registry.pieces_of("a")[NAME_OF_B] == Piece.whole((4, 2))
+    registry.remove("a")
+    assert registry.pieces == {}
+
+
+def test_what_lies_here_of_whole_tensors_is_written_or_nothing() -> None:
+    registry = registry_of("a")
+    registry.pieces["a", NAME_OF_A] = Piece((2, 12), 1, ((6, 12),))
+    whole = {NAME_OF_A: torch.arange(24.0).view(2, 12), NAME_OF_B: torch.zeros(4, 2)}
+    with pytest.raises(CheckpointError, match=r'task "a": got nothing for .*lora_B.*\[4, 2\]'):
+        registry.place_whole("a", {NAME_OF_A: whole[NAME_OF_A]})
+    with pytest.raises(CheckpointError, match=r'task "a": got shape \[2, 6\] for .*lora_A.*\[2, 12\]'):
+        registry.place_whole("a", {**whole, NAME_OF_A: torch.zeros(2, 6)})
+    assert (registry.parameters_of("a")[NAME_OF_A] == 1.0).all()
+    registry.place_whole("a", whole)
+    assert torch.equal(registry.parameters_of("a")[NAME_OF_A], whole[NAME_OF_A][:, 6:])
+    assert not registry.parameters_of("a")[NAME_OF_B].any()
+
+
+def test_the_configuration_as_given_is_remembered() -> None:
+    registry = TaskRegistry()
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    registry.add("a", config, kind_of(config))
+    config.r = 3
+    assert registry.was_given("a", LoraConfig(r=2, target_modules=["q_proj"]))
+    assert not registry.was_given("a", config)

@@ -1,0 +1,148 @@
+"""Which profile a run plans with, and what a plan says where that profile is of something else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from peft_mux import ConfigError
+from peft_mux.planning.profiles import RunProfile, run_profile
+from peft_mux.profiling.backbone import software_versions
+from peft_mux.scheduler.costs.hardware import known_device
+from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.memory import ModelShape
+from peft_mux.scheduler.costs.profile import Profile
+from peft_mux.trainer import trainer as trainer_module
+from tests.invariants.mux_lab import make_trainer, small_task
+from tests.planning.cases import llama
+
+SHAPE = ModelShape(2, 64, 128, 64, 64, 97, 100_000, 2)
+
+
+def profile_on_gpu(name: str, memory_gb: int, monkeypatch: pytest.MonkeyPatch) -> RunProfile:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+    properties = SimpleNamespace(total_memory=memory_gb * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    args: Any = SimpleNamespace(cost_profile=None, device=torch.device("cuda"))
+    return run_profile(args, SHAPE)
+
+
+@pytest.mark.parametrize(
+    ("name", "memory_gb", "planned_as"),
+    [
+        ("NVIDIA A100-SXM4-40GB", 42, "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", 85, "A100-80GB"),
+        ("NVIDIA H100 80GB HBM3", 85, "H100-80GB"),
+        ("NVIDIA GeForce RTX 4090", 25, "RTX4090"),
+    ],
+)
+def test_a_known_gpu_is_planned_by_its_own_data_sheet(
+    name: str, memory_gb: int, planned_as: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = profile_on_gpu(name, memory_gb, monkeypatch)
+    assert (found.profile.device, found.notes) == (planned_as, ())
+
+
+@pytest.mark.parametrize("name", ["NVIDIA RTX A4000", "NVIDIA L4", "NVIDIA GH200 480GB"])
+def test_an_unknown_gpu_is_named_in_the_plan_with_what_it_was_planned_as(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = profile_on_gpu(name, 24, monkeypatch)
+    (note,) = found.notes
+    assert found.profile.device == "A100-80GB"
+    assert f"no data sheet of {name!r} is known here; times are planned as of A100-80GB" in note
+    assert "peft-mux profile" in note
+    assert known_device(name, 24 * 10**9) is None
+
+
+def stored(folder: Path, **changes: Any) -> Path:
+    """Write the profile of the backbone of `make_trainer` on this machine, with some fields changed."""
+    trainer = make_trainer([small_task("own", data_seed=1)], folder / "first")
+    trainer.plan()
+    profile = trainer._plans.planner.profile
+    assert profile is not None
+    path = folder / "profile.json"
+    path.write_text(replace(profile, **changes).to_json(), encoding="utf-8")
+    return path
+
+
+def notes_with(path: Path, folder: Path, **arguments: Any) -> str:
+    trainer = make_trainer([small_task("own", data_seed=1)], folder / "second", cost_profile=str(path), **arguments)
+    return " | ".join(trainer.plan().notes)
+
+
+def test_a_stored_profile_that_fits_is_used_without_a_word(tmp_path: Path) -> None:
+    assert "cost_profile" not in notes_with(stored(tmp_path), tmp_path)
+
+
+def test_a_measured_profile_of_this_backbone_is_used_without_a_word(tmp_path: Path) -> None:
+    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path / "first")
+    path = tmp_path / "profile.json"
+    path.write_text(trainer.measure_profile(budget_s=0.2).to_json(), encoding="utf-8")
+    assert "cost_profile" not in notes_with(path, tmp_path)
+
+
+def test_the_link_between_processes_is_measured_with_the_profile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path / "run")
+    assert trainer.measure_profile(budget_s=0.2, folder=tmp_path / "kept").link is None
+    monkeypatch.setattr(trainer_module, "measure_link", lambda device: Link(1e-5, 1e9))
+    profile = trainer.measure_profile(budget_s=0.2, folder=tmp_path / "kept")
+    assert profile.link == Link(1e-5, 1e9)
+    assert [path.stem for path in (tmp_path / "kept").iterdir()] == [profile.key]
+
+
+def test_a_profile_of_another_device_is_named_in_the_plan(tmp_path: Path) -> None:
+    said = notes_with(stored(tmp_path, device="NVIDIA H200"), tmp_path)
+    assert "cost_profile is of another device (NVIDIA H200; this one is" in said
+    assert "another backbone" not in said
+
+
+def test_a_profile_of_another_backbone_is_named_in_the_plan(tmp_path: Path) -> None:
+    said = notes_with(stored(tmp_path), tmp_path, model=llama(3))
+    assert "cost_profile is of another backbone (L2-" in said
+    assert "this one is L3-" in said
+    assert "another device" not in said
+
+
+def test_a_measured_profile_of_another_dtype_or_of_other_software_is_named_in_the_plan(tmp_path: Path) -> None:
+    measured: dict[str, Any] = {"source": "measured", "dtype": "float32"}
+    own = tuple(software_versions("cpu").items())
+    assert "cost_profile" not in notes_with(stored(tmp_path, **measured, versions=own), tmp_path)
+    half = notes_with(stored(tmp_path, **{**measured, "dtype": "bfloat16"}, versions=own), tmp_path)
+    assert "cost_profile was measured in bfloat16; this run computes in 32 bits" in half
+    older = notes_with(stored(tmp_path, **measured, versions=(("torch", "1.13"), ("profile", "1"))), tmp_path)
+    assert "cost_profile was measured with torch 1.13, profile 1; here are torch " in older
+    assert "measured in" not in older
+
+
+def test_a_profile_of_the_run_is_not_held_against_other_devices(tmp_path: Path) -> None:
+    path = stored(tmp_path, device="NVIDIA H200")
+    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path / "second", cost_profile=str(path))
+    assert not any("cost_profile" in note for note in trainer.plan(devices="2xA40").notes)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["no JSON", "[]", '{"format_version": 1}', '{"format_version": 1, "layer": [1, 2]}', '{"format_version": 99}'],
+)
+def test_a_file_that_is_no_profile_is_refused_by_name_with_what_to_do(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    path.write_text(text, encoding="utf-8")
+    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path / "run", cost_profile=str(path))
+    with pytest.raises(ConfigError, match=r"args\.cost_profile: '.*profile\.json' is not a profile \(.*Measure anew"):
+        trainer.plan()
+
+
+def test_a_profile_with_a_number_out_of_range_is_refused_as_well(tmp_path: Path) -> None:
+    path = stored(tmp_path)
+    assert Profile.from_json(path.read_text(encoding="utf-8")).forward_fraction == 0.5
+    path.write_text(path.read_text(encoding="utf-8").replace('"forward_fraction": 0.5', '"forward_fraction": 7'))
+    with pytest.raises(ConfigError, match=r"args\.cost_profile: .*forward_fraction is 7"):
+        notes_with(path, tmp_path)

@@ -1,0 +1,337 @@
+"""Profiles are measured on the package's own paths, stored by key, and bytes kept for backward are counted exactly."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.kernels.cross_entropy.linear import block_rows
+from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.objectives import language as losses
+from peft_mux.profiling import backbone as profiling
+from peft_mux.profiling import parts as profiling_parts
+from peft_mux.profiling.backbone import profile_backbone
+from peft_mux.profiling.memory import _SavedStorages, count_activation_bytes_per_token
+from peft_mux.profiling.stopwatch import Stopwatch
+from peft_mux.profiling.subject import RANKS, Subject
+from peft_mux.scheduler.costs import memory
+from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.profile import Profile
+from peft_mux.scheduler.costs.profile_text import profile_text
+from tests.invariants.mux_lab import tiny_llama
+
+LENGTHS = [40, 17, 60, 33]
+
+
+def a_backbone(num_layers: int = 2) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=num_layers,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=211,
+        max_position_embeddings=256,
+        pad_token_id=None,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def lora(rank: int, targets: str | list[str] = "all-linear") -> LoraConfig:
+    return LoraConfig(r=rank, target_modules=targets, lora_dropout=0.0)
+
+
+def a_model(backbone: nn.Module | None = None) -> MultiTaskPeftModel:
+    return MultiTaskPeftModel(
+        backbone or a_backbone(), {"a": lora(8), "b": lora(4, ["q_proj", "v_proj"])}, verify=False
+    )
+
+
+@pytest.fixture(scope="module")
+def measured() -> Profile:
+    return profile_backbone(a_backbone(), device="cpu", dtype=torch.float32, budget_s=2.0)
+
+
+# -------------------------------------------------------------------- profile
+
+
+def test_a_measured_profile_says_so_and_every_part_takes_time(measured: Profile) -> None:
+    assert measured.source == "measured"
+    parts = (measured.layer_s, measured.attention_s, measured.head_s, measured.embedding_s)
+    for part in parts:
+        assert 0 < part(16) <= part(2048) < 10
+    assert 0 < measured.optimizer_s(10_000) < measured.optimizer_s(4_000_000)
+    assert 0.1 <= measured.forward_fraction <= 0.9
+
+
+def test_adapters_are_measured_for_every_rank_and_every_width_of_the_backbone(measured: Profile) -> None:
+    assert measured.adapter.ranks == RANKS
+    # q, k and v are computed together and count at their mean width: (128 + 96 + 96) / 3.
+    assert measured.adapter.widths == pytest.approx((320 / 3, 128, 160))
+    assert measured.adapter_s(64, 160, 1024) > measured.adapter_s(4, 160, 16) >= 0
+    assert measured.adapter_utilization(8, 128, np.array([16, 1024])) == pytest.approx([1.0, 1.0])
+
+
+def test_profiling_leaves_the_given_model_alone() -> None:
+    model = a_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attention, gradients = model.backbone.config._attn_implementation, [p.grad for p in model.parameters()]
+    profile_backbone(model, device="cpu", dtype=torch.float32, budget_s=0.5)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.backbone.config._attn_implementation == attention
+    assert [p.grad for p in model.parameters()] == gradients
+
+
+def test_a_backbone_without_weights_is_profiled_like_one_with_weights(measured: Profile) -> None:
+    with torch.device("meta"):
+        described = a_backbone()
+    profile = profile_backbone(described, device="cpu", dtype=torch.float32, budget_s=0.5)
+    assert profile.key == measured.key
+    assert profile.layer_s(256) > 0
+
+
+def test_a_stored_profile_is_read_again_and_measured_anew_only_when_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = a_backbone(1)
+    first = profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5, folder=tmp_path)
+    assert [path.stem for path in tmp_path.iterdir()] == [first.key]
+    counted: list[int] = []
+    measure = profiling._measure
+    monkeypatch.setattr(profiling, "_measure", lambda *given: counted.append(1) or measure(*given))
+    assert profile_backbone(backbone, device="cpu", dtype=torch.float32, folder=tmp_path) == first
+    assert counted == []
+    profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5, folder=tmp_path, refresh=True)
+    assert counted == [1]
+
+
+def test_a_stored_profile_that_is_damaged_or_of_other_versions_is_measured_anew(tmp_path: Path) -> None:
+    backbone = a_backbone(1)
+    profile = profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5, folder=tmp_path)
+    path = tmp_path / f"{profile.key}.json"
+    other = {**json.loads(profile.to_json()), "versions": [["torch", "0.1"]]}
+    for text in ("{", json.dumps(other)):
+        path.write_text(text, encoding="utf-8")
+        again = profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5, folder=tmp_path)
+        assert again.key == profile.key
+        assert Profile.from_json(path.read_text(encoding="utf-8")) == again
+
+
+def test_a_link_that_was_measured_now_takes_the_place_of_a_stored_one(tmp_path: Path) -> None:
+    backbone = a_backbone(1)
+
+    def profile(link: Link | None) -> Profile:
+        return profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5, folder=tmp_path, link=link)
+
+    first = profile(None)
+    assert first.link is None
+    linked = profile(Link(1e-5, 1e9))
+    assert linked == replace(first, link=Link(1e-5, 1e9))
+    assert profile(None) == linked  # as it was stored with the link
+    assert profile(Link(2e-5, 2e9)).link == Link(2e-5, 2e9)
+
+
+def test_the_key_tells_other_shapes_other_dtypes_and_other_threads_apart() -> None:
+    def key(backbone: nn.Module, dtype: torch.dtype = torch.float32) -> str:
+        names = profiling._identity(backbone, torch.device("cpu"), dtype)
+        return "".join(str(part) for part in names.values())
+
+    keys = {key(a_backbone(1)), key(a_backbone(2)), key(a_backbone(1), torch.bfloat16)}
+    torch.set_num_threads(2)
+    try:
+        keys.add(key(a_backbone(1)))
+    finally:
+        torch.set_num_threads(1)
+    assert len(keys) == 4
+
+
+def test_a_budget_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="budget_s is 0; allowed: more than 0"):
+        profile_backbone(a_backbone(), device="cpu", dtype=torch.float32, budget_s=0)
+
+
+def test_a_backbone_of_another_architecture_is_profiled_too() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    backbone = GPT2LMHeadModel(
+        GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=100, bos_token_id=1, eos_token_id=1)
+    )
+    profile = profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5)
+    assert profile.layer_s(256) > 0
+    assert profile.adapter_s(64, 256, 1024) > 0
+
+
+# ---------------------------------------------------------------- stopwatch
+
+
+def test_the_clock_warms_up_and_takes_medians_of_at_least_two() -> None:
+    ticks = iter([0.0, 9.0, 10.0, 13.0, 20.0, 21.0])  # warm-up of 9 s, then 3 s and 1 s
+    stopwatch = Stopwatch(torch.device("cpu"), 1.0, timer=lambda: next(ticks))
+    assert stopwatch.measure(lambda: None, share=0.0) == 2.0
+
+
+def test_functions_that_are_compared_are_taken_in_turns() -> None:
+    calls: list[str] = []
+    stopwatch = Stopwatch(torch.device("cpu"), 1.0)
+    stopwatch.measure_all([lambda: calls.append("a"), lambda: calls.append("b")], share=0.0)
+    assert calls == ["a", "b"] * 3
+
+
+class FakeTime:
+    """A clock that goes on only as work is pretended to be done: `s_per_token` for every token of a run."""
+
+    def __init__(self, s_per_token: float) -> None:
+        self.now_s, self.s_per_token = 0.0, s_per_token
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def work(self, tokens: float) -> None:
+        self.now_s += tokens * self.s_per_token
+
+
+def pretend(patch: pytest.MonkeyPatch, fake: FakeTime) -> None:
+    """Let every run of a profile take fake seconds and nothing else."""
+
+    def loss(hidden: torch.Tensor, *others: object) -> torch.Tensor:
+        fake.work(len(hidden))
+        return hidden.sum(1)
+
+    parts = profiling_parts.PartTimes
+    patch.setattr(profiling_parts, "linear_cross_entropy", loss)
+    patch.setattr(Subject, "layers_runner", lambda self, tokens, **how: lambda: fake.work(4 * tokens))
+    patch.setattr(Subject, "pass_runner", lambda self, lengths, names: lambda: fake.work(sum(lengths)))
+    patch.setattr(parts, "_attention_runner", lambda self, lengths: lambda: fake.work(sum(n * n for n in lengths) / 64))
+    patch.setattr(parts, "_group_runner", lambda self, group, batch, x, **how: lambda: fake.work(batch.num_tokens))
+    patch.setattr(parts, "_update_runner", lambda self, count: lambda: fake.work(count / 500))
+
+
+@pytest.mark.parametrize("s_per_token", [1e-6, 1e-4, 5e-4, 1e-3])
+def test_a_slow_device_is_measured_up_to_smaller_sizes_but_within_the_budget(
+    s_per_token: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeTime(s_per_token)
+    pretend(monkeypatch, fake)
+    subject = Subject(a_backbone(4), device=torch.device("cpu"), dtype=torch.float32)
+    names = profiling._identity(a_backbone(4), torch.device("cpu"), torch.float32)
+    stopwatch = Stopwatch(torch.device("cpu"), 60.0, timer=fake, wall=fake)
+    profile = profiling._measure(subject, stopwatch, names, None)
+    assert fake.now_s <= 60
+    if s_per_token == 1e-6:
+        assert profile.reach == {
+            "layer": 2048,
+            "attention": 1024,
+            "head": 2048,
+            "embedding": 2048,
+            "optimizer": 4_000_000,
+            "adapter": 1024,
+        }
+    if s_per_token == 1e-3:
+        assert profile.reach["adapter"] == 64
+        assert profile.reach["optimizer"] < 4_000_000
+        assert f"{profile.reach['adapter']:,.0f} of an adapter" in profile_text(profile)
+
+
+def test_adapters_are_measured_on_one_layer_whatever_the_number_of_layers() -> None:
+    def widths(num_layers: int) -> list[int]:
+        subject = Subject(a_backbone(num_layers), device=torch.device("cpu"), dtype=torch.float32)
+        groups = profiling_parts.PartTimes(subject, Stopwatch(torch.device("cpu"), 1.0))._groups_of_one_layer()
+        return [len(group.members) for group in groups]
+
+    assert widths(1) == widths(4) == [3, 1, 2, 1]
+
+
+def test_layers_are_run_without_adapters_and_adapters_without_layers() -> None:
+    subject = Subject(a_backbone(), device=torch.device("cpu"), dtype=torch.float32)
+    for name in subject.model.tasks:
+        for page in subject.model.task_slab(name).pages:
+            page.values.grad.zero_()  # type: ignore[union-attr]
+    subject.run_layers(32)
+    gradients = [page.values.grad for name in subject.model.tasks for page in subject.model.task_slab(name).pages]
+    assert all(gradient is None or not gradient.any() for gradient in gradients)
+    subject.pass_runner((16, 32), ("r4_0", "r4_1"))()
+    own = [page.values.grad for page in subject.model.task_slab("r4_0").pages]
+    assert any(gradient is not None and bool(gradient.any()) for gradient in own)
+
+
+# --------------------------------------------------------------------- memory
+
+
+def really_kept_bytes(model: MultiTaskPeftModel) -> int:
+    """Count what a real forward saves."""
+    names = [model.tasks[number % len(model.tasks)] for number in range(len(LENGTHS))]
+    rows = [{"task": name, "input_ids": [1] * length} for name, length in zip(names, LENGTHS, strict=True)]
+    batch = ChunkPackingCollator()(rows)
+    model.train()
+    kept = _SavedStorages(model)
+    with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor), model.multiplexing(batch):
+        hidden_TD = model.hidden_states(batch)
+        losses.token_losses(hidden_TD, model.backbone, batch, model.stream, model.adapters)
+    return kept.num_bytes
+
+
+@pytest.mark.parametrize("backbone", [a_backbone, tiny_llama])
+def test_bytes_counted_on_a_description_are_those_that_a_real_pass_keeps(backbone: type) -> None:
+    model = a_model(backbone())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        counted = count_activation_bytes_per_token(model, LENGTHS)
+    assert counted * sum(LENGTHS) == pytest.approx(really_kept_bytes(model), rel=0.01)
+
+
+def test_counting_neither_needs_weights_nor_changes_the_model() -> None:
+    model = a_model()
+    with torch.device("meta"):
+        described = a_model(a_backbone())
+    described.eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    assert count_activation_bytes_per_token(described, LENGTHS) == count_activation_bytes_per_token(model, LENGTHS)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert not described.training
+    assert torch.autocast is not None
+    assert torch.is_autocast_enabled("cpu") is False
+
+
+def test_half_the_bytes_are_kept_in_bf16_but_for_what_stays_in_fp32() -> None:
+    model = a_model()
+    half, full = (
+        count_activation_bytes_per_token(model, LENGTHS, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)
+    )
+    assert 0.5 <= half / full < 0.75
+
+
+def test_what_does_not_run_on_a_description_is_estimated_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = a_model()
+
+    def fails(*given: object) -> None:
+        raise NotImplementedError("this operator has no description")
+
+    monkeypatch.setattr(losses, "token_losses", fails)
+    with pytest.warns(UserWarning, match="estimated by formula.*this operator has no description"):
+        estimated = count_activation_bytes_per_token(model, LENGTHS)
+    shape = model_shape(model.backbone, model.backbone.config, dtype=torch.float32, activation_dtype=torch.float32)
+    assert estimated == memory.activation_bytes_per_token(shape, checkpointing=False)
+
+
+def test_lengths_without_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="allowed: one or more, of 1 token or more"):
+        count_activation_bytes_per_token(a_model(), [])
+
+
+@pytest.mark.parametrize("vocab_size", [97, 4096, 32_000, 151_936])
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_the_planner_knows_the_blocks_of_the_loss(vocab_size: int, device_type: str) -> None:
+    assert memory.loss_block_rows(vocab_size, device_type) == block_rows(vocab_size, device_type)

@@ -1,0 +1,383 @@
+"""Cluster replay: against an independent event loop, closed forms, and what must hold of every replay."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("simpy", reason="simpy is not installed")
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peft_mux.errors import ConfigError
+from peft_mux.scheduler.cluster.instance import SYSTEMS, InstanceModel, InstanceSpec, eager_profile
+from peft_mux.scheduler.cluster.replay import ReplaySettings, replay
+from peft_mux.scheduler.cluster.result import Replay
+from peft_mux.scheduler.cluster.trace import (
+    NON_UNIFORM,
+    UNIFORM,
+    Recipe,
+    TaskKind,
+    TracedTask,
+    mean_kind_tokens,
+    read_trace,
+    synthetic_trace,
+)
+from peft_mux.scheduler.costs.hardware import parse_devices
+from peft_mux.scheduler.costs.memory import ModelShape
+from peft_mux.scheduler.costs.profile import analytic_profile
+from peft_mux.scheduler.costs.roofline import Roofline
+
+SHAPE = ModelShape(8, 1024, 2816, 1024, 1024, 32000, 2 * 130_000_000, 2)
+SPEC = InstanceSpec(parse_devices("2xA40"), SHAPE, max_tasks=3, micro_batch_counts=(4,))
+SHORT, LONG = TaskKind(64, 8, 8), TaskKind(256, 16, 16)
+MODELS = {system: InstanceModel(system, SPEC) for system in SYSTEMS}
+REFERENCE = MODELS["nemo"]
+
+
+def run(tasks: Sequence[TracedTask], system: str = "muxtune", num_gpus: int = 4, **options: object) -> Replay:
+    return replay(tasks, MODELS[system], REFERENCE, ReplaySettings(num_gpus, **options))  # type: ignore[arg-type]
+
+
+def task(submit_s: float, duration_s: float, kind: TaskKind = SHORT) -> TracedTask:
+    return TracedTask(submit_s, duration_s, kind)
+
+
+def work_steps(one: TracedTask) -> float:
+    return one.duration_s / REFERENCE.speed([one.kind]).step_s
+
+
+def event_loop(tasks: Sequence[TracedTask], model: InstanceModel, num_instances: int) -> list[tuple[float, float]]:
+    """Return start and end of every task by the rules of `cluster`, placement "spread", without its code."""
+    left = [work_steps(one) for one in tasks]
+    start, end = [math.nan] * len(tasks), [math.nan] * len(tasks)
+    instances: list[list[int]] = []
+    queue: list[int] = []
+    now, coming = 0.0, 0
+    while coming < len(tasks) or queue or instances:
+        step_s = [model.speed([tasks[i].kind for i in members]).step_s for members in instances]
+        ends = [now + min(left[i] for i in m) * s for m, s in zip(instances, step_s, strict=True)]
+        arrival = tasks[coming].submit_s if coming < len(tasks) else math.inf
+        then = min([arrival, *ends])
+        for members, seconds in zip(instances, step_s, strict=True):
+            for i in members:
+                left[i] -= (then - now) / seconds
+        for number, members in enumerate(instances):
+            if ends[number] == then:
+                for i in [i for i in members if left[i] < 1e-6 * work_steps(tasks[i])]:
+                    end[i] = then
+                    members.remove(i)
+        instances = [members for members in instances if members]
+        now = then
+        if arrival == then:
+            queue.append(coming)
+            coming += 1
+        while queue:
+            open_ones = [m for m in instances if len(m) < model.max_tasks]
+            if len(instances) < num_instances:
+                instances.append([queue[0]])
+            elif open_ones:
+                min(open_ones, key=len).append(queue[0])
+            else:
+                break
+            start[queue.pop(0)] = now
+    return list(zip(start, end, strict=True))
+
+
+random_tasks = st.lists(
+    st.tuples(st.floats(0.5, 300), st.floats(1, 2000), st.sampled_from((SHORT, LONG))), min_size=1, max_size=14
+)
+
+
+def in_order(drawn: list[tuple[float, float, TaskKind]]) -> list[TracedTask]:
+    now, tasks = 0.0, []
+    for gap_s, duration_s, kind in drawn:
+        now += gap_s
+        tasks.append(task(now, duration_s, kind))
+    return tasks
+
+
+# ----------------------------------------------------------- against the truth
+
+
+@given(random_tasks, st.sampled_from(("nemo", "muxtune")))
+@settings(max_examples=30, deadline=None)
+def test_every_start_and_end_is_that_of_an_independent_event_loop(
+    drawn: list[tuple[float, float, TaskKind]], system: str
+) -> None:
+    tasks = in_order(drawn)
+    expected = event_loop(tasks, MODELS[system], num_instances=2)
+    for record, (start_s, end_s) in zip(run(tasks, system).records, expected, strict=True):
+        assert record.start_s == pytest.approx(start_s, rel=1e-6)
+        assert record.end_s == pytest.approx(end_s, rel=1e-6)
+
+
+@given(random_tasks, st.sampled_from(SYSTEMS), st.sampled_from(("spread", "fill")))
+@settings(max_examples=30, deadline=None)
+def test_tasks_start_in_the_order_in_which_they_came_and_all_work_is_done(
+    drawn: list[tuple[float, float, TaskKind]], system: str, placement: str
+) -> None:
+    tasks = in_order(drawn)
+    result = run(tasks, system, placement=placement)
+    starts = [record.start_s for record in result.records]
+    assert None not in starts
+    assert starts == sorted(starts)  # type: ignore[type-var]
+    for record, one in zip(result.records, tasks, strict=True):
+        assert record.start_s >= one.submit_s  # type: ignore[operator]
+        assert record.end_s > record.start_s  # type: ignore[operator]
+    expected = sum(work_steps(one) * one.kind.tokens_per_step for one in tasks)
+    assert result.trained_tokens == pytest.approx(expected, rel=1e-6)
+    assert 0 < result.utilization < result.allocation <= 1 + 1e-9
+    assert max(running for _, running, _, _ in result.timeline) <= 2 * MODELS[system].max_tasks
+
+
+def test_a_task_alone_on_the_reference_system_takes_its_duration() -> None:
+    (record,) = run([task(7.0, 1234.0, LONG)], "nemo").records
+    assert record.start_s == 7.0
+    assert record.end_s == pytest.approx(1241.0)
+
+
+def test_without_sharing_the_next_task_starts_when_the_one_before_it_ends() -> None:
+    first, second = run([task(0, 100), task(10, 50)], "nemo", num_gpus=2).records
+    assert second.start_s == pytest.approx(100.0)
+    assert second.end_s == pytest.approx(150.0)
+    assert first.end_s == pytest.approx(100.0)
+
+
+def test_an_arrival_slows_a_running_task_only_from_then_on() -> None:
+    first, second = task(0, 100), task(40, 1000)
+    model = MODELS["muxtune"]
+    alone_s, both_s = model.speed([SHORT]).step_s, model.speed([SHORT, SHORT]).step_s
+    expected_s = 40 + (work_steps(first) - 40 / alone_s) * both_s
+    assert run([first, second], num_gpus=2).records[0].end_s == pytest.approx(expected_s)
+
+
+def test_equal_tasks_that_come_together_end_together() -> None:
+    records = run([task(5, 100)] * 3, num_gpus=2).records
+    expected_s = 5 + work_steps(task(5, 100)) * MODELS["muxtune"].speed([SHORT] * 3).step_s
+    assert [record.end_s for record in records] == [pytest.approx(expected_s)] * 3
+
+
+# ------------------------------------------------------------------- placement
+
+
+def test_spread_opens_an_instance_while_gpus_are_free_and_fill_joins_first() -> None:
+    tasks = [task(0, 100), task(1, 100)]
+    spread, fill = (run(tasks, placement=placement) for placement in ("spread", "fill"))
+    slower = MODELS["muxtune"].speed([SHORT, SHORT]).step_s > MODELS["muxtune"].speed([SHORT]).step_s
+    assert slower
+    assert spread.records[0].end_s < fill.records[0].end_s  # type: ignore[operator]
+    assert fill.allocated_gpu_s < spread.allocated_gpu_s
+
+
+def test_gpus_that_make_no_whole_instance_stay_idle() -> None:
+    assert run([task(0, 100)] * 2, "nemo", num_gpus=3).records[1].start_s == pytest.approx(100.0)
+
+
+def test_a_full_queue_turns_tasks_away() -> None:
+    result = run([task(index, 1000) for index in range(5)], "nemo", num_gpus=2, queue_limit=1)
+    assert [record.rejected for record in result.records] == [False, False, True, True, True]
+    assert result.num_rejected == 3
+    assert len(result.completion_s) == 2
+
+
+def test_at_the_horizon_only_what_was_trained_by_then_counts() -> None:
+    one = task(10, 100)
+    result = run([one, task(5000, 1)], "nemo", horizon_s=35.0)
+    assert result.trained_tokens == pytest.approx(0.25 * work_steps(one) * SHORT.tokens_per_step)
+    assert result.elapsed_s == 35.0
+    assert result.completion_s == ()
+    assert result.waiting_s == (0.0,)
+    assert result.summary()["completion_minutes"] is None
+
+
+def test_without_a_horizon_the_replay_ends_with_the_last_task() -> None:
+    result = run([task(0, 100), task(20, 10)], num_gpus=2)
+    assert result.elapsed_s == max(record.end_s for record in result.records)  # type: ignore[type-var]
+
+
+def test_figures_are_means_and_percentiles_in_minutes() -> None:
+    tasks = [task(0, 60 * minutes) for minutes in (1, 2, 3, 4)]
+    summary = run(tasks, "nemo", num_gpus=8).summary()
+    assert summary["completion_minutes"] == pytest.approx({"mean": 2.5, "p50": 2.5, "p90": 3.7, "p99": 3.97})
+    assert summary["waiting_minutes"]["mean"] == 0.0
+
+
+def test_the_same_replay_twice_gives_the_same_bytes() -> None:
+    tasks = synthetic_trace(30, NON_UNIFORM, tasks_per_s=0.1, mean_duration_s=60)
+    fresh = replay(tasks, InstanceModel("muxtune", SPEC), InstanceModel("nemo", SPEC), ReplaySettings(4))
+    assert fresh.to_json() == run(tasks).to_json()
+
+
+# ------------------------------------------------------------------- instances
+
+
+def test_zero_padding_is_computed_by_sl_peft_alone() -> None:
+    kinds = [SHORT, LONG]
+    own = sum(kind.tokens_per_step for kind in kinds)
+    assert MODELS["muxtune"].speed(kinds).computed_tokens == own
+    assert MODELS["sl-peft"].speed(kinds).computed_tokens == 256 * (SHORT.batch_size + LONG.batch_size)
+    assert MODELS["sl-peft"].speed([SHORT, SHORT]).computed_tokens == 2 * SHORT.tokens_per_step
+
+
+@pytest.mark.parametrize("system", SYSTEMS)
+def test_a_speed_does_not_depend_on_the_order_of_tasks(system: str) -> None:
+    kinds = [SHORT, LONG][: MODELS[system].max_tasks]
+    assert MODELS[system].speed(kinds) == MODELS[system].speed(kinds[::-1])
+
+
+def test_sharing_trains_more_tokens_a_second_than_one_task_alone() -> None:
+    model = MODELS["muxtune"]
+    assert model.speed([SHORT] * 3).step_s < 3 * model.speed([SHORT]).step_s
+    assert model.speed([LONG] * 3).utilization > model.speed([LONG]).utilization
+
+
+def test_eager_operators_are_slower_at_every_number_of_tokens() -> None:
+    device = SPEC.devices.device
+    profile = analytic_profile(device, SHAPE)
+    eager = eager_profile(profile, Roofline(device, SHAPE, 1), SHAPE)
+    for tokens in (1, 64, 1000, 16384):
+        assert eager.layer_s(tokens) > profile.layer_s(tokens)
+    assert MODELS["hf-peft"].speed([LONG]).step_s > MODELS["nemo"].speed([LONG]).step_s
+
+
+def test_the_fastest_number_of_micro_batches_is_taken() -> None:
+    free = InstanceModel("nemo", replace(SPEC, micro_batch_counts=(1, 4, 16)))
+    fixed = [InstanceModel("nemo", replace(SPEC, micro_batch_counts=(count,))) for count in (1, 4, 16)]
+    assert free.speed([LONG]).step_s == min(model.speed([LONG]).step_s for model in fixed)
+
+
+def test_no_more_micro_batches_than_sequences() -> None:
+    model = InstanceModel("nemo", replace(SPEC, micro_batch_counts=(16,)))
+    assert model.speed([TaskKind(64, 2, 8)]).num_micro_batches == 2
+
+
+def test_memory_bounds_how_many_tasks_share_an_instance() -> None:
+    small = replace(SPEC.devices.device, memory_bytes=3 * 10**9)
+    spec = replace(SPEC, devices=replace(SPEC.devices, device=small), max_tasks=64)
+    model = InstanceModel("sl-peft", spec)
+    assert model.fits([LONG])
+    assert not model.fits([LONG] * 64)
+    assert all(model.speed([LONG] * n).peak_bytes <= 3 * 10**9 for n in range(1, 9) if model.fits([LONG] * n))
+    with pytest.raises(ValueError, match="do not fit an instance of sl-peft"):
+        model.speed([LONG] * 64)
+
+
+def test_a_task_that_fits_no_instance_is_refused_before_the_replay() -> None:
+    tiny = replace(SPEC.devices.device, memory_bytes=10**8)
+    spec = replace(SPEC, devices=replace(SPEC.devices, device=tiny))
+    with pytest.raises(ValueError, match="fits no empty instance of nemo"):
+        replay([task(0, 1)], InstanceModel("nemo", spec), REFERENCE, ReplaySettings(4))
+
+
+# ----------------------------------------------------------------------- trace
+
+
+def test_a_trace_is_sorted_thinned_and_cut(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("submit_s,duration_s,extra\n30,3,a\n10,1,b\n20,0,c\n40,4,d\n50,5,e\n")
+    tasks = read_trace(path, UNIFORM)
+    assert [(one.submit_s, one.duration_s) for one in tasks] == [(10, 1), (30, 3), (40, 4), (50, 5)]
+    assert [one.submit_s for one in read_trace(path, UNIFORM, every=2, until_s=40)] == [10]
+    assert mean_kind_tokens(tasks) == sum(one.kind.tokens_per_step for one in tasks) / 4
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("submit_s,seconds\n1,2\n", "lacks the column duration_s"),
+        ("submit_s,duration_s\n1,long\n", "line 2 of trace.csv has submit_s '1' and duration_s 'long'"),
+    ],
+)
+def test_a_trace_that_cannot_be_read_says_where(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_trace(path, UNIFORM)
+
+
+def test_a_recipe_draws_the_same_kinds_for_its_seed_and_others_for_another() -> None:
+    assert NON_UNIFORM.draw(5) == NON_UNIFORM.draw(50)[:5]
+    assert NON_UNIFORM.draw(50) != replace(NON_UNIFORM, seed=1).draw(50)
+    assert {kind.tokens_per_sequence for kind in UNIFORM.draw(50)} == {128}
+    assert {kind.tokens_per_sequence for kind in NON_UNIFORM.draw(50)} == {64, 128, 256}
+
+
+def test_the_adapted_week_has_the_figures_of_the_paper(shared_data: Path) -> None:
+    tasks = read_trace(shared_data / "traces" / "trace_muxtune_week_adapted.csv", UNIFORM)
+    minutes = [one.duration_s / 60 for one in tasks]
+    mean = sum(minutes) / len(minutes)
+    assert mean == pytest.approx(372.6, abs=0.1)
+    assert math.sqrt(sum((value - mean) ** 2 for value in minutes) / len(minutes)) == pytest.approx(612.9, abs=0.2)
+    assert len(tasks) / (7 * 24 * 60) == pytest.approx(2.59, abs=0.005)
+
+
+# ----------------------------------------------------------------------- input
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: TaskKind(0, 1, 1), "tokens_per_sequence is 0"),
+        (lambda: TracedTask(-1, 1, SHORT), "submit_s is -1"),
+        (lambda: TracedTask(0, 0, SHORT), "duration_s is 0"),
+        (lambda: Recipe(()), "datasets is empty"),
+        (lambda: Recipe(("cola",)), "datasets include 'cola'"),
+        (lambda: LONG.load("a", SHAPE, padded_to=64), "padded_to is 64"),
+        (lambda: InstanceModel("deepspeed", SPEC), "system is 'deepspeed'"),
+        (lambda: replace(SPEC, max_tasks=0), "max_tasks is 0"),
+        (lambda: replace(SPEC, micro_batch_counts=()), "micro_batch_counts is"),
+        (lambda: ReplaySettings(0), "num_gpus is 0"),
+        (lambda: ReplaySettings(4, "random"), "placement is 'random'"),  # type: ignore[arg-type]
+        (lambda: ReplaySettings(4, horizon_s=0), "horizon_s is 0"),
+        (lambda: ReplaySettings(4, queue_limit=-1), "queue_limit is -1"),
+        (lambda: run([task(0, 1)], num_gpus=1), "num_gpus is 1; allowed: 2 or more"),
+        (lambda: run([task(9, 1), task(0, 1)]), "tasks are out of order"),
+        (lambda: read_trace(Path("absent.csv"), UNIFORM, every=0), "every is 0"),
+    ],
+)
+def test_bad_input_is_refused_with_the_field_and_the_value(make: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()  # type: ignore[operator]
+
+
+def test_without_simpy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "simpy", None)
+    with pytest.raises(ConfigError, match=r"peft-mux\[cluster\]"):
+        run([task(0, 1)])
+
+
+# --------------------------------------------------------------------- drawing
+
+
+def test_replays_are_drawn_into_a_png_file(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
+    from peft_mux.scheduler.cluster.plot import save_replays
+
+    tasks = [task(0, 100), task(3, 50, LONG)]
+    path = save_replays({"two tasks": [run(tasks, system) for system in SYSTEMS]}, tmp_path / "cluster.png")
+    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    with pytest.raises(ValueError, match=r"path ends in '\.gif'"):
+        save_replays({"two tasks": [run(tasks)]}, tmp_path / "cluster.gif")
+    with pytest.raises(ValueError, match="nothing to draw"):
+        save_replays({}, tmp_path / "cluster.png")
+
+
+@pytest.mark.parametrize("system", ["nemo", "muxtune"])
+def test_an_instance_holds_what_fills_its_memory_to_the_last_byte_and_no_more(system: str) -> None:
+    speed = MODELS[system].speed([LONG])
+
+    def model(memory_bytes: int) -> InstanceModel:
+        device = replace(SPEC.devices.device, memory_bytes=memory_bytes)
+        return InstanceModel(system, replace(SPEC, devices=replace(SPEC.devices, device=device)))
+
+    assert model(speed.peak_bytes).speed([LONG]) == speed
+    assert model(speed.peak_bytes - 1).fits([LONG]) is False or (
+        model(speed.peak_bytes - 1).speed([LONG]).peak_bytes < speed.peak_bytes
+    )

@@ -1,0 +1,250 @@
+"""Profiles look times up between measured points, travel as JSON, follow what is measured, and say what they are."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peft_mux.scheduler.costs.curves import AdapterTable, Curve
+from peft_mux.scheduler.costs.hardware import DEVICES
+from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.memory import ModelShape
+from peft_mux.scheduler.costs.profile import Profile, analytic_profile, corrected, profile_key
+
+LLAMA_7B = ModelShape(
+    num_layers=32,
+    hidden_size=4096,
+    intermediate_size=11008,
+    attention_size=4096,
+    key_value_size=4096,
+    vocab_size=32000,
+    backbone_bytes=13_476_000_000,
+    activation_bytes=2,
+)
+TIMES = st.lists(st.floats(0, 10), min_size=1, max_size=8)
+
+
+def a_profile() -> Profile:
+    curve = Curve((16.0, 64.0), (0.001, 0.003))
+    table = AdapterTable(
+        (8.0, 16.0), (100.0, 200.0), (16.0, 64.0), (((1.0, 2.0), (2.0, 4.0)), ((2.0, 3.0), (3.0, 7.0)))
+    )
+    return Profile(
+        device="cpu, 1 threads",
+        dtype="float32",
+        model="tiny",
+        layer=curve,
+        attention=curve,
+        adapter=table,
+        head=curve,
+        embedding=curve,
+        optimizer=curve,
+        pass_overhead_s=0.01,
+        link=Link(1e-5, 1e9),
+        versions=(("torch", "2"),),
+    )
+
+
+# --------------------------------------------------------------------- curves
+
+
+@given(TIMES)
+def test_a_measured_curve_never_falls_whatever_the_noise(values: list[float]) -> None:
+    curve = Curve.measured([2.0**n for n in range(len(values))], values)
+    found = curve(np.linspace(0, 2.0 ** len(values), 60))
+    assert np.all(np.diff(found) >= -1e-12)
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=8).map(sorted))
+def test_a_curve_goes_through_points_that_rise(values: list[float]) -> None:
+    counts = [2.0**n for n in range(len(values))]
+    assert Curve.measured(counts, values)(np.array(counts)) == pytest.approx(values)
+
+
+def test_a_curve_is_straight_between_points_held_below_them_and_goes_on_beyond() -> None:
+    curve = Curve((16.0, 64.0), (1.0, 3.0))
+    assert [curve(count) for count in (0, 1, 16, 40, 64, 112)] == pytest.approx([0, 1, 1, 2, 3, 5])
+
+
+def test_attention_goes_on_as_the_square_beyond_what_was_measured() -> None:
+    lengths = np.array([16.0, 64, 128, 256, 512, 1024])
+    beyond = np.array([1025.0, 2048, 4096, 32768])
+    for linear in (0.0, 3e-5):
+        true_s = linear * lengths + 1e-7 * lengths**2
+        curve = Curve.measured(lengths, true_s, is_quadratic=True)
+        assert curve(beyond) == pytest.approx(linear * beyond + 1e-7 * beyond**2)
+    straight = Curve.measured(lengths, 1e-7 * lengths**2)
+    assert straight(4096) < 0.35 * 1e-7 * 4096**2, "a curve that is not told so goes on straight"
+    assert Curve((10.0,), (2.0,), is_quadratic=True)(30) == pytest.approx(18)
+
+
+@given(st.lists(st.floats(0, 10), min_size=1, max_size=8))
+def test_a_quadratic_curve_never_falls_beyond_its_points_either(values: list[float]) -> None:
+    curve = Curve.measured([2.0**n for n in range(len(values))], values, is_quadratic=True)
+    assert np.all(np.diff(curve(np.linspace(0, 2.0 ** (len(values) + 2), 60))) >= -1e-9)
+
+
+def test_both_kinds_of_profile_continue_attention_by_its_square() -> None:
+    profile = analytic_profile(DEVICES["A40"], LLAMA_7B)
+    assert profile.attention.is_quadratic
+    assert not profile.layer.is_quadratic
+    assert Profile.from_json(profile.to_json()).attention.is_quadratic
+    assert profile.reach["attention"] == 2**17
+
+
+def test_a_curve_that_falls_is_refused_with_the_way_to_level_it() -> None:
+    with pytest.raises(ValueError, match=r"not falling. Use Curve.measured"):
+        Curve((1.0, 2.0), (2.0, 1.0))
+
+
+@pytest.mark.parametrize("counts", [(), (2.0, 1.0), (0.0, 1.0), (1.0, 1.0)])
+def test_points_that_do_not_ascend_are_refused(counts: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="counts"):
+        Curve(counts, tuple(1.0 for _ in counts))
+
+
+def test_an_adapter_table_gives_its_points_back_and_is_linear_between_them() -> None:
+    table = a_profile().adapter
+    for r, rank in enumerate(table.ranks):
+        for w, width in enumerate(table.widths):
+            for t, tokens in enumerate(table.tokens):
+                assert table(rank, width, tokens) == pytest.approx(table.values[r][w][t])
+    assert table(12, 150, 40) == pytest.approx(np.mean(table.values))
+
+
+def test_an_adapter_table_goes_on_beyond_its_points_in_proportion() -> None:
+    table = a_profile().adapter
+    assert table(32, 200, 64) == pytest.approx(2 * table(16, 200, 64))
+    assert table(16, 400, 64) == pytest.approx(2 * table(16, 200, 64))
+    assert table(16, 200, 112) == pytest.approx(2 * table(16, 200, 64) - table(16, 200, 16))
+    assert table(16, 200, 0) == 0.0
+
+
+def test_an_adapter_table_takes_arrays() -> None:
+    table = a_profile().adapter
+    ranks, tokens = np.array([8, 12, 16]), np.array([16, 20, 500])
+    expected = [table(r, 100, t) for r, t in zip(ranks, tokens, strict=True)]
+    assert table(ranks, 100, tokens) == pytest.approx(expected)
+
+
+# ------------------------------------------------------------------- profiles
+
+
+def test_a_profile_comes_back_from_json_as_it_was() -> None:
+    assert Profile.from_json(a_profile().to_json()) == a_profile()
+
+
+def test_a_profile_of_another_format_is_refused_with_the_way_out() -> None:
+    data = {**json.loads(a_profile().to_json()), "format_version": 99}
+    with pytest.raises(ValueError, match=r"format_version is 99; allowed: 1\. Measure the profile again"):
+        Profile.from_json(json.dumps(data))
+
+
+@pytest.mark.parametrize("text", ["[]", "no json", '{"format_version": 1}'])
+def test_text_that_is_no_profile_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="allowed: what"):
+        Profile.from_json(text)
+
+
+def test_the_key_changes_with_device_dtype_model_and_versions_but_not_with_the_order_of_versions() -> None:
+    keys = {
+        profile_key("cpu", "float32", "m", {"torch": "2"}),
+        profile_key("gpu", "float32", "m", {"torch": "2"}),
+        profile_key("cpu", "bfloat16", "m", {"torch": "2"}),
+        profile_key("cpu", "float32", "n", {"torch": "2"}),
+        profile_key("cpu", "float32", "m", {"torch": "3"}),
+    }
+    assert len(keys) == 5
+    assert profile_key("c", "d", "m", {"a": "1", "b": "2"}) == profile_key("c", "d", "m", {"b": "2", "a": "1"})
+
+
+def test_utilisation_is_full_unless_something_else_was_measured() -> None:
+    assert a_profile().adapter_utilization(8, 100, np.array([1, 1000])) == pytest.approx([1.0, 1.0])
+
+
+# ------------------------------------------------------------------- feedback
+
+
+def test_a_steady_error_is_corrected_away_within_thirty_steps() -> None:
+    profile, true_s = a_profile(), 0.01
+    for _ in range(30):
+        profile = corrected(profile, profile.layer_s(64), true_s)
+    assert profile.layer_s(64) == pytest.approx(true_s, rel=0.01)
+
+
+def test_a_correction_scales_every_time_alike_and_nothing_else() -> None:
+    before = a_profile()
+    after = corrected(before, 1.0, 1.2, smoothing=1.0)
+    pairs = [
+        (after.layer_s(40), before.layer_s(40)),
+        (after.adapter_s(12, 150, 40), before.adapter_s(12, 150, 40)),
+        (after.pass_overhead_s, before.pass_overhead_s),
+        (after.optimizer_s(40), before.optimizer_s(40)),
+    ]
+    assert [new / old for new, old in pairs] == pytest.approx([1.2] * 4)
+    assert after.link is not None
+    assert after.link.transfer_s(10**6) == pytest.approx(1.2 * Link(1e-5, 1e9).transfer_s(10**6))
+    assert (after.forward_fraction, after.key) == (before.forward_fraction, before.key)
+    assert corrected(replace(before, link=None), 1.0, 1.2).link is None
+
+
+@given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))
+def test_one_odd_step_changes_a_profile_by_no_more_than_the_bound(predicted_s: float, measured_s: float) -> None:
+    before = a_profile()
+    factor = corrected(before, predicted_s, measured_s, largest_change=1.3).layer_s(64) / before.layer_s(64)
+    assert 1 / 1.3 - 1e-9 <= factor <= 1.3 + 1e-9
+    assert (factor >= 1 - 1e-9) == (measured_s >= predicted_s * (1 - 1e-9))
+
+
+@pytest.mark.parametrize(("predicted_s", "measured_s"), [(0.0, 1.0), (1.0, math.nan), (1.0, math.inf), (-1.0, 1.0)])
+def test_times_that_are_no_times_are_refused(predicted_s: float, measured_s: float) -> None:
+    with pytest.raises(ValueError, match="allowed: more than 0"):
+        corrected(a_profile(), predicted_s, measured_s)
+
+
+# ------------------------------------------------------------------- analytic
+
+
+@pytest.mark.parametrize("name", sorted(DEVICES))
+def test_an_analytic_profile_says_so_and_grows_with_the_work(name: str) -> None:
+    profile = analytic_profile(DEVICES[name], LLAMA_7B)
+    assert profile.source == "analytic"
+    assert profile.device == name
+    counts = np.array([64, 1024, 16384])
+    for seconds in (profile.layer_s, profile.attention_s, profile.head_s, profile.embedding_s, profile.optimizer_s):
+        assert np.all(np.diff(seconds(counts)) >= 0)
+        assert seconds(16384) > seconds(64) > 0
+
+
+def test_large_products_reach_the_stated_efficiency_and_small_ones_wait_for_the_weights() -> None:
+    device = DEVICES["A40"]
+    profile = analytic_profile(device, LLAMA_7B)
+    weights = 4 * 4096 * 4096 + 3 * 4096 * 11008
+    many = 16384
+    arithmetic_s = 4 * many * weights / (device.flops_per_s * device.efficiency)
+    assert arithmetic_s < profile.layer_s(many) < 1.15 * arithmetic_s
+    assert profile.layer_s(16) > 2 * 2 * weights / device.memory_bytes_per_s
+    assert profile.layer_s(64) < 2 * profile.layer_s(16)
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 256), st.integers(1, 4096))
+def test_utilisation_of_an_adapter_is_a_part_and_grows_with_tokens(rank: int, tokens: int) -> None:
+    profile = analytic_profile(DEVICES["H200"], LLAMA_7B)
+    less, more = profile.adapter_utilization(rank, 8192, np.array([tokens, 2 * tokens]))
+    assert 0 < less <= more <= 1
+
+
+def test_adapters_on_a_cpu_keep_it_busy_one_at_a_time() -> None:
+    assert analytic_profile(DEVICES["cpu"], LLAMA_7B).adapter_utilization(8, 8192, 16) == 1.0
+
+
+def test_no_devices_for_a_stage_are_refused() -> None:
+    with pytest.raises(ValueError, match="num_devices_per_stage is 0; allowed: 1 or more"):
+        analytic_profile(DEVICES["A40"], LLAMA_7B, 0)

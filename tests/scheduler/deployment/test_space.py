@@ -1,0 +1,38 @@
+"""Which configurations there are to deploy, from a run's own facts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from peft_mux.scheduler.deployment.search import plan_deployment
+from peft_mux.scheduler.deployment.space import candidate_configs
+from peft_mux.scheduler.replicas.configs import ParallelConfig
+from peft_mux.scheduler.replicas.costs import replica_time_model
+from tests.scheduler.replicas.cases import FACTS, LOADS, ONE, SHAPE_7B, TWO
+
+
+def test_candidates_have_shards_by_powers_of_two_and_every_depth_that_makes_the_largest_stage_smaller() -> None:
+    assert candidate_configs(FACTS, 3) == (ONE, ParallelConfig(1, 2), TWO, ParallelConfig(1, 3))
+    found = candidate_configs(FACTS, 16)
+    assert {config.tp for config in found} == {1, 2, 4, 8, 16}
+    # Of 32 layers nine stages have one with 4, as eight have; eleven have one with 3.
+    assert [config.pp for config in found if config.tp == 1] == [1, 2, 3, 4, 5, 6, 7, 8, 11, 16]
+    shallow = replace(FACTS, shape=replace(SHAPE_7B, num_layers=2))
+    assert max(config.pp for config in candidate_configs(shallow, 16)) == 2
+    no_shards = replace(FACTS, supports=lambda config: config.tp == 1)
+    assert candidate_configs(no_shards, 4) == (ONE, *(ParallelConfig(1, depth) for depth in (2, 3, 4)))
+    assert candidate_configs(replace(FACTS, supports=lambda config: False), 4) == ()
+
+
+def test_on_many_devices_depths_are_powers_of_two_as_deployments_would_be_too_many() -> None:
+    found = candidate_configs(FACTS, 64)
+    assert {config.pp for config in found} == {1, 2, 4, 8, 16, 32}
+    assert {config.tp for config in found} == {1, 2, 4, 8, 16, 32, 64}
+
+
+def test_a_run_s_own_tasks_are_given_replicas_that_hold_each_of_them() -> None:
+    model = replica_time_model(FACTS, candidate_configs(FACTS, 16))
+    lengths = [length for one in LOADS for length in one.lengths]
+    plan = plan_deployment(lengths, len(lengths), 16, model)
+    assert max(group.max_tokens for group in plan.groups) >= 16000
+    assert len(plan.groups) > 1, "one kind of replica would do here; the case is too easy"

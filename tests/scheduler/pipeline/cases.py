@@ -1,0 +1,70 @@
+"""Buckets for the tests of pipelines: plain ones and random ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hypothesis import strategies as st
+
+from peft_mux.scheduler.pipeline.template import BucketLoad, Schedule
+
+VARIANTS: list[tuple[Schedule, int]] = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved_1f1b", 2),
+    ("interleaved_1f1b", 3),
+    ("mux", 1),
+    ("mux", 2),
+]
+
+
+def even(latencies_s: list[float], *, stages: int, micro_batches: int, size: int = 1) -> list[BucketLoad]:
+    """Return buckets that are equally long on all stages."""
+    return [
+        BucketLoad(
+            name=f"bucket {index}",
+            forward_s=(float(latency),) * stages,
+            activation_bytes=(size,) * stages,
+            num_micro_batches=micro_batches,
+        )
+        for index, latency in enumerate(latencies_s)
+    ]
+
+
+def one_bucket(latencies_s: Sequence[float], micro_batches: int, output_bytes: int = 0) -> list[BucketLoad]:
+    """Return one bucket with these latencies of its stages."""
+    return [
+        BucketLoad(
+            name="only",
+            forward_s=tuple(float(latency) for latency in latencies_s),
+            activation_bytes=(1,) * len(latencies_s),
+            num_micro_batches=micro_batches,
+            output_bytes=output_bytes,
+        )
+    ]
+
+
+@st.composite
+def uneven_buckets(draw: st.DrawFn) -> list[BucketLoad]:
+    """Draw 1 to 4 buckets on 1 to 5 stages, with nothing equal that need not be."""
+    num_stages = draw(st.integers(1, 5))
+
+    def per_stage(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw(st.lists(st.integers(low, high), min_size=num_stages, max_size=num_stages)))
+
+    return [
+        BucketLoad(
+            name=f"bucket {index}",
+            forward_s=tuple(float(value) for value in per_stage(0, 9)),
+            backward_s=tuple(float(value) for value in per_stage(1, 9)),
+            activation_bytes=per_stage(1, 40),
+            num_micro_batches=draw(st.integers(1, 7)),
+            output_bytes=draw(st.integers(0, 5)),
+        )
+        for index in range(draw(st.integers(1, 4)))
+    ]
+
+
+def tightest_limit(buckets: list[BucketLoad]) -> tuple[int, ...]:
+    """Return what one micro-batch of any bucket needs on each stage."""
+    return tuple(max(bucket.activation_bytes[stage] for bucket in buckets) for stage in range(buckets[0].num_stages))

@@ -1,0 +1,275 @@
+"""A template holds each action once, in an order that comes to an end, within the memory of every stage."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.pipeline.simulator import simulate, verify
+from peft_mux.scheduler.pipeline.template import (
+    Action,
+    BucketLoad,
+    PipelineTemplate,
+    Schedule,
+    build_template,
+)
+from tests.scheduler.pipeline.cases import VARIANTS, even, tightest_limit, uneven_buckets
+
+
+def written(template: PipelineTemplate) -> list[str]:
+    return [" ".join(str(action) for action in row) for row in template.actions]
+
+
+def megatron_rows(stages: int, chunks: int, micro_batches: int) -> list[list[tuple[str, int, int]]]:
+    """Return Megatron-LM's interleaved order, written from its definition: warm-up, one forward one backward, drain."""
+    forwards = [
+        (number, chunk)
+        for start in range(0, micro_batches, stages)
+        for chunk in range(chunks)
+        for number in range(start, start + stages)
+    ]
+    backwards = [(number, chunks - 1 - chunk) for number, chunk in forwards]
+    rows = []
+    for stage in range(stages):
+        warm_up = min((stages - stage - 1) * 2 + (chunks - 1) * stages, len(forwards))
+        row = [("F", *item) for item in forwards[:warm_up]]
+        for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+            row += [("F", *forward), ("B", *backward)]
+        rows.append(row + [("B", *item) for item in backwards[len(forwards) - warm_up :]])
+    return rows
+
+
+# ------------------------------------------------------------------- the orders
+
+
+def test_gpipe_runs_all_forwards_and_then_all_backwards() -> None:
+    template = build_template(even([1, 2], stages=2, micro_batches=2), "gpipe")
+    assert written(template) == ["F0.0 F0.1 F1.0 F1.1 B0.0 B0.1 B1.0 B1.1"] * 2
+
+
+def test_1f1b_keeps_s_less_stage_micro_batches_in_flight_and_alternates() -> None:
+    template = build_template(even([1], stages=3, micro_batches=4), "1f1b")
+    assert written(template) == [
+        "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3",
+        "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3",
+        "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3",
+    ]
+
+
+def test_1f1b_takes_buckets_in_the_given_order_without_draining_between_them() -> None:
+    template = build_template(even([1, 9], stages=2, micro_batches=2), "1f1b")
+    assert written(template)[0] == "F0.0 F0.1 B0.0 F1.0 B0.1 F1.1 B1.0 B1.1"
+
+
+@settings(max_examples=30)
+@given(st.integers(2, 5), st.integers(2, 4), st.integers(1, 4))
+def test_interleaved_1f1b_is_the_order_of_megatron_where_that_is_defined(stages: int, chunks: int, rounds: int) -> None:
+    buckets = even([1], stages=stages, micro_batches=rounds * stages)
+    template = build_template(buckets, "interleaved_1f1b", num_chunks=chunks)
+    got = [[(action.kind, action.micro_batch, action.chunk) for action in row] for row in template.actions]
+    assert got == megatron_rows(stages, chunks, rounds * stages)
+
+
+@pytest.mark.parametrize("micro_batches", [4, 5, 6, 7, 8, 9, 11])
+def test_interleaving_two_chunks_halves_the_bubble_of_1f1b_for_any_number_of_micro_batches(micro_batches: int) -> None:
+    buckets = even([1], stages=4, micro_batches=micro_batches)
+    template = build_template(buckets, "interleaved_1f1b", num_chunks=2)
+    assert simulate(template, buckets).makespan_s == 2 * micro_batches + (4 - 1) * 2 / 2
+
+
+def test_mux_sorts_buckets_by_first_stage_latency_and_keeps_their_micro_batches_together() -> None:
+    template = build_template(even([1, 3, 2, 3], stages=2, micro_batches=2), "mux")
+    forwards = [(action.bucket, action.micro_batch) for action in template.actions[0] if action.kind == "F"]
+    assert forwards == [(1, 0), (1, 1), (3, 0), (3, 1), (2, 0), (2, 1), (0, 0), (0, 1)]
+
+
+def test_mux_launches_all_forwards_that_fit_before_the_first_backward_comes_back() -> None:
+    buckets = even([2, 1, 1, 1], stages=4, micro_batches=2)
+    eager = written(build_template(buckets, "mux"))[0].split()
+    assert eager.index("B0.0") == 8
+    limited = written(build_template(buckets, "mux", memory_limit_bytes=(5, 9, 9, 9)))[0].split()
+    assert limited.index("B0.0") == 5
+
+
+def test_mux_runs_a_backward_that_is_ready_before_a_forward_that_is_ready() -> None:
+    last = build_template(even([1], stages=2, micro_batches=3), "mux").actions[1]
+    assert " ".join(map(str, last)) == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2"
+
+
+def test_equal_instants_are_seen_as_equal_in_spite_of_rounding() -> None:
+    tenths = build_template(even([0.1, 0.4, 0.2], stages=2, micro_batches=2), "mux")
+    units = build_template(even([1, 4, 2], stages=2, micro_batches=2), "mux")
+    assert tenths == units
+
+
+def test_mux_knows_that_a_link_carries_one_message_at_a_time() -> None:
+    # The fourth forward reaches the middle stage only after the first backward, as each message waits for the last.
+    buckets = [dataclasses.replace(load, output_bytes=1) for load in even([1], stages=3, micro_batches=4)]
+    template = build_template(buckets, "mux", links=Link(latency_s=0.0, bytes_per_s=1 / 3))
+    assert written(template)[1] == "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3"
+
+
+def test_slow_links_delay_backwards_so_that_mux_launches_more() -> None:
+    buckets = even([1], stages=2, micro_batches=8)
+    free = written(build_template(buckets, "mux"))[0].split()
+    slow = written(build_template(buckets, "mux", links=Link(latency_s=1.0, bytes_per_s=1e9)))[0].split()
+    assert (free.index("B0.0"), slow.index("B0.0")) == (3, 5)
+
+
+# ------------------------------------------------------------ every template
+
+
+@settings(max_examples=40)
+@given(uneven_buckets(), st.sampled_from(VARIANTS))
+def test_every_template_verifies(buckets: list[BucketLoad], variant: tuple[Schedule, int]) -> None:
+    schedule, num_chunks = variant
+    verify(build_template(buckets, schedule, num_chunks=num_chunks), buckets)
+
+
+@settings(max_examples=80)
+@given(uneven_buckets(), st.sampled_from(VARIANTS), st.integers(0, 120), st.integers(0, 50))
+def test_a_memory_limit_delays_launches_and_is_never_exceeded(
+    buckets: list[BucketLoad], variant: tuple[Schedule, int], more: int, static: int
+) -> None:
+    schedule, num_chunks = variant
+    limit = tuple(static + need + more for need in tightest_limit(buckets))
+    statics = (static,) * len(limit)
+    template = build_template(buckets, schedule, num_chunks=num_chunks, memory_limit_bytes=limit, static_bytes=statics)
+    verify(template, buckets, memory_limit_bytes=limit, static_bytes=statics)
+    peaks = simulate(template, buckets, static_bytes=statics).peak_bytes
+    assert all(peak <= most for peak, most in zip(peaks, limit, strict=True))
+
+
+@settings(max_examples=30)
+@given(uneven_buckets(), st.sampled_from(VARIANTS), st.data())
+def test_stages_may_have_different_limits(
+    buckets: list[BucketLoad], variant: tuple[Schedule, int], data: st.DataObject
+) -> None:
+    limit = tuple(need + data.draw(st.integers(0, 60)) for need in tightest_limit(buckets))
+    template = build_template(buckets, variant[0], num_chunks=variant[1], memory_limit_bytes=limit)
+    verify(template, buckets, memory_limit_bytes=limit)
+
+
+def test_gpipe_under_a_limit_runs_in_waves() -> None:
+    buckets = even([1], stages=2, micro_batches=5)
+    template = build_template(buckets, "gpipe", memory_limit_bytes=(9, 2))
+    assert written(template) == ["F0.0 F0.1 B0.0 B0.1 F0.2 F0.3 B0.2 B0.3 F0.4 B0.4"] * 2
+
+
+def test_interleaved_1f1b_with_room_for_one_micro_batch_runs_them_one_by_one() -> None:
+    buckets = even([1], stages=2, micro_batches=2, size=10)
+    template = build_template(buckets, "interleaved_1f1b", num_chunks=2, memory_limit_bytes=(10, 10))
+    assert written(template)[0] == "F0.0 F0.0/1 B0.0/1 F0.1 B0.0 F0.1/1 B0.1/1 B0.1"
+    assert simulate(template, buckets).peak_bytes == (10, 10)
+
+
+def test_a_bucket_that_fits_nowhere_is_named_with_stage_and_bytes() -> None:
+    large = BucketLoad(name="qa", forward_s=(1.0, 1.0), activation_bytes=(10, 3000), num_micro_batches=2)
+    with pytest.raises(ValueError, match=r"'qa' on stage 1: one micro-batch holds 3,000 .* 2,900 .*3,000 less 100"):
+        build_template([large], "mux", memory_limit_bytes=(3000, 3000), static_bytes=(100, 100))
+
+
+# -------------------------------------------------------------------- a value
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), VARIANTS)
+def test_a_template_comes_back_from_json_as_it_was(schedule: Schedule, num_chunks: int) -> None:
+    template = build_template(even([2, 1], stages=3, micro_batches=3), schedule, num_chunks=num_chunks)
+    assert PipelineTemplate.from_dict(json.loads(json.dumps(template.to_dict()))) == template
+
+
+def test_a_template_cannot_be_changed() -> None:
+    template = build_template(even([1], stages=2, micro_batches=1), "mux")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        template.num_stages = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda data: data.update(format_version=7), "format_version: got 7; allowed: 1"),
+        (lambda data: data.pop("actions"), "actions is missing"),
+        (lambda data: data.update(schedule="zigzag"), "schedule is 'zigzag'; allowed: gpipe, 1f1b"),
+        (lambda data: data["actions"].pop(), "actions has 1 lists, num_stages is 2"),
+    ],
+)
+def test_a_dictionary_that_is_no_template_is_refused(change: Callable[[dict], object], message: str) -> None:
+    data = build_template(even([1], stages=2, micro_batches=1), "mux").to_dict()
+    change(data)
+    with pytest.raises(ValueError, match=message):
+        PipelineTemplate.from_dict(data)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "num_chunks", "message"),
+    [
+        ("zigzag", 1, "schedule is 'zigzag'; allowed: gpipe, 1f1b, interleaved_1f1b, mux"),
+        ("mux", 0, "num_chunks is 0; allowed: 1 or more"),
+        ("interleaved_1f1b", 1, "allowed for interleaved_1f1b: 2 or more. For 1, take 1f1b"),
+        ("1f1b", 2, "allowed for 1f1b: 1. For more, take interleaved_1f1b"),
+    ],
+)
+def test_a_schedule_and_chunks_that_do_not_go_together_are_refused(
+    schedule: Schedule, num_chunks: int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_template(even([1], stages=2, micro_batches=1), schedule, num_chunks=num_chunks)
+
+
+def test_backwards_are_as_long_as_forwards_unless_said_otherwise() -> None:
+    load = even([2], stages=3, micro_batches=1)[0]
+    assert load.backward_s == (2.0, 2.0, 2.0)
+
+
+def test_the_chunks_of_a_micro_batch_hold_together_what_it_holds() -> None:
+    load = even([1], stages=1, micro_batches=1, size=11)[0]
+    assert [load.chunk_bytes(0, chunk, 3) for chunk in range(3)] == [4, 4, 3]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"forward_s": ()}, "forward_s is empty"),
+        ({"backward_s": (1.0,)}, "backward_s has 1 numbers; allowed: 2"),
+        ({"activation_bytes": (1, 2, 3)}, "activation_bytes has 3 numbers; allowed: 2"),
+        ({"forward_s": (1.0, -1.0)}, "forward_s contains -1.0; allowed: finite numbers of 0 or more"),
+        ({"forward_s": (1.0, float("nan"))}, "forward_s contains nan"),
+        ({"output_bytes": -1}, "output_bytes is -1; allowed: 0 or more"),
+        ({"num_micro_batches": 0}, "num_micro_batches is 0; allowed: 1 or more"),
+    ],
+)
+def test_a_load_that_cannot_be_is_refused(fields: dict, message: str) -> None:
+    good = {"name": "qa", "forward_s": (1.0, 1.0), "activation_bytes": (1, 1), "num_micro_batches": 1}
+    with pytest.raises(ValueError, match=f"bucket 'qa': {message}"):
+        BucketLoad(**{**good, **fields})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_limit_bytes": (1,)}, "memory_limit_bytes has 1 numbers; allowed: 2"),
+        ({"memory_limit_bytes": (9, 9), "static_bytes": (-1, 0)}, "static_bytes of stage 0 is -1; allowed: 0 or more"),
+        ({"links": [Link(0.0, 1.0)] * 3}, "links has 3 links; allowed: 1"),
+    ],
+)
+def test_an_option_that_does_not_match_the_stages_is_refused(options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_template(even([1], stages=2, micro_batches=1), "mux", **options)
+
+
+def test_buckets_must_be_there_and_agree_on_the_number_of_stages() -> None:
+    with pytest.raises(ValueError, match="buckets is empty"):
+        build_template([], "mux")
+    mixed = even([1], stages=2, micro_batches=1) + even([1], stages=3, micro_batches=1)
+    with pytest.raises(ValueError, match="has 3 stages; allowed: 2"):
+        build_template(mixed, "mux")
+
+
+def test_an_action_prints_its_bucket_micro_batch_and_chunk() -> None:
+    assert [str(Action("F", 1, 2, 0)), str(Action("B", 1, 2, 0, chunk=3))] == ["F1.2", "B1.2/3"]

@@ -1,0 +1,206 @@
+"""What holds for every policy of the registry, and what it takes to add one."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.errors import ConfigError
+from peft_mux.scheduler import plan, plan_tasks
+from peft_mux.scheduler.plan import Plan, TaskShare
+from peft_mux.scheduler.planner import planner
+from peft_mux.scheduler.planner.policies import (
+    POLICIES,
+    Partition,
+    Policy,
+    policy_named,
+    policy_names,
+    policy_words,
+    register_policy,
+    unregister_policy,
+)
+from peft_mux.scheduler.planner.values import Budget, Outcome
+from tests.scheduler.planner.cases import load, models
+from tests.scheduler.planner.policies.toy_policy import Pairs
+
+LOADS = [load("long", 512, 4), load("b", 64, 16), load("c", 128), load("d", 32, 4), load("e", 256)]
+every_policy = pytest.mark.parametrize("policy", [policy_named(name) for name in policy_names()], ids=policy_names())
+
+
+@st.composite
+def latencies(draw: st.DrawFn) -> np.ndarray:
+    """Seconds of every range of one to six tasks: what a range takes grows with its tasks."""
+    seconds = np.array(draw(st.lists(st.floats(0.1, 10.0), min_size=1, max_size=6)))
+    ends, overhead_s = np.cumsum(seconds), draw(st.floats(0.0, 5.0))
+    ranges = ends[None, :] - (ends - seconds)[:, None] + overhead_s
+    return np.where(np.tri(len(seconds)).T > 0, ranges, np.inf)
+
+
+def plan_of(outcome: Outcome, policy: str) -> Plan:
+    assert outcome.memory is not None
+    return Plan(
+        htasks=outcome.htasks,
+        shares=tuple(TaskShare(name, 8, 1024.0, 10, 100) for htask in outcome.htasks for name in htask.tasks),
+        max_tokens_per_micro_batch=outcome.max_tokens,
+        chunk_size=64,
+        pad_to_chunks=False,
+        memory=outcome.memory,
+        device="A40",
+        policy=policy,
+        template=outcome.template,
+        bucket_loads=outcome.bucket_loads,
+        step_s=outcome.step_s,
+        profile_source="analytic",
+    )
+
+
+# ---------------------------------------------------------------- every policy
+
+
+@every_policy
+@given(latency_s=latencies(), num_stages=st.sampled_from([1, 2, 4]), num_micro_batches=st.sampled_from([1, 4, 8]))
+@settings(max_examples=40, deadline=None)
+def test_every_partition_holds_each_task_once_and_in_order(
+    policy: Policy, latency_s: np.ndarray, num_stages: int, num_micro_batches: int
+) -> None:
+    partitions = policy.partitions(latency_s, num_stages, num_micro_batches)
+    assert len(partitions) >= 1
+    for partition in partitions:
+        tasks = [task for start, end in partition.intervals for task in range(start, end)]
+        assert tasks == list(range(len(latency_s)))
+        assert all(start < end for start, end in partition.intervals), "an hTask without tasks"
+
+
+@every_policy
+@given(latency_s=latencies(), num_stages=st.sampled_from([1, 2, 4]))
+@settings(max_examples=20, deadline=None)
+def test_the_same_latencies_give_the_same_partitions_and_are_left_as_they_are(
+    policy: Policy, latency_s: np.ndarray, num_stages: int
+) -> None:
+    before = latency_s.copy()
+    first, second = (list(policy.partitions(latency_s, num_stages, 4)) for _ in range(2))
+    assert first == second
+    np.testing.assert_array_equal(latency_s, before)
+
+
+@every_policy
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_single_task_is_one_htask(policy: Policy, num_stages: int) -> None:
+    for partition in policy.partitions(np.array([[2.0]]), num_stages, 4):
+        assert partition.intervals == ((0, 1),)
+    outcome = plan_tasks([load("only")], *models(num_stages), Budget(4096), policy=policy.name)
+    assert [htask.tasks for htask in outcome.htasks] == [("only",)]
+    assert outcome.waiting == ()
+
+
+@every_policy
+@pytest.mark.parametrize("num_stages", [1, 2, 4])
+def test_every_task_is_placed_unless_tasks_run_alone(policy: Policy, num_stages: int) -> None:
+    outcome = plan_tasks(LOADS, *models(num_stages), Budget(4096), policy=policy.name)
+    placed = sorted(itertools.chain(*(htask.tasks for htask in outcome.htasks)))
+    waiting = sorted(one.name for one in outcome.waiting)
+    assert sorted([*placed, *waiting]) == sorted(one.name for one in LOADS)
+    assert len(waiting) == (len(LOADS) - 1 if policy.runs_alone else 0)
+    assert sorted(itertools.chain(*outcome.buckets)) == list(range(len(outcome.htasks)))
+    assert outcome == plan_tasks(LOADS, *models(num_stages), Budget(4096), policy=policy.name)
+
+
+@every_policy
+def test_a_printed_plan_says_its_policy_in_words_and_comes_back_from_json(policy: Policy) -> None:
+    made = plan_of(plan_tasks(LOADS, *models(), Budget(4096), policy=policy.name), policy.name)
+    assert f"tokens/s; {policy.words}\n" in str(made)
+    assert Plan.from_json(made.to_json()) == made
+
+
+@every_policy
+def test_what_a_policy_says_of_itself_is_whole(policy: Policy) -> None:
+    assert policy.name.isidentifier()
+    assert policy_named(policy.name) is policy
+    assert len(policy.words.split()) >= 3
+    assert policy_words(policy.name) == policy.words
+    assert inspect.getdoc(type(policy))
+
+
+# ------------------------------------------------------------- those that come
+
+
+def test_the_policies_that_come_with_the_package_keep_their_names_their_order_and_their_homes() -> None:
+    assert POLICIES == ("mux", "together", "interleaved", "sequential")
+    assert plan.POLICIES is planner.POLICIES is POLICIES
+    assert policy_names() == POLICIES
+
+
+def test_baselines_have_one_partition_and_group_nothing() -> None:
+    latency_s = np.full((3, 3), 2.0)
+    (together,), (interleaved,), (sequential,) = (
+        policy_named(name).partitions(latency_s, 2, 4) for name in ("together", "interleaved", "sequential")
+    )
+    assert together == Partition(((0, 3),))
+    assert interleaved == sequential == Partition(((0, 1), (1, 2), (2, 3)))
+
+
+def test_mux_compares_its_fusion_with_all_apart_and_all_together_where_stages_are_many() -> None:
+    latency_s = np.where(np.tri(3).T > 0, 2.0, np.inf)
+    fused, apart, together = policy_named("mux").partitions(latency_s, 2, 4)
+    assert fused == Partition(((0, 3),), is_grouped=True)
+    assert [len(apart.intervals), len(together.intervals)] == [3, 1]
+    assert policy_named("mux").partitions(latency_s, 1, 1) == [fused]
+
+
+def test_mux_goes_on_with_the_other_partitions_where_fusion_finds_none() -> None:
+    too_large = np.array([[1.0, np.inf], [np.inf, np.inf]])
+    assert len(policy_named("mux").partitions(too_large, 2, 4)) == 2
+    with pytest.raises(ValueError, match="does not fit in memory even"):
+        policy_named("mux").partitions(too_large, 1, 1)
+
+
+# ------------------------------------------------------------------ a newcomer
+
+
+@pytest.fixture
+def pairs() -> Iterator[Policy]:
+    policy = Pairs()
+    register_policy(policy)
+    yield policy
+    if policy.name in policy_names():
+        unregister_policy(policy.name)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_policy_that_is_registered_plans_and_prints_with_nothing_else_touched(pairs: Policy, num_stages: int) -> None:
+    outcome = plan_tasks(LOADS, *models(num_stages), Budget(4096), policy="pairs")
+    assert sorted(len(htask.tasks) for htask in outcome.htasks) == [1, 2, 2]
+    assert {"d", "b"} in [set(htask.tasks) for htask in outcome.htasks], "the two of fewest tokens"
+    assert "; tasks fused two by two\n" in str(plan_of(outcome, "pairs"))
+
+
+def test_a_run_accepts_a_policy_as_long_as_it_is_registered(pairs: Policy) -> None:
+    assert MultiTaskTrainingArguments(planner="pairs", use_cpu=True).planner == "pairs"
+    unregister_policy("pairs")
+    with pytest.raises(ConfigError, match=r"'pairs'.*mux, together, interleaved, sequential"):
+        MultiTaskTrainingArguments(planner="pairs", use_cpu=True)
+    with pytest.raises(ValueError, match="policy is 'pairs'; allowed: mux, together, interleaved, sequential"):
+        plan_tasks(LOADS, *models(), Budget(4096), policy="pairs")
+
+
+def test_a_plan_of_a_policy_that_is_not_known_here_prints_its_name() -> None:
+    outcome = plan_tasks(LOADS, *models(), Budget(4096))
+    assert "tokens/s; elsewhere\n" in str(plan_of(outcome, "elsewhere"))
+
+
+def test_a_name_is_given_once(pairs: Policy) -> None:
+    with pytest.raises(ValueError, match="a policy is named 'pairs' already"):
+        register_policy(Pairs())
+
+
+@pytest.mark.parametrize("find", [policy_named, unregister_policy])
+def test_an_unknown_name_is_refused_with_those_that_are_known(find: object) -> None:
+    with pytest.raises(ValueError, match=r"policy is 'fastest'; allowed: mux, together, interleaved, sequential\."):
+        find("fastest")  # type: ignore[operator]

@@ -1,0 +1,287 @@
+"""The planner puts tasks together by predicted cost: what it admits, fuses, splits, orders, on one device and many."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.pipeline.simulator import simulate, verify
+from peft_mux.scheduler.plan import POLICIES
+from peft_mux.scheduler.planner.admission import DoesNotFitError, admit
+from peft_mux.scheduler.planner.planner import Budget, plan_tasks
+from tests.scheduler.planner.cases import A40, load, models
+
+
+def names(outcome: object) -> list[str]:
+    return sorted(name for htask in outcome.htasks for name in htask.tasks)  # type: ignore[attr-defined]
+
+
+MIXES = st.lists(st.tuples(st.sampled_from([16, 64, 128, 256]), st.integers(1, 16)), min_size=1, max_size=6).map(
+    lambda pairs: [load(f"t{i}", length, count) for i, (length, count) in enumerate(pairs)]
+)
+
+
+# ------------------------------------------------------------------ one device
+
+
+@given(MIXES, st.sampled_from(POLICIES))
+@settings(max_examples=40, deadline=None)
+def test_every_task_is_in_one_htask_or_waits_with_a_reason(loads: list[TaskLoad], policy: str) -> None:
+    outcome = plan_tasks(loads, *models(), Budget(4096), policy=policy)
+    assert sorted([*names(outcome), *(one.name for one in outcome.waiting)]) == sorted(one.name for one in loads)
+    assert all(one.reason for one in outcome.waiting)
+    assert len(outcome.htasks) == {"together": 1, "interleaved": len(loads), "sequential": 1}.get(
+        policy, len(outcome.htasks)
+    )
+    assert (len(outcome.waiting) > 0) == (policy == "sequential" and len(loads) > 1)
+
+
+@given(MIXES)
+@settings(max_examples=30, deadline=None)
+def test_no_baseline_is_predicted_to_be_faster_than_the_plan(loads: list[TaskLoad]) -> None:
+    planned = plan_tasks(loads, *models(), Budget(4096)).step_s
+    for policy in ("together", "interleaved"):
+        assert planned <= plan_tasks(loads, *models(), Budget(4096), policy=policy).step_s * (1 + 1e-9)
+
+
+@given(st.lists(st.tuples(st.sampled_from([16, 64, 256]), st.integers(1, 8)), min_size=1, max_size=4))
+@settings(max_examples=15, deadline=None)
+def test_on_one_device_the_plan_is_the_best_of_all_partitions_and_numbers_of_passes(pairs: list) -> None:
+    loads = [load(f"t{i}", length, count) for i, (length, count) in enumerate(pairs)]
+    cost, memory = models()
+    counts = (1, 2, 3, 4, 6, 8)
+    best = min(
+        sum(
+            min(n * cost.pass_s(part, n) for n in counts if n == 1 or sum(x.tokens for x in part) / n >= 256)
+            for part in partition
+        )
+        for partition in partitions(loads)
+    )
+    outcome = plan_tasks(loads, cost, memory, Budget(100_000))
+    assert sum(h.micro_batches * h.pass_s for h in outcome.htasks) <= best * 1.001
+
+
+def partitions(items: list) -> list[list[list]]:
+    if not items:
+        return [[]]
+    first, rest = items[0], items[1:]
+    found = []
+    for others in partitions(rest):
+        found.append([[first], *others])
+        found += [[*others[:i], [first, *part], *others[i + 1 :]] for i, part in enumerate(others)]
+    return found
+
+
+def test_no_pass_is_larger_than_allowed_unless_one_sequence_is() -> None:
+    loads = [load("long", 3000, 4), load("short", 64, 32)]
+    outcome = plan_tasks(loads, *models(), Budget(1024))
+    for htask in outcome.htasks:
+        assert htask.tokens_per_micro_batch <= 1024 * 1.0001
+
+
+def test_tasks_of_an_htask_stand_in_the_order_in_which_they_came() -> None:
+    loads = [load("b", 64), load("a", 32), load("c", 16)]
+    outcome = plan_tasks(loads, *models(), Budget(4096), policy="together")
+    assert outcome.htasks[0].tasks == ("b", "a", "c")
+
+
+def test_the_predicted_step_is_what_its_template_takes_and_the_updates() -> None:
+    loads = [load("a"), load("b", 64), load("c", 256, 4)]
+    cost, memory = models()
+    outcome = plan_tasks(loads, cost, memory, Budget(4096))
+    assert outcome.template is not None
+    passes = simulate(outcome.template, outcome.bucket_loads).makespan_s
+    rest = cost.optimizer_s(loads) + cost.profile.step_overhead_s
+    assert outcome.step_s == pytest.approx(passes + rest, rel=1e-6)
+
+
+def test_nothing_to_run_is_an_empty_plan() -> None:
+    outcome = plan_tasks([], *models(), Budget(4096))
+    assert (outcome.htasks, outcome.template, outcome.step_s) == ((), None, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("loads", "policy", "message"),
+    [
+        ([load("a")], "fastest", "policy is 'fastest'; allowed: mux, together, interleaved, sequential"),
+        ([load("a"), load("a")], "mux", "every name once"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(loads: list[TaskLoad], policy: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        plan_tasks(loads, *models(), Budget(4096), policy=policy)
+
+
+# -------------------------------------------------------------------- admission
+
+
+def limit_for(loads: list[TaskLoad], *, spare: int = 1 << 20) -> int:
+    memory = models()[1]
+    return int(memory.peak_bytes(loads, max(one.longest for one in loads), 1, 0)) + spare
+
+
+def test_tasks_that_do_not_fit_wait_by_priority_and_say_how_much_is_lacking() -> None:
+    first, urgent, small = load("first", rank=64), load("urgent", rank=64, priority=1), load("small", rank=1)
+    limit = limit_for([urgent, small])
+    outcome = plan_tasks([first, urgent, small], *models(), Budget(4096, limit))
+    assert names(outcome) == ["small", "urgent"]
+    (waiting,) = outcome.waiting
+    assert waiting.name == "first"
+    assert "iB too much beside urgent" in waiting.reason
+
+
+def test_a_running_task_is_not_put_out_for_one_of_higher_priority() -> None:
+    running, urgent = load("running", rank=64), load("urgent", rank=64, priority=9)
+    outcome = plan_tasks([running, urgent], *models(), Budget(4096, limit_for([running])), running=["running"])
+    assert names(outcome) == ["running"]
+
+
+def test_a_running_task_goes_on_even_where_memory_is_predicted_to_be_short() -> None:
+    running = load("running", rank=64)
+    outcome = plan_tasks([running], *models(), Budget(4096, limit_for([load("x", rank=1)])), running=["running"])
+    assert names(outcome) == ["running"]
+
+
+def test_where_not_even_one_task_fits_the_smallest_is_named_with_its_need() -> None:
+    with pytest.raises(DoesNotFitError, match=r"task 'small' alone needs .* GiB on a device; allowed: 1\.00 GiB"):
+        plan_tasks([load("large", rank=64), load("small", rank=1)], *models(), Budget(4096, 2**30))
+
+
+@given(MIXES, st.integers(0, 400))
+@settings(max_examples=30, deadline=None)
+def test_what_is_admitted_fits_and_a_smaller_limit_admits_no_more(loads: list[TaskLoad], spare_mib: int) -> None:
+    memory = models()[1]
+    limit = limit_for([loads[0]], spare=spare_mib << 20)
+    admission = admit(loads, memory, limit, 4096)
+    assert memory.peak_bytes(admission.admitted, admission.max_tokens, 1, 0) <= limit
+    assert len(admission.admitted) <= len(admit(loads, memory, limit + (1 << 30), 4096).admitted)
+
+
+def test_passes_shrink_where_memory_is_short() -> None:
+    loads = [load("a", 64, 64), load("b", 64, 64)]
+    tight = limit_for(loads, spare=600 << 20)
+    outcome = plan_tasks(loads, *models(), Budget(8192, tight))
+    assert names(outcome) == ["a", "b"]
+    assert outcome.peak_bytes[0] <= tight
+    assert max(h.tokens_per_micro_batch for h in outcome.htasks) < 8192
+
+
+# --------------------------------------------------------------- several stages
+
+
+@given(MIXES, st.sampled_from([2, 4]), st.sampled_from(POLICIES))
+@settings(max_examples=25, deadline=None)
+def test_a_plan_of_several_stages_verifies_and_holds_its_limit(
+    loads: list[TaskLoad], num_stages: int, policy: str
+) -> None:
+    cost, memory = models(num_stages)
+    limit = A40.device.memory_bytes
+    outcome = plan_tasks(loads, cost, memory, Budget(8192, limit, num_micro_batches=4), policy=policy)
+    assert outcome.template is not None
+    verify(outcome.template, outcome.bucket_loads)
+    assert sorted(itertools.chain(*outcome.buckets)) == list(range(len(outcome.htasks)))
+    assert all(peak <= limit for peak in outcome.peak_bytes)
+    assert outcome.step_s >= simulate(outcome.template, outcome.bucket_loads).makespan_s
+
+
+def test_more_tasks_than_one_hide_the_bubbles_of_a_pipeline() -> None:
+    loads = [load(f"t{i}", 128, 8) for i in range(4)]
+    cost, memory = models(4)
+    budget = Budget(8192, num_micro_batches=4)
+    together = plan_tasks(loads, cost, memory, budget).step_s
+    alone = sum(plan_tasks([one], cost, memory, budget).step_s for one in loads)
+    assert alone > 1.2 * together
+
+
+@given(MIXES, st.sampled_from([2, 4, 8]), st.sampled_from([2, 4, 8]))
+@settings(max_examples=40, deadline=None)
+def test_on_several_stages_no_baseline_is_predicted_to_be_faster_than_the_plan(
+    loads: list[TaskLoad], num_stages: int, num_micro_batches: int
+) -> None:
+    cost, memory = models(num_stages)
+    budget = Budget(8192, A40.device.memory_bytes, num_micro_batches=num_micro_batches)
+    planned = plan_tasks(loads, cost, memory, budget).step_s
+    for policy in ("together", "interleaved"):
+        assert planned <= plan_tasks(loads, cost, memory, budget, policy=policy).step_s * (1 + 1e-9)
+
+
+def test_micro_batches_are_made_smaller_until_one_fits() -> None:
+    loads = [load("a", 256, 64), load("b", 256, 64)]
+    cost, memory = models(2)
+    tight = int(memory.static_bytes(loads, 0) + memory.peak_bytes(loads, 256, 1, 1) - memory.static_bytes(loads, 1))
+    outcome = plan_tasks(loads, cost, memory, Budget(100_000, tight + (1 << 29)))
+    assert outcome.htasks[0].micro_batches > 8
+    assert all(peak <= tight + (1 << 29) for peak in outcome.peak_bytes)
+
+
+def test_micro_batches_that_grow_to_the_bound_of_a_pipeline_still_fit() -> None:
+    loads = [load("a", 256, 16), load("b", 64, 64)]
+    cost, memory = models(2)
+    free = plan_tasks(loads, cost, memory, Budget(100_000, num_micro_batches=8))
+    limit = int(1.02 * max(free.peak_bytes))
+    outcome = plan_tasks(loads, cost, memory, Budget(100_000, limit, num_micro_batches=8))
+    largest = max(htask.tokens_per_micro_batch for htask in outcome.htasks)
+    assert free.max_tokens == 100_000
+    assert largest <= outcome.max_tokens < 2 * largest
+    growth = outcome.max_tokens / largest
+    grown = [
+        replace(one, activation_bytes=tuple(int(growth * b) for b in one.activation_bytes))
+        for one in outcome.bucket_loads
+    ]
+    assert outcome.template is not None
+    in_flight = simulate(outcome.template, grown).peak_bytes
+    assert all(
+        memory.static_bytes(loads, stage) + in_flight[stage] + memory.workspace_bytes(outcome.max_tokens, stage)
+        <= limit
+        for stage in range(2)
+    )
+
+
+def test_a_pipeline_keeps_memory_for_the_longest_sequence_although_micro_batches_are_shorter_on_average() -> None:
+    cost, memory = models(2)
+    budget = Budget(100_000, num_micro_batches=8)
+    short, long = (plan_tasks([load("a", length, 1)], cost, memory, budget) for length in (512, 4096))
+    for stage in range(2):
+        assert long.bucket_loads[0].activation_bytes[stage] >= memory.activation_bytes(4096, stage)
+        assert short.bucket_loads[0].activation_bytes[stage] >= memory.activation_bytes(512, stage)
+
+
+def test_predicted_peaks_of_stages_hold_the_margin_of_the_allocator_and_add_up_by_part() -> None:
+    loads = [load("a"), load("b", 64)]
+    cost, memory = models(2)
+    bare = replace(memory, allocator_margin=0.0)
+    with_margin, without = (plan_tasks(loads, cost, one, Budget(8192, num_micro_batches=4)) for one in (memory, bare))
+    for stage in range(2):
+        static = memory.static_bytes(loads, stage)
+        dynamic = without.peak_bytes[stage] - static
+        assert with_margin.peak_bytes[stage] - static == pytest.approx((1 + memory.margin) * dynamic, rel=1e-6)
+    assert with_margin.memory is not None
+    assert with_margin.memory.peak_bytes == max(with_margin.peak_bytes)
+
+
+@pytest.mark.parametrize(("schedule", "num_chunks"), [("1f1b", 1), ("gpipe", 1), ("interleaved_1f1b", 2)])
+def test_another_schedule_is_built_over_the_buckets_that_the_planner_chose(schedule: str, num_chunks: int) -> None:
+    loads = [load(f"t{i}", length, 8) for i, length in enumerate((64, 128, 256, 1024))]
+    cost, memory = models(4)
+    budget = Budget(8192, A40.device.memory_bytes, num_micro_batches=4)
+    planned = plan_tasks(loads, cost, memory, budget)
+    other = plan_tasks(loads, cost, memory, replace(budget, schedule=schedule, num_chunks=num_chunks))  # type: ignore[arg-type]
+    assert planned.template is not None
+    assert other.template is not None
+    assert (other.buckets, other.htasks, other.bucket_loads) == (planned.buckets, planned.htasks, planned.bucket_loads)
+    assert (other.template.schedule, other.template.num_chunks) == (schedule, num_chunks)
+
+
+def test_on_one_device_memory_is_kept_for_steps_that_bring_more_than_a_typical_one() -> None:
+    cost, memory = models()
+    uneven = replace(load("a", 64, 8), longest_row_tokens=80)
+    outcomes = [plan_tasks([one], cost, memory, Budget(bound)) for one, bound in ((uneven, 4096), (uneven, 512))]
+    largest = [8 * 80, 512]  # all rows as long as the longest; no more than the bound
+    for outcome, tokens in zip(outcomes, largest, strict=True):
+        assert outcome.peak_bytes[0] == memory.peak_bytes([uneven], tokens)
+    assert outcomes[1].max_tokens == 512

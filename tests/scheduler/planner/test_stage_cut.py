@@ -1,0 +1,180 @@
+"""Layers are cut into stages by predicted cost: as fast as the best of all cuts, within memory, as equal as can be."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peft_mux.scheduler.costs.frozen_parts import FrozenParts
+from peft_mux.scheduler.costs.hardware import DEVICES
+from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
+from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape, split_layers
+from peft_mux.scheduler.costs.profile import analytic_profile
+from peft_mux.scheduler.planner.stage_cut import balanced_layers, choose_layers
+
+VOCABULARY, HIDDEN, LAYERS = 128_000, 2048, 16
+LAYER_BYTES = 2 * (4 * HIDDEN * HIDDEN + 3 * HIDDEN * 8192)
+PARTS = FrozenParts(
+    before_bytes=2 * VOCABULARY * HIDDEN,
+    layer_bytes=LAYER_BYTES,
+    cut_bytes=LAYER_BYTES,
+    after_bytes=2 * HIDDEN,
+    head_bytes=2 * VOCABULARY * HIDDEN,
+)
+SHAPE = ModelShape(
+    LAYERS, HIDDEN, 8192, HIDDEN, HIDDEN, VOCABULARY, LAYERS * LAYER_BYTES + 4 * VOCABULARY * HIDDEN, 2, PARTS
+)
+PROFILE = analytic_profile(DEVICES["A40"], SHAPE)
+
+
+def cuts(num_layers: int, num_stages: int, least: int = 1) -> Iterator[tuple[int, ...]]:
+    """Yield every way to cut layers into stages."""
+    for ends in itertools.combinations(range(1, num_layers), num_stages - 1):
+        layers = tuple(end - start for start, end in zip((0, *ends), (*ends, num_layers), strict=True))
+        if min(layers) >= least:
+            yield layers
+
+
+def load(name: str, length: int = 256, count: int = 16, parameters: int = 4_000_000) -> TaskLoad:
+    adapters = tuple(AdapterLoad(16, 2 * HIDDEN, HIDDEN) for _ in range(4))
+    return TaskLoad(name, (length,) * count, length * count, adapters, parameters, cut_parameters=parameters // 2)
+
+
+def models(num_stages: int, devices: int = 1) -> tuple[CostModel, MemoryModel]:
+    cost = CostModel(PROFILE, SHAPE, num_stages=num_stages, devices_per_stage=devices)
+    return cost, MemoryModel(SHAPE, num_stages=num_stages, devices_per_stage=devices)
+
+
+def slowest_s(layers: tuple[int, ...], loads: list[TaskLoad], devices: int = 1) -> float:
+    """Return the latency of the slowest stage, by the cost model itself."""
+    num_stages = len(layers)
+    cost = CostModel(PROFILE, SHAPE, num_stages=num_stages, devices_per_stage=devices, layers_per_stage=layers)
+    return max(cost.stage_latency_s(loads, num_micro_batches=4 * num_stages, stage=s) for s in range(num_stages))
+
+
+def unequal(layers: tuple[int, ...]) -> int:
+    return sum(count * count for count in layers)
+
+
+# ---------------------------------------------------------------- brute force
+
+
+@settings(max_examples=150)
+@given(st.data())
+def test_no_other_cut_is_faster_and_none_as_fast_is_more_equal(data: st.DataObject) -> None:
+    num_stages = data.draw(st.integers(1, 5))
+    least = data.draw(st.integers(1, 2))
+    num_layers = data.draw(st.integers(least * num_stages, 11))
+    # Small whole numbers, so that there are ties, and sums of them are exact.
+    own = data.draw(st.lists(st.integers(0, 6), min_size=num_stages, max_size=num_stages))
+    each = data.draw(st.lists(st.integers(1, 2), min_size=num_stages, max_size=num_stages))
+    most = data.draw(st.lists(st.integers(least, num_layers), min_size=num_stages, max_size=num_stages))
+
+    def stage_s(stage: int, layers: int) -> float:
+        return float(each[stage] * layers + own[stage])
+
+    allowed = [
+        layers
+        for layers in cuts(num_layers, num_stages, least)
+        if all(count <= bound for count, bound in zip(layers, most, strict=True))
+    ]
+    if not allowed:
+        with pytest.raises(ValueError, match=f"{num_layers} layers are to be cut into stages of {least} layers or"):
+            balanced_layers(stage_s, num_layers, most, least=least)
+        return
+
+    def key(layers: tuple[int, ...]) -> tuple[float, int]:
+        return max(stage_s(stage, count) for stage, count in enumerate(layers)), unequal(layers)
+
+    found = balanced_layers(stage_s, num_layers, most, least=least)
+    assert found in allowed
+    assert key(found) == min(key(layers) for layers in allowed)
+
+
+@given(st.integers(1, 40), st.integers(1, 8))
+def test_where_nothing_lies_before_or_after_the_layers_they_are_cut_as_equally_as_can_be(
+    num_layers: int, num_stages: int
+) -> None:
+    num_stages = min(num_stages, num_layers)
+    cut = balanced_layers(lambda stage, layers: 0.1 * layers, num_layers, (num_layers,) * num_stages)
+    assert cut == split_layers(num_layers, num_stages)
+
+
+@pytest.mark.parametrize(("num_stages", "devices"), [(2, 1), (3, 1), (4, 1), (4, 2)])
+def test_the_chosen_cut_is_the_fastest_of_all_under_the_cost_model(num_stages: int, devices: int) -> None:
+    loads = [load("a"), load("b", 64, 4)]
+    found = choose_layers(loads, *models(num_stages, devices), None, max_tokens=8192)
+    everyone = {layers: slowest_s(layers, loads, devices) for layers in cuts(LAYERS, num_stages)}
+    assert everyone[found] == pytest.approx(min(everyone.values()))
+    assert found[-1] < LAYERS // num_stages, "the head is worth layers here, so that the last stage has fewer"
+    assert everyone[found] < everyone[split_layers(LAYERS, num_stages)]
+
+
+# --------------------------------------------------------------------- memory
+
+
+def fits(layers: tuple[int, ...], loads: list[TaskLoad], limit_bytes: int, tokens: float) -> bool:
+    memory = replace(models(len(layers))[1], layers_per_stage=layers)
+    stages = range(len(layers))
+    return all(memory.peak_bytes(loads, tokens, len(layers) - stage, stage) <= limit_bytes for stage in stages)
+
+
+@settings(max_examples=20)
+@given(st.sampled_from([2, 3]), st.floats(0.3, 1.2))
+def test_under_a_limit_the_fastest_of_the_cuts_that_fit_is_taken(num_stages: int, part: float) -> None:
+    loads = [load("a", 256, 64)]
+    tokens = 256  # 16,384 tokens of a batch in up to 64 micro-batches a stage, of one sequence at least
+    limit = int(part * models(1)[1].peak_bytes(loads, tokens))
+    fitting = [layers for layers in cuts(LAYERS, num_stages) if fits(layers, loads, limit, tokens)]
+    found = choose_layers(loads, *models(num_stages), limit, max_tokens=8192)
+    if fitting:
+        assert found in fitting
+        assert slowest_s(found, loads) == pytest.approx(min(slowest_s(layers, loads) for layers in fitting))
+
+
+def test_a_limit_that_the_fastest_cut_breaks_leads_to_another_one() -> None:
+    loads = [load("a", 1024, 64)]
+    free = choose_layers(loads, *models(2), None, max_tokens=8192)
+    full = replace(models(2)[1], layers_per_stage=free).peak_bytes(loads, 1024, 2, 0)
+    found = choose_layers(loads, *models(2), full - 1, max_tokens=8192)
+    assert found[0] == free[0] - 1
+
+
+def test_where_no_cut_holds_all_tasks_the_fullest_stage_is_the_least_full() -> None:
+    loads = [load("a", 1024, 64)]
+    found = choose_layers(loads, *models(3), 1000, max_tokens=8192)
+
+    def fullest(layers: tuple[int, ...]) -> int:
+        memory = replace(models(3)[1], layers_per_stage=layers)
+        return max(memory.peak_bytes(loads, 1024, 1, stage) for stage in range(3))
+
+    assert fullest(found) == min(fullest(layers) for layers in cuts(LAYERS, 3))
+
+
+def test_micro_batches_are_made_smaller_rather_than_stages_unequal() -> None:
+    loads = [load(f"t{number}", 128, 256) for number in range(4)]
+    free = choose_layers(loads, *models(4), None, max_tokens=8192)
+    memory = replace(models(4)[1], layers_per_stage=free)
+    limit = memory.peak_bytes(loads, 1024, 4, 0)
+    assert memory.peak_bytes(loads, 8192, 4, 0) > 2 * limit, "large micro-batches fit as well; the case is too easy"
+    assert choose_layers(loads, *models(4), limit, max_tokens=8192) == free
+
+
+# ---------------------------------------------------------------------- edges
+
+
+def test_every_virtual_stage_has_a_layer() -> None:
+    heavy = [replace(load("a"), num_targets=10**6)]
+    assert choose_layers(heavy, *models(4), None, max_tokens=8192)[-1] == 1
+    assert choose_layers(heavy, *models(4), None, max_tokens=8192, num_chunks=2)[-1] == 2
+
+
+def test_without_tasks_or_with_one_stage_layers_are_cut_equally() -> None:
+    assert choose_layers([], *models(3), None, max_tokens=8192) == (6, 5, 5)
+    assert choose_layers([load("a")], *models(1), 10, max_tokens=8192) == (16,)

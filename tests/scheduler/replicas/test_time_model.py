@@ -1,0 +1,236 @@
+"""The time model: planted curves come back, Eq. 10 to 12 hold, and the real profile meets the paper's own table."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peft_mux.scheduler.replicas.configs import ParallelConfig
+from peft_mux.scheduler.replicas.time_model import (
+    LayerFit,
+    LayerTime,
+    ReplicaTimeModel,
+    fit_layer,
+    limits_from_memory,
+    read_layer_profile,
+    read_max_tokens,
+)
+
+ONE = ParallelConfig(1, 1)
+LENGTHS = (128, 256, 512, 1024, 2048, 4096)
+SIZES = (1, 2, 4, 8)
+PLANTED = (5e-11, 2e-11, 4e-6, 1e-6, 2e-5, 2e-3)
+"""Seconds of the size of a real layer."""
+
+coefficients = st.tuples(
+    *(st.one_of(st.just(0.0), st.floats(0.1, 10.0)).map(lambda factor, unit=unit: factor * unit) for unit in PLANTED)
+)
+
+
+def curve(planted: tuple[float, ...], size: float, length: float) -> float:
+    c1, c2, c3, c4, c5, c6 = planted
+    return (c1 * size + c2) * length**2 + (c3 * size + c4) * length + (c5 * size + c6)
+
+
+def measure(planted: tuple[float, ...], tp: int = 1) -> list[LayerTime]:
+    return [LayerTime(tp, length, size, curve(planted, size, length)) for length in LENGTHS for size in SIZES]
+
+
+def model(planted: tuple[float, ...] = PLANTED, num_layers: int = 4, **pipelines: int) -> ReplicaTimeModel:
+    configs = {ParallelConfig(1, stages): 4096 for stages in pipelines.values()} or {ONE: 4096}
+    return ReplicaTimeModel({1: LayerFit(planted)}, num_layers, configs)  # type: ignore[arg-type]
+
+
+@settings(max_examples=40, deadline=None)
+@given(coefficients.filter(any))
+def test_fit_recovers_planted_coefficients(planted: tuple[float, ...]) -> None:
+    fit = fit_layer(measure(planted))[1]
+    np.testing.assert_allclose(fit.coefficients, planted, rtol=1e-6, atol=1e-9 * max(PLANTED[2], 1e-16))
+    assert fit.mean_relative_error < 1e-9
+
+
+def test_each_degree_has_a_fit_and_its_own_error() -> None:
+    noise = np.random.default_rng(0)
+    noisy = [
+        LayerTime(2, row.length_tokens, row.num_sequences, row.seconds * noise.uniform(0.9, 1.1))
+        for row in measure(PLANTED)
+    ]
+    fits = fit_layer([*measure(PLANTED), *noisy])
+    assert list(fits) == [1, 2]
+    assert fits[1].mean_relative_error < 1e-9 < 0.01 < fits[2].mean_relative_error < 0.1
+    assert fits[2].num_measurements == len(LENGTHS) * len(SIZES)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 1000))
+def test_no_allowed_coefficients_nearby_fit_better(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows = [
+        LayerTime(1, row.length_tokens, row.num_sequences, row.seconds * rng.uniform(0.5, 2))
+        for row in measure(PLANTED)
+    ]
+    found = np.array(fit_layer(rows)[1].coefficients)
+
+    def loss(candidate: np.ndarray) -> float:
+        errors = [curve(tuple(candidate), row.num_sequences, row.length_tokens) / row.seconds - 1 for row in rows]
+        return float(np.square(errors).sum())
+
+    assert (found >= 0).all()
+    for index, unit in enumerate(PLANTED):
+        for step in (-0.01, 0.01):
+            moved = found.copy()
+            moved[index] = max(0.0, moved[index] + step * unit)
+            assert loss(moved) >= loss(found) * (1 - 1e-9)
+
+
+def test_one_length_alone_is_refused() -> None:
+    rows = [LayerTime(1, 512, size, 1e-3 * size) for size in (1, 2, 4, 8, 16, 32)]
+    with pytest.raises(ValueError, match="three or more lengths"):
+        fit_layer(rows)
+
+
+def test_a_falling_curve_is_refused() -> None:
+    with pytest.raises(ValueError, match="six finite numbers of 0 or more"):
+        LayerFit((0.0, 0.0, -1e-6, 0.0, 0.0, 1.0))
+
+
+def test_without_a_pipeline_the_step_is_full_micro_batches_and_one_remainder() -> None:
+    """L Eq. 10: 4096 tokens hold 4 sequences of 1024; 11 = 2 x 4 + 3, and 2 x 4096 fill two."""
+    seconds = model().step_s(ONE, [11, 2], [1024, 4096], 4096)
+    expected = 2 * curve(PLANTED, 4, 1024) + curve(PLANTED, 3, 1024) + 2 * curve(PLANTED, 1, 4096)
+    assert seconds == pytest.approx(4 * expected)
+
+
+def test_a_pipeline_of_equal_micro_batches_pays_its_bubble_once() -> None:
+    """L Eq. 11: m + p - 1 times a micro-batch on a stage."""
+    seconds = model(stages=2).step_s(ParallelConfig(1, 2), [20], [1024], 4096)
+    assert seconds == pytest.approx((5 + 2 - 1) * 2 * curve(PLANTED, 4, 1024))
+
+
+def test_a_pipeline_of_unequal_micro_batches_pays_the_bubble_of_the_longest() -> None:
+    """L Eq. 12, with a remainder that is longer than every full micro-batch of another length."""
+    seconds = model(stages=4).step_s(ParallelConfig(1, 4), [9, 1], [512, 4096], 4096)
+    short, rest, long = curve(PLANTED, 8, 512), curve(PLANTED, 1, 512), curve(PLANTED, 1, 4096)
+    assert seconds == pytest.approx(short + rest + long + 3 * max(short, rest, long))
+
+
+def test_layers_that_do_not_divide_give_the_slowest_stage() -> None:
+    uneven = model(num_layers=5, stages=2).step_s(ParallelConfig(1, 2), [4], [1024], 4096)
+    assert uneven == pytest.approx(3 * (1 + 1) * curve(PLANTED, 4, 1024))
+
+
+def test_no_sequences_take_no_time() -> None:
+    assert model(stages=4).step_s(ParallelConfig(1, 4), [0, 0], [512, 1024], 4096) == 0.0
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    coefficients, st.lists(st.integers(0, 40), min_size=3, max_size=3), st.integers(0, 2), st.sampled_from([1, 2, 4])
+)
+def test_a_step_never_falls_when_a_count_grows(
+    planted: tuple[float, ...], counts: list[int], grown: int, stages: int
+) -> None:
+    config = ParallelConfig(1, stages)
+    times = model(planted, stages=stages)
+    more = [count + (index == grown) for index, count in enumerate(counts)]
+    lengths = [256, 1000, 3000]
+    assert times.step_s(config, more, lengths, 4096) >= times.step_s(config, counts, lengths, 4096) * (1 - 1e-12)
+
+
+@settings(max_examples=60, deadline=None)
+@given(coefficients, st.lists(st.integers(0, 10), min_size=3, max_size=3), st.sampled_from([1, 2, 4]))
+def test_linear_terms_are_the_step_where_micro_batches_are_full(
+    planted: tuple[float, ...], batches: list[int], stages: int
+) -> None:
+    config = ParallelConfig(1, stages)
+    times = model(planted, stages=stages)
+    lengths = [256, 1000, 3000]
+    sequence_s, constant_s = times.linear_terms(config, lengths, 4096)
+    counts = [full * (4096 // length) for full, length in zip(batches, lengths, strict=True)]
+    linear_s = float(np.dot(counts, sequence_s))
+    step_s = times.step_s(config, counts, lengths, 4096)
+    assert linear_s * (1 - 1e-9) <= step_s <= (linear_s + constant_s) * (1 + 1e-9)
+    if stages == 1:
+        assert step_s == pytest.approx(linear_s)
+    elif batches[2]:  # the longest length is there, and with it the bubble of the linear form
+        most = max(times.micro_batch_s(config, 4096 // length, length) for length in lengths)
+        present = [times.micro_batch_s(config, 4096 // n, n) for n, full in zip(lengths, batches, strict=True) if full]
+        assert step_s == pytest.approx(linear_s + constant_s * max(present) / most if most else 0.0)
+
+
+def test_a_length_beyond_the_memory_is_refused() -> None:
+    with pytest.raises(ValueError, match="lengths has 4097; allowed: at most max_tokens = 4096"):
+        model().step_s(ONE, [1], [4097], 4096)
+
+
+def test_a_configuration_without_a_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"tp of <2,1> is 2; allowed: \[1\]"):
+        ReplicaTimeModel({1: LayerFit(PLANTED)}, 4, {ParallelConfig(2, 1): 4096})
+
+
+def test_more_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ValueError, match="at most num_layers = 4"):
+        model(stages=8)
+
+
+def test_a_memory_model_can_take_the_place_of_a_table() -> None:
+    configs = [ParallelConfig(1, 1), ParallelConfig(2, 1), ParallelConfig(4, 1)]
+    limits = limits_from_memory(configs, lambda config: 2048 * config.tp if config.tp > 1 else 0)
+    assert limits == {ParallelConfig(2, 1): 4096, ParallelConfig(4, 1): 8192}
+
+
+def test_the_model_survives_json() -> None:
+    times = ReplicaTimeModel(fit_layer(measure(PLANTED)), 4, {ParallelConfig(1, 2): 4096, ONE: 2048})
+    assert ReplicaTimeModel.from_json(times.to_json()) == times
+
+
+def test_json_of_another_version_is_refused() -> None:
+    text = json.dumps({**json.loads(model().to_json()), "format_version": 99})
+    with pytest.raises(ValueError, match="format_version: got 99"):
+        ReplicaTimeModel.from_json(text)
+
+
+def test_readers_take_milliseconds_and_name_a_missing_column(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.csv"
+    profile.write_text("tp,seq_len,mbs,time\n2,128,4,3.5\n")
+    assert read_layer_profile(profile) == (LayerTime(2, 128, 4, 0.0035),)
+    with pytest.raises(ValueError, match=r"with \['pp', 'max_tokens'\]"):
+        read_max_tokens(profile)
+
+
+def test_a_configuration_that_comes_twice_is_refused(tmp_path: Path) -> None:
+    limits = tmp_path / "limits.csv"
+    limits.write_text("tp,pp,sp,max_tokens\n1,1,1,2048\n1,1,1,4096\n")
+    with pytest.raises(ValueError, match=r"<1,1> comes twice"):
+        read_max_tokens(limits)
+
+
+def test_the_real_profile_fits_within_five_percent(shared_data: Path) -> None:
+    folder = shared_data / "lobra"
+    if not folder.is_dir():
+        pytest.skip("../shared/data/lobra absent")
+    fits = fit_layer(read_layer_profile(folder / "profile_time_llama_7B.csv"))
+    assert list(fits) == [1, 2, 4, 8]
+    assert max(fit.mean_relative_error for fit in fits.values()) < 0.05
+
+
+def test_the_model_meets_the_papers_own_step_times_within_five_percent(shared_data: Path) -> None:
+    folder = shared_data / "lobra"
+    if not folder.is_dir():
+        pytest.skip("../shared/data/lobra absent")
+    fits = fit_layer(read_layer_profile(folder / "profile_time_llama_7B.csv"))
+    tables = json.loads((folder / "paper_tables.json").read_text())
+    errors = []
+    for tp, pp, dp, length, chunks, seconds, _ in tables["table11_7B_16gpu_batch64_tp_pp_dp_seq_chunks_lobra_nemo_s"]:
+        config = ParallelConfig(tp, pp)
+        per_chunk = 64 // dp // chunks
+        times = ReplicaTimeModel(fits, 32, {config: per_chunk * length})
+        predicted = times.step_s(config, [64 // dp], [length], per_chunk * length)
+        errors.append(abs(predicted / seconds - 1))
+    assert len(errors) == 32
+    assert float(np.mean(errors)) < 0.05

@@ -1,0 +1,228 @@
+"""Adapters are fused within an hTask and across single-task hTasks of a bucket, and never slow a bucket (M §3.4.3)."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peft_mux.scheduler.subgraphs.adapter_fusion import fuse_adapters, fuse_site, fuse_within, fused_latency_s
+from peft_mux.scheduler.subgraphs.graph import Operator, OperatorGraph
+from peft_mux.scheduler.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
+from peft_mux.scheduler.subgraphs.schedule import schedule, sequential_schedule
+from peft_mux.scheduler.subgraphs.segments import segment, with_priorities
+from peft_mux.scheduler.subgraphs.streams import simulate_streams
+
+LAYER = LayerLatency(qkv_s=6.0, attention_s=3.0, output_s=2.0, gate_up_s=8.0, down_s=4.0, all_reduce_s=1.5)
+
+
+def an_htask(number: int, tasks: int = 1, utilization: float = 0.25, num_layers: int = 1) -> OperatorGraph:
+    names = [f"t{number}{letter}" for letter in "abcdef"[:tasks]]
+    adapters = [AdapterLatency(name, linear, 1.0, 0.25, utilization) for name in names for linear in LINEARS]
+    return layer_graph(f"h{number}", LAYER, adapters, tasks=names, num_layers=num_layers)
+
+
+def adapter(name: str, before: tuple[str, ...], site: str, latency_s: float = 1.0) -> Operator:
+    return Operator(name, "adapter", latency_s, before, utilization=0.5, site=site)
+
+
+@pytest.mark.parametrize(
+    ("shares", "latencies", "expected"),
+    [
+        ((0.25, 0.25), (2.0, 2.0), 2.0),  # the slowest bounds it
+        ((0.75, 0.75), (2.0, 2.0), 3.0),  # the device is full
+        ((1.0, 1.0, 1.0), (1.0, 2.0, 3.0), 6.0),  # no gain
+        ((0.5,), (4.0,), 4.0),  # of one adapter it is that adapter
+    ],
+)
+def test_fused_latency_is_that_of_equation_3(shares, latencies, expected: float) -> None:
+    members = [
+        Operator(str(n), "adapter", t, utilization=u) for n, (u, t) in enumerate(zip(shares, latencies, strict=True))
+    ]
+    assert fused_latency_s(members) == expected
+
+
+def test_adapters_of_the_tasks_of_one_htask_become_one_operator_a_site() -> None:
+    graph = an_htask(0, tasks=3, utilization=0.5)
+    fused = fuse_within(graph)
+    adapters = [operator for operator in fused.operators if operator.kind == "adapter"]
+    assert [operator.name for operator in adapters] == [f"layer0.{linear}.lora" for linear in LINEARS]
+    assert [operator.latency_s for operator in adapters] == [1.5] * 4, "three of 1 s that fill half of the device"
+    assert [operator.utilization for operator in adapters] == [1.0] * 4
+    (add,) = [operator for operator in fused.operators if operator.name == "layer0.qkv.add"]
+    assert add.depends_on == ("layer0.qkv", "layer0.qkv.lora")
+    assert len(fused.operators) == len(graph.operators) - 2 * 4
+
+
+def test_fusion_of_one_task_is_that_task() -> None:
+    graph = an_htask(0)
+    assert fuse_within(graph) == graph
+    (bucket,) = fuse_adapters([[graph]])
+    assert bucket.graphs == (segment(graph),)
+    assert bucket.launches == schedule([segment(graph)])
+    assert (bucket.fused_sites, bucket.makespan_s) == ((), bucket.unfused_makespan_s)
+
+
+def test_adapters_of_different_types_or_without_a_site_are_not_fused() -> None:
+    adapters = [AdapterLatency("a", "qkv", 1.0), AdapterLatency("b", "qkv", 1.0, type="ia3")]
+    graph = layer_graph("h", LAYER, adapters, tasks=["a", "b"])
+    assert fuse_within(graph) == graph
+    nowhere = OperatorGraph("h", ("a", "b"), (adapter("x", (), ""), adapter("y", (), "")))
+    assert fuse_within(nowhere) == nowhere
+
+
+def test_adapters_that_depend_on_each_other_stay_apart() -> None:
+    operators = (adapter("a", (), "s"), Operator("mid", "compute", 1.0, ("a",)), adapter("b", ("mid",), "s"))
+    graph = OperatorGraph("h", ("t", "u"), operators)
+    assert fuse_within(graph) == graph
+
+
+def test_single_task_htasks_of_a_bucket_share_their_adapters_at_every_site() -> None:
+    (bucket,) = fuse_adapters([[an_htask(number) for number in range(3)]])
+    assert bucket.fused_sites == tuple(f"layer0.{linear}.lora" for linear in LINEARS)
+    assert bucket.rejected_sites == ()
+    first = [item for item in bucket.graphs[0] if item.is_adapter]
+    assert [item.fused_with for item in first] == [
+        tuple(f"h{n}/layer0.{linear}.lora.t{n}a" for n in (1, 2)) for linear in LINEARS
+    ]
+    assert not any(item.is_adapter for graph in bucket.graphs[1:] for item in graph)
+    (add,) = [item for item in bucket.graphs[2] if item.name == "layer0.qkv.add"]
+    assert add.depends_on == ("h2/layer0.qkv", "h0/layer0.qkv.lora.t0a")
+    saved_s = 4 * (3 - 1) * 1.0  # three adapters of 1 s take 1 s together
+    assert bucket.unfused_makespan_s - bucket.makespan_s == pytest.approx(saved_s)
+    assert simulate_streams(bucket.launches, bucket.graphs).compute_stall_s == pytest.approx(1.5)
+
+
+def test_cross_graph_dependencies_are_kept_by_the_schedule() -> None:
+    deep, shallow = an_htask(0, num_layers=2), an_htask(1)
+    graphs = [segment(deep), segment(shallow)]
+    fused = fuse_site(graphs, "layer0.qkv.lora")
+    assert fused is not None
+    assert fused[0][1].fused_with == ("h1/layer0.qkv.lora.t1a",)
+    place = {launch.key: number for number, launch in enumerate(schedule(fused).launches)}
+    assert place["h1/layer0.qkv.add"] > place["h0/layer0.qkv.lora.t0a"]
+    with pytest.raises(ValueError, match=r"names 'h0/layer0\.qkv\.lora\.t0a'; allowed: keys of the given subgraphs"):
+        sequential_schedule(fused)
+
+
+def test_add_operators_are_never_fused() -> None:
+    (bucket,) = fuse_adapters([[an_htask(number) for number in range(4)]])
+    adds = [
+        (item.htask, operator.name)
+        for graph in bucket.graphs
+        for item in graph
+        for operator in item.operators
+        if operator.name.endswith(".add")
+    ]
+    assert sorted(adds) == sorted((f"h{n}", f"layer0.{linear}.add") for n in range(4) for linear in LINEARS)
+    assert not any(".add" in key for graph in bucket.graphs for item in graph for key in item.fused_with)
+
+
+def test_fusing_the_adds_would_stop_the_overlap_of_the_all_reduces() -> None:
+    def bucket(fused_add: bool) -> list[OperatorGraph]:
+        graphs = []
+        for number in range(2):
+            add = Operator("add", "adapter", 0.25, ("output",), 0.5, "add") if fused_add else None
+            operators = [Operator("output", "compute", 2.0), add or Operator("add", "compute", 0.25, ("output",))]
+            # An empty operator keeps the fused Add apart from the all-reduce, which would otherwise forbid fusion.
+            operators.append(Operator("ready", "compute", 0.0, ("add",)))
+            operators.append(Operator("all_reduce", "communication", 1.5, ("ready",)))
+            operators.append(Operator("gate_up", "compute", 8.0, ("all_reduce",)))
+            graphs.append(OperatorGraph(f"h{number}", (f"t{number}",), tuple(operators)))
+        return graphs
+
+    apart = with_priorities([segment(graph) for graph in bucket(False)])
+    together = fuse_site([segment(graph) for graph in bucket(True)], "add")
+    assert together is not None
+    assert simulate_streams(schedule(apart), apart).compute_stall_s == 0.0
+    assert simulate_streams(schedule(together), together).compute_stall_s == pytest.approx(1.5)
+
+
+def test_an_adapter_that_ends_in_a_communication_is_not_fused() -> None:
+    graphs = [
+        OperatorGraph(f"h{n}", ("t",), (adapter("a", (), "s"), Operator("sent", "communication", 1.0, ("a",))))
+        for n in range(2)
+    ]
+    (bucket,) = fuse_adapters([graphs])
+    assert (bucket.fused_sites, bucket.rejected_sites) == ((), ())
+    assert [item.name for graph in bucket.graphs for item in graph] == ["a", "a"]
+
+
+def test_htasks_of_several_tasks_are_not_fused_with_others() -> None:
+    (bucket,) = fuse_adapters([[an_htask(0, tasks=2), an_htask(1)]])
+    assert bucket.fused_sites == ()
+    assert all(item.fused_with == () for graph in bucket.graphs for item in graph)
+    assert [item.name for item in bucket.graphs[0] if item.is_adapter] == [f"layer0.{n}.lora" for n in LINEARS]
+
+
+def test_nothing_is_fused_across_buckets() -> None:
+    apart = fuse_adapters([[an_htask(0)], [an_htask(1)]])
+    assert [bucket.fused_sites for bucket in apart] == [(), ()]
+    for number, bucket in enumerate(apart):
+        assert {key.split("/")[0] for graph in bucket.graphs for item in graph for key in item.depends_on} == {
+            f"h{number}"
+        }
+
+
+def test_a_fusion_that_would_close_a_cycle_is_left_out() -> None:
+    there = OperatorGraph("h0", ("a",), (adapter("x", (), "X"), adapter("y", ("x",), "Y")))
+    back = OperatorGraph("h1", ("b",), (adapter("y", (), "Y"), adapter("x", ("y",), "X")))
+    first = fuse_site([segment(there), segment(back)], "X")
+    assert first is not None
+    assert fuse_site(first, "Y") is None
+    (bucket,) = fuse_adapters([[there, back]])
+    assert len(bucket.fused_sites) == len(bucket.rejected_sites) == 1
+
+
+def test_a_fusion_that_would_delay_the_bucket_is_left_out() -> None:
+    early = (
+        adapter("a", (), "s"),
+        Operator("c", "compute", 10.0, ("a",)),
+        Operator("sent", "communication", 10.0, ("c",)),
+        Operator("end", "compute", 1.0, ("sent",)),
+    )
+    late = (
+        Operator("c", "compute", 10.0),
+        Operator("sent", "communication", 10.0, ("c",)),
+        adapter("a", ("sent",), "s"),
+        Operator("end", "compute", 1.0, ("a",)),
+    )
+    graphs = [OperatorGraph("h0", ("x",), early), OperatorGraph("h1", ("y",), late)]
+    forced = fuse_site([segment(graph) for graph in graphs], "s")
+    (bucket,) = fuse_adapters([graphs])
+    assert forced is not None
+    assert [(item.key, item.priority) for graph in forced for item in graph] == [
+        ("h0/a", 1),  # as deep as in the graph where it comes last
+        ("h0/c", 2),
+        ("h0/end", 3),
+        ("h1/c", 0),
+        ("h1/end", 2),
+    ]
+    assert simulate_streams(schedule(forced), forced).makespan_s > bucket.makespan_s
+    assert (bucket.fused_sites, bucket.rejected_sites) == ((), ("s",))
+    assert bucket.makespan_s == bucket.unfused_makespan_s
+
+
+def random_htask(number: int, rng: random.Random) -> OperatorGraph:
+    layer = LayerLatency(*(rng.uniform(1, 9) for _ in range(5)), all_reduce_s=rng.uniform(0, 6))
+    linears = [linear for linear in LINEARS if rng.random() < 0.8]
+    adapters = [AdapterLatency("t", linear, rng.uniform(0, 3), rng.random(), rng.random()) for linear in linears]
+    return layer_graph(f"h{number}", layer, adapters, tasks=["t"], num_layers=rng.randint(1, 2))
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 10**9), st.integers(2, 4))
+def test_fusion_keeps_every_operator_once_and_never_makes_the_makespan_longer(seed: int, num_htasks: int) -> None:
+    rng = random.Random(seed)
+    graphs = [random_htask(number, rng) for number in range(num_htasks)]
+    (bucket,) = fuse_adapters([graphs])
+    assert bucket.makespan_s <= bucket.unfused_makespan_s * (1 + 1e-9)
+    assert bucket.makespan_s == simulate_streams(bucket.launches, bucket.graphs).makespan_s
+    items = [item for graph in bucket.graphs for item in graph]
+    adapters = [key for item in items if item.is_adapter for key in (item.key, *item.fused_with)]
+    expected = [f"{graph.htask}/{o.name}" for graph in graphs for o in graph.operators if o.kind == "adapter"]
+    assert sorted(adapters) == sorted(expected)
+    others = sorted((item.htask, o.name) for item in items for o in item.operators if o.kind != "adapter")
+    assert others == sorted((graph.htask, o.name) for graph in graphs for o in graph.operators if o.kind != "adapter")

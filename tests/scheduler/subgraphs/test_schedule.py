@@ -1,0 +1,483 @@
+"""Subgraphs keep the graph, Algorithm 1 orders them as its listing says, and two streams run them (M §3.4.2)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import statistics
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peft_mux.scheduler.subgraphs.exhaustive import best_schedule
+from peft_mux.scheduler.subgraphs.graph import Operator, OperatorGraph
+from peft_mux.scheduler.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
+from peft_mux.scheduler.subgraphs.schedule import Launch, LaunchSchedule, schedule, sequential_schedule
+from peft_mux.scheduler.subgraphs.segments import Subgraph, segment, with_priorities
+from peft_mux.scheduler.subgraphs.streams import simulate_streams
+
+LAYER = LayerLatency(qkv_s=6.0, attention_s=3.0, output_s=2.0, gate_up_s=8.0, down_s=4.0, all_reduce_s=1.5)
+Graphs = tuple[tuple[Subgraph, ...], ...]
+
+
+def a_layer(htask: str = "h0", direction: str = "forward", num_layers: int = 1, layer: LayerLatency = LAYER):
+    adapters = [AdapterLatency("t", linear, 0.5, 0.25, 0.3) for linear in LINEARS]
+    return layer_graph(htask, layer, adapters, tasks=["t"], direction=direction, num_layers=num_layers)
+
+
+def unit(name: str, htask: str, compute: float, communication: float = 0.0, before: tuple[str, ...] = ()) -> Subgraph:
+    operators = [Operator(name, "compute", compute)]
+    if communication:
+        operators.append(Operator(f"{name}.sent", "communication", communication, (name,)))
+    return Subgraph(name, htask, tuple(operators), before)
+
+
+@st.composite
+def operator_graphs(draw: st.DrawFn) -> OperatorGraph:
+    operators: list[Operator] = []
+    for number in range(draw(st.integers(1, 14))):
+        before = draw(st.lists(st.sampled_from(range(number)), unique=True, max_size=3)) if number else []
+        kind = draw(st.sampled_from(["compute", "compute", "compute", "communication", "adapter"]))
+        operators.append(Operator(f"o{number}", kind, draw(st.integers(0, 9)), tuple(f"o{other}" for other in before)))
+    return OperatorGraph("h", ("t",), tuple(draw(st.permutations(operators))))
+
+
+def random_bucket(rng: random.Random, num_subgraphs: int, *, short_communication: bool = False) -> Graphs:
+    num_htasks = rng.randint(2, 4)
+    graphs = []
+    for htask in range(num_htasks):
+        graph = []
+        for number in range(rng.randint(1, max(num_subgraphs // num_htasks, 1))):
+            compute, sent = (rng.choice([rng.random(), rng.uniform(0, 10)]) for _ in range(2))
+            if short_communication:
+                compute, sent = rng.uniform(4, 12), rng.uniform(0, 4)
+            before = tuple(f"h{htask}/s{other}" for other in range(number) if rng.random() < 0.6)
+            graph.append(unit(f"s{number}", f"h{htask}", compute, sent * (rng.random() < 0.6), before))
+        graphs.append(graph)
+    if rng.random() < 0.5 and len(graphs[0]) > 0:  # a dependency across graphs, as fusion creates them
+        last = graphs[1][-1]
+        graphs[1][-1] = Subgraph(last.name, last.htask, last.operators, (*last.depends_on, graphs[0][0].key))
+    return with_priorities(graphs)
+
+
+BUCKETS = st.builds(lambda seed: random_bucket(random.Random(seed), 8), st.integers(0, 10**9))
+
+
+def naive_algorithm_1(graphs: Graphs) -> list[tuple[str, float]]:
+    """The listing with a plain list for the queue; what is in it already is not enqueued again."""
+    remaining = [list(graph) for graph in graphs]
+    queue: list[tuple[int, Subgraph]] = []
+    order: list[tuple[str, float]] = []
+    t = 0.0
+
+    def enqueue_zero_in_degree() -> None:
+        left = {item.key for graph in remaining for item in graph}
+        for number, graph in enumerate(remaining):
+            for item in graph:
+                if not left.intersection(item.depends_on) and (number, item) not in queue:
+                    queue.append((number, item))
+
+    enqueue_zero_in_degree()
+    while queue:
+        highest = min(item.priority for _, item in queue)
+        filtered = [entry for entry in queue if entry[1].priority == highest]
+        longest = max(item.latency_s for _, item in filtered)
+        chosen = min(
+            (entry for entry in filtered if entry[1].latency_s == longest), key=lambda entry: (entry[0], entry[1].name)
+        )
+        queue.remove(chosen)
+        number, item = chosen
+        remaining[number].remove(item)
+        enqueue_zero_in_degree()
+        order.append((item.key, t))
+        t += item.latency_s
+    return order
+
+
+@pytest.mark.parametrize(
+    ("operators", "message"),
+    [
+        ([("a", ()), ("a", ())], r"operators of hTask 'h' repeat the names \['a'\]"),
+        ([("a", ("b",))], r"depends_on of 'a' in hTask 'h' names 'b'"),
+        ([("a", ("b",)), ("b", ("a",))], r"depends_on of hTask 'h' has a cycle through some of \['a', 'b'\]"),
+        ([("a", ("a",))], r"has a cycle through some of \['a'\]"),
+    ],
+)
+def test_a_graph_refuses_doubled_and_unknown_names_and_cycles(operators, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OperatorGraph("h", ("t",), tuple(Operator(name, "compute", 1.0, before) for name, before in operators))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "gemm"}, "kind of operator 'a' is 'gemm'; allowed: compute, communication, adapter"),
+        ({"latency_s": -1.0}, "latency_s of operator 'a' is -1.0"),
+        ({"latency_s": float("nan")}, "latency_s of operator 'a' is nan"),
+        ({"utilization": 1.5}, "utilization of operator 'a' is 1.5; allowed: 0 to 1"),
+        ({"depends_on": ("b", "b")}, "allowed: each name once"),
+    ],
+)
+def test_an_operator_says_what_is_wrong_with_a_field(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Operator(**{"name": "a", "kind": "compute", "latency_s": 1.0, **fields})
+
+
+def test_an_htask_without_tasks_is_refused() -> None:
+    with pytest.raises(ValueError, match="tasks of hTask 'h' is"):
+        OperatorGraph("h", (), ())
+
+
+@pytest.mark.parametrize(
+    ("direction", "names"),
+    [
+        ("forward", ["layer0.output.all_reduce", "layer0.down.all_reduce"]),
+        ("backward", ["layer0.backward.gate_up.all_reduce", "layer0.backward.qkv.all_reduce"]),
+    ],
+)
+def test_a_layer_has_its_all_reduces_after_the_adds_of_the_partial_sums(direction: str, names: list[str]) -> None:
+    graph = a_layer(direction=direction)
+    sent = [operator for operator in graph.operators if operator.kind == "communication"]
+    assert [operator.name for operator in sent] == names
+    assert [operator.depends_on for operator in sent] == [(name.replace("all_reduce", "add"),) for name in names]
+    assert sum(operator.latency_s for operator in graph.operators) == 23 + 4 * 0.75 + 2 * 1.5
+
+
+def test_one_device_has_no_all_reduce_and_a_layer_without_adapters_is_cut_only_by_all_reduces() -> None:
+    alone = LayerLatency(6.0, 3.0, 2.0, 8.0, 4.0, 0.0)
+    (only,) = segment(layer_graph("h", alone, tasks=["t"], num_layers=3))
+    assert (only.compute_s, only.communication_s) == (69.0, 0.0)
+    cut = segment(layer_graph("h", LAYER, tasks=["t"]))
+    assert [[operator.name.removeprefix("layer0.") for operator in item.operators] for item in cut] == [
+        ["qkv", "attention", "output", "output.all_reduce"],
+        ["gate_up", "down", "down.all_reduce"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"direction": "both"}, "direction is 'both'"),
+        ({"num_layers": 0}, "num_layers is 0; allowed: 1 or more"),
+        ({"tasks": ["other"]}, "name the task 't'; allowed: other"),
+    ],
+)
+def test_a_layer_graph_says_what_is_wrong_with_an_argument(fields: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        layer_graph("h", LAYER, [AdapterLatency("t", "qkv", 1.0)], **{"tasks": ["t"], **fields})
+    with pytest.raises(ValueError, match="linear of the adapter of task 't' is 'lm_head'"):
+        AdapterLatency("t", "lm_head", 1.0)
+    with pytest.raises(ValueError, match=r"down_s is -4\.0"):
+        LayerLatency(6.0, 3.0, 2.0, 8.0, -4.0, 0.0)
+
+
+def test_a_decoder_layer_is_cut_as_the_docstring_draws_it() -> None:
+    cut = segment(a_layer())
+    assert [(item.priority, [o.name.removeprefix("layer0.") for o in item.operators]) for item in cut] == [
+        (0, ["qkv"]),
+        (0, ["qkv.lora.t"]),
+        (1, ["qkv.add", "attention"]),
+        (2, ["output.lora.t"]),
+        (3, ["output", "output.add", "output.all_reduce"]),
+        (4, ["gate_up"]),
+        (4, ["gate_up.lora.t"]),
+        (5, ["gate_up.add"]),
+        (6, ["down.lora.t"]),
+        (7, ["down", "down.add", "down.all_reduce"]),
+    ]
+    output = cut[4]
+    assert (output.compute_s, output.communication_s, output.latency_s) == (2.25, 1.5, 3.75)
+    assert output.depends_on == ("h0/layer0.qkv.add", "h0/layer0.output.lora.t")
+
+
+@settings(max_examples=200)
+@given(operator_graphs())
+def test_segments_hold_each_operator_once_and_keep_its_dependencies(graph: OperatorGraph) -> None:
+    cut = segment(graph)
+    operators = {operator.name: operator for operator in graph.operators}
+    owner = {operator.name: item for item in cut for operator in item.operators}
+    assert sorted(operator.name for item in cut for operator in item.operators) == sorted(operators)
+    depth: dict[str, int] = {}
+    for item in cut:  # the order is topological, or a key would be missing
+        depth[item.key] = max((depth[key] + 1 for key in item.depends_on), default=0)
+        assert item.priority == depth[item.key]
+        names = [operator.name for operator in item.operators]
+        outside = {owner[name].key for o in item.operators for name in o.depends_on if owner[name] is not item}
+        assert set(item.depends_on) == outside
+        for operator in item.operators:
+            for name in operator.depends_on:
+                assert name not in names or names.index(name) < names.index(operator.name)
+
+
+@settings(max_examples=200)
+@given(operator_graphs())
+def test_segments_isolate_adapters_and_end_in_the_communication_of_their_operators(graph: OperatorGraph) -> None:
+    operators = {operator.name: operator for operator in graph.operators}
+    waits: dict[str, frozenset[str]] = {}
+    for name in graph.topological_order():
+        before = [waits[other] | ({other} & sent(operators)) for other in operators[name].depends_on]
+        waits[name] = frozenset().union(*before)
+    cut = segment(graph)
+    owner = {operator.name: item for item in cut for operator in item.operators}
+    for item in cut:
+        kinds = [operator.kind for operator in item.operators]
+        if "adapter" in kinds:
+            assert kinds == ["adapter"] + ["communication"] * (len(kinds) - 1)
+        computes = [operator.name for operator in item.operators if operator.kind == "compute"]
+        assert kinds[: len(computes)] == ["compute"] * len(computes) or "adapter" in kinds
+        assert len({waits[name] for name in computes}) <= 1, "one waits for a communication that others do not need"
+    for operator in graph.operators:
+        if operator.kind == "communication" and len(operator.depends_on) == 1:
+            assert owner[operator.name] is owner[operator.depends_on[0]]
+
+
+def sent(operators: dict[str, Operator]) -> frozenset[str]:
+    return frozenset(name for name, operator in operators.items() if operator.kind == "communication")
+
+
+def test_a_communication_of_two_branches_that_need_each_other_stays_alone_instead_of_closing_a_cycle() -> None:
+    operators = [
+        Operator("a", "compute", 1.0),
+        Operator("b", "compute", 1.0),
+        Operator("first", "communication", 1.0, ("a", "b")),
+        Operator("second", "communication", 1.0, ("b", "a")),
+    ]
+    cut = segment(OperatorGraph("h", ("t",), tuple(operators)))
+    assert [item.name for item in cut] == ["a", "b", "first", "second"]
+    assert [item.priority for item in cut] == [0, 0, 1, 1]
+
+
+def test_a_communication_is_not_appended_to_an_earlier_communication_whose_subgraph_others_need() -> None:
+    operators = [
+        Operator("a", "compute", 1.0),
+        Operator("first", "communication", 1.0, ("a",)),
+        Operator("b", "compute", 1.0, ("a",)),
+        Operator("second", "communication", 1.0, ("first", "b")),
+        Operator("lora", "adapter", 1.0, ("b",)),
+        Operator("end", "compute", 1.0, ("lora",)),
+    ]
+    cut = segment(OperatorGraph("h", ("t",), tuple(operators)))
+    assert [[operator.name for operator in item.operators] for item in cut] == [
+        ["a", "first"],
+        ["b", "second"],
+        ["lora"],
+        ["end"],
+    ]
+
+
+def test_what_runs_beside_a_communication_does_not_delay_its_start() -> None:
+    operators = [
+        Operator("a", "compute", 1.0),
+        Operator("sent", "communication", 2.0, ("a",)),
+        Operator("b", "compute", 5.0, ("a",)),
+    ]
+    graphs = [segment(OperatorGraph("h", ("t",), tuple(operators)))]
+    assert [item.name for item in graphs[0]] == ["a", "b"]
+    launches = LaunchSchedule((Launch("h", "a", 0.0), Launch("h", "b", 0.0)))
+    assert simulate_streams(launches, graphs).spans[0].communication_start_s == 1.0
+
+
+def test_the_output_projection_beside_its_add_hides_more_than_beside_the_attention() -> None:
+    def bucket(before_lora: float, after_lora: float) -> Graphs:
+        graphs = []
+        for htask in ("h0", "h1"):
+            graph = [unit("attention", htask, before_lora), unit("lora", htask, 0.5, 0.0, (f"{htask}/attention",))]
+            graph.append(unit("add", htask, after_lora, 1.5, (f"{htask}/attention", f"{htask}/lora")))
+            graph.append(unit("gate_up", htask, 8.0, 0.0, (f"{htask}/add",)))
+            graphs.append(graph)
+        return with_priorities(graphs)
+
+    beside_add, beside_attention = bucket(3.0, 2.25), bucket(5.0, 0.25)
+    better, worse = (simulate_streams(schedule(graphs), graphs) for graphs in (beside_add, beside_attention))
+    assert better.compute_busy_s == worse.compute_busy_s
+    assert better.compute_stall_s == 0.0
+    assert worse.compute_stall_s == pytest.approx(1.5 - 0.25), "only the Add of the other hTask hides it"
+
+
+@settings(max_examples=200)
+@given(BUCKETS)
+def test_the_schedule_equals_algorithm_1_written_naively(graphs: Graphs) -> None:
+    launches = [(launch.key, launch.t_s) for launch in schedule(graphs).launches]
+    assert launches == naive_algorithm_1(graphs)
+
+
+@settings(max_examples=100)
+@given(BUCKETS)
+def test_the_schedule_holds_each_subgraph_once_after_all_that_it_depends_on(graphs: Graphs) -> None:
+    order = [launch.key for launch in schedule(graphs).launches]
+    place = {key: number for number, key in enumerate(order)}
+    assert sorted(order) == sorted(item.key for graph in graphs for item in graph)
+    for item in (item for graph in graphs for item in graph):
+        assert all(place[key] < place[item.key] for key in item.depends_on)
+
+
+def test_equal_subgraphs_go_by_the_order_of_the_htasks_and_then_by_name() -> None:
+    graphs = ((unit("z", "second", 1.0), unit("y", "second", 1.0)), (unit("a", "first", 1.0), unit("b", "first", 2.0)))
+    keys = [launch.key for launch in schedule(graphs).launches]
+    assert keys == ["first/b", "second/y", "second/z", "first/a"]
+
+
+def test_depth_goes_before_latency() -> None:
+    graphs = with_priorities(
+        [[unit("short", "h0", 1.0), unit("long", "h0", 9.0, 0.0, ("h0/short",))], [unit("x", "h1", 0.5)]]
+    )
+    assert [(launch.key, launch.t_s) for launch in schedule(graphs).launches] == [
+        ("h0/short", 0.0),
+        ("h1/x", 1.0),
+        ("h0/long", 1.5),
+    ]
+
+
+def test_the_schedule_comes_back_from_json() -> None:
+    graphs = [segment(a_layer("h0")), segment(a_layer("h1"))]
+    launches = schedule(graphs)
+    assert LaunchSchedule.from_json(launches.to_json()) == launches
+    assert json.loads(launches.to_json())["launches"][0] == {"htask": "h0", "name": "layer0.qkv", "t_s": 0.0}
+    with pytest.raises(ValueError, match="format_version is 99; allowed: 1"):
+        LaunchSchedule.from_dict({"format_version": 99, "launches": []})
+
+
+def test_scheduling_refuses_cycles_doubled_keys_and_graphs_that_are_missing() -> None:
+    around = [[unit("a", "h0", 1.0, 0.0, ("h1/b",))], [unit("b", "h1", 1.0, 0.0, ("h0/a",))]]
+    with pytest.raises(ValueError, match="cycle through some of"):
+        schedule(around)
+    with pytest.raises(ValueError, match="hold the subgraph 'h0/a' twice"):
+        schedule([[unit("a", "h0", 1.0)], [unit("a", "h0", 1.0)]])
+    with pytest.raises(ValueError, match="depends_on of 'h0/a' names 'h1/b'"):
+        sequential_schedule(around)
+
+
+def test_simulating_refuses_a_schedule_of_something_else() -> None:
+    graphs = [[unit("a", "h0", 1.0), unit("b", "h0", 1.0, 0.0, ("h0/a",))]]
+    a, b = Launch("h0", "a", 0.0), Launch("h0", "b", 1.0)
+    for launches, message in [
+        ((b, a), "launches 'h0/b' before 'h0/a'"),
+        ((a, a), "launches 'h0/a' twice"),
+        ((a, Launch("h1", "a", 0.0)), "which is in no graph"),
+        ((a,), r"leaves out \['h0/b'\]"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            simulate_streams(LaunchSchedule(launches), graphs)
+    with pytest.raises(ValueError, match=r"compute_slowdown is 1.0; allowed: 0 to below 1"):
+        simulate_streams(LaunchSchedule((a, b)), graphs, compute_slowdown=1.0)
+
+
+@settings(max_examples=100)
+@given(BUCKETS, st.sampled_from([0.0, 0.4]))
+def test_no_stream_runs_two_things_at_once_and_nothing_starts_before_what_it_needs(
+    graphs: Graphs, slowdown: float
+) -> None:
+    subgraphs = {item.key: item for graph in graphs for item in graph}
+    launches = schedule(graphs)
+    timeline = simulate_streams(launches, graphs, compute_slowdown=slowdown)
+    spans = dict(zip((launch.key for launch in launches.launches), timeline.spans, strict=True))
+    for key, span in spans.items():
+        assert all(spans[other].end_s <= span.compute_start_s for other in subgraphs[key].depends_on)
+        assert span.compute_start_s <= span.compute_end_s <= span.communication_start_s <= span.end_s
+        assert span.end_s - span.communication_start_s == pytest.approx(subgraphs[key].communication_s)
+        slowest_s = subgraphs[key].compute_s / (1 - slowdown)
+        assert subgraphs[key].compute_s - 1e-9 <= span.compute_end_s - span.compute_start_s <= slowest_s + 1e-9
+    for first, second in itertools.pairwise(timeline.spans):
+        assert first.compute_end_s <= second.compute_start_s
+    sent = [span for span in timeline.spans if span.end_s > span.communication_start_s]
+    for first, second in itertools.pairwise(sent):
+        assert first.end_s <= second.communication_start_s
+    total_s = sum(item.compute_s + item.communication_s for item in subgraphs.values())
+    assert timeline.makespan_s == max(span.end_s for span in timeline.spans)
+    assert slowdown or timeline.makespan_s <= total_s + 1e-9, "one of the streams is always busy"
+    assert slowdown or timeline.compute_busy_s == pytest.approx(sum(item.compute_s for item in subgraphs.values()))
+
+
+def test_computing_is_slower_just_while_communication_runs() -> None:
+    for sent_s, end_s in [(10.0, 1.0 + 8.0), (2.0, 1.0 + 2.0 + 3.0)]:
+        graphs = [[unit("a", "h0", 1.0, sent_s)], [unit("b", "h1", 4.0)]]
+        launches = LaunchSchedule((Launch("h0", "a", 0.0), Launch("h1", "b", 0.0)))
+        timeline = simulate_streams(launches, graphs, compute_slowdown=0.5)
+        assert timeline.spans[1].compute_end_s == end_s
+        assert timeline.compute_busy_s == end_s
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_one_htask_alone_keeps_its_sequential_time(direction: str) -> None:
+    graphs = [segment(a_layer(direction=direction, num_layers=2))]
+    overlapped = simulate_streams(schedule(graphs), graphs)
+    blocked = simulate_streams(sequential_schedule(graphs), graphs, overlap=False)
+    assert overlapped.makespan_s == pytest.approx(blocked.makespan_s)
+    assert blocked.makespan_s == pytest.approx(2 * (23 + 4 * 0.75 + 2 * 1.5))
+    assert blocked.compute_utilization == pytest.approx(26 / 29)
+    assert blocked.communication_utilization == pytest.approx(3 / 29)
+
+
+def test_without_overlap_interleaving_takes_as_long_as_one_task_after_another() -> None:
+    graphs = [segment(a_layer(f"h{number}")) for number in range(4)]
+    one_by_one = simulate_streams(sequential_schedule(graphs), graphs, overlap=False)
+    interleaved = simulate_streams(schedule(graphs), graphs, overlap=False)
+    assert interleaved.makespan_s == pytest.approx(one_by_one.makespan_s)
+    assert [span.htask for span in one_by_one.spans] == [f"h{number}" for number in range(4) for _ in range(10)]
+
+
+@settings(max_examples=60)
+@given(
+    st.integers(2, 5),
+    st.lists(st.integers(10, 60), min_size=5, max_size=5),
+    st.integers(1, 10),
+    st.sampled_from(["forward", "backward"]),
+)
+def test_communication_of_equal_htasks_is_hidden_except_at_the_end(
+    num_htasks: int, base: list[int], all_reduce: int, direction: str
+) -> None:
+    layer = LayerLatency(*map(float, base), all_reduce_s=float(all_reduce))
+    graphs = [segment(a_layer(f"h{number}", direction, 2, layer)) for number in range(num_htasks)]
+    timeline = simulate_streams(schedule(graphs), graphs)
+    assert timeline.compute_stall_s == pytest.approx(all_reduce), "the last all-reduce has nothing left to hide under"
+    assert timeline.communication_busy_s == pytest.approx(num_htasks * 4 * all_reduce)
+
+
+def permuted_best_s(graphs: Graphs) -> float:
+    """The shortest makespan over all permutations that keep the dependencies."""
+    items = [item for graph in graphs for item in graph]
+    best_s = float("inf")
+    for order in itertools.permutations(items):
+        seen: set[str] = set()
+        if all(seen.issuperset(item.depends_on) and not seen.add(item.key) for item in order):
+            launches = LaunchSchedule(tuple(Launch(item.htask, item.name, 0.0) for item in order))
+            best_s = min(best_s, simulate_streams(launches, graphs).makespan_s)
+    return best_s
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**9))
+def test_the_exhaustive_search_finds_the_best_of_all_permutations(seed: int) -> None:
+    graphs = random_bucket(random.Random(seed), 6)
+    launches, best_s = best_schedule(graphs)
+    assert best_s == pytest.approx(permuted_best_s(graphs))
+    assert simulate_streams(launches, graphs).makespan_s == pytest.approx(best_s)
+
+
+def test_the_exhaustive_search_refuses_what_would_take_too_long() -> None:
+    with pytest.raises(ValueError, match="graphs hold 13 subgraphs; allowed: 12 or fewer"):
+        best_schedule([[unit(f"s{number}", "h", 1.0) for number in range(13)]])
+
+
+@settings(max_examples=200)
+@given(BUCKETS)
+def test_algorithm_1_takes_at_most_twice_as_long_as_the_best_order(graphs: Graphs) -> None:
+    assert simulate_streams(schedule(graphs), graphs).makespan_s <= 2 * best_schedule(graphs)[1] + 1e-9
+
+
+def test_the_bound_of_two_is_tight() -> None:
+    graphs = [[unit("compute", "h0", 1.0)], [unit("send", "h1", 0.0, 0.999)]]
+    assert simulate_streams(schedule(graphs), graphs).makespan_s == pytest.approx(1.999)
+    assert best_schedule(graphs)[1] == 1.0
+
+
+def test_algorithm_1_is_near_the_best_order_where_communication_is_shorter_than_compute() -> None:
+    ratios = []
+    for seed in range(400):
+        graphs = random_bucket(random.Random(seed), 8, short_communication=True)
+        ratios.append(simulate_streams(schedule(graphs), graphs).makespan_s / best_schedule(graphs)[1])
+    assert min(ratios) >= 1 - 1e-12
+    assert statistics.median(ratios) < 1.02
+    assert max(ratios) < 1.35

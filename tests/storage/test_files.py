@@ -1,0 +1,575 @@
+"""Files and folders that are whole or absent: crashes, corruption, full disks, retention, and paths that attack."""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig
+
+import peft_mux
+from peft_mux import storage
+from peft_mux.errors import CheckpointError, ConfigError
+from peft_mux.storage.manifest import MANIFEST_NAME, is_intact
+from peft_mux.task import Task
+from peft_mux.task_names import RESERVED_NAMES
+
+needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a child process that can be killed")
+PROPERTY = settings(deadline=None, max_examples=60)
+
+
+def fill_with(content: str) -> Callable[[Path], None]:
+    def fill(folder: Path) -> None:
+        (folder / "a.bin").write_bytes(content.encode() * 50)
+        (folder / "b.json").write_text(f'{{"content": "{content}"}}', encoding="utf-8")
+        storage.save_tensors(folder / "w.safetensors", {"w": torch.full((4,), float(len(content)))})
+
+    return fill
+
+
+def write(folder: Path, content: str, *, task: str = "own", step: int = 4) -> None:
+    storage.write_folder(folder, fill_with(content), facts={"task": task, "step": step})
+
+
+def content_of(folder: Path) -> str:
+    storage.verify_folder(folder)
+    return (folder / "a.bin").read_bytes()[:3].decode()
+
+
+def in_child(act: Callable[[], str]) -> tuple[int, str]:
+    """Run `act` in a child process; return its exit status as of `waitpid`, and what it returned."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reader)
+            os.write(writer, act().encode()[:4000])
+        except BaseException as error:
+            os.write(writer, f"{type(error).__name__}: {error}".encode()[:4000])
+        finally:
+            os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        said = pipe.read().decode()
+    return os.waitpid(child, 0)[1], said
+
+
+# ------------------------------------------------------------ C2: crashes
+
+
+@needs_fork
+@pytest.mark.parametrize("is_there", [False, True], ids=["creating", "overwriting"])
+@pytest.mark.parametrize("point", storage.CRASHPOINTS)
+def test_a_crash_at_any_point_leaves_the_old_folder_or_the_new_one(point: str, is_there: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-4"
+    if is_there:
+        write(folder, "old")
+
+    def act() -> str:
+        os.environ["PEFT_MUX_CRASHPOINT"] = point
+        write(folder, "new")
+        return "finished"
+
+    status, said = in_child(act)
+    if point == "after_move_aside" and not is_there:
+        assert said == "finished", "nothing is moved aside where nothing stands"
+    else:
+        assert os.WIFSIGNALED(status)
+        assert os.WTERMSIG(status) == signal.SIGKILL
+    storage.remove_stale(tmp_path)
+    is_new = storage.CRASHPOINTS.index(point) >= storage.CRASHPOINTS.index("after_rename")
+    is_new |= said == "finished"
+    if is_new or is_there:
+        assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+        assert content_of(folder) == ("new" if is_new else "old")
+    else:
+        assert list(tmp_path.iterdir()) == []
+    write(folder, "yet")
+    assert content_of(folder) == "yet", "the folder can be written again"
+
+
+def test_the_count_of_a_crash_point_is_obeyed(tmp_path: Path) -> None:
+    if not hasattr(os, "fork"):
+        pytest.skip("needs a child process that can be killed")
+
+    def act() -> str:
+        os.environ["PEFT_MUX_CRASHPOINT"] = "after_rename:3"
+        for step in range(1, 6):
+            write(tmp_path / f"checkpoint-{step}", "new")
+        return "finished"
+
+    status, _ = in_child(act)
+    assert os.WIFSIGNALED(status)
+    assert storage.numbered_folders(tmp_path) == [1, 2, 3]
+
+
+def test_what_a_crash_left_is_told_from_what_a_user_put_there(tmp_path: Path) -> None:
+    kept = [".tmp-mine", ".old-mine", ".tmp-" + "g" * 32, "checkpoint-3", ".old-x-" + "0" * 31]
+    for name in kept:
+        (tmp_path / name).mkdir()
+    stale = tmp_path / f".tmp-{'0' * 32}"
+    stale.mkdir()
+    (tmp_path / f".tmp-{'1' * 32}").write_text("torn")
+    storage.remove_stale(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(kept)
+
+
+def test_a_folder_moved_aside_comes_back_only_where_no_new_one_stands(tmp_path: Path) -> None:
+    aside = tmp_path / f".old-checkpoint-4-{'a' * 32}"
+    write(aside, "old")
+    storage.remove_stale(tmp_path)
+    assert content_of(tmp_path / "checkpoint-4") == "old"
+    write(aside, "old")
+    shutil.rmtree(tmp_path / "checkpoint-4")
+    write(tmp_path / "checkpoint-4", "new")
+    storage.remove_stale(tmp_path)
+    assert content_of(tmp_path / "checkpoint-4") == "new"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+# --------------------------------------------------------- C3: corruption
+
+
+def test_every_flipped_bit_is_found_and_its_file_named(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-4"
+    write(folder, "new")
+    rng = random.Random(0)
+    files = sorted(folder.iterdir())
+    assert MANIFEST_NAME in [path.name for path in files]
+    for _ in range(400):
+        path = rng.choice(files)
+        whole = path.read_bytes()
+        bit = rng.randrange(8 * len(whole))
+        changed = bytearray(whole)
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=path.name):
+            storage.verify_folder(folder)
+        path.write_bytes(whole)
+    storage.verify_folder(folder)
+
+
+def test_every_truncation_and_every_appended_byte_is_found(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-4"
+    write(folder, "new")
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        for length in {*range(0, len(whole), 7), len(whole) - 1}:
+            path.write_bytes(whole[:length])
+            with pytest.raises(CheckpointError, match=path.name):
+                storage.verify_folder(folder)
+        path.write_bytes(whole + b" ")
+        with pytest.raises(CheckpointError, match=path.name):
+            storage.verify_folder(folder)
+        path.write_bytes(whole)
+
+
+def test_missing_extra_and_linked_files_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-4"
+    write(folder, "new")
+    (folder / "extra.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"extra\.bin: got a file that is extra"):
+        storage.verify_folder(folder)
+    (folder / "extra.bin").unlink()
+    os.rename(folder / "a.bin", tmp_path / "a.bin")
+    with pytest.raises(CheckpointError, match=r"a\.bin: got a file that is missing"):
+        storage.verify_folder(folder)
+    (folder / "a.bin").symlink_to(tmp_path / "a.bin")
+    with pytest.raises(CheckpointError, match=r"a\.bin: got a file that was changed"):
+        storage.verify_folder(folder)
+    (folder / "a.bin").unlink()
+    os.rename(tmp_path / "a.bin", folder / "a.bin")
+    (folder / "sub").mkdir()
+    with pytest.raises(CheckpointError, match=r"sub: got a file that is extra"):
+        storage.verify_folder(folder)
+    (folder / "sub").rmdir()
+    (folder / MANIFEST_NAME).unlink()
+    with pytest.raises(CheckpointError, match=MANIFEST_NAME):
+        storage.verify_folder(folder)
+    with pytest.raises(CheckpointError, match="absent"):
+        storage.verify_folder(tmp_path / "absent")
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-4"
+    write(folder, "new")
+    (folder / "a.bin").unlink()
+    (folder / "a.bin").mkdir()
+    with pytest.raises(CheckpointError, match=r"a\.bin"):
+        storage.verify_folder(folder)
+
+
+def test_a_sealed_file_of_another_kind_is_no_manifest(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-4"
+    write(folder, "new")
+    (folder / MANIFEST_NAME).write_bytes(storage.sealed_json({"run_step": 4, "tasks": {}}))
+    with pytest.raises(CheckpointError, match=MANIFEST_NAME):
+        storage.verify_folder(folder)
+
+
+def test_a_swapped_file_and_a_swapped_folder_are_told(tmp_path: Path) -> None:
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    write(mine, "one", task="a")
+    write(theirs, "two", task="b")
+    shutil.copy(theirs / "w.safetensors", mine / "w.safetensors")
+    write(mine, "one", task="a")
+    shutil.copy(theirs / "a.bin", mine / "a.bin")
+    with pytest.raises(CheckpointError, match=r"a\.bin"):
+        storage.verify_folder(mine)
+    shutil.rmtree(mine)
+    shutil.copytree(theirs, mine)
+    with pytest.raises(CheckpointError, match="mine: got task 'b'; allowed: 'a'"):
+        storage.verify_folder(mine, expect={"task": "a"})
+    with pytest.raises(CheckpointError, match="got step 4; allowed: 8"):
+        storage.verify_folder(mine, expect={"task": "b", "step": 8})
+    assert storage.verify_folder(mine, expect={"task": "b", "step": 4}).facts == {"task": "b", "step": 4}
+
+
+def test_sealed_json_tells_every_change(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    value = {"step": 4, "tasks": {"a": {"reason": 'quote " and \\ and é'}}}
+    whole = storage.sealed_json(value)
+    path.write_bytes(whole)
+    assert storage.unsealed_json(path) == value
+    rng = random.Random(1)
+    for _ in range(200):
+        changed = bytearray(whole)
+        bit = rng.randrange(8 * len(whole))
+        changed[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match=r"record\.json"):
+            storage.unsealed_json(path)
+    for content in (b"", b"[]", b"{}", b"null", b'{"body": 1}', whole[:-1], b"\xff"):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"record\.json"):
+            storage.unsealed_json(path)
+
+
+# ---------------------------------------------------------- C4: full disks
+
+
+def test_a_failing_write_leaves_the_old_folder_and_no_scratch(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-4"
+    write(folder, "old")
+
+    def fill(scratch: Path) -> None:
+        (scratch / "a.bin").write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(CheckpointError, match=r"checkpoint-4: could not be written .*No space left"):
+        storage.write_folder(folder, fill, facts={})
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    assert content_of(folder) == "old"
+
+
+@pytest.mark.parametrize("call", ["fsync", "rename"])
+def test_a_failing_flush_or_rename_is_a_typed_error(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "checkpoint-4"
+
+    def fail(*args: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        write(folder, "new")
+    monkeypatch.undo()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_old_folder_stands_where_only_the_last_rename_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "checkpoint-4"
+    write(folder, "old")
+    rename = os.rename
+
+    def fail(source: Path, target: Path) -> None:
+        if Path(target) == folder and Path(source).name.startswith(".tmp-"):
+            raise OSError(5, "Input/output error")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", fail)
+    with pytest.raises(CheckpointError, match="what stood there before is unchanged"):
+        write(folder, "new")
+    monkeypatch.undo()
+    assert content_of(folder) == "old"
+
+
+def limited(size_bytes: int, act: Callable[[], None]) -> str:
+    """Return what becomes of `act` where no file may grow beyond a size."""
+    resource = pytest.importorskip("resource")
+
+    def child() -> str:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))
+        act()
+        return "finished"
+
+    return in_child(child)[1]
+
+
+@needs_fork
+def test_a_disk_that_fills_up_is_a_typed_error_and_the_old_content_stands(tmp_path: Path) -> None:
+    folder, file = tmp_path / "checkpoint-4", tmp_path / "record.json"
+    write(folder, "old")
+    storage.write_file(file, b"old")
+
+    def big_folder() -> None:
+        storage.write_folder(folder, lambda scratch: big_fill(scratch), facts={})
+
+    def big_fill(scratch: Path) -> None:
+        (scratch / "a.bin").write_bytes(b"x" * 200_000)
+
+    assert limited(100_000, big_folder).startswith("CheckpointError: ")
+    assert limited(100_000, lambda: storage.write_file(file, b"x" * 200_000)).startswith("CheckpointError: ")
+    assert limited(10**8, big_folder) == "finished", "the limit is what made it fail"
+    write(folder, "old")
+    assert limited(100_000, big_folder).startswith("CheckpointError: ")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "record.json"]
+    assert content_of(folder) == "old"
+    assert file.read_bytes() == b"old"
+
+
+@needs_fork
+def test_a_disk_that_fills_up_under_tensors_is_a_typed_error_too(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-4"
+    write(folder, "old")
+
+    def big_tensors() -> None:
+        fill = {"w": torch.zeros(100_000)}
+        storage.write_folder(folder, lambda scratch: storage.save_tensors(scratch / "w.safetensors", fill), facts={})
+
+    said = limited(100_000, big_tensors)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+    assert content_of(folder) == "old"
+    assert said.startswith("CheckpointError: "), said
+
+
+def test_a_file_is_replaced_and_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
+    outside, link = tmp_path / "outside.txt", tmp_path / "record.json"
+    outside.write_bytes(b"precious")
+    link.symlink_to(outside)
+    storage.write_file(link, b"new")
+    assert outside.read_bytes() == b"precious"
+    assert not link.is_symlink()
+    assert link.read_bytes() == b"new"
+
+
+def test_a_link_in_the_place_of_a_folder_is_replaced_not_followed(tmp_path: Path) -> None:
+    outside, link = tmp_path / "outside", tmp_path / "run" / "checkpoint-4"
+    outside.mkdir()
+    (outside / "precious").write_bytes(b"precious")
+    link.parent.mkdir()
+    link.symlink_to(outside, target_is_directory=True)
+    write(link, "new")
+    assert content_of(link) == "new"
+    assert not link.is_symlink()
+    assert [path.name for path in outside.iterdir()] == ["precious"]
+
+
+def test_lines_are_appended(tmp_path: Path) -> None:
+    for line in ("one", "two é"):
+        storage.append_line(tmp_path / "log", line)
+    assert (tmp_path / "log").read_text(encoding="utf-8") == "one\ntwo é\n"
+
+
+# ------------------------------------------------------------ C5: retention
+
+
+def small_folder(folder: Path, *, is_broken: bool) -> None:
+    storage.write_folder(folder, lambda scratch: (scratch / "a.bin").write_bytes(b"content") and None, facts={})
+    if is_broken:
+        (folder / "a.bin").write_bytes(b"changed")
+
+
+@PROPERTY
+@given(
+    st.dictionaries(st.integers(0, 300), st.booleans(), max_size=8),
+    st.integers(0, 4),
+    st.sets(st.integers(0, 300), max_size=2),
+)
+def test_pruning_keeps_the_newest_valid_ones_the_protected_and_always_one(
+    checkpoints: dict[int, bool], keep: int, others: set[int]
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        root = Path(name)
+        for number, is_broken in checkpoints.items():
+            small_folder(root / f"checkpoint-{number}", is_broken=is_broken)
+        foreign = [root / "best", root / "checkpoint-x", root / "checkpoint-7-mine", root / "checkpoint-999"]
+        for path in foreign:
+            path.mkdir()
+            (path / "mine.txt").write_text("mine")
+        protect = {root / f"checkpoint-{number}" for number in others & checkpoints.keys()}
+        valid = sorted((n for n, is_broken in checkpoints.items() if not is_broken), reverse=True)
+        deleted = storage.prune(root, keep=keep, protect=protect)
+        left = set(storage.numbered_folders(root))
+        assert all((path / "mine.txt").is_file() for path in foreign)
+        assert all(path.is_dir() for path in protect)
+        assert left | {int(path.name.split("-")[1]) for path in deleted} == checkpoints.keys()
+        assert not valid or any(number in left for number in valid), "the last valid one is never deleted"
+        if not protect:
+            assert left >= set(valid[: max(keep, 1)])
+            oldest_kept = valid[: max(keep, 1)][-1] if len(valid) >= max(keep, 1) else -1
+            assert all(number >= oldest_kept for number in left)
+        assert storage.prune(root, keep=keep, protect=protect) == []
+
+
+def test_retention_goes_by_number_not_by_time_or_by_text(tmp_path: Path) -> None:
+    for number in (100, 20, 3):
+        small_folder(tmp_path / f"checkpoint-{number}", is_broken=False)
+    storage.prune(tmp_path, keep=1)
+    assert storage.numbered_folders(tmp_path) == [100]
+    assert is_intact(tmp_path / "checkpoint-100")
+
+
+def test_a_folder_whose_number_we_do_not_write_is_not_ours(tmp_path: Path) -> None:
+    for name in ("checkpoint-007", "checkpoint-8", "checkpoint-9"):
+        small_folder(tmp_path / name, is_broken=False)
+    storage.prune(tmp_path, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-007", "checkpoint-9"]
+
+
+# ---------------------------------------------------------------- D3: paths
+
+_ATTACKS = [
+    "",
+    ".",
+    "..",
+    "../out",
+    "/",
+    "/tmp/out",
+    "\\",
+    "a\\b",
+    "a/b",
+    "a/../../out",
+    "a\0b",
+    "a" * 65,
+    "a" * 300,
+    "CON",
+    "nul",
+    "com1",
+    "LPT9",
+    "state",
+    "State",
+    "a.b",
+    ".hidden",
+    "-rf",
+    "_x",
+    "a b",
+    "a\n",
+    "a\tb",
+    "~",
+    "$HOME",
+    "a:b",
+    "a*",
+    "a\u202eb",
+    "\u0430dmin",
+    "\uff0e\uff0e",
+    "caf\u00e9",
+    "a\u0301",
+]
+
+
+def tree(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*")}
+
+
+@pytest.mark.parametrize("name", _ATTACKS, ids=repr)
+def test_no_name_leads_out_of_the_run_folder(name: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    before = tree(tmp_path)
+    with pytest.raises(CheckpointError, match="allowed"):
+        storage.safe_child(root, name)
+    with pytest.raises(ConfigError, match="allowed"):
+        Task(name=name, peft_config=LoraConfig(), train_dataset=[{"text": "a"}])
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("name", [None, 7, b"a", ["a"]])
+def test_a_name_that_is_no_text_is_refused(name: object, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="allowed"):
+        storage.safe_child(tmp_path, name)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="allowed"):
+        Task(name=name, peft_config=LoraConfig(), train_dataset=[{"text": "a"}])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("target", ["outside", "run", "run/other", "nowhere"])
+def test_a_link_in_the_place_of_a_task_is_refused(target: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    (root / "other").mkdir(parents=True)
+    (tmp_path / "outside").mkdir()
+    (root / "own").symlink_to(tmp_path / target, target_is_directory=True)
+    with pytest.raises(CheckpointError, match=r'task "own": got .*Remove the link'):
+        storage.safe_child(root, "own")
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.text(max_size=70))
+def test_a_name_is_accepted_by_both_or_by_none(name: str) -> None:
+    root = Path(tempfile.gettempdir())
+    try:
+        child = storage.safe_child(root, name)
+    except CheckpointError:
+        with pytest.raises(ConfigError):
+            Task(name=name, peft_config=LoraConfig(), train_dataset=[{"text": "a"}])
+    else:
+        assert child.parent == root
+        assert name.casefold() not in RESERVED_NAMES
+        Task(name=name, peft_config=LoraConfig(), train_dataset=[{"text": "a"}])
+
+
+def test_plain_names_are_folders_of_their_own(tmp_path: Path) -> None:
+    for name in ("a", "0", "A-b_9", "x" * 64, "mlp", "self_attn", "default"):
+        assert storage.safe_child(tmp_path, name) == tmp_path / name
+
+
+# ------------------------------------------------------------- D4: no pickle
+
+_FORBIDDEN_MODULES = {"pickle", "cPickle", "joblib", "dill", "cloudpickle", "marshal", "shelve"}
+_FORBIDDEN_CALLS = {("torch", "load"), ("torch", "save"), ("np", "load"), ("numpy", "load")}
+
+
+def pickle_uses(source: str) -> list[str]:
+    """Return what a module's source has to do with pickle."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [item.name for item in node.names if item.name.split(".")[0] in _FORBIDDEN_MODULES]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = {(node.module, item.name) for item in node.names}
+            if node.module.split(".")[0] in _FORBIDDEN_MODULES or names & _FORBIDDEN_CALLS:
+                found.append(node.module)
+        elif (
+            isinstance(node, ast.Attribute)
+            and isinstance(node.value, ast.Name)
+            and (node.value.id, node.attr) in _FORBIDDEN_CALLS
+        ):
+            found.append(f"{node.value.id}.{node.attr}")
+    return found
+
+
+def test_no_module_of_the_package_reads_or_writes_pickle() -> None:
+    paths = sorted(Path(peft_mux.__file__).parent.rglob("*.py"))
+    assert len(paths) > 40
+    assert {str(path): uses for path in paths if (uses := pickle_uses(path.read_text(encoding="utf-8")))} == {}
+
+
+def test_the_search_for_pickle_finds_it() -> None:
+    for source in (
+        "import pickle",
+        "import torch\ntorch.load('x')",
+        "from dill import dumps",
+        "import marshal as m",
+    ):
+        assert pickle_uses(source)

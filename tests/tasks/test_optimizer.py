@@ -1,0 +1,538 @@
+"""Optimizer, schedule, clipping and length of each task: those that Trainer or torch would give it alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Adafactor, Trainer, TrainerCallback, get_scheduler
+
+from peft_mux import ConfigError, MultiTaskTrainer
+from peft_mux.arguments import task_arguments
+from peft_mux.engine.work import StepResult
+from peft_mux.hyper_parameters import supported_optimizers, supported_schedules
+from peft_mux.kernels.adamw import update as multi_adamw
+from peft_mux.kernels.adamw.pages import PageUpdate
+from peft_mux.modeling import slabs
+from peft_mux.modeling.slabs import TaskSlab
+from peft_mux.tasks.isolation import LastGood
+from peft_mux.tasks.optimizer import TaskOptimizer, joint_steps_taken
+from peft_mux.tasks.table import TaskTable
+from tests.invariants.mux_lab import Recorder, Run, make_trainer, small_task, train, weights
+
+RATE = 3e-3
+Weights = dict[str, torch.Tensor]
+
+# What each name means, written down here and not asked of the product: learning rate 3e-3 and Trainer's defaults.
+TORCH_OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
+    "adamw_torch": lambda p: torch.optim.AdamW(p, lr=RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01),
+    "adamw_torch_fused": lambda p: torch.optim.AdamW(
+        p, lr=RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, fused=True
+    ),
+    "adafactor": lambda p: Adafactor(p, lr=RATE, scale_parameter=False, relative_step=False, weight_decay=0.01),
+    "sgd": lambda p: torch.optim.SGD(p, lr=RATE, weight_decay=0.01),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=RATE, weight_decay=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=RATE, weight_decay=0.01),
+}
+
+
+class Spy(TrainerCallback):
+    """Keeps weights and gradients of each task just before each of its updates, and the weights after it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.trainer: MultiTaskTrainer | None = None
+        self.first: dict[str, Weights] = {}
+        self.gradients: dict[str, list[Weights]] = {}
+        self.after: dict[str, list[Weights]] = {}
+        original = TaskTable.apply
+
+        def apply(table: TaskTable, result: StepResult) -> None:
+            assert self.trainer is not None
+            for name in result.losses:
+                parameters = self.trainer.model.task_parameters(name)
+                self.first.setdefault(name, {key: p.detach().clone() for key, p in parameters.items()})
+                # a parameter that took no part has no gradient
+                gradients = {key: p.grad.clone() for key, p in parameters.items() if p.grad is not None}
+                self.gradients.setdefault(name, []).append(gradients)
+            original(table, result)
+            for name in result.losses:
+                parameters = self.trainer.model.task_parameters(name)
+                self.after.setdefault(name, []).append({key: p.detach().clone() for key, p in parameters.items()})
+
+        monkeypatch.setattr(TaskTable, "apply", apply)
+
+    def replay(self, name: str, make: Callable[[list[torch.Tensor]], torch.optim.Optimizer], clip: float = 0) -> None:
+        """Assert that the given optimizer, alone and at a constant rate, makes the same weights of the gradients."""
+        parameters = {key: torch.nn.Parameter(value.clone()) for key, value in self.first[name].items()}
+        optimizer = make(list(parameters.values()))
+        assert self.after[name], f"{name} took no step"
+        for gradients, after in zip(self.gradients[name], self.after[name], strict=True):
+            for key, parameter in parameters.items():
+                parameter.grad = gradients[key].clone()
+            if clip:
+                torch.nn.utils.clip_grad_norm_(list(parameters.values()), clip)
+            optimizer.step()
+            for key, parameter in parameters.items():
+                torch.testing.assert_close(parameter.detach(), after[key], rtol=1e-6, atol=1e-9, msg=f"{name} {key}")
+
+
+def run_with(spy: Spy, tasks: list[Any], folder: Path, **arguments: Any) -> MultiTaskTrainer:
+    trainer = make_trainer(tasks, folder, **arguments)
+    spy.trainer = trainer
+    trainer.train()
+    return trainer
+
+
+# ----------------------------------------------------------------- optimizers
+
+
+def test_the_optimizers_of_torch_step_as_they_do_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them in one run, so that none may take anything from its neighbours."""
+    spy = Spy(monkeypatch)
+    common = {"lr_scheduler_type": "constant", "weight_decay": 0.01, "max_grad_norm": 0, "max_steps": 3}
+    tasks = [small_task(name, data_seed=seed, optim=name, **common) for seed, name in enumerate(TORCH_OPTIMIZERS)]
+    trainer = run_with(spy, tasks, tmp_path)
+    assert set(trainer.task_statuses.values()) == {"succeeded"}
+    for name, make in TORCH_OPTIMIZERS.items():
+        assert len(spy.after[name]) == 3
+        spy.replay(name, make)
+
+
+@pytest.mark.parametrize("optim", supported_optimizers())
+def test_every_supported_optimizer_steps_as_trainer_would_or_names_what_is_missing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str
+) -> None:
+    spy = Spy(monkeypatch)
+    task = small_task(
+        "own", data_seed=1, optim=optim, lr_scheduler_type="constant", max_grad_norm=0, max_steps=2, rank=2
+    )
+    like = make_trainer([replace(task, optim="sgd")], tmp_path / "like")
+    own_args = task_arguments(replace(like.table["own"].hyper, optim=optim), like.args)
+    try:
+        kind, options = Trainer.get_optimizer_cls_and_kwargs(own_args)
+    except (ImportError, ValueError):
+        with pytest.raises(ConfigError, match=f"tasks.own: optim='{optim}'"):
+            make_trainer([task], tmp_path)
+        assert not spy.after
+        return
+    trainer = make_trainer([task], tmp_path)
+    spy.trainer = trainer
+    trainer.train()
+    assert trainer.task_statuses == {"own": "succeeded"}
+    assert any(not torch.equal(spy.after["own"][-1][key], value) for key, value in spy.first["own"].items())
+    spy.replay("own", lambda parameters: kind(parameters, **{"weight_decay": 0.0, **options}))
+
+
+def test_betas_and_epsilon_of_a_task_reach_its_optimizer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Spy(monkeypatch)
+    common = {"lr_scheduler_type": "constant", "max_grad_norm": 0, "optim": "adamw_torch", "max_steps": 3}
+    tasks = [
+        small_task("odd", data_seed=1, adam_beta1=0.5, adam_beta2=0.7, adam_epsilon=1e-3, **common),
+        small_task("plain", data_seed=2, **common),
+    ]
+    run_with(spy, tasks, tmp_path)
+    spy.replay("odd", lambda p: torch.optim.AdamW(p, lr=RATE, betas=(0.5, 0.7), eps=1e-3, weight_decay=0.0))
+    spy.replay("plain", lambda p: torch.optim.AdamW(p, lr=RATE, weight_decay=0.0))
+
+
+def test_options_of_an_optimizer_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Spy(monkeypatch)
+    common = {"lr_scheduler_type": "constant", "max_grad_norm": 0, "max_steps": 3}
+    task = small_task("own", data_seed=1, optim="rmsprop", optim_args="momentum=0.9,alpha=0.5", **common)
+    run_with(spy, [task], tmp_path)
+    spy.replay("own", lambda p: torch.optim.RMSprop(p, lr=RATE, momentum=0.9, alpha=0.5))
+
+
+# ------------------------------------------------------------------- clipping
+
+
+def test_every_task_is_clipped_by_its_own_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Spy(monkeypatch)
+    common = {"lr_scheduler_type": "constant", "optim": "sgd", "weight_decay": 0.0, "max_steps": 3}
+    tasks = [
+        small_task("tight", data_seed=1, max_grad_norm=1e-3, **common),
+        small_task("loose", data_seed=2, max_grad_norm=1e6, **common),
+        small_task("free", data_seed=3, max_grad_norm=0, **common),
+    ]
+    trainer = run_with(spy, tasks, tmp_path)
+    for name, clip in {"tight": 1e-3, "loose": 0, "free": 0}.items():
+        spy.replay(name, lambda p: torch.optim.SGD(p, lr=RATE), clip=clip)
+        norm = torch.cat([gradient.flatten() for gradient in spy.gradients[name][-1].values()]).norm().item()
+        assert trainer.table[name].last_gradient_norm == pytest.approx(norm, rel=1e-5)
+        assert norm > 1e-3, "the tight bound must bind"
+    moved = [(spy.after["tight"][0][key] - value).flatten() for key, value in spy.first["tight"].items()]
+    # sums of fp32 weights round at about 1e-8, the step is 3e-6 long
+    assert torch.cat(moved).norm().item() == pytest.approx(RATE * 1e-3, rel=2e-2)
+
+
+def test_a_gradient_within_its_limit_is_not_gone_through_on_a_cpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clipped = []
+    original = torch.nn.utils.clip_grads_with_norm_
+
+    def clip(parameters: Any, max_norm: float, norm: torch.Tensor) -> None:
+        clipped.append(max_norm)
+        original(parameters, max_norm, norm)
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", clip)
+    tasks = [small_task("loose", data_seed=2, max_grad_norm=1e6), small_task("free", data_seed=2, max_grad_norm=0)]
+    tasks.append(small_task("tight", data_seed=2, max_grad_norm=1e-3, max_steps=2))
+    run = train(tasks, tmp_path)
+    assert clipped == [1e-3, 1e-3]
+    assert run.recorder.digests["loose"] == run.recorder.digests["free"]
+
+
+# ----------------------------------------------------------------- joint steps
+
+
+class Joint:
+    """Makes the CPU step jointly, as CUDA without Triton does, and remembers the pages of each step."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[list[PageUpdate]] = []
+
+        def update(pages: list[PageUpdate], verdicts: torch.Tensor) -> list[list[float]]:
+            self.steps.append(pages)
+            return multi_adamw.foreach_update(pages, verdicts)
+
+        monkeypatch.setattr(multi_adamw, "joint_update", lambda device: update)
+
+
+def of_all_kinds(**settings: Any) -> list[Any]:
+    """Return tasks of which five join, one of them for three steps only, and one cannot."""
+    common: dict[str, Any] = {"optim": "adamw_torch", "lr_scheduler_type": "linear", "warmup_steps": 2, **settings}
+    return [
+        small_task("decaying", data_seed=2, weight_decay=0.1, learning_rate=1e-2, **common),
+        small_task("descent", data_seed=3, **{**common, "optim": "sgd"}),
+        small_task("unclipped", data_seed=4, max_grad_norm=0, **common),
+        small_task("clipped", data_seed=5, max_grad_norm=1e-3, **common),
+        small_task("odd", data_seed=6, adam_beta1=0.5, adam_beta2=0.7, adam_epsilon=1e-3, rank=2, **common),
+        small_task("short", data_seed=7, **{**common, "max_steps": 3}),
+    ]
+
+
+@pytest.fixture
+def two_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each task, a part that does not decay, as biases and norms do not."""
+    monkeypatch.setattr(slabs, "decays", lambda name: "q_proj" not in name)
+
+
+def assert_same_run(found: Run, wanted: Run) -> None:
+    assert found.losses == wanted.losses
+    assert found.recorder.digests == wanted.recorder.digests
+
+
+@pytest.mark.usefixtures("two_pages")
+def test_a_joint_step_leaves_the_bits_of_single_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, moments and counters after each step; the tasks differ in all that an optimizer can be told."""
+    single = train(of_all_kinds(), tmp_path / "single")
+    joint = Joint(monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", lambda *args: pytest.fail("a task that joins stepped by itself"))
+        together = train(of_all_kinds(), tmp_path / "joint")
+    assert_same_run(together, single)
+    assert len(single.recorder.digests["decaying"]) == 8
+    assert [len(pages) for pages in joint.steps] == [10] * 3 + [8] * 5
+    assert sorted(page.weight_decay for page in joint.steps[0] if page.task == 0) == [0.0, 0.1]
+
+
+def test_fused_tasks_join_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = [small_task(name, data_seed=seed, optim="adamw_torch_fused") for seed, name in enumerate("ab")]
+    single = train(tasks, tmp_path / "single")
+    joint = Joint(monkeypatch)
+    together = train(tasks, tmp_path / "joint")
+    assert [len(pages) for pages in joint.steps] == [2] * 8
+    for name in "ab":
+        for key, weight in single.weights(name).items():
+            torch.testing.assert_close(together.weights(name)[key], weight, rtol=1e-5, atol=1e-7)
+
+
+def test_a_task_has_the_same_bits_in_a_joint_step_alone_and_among_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Joint(monkeypatch)
+    optimizers = {name: slab_optimizer(tmp_path, seed=seed) for seed, name in enumerate(("own", "other"))}
+    alone = slab_optimizer(tmp_path, seed=0)
+    for _ in range(3):
+        steps_of([*optimizers.values()])
+        steps_of([alone])
+    own = optimizers["own"]
+    assert torch.equal(own.parameters[0], alone.parameters[0])
+    assert not torch.equal(own.parameters[0], optimizers["other"].parameters[0])
+
+
+def test_a_task_that_is_not_finite_leaves_a_joint_step_with_its_last_good_weights(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def poison(trainer: MultiTaskTrainer) -> None:
+        parameter = next(iter(trainer.model.task_parameters("bad").values()))
+        handle = parameter.register_hook(lambda gradient: (handle.remove(), gradient * math.nan)[1])
+
+    def run(folder: Path) -> Run:
+        tasks = [small_task(name, data_seed=seed, optim="adamw_torch") for seed, name in enumerate(("good", "bad"))]
+        return train(tasks, folder, recorder=Recorder(at_begin={4: poison}))
+
+    single = run(tmp_path / "single")
+    Joint(monkeypatch)
+    joint = run(tmp_path / "joint")
+    assert_same_run(joint, single)
+    assert joint.trainer.task_statuses == {"good": "succeeded", "bad": "failed"}
+    assert joint.trainer.table["bad"].step == 4
+    # the weights that were good at last are those with which the step before began
+    kept = joint.recorder.before["bad"][3]
+    assert all(torch.equal(weights(joint.trainer, "bad")[key], value) for key, value in kept.items())
+
+
+@pytest.mark.usefixtures("two_pages")
+def test_a_jointly_stepped_run_resumes_with_equal_bits_even_from_single_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(trainer: MultiTaskTrainer) -> None:
+        trainer.control.should_training_stop = True
+
+    whole = train(of_all_kinds(), tmp_path / "whole")
+    saving = {"save_strategy": "steps", "save_steps": 100}
+    first = train(of_all_kinds(), tmp_path / "run", recorder=Recorder(at_end={3: stop}), **saving)
+    assert first.losses["decaying"] == whole.losses["decaying"][:3]
+    joint = Joint(monkeypatch)
+    second = train(of_all_kinds(), tmp_path / "run", recorder=Recorder(at_end={6: stop}), resume=True, **saving)
+    third = train(of_all_kinds(), tmp_path / "run", resume=True, **saving)
+    assert len(joint.steps) == 5
+    assert {page.step for page in joint.steps[0]} == {4}
+    for name, digests in whole.recorder.digests.items():
+        resumed = [digest for run in (first, second, third) for digest in run.recorder.digests.get(name, [])]
+        assert resumed == digests, name
+
+
+def test_no_schedule_warns_that_its_optimizer_did_not_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Joint(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
+        train([small_task("own", data_seed=1, max_steps=3)], tmp_path)
+
+
+def slab_optimizer(
+    folder: Path, *, seed: int = 0, optim: str = "adamw_torch", dtype: torch.dtype = torch.float32
+) -> TaskOptimizer:
+    """Return an optimizer over a slab of one page, with a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = {"q.lora_A.weight": torch.nn.Parameter(torch.randn(8, 8, generator=generator, dtype=dtype))}
+    like = make_trainer([small_task("own", data_seed=1, optim=optim)], folder / "like")
+    slab = TaskSlab(parameters)
+    optimizer = TaskOptimizer("own", parameters, like.table["own"].hyper, 9, like.args, slab)
+    slab.bind_gradients()
+    for page in slab.pages:
+        assert page.values.grad is not None
+        page.values.grad.fill_(0.1 * (seed + 1))
+    return optimizer
+
+
+def steps_of(optimizers: list[TaskOptimizer]) -> list[int]:
+    """Take a joint step; return which one it was for each page."""
+    pages = []
+    for task, optimizer in enumerate(optimizers):
+        last_good = LastGood({str(index): page for index, page in enumerate(optimizer.parameters)})
+        pages += optimizer.page_updates(task, last_good)
+    multi_adamw.foreach_update(pages, torch.ones(2, len(optimizers)))
+    joint_steps_taken(optimizers)
+    return [page.step for page in pages]
+
+
+def test_steps_that_others_take_are_counted_and_counters_are_read_no_more_than_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = slab_optimizer(tmp_path)
+    reads = []
+    original = torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: (reads.append(1), original(tensor))[1])
+    assert [steps_of([optimizer]) for _ in range(3)] == [[1], [2], [3]]
+    assert len(reads) == 1, "a counter on a device is waited for when it is read"
+    optimizer.optimizer.step()
+    assert steps_of([optimizer]) == [5]
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert steps_of([optimizer]) == [6]
+
+
+def _turn_on(variant: str) -> Callable[[TaskOptimizer], None]:
+    def turn_on(optimizer: TaskOptimizer) -> None:
+        optimizer.optimizer.param_groups[0][variant] = True
+
+    return turn_on
+
+
+def _listen(optimizer: TaskOptimizer) -> None:
+    optimizer.optimizer.register_step_post_hook(lambda *args: None)
+
+
+def _take_rate_from_a_tensor(optimizer: TaskOptimizer) -> None:
+    optimizer.optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
+
+
+def _lose_a_gradient(optimizer: TaskOptimizer) -> None:
+    optimizer.parameters[0].grad = None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(_listen, id="somebody listens"),
+        pytest.param(_take_rate_from_a_tensor, id="rate in a tensor"),
+        pytest.param(_lose_a_gradient, id="no gradient"),
+        *[pytest.param(_turn_on(name), id=name) for name in ("amsgrad", "maximize", "capturable", "differentiable")],
+    ],
+)
+def test_what_a_joint_step_would_not_do_right_steps_by_itself(
+    tmp_path: Path, change: Callable[[TaskOptimizer], None]
+) -> None:
+    optimizer = slab_optimizer(tmp_path)
+    last_good = LastGood({"page": optimizer.parameters[0]})
+    assert len(optimizer.page_updates(0, last_good)) == 1
+    change(optimizer)
+    assert optimizer.page_updates(0, last_good) == []
+
+
+@pytest.mark.parametrize("settings", [{"optim": "sgd"}, {"dtype": torch.float64}], ids=str)
+def test_other_optimizers_and_types_do_not_join(tmp_path: Path, settings: dict[str, Any]) -> None:
+    optimizer = slab_optimizer(tmp_path, **settings)
+    assert optimizer.page_updates(0, LastGood({"page": optimizer.parameters[0]})) == []
+
+
+# ------------------------------------------------------------------- schedules
+
+SCHEDULE_SETTINGS: dict[str, dict[str, Any]] = {
+    "cosine_with_restarts": {"num_cycles": 2},
+    "polynomial": {"power": 2.0},
+    "cosine_with_min_lr": {"min_lr": 1e-4},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-4},
+    "warmup_stable_decay": {"num_decay_steps": 3},
+}
+
+
+class Rates(TrainerCallback):
+    """Writes down the rate with which each step of a task is taken."""
+
+    def __init__(self) -> None:
+        self.trainer: MultiTaskTrainer | None = None
+        self.rates: dict[str, list[float]] = {}
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert self.trainer is not None
+        for run in self.trainer.table.running:
+            (rate,) = {group["lr"] for group in run.optimizer.optimizer.param_groups}
+            self.rates.setdefault(run.name, []).append(rate)
+
+
+def test_every_schedule_of_a_task_is_that_of_transformers_over_its_own_steps(tmp_path: Path) -> None:
+    tasks, expected = [], {}
+    for index, schedule in enumerate(supported_schedules()):
+        num_steps, warmup = 5 + index % 4, index % 3
+        settings = SCHEDULE_SETTINGS.get(schedule)
+        tasks.append(
+            small_task(
+                schedule,
+                data_seed=index,
+                rank=1,
+                length=4,
+                train_batch_size=1,
+                max_steps=num_steps,
+                warmup_steps=warmup,
+                lr_scheduler_type=schedule,
+                lr_scheduler_kwargs=settings,
+            )
+        )
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
+        wanted = get_scheduler(schedule, optimizer, warmup, num_steps, scheduler_specific_kwargs=settings)
+        expected[schedule] = []
+        for _ in range(num_steps):
+            expected[schedule].append(wanted.get_last_lr()[0])
+            optimizer.step()
+            wanted.step()
+    recorder = Rates()
+    trainer = make_trainer(tasks, tmp_path)
+    trainer.add_callback(recorder)
+    recorder.trainer = trainer
+    trainer.train()
+    assert recorder.rates == expected
+    assert len({tuple(rates) for rates in expected.values()}) >= 8, "the schedules must differ for this to say anything"
+
+
+def test_a_warmup_below_one_is_a_share_of_the_task_s_own_steps(tmp_path: Path) -> None:
+    recorder = Rates()
+    tasks = [
+        small_task("long", data_seed=1, max_steps=10, warmup_steps=0.4, lr_scheduler_type="constant_with_warmup"),
+        small_task("short", data_seed=2, max_steps=5, warmup_steps=0.4, lr_scheduler_type="constant_with_warmup"),
+    ]
+    trainer = make_trainer(tasks, tmp_path)
+    trainer.add_callback(recorder)
+    recorder.trainer = trainer
+    trainer.train()
+    assert recorder.rates["long"] == pytest.approx([RATE * min(1, step / 4) for step in range(10)])
+    assert recorder.rates["short"] == pytest.approx([RATE * min(1, step / 2) for step in range(5)])
+
+
+# ---------------------------------------------------------------------- length
+
+
+@pytest.mark.parametrize(
+    ("own", "of_run", "num_steps"),
+    [
+        # ten rows in batches of four are three steps an epoch
+        ({"max_steps": None, "num_train_epochs": 1}, {}, 3),
+        ({"max_steps": None, "num_train_epochs": 2.5}, {}, 8),
+        ({"max_steps": None, "num_train_epochs": 0.1}, {}, 1),
+        ({"max_steps": None, "num_train_epochs": 1}, {"max_steps": 50}, 3),
+        ({"max_steps": None}, {"max_steps": 4}, 4),
+        ({"max_steps": None}, {"num_train_epochs": 2}, 6),
+        ({"max_steps": 2, "num_train_epochs": 9}, {}, 2),
+    ],
+)
+def test_a_task_takes_as_many_steps_as_its_epochs_or_its_steps_say(
+    tmp_path: Path, own: dict[str, Any], of_run: dict[str, Any], num_steps: int
+) -> None:
+    trainer = make_trainer([small_task("own", data_seed=1, **own)], tmp_path, **of_run)
+    assert trainer.table["own"].num_steps == num_steps
+    assert trainer.task_states["own"].max_steps == num_steps
+
+
+def test_tasks_that_end_at_different_times_each_take_their_own_steps(tmp_path: Path) -> None:
+    tasks = [
+        small_task("two", data_seed=1, max_steps=2),
+        small_task("seven", data_seed=2, max_steps=7),
+        small_task("epoch", data_seed=3, max_steps=None, num_train_epochs=1, train_batch_size=2),
+    ]
+    run = train(tasks, tmp_path)
+    assert {name: len(losses) for name, losses in run.losses.items()} == {"two": 2, "seven": 7, "epoch": 5}
+    assert run.trainer.state.global_step == 7
+    assert {name: state.global_step for name, state in run.trainer.task_states.items()} == {
+        "two": 2,
+        "seven": 7,
+        "epoch": 5,
+    }
+    assert run.trainer.task_states["epoch"].epoch == 1.0
+    assert run.trainer.task_states["two"].epoch == pytest.approx(2 / 3)
+    assert set(run.trainer.task_statuses.values()) == {"succeeded"}
+    assert all(entry.optimizer is None for entry in run.trainer.table), "the memory of ended tasks is freed"
+
+
+def test_a_run_in_bf16_stays_finite_and_learns(tmp_path: Path) -> None:
+    tasks = [
+        small_task(name, data_seed=seed, max_steps=12, learning_rate=1e-2, shuffle=False, train_batch_size=10)
+        for seed, name in enumerate(("one", "two"))
+    ]
+    run = train(tasks, tmp_path, recorder=Recorder(keep_weights=False), bf16=True)
+    assert set(run.trainer.task_statuses.values()) == {"succeeded"}
+    for name in ("one", "two"):
+        assert all(math.isfinite(loss) for loss in run.losses[name])
+        assert run.losses[name][-1] < run.losses[name][0]
+        for key, weight in run.weights(name).items():
+            assert weight.isfinite().all(), key
+            assert weight.dtype is torch.float32, "adapters are kept in full precision"
+    assert json.loads((tmp_path / "config.json").read_text())["args"]["bf16"] is True

@@ -1,0 +1,403 @@
+"""`Task` by itself: every fault of a construction named at once, unsafe names refused, and no other exception ever."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import FrozenInstanceError
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from peft import LoraConfig
+from transformers import IntervalStrategy, SchedulerType, TrainerCallback
+from transformers.training_args import OptimizerNames
+
+from peft_mux.errors import ConfigError
+from peft_mux.hyper_parameters import supported_optimizers, supported_schedules
+from peft_mux.task import TASK_FIELDS, EarlyStopping, Task, TaskStatus
+from peft_mux.task_names import RESERVED_NAMES, check_task_names
+
+ROWS = [{"input_ids": [1, 2, 3]}]
+CONFIG = LoraConfig(r=4)
+
+
+def task(**settings: Any) -> Task:
+    return Task(**{"name": "own", "peft_config": CONFIG, "train_dataset": ROWS, **settings})
+
+
+def refusal(**settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        task(**settings)
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("../x", "..", ".", "", " ", "a b", "a/b", "a\\b", "/etc", "a\0b", "a\n", "-a", "_a", ".hidden", "naïve"),
+        *("a" * 65, "a" * 300, "a:b", "a*", "~", "a.", "C:", "\u202ea", "\uff41", "\u0130"),
+    ],
+)
+def test_an_unsafe_name_is_refused_with_what_came_and_what_is_allowed(name: str) -> None:
+    message = refusal(name=name)
+    assert message.startswith("task.name: got ")
+    assert "1 to 64 letters, digits, '_' and '-'" in message
+    assert len(message) < 400, "a long name is not repeated in full"
+    assert "\0" not in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["con", "PRN", "Aux", "nul", "COM1", "lpt9", "run", "State", "METRICS", "tmp", "plan"])
+def test_reserved_names_and_windows_devices_are_refused_whatever_their_case(name: str) -> None:
+    message = refusal(name=name)
+    assert f"got {name!r}" in message
+    assert "reserved" in message
+
+
+@pytest.mark.parametrize("name", [None, 5, b"own", ["own"], CONFIG])
+def test_a_name_that_is_no_string_is_refused_with_its_type(name: Any) -> None:
+    assert f"({type(name).__name__})" in refusal(name=name)
+
+
+@pytest.mark.parametrize("name", ["a", "0", "A-b_C", "a" * 64, "sst2", "con1", "communication", "com10", "runs"])
+def test_ordinary_names_are_accepted(name: str) -> None:
+    assert task(name=name).name == name
+
+
+@pytest.mark.parametrize("names", [["a", "b", "a"], ["sql", "SQL"], ["x", "y", "Y"]])
+def test_names_that_differ_at_most_in_case_are_refused(names: list[str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_task_names(names)
+    assert f"tasks.{names[-1]}.name" in str(caught.value)
+    assert "differ in more than case" in str(caught.value)
+
+
+def test_a_name_is_held_against_those_already_taken() -> None:
+    with pytest.raises(ConfigError, match='"New" beside "new"'):
+        check_task_names(["New"], taken=["old", "new"])
+    check_task_names(["third"], taken=["old", "new"])
+
+
+def test_every_duplicate_of_a_list_is_named() -> None:
+    with pytest.raises(ConfigError, match="2 things are wrong") as caught:
+        check_task_names(["a", "A", "b", "B"])
+    assert "tasks.A.name" in str(caught.value)
+    assert "tasks.B.name" in str(caught.value)
+
+
+@given(st.text(max_size=80))
+def test_a_name_is_either_safe_as_a_folder_or_refused(name: str) -> None:
+    try:
+        task(name=name)
+    except ConfigError:
+        return
+    assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name, re.ASCII)
+    assert name.casefold() not in RESERVED_NAMES
+
+
+# -------------------------------------------------------------------- numbers
+
+BAD_NUMBERS: dict[str, list[Any]] = {
+    "train_batch_size": [0, -1, 1.5, True, "4", math.nan],
+    "learning_rate": [0.0, -1e-3, math.nan, math.inf, "1e-3", False],
+    "num_train_epochs": [0, -1.0, math.nan, math.inf],
+    "max_steps": [0, -2, 1.5, True, "10", math.nan],
+    "weight_decay": [-0.1, math.nan, math.inf],
+    "warmup_steps": [-1, math.nan],
+    "max_grad_norm": [-1.0, math.nan, math.inf],
+    "adam_beta1": [1.0, -0.1, math.nan],
+    "adam_beta2": [1.0, 2],
+    "adam_epsilon": [-1e-8, math.nan],
+    "seed": [-1, 2**63, 1.0, True],
+    "max_length": [1, 0, -5, 8.0],
+    "num_labels": [0, -1],
+    "eval_steps": [-1, 0.5],
+    "save_steps": [-1, 0.5],
+    "priority": [0.5, "high", True],
+}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [(field, value) for field, values in BAD_NUMBERS.items() for value in values]
+)
+def test_a_number_out_of_range_is_refused_by_field_with_what_came_and_what_is_allowed(field: str, value: Any) -> None:
+    message = refusal(**{field: value})
+    assert message.startswith(f"tasks.own.{field}: got {value!r}; allowed: "), message
+    assert len(message.splitlines()) == 1, "one fault, one line"
+
+
+def test_least_allowed_numbers_are_accepted() -> None:
+    least = {
+        "train_batch_size": 1,
+        "learning_rate": 1e-30,
+        "num_train_epochs": 0.01,
+        "max_steps": 1,
+        "weight_decay": 0,
+        "warmup_steps": 0,
+        "max_grad_norm": 0,
+        "adam_beta1": 0,
+        "adam_epsilon": 0,
+        "seed": 0,
+        "max_length": 2,
+        "num_labels": 1,
+        "eval_steps": 0,
+        "save_steps": 0,
+        "priority": -5,
+    }
+    made = task(**least)
+    assert {name: getattr(made, name) for name in least} == least
+    assert task(max_steps=-1).max_steps == -1
+
+
+def test_all_faults_of_one_construction_are_named_at_once() -> None:
+    faults = {
+        "train_batch_size": 0,
+        "learning_rate": math.nan,
+        "max_steps": 0,
+        "weight_decay": -1,
+        "seed": -3,
+        "optim": "adamw_torhc",
+        "lr_scheduler_type": "cosin",
+        "loss_type": "dpo",
+        "compute_metrics": "accuracy",
+        "train_dataset": [],
+        "peft_config": {"r": 8},
+        "early_stopping": 3,
+    }
+    message = refusal(**faults)
+    lines = message.splitlines()
+    where = [line.split(": got ")[0].split(". ", 1)[-1] for line in lines[1:]]
+    assert {f"tasks.own.{name}" for name in faults} <= set(where)
+    assert lines[0] == f"{len(lines) - 1} things are wrong:"
+    for number, line in enumerate(lines[1:], start=1):
+        assert line.startswith(f"  {number}. ")
+        assert ": got " in line
+        assert "; allowed: " in line
+
+
+def test_faults_of_a_task_with_a_bad_name_are_still_told_by_field() -> None:
+    message = refusal(name="../x", learning_rate=-1.0, train_dataset=None)
+    assert "task.name" in message
+    assert "task.learning_rate" in message
+    assert "task.train_dataset" in message
+
+
+# -------------------------------------------------------------------- choices
+
+
+@pytest.mark.parametrize(
+    ("field", "wrong", "right"),
+    [
+        ("optim", "adamw_torhc", "adamw_torch"),
+        ("optim", "adafactr", "adafactor"),
+        ("optim", "SGD ", None),
+        ("lr_scheduler_type", "cosin", "cosine"),
+        ("lr_scheduler_type", "linaer", "linear"),
+        ("loss_type", "nl", "nll"),
+    ],
+)
+def test_a_misspelt_choice_is_refused_with_the_nearest_one(field: str, wrong: str, right: str | None) -> None:
+    message = refusal(**{field: wrong})
+    assert message.startswith(f"tasks.own.{field}: got {wrong!r}")
+    if right is not None:
+        assert message.endswith(f'Did you mean "{right}"?')
+
+
+@pytest.mark.parametrize("optim", ["lomo", "adalomo", "galore_adamw", "apollo_adamw", "galore_adamw_layerwise"])
+def test_an_optimizer_that_cannot_be_held_per_task_is_refused(optim: str) -> None:
+    assert f"got {optim!r}" in refusal(optim=optim)
+
+
+@pytest.mark.parametrize("schedule", ["reduce_lr_on_plateau", "greedy"])
+def test_a_schedule_that_looks_at_more_than_the_step_is_refused(schedule: str) -> None:
+    assert f"got {schedule!r}" in refusal(lr_scheduler_type=schedule)
+
+
+def test_the_supported_choices_are_names_of_transformers() -> None:
+    assert {"adamw_torch", "sgd", "adafactor", "adagrad", "rmsprop"} <= set(supported_optimizers())
+    assert set(supported_optimizers()) <= {str(option.value) for option in OptimizerNames}
+    assert {"linear", "cosine", "constant", "polynomial"} <= set(supported_schedules())
+    assert set(supported_schedules()) <= {str(option.value) for option in SchedulerType}
+
+
+def test_enumerations_of_transformers_are_taken_like_their_names() -> None:
+    made = task(optim=OptimizerNames.SGD, lr_scheduler_type=SchedulerType.COSINE)
+    assert (made.optim, made.lr_scheduler_type) == ("sgd", "cosine")
+    assert "lr_scheduler_type" in refusal(lr_scheduler_type=IntervalStrategy.EPOCH)
+
+
+# ------------------------------------------------------------------- datasets
+
+
+@pytest.mark.parametrize("field", ["train_dataset", "eval_dataset"])
+@pytest.mark.parametrize(
+    ("value", "shown"), [([], "an empty dataset"), ("imdb", "str"), ({"train": ROWS}, "dict"), (5, "int")]
+)
+def test_what_is_no_dataset_is_refused_by_field(field: str, value: Any, shown: str) -> None:
+    assert f"tasks.own.{field}: got {shown}; allowed: a datasets.Dataset" in refusal(**{field: value})
+
+
+def test_a_dataset_dict_is_refused_with_a_hint_to_pick_a_split() -> None:
+    assert "Pick one split" in refusal(train_dataset={"train": ROWS})
+
+
+def test_an_iterator_is_refused_as_it_can_be_read_only_once() -> None:
+    message = refusal(train_dataset=iter(ROWS), max_steps=3)
+    assert "can be read only once" in message
+
+
+def test_a_stream_needs_a_number_of_steps() -> None:
+    class Stream:
+        def __iter__(self) -> Any:
+            return iter(ROWS)
+
+    assert refusal(train_dataset=Stream()).startswith("tasks.own.max_steps: got None")
+    assert task(train_dataset=Stream(), max_steps=2).max_steps == 2
+
+
+def test_a_missing_dataset_is_refused() -> None:
+    assert "tasks.own.train_dataset: got NoneType" in refusal(train_dataset=None)
+
+
+# --------------------------------------------------------------- combinations
+
+
+def test_early_stopping_needs_held_out_rows_and_a_metric_that_will_be_there() -> None:
+    message = refusal(early_stopping=EarlyStopping(metric="f1"))
+    assert "tasks.own.eval_dataset: got None" in message
+    assert "tasks.own.early_stopping.metric: got 'f1'" in message
+    made = task(early_stopping=EarlyStopping(metric="f1"), eval_dataset=ROWS, compute_metrics=lambda _: {"f1": 1.0})
+    assert made.early_stopping is not None
+
+
+def test_compute_metrics_needs_held_out_rows() -> None:
+    assert "tasks.own.compute_metrics" in refusal(compute_metrics=lambda _: {})
+
+
+@pytest.mark.parametrize("settings", [{"patience": 0}, {"patience": 1.5}, {"min_delta": -1}, {"min_delta": math.nan}])
+def test_numbers_of_early_stopping_are_checked(settings: dict[str, Any]) -> None:
+    (field,) = settings
+    with pytest.raises(ConfigError, match=rf"early_stopping\.{field}: got "):
+        EarlyStopping(**settings)
+
+
+def test_all_faults_of_early_stopping_are_named_at_once() -> None:
+    with pytest.raises(ConfigError, match="3 things are wrong"):
+        EarlyStopping(metric="", patience=0, min_delta=-1)
+
+
+def test_a_loss_is_made_smaller_and_other_metrics_greater_unless_told() -> None:
+    assert not EarlyStopping().maximise
+    assert not EarlyStopping(metric="eval_valid_loss").maximise
+    assert EarlyStopping(metric="eval_accuracy").maximise
+    assert not EarlyStopping(metric="eval_accuracy", greater_is_better=False).maximise
+    assert EarlyStopping(metric="eval_loss", greater_is_better=True).maximise
+
+
+def test_the_perplexity_is_made_smaller() -> None:
+    assert not EarlyStopping(metric="eval_perplexity").maximise
+
+
+def test_a_task_cannot_be_changed_after_its_checks() -> None:
+    with pytest.raises(FrozenInstanceError):
+        task().learning_rate = -1.0  # type: ignore[misc]
+
+
+def test_a_missing_or_unknown_field_is_a_type_error_of_python() -> None:
+    with pytest.raises(TypeError, match="peft_config"):
+        Task(name="own", train_dataset=ROWS)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="learning_rte"):
+        task(learning_rte=1e-3)
+
+
+@pytest.mark.parametrize("status", TaskStatus)
+def test_a_status_is_final_exactly_when_the_task_will_not_train_again(status: TaskStatus) -> None:
+    assert status.is_final == (status.value in ("succeeded", "stopped_early", "failed", "removed"))
+
+
+# ------------------------------------------------------------------------ fuzz
+
+ANYTHING: st.SearchStrategy[Any] = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.binary(max_size=5),
+    st.lists(st.integers(), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+    st.sampled_from(
+        [
+            *(object(), int, len, CONFIG, LoraConfig, EarlyStopping(), TrainerCallback(), torch.zeros(3)),
+            *(np.float32(1), np.int64(4), ROWS, range(3), {1, 2}, (1,), 1j, ..., NotImplemented),
+        ]
+    ),
+)
+
+
+def made_or_refused(make: Callable[[], object]) -> bool:
+    """Return whether it was made; any exception but a `ConfigError` comes through."""
+    message = None
+    try:
+        make()
+    except ConfigError as error:
+        message = str(error)
+    assert message is None or (": got " in message and "; allowed: " in message)
+    return message is None
+
+
+@pytest.mark.parametrize("field", TASK_FIELDS)
+@given(value=ANYTHING)
+def test_any_value_in_any_field_gives_a_task_or_a_config_error(field: str, value: Any) -> None:
+    made: list[Task] = []
+    if made_or_refused(lambda: made.append(task(**{field: value}))):
+        assert getattr(made[0], field) is value
+
+
+@given(values=st.dictionaries(st.sampled_from(TASK_FIELDS), ANYTHING, max_size=8))
+def test_any_values_in_many_fields_give_a_task_or_a_config_error(values: dict[str, Any]) -> None:
+    made_or_refused(lambda: task(**values))
+
+
+@given(values=st.dictionaries(st.sampled_from("metric patience min_delta greater_is_better".split()), ANYTHING))
+def test_any_values_of_early_stopping_give_one_or_a_config_error(values: dict[str, Any]) -> None:
+    made_or_refused(lambda: EarlyStopping(**values))
+
+
+@pytest.mark.parametrize("field", ["learning_rate", "warmup_steps", "max_grad_norm"])
+def test_an_integer_beyond_floats_is_a_config_error(field: str) -> None:
+    assert field in refusal(**{field: 10**400})
+
+
+def test_an_array_without_dimensions_is_no_dataset() -> None:
+    assert "train_dataset" in refusal(train_dataset=np.array(5))
+
+
+@pytest.mark.parametrize("field", ["optim", "lr_scheduler_type", "loss_type"])
+def test_an_array_is_no_choice(field: str) -> None:
+    assert field in refusal(**{field: np.array([1, 2])})
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("callbacks", 5),
+        ("callbacks", [5]),
+        ("shuffle", "no"),
+        ("assistant_only_loss", "false"),
+        ("completion_only_loss", "no"),
+        ("chat_template", 5),
+        ("lr_scheduler_kwargs", 5),
+        ("optim_args", 5),
+    ],
+)
+def test_a_value_of_the_wrong_type_is_refused_when_the_task_is_made(field: str, value: Any) -> None:
+    assert f"tasks.own.{field}" in refusal(**{field: value})

@@ -1,0 +1,419 @@
+"""What a trainer refuses before it loads any weights, by task and column, and the forms in which it takes its tasks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from peft import LoraConfig, PrefixTuningConfig, TaskType
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
+
+from peft_mux import ConfigError, DataError, MultiTaskPeftModel, MultiTaskTrainer, MultiTaskTrainingArguments, Task
+from peft_mux.scheduler.plan import Plan
+from tests.invariants.mux_lab import VOCABULARY, Recorder, make_trainer, rows, small_task, tiny_llama, train
+
+LORA = LoraConfig(r=4, target_modules="all-linear")
+
+
+def own_task(train_dataset: Any, **settings: Any) -> Task:
+    options: dict[str, Any] = {"name": "own", "max_steps": 2, "peft_config": LORA, **settings}
+    return Task(train_dataset=train_dataset, **options)
+
+
+@pytest.fixture
+def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a model folder without weights: whoever tries to read them fails."""
+    folder = tmp_path / "model"
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        architectures=["LlamaForCausalLM"],
+    )
+    config.save_pretrained(folder)
+    words = {"<unk>": 0, "<eos>": 1, "a": 2, "b": 3, "c": 4}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="<eos>").save_pretrained(folder)
+
+    def forbidden(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("weights were loaded")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", forbidden)
+    return str(folder)
+
+
+def refusal(model: Any, folder: Path, *tasks: Task, error: type[Exception] = DataError, **arguments: Any) -> str:
+    with pytest.raises(error) as caught:
+        make_trainer(tasks, folder / "run", model=model, **arguments)
+    assert not (folder / "run").exists(), "nothing is written for a run that is refused"
+    return str(caught.value)
+
+
+# --------------------------------------------- rows, before any weights are read
+
+
+@pytest.mark.parametrize(
+    ("train_dataset", "parts"),
+    [
+        ([{"txt": "a b"}], ("tasks.own.train_dataset", "got columns txt", "text", 'Did you mean "text"?')),
+        ([{"prompt": "a"}], ("tasks.own.train_dataset", "got columns prompt", "prompt + completion")),
+        ([{}], ("tasks.own.train_dataset", "got columns none")),
+        ([{"text": "a"}, {"txt": "b"}], ("tasks.own.train_dataset row 1 column text", "no such column")),
+        ([{"text": 5}], ("tasks.own.train_dataset row 0 column text", "got 5 (int)", "a string")),
+        ([{"text": None}], ("row 0 column text", "NoneType")),
+        ([{"input_ids": [1, 97]}], ("tasks.own.train_dataset row 0 column input_ids", "token id 97", "from 0 to 96")),
+        ([{"input_ids": [1, -1]}], ("row 0 column input_ids", "token id -1", "vocabulary")),
+        ([{"input_ids": [1, 2], "labels": [1, 200]}], ("row 0 column labels", "token id 200")),
+        ([{"input_ids": [1, 2], "labels": [1]}], ("row 0 column labels", "1 labels", "2, one for each")),
+        ([{"input_ids": [1.5, 2.0]}], ("row 0 column input_ids", "a list of integers")),
+        ([{"input_ids": []}], ("row 0 column input_ids", "no tokens")),
+        ([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}], ("row 0 column attention_mask", "a hole")),
+        (
+            [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 4,
+            ("tasks.own.train_dataset: got 4 rows", "all labels are masked (-100) in 4 of them"),
+        ),
+        (["a"], ("tasks.own.train_dataset row 0", "got str", "a dict of columns")),
+    ],
+)
+def test_rows_that_cannot_be_trained_on_are_refused_by_task_row_and_column(
+    described: str, tmp_path: Path, train_dataset: Any, parts: tuple[str, ...]
+) -> None:
+    message = refusal(described, tmp_path, own_task(train_dataset))
+    for part in parts:
+        assert part in message
+
+
+def test_an_empty_dataset_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.own\.train_dataset: got an empty dataset"):
+        own_task([])
+    with pytest.raises(ConfigError, match=r"tasks\.own\.train_dataset: got an empty dataset"):
+        own_task(datasets.Dataset.from_dict({"text": []}))
+
+
+def test_an_empty_stream_is_refused_by_name(described: str, tmp_path: Path) -> None:
+    stream = datasets.IterableDataset.from_generator(lambda: iter(()))
+    assert "tasks.own.train_dataset: got a stream without rows" in refusal(described, tmp_path, own_task(stream))
+
+
+def test_held_out_rows_are_refused_under_their_own_name(described: str, tmp_path: Path) -> None:
+    task = own_task([{"text": "a b"}], eval_dataset=[{"input_ids": [1, 500]}])
+    assert "tasks.own.eval_dataset row 0 column input_ids" in refusal(described, tmp_path, task)
+
+
+def test_bad_rows_of_all_tasks_are_told_at_once(described: str, tmp_path: Path) -> None:
+    tasks = [own_task([{"txt": "a"}], name="one"), own_task([{"input_ids": [1, 2, 99]}], name="two")]
+    message = refusal(described, tmp_path, *tasks)
+    assert "tasks.one.train_dataset: got columns txt" in message
+    assert "tasks.two.train_dataset row 0 column input_ids: got token id 99" in message
+
+
+def test_at_most_ten_bad_rows_are_listed(described: str, tmp_path: Path) -> None:
+    message = refusal(described, tmp_path, own_task([{"input_ids": [1, 100 + row]} for row in range(30)]))
+    assert message.count("column input_ids") == 10
+    assert "(and perhaps more)" in message
+
+
+def test_text_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    message = refusal(tiny_llama(), tmp_path, own_task([{"text": "a"}]))
+    assert "tasks.own.train_dataset: got text rows without a tokenizer" in message
+
+
+def test_overlong_rows_are_cut_and_their_number_is_told(described: str, tmp_path: Path) -> None:
+    lengths = [5, 9, 12, 8]
+    task = own_task([{"input_ids": [2] * length} for length in lengths], max_length=8)
+    trainer = make_trainer([task], tmp_path, model=described)
+    assert trainer.plan().notes == ("tasks.own.train_dataset: 2 of 4 rows cut to 8 tokens",)
+    assert sorted(trainer.table["own"].loader.dataset.lengths.tolist()) == [5, 8, 8, 8]
+    assert "2 of 4 rows cut to 8 tokens" in str(trainer.plan())
+
+
+def test_overlong_rows_are_left_out_when_asked_and_their_number_is_told(described: str, tmp_path: Path) -> None:
+    task = own_task([{"input_ids": [2] * length} for length in (5, 9, 12, 8)], max_length=8)
+    trainer = make_trainer([task], tmp_path, model=described, overlong_policy="drop")
+    assert trainer.plan().notes == ("tasks.own.train_dataset: 2 of 4 rows longer than 8 left out",)
+    assert len(trainer.table["own"].loader.dataset) == 2
+
+
+def test_overlong_rows_are_refused_when_asked(described: str, tmp_path: Path) -> None:
+    task = own_task([{"input_ids": [2] * 9}], max_length=8)
+    message = refusal(described, tmp_path, task, overlong_policy="error")
+    assert "tasks.own.train_dataset row 0 column input_ids: got 9 tokens or more; allowed: at most 8" in message
+
+
+def test_rows_are_cut_to_the_positions_of_the_backbone(described: str, tmp_path: Path) -> None:
+    trainer = make_trainer([own_task([{"input_ids": [2] * 70}], max_length=500)], tmp_path, model=described)
+    assert trainer.table["own"].loader.dataset.lengths.tolist() == [64]
+
+
+# ---------------------------------------------------------------- adapters, models
+
+
+def test_an_unknown_target_module_is_refused_with_the_nearest_one(described: str, tmp_path: Path) -> None:
+    tasks = [
+        small_task("one", data_seed=1, target_modules=["q_prj", "v_proj"]),
+        small_task("two", data_seed=2, target_modules=["gate_porj"]),
+    ]
+    for model in (described, tiny_llama()):
+        message = refusal(model, tmp_path, *tasks, error=ConfigError)
+        assert "tasks.one.peft_config.target_modules: got 'q_prj'" in message
+        assert 'Did you mean "q_proj"?' in message
+        assert "tasks.two.peft_config.target_modules: got 'gate_porj'" in message
+        assert 'Did you mean "gate_proj"?' in message
+        assert "down_proj" in message, "what is allowed is listed"
+
+
+def test_a_pattern_that_matches_nothing_is_refused(described: str, tmp_path: Path) -> None:
+    message = refusal(described, tmp_path, small_task("own", data_seed=1, target_modules="q_proj"), error=ConfigError)
+    assert "regular expression over full names" in message
+
+
+def test_adapters_that_cannot_be_multiplexed_are_refused_by_field(described: str, tmp_path: Path) -> None:
+    tasks = [
+        own_task(rows(1, 4, 5, 5), name="dora", peft_config=LoraConfig(r=4, use_dora=True)),
+        own_task(rows(1, 4, 5, 5), name="bias", peft_config=LoraConfig(r=4, bias="all")),
+        own_task(
+            rows(1, 4, 5, 5),
+            name="prefix",
+            peft_config=PrefixTuningConfig(num_virtual_tokens=4, task_type=TaskType.CAUSAL_LM),
+        ),
+    ]
+    message = refusal(described, tmp_path, *tasks, error=ConfigError)
+    assert "tasks.dora.peft_config.use_dora: got True" in message
+    assert "tasks.bias.peft_config.bias: got 'all'" in message
+    assert "tasks.prefix.peft_config: got PrefixTuningConfig" in message
+
+
+def test_a_classifier_beside_a_language_model_is_refused(described: str, tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules="all-linear", task_type=TaskType.SEQ_CLS)
+    tasks = [own_task([{"text": "a", "label": 1}], name="cls", peft_config=config), small_task("lm", data_seed=1)]
+    assert "classification tasks (cls) beside language-model tasks" in refusal(
+        described, tmp_path, *tasks, error=ConfigError
+    )
+
+
+@pytest.mark.parametrize("model", ["no-such-folder/at-all", 5, None])
+def test_what_is_no_model_is_refused_by_name(tmp_path: Path, model: Any) -> None:
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
+    with pytest.raises(ConfigError, match=r"^model: got"):
+        MultiTaskTrainer(model, args, [small_task("own", data_seed=1)])
+
+
+def test_options_for_a_model_that_is_loaded_already_are_refused(tmp_path: Path) -> None:
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
+    with pytest.raises(ConfigError, match="model_init_kwargs"):
+        MultiTaskTrainer(
+            tiny_llama(), args, [small_task("own", data_seed=1)], model_init_kwargs={"dtype": torch.float32}
+        )
+
+
+# --------------------------------------------------------- arguments of the trainer
+
+
+def test_arguments_of_trainer_without_meaning_are_refused_by_name_all_at_once(tmp_path: Path) -> None:
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
+    given = {"data_collator": len, "optimizers": (None, None), "compute_metrics": len, "model_init": len, "odd": 1}
+    with pytest.raises(ConfigError, match="5 things are wrong") as caught:
+        MultiTaskTrainer(tiny_llama(), args, [small_task("own", data_seed=1)], **given)
+    for name in given:
+        assert f"{name}: got " in str(caught.value)
+
+
+def test_a_refusal_spells_class_names_as_they_are(tmp_path: Path) -> None:
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
+    with pytest.raises(ConfigError) as caught:
+        MultiTaskTrainer(tiny_llama(), args, [small_task("own", data_seed=1)], data_collator=len)
+    assert "ChunkPackingCollator" in str(caught.value)
+
+
+def test_arguments_of_train_and_evaluate_without_meaning_are_refused_by_name(tmp_path: Path) -> None:
+    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path)
+    with pytest.raises(ConfigError, match="trial: got int"):
+        trainer.train(trial=3)
+    with pytest.raises(ConfigError, match="eval_dataset: got list"):
+        trainer.evaluate(eval_dataset=[1])
+    assert trainer.task_statuses == {"own": "waiting"}
+
+
+def test_plain_training_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="args: got TrainingArguments; allowed: MultiTaskTrainingArguments"):
+        MultiTaskTrainer(
+            tiny_llama(), TrainingArguments(output_dir=str(tmp_path), use_cpu=True), [small_task("a", data_seed=1)]
+        )
+
+
+@pytest.mark.parametrize("tasks", [[], [5], ["sql"], [None]])
+def test_what_is_no_list_of_tasks_is_refused(tmp_path: Path, tasks: Any) -> None:
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
+    with pytest.raises(ConfigError, match=r"^tasks: got .*allowed: a list of at least one Task"):
+        MultiTaskTrainer(tiny_llama(), args, tasks)
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("sql", "SQL")])
+def test_tasks_whose_names_differ_at_most_in_case_are_refused(tmp_path: Path, names: tuple[str, str]) -> None:
+    tasks = [small_task(name, data_seed=1) for name in names]
+    assert f'"{names[1]}" beside "{names[0]}"' in refusal(tiny_llama(), tmp_path, *tasks, error=ConfigError)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"lr_scheduler_type": "cosine_with_min_lr"}, {"optim": "sgd", "optim_args": "no-equals-sign"}]
+)
+def test_an_optimizer_that_cannot_be_built_is_refused_before_any_weights_are_read(
+    described: str, tmp_path: Path, settings: dict[str, Any]
+) -> None:
+    assert "tasks.own" in refusal(described, tmp_path, small_task("own", data_seed=1, **settings), error=ConfigError)
+
+
+@pytest.mark.parametrize("schedule", ["cosine_with_min_lr", "warmup_stable_decay"])
+def test_a_schedule_that_lacks_its_settings_is_a_config_error_that_names_the_task(
+    tmp_path: Path, schedule: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"tasks\.own.*lr_scheduler_type='{schedule}'"):
+        train([small_task("own", data_seed=1, lr_scheduler_type=schedule)], tmp_path)
+
+
+# ------------------------------------------------------------------------- forms
+
+
+def test_the_short_form_trains_every_task_of_the_model_as_the_long_form_does(tmp_path: Path) -> None:
+    configs = {"one": LoraConfig(r=4, target_modules="all-linear"), "two": LoraConfig(r=2, target_modules=["q_proj"])}
+    data = {"one": rows(1, 6, 8, 8), "two": rows(2, 6, 8, 8)}
+    settings = {"learning_rate": 3e-3, "max_steps": 3, "per_device_train_batch_size": 2, "seed": 5}
+    args = MultiTaskTrainingArguments(
+        output_dir=str(tmp_path / "short"), use_cpu=True, disable_tqdm=True, save_strategy="no", **settings
+    )
+    recorder = Recorder(keep_weights=False)
+    model = MultiTaskPeftModel(tiny_llama(), configs, seeds={"one": 5, "two": 5})
+    short = MultiTaskTrainer(
+        model, args, train_dataset=data, eval_dataset={"two": rows(3, 2, 5, 5)}, callbacks=[recorder]
+    )
+    recorder.trainer = short
+    short.train()
+    tasks = [Task(name=name, peft_config=configs[name], train_dataset=data[name]) for name in configs]
+    long = train(tasks, tmp_path / "long", recorder=Recorder(keep_weights=False), **settings)
+    assert short.table["one"].step == short.table["two"].step == 3
+    assert recorder.losses == long.losses
+    assert short.evaluate().keys() == {"two/eval_loss", "two/eval_perplexity"}
+
+
+@pytest.mark.parametrize("names", [["one"], ["one", "two", "three"], []])
+def test_the_short_form_needs_rows_for_exactly_the_tasks_of_the_model(tmp_path: Path, names: list[str]) -> None:
+    model = MultiTaskPeftModel(tiny_llama(), {"one": LORA, "two": LORA}, verify=False)
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(ConfigError, match=r"exactly the tasks of the model \(one, two\)"):
+        MultiTaskTrainer(model, args, train_dataset={name: rows(1, 4, 5, 5) for name in names})
+
+
+def test_the_short_form_needs_a_multi_task_model_and_a_dict(tmp_path: Path) -> None:
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(ConfigError, match="tasks: got None; allowed: a list of Task, or a MultiTaskPeftModel"):
+        MultiTaskTrainer(tiny_llama(), args, train_dataset={"one": rows(1, 4, 5, 5)})
+    with pytest.raises(ConfigError, match="one of the two"):
+        MultiTaskTrainer(tiny_llama(), args, [small_task("a", data_seed=1)], train_dataset={"a": rows(1, 4, 5, 5)})
+
+
+def test_a_task_whose_adapter_is_not_that_of_the_model_is_refused(tmp_path: Path) -> None:
+    model = MultiTaskPeftModel(tiny_llama(), {"own": LORA}, verify=False)
+    said = refusal(model, tmp_path, small_task("own", data_seed=1, rank=8), error=ConfigError)
+    assert "tasks.own.peft_config: got another configuration than that of the model's adapter of this name" in said
+    assert "Rename the task" in said
+
+
+def test_a_stream_trains_like_the_same_rows_in_order(tmp_path: Path) -> None:
+    listed = rows(4, 6, 8, 8)
+    calls: list[int] = []
+
+    def generate() -> Iterator[dict[str, Any]]:
+        calls.append(1)
+        yield from listed
+
+    stream = datasets.IterableDataset.from_generator(generate)
+    settings: dict[str, Any] = {"train_batch_size": 3, "max_steps": 5, "learning_rate": 3e-3, "seed": 1}
+    first = train([own_task(stream, **settings)], tmp_path / "stream")
+    second = train([own_task(listed, shuffle=False, **settings)], tmp_path / "list")
+    assert first.losses == second.losses
+    assert len(first.losses["own"]) == 5
+    assert len(calls) >= 3, "five steps of three rows are two and a half passes over six rows"
+    assert first.trainer.table["own"].epoch is None
+
+
+def test_a_stream_that_turns_bad_fails_its_own_task_alone(tmp_path: Path) -> None:
+    class Stream:
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            yield from rows(1, 6, 8, 8)
+            yield {"input_ids": [5, 1000]}
+
+    bad = own_task(Stream(), train_batch_size=2, max_steps=6, seed=1)
+    run = train([bad, small_task("good", data_seed=2, max_steps=6)], tmp_path)
+    assert run.trainer.task_statuses == {"own": "failed", "good": "succeeded"}
+    assert run.trainer.table["own"].step == 3
+    assert "row 6 column input_ids: got token id 1000" in run.trainer.table["own"].reason
+
+
+def test_a_dataset_of_the_datasets_library_trains_like_the_list_of_its_rows(tmp_path: Path) -> None:
+    listed = rows(4, 6, 5, 9)
+    first = train([own_task(datasets.Dataset.from_list(listed), seed=1)], tmp_path / "a")
+    second = train([own_task(listed, seed=1)], tmp_path / "b")
+    assert first.losses == second.losses
+
+
+# -------------------------------------------------------------------------- plan
+
+
+def test_a_plan_of_a_model_folder_reads_no_weights(described: str, tmp_path: Path) -> None:
+    tasks = [
+        small_task("first", data_seed=1, length=12, train_batch_size=4),
+        small_task("second", data_seed=2, length=20, train_batch_size=2, max_steps=5),
+    ]
+    trainer = make_trainer(tasks, tmp_path / "run", model=described, max_tokens_per_micro_batch=50)
+    assert all(parameter.is_meta for parameter in trainer.model.parameters())
+    plan = trainer.plan()
+    assert [share.name for share in plan.shares] == ["first", "second"]
+    assert [share.tokens_per_step for share in plan.shares] == [10 * 12 / 3, 10 * 20 / 5]
+    assert [share.num_steps for share in plan.shares] == [8, 5]
+    # 80 tokens a step in passes of at most 50
+    assert plan.htasks[0].micro_batches == math.ceil(80 / 50)
+    assert not (tmp_path / "run").exists(), "a plan writes nothing"
+
+
+def test_a_printed_plan_names_tasks_tokens_and_memory(described: str, tmp_path: Path) -> None:
+    trainer = make_trainer(
+        [small_task("first", data_seed=1), small_task("other", data_seed=2)], tmp_path, model=described
+    )
+    printed = str(trainer.plan())
+    for part in ("first", "other", "tokens/step", "memory (analytic estimate)", "MiB", "backbone", "on cpu"):
+        assert part in printed
+    assert all(len(line) <= 100 for line in printed.splitlines()[:5])
+
+
+def test_a_plan_counts_the_weights_that_there_are(described: str, tmp_path: Path) -> None:
+    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path, model=described)
+    plan = trainer.plan()
+    backbone = tiny_llama()
+    # rotary frequencies are buffers that are held beside the weights
+    weights = sum(parameter.numel() * 4 for parameter in backbone.parameters())
+    assert weights <= plan.memory.backbone_bytes <= weights * 1.01
+    trainable = sum(parameter.numel() for parameter in trainer.model.task_parameters("own").values())
+    assert plan.shares[0].adapter_parameters == trainable > 0
+    assert plan.memory.adapter_bytes == trainable * 20
+
+
+def test_a_plan_goes_through_json_and_back(described: str, tmp_path: Path) -> None:
+    plan = make_trainer([small_task("own", data_seed=1, max_length=8)], tmp_path, model=described).plan()
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_plan_of_a_folder_equals_that_of_the_loaded_model(described: str, tmp_path: Path) -> None:
+    tasks = [small_task("own", data_seed=1)]
+    first = make_trainer(tasks, tmp_path / "a", model=described).plan()
+    assert make_trainer(tasks, tmp_path / "b", model=tiny_llama()).plan() == first

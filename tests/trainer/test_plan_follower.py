@@ -1,0 +1,147 @@
+"""`PlanFollower` alone: who is started by a plan, who waits, and from which times the planner learns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.work import StepResult
+from peft_mux.task import TaskStatus
+from peft_mux.trainer.plan_follower import PlanFollower
+from peft_mux.trainer.run import Run
+from tests.trainer.parts import Calls, FakePlacement, make_run
+
+
+class FakePlanner:
+    """Admits the tasks that it is told to admit."""
+
+    def __init__(self, calls: Calls, admitted: tuple[str, ...]) -> None:
+        self.calls, self.admitted = calls, admitted
+        self.time_ratio = None
+        self.models: list[Any] = []
+
+    def plan_for(self, model: Any, *, num_replicas: int) -> None:
+        assert num_replicas == 1
+        self.models.append(model)
+
+    def forget_cuts(self) -> None:
+        self.calls.note("forget cuts")
+
+    def plan(self, runs: Any, **options: Any) -> Any:
+        self.calls.note("plan", options.get("devices"), *(run.name for run in runs))
+        return SimpleNamespace(
+            htasks=(SimpleNamespace(tasks=self.admitted, tokens_per_micro_batch=0),),
+            waiting=(SimpleNamespace(name="b", reason="memory is full"),),
+            max_tokens_per_micro_batch=48,
+        )
+
+    replan = plan
+
+    def observe(self, plan: Any, num_tokens: int, seconds: float) -> None:
+        del plan
+        self.calls.note("observe", num_tokens, seconds)
+
+
+def follower(
+    run: Run, calls: Calls, *, admitted: tuple[str, ...] = ("a",), is_placed: bool = True, is_alone: bool = True
+) -> tuple[PlanFollower, FakePlanner]:
+    placement: Any = FakePlacement(calls)
+    placement.is_placed = is_placed
+    processes = Processes() if is_alone else SimpleNamespace(is_alone=False)
+    world: Any = SimpleNamespace(layout=ParallelLayout.of(1), processes=processes)
+    planner: Any = FakePlanner(calls, admitted)
+    return PlanFollower(run, world, placement, planner, ChunkPackingCollator()), planner
+
+
+def step_of(*names: str) -> StepResult:
+    return StepResult({name: torch.tensor(1.0) for name in names}, dict.fromkeys(names, 10), 25)
+
+
+def test_a_plan_made_anew_starts_whom_it_admits_and_tells_the_others_why_they_wait(tmp_path: Path) -> None:
+    run, calls = make_run(tmp_path), Calls()
+    plans, _ = follower(run, calls)
+    plan = plans.replan()
+    assert ("start", "a") in calls
+    assert run.table["a"].status is TaskStatus.RUNNING
+    assert run.table["b"].status is TaskStatus.WAITING
+    assert run.table["b"].reason == "memory is full"
+    assert plans.current is plan
+    assert calls[-1] == "follow", "the executor follows the plan from the next step on"
+
+
+def test_before_the_weights_are_loaded_a_plan_starts_nobody(tmp_path: Path) -> None:
+    run, calls = make_run(tmp_path), Calls()
+    plans, _ = follower(run, calls, is_placed=False)
+    plans.replan()
+    assert run.table["a"].status is TaskStatus.WAITING
+    assert "follow" not in calls
+
+
+def test_a_plan_that_is_only_asked_for_changes_nothing(tmp_path: Path) -> None:
+    run, calls = make_run(tmp_path), Calls()
+    plans, _ = follower(run, calls)
+    plans.plan()
+    plans.plan("4xA100-80GB")
+    assert [call for call in calls if call != "subscribe"] == [
+        ("plan", None, "a", "b"),
+        ("plan", "4xA100-80GB", "a", "b"),
+    ]
+    assert plans.current is None
+
+
+def test_tasks_that_ended_or_paused_are_not_planned_for(tmp_path: Path) -> None:
+    run, calls = make_run(tmp_path), Calls()
+    plans, _ = follower(run, calls)
+    run.table["b"].status = TaskStatus.PAUSED
+    plans.plan()
+    assert calls[-1] == ("plan", None, "a")
+
+
+def test_passes_hold_what_was_asked_for_until_a_plan_says_what_fits(tmp_path: Path) -> None:
+    run = make_run(tmp_path, max_tokens_per_micro_batch=512)
+    plans, _ = follower(run, Calls())
+    assert plans.max_tokens == 512
+    plans.replan()
+    assert plans.max_tokens == 48
+
+
+def test_stages_are_cut_by_a_plan_that_knows_of_no_earlier_cut(tmp_path: Path) -> None:
+    run, calls = make_run(tmp_path), Calls()
+    plans, _ = follower(run, calls)
+    plans.plan_stages()
+    assert calls[-2:] == ["forget cuts", ("plan", None, "a", "b")]
+
+
+def test_a_process_that_is_alone_learns_from_each_step_at_once_and_once(tmp_path: Path) -> None:
+    run, calls = make_run(tmp_path), Calls()
+    plans, _ = follower(run, calls)
+    plans.replan()
+    plans.record_step_time(step_of("a", "b"), 0.5)
+    assert calls[-1] == ("observe", 20, 0.5)
+    assert plans.last_step_s == 0.0
+    plans.observe_step_time(9.0)
+    assert calls.count(("observe", 20, 9.0)) == 0
+
+
+def test_one_of_several_processes_learns_what_the_slowest_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, calls = make_run(tmp_path), Calls()
+    plans, _ = follower(run, calls, is_alone=False)
+    monkeypatch.setattr(plans, "_new_steps", lambda plan: None)
+    plans.replan()
+    plans.record_step_time(step_of("a"), 0.5)
+    assert plans.last_step_s == 0.5
+    assert ("observe", 10, 0.5) not in calls
+    plans.observe_step_time(0.75)
+    assert calls[-1] == ("observe", 10, 0.75)
+
+
+def test_the_planner_is_told_when_the_model_has_become_another(tmp_path: Path) -> None:
+    _, planner = follower(make_run(tmp_path), Calls())
+    assert planner.models == ["outline"]

@@ -1,0 +1,259 @@
+"""A run follows its plan: policies, admission under a limit of memory, plans made anew, what is learnt from time."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from peft_mux import ConfigError, MultiTaskTrainer, Task
+from peft_mux.engine.steps import StepSource
+from peft_mux.scheduler.costs.profile import Profile
+from peft_mux.scheduler.plan import POLICIES, Plan
+from peft_mux.task import TaskStatus
+from tests.invariants.mux_lab import Recorder, assert_same, make_trainer, small_task, train
+
+
+def three() -> list[Task]:
+    return [
+        small_task("a", data_seed=1, length=9, max_steps=4),
+        small_task("b", data_seed=2, length=24, rank=8, max_steps=5),
+        small_task("c", data_seed=3, length=5, max_steps=3, target_modules=["q_proj"]),
+    ]
+
+
+def limit_gib(tasks: list[Task], folder: Path) -> float:
+    """Return a limit under which exactly these tasks fit beside each other, with the smallest passes."""
+    plan = make_trainer(tasks, folder, max_tokens_per_micro_batch=24).plan()
+    return (plan.memory.peak_bytes + 1000) / 2**30
+
+
+# --------------------------------------------------------------------- policies
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_trains_each_task_as_alone(policy: str, tmp_path: Path) -> None:
+    together = train(three(), tmp_path / "together", planner=policy)
+    for task in three():
+        assert_same(together, train([task], tmp_path / task.name), task.name, 1e-5)
+
+
+def test_interleaved_tasks_have_passes_of_their_own_and_fused_ones_share_them(tmp_path: Path) -> None:
+    apart, fused = (make_trainer(three(), tmp_path / p, planner=p).plan() for p in ("interleaved", "together"))
+    assert sorted(htask.tasks for htask in apart.htasks) == [("a",), ("b",), ("c",)]
+    assert [htask.tasks for htask in fused.htasks] == [("a", "b", "c")]
+
+
+def test_sequential_tasks_run_one_after_another_in_the_order_of_priority(tmp_path: Path) -> None:
+    tasks = three()
+    tasks[2] = replace(tasks[2], priority=5)
+    running: list[tuple[str, ...]] = []
+
+    def look(trainer: MultiTaskTrainer) -> None:
+        running.append(tuple(run.name for run in trainer.table.running))
+
+    run = train(tasks, tmp_path, recorder=Recorder(at_begin=dict.fromkeys(range(12), look)), planner="sequential")
+    assert running == [("c",)] * 3 + [("a",)] * 4 + [("b",)] * 5
+    assert set(run.trainer.task_statuses.values()) == {TaskStatus.SUCCEEDED}
+
+
+def test_an_unknown_policy_is_refused_with_the_nearest_known(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"args\.planner: got 'togeter'; allowed: mux, together, .*Did you mean"):
+        make_trainer(three(), tmp_path, planner="togeter")
+
+
+# -------------------------------------------------------------------- admission
+
+
+def test_a_task_that_does_not_fit_waits_with_a_reason_and_runs_when_another_ends(tmp_path: Path) -> None:
+    first = small_task("first", data_seed=1, length=8, rank=64, max_steps=3)
+    second = small_task("second", data_seed=2, length=8, rank=64, max_steps=4)
+    limit = limit_gib([first], tmp_path / "x")
+    seen: list[tuple[str, str]] = []
+
+    def look(trainer: MultiTaskTrainer) -> None:
+        seen.append((trainer.task_statuses["second"].value, trainer.table["second"].reason))
+
+    recorder = Recorder(at_begin={1: look, 4: look})
+    run = train([first, second], tmp_path / "run", recorder=recorder, memory_limit_gib=limit)
+    assert seen[0][0] == "waiting"
+    assert "iB too much beside first; runs when others end" in seen[0][1]
+    assert seen[1] == ("running", "")
+    assert run.trainer.task_states["second"].global_step == 4
+    assert_same(run, train([second], tmp_path / "alone"), "second", 1e-5)
+
+
+def test_a_task_of_higher_priority_is_admitted_first(tmp_path: Path) -> None:
+    low = small_task("low", data_seed=1, length=8, rank=64)
+    high = small_task("high", data_seed=2, length=8, rank=64, priority=1)
+    plan = make_trainer([low, high], tmp_path, memory_limit_gib=limit_gib([low], tmp_path / "x")).plan()
+    assert [htask.tasks for htask in plan.htasks] == [("high",)]
+    assert [one.name for one in plan.waiting] == ["low"]
+    assert "low   waits:" in str(plan)
+
+
+def test_what_cannot_fit_at_all_is_refused_before_training_with_the_cheapest_fixes(tmp_path: Path) -> None:
+    trainer = make_trainer([small_task("own", data_seed=1, length=48, rank=64)], tmp_path, memory_limit_gib=0.0001)
+    with pytest.raises(ConfigError) as refusal:
+        trainer.train()
+    said = str(refusal.value)
+    assert "task 'own' alone needs" in said
+    assert [number in said for number in ("1. ", "2. ", "3. ", "4. ")] == [True, True, True, False]
+    assert said.count("not enough by itself") == 3
+    assert said.count("iB") == 5, "what is needed, what is allowed, and what each of three fixes leads to"
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_fix_that_is_named_as_enough_is_enough(tmp_path: Path) -> None:
+    task = small_task("own", data_seed=1, length=60, rank=1)
+    one = {"max_tokens_per_micro_batch": 60}
+    whole = make_trainer([task], tmp_path / "a", **one).plan().memory.peak_bytes
+    lean = make_trainer([task], tmp_path / "b", bf16=True, **one).plan().memory.peak_bytes
+    limit = (whole + lean) / 2 / 2**30
+    with pytest.raises(ConfigError, match=r"1\. bf16=True \([0-9.]+ .iB; "):
+        make_trainer([task], tmp_path / "c", memory_limit_gib=limit, **one).plan()
+    assert make_trainer([task], tmp_path / "d", memory_limit_gib=limit, bf16=True, **one).plan().htasks
+
+
+def passes_of_a_step(trainer: MultiTaskTrainer, plan: Plan) -> list[int]:
+    work = StepSource(plan, trainer._make_collator()).next(list(trainer.table))
+    return [micro_batch.num_tokens for micro_batch in work.micro_batches]
+
+
+def test_no_pass_of_a_run_is_larger_than_what_fits_into_memory(tmp_path: Path) -> None:
+    tasks = [small_task(name, data_seed=seed, length=24, train_batch_size=8) for name, seed in (("a", 1), ("b", 2))]
+    free = make_trainer(tasks, tmp_path / "free")
+    peaks = [
+        make_trainer(tasks, tmp_path / str(bound), max_tokens_per_micro_batch=bound).plan().memory.peak_bytes
+        for bound in (48, 96)
+    ]
+    limit_bytes = sum(peaks) // 2
+    short = make_trainer(tasks, tmp_path / "short", memory_limit_gib=limit_bytes / 2**30)
+    plan = short.plan()
+    assert 48 <= plan.max_tokens_per_micro_batch < 96 < max(passes_of_a_step(free, free.plan()))
+    assert max(passes_of_a_step(short, plan)) <= plan.max_tokens_per_micro_batch
+    assert plan.memory.peak_bytes == plan.peak_bytes[0] <= limit_bytes
+    assert f"passes hold at most {plan.max_tokens_per_micro_batch:,} tokens" in " ".join(plan.notes)
+
+
+def test_memory_is_kept_for_the_longest_row_although_a_typical_batch_lacks_it(tmp_path: Path) -> None:
+    short_rows = [{"input_ids": [5, 6, 7, 8]}] * 40
+    peaks = []
+    for name, rows in (("even", short_rows), ("with a long row", [*short_rows, {"input_ids": [5] * 60}])):
+        task = replace(small_task("own", data_seed=1, train_batch_size=2), train_dataset=rows)
+        peaks.append(make_trainer([task], tmp_path / name).plan().memory.activation_bytes)
+    assert peaks[1] == pytest.approx(peaks[0] * 60 / 8, rel=0.01)
+
+
+def test_memory_is_kept_for_all_passes_of_a_row_that_is_cut(tmp_path: Path) -> None:
+    def kept(name: str, length: int, **arguments: object) -> int:
+        tasks = [small_task("a", data_seed=1, length=length), small_task("b", data_seed=2, length=4)]
+        options = {"max_tokens_per_micro_batch": 16, "planner": "together", **arguments}
+        return make_trainer(tasks, tmp_path / name, **options).plan().memory.peak_bytes
+
+    assert kept("cut", 17, split_long_sequences=True) > kept("whole", 17)
+    assert kept("two passes", 32, split_long_sequences=True) == kept("two passes and whole", 32)
+    assert kept("short", 15, split_long_sequences=True) == kept("short and whole", 15)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, True, "much"])
+def test_a_limit_that_is_no_amount_of_memory_is_refused(value: object, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"args\.memory_limit_gib"):
+        make_trainer(three(), tmp_path, memory_limit_gib=value)
+
+
+# ------------------------------------------------------------ plans made anew
+
+
+def test_the_plan_is_made_anew_when_tasks_arrive_leave_pause_and_end(tmp_path: Path) -> None:
+    held: list[set[str]] = []
+
+    def look(trainer: MultiTaskTrainer) -> None:
+        assert trainer._plans.current is not None
+        held.append({name for htask in trainer._plans.current.htasks for name in htask.tasks})
+
+    def arrive(trainer: MultiTaskTrainer) -> None:
+        trainer.register_tasks([small_task("late", data_seed=9, max_steps=6)])
+
+    def pause(trainer: MultiTaskTrainer) -> None:
+        trainer.pause_task("b")
+
+    def resume(trainer: MultiTaskTrainer) -> None:
+        trainer.resume_task("b")
+
+    def leave(trainer: MultiTaskTrainer) -> None:
+        trainer.remove_task("late")
+
+    acts = {1: arrive, 2: pause, 3: resume, 4: leave}
+    train(three(), tmp_path, recorder=Recorder(at_begin=dict.fromkeys(range(6), look), at_end=acts))
+    assert held == [
+        {"a", "b", "c"},
+        {"a", "b", "c", "late"},
+        {"a", "c", "late"},  # b pauses
+        {"a", "b", "late"},  # c has ended, b is back
+        {"b"},  # a has ended, late was removed
+        {"b"},
+    ]
+
+
+def test_the_plan_that_a_run_follows_lies_in_its_folder(tmp_path: Path) -> None:
+    run = train(three(), tmp_path)
+    written = Plan.from_json((tmp_path / "plan.json").read_text(encoding="utf-8"))
+    assert {name for htask in written.htasks for name in htask.tasks} == {"a", "b", "c"}
+    assert run.trainer.plan().htasks == ()
+
+
+# --------------------------------------------------------------- time and profile
+
+
+def test_a_run_tells_how_its_time_compared_with_the_plan_and_plans_anew_with_it(tmp_path: Path) -> None:
+    profiles: list[Profile] = []
+
+    def look(trainer: MultiTaskTrainer) -> None:
+        profile = trainer._plans.planner.profile
+        assert profile is not None
+        profiles.append(profile)
+
+    run = train([small_task("own", data_seed=1, max_steps=8)], tmp_path, recorder=Recorder(at_end={6: look}))
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    (end,) = [record for record in records if "measured_over_planned_time" in record]
+    after = run.trainer._plans.planner.profile  # made anew when the task had ended
+    assert after is not None
+    factor = after.layer_s(64) / profiles[0].layer_s(64)
+    assert factor == pytest.approx(end["measured_over_planned_time"], rel=1e-6)
+    assert factor != 1.0
+
+
+def test_a_profile_from_a_file_is_planned_with(tmp_path: Path) -> None:
+    trainer = make_trainer(three(), tmp_path / "a")
+    analytic = trainer.plan()
+    profile = trainer._plans.planner.profile
+    assert profile is not None
+    slower = replace(profile, layer=profile.layer.scaled(100.0), source="measured")
+    path = tmp_path / "profile.json"
+    path.write_text(slower.to_json(), encoding="utf-8")
+    assert Profile.from_json(slower.to_json()) == slower
+    plan = make_trainer(three(), tmp_path / "b", cost_profile=str(path)).plan()
+    assert plan.step_s > 10 * analytic.step_s
+    assert "profile measured on this device" in str(plan)
+    assert "analytic profile, not measured" in str(analytic)
+
+
+def test_a_profile_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"args\.cost_profile: got .*nowhere.json"):
+        make_trainer(three(), tmp_path, cost_profile="nowhere.json")
+
+
+def test_a_plan_for_other_devices_is_a_pipeline_and_needs_none_of_them(tmp_path: Path) -> None:
+    plan = make_trainer(three(), tmp_path).plan(devices="2xA100-80GB")
+    assert plan.num_stages == 2
+    assert plan.device == "2 x A100-80GB"
+    assert plan.gantt(60).count("stage") >= 2
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+def test_unknown_devices_are_refused_with_those_that_are_known(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"devices: .*A100-80GB"):
+        make_trainer(three(), tmp_path).plan(devices="4xA1000")

@@ -1,0 +1,380 @@
+"""A run from outside: evaluation, early stopping, callbacks, metrics and what is printed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import EvalPrediction, TrainerCallback
+
+from peft_mux import ConfigError, EarlyStopping, Task
+from tests.invariants.mux_lab import VOCABULARY, Recorder, assert_bit_identical, make_trainer, rows, small_task, train
+
+HELD_OUT = rows(90, 3, 5, 9)
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def scripted(values: Sequence[float]) -> Callable[[EvalPrediction], dict[str, float]]:
+    """Return a `compute_metrics` that answers with the given scores, one after another."""
+    left: Iterator[float] = iter(values)
+    return lambda _: {"score": next(left)}
+
+
+# ------------------------------------------------------------------ evaluation
+
+
+def test_every_task_is_evaluated_on_its_own_rows_with_its_own_metrics(tmp_path: Path) -> None:
+    seen: dict[str, list[tuple[tuple[int, ...], np.ndarray]]] = {"one": [], "two": []}
+
+    def metrics_of(name: str) -> Callable[[EvalPrediction], dict[str, float]]:
+        def compute(prediction: EvalPrediction) -> dict[str, float]:
+            seen[name].append((prediction.predictions.shape, prediction.label_ids))
+            return {f"count_{name}": len(prediction.label_ids)}
+
+        return compute
+
+    held_out = {"one": rows(1, 3, 5, 9), "two": rows(2, 2, 4, 4)}
+    tasks = [
+        small_task(
+            name,
+            data_seed=5,
+            eval_dataset=held_out[name],
+            eval_steps=every,
+            compute_metrics=metrics_of(name),
+            max_steps=6,
+        )
+        for name, every in (("one", 2), ("two", 3))
+    ]
+    run = train([*tasks, small_task("none", data_seed=7, max_steps=6)], tmp_path)
+    assert len(seen["one"]) == 3
+    assert len(seen["two"]) == 2
+    for name, own_rows in held_out.items():
+        longest = max(len(row["input_ids"]) for row in own_rows)
+        shape, labels = seen[name][0]
+        assert shape == (len(own_rows), longest, VOCABULARY)
+        assert [[int(x) for x in row if x != -100] for row in labels] == [row["input_ids"] for row in own_rows]
+    steps = {
+        name: [e["step"] for e in records(tmp_path) if e["event"] == "eval" and e["task"] == name] for name in seen
+    }
+    assert steps == {"one": [2, 4, 6], "two": [3, 6]}
+    logged = [entry for entry in run.trainer.task_states["one"].log_history if "eval_loss" in entry]
+    assert [entry["eval_count_one"] for entry in logged] == [3, 3, 3]
+    assert all(entry["eval_perplexity"] == pytest.approx(math.exp(entry["eval_loss"])) for entry in logged)
+    assert not any("eval_count_two" in entry for entry in logged)
+
+
+def test_an_evaluation_changes_nothing_of_the_training(tmp_path: Path) -> None:
+    plain = train([small_task("own", data_seed=1, lora_dropout=0.3)], tmp_path / "a")
+    task = small_task("own", data_seed=1, lora_dropout=0.3, eval_dataset=HELD_OUT, eval_steps=1)
+    assert_bit_identical(train([task], tmp_path / "b"), plain, "own")
+
+
+def test_an_evaluation_on_demand_gives_the_loss_of_the_present_adapter(tmp_path: Path) -> None:
+    task = small_task("own", data_seed=1, eval_dataset=HELD_OUT, eval_steps=8)
+    trainer = train([task, small_task("other", data_seed=2)], tmp_path).trainer
+    (last,) = [entry for entry in records(tmp_path) if entry["event"] == "eval"]
+    assert trainer.evaluate()["own/eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
+    assert trainer.evaluate("own").keys() == {"own/eval_loss", "own/eval_perplexity"}
+    with pytest.raises(ConfigError, match=r"tasks\.other\.eval_dataset: got None"):
+        trainer.evaluate("other")
+    with pytest.raises(ConfigError, match=r'got task "onw"; allowed: own, other\. Did you mean "own"'):
+        trainer.evaluate("onw")
+
+
+def test_preprocessing_shrinks_the_logits_before_they_are_gathered(tmp_path: Path) -> None:
+    shapes = []
+
+    def compute(prediction: EvalPrediction) -> dict[str, float]:
+        shapes.append((prediction.predictions.shape, prediction.predictions.dtype.kind))
+        return {"f": 0.5}
+
+    task = small_task(
+        "own",
+        data_seed=1,
+        eval_dataset=HELD_OUT,
+        eval_steps=8,
+        compute_metrics=compute,
+        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
+    )
+    train([task], tmp_path)
+    assert shapes == [((3, max(len(row["input_ids"]) for row in HELD_OUT)), "i")]
+
+
+# -------------------------------------------------------------- early stopping
+
+
+def stopping_task(scores: Sequence[float], **settings: Any) -> Task:
+    rule = {"metric": "score", "patience": 2, **settings}
+    return small_task(
+        "own",
+        data_seed=1,
+        max_steps=20,
+        eval_steps=2,
+        eval_dataset=HELD_OUT,
+        compute_metrics=scripted(scores),
+        early_stopping=EarlyStopping(**rule),
+    )
+
+
+def test_early_stopping_ends_a_task_and_keeps_its_best_adapter(tmp_path: Path) -> None:
+    run = train(
+        [stopping_task([1.0, 5.0, 4.0, 3.0, 9.0]), small_task("other", data_seed=2)], tmp_path, save_strategy="steps"
+    )
+    own = run.trainer.table["own"]
+    assert run.trainer.task_statuses == {"own": "stopped_early", "other": "succeeded"}
+    assert own.step == 8
+    assert own.reason == "score has not improved for 2 evaluations; best 5 at step 4"
+    # the weights before the fifth step are those that the evaluation after the fourth has seen
+    best = run.recorder.before["own"][4]
+    final = run.weights("own")
+    assert all(torch.equal(final[key], best[key]) for key in best)
+    assert any(not torch.equal(run.recorder.before["own"][7][key], best[key]) for key in best)
+    for file in ("own/adapter_model.safetensors", "own/best/adapter_model.safetensors"):
+        saved = load_file(tmp_path / file)
+        assert {digest(tensor) for tensor in saved.values()} == {digest(tensor) for tensor in best.values()}
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    return tensor.detach().contiguous().numpy().tobytes()
+
+
+def test_a_task_that_takes_all_its_steps_also_goes_back_to_its_best_adapter(tmp_path: Path) -> None:
+    scores = [1.0, 7.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]
+    run = train([stopping_task(scores, patience=50)], tmp_path)
+    assert run.trainer.task_statuses == {"own": "succeeded"}
+    best, final = run.recorder.before["own"][4], run.weights("own")
+    assert all(torch.equal(final[key], best[key]) for key in best)
+
+
+@pytest.mark.parametrize(
+    ("scores", "settings", "steps"),
+    [
+        ([5.0, 4.0, 3.0, 3.5, 3.6], {"greater_is_better": False}, 10),
+        ([5.0, 5.05, 5.1, 5.15], {"min_delta": 0.5}, 6),
+        ([5.0, 6.0, 7.0, 6.0, 8.0, 7.0, 7.0], {}, 14),
+        ([5.0, 4.0], {"patience": 1}, 4),
+    ],
+)
+def test_direction_delta_and_patience_decide_when_a_task_stops(
+    tmp_path: Path, scores: list[float], settings: dict[str, Any], steps: int
+) -> None:
+    trainer = train([stopping_task(scores, **settings)], tmp_path, recorder=Recorder(keep_weights=False)).trainer
+    assert trainer.task_statuses == {"own": "stopped_early"}
+    assert trainer.table["own"].step == steps
+
+
+def test_a_metric_that_the_evaluation_does_not_produce_fails_its_task_alone(tmp_path: Path) -> None:
+    tasks = [stopping_task([1.0, 2.0], metric="scor"), small_task("other", data_seed=2)]
+    trainer = train(tasks, tmp_path).trainer
+    assert trainer.task_statuses == {"own": "failed", "other": "succeeded"}
+    assert 'got "scor"' in trainer.table["own"].reason
+    assert 'Did you mean "eval_score"?' in trainer.table["own"].reason
+
+
+def test_a_first_score_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:
+    scores = [math.nan, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
+    run = train([stopping_task(scores)], tmp_path, recorder=Recorder(keep_weights=False))
+    assert run.trainer.task_statuses == {"own": "succeeded"}
+    assert run.trainer.table["own"].best.value == 9.0
+
+
+# -------------------------------------------------------------------- callbacks
+
+
+class Diary(TrainerCallback):
+    """Writes down every event with the step that the state shows."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+        self.logs: list[dict[str, float]] = []
+        self.rates: set[float] = set()
+
+    def _note(self, event: str, args: Any, state: Any) -> None:
+        self.events.append((event, state.global_step))
+        self.rates.add(args.learning_rate)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note("train_begin", args, state)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note("step_begin", args, state)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert kwargs["optimizer"] is not None
+        assert kwargs["lr_scheduler"] is not None
+        self._note("step_end", args, state)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.logs.append(kwargs["logs"])
+        self._note("log", args, state)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        assert "eval_loss" in kwargs["metrics"]
+        self._note("evaluate", args, state)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._note("train_end", args, state)
+
+
+def test_callbacks_of_a_task_see_its_own_steps_in_order(tmp_path: Path) -> None:
+    short, long = Diary(), Diary()
+    tasks = [
+        small_task("short", data_seed=1, max_steps=2, learning_rate=1e-3, callbacks=[short]),
+        small_task(
+            "long", data_seed=2, max_steps=4, learning_rate=2e-3, callbacks=[long], eval_dataset=HELD_OUT, eval_steps=2
+        ),
+    ]
+    train(tasks, tmp_path, logging_strategy="steps", logging_steps=2)
+    without_begin = [event for event in long.events if event[0] != "step_begin"]
+    assert without_begin == [
+        ("train_begin", 0),
+        ("step_end", 1),
+        ("step_end", 2),
+        ("log", 2),
+        ("log", 2),  # of the evaluation
+        ("evaluate", 2),
+        ("step_end", 3),
+        ("step_end", 4),
+        ("log", 4),
+        ("log", 4),
+        ("evaluate", 4),
+        ("train_end", 4),
+    ]
+    assert [event for event in short.events if event[0] != "step_begin"] == [
+        ("train_begin", 0),
+        ("step_end", 1),
+        ("step_end", 2),
+        ("log", 2),
+        ("train_end", 2),
+    ]
+    assert short.rates == {1e-3}
+    assert long.rates == {2e-3}
+    assert {"loss", "grad_norm", "learning_rate"} <= short.logs[0].keys(), "plain keys, as in a run of its own"
+    assert not any("/" in key for log in [*short.logs, *long.logs] for key in log)
+
+
+def test_callbacks_of_a_task_are_called_when_its_steps_begin(tmp_path: Path) -> None:
+    diary = Diary()
+    train([small_task("own", data_seed=1, max_steps=2, callbacks=[diary])], tmp_path)
+    assert [step for event, step in diary.events if event == "step_begin"] == [0, 1]
+
+
+def test_a_callback_of_a_task_stops_that_task_alone(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 3
+
+    tasks = [small_task("own", data_seed=1, callbacks=[Stop()]), small_task("other", data_seed=2)]
+    trainer = train(tasks, tmp_path).trainer
+    assert trainer.task_statuses == {"own": "stopped_early", "other": "succeeded"}
+    assert trainer.table["own"].step == 3
+    assert trainer.table["own"].reason == "stopped by a callback of the task"
+    assert trainer.table["other"].step == 8
+
+
+def test_a_callback_of_the_run_stops_the_run_and_sees_keys_with_task_names(tmp_path: Path) -> None:
+    seen: list[set[str]] = []
+
+    class Stop(TrainerCallback):
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            seen.append(set(logs))
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 4
+
+    trainer = make_trainer(
+        [small_task("a", data_seed=1), small_task("b", data_seed=2)],
+        tmp_path,
+        logging_strategy="steps",
+        logging_steps=2,
+    )
+    trainer.add_callback(Stop())
+    output = trainer.train()
+    assert output.global_step == 4
+    assert trainer.task_statuses == {"a": "running", "b": "running"}
+    assert seen[0] == {f"{name}/{key}" for name in "ab" for key in ("loss", "grad_norm", "learning_rate")}
+    assert len(seen) == 2
+    # a second call goes on where the first one stopped
+    trainer.remove_callback(Stop)
+    trainer.train()
+    assert {run.step for run in trainer.table} == {8}
+
+
+# ---------------------------------------------------------------------- metrics
+
+
+def test_every_line_of_the_metrics_is_json_with_task_step_and_loss(tmp_path: Path) -> None:
+    tasks = [
+        small_task("one", data_seed=1, max_steps=6),
+        small_task("two", data_seed=2, max_steps=4, eval_dataset=HELD_OUT, eval_steps=2),
+    ]
+    run = train(tasks, tmp_path, logging_strategy="steps", logging_steps=2)
+    lines = records(tmp_path)
+    trained = [line for line in lines if line["event"] == "train"]
+    assert {(line["task"], line["step"]) for line in trained} == {
+        *(("one", step) for step in (2, 4, 6)),
+        *(("two", step) for step in (2, 4)),
+    }
+    for line in trained:
+        losses = run.losses[line["task"]][line["step"] - 2 : line["step"]]
+        assert line["loss"] == pytest.approx(sum(losses) / 2, rel=1e-9), "the mean since the last line"
+        assert line["run_step"] == line["step"]
+        assert line["grad_norm"] > 0
+        assert line["num_tokens"] == sum(
+            run.trainer.table[line["task"]].loader.batch(step).num_tokens for step in range(line["step"])
+        )
+    assert [line["step"] for line in lines if line["event"] == "eval"] == [2, 4]
+    assert [(line["task"], line["status"]) for line in lines if line["event"] == "status"] == [
+        ("two", "succeeded"),
+        ("one", "succeeded"),
+    ]
+    assert lines[-1]["event"] == "run"
+    assert lines[-1]["run_step"] == 6
+
+
+def test_the_first_step_is_logged_when_asked(tmp_path: Path) -> None:
+    train(
+        [small_task("own", data_seed=1)], tmp_path, logging_strategy="steps", logging_steps=4, logging_first_step=True
+    )
+    assert [line["step"] for line in records(tmp_path) if line["event"] == "train"] == [1, 4, 8]
+
+
+def test_train_returns_the_steps_and_the_losses_by_task(tmp_path: Path) -> None:
+    trainer = make_trainer([small_task("a", data_seed=1, max_steps=2), small_task("b", data_seed=2)], tmp_path)
+    output = trainer.train()
+    assert output.global_step == 8
+    assert output.metrics["a/train_loss"] == trainer.table["a"].last_loss
+    assert output.training_loss == pytest.approx((trainer.table["a"].last_loss + trainer.table["b"].last_loss) / 2)
+    assert output.metrics["train_tokens_per_second"] > 0
+
+
+def test_nothing_is_reported_to_any_service_by_default(tmp_path: Path) -> None:
+    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path)
+    kinds = [type(callback).__module__ for callback in trainer.callback_handler.callbacks]
+    assert kinds
+    assert not any("integration" in kind for kind in kinds)
+
+
+def test_the_report_and_the_plain_progress_name_every_task_and_its_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = [small_task("alpha", data_seed=1, max_steps=2), small_task("beta", data_seed=2, max_steps=4)]
+    trainer = make_trainer(tasks, tmp_path, disable_tqdm=False, logging_strategy="steps", logging_steps=2)
+    trainer.train()
+    printed = capsys.readouterr().out
+    assert "alpha: succeeded" in printed
+    assert "beta: succeeded" in printed
+    assert f"step 2  alpha {trainer.task_states['alpha'].log_history[0]['loss']:.4f}" in printed
+    report = trainer.report()
+    assert "alpha" in report
+    assert "beta" in report
