@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from peft_mux.trainer.trainer import MultiTaskTrainer
 
 __all__ = ["MultiTaskTrainer"]
 
@@ -11,6 +15,4 @@ def __getattr__(name: str) -> Any:
     """Import the trainer when it is first used, so that its parts can be imported without it."""
     if name != "MultiTaskTrainer":
         raise AttributeError(f"module 'peft_mux.trainer' has no attribute {name!r}")
-    from peft_mux.trainer.trainer import MultiTaskTrainer
-
-    return MultiTaskTrainer
+    return importlib.import_module("peft_mux.trainer.trainer").MultiTaskTrainer

@@ -3,7 +3,7 @@
 A stand-in takes the place of CUDA graphs: it notes which operations the captured call made, with the shapes and numbers
 that they were handed, and replays by making the call again, which must make the same ones over the same memory.
 
-Run with TRITON_INTERPRET=1, in a process of its own: `python captured_cases.py [case ...]`.
+Run with TRITON_INTERPRET=1, in a process of its own: `python tests/engine/cuda_graphs/cases.py [case ...]`.
 """
 
 from __future__ import annotations

@@ -1,15 +1,12 @@
 """Passes that are captured and replayed: as eager ones in every respect, and eager with a reason where they cannot be.
 
-What needs kernels is computed by `captured_cases.py` in a process of its own, through Triton's interpreter.
+What needs kernels is computed by `cases.py` in a process of its own, through Triton's interpreter.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -33,8 +30,8 @@ from peft_mux.engine.cuda_graphs.passes import CapturedPasses
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
 from peft_mux.modeling.model import MultiTaskPeftModel
+from tests.children import run_script
 from tests.invariants import mux_lab
-from tests.paths import ROOT
 
 LIMIT = 1e-6
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -44,12 +41,7 @@ SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "nu
 def report() -> dict:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    root, script = ROOT, Path(__file__).with_name("cases.py")
-    path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return json.loads(run_script(Path(__file__).with_name("cases.py"), TRITON_INTERPRET="1"))
 
 
 # ---------------------------------------------------------- through the kernels

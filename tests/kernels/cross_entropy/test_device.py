@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
 import subprocess
 import sys
@@ -22,7 +21,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.paths import ROOT
+from tests.children import run_script
 
 IGNORE = -100
 TRANSFORMS: dict[str, dict[str, Any]] = {
@@ -195,25 +194,10 @@ class Results:
         return Result(*(torch.from_numpy(self._arrays[f"{name}|{part}"]) for part in ("losses", "logits")))
 
 
-def child(*arguments: str, **environment: str) -> str:
-    """Run this file as a script and return what it prints."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    done = subprocess.run(
-        [sys.executable, __file__, *arguments],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
     path = str(tmp_path_factory.mktemp("cross_entropy") / "results.npz")
-    child("cases", path, TRITON_INTERPRET="1")
+    run_script(__file__, "cases", path, TRITON_INTERPRET="1")
     with np.load(path) as arrays:
         return Results(dict(arrays))
 
@@ -420,7 +404,7 @@ def complain() -> None:
 
 @pytest.fixture(scope="module")
 def complaints() -> dict[str, str]:
-    return json.loads(child("complain", TRITON_INTERPRET="1"))
+    return json.loads(run_script(__file__, "complain", TRITON_INTERPRET="1"))
 
 
 @needs_triton
@@ -477,7 +461,7 @@ def compile_for_sm90() -> None:
 
 @needs_triton
 def test_the_kernel_compiles_for_sm_90_without_spills_and_with_wide_loads(tmp_path: Path) -> None:
-    report = json.loads(child("compile", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)))
+    report = json.loads(run_script(__file__, "compile", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)))
     assert len(report) == len(COMPILED)
     for name, found in report.items():
         assert (found["stack"], found["local"], found["atomics"]) == (0, 0, 0), name

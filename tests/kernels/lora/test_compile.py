@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.paths import ROOT
+from tests.children import run_script
 
 BUCKETS = (16, 64, 128, 256)
 WIDTHS = (4096, 14336, 1024)
@@ -159,14 +159,8 @@ def compiled_in_child(folder: Path, which: str) -> dict[str, dict[str, int]]:
     missing = [name for name in ("ptxas", "cuobjdump") if not os.access(tool(name), os.X_OK)]
     if missing:
         pytest.skip(f"triton comes without {', '.join(missing)}")
-    root = str(ROOT)
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "TRITON_CACHE_DIR": str(folder / "cache"), "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, __file__, str(folder), which]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    options = {"TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0"}
+    return json.loads(run_script(__file__, str(folder), which, **options))
 
 
 @pytest.fixture(scope="module")

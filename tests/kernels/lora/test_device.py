@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +17,7 @@ import torch
 from peft_mux.kernels import philox
 from peft_mux.kernels.lora.factors import Factors
 from peft_mux.kernels.lora.tables import RankTable, SegmentTables
-from tests.paths import ROOT
+from tests.children import run_script
 
 MODULE_SEED = philox.hash_seed("layers.3.q_proj")
 QUANTITIES: tuple[str, ...] = ("y", "dx", "dA", "dB")
@@ -400,12 +397,7 @@ def columns_of_s() -> dict[str, bool]:
 def report() -> dict:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    root = str(ROOT)
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return json.loads(run_script(__file__, TRITON_INTERPRET="1"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +22,7 @@ from peft_mux.kernels.lora.group import Adapter, Base, LoraGroup
 from peft_mux.kernels.lora.tables import SegmentTables
 from peft_mux.modeling.adapters.lora.slab_layout import lora_slot
 from peft_mux.modeling.slabs import TaskSlab
-from tests.paths import ROOT
+from tests.children import run_script
 
 NAN = float("nan")
 LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -478,12 +475,7 @@ def main() -> None:
 def report() -> dict:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    root = str(ROOT)
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return json.loads(run_script(__file__, TRITON_INTERPRET="1"))
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
-import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +25,8 @@ from torch._dynamo.backends.debugging import aot_eager
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.data.batch import MuxBatch
 from peft_mux.modeling.adapters.lora import lora_pass
+from tests.children import run_script
 from tests.invariants.mux_lab import Recorder, make_trainer, relative, rows, small_task, tiny_llama
-from tests.paths import ROOT
 
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 NUM_GROUPS = 8  # q/k/v, o, gate/up and down, in each of two layers
@@ -339,16 +337,7 @@ class Counting:
 def report() -> dict:
     if importlib.util.find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "1",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join(path),
-    }
-    done = subprocess.run([sys.executable, __file__], capture_output=True, text=True, env=environment, timeout=280)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(run_script(__file__, TRITON_INTERPRET="1").splitlines()[-1])
 
 
 def test_losses_and_gradients_are_those_of_products_on_slices(report: dict) -> None:

@@ -1,0 +1,32 @@
+"""Python scripts in processes of their own: Triton's interpreter is chosen when Triton is imported, once a process."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.paths import ROOT
+
+
+def run_script(script: str | Path, *arguments: str, timeout_s: float = 280.0, **environment: str) -> str:
+    """Run a script with this checkout's packages on one thread; return what it prints, or fail with its errors.
+
+    Args:
+        script: path of the script.
+        *arguments: what it finds in `sys.argv`.
+        timeout_s: seconds after which it is ended.
+        **environment: variables beside those of this process, such as `TRITON_INTERPRET="1"`.
+    """
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
