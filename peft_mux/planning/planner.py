@@ -176,17 +176,7 @@ class Planner:
         num_chunks = _CHUNKS_OF_INTERLEAVED if schedule == "interleaved_1f1b" and target.num_stages > 1 else 1
         self._check_stages(target, num_chunks)
         shapes = {run.name: self.shapes_of(run.name) for run in runs}
-        loads = [
-            task_load(
-                run,
-                shapes[run.name],
-                self.shape.num_layers,
-                target.num_replicas,
-                cut=self.cut_layers,
-                chain_tokens=self.args.max_tokens_per_micro_batch if self.args.split_long_sequences else None,
-            )
-            for run in runs
-        ]
+        loads = [self._load_of(run, shapes[run.name], target) for run in runs]
         cost, memory = self._models(target, loads, num_chunks)
         budget = Budget(
             self.args.max_tokens_per_micro_batch,
@@ -211,6 +201,17 @@ class Planner:
             shape=self.shape,
             chunk_size=self.collator.size([length for run in runs for length in run.loader.sample_lengths]),
             args=self.args,
+        )
+
+    def _load_of(self, run: TaskRun, shapes: ParameterShapes, target: Target) -> TaskLoad:
+        """Return what a task brings into a step of one replica of the target."""
+        return task_load(
+            run,
+            shapes,
+            self.shape.num_layers,
+            target.num_replicas,
+            cut=self.cut_layers,
+            chain_tokens=self.args.max_tokens_per_micro_batch if self.args.split_long_sequences else None,
         )
 
     def _target(self, devices: str | None, num_stages: int | None, devices_per_stage: int | None) -> Target:

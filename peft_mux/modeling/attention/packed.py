@@ -116,18 +116,10 @@ def packed_attention(
     _refuse_unknown(module, attention_mask, kwargs)
     if not torch.compiler.is_compiling():  # a compiled pass would be guarded by the count, and compiled anew each time
         mux_stream.stream.num_attention_calls += 1
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if sliding_window is not None and not causal:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} slides a window over both directions; allowed: windows of causal attention."
-        )
-    parts = mux_stream.parts
+    causal, parts = getattr(module, "is_causal", True) if is_causal is None else is_causal, mux_stream.parts
+    if not causal:
+        _refuse_causal_options(module, has_window=sliding_window is not None, has_parts=parts is not None)
     if parts is not None:
-        if not causal:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} lets every token see every other, so long sequences cannot be split; allowed:"
-                " causal attention. Set split_long_sequences=False."
-            )
         # Keys come here after rotary embedding, so that later parts read them as they are (M §3.5).
         parts.keep(mux_stream.module_names[module], key, value)
     scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -145,6 +137,19 @@ def packed_attention(
     if parts is not None:
         parts.release_finished(mux_stream.module_names[module])
     return out, None
+
+
+def _refuse_causal_options(module: nn.Module, *, has_window: bool, has_parts: bool) -> None:
+    """Refuse what has no meaning where every token sees every other."""
+    if has_window:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} slides a window over both directions; allowed: windows of causal attention."
+        )
+    if has_parts:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} lets every token see every other, so long sequences cannot be split; allowed:"
+            " causal attention. Set split_long_sequences=False."
+        )
 
 
 def _through_varlen(
