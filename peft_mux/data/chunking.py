@@ -7,25 +7,8 @@ pack of 11 tokens, chunks of 4     | 0 1 2 3 | 4 5 6 7 | 8 9 10 . |
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 from peft_mux.errors import ConfigError
-
-
-class Chunk(NamedTuple):
-    """A piece of a pack.
-
-    Attributes:
-        pack: index of the pack.
-        start: first token within the pack.
-        end: one past the last token.
-        num_padding_tokens: number of tokens that fill it up to the chunk size.
-    """
-
-    pack: int
-    start: int
-    end: int
-    num_padding_tokens: int
 
 
 def chunk_size(lengths: Iterable[int], *, minimum: int = 64, override: int | None = None) -> int:
@@ -49,20 +32,6 @@ def chunk_size(lengths: Iterable[int], *, minimum: int = 64, override: int | Non
     for length in lengths:
         bits |= int(length)
     return max(minimum, bits & -bits)
-
-
-def split_into_chunks(pack_tokens: Iterable[int], size: int) -> list[Chunk]:
-    """Cut packs into consecutive chunks, in causal order.
-
-    Args:
-        pack_tokens: number of tokens of each pack.
-        size: number of tokens of a chunk.
-    """
-    return [
-        Chunk(pack, start, min(start + size, tokens), max(0, start + size - tokens))
-        for pack, tokens in enumerate(pack_tokens)
-        for start in range(0, tokens, size)
-    ]
 
 
 def round_up(tokens: int, size: int) -> int:

@@ -137,11 +137,6 @@ class InstanceModel:
         """Tasks that an instance may hold."""
         return self.spec.max_tasks if self.system in ("sl-peft", "muxtune") else 1
 
-    @property
-    def num_planned(self) -> int:
-        """Sets of tasks that were planned so far."""
-        return len(self._speeds)
-
     def fits(self, kinds: Sequence[TaskKind]) -> bool:
         """Return whether an instance holds these tasks at once, by number and by memory."""
         return len(kinds) <= self.max_tasks and self._remembered_speed(kinds) is not None

@@ -92,11 +92,6 @@ class TaskLoad:
         return sum(self.lengths)
 
     @property
-    def sum_squares(self) -> int:
-        """Sum of the squared sequence lengths, to which attention scores are proportional."""
-        return sum(length * length for length in self.lengths)
-
-    @property
     def longest(self) -> int:
         """Tokens of the longest sequence that may come, which no micro-batch splits."""
         return max(self.longest_row_tokens, max(self.lengths, default=0))

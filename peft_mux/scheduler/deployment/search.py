@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.scheduler.deployment.bounds import PlanBounds
 from peft_mux.scheduler.deployment.filter import BoundedPlans, FilteredPlans, filter_plans
 from peft_mux.scheduler.deployment.plan import Candidate, DeploymentPlan, PlanningStatistics
 from peft_mux.scheduler.deployment.solve import SolvedPlans, SolverOptions, solve_plans
@@ -213,23 +212,6 @@ def expected_bucketing(
     # B f_j rounded up; in integers, so that a whole number is not rounded up further.
     counts = tuple(-(-global_batch * count // sample.num_sequences) for count in sample.counts)
     return Bucketing(sample.boundaries, counts, round(sample.padding_tokens * sum(counts) / sample.num_sequences))
-
-
-def length_based_bound_s(groups: Sequence[ReplicaGroup], bucketing: Bucketing, time_model: TimeModel) -> float:
-    """Return sum_i N_i t_i / N of one deployment under length-based dispatch (L Theorem 1), in seconds.
-
-    `PlanBounds.length_based_s` says what its premise is, and what is decided where the paper is silent.
-
-    Args:
-        groups: the replicas of the deployment, by configuration.
-        bucketing: padded lengths of the expected batch, and how many sequences each has.
-        time_model: predicts the seconds of one replica.
-
-    Raises:
-        ValueError: for no groups, or a bucket with sequences that fits no group.
-    """
-    problem = build_problem(groups, bucketing, time_model)
-    return float(PlanBounds(problem).length_based_s(problem.num_replicas[None, :])[0])
 
 
 def replica_groups(

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -82,14 +82,6 @@ class LayerFit:
         s = length_tokens
         # For one length the curve is a line in b; sums over micro-batches and the form of the ILP rest on that.
         return (c2 * s + c4) * s + c6, (c1 * s + c3) * s + c5
-
-
-class TokenLimits(Protocol):
-    """Says how many tokens fit into a replica, where no measured table does."""
-
-    def __call__(self, config: ParallelConfig) -> int:
-        """Return the most tokens of a micro-batch on this configuration; 0 where not even the backbone fits."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,12 +284,6 @@ def read_max_tokens(path: str | Path) -> dict[ParallelConfig, int]:
             raise ValueError(f"{config} comes twice in {path}; allowed: once. Remove one of the rows.")
         limits[config] = int(row["max_tokens"])
     return limits
-
-
-def limits_from_memory(configs: Iterable[ParallelConfig], token_limits: TokenLimits) -> dict[ParallelConfig, int]:
-    """Return the most tokens of a micro-batch by configuration; configurations that hold none are left out."""
-    limits = {config: int(token_limits(config)) for config in configs}
-    return {config: tokens for config, tokens in limits.items() if tokens > 0}
 
 
 # Dispatch asks for the time of very many counts over the same few lengths.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +21,8 @@ from peft_mux.scheduler.deployment.baselines import (
     task_sequential,
 )
 from peft_mux.scheduler.deployment.bounds import PlanBounds
-from peft_mux.scheduler.deployment.exhaustive import exact_deployment
 from peft_mux.scheduler.deployment.plan import DeploymentPlan
-from peft_mux.scheduler.deployment.search import expected_bucketing, length_based_bound_s, plan_deployment
+from peft_mux.scheduler.deployment.search import expected_bucketing, plan_deployment
 from peft_mux.scheduler.deployment.solve import SolverOptions, solve_plan
 from peft_mux.scheduler.deployment.space import (
     benchmark_lengths,
@@ -40,10 +40,17 @@ from peft_mux.scheduler.replicas.time_model import (
     read_layer_profile,
     read_max_tokens,
 )
+from tests.scheduler.deployment.exhaustive import exact_deployment
 
 EXACT = SolverOptions(relative_gap=0.0)
 INTERVAL = 512
 SHORT, MIDDLE, LONG = 512, 1536, 3072
+
+
+def length_based_bound_s(groups: Sequence[ReplicaGroup], bucketing: Bucketing, model: ReplicaTimeModel) -> float:
+    """Return sum_i N_i t_i / N of one deployment under length-based dispatch (L Theorem 1), in seconds."""
+    problem = build_problem(groups, bucketing, model)
+    return float(PlanBounds(problem).length_based_s(problem.num_replicas[None, :])[0])
 
 
 def make_model(

@@ -16,7 +16,6 @@ from peft_mux.scheduler.replicas.time_model import (
     LayerTime,
     ReplicaTimeModel,
     fit_layer,
-    limits_from_memory,
     read_layer_profile,
     read_max_tokens,
 )
@@ -176,12 +175,6 @@ def test_a_configuration_without_a_fit_is_refused() -> None:
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="at most num_layers = 4"):
         model(stages=8)
-
-
-def test_a_memory_model_can_take_the_place_of_a_table() -> None:
-    configs = [ParallelConfig(1, 1), ParallelConfig(2, 1), ParallelConfig(4, 1)]
-    limits = limits_from_memory(configs, lambda config: 2048 * config.tp if config.tp > 1 else 0)
-    assert limits == {ParallelConfig(2, 1): 4096, ParallelConfig(4, 1): 8192}
 
 
 def test_the_model_survives_json() -> None:
