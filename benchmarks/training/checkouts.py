@@ -20,36 +20,7 @@ from pathlib import Path
 
 from benchmarks.paths import ROOT
 
-CHILD = """
-import json, sys, tempfile, time, warnings
-warnings.simplefilter("ignore")
-checkout, root, mix = sys.argv[1:]
-sys.path.insert(0, checkout)
-import peft_mux  # before the benchmarks of this checkout, beside which another package lies
-sys.path.insert(0, root)
-import torch
-from transformers import TrainerCallback
-torch.set_num_threads(1)
-from benchmarks.training.mux import trainer_for
-from benchmarks.training.workloads import ModelSpec, make_workload
-
-assert peft_mux.__file__.startswith(checkout), peft_mux.__file__
-
-class InTurn(TrainerCallback):
-    def on_step_begin(self, *args, **kwargs):
-        input()
-        self.started = time.process_time()
-
-    def on_step_end(self, *args, **kwargs):
-        print(json.dumps(time.process_time() - self.started), flush=True)
-
-model = ModelSpec()
-workload = make_workload(mix, num_tasks=8, num_steps=int(input()), vocab_size=model.vocab_size)
-trainer = trainer_for(model.build, workload, tempfile.mkdtemp(), record_losses=False)
-trainer.add_callback(InTurn())
-trainer.train()
-print(json.dumps([float(run.last_loss).hex() for run in trainer.table]), flush=True)
-"""
+STEPS = Path(__file__).with_name("checkout_steps.py")
 
 
 class Child:
@@ -63,7 +34,8 @@ class Child:
 
     def __init__(self, checkout: Path, mix: str, num_steps: int) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        command = [sys.executable, "-c", CHILD, str(checkout), str(ROOT), mix]
+        # -P: the folder of the script holds modules that must not be found by their bare names.
+        command = [sys.executable, "-P", str(STEPS), str(checkout), str(ROOT), mix]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd="/tmp")
         self.tell(str(num_steps))
