@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -222,6 +223,15 @@ def test_a_stream_of_rows_with_and_without_a_class_is_refused() -> None:
 def test_padding_to_chunks_is_refused_for_classification() -> None:
     with pytest.raises(ConfigError, match="pad_to_chunks: got True for sequence classification"):
         ChunkPackingCollator(pad_to_chunks=True).micro_batches([make_batch("a", [4], classes=[1])], max_tokens=9)
+
+
+def test_padding_to_chunks_is_refused_for_losses_with_one_term_for_each_sequence() -> None:
+    batch = make_batch("a", [4])
+    whole = dataclasses.replace(
+        batch, sequences=tuple(dataclasses.replace(s, is_one_term=True) for s in batch.sequences)
+    )
+    with pytest.raises(ConfigError, match="pad_to_chunks: got True for a loss of whole sequences"):
+        ChunkPackingCollator(pad_to_chunks=True).micro_batches([whole], max_tokens=9)
 
 
 def test_token_types_are_zero_where_a_sequence_has_none() -> None:

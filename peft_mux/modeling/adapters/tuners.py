@@ -26,11 +26,7 @@ from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, kind_of_layer
 
 
 class Tuners:
-    """PEFT's tuners of one model: that of the first task's type is PEFT's own business, further ones are held here.
-
-    Attributes:
-        is_mixed: whether the model has had tasks of more than one PEFT type.
-    """
+    """PEFT's tuners of one model: that of the first task's type is PEFT's own business, further ones are held here."""
 
     def __init__(self) -> None:
         """Start with the type of the first task alone."""
