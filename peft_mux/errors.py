@@ -56,6 +56,13 @@ class MetricsError(PeftMuxError, RuntimeError):
     """A task's own `compute_metrics` or `preprocess_logits_for_metrics` has failed on some process."""
 
 
+class ForcedInterrupt(KeyboardInterrupt):
+    """The second Ctrl-C of a run: its user ends it at once.
+
+    It passes where a `KeyboardInterrupt` that a task's own code raises is a failure of that task.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One thing that is wrong, in the four parts of a message.

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from peft_mux.errors import ForcedInterrupt
+
 
 @contextmanager
 def stop_at_signal(request_stop: Callable[[], None], *, echo_s: float = 0.0) -> Iterator[None]:
@@ -29,18 +31,21 @@ def stop_at_signal(request_stop: Callable[[], None], *, echo_s: float = 0.0) -> 
 
     asked_at: dict[int, float] = {}
 
+    def force(number: int) -> None:
+        signal.signal(number, before[number])
+        # An error of its own: a task's code may raise KeyboardInterrupt too, which fails that task alone.
+        if before[number] is signal.default_int_handler:
+            raise ForcedInterrupt
+        signal.raise_signal(number)
+
     def handle(number: int, frame: FrameType | None) -> None:
         del frame
         # Told apart by number: a SIGTERM after a Ctrl-C is a first one of its kind, and asks for the same.
         if number not in asked_at:
             asked_at[number] = time.monotonic()
             request_stop()
-            # Without echoes the second needs no clock, so it goes straight to the handler that was there before.
-            if echo_s == 0.0:
-                signal.signal(number, before[number])
         elif time.monotonic() - asked_at[number] >= echo_s:
-            signal.signal(number, before[number])
-            signal.raise_signal(number)
+            force(number)
 
     for number in before:
         signal.signal(number, handle)
