@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,10 @@ from peft_mux.errors import ConfigError, PeftMuxError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return the exit status (0 all well, 1 a task failed, 2 a fault of the user's).
+    """Run the command line; return the exit status.
+
+    It is 0 if all is well, 1 if a task failed, 2 for a fault of the user's, and 128 + the number of a signal that ended
+    the training: 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
         argv: words of the command line after the program's name; by default those that the process was started with.
@@ -22,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except PeftMuxError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)  # noqa: T201
+        return 128 + signal.SIGINT
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -87,6 +94,8 @@ def _train(arguments: argparse.Namespace) -> int:
     trainer.train(resume_from_checkpoint=arguments.resume or None)
     if is_shown:
         print(trainer.report(), flush=True)  # noqa: T201
+    if trainer.interrupted_by:
+        return 128 + trainer.interrupted_by
     return 1 if any(status == "failed" for status in trainer.task_statuses.values()) else 0
 
 

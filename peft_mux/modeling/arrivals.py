@@ -9,7 +9,6 @@ from typing import Any
 from peft import PeftConfig
 from torch import nn
 
-from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.attach import attach
 from peft_mux.modeling.adapters.injection import hidden_adapters, is_meta, own_copy, peft_refusals, seeded
 from peft_mux.modeling.adapters.kind import kind_of
@@ -63,7 +62,7 @@ class Arrivals:
                         self.tuners.inject(model, kind, adapter, own)
                     self.adopt(model, name, config, num_labels.get(name), seed)
                     hide()
-        except ConfigError:
+        except Exception:
             # All or none: those that came in before the fault leave again.
             self.remove(model, [name for name in self._registry.tasks if name not in before])
             raise

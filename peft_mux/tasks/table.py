@@ -38,7 +38,8 @@ class TaskTable:
 
     def __iter__(self) -> Iterator[TaskRun]:
         """Iterate over the tasks."""
-        return iter(self._runs.values())
+        # A list, as other threads look at the tasks while one that trains adds some.
+        return iter(list(self._runs.values()))
 
     def __getitem__(self, name: str) -> TaskRun:
         """Return a task by name."""

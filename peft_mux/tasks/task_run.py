@@ -93,6 +93,14 @@ class TaskRun:
         for name, weight in self.best_weights.items():
             parameters[name].copy_(weight)
 
+    def start_over(self) -> None:
+        """Forget all that the task has done, except for its weights: it is about to be put back to a saved state."""
+        self.end(TaskStatus.WAITING)
+        self.step, self.num_tokens, self.best_weights = 0, 0, {}
+        self.best, self.loss_mean = BestMetric(self.task), LossMean()
+        self.last_loss = self.last_gradient_norm = float("nan")
+        self.state = TrainerState(max_steps=self.num_steps)
+
     def end(self, status: TaskStatus, reason: str = "") -> None:
         """Leave the run: keep the weights, free optimizer state and copies."""
         if self.optimizer is not None:

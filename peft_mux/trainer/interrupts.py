@@ -14,13 +14,13 @@ from peft_mux.errors import ForcedInterrupt
 
 
 @contextmanager
-def stop_at_signal(request_stop: Callable[[], None], *, echo_s: float = 0.0) -> Iterator[None]:
+def stop_at_signal(request_stop: Callable[[int], None], *, echo_s: float = 0.0) -> Iterator[None]:
     """Call `request_stop` at the first SIGINT or SIGTERM, and let the second have its usual effect.
 
     Signals can only be handled in the main thread; elsewhere this does nothing.
 
     Args:
-        request_stop: called in the handler.
+        request_stop: called in the handler, with the number of the signal.
         echo_s: seconds within which a second one is taken for an echo of the first: of Ctrl-C, the processes of a
             launcher hear twice, from the terminal and from the launcher.
     """
@@ -43,7 +43,7 @@ def stop_at_signal(request_stop: Callable[[], None], *, echo_s: float = 0.0) -> 
         # Told apart by number: a SIGTERM after a Ctrl-C is a first one of its kind, and asks for the same.
         if number not in asked_at:
             asked_at[number] = time.monotonic()
-            request_stop()
+            request_stop(number)
         elif time.monotonic() - asked_at[number] >= echo_s:
             force(number)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 
@@ -64,20 +63,23 @@ class StepLoop:
         Args:
             resume: what to go on from; see `Opening.open`.
         """
+        # From the first moment on: what other threads ask for while the model loads waits for the first step too.
+        with self._membership.queue.training(self._membership.finish_commands):
+            return self._train(resume)
+
+    def _train(self, resume: str | bool | None) -> TrainOutput:
         self._opening.open(resume)
         # Timed from here on: loading and planning are no training.
         run, processes = self._run, self._world.processes
         started, waited_before_s = time.perf_counter(), processes.waited_s
         first_token, first_step = self._num_stream_tokens, run.state.global_step
         try:
-            with stop_at_signal(run.request_stop, echo_s=0.0 if processes.is_alone else 2.0):
+            with stop_at_signal(run.interrupt, echo_s=0.0 if processes.is_alone else 2.0):
+                self._opening.begin()
                 self._take_steps()
         finally:
             run.log.progress.stop()
             run.is_in_train = False
-            # Others may be stuck in the step that failed here, and answer nothing.
-            if processes.is_alone or sys.exc_info()[0] is None:
-                self._membership.apply_commands()
         seconds, waited_s = time.perf_counter() - started, processes.waited_s - waited_before_s
         # The last step need not be a multiple of `save_steps`.
         if not run.saver.is_current:
@@ -102,10 +104,12 @@ class StepLoop:
         started = time.perf_counter()
         work = self._plans.next_work()
         result = self._placement.placed.executor.run(work)
+        self._run.is_updating = True
         self._run.table.apply(result)
         # `apply` has waited for the device, so this is the time of the step and not of its launches.
         self._plans.record_step_time(result, time.perf_counter() - started)
         self._run.state.global_step += 1
+        self._run.is_updating = False
         self._num_stream_tokens += result.num_stream_tokens
 
     # ------------------------------------------------------------------ before a step
@@ -115,16 +119,20 @@ class StepLoop:
 
         This is also where the run moves to other replicas, as all processes stand between the same two steps.
         """
-        takes_step = self._world.agree_on_step(
+        wants_stop = self._world.agree_on_tasks(
             self._run.state.global_step,
-            self._placement.model,
             wants_stop=self._run.control.should_training_stop,
             replicas=self._relocation.target,
             last_step_s=self._plans.last_step_s,
+            num_commands=len(self._membership.queue.labels),
         )
         # Each process has a time of its own, and all must plan alike.
         self._plans.observe_step_time(self._world.slowest_s)
+        self._membership.apply_shared_commands()
         self._lifecycle.handle_changes()
+        # With those that the endings of other tasks have made room for.
+        self._world.compare_new_tasks(self._placement.model)
+        takes_step = bool(self._run.table.running) and not wants_stop
         # After the endings of other processes, as it is tasks that have come or gone that make a move pay.
         if takes_step and self._relocation.move_if_asked():
             self._plans.replan()
@@ -168,7 +176,7 @@ class StepLoop:
 
         What callbacks did is to end a task, or to ask for an evaluation or a save; `_agree_on_step` sees to stopping.
         """
-        if self._placement.acts_alone:
+        if self._world.processes.is_alone:
             return
         control = self._run.control
         asked = control.should_save, control.should_evaluate

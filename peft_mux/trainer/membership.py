@@ -2,41 +2,51 @@
 
 from __future__ import annotations
 
-import queue
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Iterable, Sequence
 
-from peft_mux.errors import ConfigError, closest
+from peft_mux.errors import ConfigError, PeftMuxError, ProcessError, closest
 from peft_mux.task import Task, TaskStatus
 from peft_mux.task_names import check_task_names
 from peft_mux.tasks.setup import make_task_runs
 from peft_mux.tasks.task_run import TaskRun
+from peft_mux.trainer.commands import Answer, Command, CommandQueue
 from peft_mux.trainer.lifecycle import Lifecycle
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run
+from peft_mux.trainer.world import World
 
 
 class Membership:
-    """The queue through which tasks come and go while a run trains.
+    """Lets tasks come and go while a run trains.
 
-    Commands wait until the step in progress is over, so that no step sees half of a change. Where no step is in
-    progress, as `train` does not run, they act at once.
+    What is asked for is checked in the thread that asks, and done by the one that trains, between two steps. Where no
+    run trains, it is done at once.
 
     Args:
         run: the run under way.
+        world: all processes of the run, which do the same things at the same step.
         placement: the model of this process, which takes adapters in and drops them.
         plans: the plan, made anew after a change.
         lifecycle: tells of the changes.
+
+    Attributes:
+        queue: what was asked for and is not done yet.
     """
 
-    def __init__(self, run: Run, placement: Placement, plans: PlanFollower, lifecycle: Lifecycle) -> None:
+    def __init__(self, run: Run, world: World, placement: Placement, plans: PlanFollower, lifecycle: Lifecycle) -> None:
         """Open an empty queue."""
-        self._run, self._placement, self._plans, self._lifecycle = run, placement, plans, lifecycle
-        # Other threads put commands in; the thread that trains takes them out.
-        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._run, self._world, self._placement, self._plans = run, world, placement, plans
+        self._lifecycle = lifecycle
+        self.queue = CommandQueue()
         self._arriving: set[str] = set()
+        # A tokenizer is changed by its calls, so one caller's rows are read after another's.
+        self._reading = threading.Lock()
 
-    def register(self, tasks: Sequence[Task]) -> None:
+    # ------------------------------------------------------------------ what is asked for
+
+    def register(self, tasks: Sequence[Task]) -> Answer:
         """Check tasks here, in the caller's thread, and add them at the next step boundary.
 
         Args:
@@ -46,45 +56,51 @@ class Membership:
             ConfigError: naming every setting that cannot be run; then none is added.
             DataError: naming the rows that cannot be trained on.
         """
-        taken = [*(run.name for run in self._run.table), *self._arriving]
-        check_task_names([task.name for task in tasks], taken)
-        self._placement.check(tasks)
-        source = self._placement.source
-        runs = make_task_runs(list(tasks), self._run.args, source.tokenizer, source.config)
-        # Names are taken from here on: another task of the same name may be registered before the step is over.
-        self._arriving.update(run.name for run in runs)
-        self._submit(lambda: self._arrive(runs))
+        names = [task.name for task in tasks]
+        with self._placement.lock:
+            check_task_names(names, [*(run.name for run in self._run.table), *self._arriving])
+            self._placement.check(tasks)
+            # Taken from here on: another caller may ask for the same name while these rows are read.
+            self._arriving.update(names)
+        try:
+            source = self._placement.source
+            with self._reading:
+                runs = make_task_runs(list(tasks), self._run.args, source.tokenizer, source.config)
+        except BaseException:
+            self._free_names(names)
+            raise
+        return self.queue.give(f"register {', '.join(names)}", lambda: self._arrive(runs))
 
-    def remove(self, name: str, *, save: bool) -> None:
+    def remove(self, name: str, *, save: bool) -> Answer:
         """Take a task out at the next step boundary.
 
         Args:
-            name: a task of the run.
+            name: a task of the run, or one that is on its way.
             save: whether its adapter is written first.
 
         Raises:
             ConfigError: for a name that no task has.
         """
-        self.run_of(name)
-        self._submit(lambda: self._depart(name, save))
+        self._require_known(name)
+        return self.queue.give(f"remove {name}", lambda: self._depart(name, save))
 
-    def pause(self, name: str) -> None:
-        """Let a task take no steps from the next step boundary on; one that does not run then stays as it is.
+    def pause(self, name: str) -> Answer:
+        """Let a task take no steps from the next step boundary on; one that waits then is not started.
 
         Raises:
-            ConfigError: for a name that no task has.
+            ConfigError: for a name that no task has; and, as the answer, for a task that has ended by then.
         """
-        self.run_of(name)
-        self._submit(lambda: self._change_status(name, TaskStatus.RUNNING, TaskStatus.PAUSED))
+        self._require_known(name)
+        return self.queue.give(f"pause {name}", lambda: self._pause(name))
 
-    def resume(self, name: str) -> None:
+    def resume(self, name: str) -> Answer:
         """Let a paused task go on from the next step boundary; one that is not paused then stays as it is.
 
         Raises:
-            ConfigError: for a name that no task has.
+            ConfigError: for a name that no task has; and, as the answer, for a task that has ended by then.
         """
-        self.run_of(name)
-        self._submit(lambda: self._change_status(name, TaskStatus.PAUSED, TaskStatus.RUNNING))
+        self._require_known(name)
+        return self.queue.give(f"resume {name}", lambda: self._resume(name))
 
     def run_of(self, name: str) -> TaskRun:
         """Return a task by name.
@@ -92,50 +108,70 @@ class Membership:
         Raises:
             ConfigError: for a name that no task has, with the closest one.
         """
-        table = self._run.table
-        if name not in table:
-            names = [run.name for run in table]
+        self._require_known(name, others=())
+        return self._run.table[name]
+
+    def _require_known(self, name: str, others: Iterable[str] | None = None) -> None:
+        """Refuse a name that no task has, among those of the run and those that are on their way."""
+        names = [run.name for run in self._run.table]
+        names += sorted(self._arriving) if others is None else others
+        if name not in names:
             raise ConfigError(f'got task "{name}"; allowed: {", ".join(names)}. {closest(name, names)}'.rstrip())
-        return table[name]
+
+    # ------------------------------------------------------------------ between two steps
 
     def apply_commands(self) -> None:
-        """Do what was asked for since the last step, and plan anew where that has changed anything."""
-        changed = False
-        while not self._commands.empty():
-            self._commands.get()()
-            changed = True
-        if changed:
+        """Do what was asked for since the last step; of several processes, what their callbacks asked for."""
+        self._carry_out(self.queue.take(None if self._world.processes.is_alone else ()))
+
+    def apply_shared_commands(self) -> None:
+        """Do what other threads have asked for on every process; to be called after `World.agree_on_tasks`."""
+        self._carry_out(self.queue.take(self._world.shared_commands(self.queue.labels)))
+
+    def finish_commands(self, failed: bool) -> bool:
+        """Do what still waits when a run ends; return whether there may be more to do.
+
+        Args:
+            failed: whether the run has ended by an error.
+        """
+        is_alone = self._world.processes.is_alone
+        # Others may be stuck in the step that failed here, and answer nothing.
+        if is_alone or not failed:
+            self.apply_commands()
+        return is_alone
+
+    def _carry_out(self, commands: Sequence[Command]) -> None:
+        """Carry commands out, and plan anew."""
+        for command in commands:
+            error = command.carry_out()
+            # Whoever asked is told, and the others go on; but without the other processes nobody does.
+            if isinstance(error, ProcessError):
+                raise error
+            if error is not None:
+                self._run.log.warn(f"{command.label}: not done: {_text(error)}")
+                self._run.log.event("command_refused", command=command.label, reason=_text(error))
+        if commands:
             # Planned first, so that a new task which fits is told of as running, not as waiting before that.
             self._plans.replan()
             self._lifecycle.handle_changes()
 
-    def _submit(self, command: Callable[[], None]) -> None:
-        """Carry a command out at the next step boundary, or at once where the run does not train."""
-        if self._run.is_in_train:
-            self._commands.put(command)
-        else:
-            command()
-
     def _arrive(self, runs: list[TaskRun]) -> None:
         """Take checked tasks into the model and the table; they wait there until a plan admits them."""
-        self._arriving.difference_update(run.name for run in runs)
         try:
+            # What PEFT refuses as late as at its injection is told to who asked: the others train on.
             self._placement.register(runs)
-        except ConfigError as error:
-            if not self._run.is_in_train:
-                raise
-            # PEFT refused it as late as at its injection: those that train must not end for one that never began.
-            self._run.log.warn(f"not registered: {error}")
-            self._run.log.event("arrival_refused", tasks=[run.name for run in runs], reason=str(error))
-            return
-        for run in runs:
-            self._run.table.add(run)
+            for run in runs:
+                self._run.table.add(run)
+        finally:
+            self._free_names([run.name for run in runs])
+
+    def _free_names(self, names: Iterable[str]) -> None:
+        with self._placement.lock:
+            self._arriving.difference_update(names)
 
     def _depart(self, name: str, save: bool) -> None:
         """Take a task out of every part that holds something of it, saving its adapter first where asked to."""
-        if name not in self._run.table:  # removed by a command before this one
-            return
-        run = self._run.table[name]
+        run = self.run_of(name)
         if not run.status.is_final:
             run.end(TaskStatus.REMOVED, "" if save else "not saved")
         # Saved before it is dropped: the saver reads the table and the model.
@@ -148,9 +184,29 @@ class Membership:
         self._placement.remove(name)
         self._run.log.event("status", task=name, step=run.step, status="removed")
 
-    def _change_status(self, name: str, before: TaskStatus, after: TaskStatus) -> None:
-        """Give a task another status if it has the one before it."""
-        table = self._run.table
-        # It may have ended or been removed since it was asked for.
-        if name in table and table[name].status is before:
-            table[name].status = after
+    def _pause(self, name: str) -> None:
+        """Let a task rest, which goes on from where it is or starts from where it waits."""
+        run = self._require_unended(name)
+        if run.status is not TaskStatus.PAUSED:
+            run.status, run.reason = TaskStatus.PAUSED, ""
+
+    def _resume(self, name: str) -> None:
+        """Let a task that rests go on; one that has never been started waits for a plan to admit it."""
+        run = self._require_unended(name)
+        if run.status is TaskStatus.PAUSED:
+            run.status = TaskStatus.WAITING if run.optimizer is None else TaskStatus.RUNNING
+
+    def _require_unended(self, name: str) -> TaskRun:
+        """Return a task that may take further steps.
+
+        Raises:
+            ConfigError: if it has ended or was removed since it was asked for.
+        """
+        run = self.run_of(name)
+        if run.status.is_final:
+            raise ConfigError(f'got task "{name}", which has ended ({run.status}); allowed: one that has not.')
+        return run
+
+
+def _text(error: Exception) -> str:
+    return str(error) if isinstance(error, PeftMuxError) else f"{type(error).__name__}: {error}"

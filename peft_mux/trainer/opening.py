@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from peft_mux.checkpoint.run_folder import RunFolder, open_run_folder, resume_tasks
 from peft_mux.checkpoint.saver import describe_run
+from peft_mux.errors import CheckpointError
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.progress import make_progress
 from peft_mux.task import TaskStatus
@@ -31,29 +33,52 @@ class Opening:
         self._has_trained = False
 
     def open(self, resume: str | bool | None) -> None:
-        """Connect the processes, load the model, open the run folder, restore the tasks, plan, and tell callbacks.
+        """Connect the processes, load the model, open the run folder, restore the tasks, and plan.
 
         Args:
-            resume: `True` for the newest state in the run folder, another run's folder, or nothing to start afresh;
-                where this run has trained before, it goes on from where it is.
+            resume: `True` for the newest state in the run folder, another run's folder, or nothing for what the
+                arguments say; a run that has trained before then goes on from where it is.
 
         Raises:
-            CheckpointError: if there is nothing to resume from, or the folder holds a run that is not resumed.
+            CheckpointError: if there is nothing to resume from, the folder holds a run that is not resumed, or the
+                step before was cut off where only a saved state can be gone on from.
             ConfigError: if processes were given unlike settings, or nothing fits into memory.
         """
+        # The argument is for a run that begins, or it would throw away what this trainer has done since.
+        resume = resume or (None if self._has_trained else self._run.args.resume_from_checkpoint)
+        if not resume:
+            self._require_whole_step()
         # Compared before anything is loaded: unlike settings are told in seconds, and could be a hang later on.
         self._world.connect(resume=resume)
         placed = self._placement.materialise(self._plans.plan_stages)
         fingerprint = self._world.compare_frozen_weights(type(placed.model.backbone).__name__, placed.samples)
         self._open_folder(is_resumed=bool(resume), fingerprint=fingerprint)
-        if resume and not self._has_trained:
+        if resume:
             self._restore(self._run.root if resume is True else Path(resume), fingerprint)
+        self._drop_gradients()
         self._has_trained = True
         # After the tasks are restored, as those that have ended or are paused take no part in a plan.
         plan = self._plans.replan()
         if self._run.saver.is_writer:
             describe_run(self._run.root, self._run.args, self._run.table, plan)
-        self._begin_training()
+
+    def _require_whole_step(self) -> None:
+        """Refuse to go on from a step that some tasks have taken and others have not.
+
+        Raises:
+            CheckpointError: saying what to go on from.
+        """
+        if self._run.is_updating:
+            raise CheckpointError(
+                f"train: got a run whose step {self._run.state.global_step + 1} was cut off while its tasks were "
+                "updated; allowed: train(resume_from_checkpoint=True), which goes on from the last saved state."
+            )
+
+    def _drop_gradients(self) -> None:
+        """Forget what a step that was cut off has added up: the step is taken again, from its beginning."""
+        for run in self._run.table:
+            if run.optimizer is not None:
+                run.optimizer.zero_gradients()
 
     def _open_folder(self, *, is_resumed: bool, fingerprint: str) -> None:
         """Open the run folder, unless it is open or nothing is to be saved; then the metrics file and the progress."""
@@ -78,7 +103,10 @@ class Opening:
     def _restore(self, root: Path, fingerprint: str) -> None:
         """Start all tasks and put them back to where a run's newest state left them."""
         table, log, saver = self._run.table, self._run.log, self._run.saver
+        stepped = [run.name for run in table if run.step > 0]
         for run in table:
+            if self._has_trained:
+                run.start_over()
             # A state is read into an optimizer, so that every task has to have one first.
             if run.status is TaskStatus.WAITING:
                 self._placement.start(run)
@@ -88,6 +116,8 @@ class Opening:
             folder = RunFolder(root, model, is_writer=saver.is_writer, fingerprint=fingerprint)
         self._world.processes.wait_for_all()  # others read the folder when the first one has put it in order
         self._run.state.global_step = resume_tasks(folder, table, log.warn)
+        self._require_restored(stepped, folder)
+        self._run.is_updating = False
         if folder is not saver.folder:  # what has ended elsewhere is part of what this folder is resumed from
             for run in table:
                 if run.status.is_final:
@@ -95,13 +125,28 @@ class Opening:
         # Steps after the state are taken again, and must not stand in the file twice.
         log.metrics.truncate_after(self._run.state.global_step)
 
-    def _begin_training(self) -> None:
+    def _require_restored(self, names: Sequence[str], folder: RunFolder) -> None:
+        """Require that tasks which have taken steps in this trainer are part of the state that it went back to.
+
+        Raises:
+            CheckpointError: naming each that is not: its initial weights are gone.
+        """
+        saved = {name for record, _ in folder.records()[-1:] for name in record["tasks"]}
+        lost = [name for name in names if name not in saved]
+        if lost:
+            raise CheckpointError(
+                f"resume_from_checkpoint: got {folder.root}, whose newest state does not have {', '.join(lost)}, which "
+                "has taken steps in this trainer; allowed: tasks of that state. Make a new trainer to resume with, or "
+                "remove the task and register it again."
+            )
+
+    def begin(self) -> None:
         """Switch the run to training, and tell callbacks."""
         run = self._run
         # From here on commands wait for a step boundary, those of on_train_begin below among them.
         run.is_in_train = True
         # A stop that ended the training before this one would end it before its first step.
-        run.control.should_training_stop = False
+        run.control.should_training_stop, run.interrupted_by = False, 0
         run.log.progress.start(run.table)
         # Where tasks stand at the beginning is no change to tell of.
         run.table.collect()

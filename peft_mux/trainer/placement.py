@@ -11,6 +11,7 @@ the description at first, `placed.model` once it is loaded.
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -50,6 +51,7 @@ class Placement:
         tasks: what the model is made of now, in the order in which the tasks came.
         part: which part of the model this process holds.
         outline: the whole model, possibly without weights, from which plans are made; `None` while it is let go of.
+        lock: held while adapters come and go, and by threads that look at them.
 
     Raises:
         ConfigError: naming every task and field that the layout of the processes does not allow.
@@ -61,6 +63,7 @@ class Placement:
     ) -> None:
         """Check what the layout allows; load nothing."""
         self.source = source
+        self.lock = threading.RLock()
         self.tasks = list(tasks)
         self._run, self._world = run, world
         self._class_counts = class_counts(list(run.table))
@@ -88,13 +91,6 @@ class Placement:
     def model(self) -> Any:
         """The model as it is now: a description, what this process trains with, or `None` while it is let go of."""
         return self._described if self._placed is None else self._placed.model
-
-    @property
-    def acts_alone(self) -> bool:
-        """Whether this process needs no other to evaluate and save: it has a whole model, and no rows are shared."""
-        is_whole = self._world.layout.is_data_parallel and not self._run.args.shard_backbone
-        evaluates = any(run.eval_data is not None for run in self._run.table)
-        return self._world.processes.is_alone or (is_whole and not evaluates)
 
     @property
     def row_share(self) -> EvaluationShare:
@@ -133,12 +129,13 @@ class Placement:
             ConfigError: if the weights cannot be loaded.
             ProcessError: if another process does not come.
         """
-        if self._placed is None:
-            self._placed = self._load(plan_stages)
-            self._described = None
-            self._set_up_saver()
-            self._notify_listeners()
-        return self._placed
+        with self.lock:
+            if self._placed is None:
+                self._placed = self._load(plan_stages)
+                self._described = None
+                self._set_up_saver()
+                self._notify_listeners()
+            return self._placed
 
     def _load(self, plan_stages: Callable[[], Plan]) -> ParallelModel:
         """Load this process's part of what is described; the plan says how the layers are cut into stages."""
@@ -197,26 +194,28 @@ class Placement:
         counts = class_counts(runs)
         configs = {run.name: run.task.peft_config for run in runs}
         seeds = {run.name: run.hyper.seed for run in runs}
-        # The outline first: what PEFT refuses it refuses there, before the part that trains is touched.
-        if self.outline is not self.model:
-            self.outline.register_tasks(configs, seeds=seeds, num_labels=counts)
-        if self._placed is not None:
-            self._placed.register(configs, seeds, counts)
-        else:
-            whole = self.part.is_whole
-            register_tasks(self.model, configs, seeds=seeds, counts=counts, is_whole=whole, tensor_parallel=None)
-        for model in (self.outline, self.model):
-            assign_objectives(model, [run.task for run in runs])
-        self._class_counts.update(counts)
-        self.tasks = [*self.tasks, *(run.task for run in runs)]
+        with self.lock:
+            # The outline first: what PEFT refuses it refuses there, before the part that trains is touched.
+            if self.outline is not self.model:
+                self.outline.register_tasks(configs, seeds=seeds, num_labels=counts)
+            if self._placed is not None:
+                self._placed.register(configs, seeds, counts)
+            else:
+                whole = self.part.is_whole
+                register_tasks(self.model, configs, seeds=seeds, counts=counts, is_whole=whole, tensor_parallel=None)
+            for model in (self.outline, self.model):
+                assign_objectives(model, [run.task for run in runs])
+            self._class_counts.update(counts)
+            self.tasks = [*self.tasks, *(run.task for run in runs)]
 
     def remove(self, name: str) -> None:
         """Take a task out of the model and of its outline."""
-        self.tasks = [task for task in self.tasks if task.name != name]
-        self._class_counts.pop(name, None)
-        # One object where the process holds the whole model, which must be asked only once.
-        for model in {id(own): own for own in (self.model, self.outline)}.values():
-            model.remove_tasks([name])
+        with self.lock:
+            self.tasks = [task for task in self.tasks if task.name != name]
+            self._class_counts.pop(name, None)
+            # One object where the process holds the whole model, which must be asked only once.
+            for model in {id(own): own for own in (self.model, self.outline)}.values():
+                model.remove_tasks([name])
 
     # ------------------------------------------------------------------ other replicas
 

@@ -124,6 +124,10 @@ class Relocation:
 
     def _move(self, target: ModelPart) -> None:
         """Save all tasks, give up the model, and load the part of the new replicas that this process holds."""
+        with self._placement.lock:  # no thread looks at a model that is let go of
+            self._move_locked(target)
+
+    def _move_locked(self, target: ModelPart) -> None:
         self._target = None
         started, before, was_placed = time.perf_counter(), self._world.layout, self._placement.is_placed
         if was_placed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -71,6 +72,7 @@ class Reporter:
             Number of steps of the run so far, mean of the tasks' last losses, and metrics with `task/metric` keys.
         """
         records = self._world.gather_records(num_tokens, seconds, waited_s)
+        self._tell_interruption()
         metrics = self._metrics(seconds, self._replica_tokens(records), num_steps)
         self._run.log.event("run", **metrics)
         self._log_dispatch_times()
@@ -83,6 +85,24 @@ class Reporter:
         finite = [run.last_loss for run in self._run.table if run.last_loss == run.last_loss]
         return TrainOutput(self._run.state.global_step, sum(finite) / max(len(finite), 1), metrics)
 
+    def _tell_interruption(self) -> None:
+        """Say that a signal has ended the training, and how to go on; all processes call this."""
+        run = self._run
+        # It need not have reached every process.
+        run.interrupted_by = max(self._world.processes.gather(run.interrupted_by))
+        if run.interrupted_by:
+            name, step = signal.Signals(run.interrupted_by).name, run.state.global_step
+            run.log.event("interrupted", signal=name, is_saved=run.saver.folder is not None and run.saver.is_current)
+            run.log.warn(f"interrupted by {name} after step {step}; {self._way_on()}")
+
+    def _way_on(self) -> str:
+        run = self._run
+        if run.saver.folder is None:
+            return 'nothing is saved (save_strategy="no"); train() of this trainer goes on from here'
+        if not run.saver.is_current:
+            return f"this step could not be saved in {run.root}, so that a new process goes on from the state before it"
+        return f"saved in {run.root}; go on with train(resume_from_checkpoint=True), or peft-mux train FILE --resume"
+
     def _metrics(self, seconds: float, num_tokens: int, num_steps: int) -> dict[str, float]:
         metrics = {
             "train_runtime": seconds,
@@ -92,6 +112,8 @@ class Reporter:
         ratio = self._plans.planner.time_ratio
         if ratio is not None:
             metrics["measured_over_planned_time"] = ratio
+        if self._run.interrupted_by:
+            metrics["interrupted_by"] = self._run.interrupted_by
         return metrics | {f"{run.name}/train_loss": run.last_loss for run in self._run.table}
 
     def _replica_tokens(self, records: Sequence[RankRecord]) -> int:

@@ -43,6 +43,9 @@ class Run:
         log: takes every number and event.
         saver: writes adapters and states.
         is_in_train: whether `train` is between its first and its last step.
+        is_updating: whether tasks are being updated. Where it still is after a step was cut off, some tasks have taken
+            that step and others have not, so that nothing but a saved state can be gone on from.
+        interrupted_by: number of the signal that the last training was ended by; 0 for none.
     """
 
     args: MultiTaskTrainingArguments
@@ -53,11 +56,18 @@ class Run:
     log: RunLog
     saver: Saver
     is_in_train: bool = False
+    is_updating: bool = False
+    interrupted_by: int = 0
 
     @property
     def root(self) -> Path:
         """Folder of the run."""
         return output_folder(self.args)
+
+    def interrupt(self, number: int) -> None:
+        """Ask for an end at the next step boundary because of a signal."""
+        self.interrupted_by = number
+        self.request_stop()
 
     def request_stop(self) -> None:
         """Ask for an end at the next step boundary."""

@@ -7,6 +7,7 @@ The trainer makes the parts of a run and holds them; each of its methods asks on
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -147,7 +148,7 @@ class MultiTaskTrainer(Trainer):
             share=lambda: placement.row_share,
         )
         lifecycle = Lifecycle(run, placement, plans)
-        self._membership = Membership(run, placement, plans, lifecycle)
+        self._membership = Membership(run, world, placement, plans, lifecycle)
         self._relocation = Relocation(run, world, placement, plans)
         self._reporter = Reporter(run, world, plans, evaluator)
         self._opening = Opening(run, world, placement, plans)
@@ -189,6 +190,11 @@ class MultiTaskTrainer(Trainer):
         """Ignore the value: Trainer's constructor sets it, but `Run.is_in_train` is what counts."""
 
     @property
+    def interrupted_by(self) -> int:
+        """Number of the signal that ended the last training; 0 where none did."""
+        return self._run.interrupted_by
+
+    @property
     def tasks(self) -> list[Task]:
         """The tasks of the run, in the order in which they came."""
         return self._placement.tasks
@@ -226,7 +232,8 @@ class MultiTaskTrainer(Trainer):
         Raises:
             ConfigError: if nothing fits into memory, naming the cheapest fixes; or for unknown devices.
         """
-        return self._plans.plan(devices, num_stages=num_stages, devices_per_stage=devices_per_stage)
+        stages = {"num_stages": num_stages, "devices_per_stage": devices_per_stage}
+        return self._membership.queue.ask("plan", lambda: self._plans.plan(devices, **stages))
 
     def plan_deployment(self, devices: str | None = None, *, measured: LayerProfile | None = None) -> DeploymentReport:
         """Return the replicas that would train these tasks fastest (LobRA), and what stands beside them.
@@ -268,22 +275,23 @@ class MultiTaskTrainer(Trainer):
 
         Args:
             resume_from_checkpoint: `True` for the newest state in `output_dir`, or another run's folder. Every task
-                goes on exactly where that state left it.
+                goes on exactly where that state left it, also in a trainer that has trained since.
             **unsupported: Trainer's other arguments are refused.
 
         Returns:
-            Number of run steps, mean of the tasks' last losses, and metrics with `task/metric` keys.
+            Number of run steps, mean of the tasks' last losses, and metrics with `task/metric` keys. Where Ctrl-C or
+            SIGTERM has ended the training, `interrupted_by` among the metrics is the number of the signal.
 
         Raises:
             CheckpointError: if there is nothing to resume from, or `output_dir` holds a run that is not resumed.
+            ConfigError: if another thread trains.
         """
         refuse_trainer_arguments(unsupported)
-        resume = resume_from_checkpoint or self.args.resume_from_checkpoint
         with self._world.processes.together(), keeping_freed_memory(self.args.device):
-            return self._loop.train(resume)
+            return self._loop.train(resume_from_checkpoint)
 
     def evaluate(self, task: str | None = None, **unsupported: Any) -> dict[str, float]:  # type: ignore[override]
-        """Evaluate one task, or all that have held-out rows.
+        """Evaluate one task, or all that have held-out rows; from another thread, after the step in progress.
 
         Args:
             task: name of the task; by default all.
@@ -296,6 +304,10 @@ class MultiTaskTrainer(Trainer):
             ConfigError: for a name that no task has, or a task without held-out rows.
         """
         refuse_trainer_arguments(unsupported)
+        label = "evaluate" if task is None else f"evaluate {task}"
+        return self._membership.queue.ask(label, lambda: self._evaluate(task))
+
+    def _evaluate(self, task: str | None) -> dict[str, float]:
         self._placement.materialise(self._plans.plan_stages)
         names = [task] if task is not None else [run.name for run in self.table if run.eval_data is not None]
         results: dict[str, float] = {}
@@ -306,6 +318,9 @@ class MultiTaskTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write every task's adapter, each at the root of its sub-folder, loadable by plain PEFT."""
+        self._membership.queue.ask("save_model", lambda: self._save_model(output_dir))
+
+    def _save_model(self, output_dir: str | None) -> None:
         self._placement.materialise(self._plans.plan_stages)
         for run in self.table:
             # On every process: where each holds a part of the adapter, the writer needs all of them.
@@ -315,29 +330,35 @@ class MultiTaskTrainer(Trainer):
 
     # ------------------------------------------------------------- while it trains
 
-    def register_tasks(self, tasks: Sequence[Task]) -> None:
+    def register_tasks(self, tasks: Sequence[Task]) -> Future[None]:
         """Add tasks; while `train` runs (this may be called from a callback or another thread) at the next step.
 
-        Their configuration and rows are checked here, in the caller's thread. What PEFT itself refuses only when it
-        makes the adapter is told as a warning and in `metrics.jsonl`, if the others train by then.
+        Their configuration and rows are checked here, in the caller's thread.
+
+        Returns:
+            A future that tells when they have come in, or why not: what PEFT refuses only when it makes the adapter is
+            also told as a warning and in `metrics.jsonl`. Of several processes, each has to ask.
 
         Raises:
             ConfigError: naming every setting that cannot be run; then none is added.
             DataError: naming the rows that cannot be trained on.
         """
-        self._membership.register(tasks)
+        return self._membership.register(tasks)
 
-    def remove_task(self, name: str, *, save: bool = True) -> None:
-        """Take a task out at the next step boundary; its adapter is written first unless `save` is `False`."""
-        self._membership.remove(name, save=save)
+    def remove_task(self, name: str, *, save: bool = True) -> Future[None]:
+        """Take a task out at the next step boundary; its adapter is written first unless `save` is `False`.
 
-    def pause_task(self, name: str) -> None:
+        The future tells when it is out, here as in `pause_task` and `resume_task`.
+        """
+        return self._membership.remove(name, save=save)
+
+    def pause_task(self, name: str) -> Future[None]:
         """Keep a task's exact state and take no steps of it until `resume_task`."""
-        self._membership.pause(name)
+        return self._membership.pause(name)
 
-    def resume_task(self, name: str) -> None:
+    def resume_task(self, name: str) -> Future[None]:
         """Let a paused task go on where it stopped."""
-        self._membership.resume(name)
+        return self._membership.resume(name)
 
     def redeploy(self, replicas: str) -> None:
         """Move the run to other replicas; while `train` runs, at the next step. Every process calls this alike.
@@ -348,7 +369,7 @@ class MultiTaskTrainer(Trainer):
         Raises:
             ConfigError: if there are not as many processes, or the model cannot be read again.
         """
-        self._relocation.redeploy(replicas)
+        self._membership.queue.ask(f"redeploy {replicas}", lambda: self._relocation.redeploy(replicas))
 
     # ------------------------------------------------------------- internal
 

@@ -7,7 +7,8 @@ every step on where each task stands, and tell at the end what each of them has 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -25,7 +26,6 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.reporting.report import RankRecord
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.table import TaskTable
-from peft_mux.tasks.task_run import TaskRun
 
 try:
     import resource
@@ -116,37 +116,57 @@ class World:
         raise_faults(faults)
         return fingerprint(kind, whole)
 
-    def agree_on_step(
-        self,
-        step: int,
-        model: MultiTaskPeftModel,
-        *,
-        wants_stop: bool,
-        replicas: str = "",
-        last_step_s: float = 0.0,
+    def agree_on_tasks(
+        self, step: int, *, wants_stop: bool, replicas: str = "", last_step_s: float = 0.0, num_commands: int = 0
     ) -> bool:
-        """Agree on whether there is another step, and of which tasks.
+        """Agree on which tasks there are and where they stand, and on whether to stop.
 
         A task that a callback or metric of its own has ended on one process ends on all.
 
         Args:
             step: steps that the run has taken, the same number on every process.
-            model: the model of this process, with the adapters of all tasks.
             wants_stop: whether this process was asked to stop; then all of them stop here.
             replicas: replicas to which this process was asked to move, in LobRA's notation; "" for none.
             last_step_s: seconds that the last step took here; `slowest_s` is then that of the slowest process.
+            num_commands: how many commands of other threads wait here; see `shared_commands`.
+
+        Returns:
+            Whether any process was asked to stop.
 
         Raises:
             ProcessError: on every process, if tasks differ otherwise.
-            ConfigError: on every process, if new tasks differ in settings or initial weights.
         """
         endings, stops = self._agreement.on_tasks(
-            step, self.table, wants_stop=wants_stop, replicas=replicas, last_step_s=last_step_s
+            step,
+            self.table,
+            wants_stop=wants_stop,
+            replicas=replicas,
+            last_step_s=last_step_s,
+            num_commands=num_commands,
         )
-        # Endings first, so that all processes find the same new tasks and come to the comparison together.
         self._apply_endings(endings)
-        self._compare_new_tasks(self.table.running, model)
-        return bool(self.table.running) and not stops
+        return stops
+
+    def shared_commands(self, labels: Sequence[str]) -> list[str]:
+        """Return the commands that wait on every process, in the order of the first; to be read after `agree_on_tasks`.
+
+        Other threads ask at a time of their own on each process. What has not come to all of them yet waits.
+
+        Args:
+            labels: the commands that wait here, in words.
+        """
+        if not self._agreement.has_commands:
+            return []
+        everywhere = self.processes.gather(list(labels))
+        counts = Counter(everywhere[0])
+        for one in everywhere[1:]:
+            counts &= Counter(one)
+        shared = []
+        for label in everywhere[0]:
+            if counts[label] > 0:
+                counts[label] -= 1
+                shared.append(label)
+        return shared
 
     @property
     def slowest_s(self) -> float:
@@ -204,9 +224,16 @@ class World:
         words += [f"shard {place.tp_rank + 1} of {replica.tp}"] if replica.tp > 1 else []
         return ", ".join(words)
 
-    def _compare_new_tasks(self, runs: Iterable[TaskRun], model: MultiTaskPeftModel) -> None:
-        """Require that tasks which run for the first time have equal settings and initial weights on all processes."""
-        new = [run for run in runs if run.name not in self._compared]
+    def compare_new_tasks(self, model: MultiTaskPeftModel) -> None:
+        """Require that tasks which run for the first time have equal settings and initial weights on all processes.
+
+        Args:
+            model: the model of this process, with the adapters of all tasks.
+
+        Raises:
+            ConfigError: on every process, if new tasks differ in settings or initial weights.
+        """
+        new = [run for run in self.table.running if run.name not in self._compared]
         if not new or self.processes.is_alone:
             return
         self._compared |= {run.name for run in new}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -91,7 +92,7 @@ class FakePlacement:
     def __init__(self, calls: Calls, refuses: Exception | None = None) -> None:
         self.calls, self.refuses = calls, refuses
         self.source = SimpleNamespace(tokenizer=None, config=tiny_llama().config, model="a/folder")
-        self.is_placed, self.acts_alone = True, True
+        self.is_placed, self.lock = True, threading.RLock()
         self.part = SimpleNamespace(num_stages=1, tp_size=1)
         self.outline: Any = "outline"
         self.model = SimpleNamespace(backbone=None, task_parameters=lambda name: {"weight": name})

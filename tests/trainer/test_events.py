@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from peft_mux import CheckpointError, ConfigError, MultiTaskTrainer, Task
+from peft_mux.errors import ForcedInterrupt
 from tests.invariants.mux_lab import Recorder, Run, make_trainer, small_task, train
 
 
@@ -177,8 +178,8 @@ def test_an_arrival_that_peft_refuses_when_it_makes_the_adapter_does_not_end_the
     assert [task.name for task in run.trainer.tasks] == ["own"]
     assert run.trainer.model.tasks == ("own",)
     assert "tasks.late.peft_config: PEFT refuses it" in caplog.text
-    (line,) = [line for line in records(tmp_path) if line["event"] == "arrival_refused"]
-    assert line["tasks"] == ["late"]
+    (line,) = [line for line in records(tmp_path) if line["event"] == "command_refused"]
+    assert line["command"] == "register late"
 
 
 # --------------------------------------------------------------------- failures
@@ -239,6 +240,9 @@ def test_an_interrupt_ends_the_run_at_a_step_with_everything_saved_and_resumes_e
         save_steps=100,
     )
     assert signal.getsignal(number) is before, "the handler of the caller is back in place"
+    assert run.trainer.interrupted_by == number
+    (line,) = [line for line in records(tmp_path / "a") if line["event"] == "interrupted"]
+    assert (line["signal"], line["is_saved"]) == (number.name, True)
     assert {entry.step for entry in run.trainer.table} == {3}
     assert (tmp_path / "a" / "state" / "run-00000003.json").is_file()
     whole = train(tasks, tmp_path / "b")
@@ -254,7 +258,7 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
     trainer = make_trainer([small_task("own", data_seed=1)], tmp_path, recorder=act({2: twice}))
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(ForcedInterrupt):
         trainer.train()
     assert trainer.table["own"].step == 2
     assert not trainer.is_in_train

@@ -11,6 +11,7 @@ import pytest
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.table import TaskTable
+from peft_mux.trainer.commands import CommandQueue
 from peft_mux.trainer.loop import StepLoop
 from peft_mux.trainer.run import Run
 from tests.trainer.parts import Calls, FakePlacement, FakePlans, make_run, start_all
@@ -22,10 +23,15 @@ class FakeWorld:
     def __init__(self, num_steps: int) -> None:
         self.processes, self.left, self.slowest_s = Processes(), num_steps, 0.25
 
-    def agree_on_step(self, step: int, model: Any, *, wants_stop: bool, replicas: str, last_step_s: float) -> bool:
-        del step, model, replicas, last_step_s
+    def agree_on_tasks(
+        self, step: int, *, wants_stop: bool, replicas: str, last_step_s: float, num_commands: int
+    ) -> bool:
+        del step, replicas, last_step_s, num_commands
         self.left -= 1
-        return self.left >= 0 and not wants_stop
+        return self.left < 0 or wants_stop
+
+    def compare_new_tasks(self, model: Any) -> None:
+        del model
 
 
 def loop_of(run: Run, calls: Calls, num_steps: int, monkeypatch: pytest.MonkeyPatch) -> StepLoop:
@@ -50,12 +56,17 @@ def loop_of(run: Run, calls: Calls, num_steps: int, monkeypatch: pytest.MonkeyPa
         "plans": FakePlans(run, calls),
         "collator": SimpleNamespace(micro_batches=lambda batches, max_tokens: ()),
         "lifecycle": SimpleNamespace(handle_changes=write_down("tell")),
-        "membership": SimpleNamespace(apply_commands=write_down("commands")),
+        "membership": SimpleNamespace(
+            apply_commands=write_down("commands"),
+            apply_shared_commands=lambda: None,
+            finish_commands=lambda failed: calls.append(("finish", failed)),
+            queue=CommandQueue(),
+        ),
         "relocation": SimpleNamespace(target="", move_if_asked=lambda: False),
         "reporter": SimpleNamespace(
             log_if_due=write_down("log"), evaluate_if_due=write_down("evaluate"), finish=finish
         ),
-        "opening": SimpleNamespace(open=open_run),
+        "opening": SimpleNamespace(open=open_run, begin=write_down("begin")),
     }
     return StepLoop(run, **parts)
 
@@ -77,7 +88,8 @@ def test_a_run_agrees_steps_and_follows_up_until_there_is_no_other_step(
     step = ["next_work", ("run", "a", "b"), ("apply", "a", "b"), ("took", 20)]
     after = ["log", "evaluate", "tell", ("save due", "a", "b"), "commands"]
     agreed = [("learn", 0.25), "tell"]
-    assert calls == [("open", None), "commands", *agreed, *step, *after, *agreed, *step, *after, *agreed, "commands"]
+    steps = [*agreed, *step, *after, *agreed, *step, *after, *agreed]
+    assert calls == [("open", None), "begin", "commands", *steps, ("finish", False)]
     assert (num_tokens, num_steps) == (50, 2)
     assert not run.is_in_train
 
@@ -96,7 +108,8 @@ def test_a_step_that_raises_leaves_no_run_that_seems_to_train(tmp_path: Path, mo
     screen: Any = run.log.progress
     assert screen.is_stopped
     assert not run.is_in_train
-    assert calls[-1] == "commands", "what was asked for meanwhile is not lost"
+    assert calls[-1] == ("finish", True), "what was asked for meanwhile is not lost"
+    assert run.is_updating, "some tasks may have taken the step and others not"
 
 
 def test_a_task_whose_last_update_broke_it_fails_instead_of_succeeding(

@@ -109,6 +109,8 @@ def test_a_run_that_is_opened_has_a_folder_a_plan_and_says_so(tmp_path: Path) ->
     opening.open(None)
     assert placement.is_placed
     assert calls == ["replan"]
+    assert not run.is_in_train
+    opening.begin()
     assert run.is_in_train
     assert run.saver.folder is not None
     assert {"config.json", "plan.json", "state"} <= {path.name for path in run.root.iterdir()}

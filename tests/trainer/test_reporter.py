@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,11 @@ def reporter_of(run: Run, calls: Calls, *, num_ranks: int = 1) -> Reporter:
         calls.note("evaluate", own.name)
         return {f"{own.name}/eval_loss": 1.0}
 
-    world: Any = SimpleNamespace(gather_records=records, layout=ParallelLayout.of(num_ranks), records=())
+    # The numbers of all ranks, of which one knows of a signal.
+    processes = SimpleNamespace(gather=lambda value: [0] * (num_ranks - 1) + [value])
+    world: Any = SimpleNamespace(
+        gather_records=records, layout=ParallelLayout.of(num_ranks), records=(), processes=processes
+    )
     plans: Any = FakePlans(run, calls)
     evaluator: Any = SimpleNamespace(evaluate=evaluate)
     return Reporter(run, world, plans, evaluator)
@@ -97,6 +102,26 @@ def test_a_run_comes_to_the_mean_of_the_finite_last_losses_and_rates_of_all_repl
     assert output.metrics["train_steps_per_second"] == 2.0
     assert output.metrics["a/train_loss"] == 0.5
     assert "measured_over_planned_time" not in output.metrics
+
+
+@pytest.mark.parametrize(
+    ("strategy", "way_on"),
+    [
+        ("no", 'nothing is saved (save_strategy="no"); train() of this trainer goes on from here'),
+        ("steps", "saved in {root}; go on with train(resume_from_checkpoint=True), or peft-mux train FILE --resume"),
+    ],
+)
+def test_a_run_that_a_signal_has_ended_says_so_and_how_to_go_on(tmp_path: Path, strategy: str, way_on: str) -> None:
+    run = make_run(tmp_path, save_strategy=strategy)
+    if strategy == "steps":
+        folder: Any = object()
+        run.saver.open(folder)
+        run.saver._saved_step = 7
+    run.state.global_step = 7
+    run.interrupt(signal.SIGTERM)
+    output = reporter_of(run, Calls(), num_ranks=2).finish(2.0, 0.5, num_tokens=100, num_steps=4)
+    assert output.metrics["interrupted_by"] == signal.SIGTERM
+    assert lines(run) == [f"interrupted by SIGTERM after step 7; {way_on.format(root=tmp_path)}"]
 
 
 def test_the_report_names_no_folder_where_nothing_is_saved(tmp_path: Path) -> None:

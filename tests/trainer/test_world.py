@@ -13,14 +13,27 @@ from peft_mux.trainer.world import World
 from tests.trainer.parts import make_run, start_all
 
 
-def test_one_process_steps_while_a_task_runs_and_nobody_asks_it_to_stop(tmp_path: Path) -> None:
+def test_one_process_stops_when_it_was_asked_to_and_shares_its_commands_with_itself(tmp_path: Path) -> None:
     run, model = make_run(tmp_path), None
     world: Any = World(run.args, run.table)
-    assert not world.agree_on_step(0, model, wants_stop=False)
     start_all(run)
-    assert world.agree_on_step(0, model, wants_stop=False, last_step_s=0.5)
+    assert not world.agree_on_tasks(0, wants_stop=False, last_step_s=0.5)
     assert world.slowest_s == 0.5
-    assert not world.agree_on_step(0, model, wants_stop=True)
+    assert world.shared_commands(["pause a"]) == [], "none waited when the processes agreed"
+    assert world.agree_on_tasks(0, wants_stop=True, num_commands=1)
+    assert world.shared_commands(["pause a"]) == ["pause a"]
+    world.compare_new_tasks(model)
+
+
+def test_commands_are_shared_as_often_as_every_process_has_them_and_in_the_order_of_the_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path)
+    world: Any = World(run.args, run.table)
+    everywhere = [["pause b", "pause a", "pause a", "remove b"], ["pause a", "pause a", "resume a", "pause b"]]
+    monkeypatch.setattr(world.processes, "gather", lambda labels: everywhere)
+    world.agree_on_tasks(0, wants_stop=False, num_commands=4)
+    assert world.shared_commands(everywhere[0]) == ["pause b", "pause a", "pause a"]
 
 
 def test_the_wishes_of_one_process_are_everybodys(tmp_path: Path) -> None:
