@@ -30,7 +30,7 @@ from peft_mux.modeling.registry import TaskRegistry
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.modeling.stream import Passes, Stream
-from peft_mux.modeling.view import TaskView, require_all_layers
+from peft_mux.modeling.view import TaskView, require_all_layers, require_whole
 
 
 class MultiTaskPeftModel(PeftModel):
@@ -92,14 +92,15 @@ class MultiTaskPeftModel(PeftModel):
         self.registry, self.stream = TaskRegistry(), Stream()
         self.module_names: dict[nn.Module, str] = {}
         self._arrivals = Arrivals(self.registry, is_head_new=is_head_new)
+        self._origin = origin = injection.Origin(model)
         # PEFT makes its tuner with a first adapter; all further ones are added to it.
         first, *others = peft_configs
         seeds, num_labels = seeds or {}, num_labels or {}
         config, adapter = injection.own_copy(peft_configs[first], model), self.registry.next_adapter
-        with injection.seeded(seeds.get(first, 42)), injection.peft_refusals(first), injection.as_it_was(model):
+        with injection.seeded(seeds.get(first, 42)), injection.peft_refusals(first), injection.as_it_was(model, origin):
             super().__init__(model, config, adapter, low_cpu_mem_usage=injection.is_meta(model))
         self.objectives = TaskObjectives(self.backbone)
-        with injection.as_it_was(model):
+        with injection.as_it_was(model, origin):
             self._arrivals.adopt(self, first, peft_configs[first], num_labels.get(first), seeds.get(first, 42))
             injection.train_only(self, self.registry.parameters())
             self._arrivals.register(self, {name: peft_configs[name] for name in others}, seeds, num_labels)
@@ -296,6 +297,17 @@ class MultiTaskPeftModel(PeftModel):
         """Return the backbone with one adapter (internal id) merged in; as in PEFT, all are gone afterwards."""
         tuner = self._arrivals.tuners.leave_alone(self, kind_of(self.peft_config[adapter]))
         return tuner.merge_and_unload(adapter_names=[adapter])
+
+    def unload(self) -> Any:
+        """Take all tasks out and return the backbone as it came, for another model; this one holds nothing any more.
+
+        Raises:
+            ConfigError: if this model holds a part of the backbone only.
+        """
+        require_whole(self, "unload")
+        self.remove_tasks(self.tasks)
+        self._origin.restore(self.backbone)
+        return self.backbone
 
     def verify(self) -> None:
         """Hold packed against separate results on the backbone; see `peft_mux.modeling.backbone.probe`.

@@ -133,9 +133,8 @@ class TaskRegistry:
             ConfigError: if there is no such task.
         """
         if name not in self.adapters:
-            raise ConfigError(
-                f'got task "{name}"; allowed: {", ".join(self.tasks)}. {closest(name, self.tasks)}'.rstrip()
-            )
+            allowed = ", ".join(self.tasks) or "none, as the model holds no task (any more)"
+            raise ConfigError(f'got task "{name}"; allowed: {allowed}. {closest(name, self.tasks)}'.rstrip())
         return self.adapters[name]
 
     def kind_of(self, name: str) -> AdapterKind:

@@ -69,12 +69,7 @@ class TaskView:
         Raises:
             ConfigError: if this process holds only a part of the model.
         """
-        is_part = self._model.num_stages * self._model.tp_size > 1
-        if is_part or isinstance(self._model.backbone.base_model, FSDPModule):
-            raise ConfigError(
-                "merge_and_unload: got a backbone that is divided among processes; allowed: a whole one. Load the saved"
-                " adapter with PeftModel.from_pretrained in one process and merge it there."
-            )
+        require_whole(self._model, "merge_and_unload")
         with self.selected() as model:
             merged = model.merge_and_unload_adapter(self._adapter)
         return merged
@@ -82,6 +77,23 @@ class TaskView:
     @property
     def _name(self) -> str:
         return next(name for name in self._model.tasks if self._model.adapter_of(name) == self._adapter)
+
+
+def require_whole(model: MultiplexedModel, what: str) -> None:
+    """Refuse what only a process can do that holds the whole model.
+
+    Args:
+        model: what this process holds.
+        what: was asked for, for the message.
+
+    Raises:
+        ConfigError: if the model is one of several stages or shards.
+    """
+    if model.num_stages * model.tp_size > 1 or isinstance(model.backbone.base_model, FSDPModule):
+        raise ConfigError(
+            f"{what}: got a backbone that is divided among processes; allowed: a whole one. Load the saved adapter"
+            " with PeftModel.from_pretrained in one process."
+        )
 
 
 def require_all_layers(model: MultiplexedModel, what: str) -> None:

@@ -76,16 +76,37 @@ def train_only(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         parameter.requires_grad_(id(parameter) in own)
 
 
+class Origin:
+    """What a backbone was like before adapters came.
+
+    Args:
+        backbone: the transformers model, as its owner gave it.
+    """
+
+    def __init__(self, backbone: Any) -> None:
+        """Write down which parameters had gradients, and whether it trained."""
+        self._flags = {name: parameter.requires_grad for name, parameter in backbone.named_parameters()}
+        self._training = backbone.training
+
+    def restore(self, backbone: Any) -> None:
+        """Take the adapters out of the backbone, and let it be as it was."""
+        detach(backbone)
+        for name, parameter in backbone.named_parameters():
+            parameter.requires_grad_(self._flags.get(name, True))
+        if getattr(backbone, "is_gradient_checkpointing", False):
+            # Older releases of transformers have the second name alone.
+            disable = getattr(backbone, "activation_checkpointing_disable", None)
+            (disable or backbone.gradient_checkpointing_disable)()
+        backbone.train(self._training)
+
+
 @contextmanager
-def as_it_was(backbone: Any) -> Iterator[None]:
+def as_it_was(backbone: Any, origin: Origin) -> Iterator[None]:
     """Give the caller's backbone back without adapters where the construction around it fails."""
-    flags = {name: parameter.requires_grad for name, parameter in backbone.named_parameters()}
     try:
         yield
     except Exception:
-        detach(backbone)
-        for name, parameter in backbone.named_parameters():
-            parameter.requires_grad_(flags.get(name, True))
+        origin.restore(backbone)
         raise
 
 

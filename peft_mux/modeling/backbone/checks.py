@@ -16,6 +16,7 @@ def check_backbone(backbone: Any) -> None:
         UnsupportedModelError: naming the architecture, the reason, and what is allowed.
     """
     from peft import PeftModel
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import PreTrainedModel
 
     name = type(backbone).__name__
@@ -23,6 +24,12 @@ def check_backbone(backbone: Any) -> None:
         raise UnsupportedModelError(
             f"{name} already holds adapters; allowed: a plain transformers model. Pass "
             "`model.unload()` and load the adapters with `MultiTaskPeftModel.from_pretrained`."
+        )
+    if any(isinstance(module, BaseTunerLayer) for module in backbone.modules()):
+        raise UnsupportedModelError(
+            f"{name} still holds the adapters of another trainer or PEFT model, which new ones would be trained on top "
+            "of; allowed: a plain transformers model. Give `trainer.model.unload()`, which takes them out, or load the "
+            "model again; `MultiTaskTrainer(model=trainer.model, ...)` goes on with them."
         )
     if not isinstance(backbone, PreTrainedModel):
         raise UnsupportedModelError(f"got {name}; allowed: a transformers PreTrainedModel.")
