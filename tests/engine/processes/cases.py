@@ -13,6 +13,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -383,3 +384,34 @@ def watched(rank: int, folder: Path) -> Part:
     )
     part.written = written
     return part
+
+
+def asked_by_threads(rank: int, folder: Path) -> Part:
+    """Train; a thread of each process asks for the same, each in its own time, and for what no other one asks for."""
+    answers: list[Any] = []
+
+    def begin(trainer: Any) -> None:
+        def ask() -> None:
+            time.sleep(0.05 * rank)
+            answers.append(trainer.register_tasks([late_task()]).result(timeout=TIMEOUT_S))
+            answers.append(trainer.pause_task("narrow" if rank == 0 else "large"))
+
+        threading.Thread(target=ask, daemon=True).start()
+
+    def wait_for_arrival(trainer: Any) -> None:
+        # No process ends its run before the task has come.
+        time.sleep(0.1)
+
+    acts = dict.fromkeys(range(1, NUM_STEPS), wait_for_arrival)
+    part = run(folder, five_tasks(), recorder=lab.Recorder(at_begin={1: begin}, at_end=acts))
+    assert answers[0] is None, "it came"
+    refusal = answers[1].exception(timeout=TIMEOUT_S)
+    part.report = "" if refusal is None else str(refusal)
+    return part
+
+
+def waiting_when_the_last_one_fails(rank: int, folder: Path) -> Part:
+    """Train one task after another; the first one's own callback raises on rank 1 alone."""
+    first = lab.small_task("first", data_seed=8, max_steps=NUM_STEPS, callbacks=[FailsOnce("on_step_end", 1)])
+    second = lab.small_task("second", data_seed=9, max_steps=3)
+    return run(folder, [first, second], planner="sequential")

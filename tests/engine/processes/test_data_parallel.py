@@ -198,6 +198,31 @@ def test_a_task_registered_on_one_process_only_is_an_error_on_every_process(tmp_
         assert outcome.seconds < cases.TIMEOUT_S
 
 
+def test_what_threads_of_all_processes_ask_for_is_done_at_one_step_and_what_one_alone_asks_for_is_not(
+    tmp_path: Path,
+) -> None:
+    outcomes = launch(2, cases.asked_by_threads, tmp_path)
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    first, second = (outcome.value for outcome in outcomes)
+    assert first.statuses == second.statuses
+    assert {name: status for name, (status, _) in first.statuses.items()} == dict.fromkeys(
+        [*(task.name for task in cases.five_tasks()), "late"], "succeeded"
+    )
+    assert first.losses == second.losses
+    assert len(first.losses["late"]) == 4
+    assert first.report == "pause narrow: not done, as the run has ended."
+    assert second.report == "pause large: not done, as the run has ended."
+
+
+def test_a_task_that_waits_runs_on_all_processes_when_the_one_before_it_fails_on_one(tmp_path: Path) -> None:
+    outcomes = launch(2, cases.waiting_when_the_last_one_fails, tmp_path)
+    assert [outcome.error for outcome in outcomes] == ["", ""]
+    for outcome in outcomes:
+        assert outcome.value.statuses["first"][0] == "failed"
+        assert outcome.value.statuses["second"][0] == "succeeded"
+        assert len(outcome.value.losses["second"]) == 3
+
+
 def test_other_rows_on_one_process_are_an_error_on_every_process(tmp_path: Path) -> None:
     for outcome in launch(2, cases.with_a_spoilt_stream, tmp_path, "other"):
         assert outcome.error.startswith('ProcessError: rows of task "spoilt": got rank 0: ')
@@ -339,7 +364,7 @@ def test_a_launcher_that_was_asked_for_more_processes_is_recognised(
 
 def test_ctrl_c_that_a_launcher_repeats_forces_nothing_and_a_later_one_does() -> None:
     asked: list[str] = []
-    with stop_at_signal(lambda: asked.append("stop"), echo_s=0.2):
+    with stop_at_signal(lambda number: asked.append("stop"), echo_s=0.2):
         signal.raise_signal(signal.SIGINT)
         signal.raise_signal(signal.SIGINT)
         assert asked == ["stop"]
