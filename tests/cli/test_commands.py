@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +19,7 @@ import peft_mux
 from peft_mux.cli.main import main
 from peft_mux.demo.small_llama import make_backbone, make_tokenizer
 from peft_mux.profiling import backbone as profiling
+from peft_mux.trainer.loop import StepLoop
 
 ROWS = [{"prompt": f"say {word}", "completion": f" {word}"} for word in ("one", "two", "three", "four", "five", "six")]
 TASKS = """\
@@ -118,6 +120,42 @@ def test_a_second_train_is_refused_and_resume_goes_on(
     before = (tmp_path / "out" / "sql" / "adapter_model.safetensors").read_bytes()
     assert main(["train", str(file), "--resume"]) == 0
     assert (tmp_path / "out" / "sql" / "adapter_model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_training_that_a_signal_ends_says_where_it_was_saved_and_its_status_tells_the_signal(
+    file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    number: int,
+    status: int,
+) -> None:
+    step = StepLoop.step
+
+    def interrupted(self: StepLoop) -> None:
+        step(self)
+        os.kill(os.getpid(), number)
+
+    with monkeypatch.context() as patches:
+        patches.setattr(StepLoop, "step", interrupted)
+        assert main(["train", str(file)]) == status
+    said = capsys.readouterr().out
+    name, out = signal.Signals(number).name, tmp_path / "out"
+    assert f"interrupted by {name} after step 1; saved in {out}; go on with" in said
+    assert "peft-mux train FILE --resume" in said
+    assert main(["train", str(file), "--resume"]) == 0
+
+
+def test_an_interrupt_before_training_ends_with_130_and_no_traceback(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("peft_mux.cli.config_file.read_config", interrupted)
+    assert main(["train", str(file)]) == 130
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_resume_without_a_run_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
