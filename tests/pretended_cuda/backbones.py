@@ -1,0 +1,71 @@
+"""Small backbones of ten architectures, and the adapters that are trained on them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers as hf
+from peft import LoraConfig
+
+VOCABULARY = 512
+NUM_LABELS = 3
+_COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "intermediate_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "pad_token_id": 0,
+}
+_GPT2 = {"vocab_size": VOCABULARY, "n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 512}
+_OPT = {"ffn_dim": 256, "word_embed_proj_dim": 128, "dropout": 0.0}
+_BERT = {"num_labels": NUM_LABELS, "attention_probs_dropout_prob": 0.0}
+_ENCODER = {key: value for key, value in _COMMON.items() if key != "num_key_value_heads"}
+_OPT_COMMON = {key: value for key, value in _ENCODER.items() if key != "intermediate_size"}
+
+ARCHITECTURES: dict[str, tuple[type, Any]] = {
+    "llama": (hf.LlamaForCausalLM, lambda: hf.LlamaConfig(**_COMMON)),
+    "qwen2": (hf.Qwen2ForCausalLM, lambda: hf.Qwen2Config(**_COMMON)),
+    "qwen3": (hf.Qwen3ForCausalLM, lambda: hf.Qwen3Config(**_COMMON, head_dim=32)),
+    "mistral": (hf.MistralForCausalLM, lambda: hf.MistralConfig(**_COMMON, sliding_window=16)),
+    "phi3": (hf.Phi3ForCausalLM, lambda: hf.Phi3Config(**_COMMON)),
+    "gemma2": (hf.Gemma2ForCausalLM, lambda: hf.Gemma2Config(**_COMMON, head_dim=32, sliding_window=16)),
+    "gemma3": (hf.Gemma3ForCausalLM, lambda: hf.Gemma3TextConfig(**_COMMON, head_dim=256, sliding_window=16)),
+    "gpt2": (hf.GPT2LMHeadModel, lambda: hf.GPT2Config(**_GPT2, attn_pdrop=0.0)),
+    "opt": (hf.OPTForCausalLM, lambda: hf.OPTConfig(**_OPT_COMMON, **_OPT)),
+    "bert": (hf.BertForSequenceClassification, lambda: hf.BertConfig(**_ENCODER, **_BERT)),
+}
+"""Class and configuration, by name."""
+
+_TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"], "bert": ["query", "key", "value", "dense"]}
+_FEW_TARGETS = {**_TARGETS, "phi3": ["qkv_proj"]}
+
+
+def make(architecture: str, dtype: torch.dtype, device: str = "cuda") -> Any:
+    """Return a backbone in training mode, its weights frozen."""
+    model_class, config = ARCHITECTURES[architecture]
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device(device):
+            backbone = model_class(config())
+    finally:
+        torch.set_default_dtype(before)
+    return backbone.requires_grad_(False).train()
+
+
+def adapters(architecture: str, *, adapts_head: bool = False) -> dict[str, LoraConfig]:
+    """Return adapters of narrow and wide ranks, with and without dropout, on all linear layers and on some."""
+    all_linear = _TARGETS.get(architecture, "all-linear")
+    some = _FEW_TARGETS.get(architecture, ["q_proj", "v_proj"])
+    rows = {"a": (3, 0.0, all_linear), "b": (8, 0.1, all_linear), "c": (64, 0.0, all_linear), "d": (24, 0.05, some)}
+    if adapts_head:
+        rows["head"] = (8, 0.0, ["q_proj", "lm_head"])
+    task_type = "SEQ_CLS" if architecture == "bert" else None
+    return {
+        name: LoraConfig(r=rank, lora_dropout=dropout, target_modules=targets, task_type=task_type)
+        for name, (rank, dropout, targets) in rows.items()
+    }

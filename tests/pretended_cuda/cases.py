@@ -1,0 +1,37 @@
+"""Runs named cases on the pretended device and prints what was seen of each as JSON.
+
+In a process of its own: `python tests/pretended_cuda/cases.py LIBRARY '{"name": {...fields of Case...}}'`.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+from tests.pretended_cuda.library import load
+
+
+def main(library: str, cases: dict[str, dict[str, Any]]) -> None:
+    """Run cases; one that raises has its error for a result."""
+    load(library)
+    # Only now, as this imports torch.
+    from tests.pretended_cuda.steps import Case, run
+
+    found: dict[str, Any] = {}
+    for name, fields in cases.items():
+        started = time.perf_counter()
+        fields["capability"] = tuple(fields.get("capability", (9, 0)))
+        try:
+            found[name] = run(Case(**fields))
+        except Exception as error:  # the test of this case tells it, and the other cases go on
+            import traceback
+
+            found[name] = {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()[-3000:]}"}
+        print(f"{name}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

@@ -1,0 +1,111 @@
+"""What Triton kernels are launched with, noted in place of launching them.
+
+A signature is what Triton compiles a variant for: types of arguments, which of them are multiples of 16, the constants,
+and the options of the launch. It can be written as JSON and compiled in another process, for any card (`compiled.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import triton.language as tl
+from triton.runtime.jit import JITFunction
+
+_POINTERS = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int64: "*i64",
+    torch.int32: "*i32",
+}
+_MOST_PROGRAMS = (2**31 - 1, 65535, 65535)
+
+
+class Argument(NamedTuple):
+    """One argument of a launch: its type ("constexpr" for constants), and its value or what is known to divide it."""
+
+    name: str
+    type: str
+    value: Any
+
+
+class Signature(NamedTuple):
+    """What one variant of a kernel is compiled for."""
+
+    module: str
+    kernel: str
+    arguments: tuple[Argument, ...]
+    options: tuple[tuple[str, Any], ...]
+
+
+class Launches:
+    """The launches of a device.
+
+    Attributes:
+        counts: number of launches of each kernel.
+        signatures: the variants that would have been compiled, in the order of their first launches.
+    """
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.signatures: dict[Signature, None] = {}
+
+    def clear(self) -> None:
+        """Begin the counts anew; variants that are compiled stay so."""
+        self.counts.clear()
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Note launches instead of launching, in the `with` block."""
+
+        def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+            self._note(kernel, args, grid, kwargs)
+
+        with mock.patch.object(JITFunction, "run", run):
+            yield
+
+    def _note(self, kernel: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any]) -> None:
+        own = {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+        options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
+        bound = kernel.signature.bind(*args, **own)
+        bound.apply_defaults()
+        _check_grid(kernel, grid(bound.arguments) if callable(grid) else grid)
+        arguments = tuple(_argument(kernel, param, bound.arguments[param.name]) for param in kernel.params)
+        self.counts[kernel.__name__] += 1
+        signature = Signature(kernel.fn.__module__, kernel.__name__, arguments, tuple(sorted(options.items())))
+        self.signatures.setdefault(signature)
+
+
+def _check_grid(kernel: Any, grid: tuple[int, ...]) -> None:
+    fits = all(isinstance(n, int) and 1 <= n <= most for n, most in zip(grid, _MOST_PROGRAMS, strict=False))
+    assert fits and len(grid) <= 3, f"{kernel.__name__} is launched with {grid} programs"
+
+
+def _argument(kernel: Any, param: Any, value: Any) -> Argument:
+    if param.is_constexpr:
+        # A dtype by its name, as signatures are written as JSON.
+        return Argument(param.name, "constexpr", f"dtype {value}" if isinstance(value, tl.dtype) else value)
+    if isinstance(value, torch.Tensor):
+        assert value.device.type == "cuda", f"{kernel.__name__}: {param.name} lies on {value.device}"
+        is_aligned = value.data_ptr() % 16 == 0 and not param.do_not_specialize
+        return Argument(param.name, _POINTERS[value.dtype], 16 if is_aligned else 0)
+    if isinstance(value, bool):
+        return Argument(param.name, "i1", 0)
+    if isinstance(value, int):
+        return _integer(param, value)
+    assert isinstance(value, float), f"{kernel.__name__}: {param.name} is a {type(value).__name__}"
+    return Argument(param.name, "fp32", 0)
+
+
+def _integer(param: Any, value: int) -> Argument:
+    kind = param.annotation_type or ("i32" if -(2**31) <= value < 2**31 else "i64")
+    if param.do_not_specialize:
+        return Argument(param.name, kind, 0)
+    if value == 1:
+        return Argument(param.name, "constexpr", 1)
+    return Argument(param.name, kind, 16 if value % 16 == 0 else 0)

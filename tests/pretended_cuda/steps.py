@@ -1,0 +1,234 @@
+"""Whole training steps on the pretended device: passes and updates, eager and captured, and what was seen of them."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from transformers import TrainerState
+
+from peft_mux import MultiTaskTrainingArguments, Task
+from peft_mux.arguments import resolve
+from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.cuda_graphs import inputs as captured_inputs
+from peft_mux.engine.cuda_graphs.passes import CapturedPasses
+from peft_mux.engine.executor import Executor
+from peft_mux.engine.work import StepWork
+from peft_mux.modeling.attention import varlen
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.task import TaskStatus
+from peft_mux.tasks.best_metric import BestMetric
+from peft_mux.tasks.isolation import LastGood
+from peft_mux.tasks.optimizer import TaskOptimizer
+from peft_mux.tasks.table import TaskTable
+from peft_mux.tasks.task_run import TaskRun
+from tests.pretended_cuda import backbones
+from tests.pretended_cuda.device import PretendedCuda
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+NUM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A training run of a few steps.
+
+    Attributes:
+        architecture: name in `backbones.ARCHITECTURES`.
+        dtype: of the backbone's weights.
+        autocast: whether passes run under bf16 autocast.
+        checkpointing: whether activations are recomputed.
+        has_chains: whether long sequences are split over passes.
+        adapts_head: whether a task adapts the output head.
+        captured: whether passes are captured.
+        optim: optimizer of the tasks.
+        name: model of the card.
+        capability: compute capability of the card.
+    """
+
+    architecture: str = "llama"
+    dtype: str = "bf16"
+    autocast: bool = False
+    checkpointing: bool = False
+    has_chains: bool = False
+    adapts_head: bool = False
+    captured: bool = False
+    optim: str = "adamw_torch_fused"
+    name: str = "NVIDIA H100 80GB HBM3"
+    capability: tuple[int, int] = (9, 0)
+
+
+@dataclass
+class Seen:
+    """What was seen of a case.
+
+    Attributes:
+        steps: optimizer steps that each task has taken.
+        num_passes: micro-batches of a step.
+        pass_waits: waits within passes.
+        step_waits: waits in the update after them, by step.
+        blocking_copies: copies that held the host up, by where they were asked for.
+        unsafe: what was done under capture that no graph can repeat.
+        num_captures: number of captured passes.
+        attention: calls of torch's attention operators.
+        launches: launches of each kernel in passes and updates.
+        signatures: the variants that would have been compiled.
+        said: warnings.
+    """
+
+    steps: dict[str, int] = field(default_factory=dict)
+    num_passes: int = 0
+    pass_waits: dict[str, int] = field(default_factory=dict)
+    step_waits: list[dict[str, int]] = field(default_factory=list)
+    blocking_copies: dict[str, int] = field(default_factory=dict)
+    unsafe: dict[str, int] = field(default_factory=dict)
+    num_captures: int = 0
+    attention: dict[str, int] = field(default_factory=dict)
+    launches: dict[str, int] = field(default_factory=dict)
+    signatures: list[Any] = field(default_factory=list)
+    said: list[str] = field(default_factory=list)
+
+
+def run(case: Case) -> dict[str, Any]:
+    """Train a case for a few steps, and return what was seen."""
+    varlen.warn_once.cache_clear()  # told once a process, and cases share one
+    device = PretendedCuda(case.name, case.capability)
+    seen = Seen()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        batches = [_batches(case, step) for step in range(NUM_STEPS)]
+        with device.present(), mock.patch.object(captured_inputs, "_write", lambda batch, parts: None):
+            model = _model(case)
+            _train(case, model, device, batches, seen)
+    seen.attention, seen.launches = dict(device.attention), dict(device.launches.counts)
+    seen.blocking_copies, seen.unsafe = dict(device.blocking_copies), dict(device.unsafe)
+    seen.signatures = list(device.launches.signatures)
+    seen.said = list(dict.fromkeys(str(warning.message) for warning in said))
+    return asdict(seen)
+
+
+# ------------------------------------------------------------------ what is trained
+
+
+def _model(case: Case) -> MultiTaskPeftModel:
+    backbone = backbones.make(case.architecture, DTYPES[case.dtype])
+    configs = backbones.adapters(case.architecture, adapts_head=case.adapts_head)
+    is_classifier = case.architecture == "bert"
+    model = MultiTaskPeftModel(
+        backbone,
+        configs,  # type: ignore[arg-type]
+        seeds={name: index for index, name in enumerate(configs)},
+        num_labels=dict.fromkeys(configs, backbones.NUM_LABELS) if is_classifier else None,
+        verify=False,
+    ).train()
+    if case.checkpointing:
+        model.activation_checkpointing_enable()
+    return model
+
+
+def _batches(case: Case, step: int) -> list[TaskBatch]:
+    rng = np.random.default_rng(step)
+    names = backbones.adapters(case.architecture, adapts_head=case.adapts_head)
+    return [TaskBatch(name, step, 7, tuple(_rows(rng, case))) for name in names]
+
+
+def _rows(rng: np.random.Generator, case: Case) -> list[TokenSequence]:
+    rows = []
+    for row, length in enumerate(rng.integers(5, 70, size=2)):
+        ids = rng.integers(1, backbones.VOCABULARY, length).astype(np.int64)
+        label = int(rng.integers(0, backbones.NUM_LABELS)) if case.architecture == "bert" else None
+        rows.append(TokenSequence(ids, ids.copy(), row, class_label=label))
+    return rows
+
+
+def _streams(case: Case, batches: list[TaskBatch]) -> tuple[MuxBatch, ...]:
+    if case.has_chains:
+        collator = ChunkPackingCollator(split_long_sequences=True)
+        return tuple(collator.micro_batches(batches, max_tokens=40))
+    return tuple(ChunkPackingCollator().micro_batches(batches, max_tokens=200))
+
+
+def _train(
+    case: Case, model: MultiTaskPeftModel, device: PretendedCuda, batches: list[list[TaskBatch]], seen: Seen
+) -> None:
+    executor = Executor(model, bf16=case.autocast)
+    if case.captured:
+        executor.captured = CapturedPasses(model, executor.precision, make_graph=lambda: _Graph(device))
+    table = TaskTable(_task_runs(case, model))
+    device.forget()  # what loading and moving did
+    for own in batches:
+        streams = _streams(case, own)
+        result = executor.run(StepWork(tuple(model.tasks), streams, {batch.task: batch.num_tokens for batch in own}))
+        seen.num_passes = len(streams)
+        seen.pass_waits.update(device.waits)
+        device.waits.clear()
+        _check_gradients(model)
+        table.apply(result)
+        seen.step_waits.append(dict(device.waits))
+        device.waits.clear()
+    seen.steps = {task.name: task.step for task in table}
+    seen.num_captures = 0 if executor.captured is None else executor.captured.num_captures
+
+
+def _check_gradients(model: MultiTaskPeftModel) -> None:
+    for name in model.tasks:
+        for page in model.task_slab(name).pages:
+            assert page.values.grad is not None, f"{name} has no gradient"
+            assert page.values.grad.device.type == "cuda", f"gradients of {name} lie on {page.values.grad.device}"
+
+
+def _task_runs(case: Case, model: MultiTaskPeftModel) -> list[TaskRun]:
+    with tempfile.TemporaryDirectory() as folder:
+        args = MultiTaskTrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
+    return [_task_run(case, name, model, args) for name in model.tasks]
+
+
+def _task_run(case: Case, name: str, model: MultiTaskPeftModel, args: MultiTaskTrainingArguments) -> TaskRun:
+    row = {"input_ids": [1, 2], "labels": [1, 2]}
+    task = Task(
+        name=name,
+        peft_config=backbones.adapters(case.architecture, adapts_head=case.adapts_head)[name],
+        train_dataset=[row],
+        learning_rate=1e-3,
+        max_steps=5,
+        optim=case.optim,
+        train_batch_size=1,
+    )
+    hyper, slab = resolve(task, args), model.task_slab(name)
+    return TaskRun(
+        task=task,
+        hyper=hyper,
+        loader=SimpleNamespace(steps_per_epoch=10),
+        eval_data=None,
+        num_steps=5,
+        state=TrainerState(),
+        best=BestMetric(task),
+        status=TaskStatus.RUNNING,
+        optimizer=TaskOptimizer(name, model.task_parameters(name), hyper, 5, args, slab),
+        last_good=LastGood({str(index): page.values for index, page in enumerate(slab.pages)}),
+    )
+
+
+class _Graph:
+    """Stands for a CUDA graph: what it captures is run, and looked at."""
+
+    def __init__(self, device: PretendedCuda) -> None:
+        self._device = device
+
+    def warm_up(self, run: Callable[[], None]) -> None:
+        for _ in range(2):
+            run()
+
+    def capture(self, run: Callable[[], None]) -> None:
+        with self._device.capturing():
+            run()
+
+    def replay(self) -> None: ...
