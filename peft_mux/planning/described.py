@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.kernels.availability import runs_kernels
+from peft_mux.kernels.availability import has_triton, reason_against_kernels
 from peft_mux.planning.loads import ParameterShapes, task_share
 from peft_mux.planning.targets import Target, target_notes
 from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
@@ -82,7 +82,12 @@ def _bound_notes(outcome: Outcome, asked: int) -> tuple[str, ...]:
 def _run_notes(runs: Sequence[TaskRun], device_type: str) -> tuple[str, ...]:
     """Say which path adapters take, and what became of rows when they were tokenised."""
     device_notes = ()
-    if device_type == "cuda" and not runs_kernels(torch.device(device_type)):
-        device_notes = ("adapters are computed task by task with torch, as Triton is absent",)
+    # A plan may be of a GPU that is not here.
+    is_here = device_type == "cuda" and torch.cuda.is_available()
+    reason = reason_against_kernels(torch.device(device_type)) if is_here else None
+    if device_type == "cuda" and not has_triton():
+        reason = "Triton is absent"
+    if reason is not None:
+        device_notes = (f"adapters are computed task by task with torch, as {reason}",)
     reports = [getattr(getattr(run.loader, "dataset", None), "report", None) for run in runs]
     return device_notes + tuple(remark for report in reports if report is not None for remark in report.remarks)

@@ -116,8 +116,12 @@ class TaskOptimizer:
         updates = []
         for group in self.optimizer.param_groups:
             values, gradients, exp_avgs, exp_avg_sqs, counters = [], [], [], [], []
+            new = [page for page in group["params"] if not self.optimizer.state.get(page)]
             # Torch's own way to make state and gather it: the state stays what a step of torch's own would leave.
             self.optimizer._init_group(group, values, gradients, exp_avgs, exp_avg_sqs, [], counters)
+            for page in new:  # a counter that was made just now is 0, and asking the device would wait
+                counter = self.optimizer.state[page]["step"]
+                self._counts[page] = _Count(counter, counter._version, 0)
             columns = zip(values, gradients, exp_avgs, exp_avg_sqs, counters, strict=True)
             for page, gradient, exp_avg, exp_avg_sq, counter in columns:
                 update = PageUpdate(

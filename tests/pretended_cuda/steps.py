@@ -22,6 +22,8 @@ from peft_mux.engine.cuda_graphs import inputs as captured_inputs
 from peft_mux.engine.cuda_graphs.passes import CapturedPasses
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.work import StepWork
+from peft_mux.kernels import availability
+from peft_mux.kernels.lora import tunings
 from peft_mux.modeling.attention import varlen
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import TaskStatus
@@ -52,6 +54,7 @@ class Case:
         optim: optimizer of the tasks.
         name: model of the card.
         capability: compute capability of the card.
+        has_driver: whether Triton finds a driver.
     """
 
     architecture: str = "llama"
@@ -64,6 +67,7 @@ class Case:
     optim: str = "adamw_torch_fused"
     name: str = "NVIDIA H100 80GB HBM3"
     capability: tuple[int, int] = (9, 0)
+    has_driver: bool = True
 
 
 @dataclass
@@ -99,13 +103,13 @@ class Seen:
 
 def run(case: Case) -> dict[str, Any]:
     """Train a case for a few steps, and return what was seen."""
-    varlen.warn_once.cache_clear()  # told once a process, and cases share one
-    device = PretendedCuda(case.name, case.capability)
+    _forget_the_last_card()
+    device = PretendedCuda(case.name, case.capability, has_driver=case.has_driver)
     seen = Seen()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         batches = [_batches(case, step) for step in range(NUM_STEPS)]
-        with device.present(), mock.patch.object(captured_inputs, "_write", lambda batch, parts: None):
+        with device.present(), mock.patch.object(captured_inputs, "_write"):
             model = _model(case)
             _train(case, model, device, batches, seen)
     seen.attention, seen.launches = dict(device.attention), dict(device.launches.counts)
@@ -113,6 +117,13 @@ def run(case: Case) -> dict[str, Any]:
     seen.signatures = list(device.launches.signatures)
     seen.said = list(dict.fromkeys(str(warning.message) for warning in said))
     return asdict(seen)
+
+
+def _forget_the_last_card() -> None:
+    """Let this process ask and tell anew what it does once: cases share a process, and not a card."""
+    for once in (varlen.warn_once, availability._card_runs_kernels, availability._reason_against_card):
+        once.cache_clear()
+    tunings._cuda_device_name.cache_clear()
 
 
 # ------------------------------------------------------------------ what is trained
@@ -163,6 +174,7 @@ def _train(
     if case.captured:
         executor.captured = CapturedPasses(model, executor.precision, make_graph=lambda: _Graph(device))
     table = TaskTable(_task_runs(case, model))
+    availability.runs_kernels(model.device)  # as the packing probe does
     device.forget()  # what loading and moving did
     for own in batches:
         streams = _streams(case, own)

@@ -1,6 +1,6 @@
 """One AdamW step for the pages of all tasks together, each as its own `torch.optim.AdamW` would take it.
 
-On CUDA this is one Triton launch (`device.py`), or, where Triton is absent, torch's multi-tensor operations
+On CUDA this is one Triton launch (`device.py`), or, where kernels cannot run, torch's multi-tensor operations
 with a number per tensor. On a CPU nothing is joined: torch's fused step of one page is one pass at the speed of memory,
 and handing it all pages at once was measured to be no faster, so each task's own optimizer steps there.
 
@@ -9,8 +9,6 @@ Shape letters: N tasks.
 
 from __future__ import annotations
 
-import functools
-import warnings
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
@@ -18,6 +16,7 @@ import numpy as np
 import torch
 
 from peft_mux.kernels.adamw.pages import PageUpdate
+from peft_mux.kernels.availability import runs_kernels
 
 JointUpdate = Callable[[Sequence[PageUpdate], torch.Tensor], list[list[float]]]
 
@@ -30,16 +29,22 @@ def joint_update(device: torch.device) -> JointUpdate | None:
     """
     if device.type != "cuda":
         return None
-    return foreach_update if _device_kernel() is None else kernel_update
+    return kernel_update if runs_kernels(device) else foreach_update
 
 
 def kernel_update(pages: Sequence[PageUpdate], verdicts_2N: torch.Tensor) -> list[list[float]]:
     """Launch first and wait then: the kernel reads the verdicts where they are."""
-    kernel = _device_kernel()
-    assert kernel is not None, "only chosen where Triton is present"
     if pages:
-        kernel(pages, verdicts_2N)
+        _device_kernel()(pages, verdicts_2N)
     return verdicts_2N.tolist()
+
+
+def _device_kernel() -> Callable[[Sequence[PageUpdate], torch.Tensor], None]:
+    """Return the launcher of the kernel."""
+    # Imported here, as it needs Triton, without which this file has to be importable.
+    from peft_mux.kernels.adamw.device import multi_adamw_
+
+    return multi_adamw_
 
 
 def foreach_update(pages: Sequence[PageUpdate], verdicts_2N: torch.Tensor) -> list[list[float]]:
@@ -47,17 +52,6 @@ def foreach_update(pages: Sequence[PageUpdate], verdicts_2N: torch.Tensor) -> li
     verdicts = verdicts_2N.tolist()
     reference_multi_adamw_(pages, verdicts)
     return verdicts
-
-
-@functools.cache
-def _device_kernel() -> Callable[[Sequence[PageUpdate], torch.Tensor], None] | None:
-    """Return the launcher of the kernel, imported when it is first wanted; `None` where Triton is absent."""
-    try:
-        from peft_mux.kernels.adamw.device import multi_adamw_
-    except ImportError as error:
-        warnings.warn(f"optimizer steps take several passes over memory, as Triton is absent ({error}).", stacklevel=2)
-        return None
-    return multi_adamw_
 
 
 @torch.no_grad()

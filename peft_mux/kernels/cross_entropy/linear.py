@@ -10,11 +10,12 @@ Shape letters: M rows with a target, D hidden features, V vocabulary.
 from __future__ import annotations
 
 import functools
-import warnings
 from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
+
+from peft_mux.kernels.availability import runs_kernels
 
 # Logits held at a time: a bound on memory that leaves the two products large enough to be fast.
 _BLOCK_ELEMENTS = {"cpu": 2**22}
@@ -58,22 +59,16 @@ def block_rows(vocab_size: int, device_type: str) -> int:
 
 
 @functools.cache
-def _device_kernel() -> Any | None:
-    """Return the file with the fused loss, imported when it is first wanted; `None` where Triton is absent."""
-    try:
-        from peft_mux.kernels.cross_entropy import device
-    except ImportError as error:
-        warnings.warn(
-            f"the loss is computed in several passes over blocks of logits, as Triton is absent ({error}).",
-            stacklevel=2,
-        )
-        return None
+def _device_kernel() -> Any:
+    """Return the file with the fused loss, imported when it is first wanted."""
+    from peft_mux.kernels.cross_entropy import device
+
     return device
 
 
 def _fused_kernel(hidden_MD: torch.Tensor) -> Any | None:
     """Return the fused loss if it runs on this device and in this dtype."""
-    kernel = _device_kernel() if hidden_MD.is_cuda else None
+    kernel = _device_kernel() if runs_kernels(hidden_MD.device) else None
     return kernel if kernel is not None and hidden_MD.dtype in kernel.DTYPES else None
 
 

@@ -28,7 +28,15 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels import philox
 from peft_mux.modeling.attention.parts import PartsInFlight, causal_mask
-from peft_mux.modeling.attention.rectangles import Layout, Rectangle, ToRows, ToTokens, build_layout, heads_first
+from peft_mux.modeling.attention.rectangles import (
+    Layout,
+    Rectangle,
+    ToRows,
+    ToTokens,
+    build_layout,
+    copied_to,
+    heads_first,
+)
 from peft_mux.modeling.attention.varlen import varlen_attention, varlen_support, warn_once
 from peft_mux.modeling.stream import Stream
 
@@ -60,6 +68,7 @@ class AttentionStream:
         self.parts = PartsInFlight(batch, stream.key_values) if batch.parts else None
         # By causality, as a model may have layers of both kinds.
         self._layouts: dict[bool, Layout] = {}
+        self._key_bounds: dict[tuple[int, ...], torch.Tensor] = {}
 
     def layout(self, *, is_causal: bool) -> Layout:
         """Return the rectangles for causal or full attention."""
@@ -70,6 +79,18 @@ class AttentionStream:
             apart = () if self.parts is None else tuple(self.parts.of_sequence)
             self._layouts[is_causal] = build_layout(self.batch.sequence_lengths, step, device, apart)
         return self._layouts[is_causal]
+
+    def key_bounds(self, num_keys: tuple[int, ...]) -> torch.Tensor:
+        """Return int32 `[S + 1]`, where the keys of each sequence begin and end, on the device.
+
+        Args:
+            num_keys: number of keys of each sequence; a part has more of them than queries.
+        """
+        # By number of keys, as layers with and without a window need not agree.
+        if num_keys not in self._key_bounds:
+            bounds = torch.tensor([0, *np.cumsum(num_keys)], dtype=torch.int32)
+            self._key_bounds[num_keys] = copied_to(bounds, self.batch.input_ids.device)
+        return self._key_bounds[num_keys]
 
 
 def packed_attention(
@@ -124,12 +145,13 @@ def packed_attention(
         parts.keep(mux_stream.module_names[module], key, value)
     scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
     # Asked in every call, as dropout and dtype differ between training, evaluation and autocast.
+    dtype = _computed_in(query)
     reason = varlen_support(
-        query.device, query.dtype, query.shape[-1], value_dim=value.shape[-1], softcap=softcap, dropout=dropout
+        query.device, dtype, query.shape[-1], value_dim=value.shape[-1], softcap=softcap, dropout=dropout
     )
     scores = _Scores(scaling=scale, is_causal=bool(causal), window=sliding_window, softcap=softcap)
     if reason is None:
-        out = _through_varlen(module, (query, key, value), mux_stream, scores)
+        out = _through_varlen(module, (query, key, value), mux_stream, scores, dtype)
     else:
         if query.is_cuda:
             warn_once(reason)
@@ -137,6 +159,15 @@ def packed_attention(
     if parts is not None:
         parts.release_finished(mux_stream.module_names[module])
     return out, None
+
+
+def _computed_in(query: torch.Tensor) -> torch.dtype:
+    """Return the precision in which scaled-dot-product attention would compute, autocast included."""
+    device_type = query.device.type
+    # Rotary embedding makes queries of fp32 under autocast; float64 is what autocast leaves alone.
+    if query.dtype == torch.float64 or not torch.is_autocast_enabled(device_type):
+        return query.dtype
+    return torch.get_autocast_dtype(device_type)
 
 
 def _refuse_causal_options(module: nn.Module, *, has_window: bool, has_parts: bool) -> None:
@@ -157,17 +188,19 @@ def _through_varlen(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mux_stream: AttentionStream,
     scores: _Scores,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Attend in one call that knows where each sequence begins; `[1, T, H, C']`."""
+    """Attend in one call that knows where each sequence begins, computing in `dtype`; `[1, T, H, C']`."""
     q_THC, k_TGC, v_TGC = (x[0].transpose(0, 1) for x in qkv)
     bounds, longest, keys = mux_stream.batch.cu_seqlens, mux_stream.max_length, None
     if mux_stream.parts is not None:
         layer = mux_stream.module_names[module]
         k_GKC, v_GKC, num_keys = mux_stream.parts.joined_stream(layer, qkv[1], qkv[2], scores.window)
         k_TGC, v_TGC = k_GKC.transpose(0, 1), v_GKC.transpose(0, 1)
-        # A part has more keys than queries, so bounds of its own.
-        key_bounds = torch.tensor([0, *np.cumsum(num_keys)], dtype=torch.int32)
-        keys = key_bounds.to(q_THC.device, non_blocking=True), max(num_keys)
+        keys = mux_stream.key_bounds(num_keys), max(num_keys)
+    # As autocast would cast what scaled-dot-product attention is called with; only now, so that keys and values of
+    # parts are kept, and their gradients added up, as the model computes them.
+    q_THC, k_TGC, v_TGC = (x.to(dtype) for x in (q_THC, k_TGC, v_TGC))
     options: dict[str, Any] = {"is_causal": scores.is_causal, "window": scores.window, "scaling": scores.scaling}
     return varlen_attention(q_THC, k_TGC, v_TGC, bounds, longest, keys=keys, **options).unsqueeze(0)
 

@@ -86,7 +86,19 @@ def build_layout(
     is_padding = np.ones(start, dtype=bool)
     is_padding[row_of_token] = False
     index, padding = torch.from_numpy(row_of_token), torch.from_numpy(np.flatnonzero(is_padding))
-    return Layout(tuple(rectangles), start, index.to(device), row_of_token, padding.to(device))
+    return Layout(tuple(rectangles), start, copied_to(index, device), row_of_token, copied_to(padding, device))
+
+
+def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor of the host on a device, without waiting for the copy.
+
+    Args:
+        tensor: on the host.
+        device: where it is needed.
+    """
+    # From pageable memory the host would wait; torch gives pinned memory out again only once the copy is done.
+    source = tensor.pin_memory() if device.type == "cuda" else tensor
+    return source.to(device, non_blocking=True)
 
 
 class ToRows(torch.autograd.Function):

@@ -27,6 +27,10 @@ MAX_HEAD_DIM = 256
 """Most channels of a head that flash attention takes."""
 _HEAD_DIM_STEP = 8
 _LEAST_CAPABILITY = (8, 0)
+# What flash attention 2 and torch refuse in their backward passes, on cards with 99 KiB of shared memory a program
+# (torch: check_requires_grad_and_head_dim_gt192_constraints_on_sm86_89_or_120). Wider heads take another tile there.
+_WIDE_HEAD_DIMS = range(193, 225)
+_LITTLE_SHARED_MEMORY = ((8, 6), (8, 7), (8, 9))
 _PACKAGES = ("flash_attn_interface", "flash_attn")
 """Packages of flash attention 3 and 2; the newer one first."""
 
@@ -119,8 +123,11 @@ def varlen_support(
         return "attention weights are dropped out"
     if has_sinks:
         return "attention has sinks"
-    if torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
+    capability = torch.cuda.get_device_capability(device)
+    if capability < _LEAST_CAPABILITY:
         return "the GPU is older than compute capability 8.0"
+    if head_dim in _WIDE_HEAD_DIMS and (capability in _LITTLE_SHARED_MEMORY or capability[0] == 12):
+        return f"heads have {head_dim} channels, too many for its backward pass in the shared memory of this GPU"
     if varlen_kernel() is None:
         return "neither torch nor a flash_attn package brings a kernel"
     return None

@@ -128,11 +128,11 @@ def test_a_tiny_norm_does_not_vanish_in_its_square() -> None:
     assert norm.item() == pytest.approx(1e-30)
 
 
-def test_a_cpu_has_no_joint_update_and_cuda_has_one_with_and_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_has_no_joint_update_and_cuda_has_one_with_and_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert joint_update(CPU) is None
-    monkeypatch.setattr(multi_adamw, "_device_kernel", lambda: None)
+    monkeypatch.setattr(multi_adamw, "runs_kernels", lambda device: False)
     assert joint_update(torch.device("cuda")) is foreach_update
-    monkeypatch.setattr(multi_adamw, "_device_kernel", lambda: print)
+    monkeypatch.setattr(multi_adamw, "runs_kernels", lambda device: True)
     assert joint_update(torch.device("cuda")) is multi_adamw.kernel_update
 
 

@@ -376,6 +376,17 @@ def test_an_old_gpu_and_an_absent_kernel_are_named(on_gpu: None, monkeypatch: py
     assert "neither torch nor" in (varlen_support(CUDA, torch.float16, 64) or "")
 
 
+@pytest.mark.parametrize("capability", [(8, 6), (8, 9), (12, 0)])
+def test_head_widths_that_some_cards_have_no_backward_pass_for_are_named(
+    on_gpu: None, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    assert varlen_support(CUDA, torch.bfloat16, 224) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    for head_dim in (200, 208, 216, 224):
+        assert f"{head_dim} channels, too many" in (varlen_support(CUDA, torch.bfloat16, head_dim) or "")
+    assert [varlen_support(CUDA, torch.bfloat16, head_dim) for head_dim in (192, 232, 256)] == [None] * 3
+
+
 def test_each_reason_is_told_once(fresh: None) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

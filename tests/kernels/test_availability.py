@@ -1,0 +1,130 @@
+"""Kernels are used where a first one runs, and nowhere else; why not is told once.
+
+As a script, in Triton's interpreter: the trial kernel writes what it should.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from peft_mux.kernels import availability
+from tests.children import run_script
+
+CUDA = torch.device("cuda")
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(autouse=True)
+def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    caches: list[Any] = [availability.has_triton, availability._card_runs_kernels, availability._reason_against_card]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A Card")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (9, 0))
+    for cache in caches:
+        cache.cache_clear()
+    yield
+    for cache in caches:
+        cache.cache_clear()
+
+
+def stub_trial(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[torch.device]:
+    from peft_mux.kernels import trial
+
+    tried: list[torch.device] = []
+
+    def try_kernel(device: torch.device) -> None:
+        tried.append(device)
+        if error is not None:
+            raise error
+
+    monkeypatch.setattr(trial, "try_kernel", try_kernel)
+    return tried
+
+
+def test_a_cpu_runs_none_and_is_not_told_of_it() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not availability.runs_kernels(torch.device("cpu"))
+    assert availability.reason_against_kernels(torch.device("cpu")) == "there are none for cpu"
+
+
+@needs_triton
+def test_a_card_is_tried_once_and_then_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = stub_trial(monkeypatch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert all(availability.runs_kernels(device) for device in (CUDA, CUDA, torch.device("cuda", 0)))
+        assert availability.runs_kernels(torch.device("cuda", 1))
+    assert tried == [torch.device("cuda", 0), torch.device("cuda", 1)]
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore"),
+        FileNotFoundError("Python.h"),
+        ImportError("libcuda.so.1: cannot open shared object file"),
+        RuntimeError(""),
+    ],
+)
+def test_a_launch_that_fails_leaves_the_card_to_torch_and_tells_the_cause_once(
+    monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    tried = stub_trial(monkeypatch, error)
+    cause = (str(error) or "no message").splitlines()[0]
+    with pytest.warns(UserWarning, match="computed in torch, task by task") as told:
+        answers = [availability.runs_kernels(CUDA) for _ in range(2)]
+    assert answers == [False, False]
+    assert len(told) == len(tried) == 1
+    assert f"({type(error).__name__}: {cause})" in str(told[0].message)
+
+
+@needs_triton
+@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
+def test_a_card_without_bf16_products_is_not_tried(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
+) -> None:
+    tried = stub_trial(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
+    with pytest.warns(UserWarning, match=f"A Card has compute capability 7.{capability[1]}, and they need 8.0"):
+        assert not availability.runs_kernels(CUDA)
+    assert tried == []
+
+
+def test_absent_triton_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.warns(UserWarning, match="as Triton is absent"):
+        assert not availability.runs_kernels(CUDA)
+
+
+@needs_triton
+def test_the_trial_kernel_writes_what_it_is_held_against() -> None:
+    assert run_script(__file__, TRITON_INTERPRET="1").split() == ["written"]
+
+
+@needs_triton
+def test_a_kernel_that_writes_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft_mux.kernels import trial
+
+    class Idle:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda out: None
+
+    monkeypatch.setattr(trial, "_trial_kernel", Idle())
+    with pytest.raises(RuntimeError, match=r"wrote \[0.0\] instead of \[1.0\]"):
+        trial.try_kernel(torch.device("cpu"))
+
+
+if __name__ == "__main__":
+    from peft_mux.kernels.trial import try_kernel
+
+    try_kernel(torch.device("cpu"))
+    sys.stdout.write("written\n")

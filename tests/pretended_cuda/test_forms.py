@@ -1,0 +1,70 @@
+"""Forms of training on the pretended device: chains, adapted heads, captured passes, old cards, other optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.pretended_cuda.checks import VARLEN, assert_nothing_waits, assert_trained, seen_of, slower_attention
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chains": {"has_chains": True},
+    "adapted head": {"adapts_head": True},
+    "captured": {"captured": True},
+    "captured under autocast": {"captured": True, "dtype": "fp32", "autocast": True},
+    "an old card": {"name": "Tesla T4", "capability": [7, 5], "dtype": "fp16"},
+    "no driver": {"has_driver": False},
+    "plain AdamW": {"optim": "adamw_torch"},
+    "SGD": {"optim": "sgd"},
+}
+Found = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def found(run_cases: Callable[..., Found]) -> Found:
+    return run_cases(CASES)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_pass_waits_and_a_step_reads_once(found: Found, name: str) -> None:
+    seen = seen_of(found, name)
+    assert_trained(seen)
+    assert_nothing_waits(seen)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name != "an old card"])
+def test_attention_is_one_call_for_all_sequences(found: Found, name: str) -> None:
+    seen = seen_of(found, name)
+    assert slower_attention(seen) == []
+    assert seen["attention"][VARLEN] > 0
+
+
+@pytest.mark.parametrize("name", ["captured", "captured under autocast"])
+def test_a_captured_pass_touches_nothing_on_the_host(found: Found, name: str) -> None:
+    seen = seen_of(found, name)
+    assert seen["num_captures"] > 0
+    assert seen["unsafe"] == {}
+    assert not any("passes run eagerly" in message for message in seen["said"])
+
+
+@pytest.mark.parametrize("name", ["plain", "plain AdamW"])
+def test_all_tasks_step_in_one_launch(found: Found, name: str) -> None:
+    assert seen_of(found, name)["launches"]["multi_adamw_kernel"] == 2
+
+
+def test_an_old_card_computes_without_kernels_and_says_why(found: Found) -> None:
+    seen = seen_of(found, "an old card")
+    assert seen["launches"] == {}
+    (told,) = [message for message in seen["said"] if "Triton" in message]
+    assert "Tesla T4 has compute capability 7.5, and they need 8.0" in told
+    assert slower_attention(seen) == ["the GPU is older than compute capability 8.0"]
+
+
+def test_without_a_driver_training_goes_on_in_torch_and_says_why(found: Found) -> None:
+    seen = seen_of(found, "no driver")
+    assert seen["launches"] == {}
+    (told,) = [message for message in seen["said"] if "Triton" in message]
+    assert "a first one cannot be launched (RuntimeError: 0 active drivers" in told
