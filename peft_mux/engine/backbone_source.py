@@ -120,12 +120,13 @@ class BackboneSource:
             if self.quantization is not None:
                 quantize_description(backbone, self.quantization)
             return self._wrap(backbone, tasks, class_counts)
-        return self._wrap(self.model, tasks, class_counts)
+        # Packing is proven where the model will train: at once where it lies there, else when it has been moved.
+        return self._wrap(self.model, tasks, class_counts, verify=None if self.args.device.type == "cuda" else True)
 
     def load(
         self, described: MultiTaskPeftModel, tasks: list[Task], class_counts: dict[str, int]
     ) -> MultiTaskPeftModel:
-        """Return the multi-task model with its weights."""
+        """Return the multi-task model with its weights, possibly still to be verified (`verify_once`)."""
         if not isinstance(self.model, str):
             return described
         options = dict(self.model_init_kwargs)
@@ -140,7 +141,7 @@ class BackboneSource:
             raise ConfigError(f'model: got "{self.model}", whose weights cannot be loaded: {error}') from error
         prepare_quantized(backbone)
         is_head_new = any(key.split(".")[0] in HEAD_NAMES for key in report["missing_keys"])
-        return self._wrap(backbone, tasks, class_counts, is_head_new=is_head_new)
+        return self._wrap(backbone, tasks, class_counts, is_head_new=is_head_new, verify=None)
 
     def folder(self, tasks: Sequence[Task]) -> Path | None:
         """Return the folder of safetensors from which a process may read a part of a language model alone.
@@ -177,7 +178,13 @@ class BackboneSource:
         return options
 
     def _wrap(
-        self, backbone: Any, tasks: list[Task], class_counts: dict[str, int], *, is_head_new: bool = False
+        self,
+        backbone: Any,
+        tasks: list[Task],
+        class_counts: dict[str, int],
+        *,
+        is_head_new: bool = False,
+        verify: bool | None = True,
     ) -> MultiTaskPeftModel:
         model = MultiTaskPeftModel(
             backbone,
@@ -185,6 +192,7 @@ class BackboneSource:
             seeds={task.name: resolve(task, self.args).seed for task in tasks},
             num_labels=class_counts,
             is_head_new=is_head_new,
+            verify=verify,
         )
         return assign_objectives(model, tasks)
 

@@ -7,6 +7,7 @@ of its own stage alone, keeps its tensor parallel rank's part of them, and of ev
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,11 +123,16 @@ def parallelize(
     stages = _cut_into_stages(layout, place, plan, args)
     model, stage = _load_weights(described, source, tasks, counts, args, stages, place)
     samples = weight_samples(model.backbone)  # as they were saved: what follows leaves only parts of them
+    is_whole = _is_whole(layout, place)
+    if stage is None and not is_whole:
+        model.verify_once()  # a part of a model computes nothing by itself
     links = _connect_tensor_parallel(layout, processes)
     # Also where passes never run in turns: layers are hooked to one kind of links, which then waits at once.
     turn_links = None if links is None else TurnLinks(links)
     tensor_parallel = None if turn_links is None else cut_model(model, turn_links)
     model.to(args.device)  # only now, so that no device ever holds what it does not keep
+    if is_whole:
+        _verify_where_it_trains(model, args)
     _checkpoint_activations(model, args)
     model.train()
     sharded = _shard_frozen_weights(model, args, processes)
@@ -135,7 +141,7 @@ def parallelize(
     executor = _make_executor(
         model, stage, plan, args=args, layout=layout, processes=processes, sync=sync, interleaving=interleaving
     )
-    return ParallelModel(model, executor, samples, _is_whole(layout, place), tensor_parallel, links)
+    return ParallelModel(model, executor, samples, is_whole, tensor_parallel, links)
 
 
 class ModelPart:
@@ -270,7 +276,9 @@ def _load_weights(
         return source.load(described, list(tasks), dict(counts)), None
     folder = source.folder(tasks)
     if folder is None:  # weights that no file holds come whole, and are cut
-        stage = StageModel(source.load(described, list(tasks), dict(counts)), stages, place.stage)
+        whole = source.load(described, list(tasks), dict(counts))
+        whole.verify_once()
+        stage = StageModel(whole, stages, place.stage)
     else:
         seeds, dtype = _seeds(tasks, args), source.dtype
         stage = load_stage(folder, _configs(tasks), stages, place.stage, seeds=seeds, dtype=dtype)
@@ -283,6 +291,18 @@ def _connect_tensor_parallel(layout: ParallelLayout, processes: Processes) -> Te
         return None
     # Also where this process's own group has one rank: every process has to take part in making the groups of all.
     return TensorLinks(layout.tensor_groups, processes)
+
+
+def _verify_where_it_trains(model: MultiTaskPeftModel, args: MultiTaskTrainingArguments) -> None:
+    """Prove packing on the device and in the precision of the passes, unless that was done.
+
+    Raises:
+        UnsupportedModelError: if packing would change the model's results.
+    """
+    # A CPU computes by the same code in every precision, so that there the model's own will do.
+    is_autocast = args.bf16 and args.device.type == "cuda"
+    with torch.autocast(args.device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
+        model.verify_once()
 
 
 def _checkpoint_activations(model: MultiTaskPeftModel, args: MultiTaskTrainingArguments) -> None:

@@ -21,7 +21,7 @@ from peft_mux.modeling.arrivals import Arrivals
 from peft_mux.modeling.attention.packed import AttentionStream, register_attention
 from peft_mux.modeling.backbone.checks import check_backbone
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
-from peft_mux.modeling.backbone.probe import check_packing
+from peft_mux.modeling.backbone.probe import ComputingPath, check_packing, path_of
 from peft_mux.modeling.backbone.quantized import prepare_quantized
 from peft_mux.modeling.multiplexed_pass import MuxOutput
 from peft_mux.modeling.objectives.head import HeadPass
@@ -48,7 +48,8 @@ class MultiTaskPeftModel(PeftModel):
         num_labels: classes of a task's head, for sequence classification; the backbone's where absent.
         is_head_new: the backbone's classification head was not loaded but made at random; then each task's head is
             drawn from the task's seed instead of copied.
-        verify: hold packed against separate results on the backbone before anything else (a few short sequences).
+        verify: hold packed against separate results on the backbone before anything else (a few short sequences);
+            `None` to leave that to `verify_once`, when the model lies where it will train, `False` for never.
 
     Attributes:
         registry: the tasks that the model holds, their parameters, and where these lie.
@@ -79,7 +80,7 @@ class MultiTaskPeftModel(PeftModel):
         seeds: Mapping[str, int] | None = None,
         num_labels: Mapping[str, int] | None = None,
         is_head_new: bool = False,
-        verify: bool = True,
+        verify: bool | None = True,
     ) -> None:
         """Inject the adapters, attach the multiplexed layers, and probe the backbone."""
         check_backbone(model)
@@ -93,6 +94,8 @@ class MultiTaskPeftModel(PeftModel):
         self.module_names: dict[nn.Module, str] = {}
         self._arrivals = Arrivals(self.registry, is_head_new=is_head_new)
         self._origin = origin = injection.Origin(model)
+        self._proofs: set[ComputingPath] = set()
+        self._is_probed = verify is not False
         # PEFT makes its tuner with a first adapter; all further ones are added to it.
         first, *others = peft_configs
         seeds, num_labels = seeds or {}, num_labels or {}
@@ -316,6 +319,16 @@ class MultiTaskPeftModel(PeftModel):
             UnsupportedModelError: if packed and separate results differ.
         """
         check_packing(self)
+        self._proofs.add(path_of(self))
+
+    def verify_once(self) -> None:
+        """Do so unless it was done on this device and in this precision, or the model was built with `verify=False`.
+
+        Raises:
+            UnsupportedModelError: if packed and separate results differ.
+        """
+        if self._is_probed and path_of(self) not in self._proofs:
+            self.verify()
 
     # ---------------------------------------------------------------- forward
 

@@ -1,6 +1,7 @@
 """Runs named cases on the pretended device and prints what was seen of each as JSON.
 
-In a process of its own: `python tests/pretended_cuda/cases.py LIBRARY '{"name": {...fields of Case...}}'`.
+In a process of its own: `python tests/pretended_cuda/cases.py LIBRARY '{"name": {...fields of Case...}}'`; with
+"only_loads": true, arguments of `loading.load`.
 """
 
 from __future__ import annotations
@@ -10,21 +11,24 @@ import sys
 import time
 from typing import Any
 
-from tests.pretended_cuda.library import load
+from tests.pretended_cuda import library as pretended_cuda
 
 
 def main(library: str, cases: dict[str, dict[str, Any]]) -> None:
     """Run cases; one that raises has its error for a result."""
-    load(library)
+    pretended_cuda.load(library)
     # Only now, as this imports torch.
+    from tests.pretended_cuda.loading import load as load_backbone
     from tests.pretended_cuda.steps import Case, run
 
     found: dict[str, Any] = {}
     for name, fields in cases.items():
         started = time.perf_counter()
-        fields["capability"] = tuple(fields.get("capability", (9, 0)))
         try:
-            found[name] = run(Case(**fields))
+            if fields.pop("only_loads", False):
+                found[name] = load_backbone(**fields)
+            else:
+                found[name] = run(Case(**fields))
         except Exception as error:  # the test of this case tells it, and the other cases go on
             import traceback
 

@@ -43,6 +43,7 @@ class PretendedCuda(FakeTensorMode):
         unsafe: what was done under capture that no graph can repeat.
         attention: number of calls of torch's own attention operators, by name.
         launches: the launches of Triton kernels.
+        number: what every floating-point number is that the host reads.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class PretendedCuda(FakeTensorMode):
         self.unsafe: Counter[str] = Counter()
         self.attention: Counter[str] = Counter()
         self.launches = Launches()
+        self.number = 1.0
         self._addresses: dict[int, tuple[int, Any]] = {}
         self._is_capturing = False
 
@@ -67,9 +69,12 @@ class PretendedCuda(FakeTensorMode):
         kwargs = kwargs or {}
         if self._is_capturing:
             self._look_for_unsafe(func, args, kwargs)
-        if func is aten._local_scalar_dense.default and args[0].device.type == "cuda":
-            self.waits[f"item: {caller()}"] += 1
-            return _some_number(args[0].dtype)
+        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
+            if args[0].device.type == "cuda":
+                self.waits[f"item: {caller()}"] += 1
+            return self._number_of(args[0].dtype)
+        if func is aten.equal.default:
+            return True
         if func is aten._pin_memory.default:
             pinned = super().dispatch(aten.clone.default, types, (args[0],), {})
             pinned.is_pretended_pinned = True
@@ -147,17 +152,23 @@ class PretendedCuda(FakeTensorMode):
             (cuda, "get_device_capability", lambda device=None: self.capability),
             (cuda, "get_device_name", lambda device=None: self.name),
             (cuda, "current_device", lambda: 0),
+            (cuda, "get_rng_state", lambda device=None: torch.get_rng_state()),
             (cuda, "is_bf16_supported", is_bf16_supported),
             (cuda, "synchronize", synchronize),
             (cuda.amp.common, "amp_definitely_not_available", lambda: False),
             (torch.backends.cuda, "is_flash_attention_available", lambda: True),
         ]
 
+    def _number_of(self, dtype: torch.dtype) -> bool | float | int:
+        if dtype is torch.bool:
+            return True
+        return self.number if dtype.is_floating_point else 1
+
     @property
     def _tolist(self) -> Any:
         def tolist(tensor: torch.Tensor) -> Any:
             self.waits[f"tolist: {caller()}"] += 1
-            return _nested(_some_number(tensor.dtype), list(tensor.shape))
+            return _nested(self._number_of(tensor.dtype), list(tensor.shape))
 
         return tolist
 
@@ -186,12 +197,6 @@ def caller(limit: int = 4) -> str:
             places.append(f"{path.rsplit(folder)[-1]}:{frame.f_lineno}")
         frame = frame.f_back
     return " < ".join(places)
-
-
-def _some_number(dtype: torch.dtype) -> bool | float | int:
-    if dtype is torch.bool:
-        return True
-    return 1.0 if dtype.is_floating_point else 1
 
 
 def _nested(number: Any, shape: list[int]) -> Any:

@@ -103,8 +103,8 @@ class Seen:
 
 def run(case: Case) -> dict[str, Any]:
     """Train a case for a few steps, and return what was seen."""
-    _forget_the_last_card()
-    device = PretendedCuda(case.name, case.capability, has_driver=case.has_driver)
+    forget_the_last_card()
+    device = PretendedCuda(case.name, tuple(case.capability), has_driver=case.has_driver)
     seen = Seen()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -119,7 +119,7 @@ def run(case: Case) -> dict[str, Any]:
     return asdict(seen)
 
 
-def _forget_the_last_card() -> None:
+def forget_the_last_card() -> None:
     """Let this process ask and tell anew what it does once: cases share a process, and not a card."""
     for once in (varlen.warn_once, availability._card_runs_kernels, availability._reason_against_card):
         once.cache_clear()

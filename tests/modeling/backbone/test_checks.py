@@ -13,6 +13,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig, RobertaConfig
 
 from peft_mux.errors import UnsupportedModelError
+from peft_mux.modeling.backbone import probe
 from peft_mux.modeling.backbone.checks import max_positions, rope_limit
 from peft_mux.modeling.backbone.fingerprint import backbone_fingerprint
 from peft_mux.modeling.backbone.modules import adaptable_modules
@@ -120,6 +121,42 @@ def test_the_probe_leaves_mode_random_numbers_and_gradients_as_they_were(trainin
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in model.parameters())
     assert model.stream.is_idle
+
+
+@pytest.fixture
+def probes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
+    """Return the precision of each probe that runs."""
+    ran: list[torch.dtype] = []
+
+    def noted(model: Any) -> None:
+        ran.append(probe.path_of(model).dtype)
+
+    monkeypatch.setattr("peft_mux.modeling.model.check_packing", noted)
+    return ran
+
+
+def test_packing_is_proven_once_for_each_precision(probes: list[torch.dtype]) -> None:
+    model = adapted(llama())
+    model.verify_once()
+    assert probes == [torch.float32]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model.verify_once()
+        model.verify_once()
+    assert probes == [torch.float32, torch.bfloat16]
+
+
+def test_a_proof_that_is_left_for_later_runs_later_and_one_that_is_refused_never(probes: list[torch.dtype]) -> None:
+    later, never = adapted(llama(), verify=None), adapted(llama(), verify=False)
+    assert probes == []
+    never.verify_once()
+    assert probes == []
+    later.verify_once()
+    assert probes == [torch.float32]
+
+
+def test_under_autocast_logits_are_held_to_its_precision() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert adapted(llama()).tasks == ("a",)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
