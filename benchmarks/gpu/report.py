@@ -1,4 +1,4 @@
-"""The time budget and the report of `benchmarks.gpu`: sections one after another, saved after every row."""
+"""The time budget and the report of `benchmarks.gpu`: parts one after another, saved after every row."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 Row = tuple[str, Any]
-"""What a section yields: the name of a result, and plain values."""
+"""What a part yields: the name of a result, and plain values. One with `is_right` is a check."""
+
+Clock = Callable[[], float]
 
 
 class Deadline:
     """A time limit; asked between measurements, so that what runs is finished."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, clock: Clock = time.monotonic) -> None:
         """Count from now."""
-        self._end_s = time.monotonic() + seconds
+        self._clock = clock
+        self._end_s = clock() + seconds
 
     def left_s(self) -> float:
         """Return the seconds that are left, negative once it has passed."""
-        return self._end_s - time.monotonic()
+        return self._end_s - self._clock()
 
     def has(self, seconds: float = 0.0) -> bool:
         """Whether more than `seconds` are left."""
@@ -32,81 +35,122 @@ class Deadline:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class Part:
     """A part of the benchmark.
 
     Attributes:
-        name: name of the section in the report.
-        seconds: its share of the budget, in seconds; what others leave over comes on top.
+        name: name of the part in the report.
+        estimated_s: seconds that it is computed to take.
         run: yields rows; ends early, with a row "note", where its deadline is near.
+        is_check: whether it tells right from wrong, so that leaving it out is a fault.
     """
 
     name: str
-    seconds: float
+    estimated_s: float
     run: Callable[[Deadline], Iterator[Row]]
+    is_check: bool = False
 
 
+@dataclass
 class Report:
     """Collects rows and writes all of them after each one, so that a run that is cut off loses nothing.
 
-    Args:
+    Attributes:
         path: path of the JSON file, which is written whole or not at all.
         head: plain values that stand at its beginning.
+        clock: returns seconds.
+        after_failure: called after a part has failed, to free what it held; may say that no part can run any more.
     """
 
-    def __init__(self, path: Path, head: dict[str, Any]) -> None:
+    path: Path
+    head: dict[str, Any]
+    clock: Clock = time.monotonic
+    after_failure: Callable[[], str | None] = lambda: None
+    values: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
         """Write the head to the file."""
-        self.path = path
-        self.values: dict[str, Any] = {**head, "sections": {}}
-        path.parent.mkdir(parents=True, exist_ok=True)
+        self.values = {**self.head, "checks": {}, "skipped": [], "faults": [], "parts": {}}
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.save()
 
     def save(self) -> None:
         """Write everything, by way of a second file."""
+        self.values |= {"checks": self.checks(), "skipped": self.skipped(), "faults": self.faults()}
         draft = self.path.with_suffix(".part")
         draft.write_text(json.dumps(self.values, indent=1), encoding="utf-8")
         os.replace(draft, self.path)
 
-    def run(self, sections: list[Section], total_s: float) -> None:
-        """Run the sections in order; one that fails is reported, and the next one begins.
+    def run(self, parts: list[Part], total_s: float) -> None:
+        """Run the parts in order, which is that of their value; one that fails is reported, and the next one begins.
+
+        Each gets at least its estimate where that much is left, twice of it if need be, and what later ones do not
+        claim; one whose estimate is more than what is left is skipped, and a shorter one after it may still run.
 
         Args:
-            sections: the sections, whose seconds should add up to less than `total_s`.
-            total_s: seconds after which no further section begins.
+            parts: the parts, the most telling first.
+            total_s: seconds after which no measurement begins.
         """
-        whole = Deadline(total_s)
-        for index, section in enumerate(sections):
-            later_s = sum(other.seconds for other in sections[index + 1 :])
-            allowed_s = max(min(section.seconds, whole.left_s()), whole.left_s() - later_s)
-            entry: dict[str, Any] = {"status": "running", "allowed_s": allowed_s, "rows": {}}
-            self.values["sections"][section.name] = entry
-            print(f"\n== {section.name} (at most {allowed_s:.0f} s)", flush=True)
-            if allowed_s <= 0:
-                entry["status"] = "skipped: the time budget is spent"
+        whole = Deadline(total_s, self.clock)
+        lost: str | None = None
+        for index, part in enumerate(parts):
+            left_s, later_s = whole.left_s(), sum(other.estimated_s for other in parts[index + 1 :])
+            entry: dict[str, Any] = {"status": "running", "estimated_s": part.estimated_s, "is_check": part.is_check}
+            self.values["parts"][part.name] = entry | {"rows": {}}
+            entry = self.values["parts"][part.name]
+            if lost is not None:
+                entry["status"] = f"skipped: {lost}"
+            elif part.estimated_s > left_s:
+                entry["status"] = f"skipped: needs {part.estimated_s:.0f} s, and {max(left_s, 0.0):.0f} s are left"
             else:
-                self._run(section, entry, Deadline(allowed_s))
-            print(f"   {entry['status']}", flush=True)
+                entry["allowed_s"] = min(left_s, max(2 * part.estimated_s, left_s - later_s))
+                print(f"\n== {part.name} (estimated {part.estimated_s:.0f} s)", flush=True)
+                self._run(part, entry, Deadline(entry["allowed_s"], self.clock))
+                if entry["status"] != "done":
+                    lost = self.after_failure()
+            print(f"   {part.name}: {entry['status']}", flush=True)
             self.save()
 
-    def _run(self, section: Section, entry: dict[str, Any], deadline: Deadline) -> None:
-        start_s = time.monotonic()
+    def _run(self, part: Part, entry: dict[str, Any], deadline: Deadline) -> None:
+        start_s = self.clock()
+        self.save()  # a run that is cut off tells in which part
         try:
-            for name, value in section.run(deadline):
+            for name, value in part.run(deadline):
                 entry["rows"][name] = value
-                entry["seconds"] = time.monotonic() - start_s
+                entry["seconds"] = self.clock() - start_s
                 self.save()
                 print(f"   {name}: {_short(value)}", flush=True)
             entry["status"] = "done"
-        except Exception as error:  # a section that fails must not cost the others
+        except Exception as error:  # a part that fails must not cost the others
             entry["status"] = f"failed: {type(error).__name__}: {str(error)[:500]}"
             entry["traceback"] = traceback.format_exc()[-4000:]
-        entry["seconds"] = time.monotonic() - start_s
+        entry["seconds"] = self.clock() - start_s
+
+    def checks(self) -> dict[str, str]:
+        """Return "pass" or "fail" for each check that ran, by part and row."""
+        return {
+            f"{name}: {row}": "pass" if value["is_right"] else "fail"
+            for name, entry in self.values["parts"].items()
+            for row, value in entry["rows"].items()
+            if isinstance(value, dict) and "is_right" in value
+        }
+
+    def skipped(self) -> list[str]:
+        """Return what was left out, parts and rows, each as one line with the reason."""
+        found = []
+        for name, entry in self.values["parts"].items():
+            if entry["status"].startswith("skipped"):
+                found.append(f"{name}: {entry['status'].removeprefix('skipped: ')}")
+            rows = [(row, value) for row, value in entry["rows"].items() if isinstance(value, dict)]
+            found += [f"{name}: {row}: {value['skipped']}" for row, value in rows if "skipped" in value]
+        return found
 
     def faults(self) -> list[str]:
-        """Return what failed, was skipped, or was found to be wrong, each as one line."""
+        """Return what failed, was found to be wrong, or is a check that was left out, each as one line."""
         found = []
-        for name, entry in self.values["sections"].items():
-            if entry["status"] != "done":
+        for name, entry in self.values["parts"].items():
+            is_skipped = entry["status"].startswith("skipped")
+            if entry["status"].startswith("failed") or (is_skipped and entry["is_check"]):
                 found.append(f"{name}: {entry['status']}")
             for row, value in entry["rows"].items():
                 if isinstance(value, dict) and value.get("is_right") is False:

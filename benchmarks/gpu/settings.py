@@ -1,4 +1,4 @@
-"""What the sections of `benchmarks.gpu` share: where they run, and how large."""
+"""What the parts of `benchmarks.gpu` share: where they run, and how large."""
 
 from __future__ import annotations
 
@@ -18,27 +18,39 @@ class Settings:
 
     Attributes:
         device: the device on which everything runs.
-        is_dry: whether shapes are tiny and in fp32, so that any machine can run them.
-        num_layers: number of layers of the backbone of the last section.
+        is_rehearsal: whether shapes are tiny and in fp32, so that any machine can run them.
+        num_layers: number of layers of the backbone of the parts `end to end`.
     """
 
     device: torch.device
-    is_dry: bool
+    is_rehearsal: bool
     num_layers: int = 32
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of activations and frozen weights."""
-        return torch.float32 if self.is_dry else torch.bfloat16
+        return torch.float32 if self.is_rehearsal else torch.bfloat16
 
     @property
     def has_kernels(self) -> bool:
-        """Whether Triton kernels run: on a GPU, and in a dry run where TRITON_INTERPRET=1 chose its interpreter."""
+        """Whether Triton kernels run: on a GPU, and in a rehearsal where TRITON_INTERPRET=1 chose its interpreter."""
         return has_kernels(self.device)
+
+    @property
+    def wants_kernels(self) -> bool:
+        """Whether a path without kernels is a fault."""
+        return self.has_kernels or self.device.type == "cuda"
+
+    @property
+    def device_bytes(self) -> int | None:
+        """Memory of the GPU; `None` on a CPU, where nothing is skipped for its size."""
+        if self.device.type != "cuda":
+            return None
+        return torch.cuda.get_device_properties(self.device).total_memory
 
     def precision(self) -> contextlib.AbstractContextManager[Any]:
         """Return what Trainer does for bf16: adapters in fp32, products in bf16."""
-        if self.is_dry:
+        if self.is_rehearsal:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, dtype=torch.bfloat16)
 
@@ -48,3 +60,8 @@ def free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether a device had too little memory."""
+    return isinstance(error, torch.cuda.OutOfMemoryError)

@@ -1,93 +1,203 @@
-"""The sections `layer` and `end_to_end` of `benchmarks.gpu`: training steps of all contenders, side by side.
+"""The parts `layer` and `end to end` of `benchmarks.gpu`: training steps of all contenders, side by side.
 
 MFU = (4 P + 6 P_lora + 7 H C n L) T / seconds / peak: T real tokens, P frozen weights of the linear layers with the
 head (forward and input gradients), P_lora trained weights of a token's task, n layers with H heads of C channels on
 sequences of mean square length over mean length L (causal attention, its backward 2.5 forwards); peak 989.4 TFLOP/s,
 the dense bf16 rate of the H100 and H200 SXM data sheets.
+
+A contender that needs more memory than there is, by `roofline.peak_bytes`, is left out with that number; one that runs
+out of memory all the same, or fails, is reported, and the next one gets a new backbone.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.gpu import roofline
+from benchmarks.gpu.backbones import Backbones
 from benchmarks.gpu.report import Deadline, Row
-from benchmarks.gpu.settings import Settings, free
+from benchmarks.gpu.roofline import Backbone
+from benchmarks.gpu.settings import Settings, free, out_of_memory
 from benchmarks.gpu.trainers import TRAINERS, Trained
 from benchmarks.kernels.problem import greater
 
-PEAK_FLOPS = {"H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12}
+NUM_STEPS = 4
+"""The first two compile, allocate, capture, and make the state of optimizers."""
+MOST_PASS_TOKENS = 16384
+_MEAN_TOKENS = {"uniform": 29, "nonuniform": 52}
+_SQUARE_LENGTH = {"uniform": 33, "nonuniform": 100}
+_PADDED_TOKENS = {"uniform": 69, "nonuniform": 180}
+_MEAN_RANK = {"uniform": 8, "nonuniform": 30}
+_TINY = Backbone(32, 2, 48, 4, 64)
 
 
-def layer_section(settings: Settings, deadline: Deadline) -> Iterator[Row]:
+class Case(NamedTuple):
+    """What is trained.
+
+    Attributes:
+        mix: "uniform" or "nonuniform", see `benchmarks.training.workloads`.
+        num_tasks: number of tasks.
+        batch_size: rows of a task's step.
+    """
+
+    mix: str
+    num_tasks: int
+    batch_size: int
+
+    @property
+    def name(self) -> str:
+        """Such as `8 uniform x 32 rows`."""
+        return f"{self.num_tasks} {self.mix} x {self.batch_size} rows"
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a step, as expected of the mix."""
+        return self.num_tasks * self.batch_size * _MEAN_TOKENS[self.mix]
+
+    def padded_tokens(self, contender: str) -> int:
+        """Tokens of a step that a contender computes, as expected of the mix."""
+        if contender in ("hf", "padded"):
+            return self.num_tasks * self.batch_size * _PADDED_TOKENS[self.mix]
+        return self.num_tokens
+
+    def trained_weights(self, backbone: Backbone, contender: str) -> int:
+        """Trained weights that are there at once."""
+        tasks = {"floor": 0, "hf": 1}.get(contender, self.num_tasks)
+        return tasks * _MEAN_RANK[self.mix] * backbone.rank_weights
+
+
+# 7,400 and 6,700 tokens a step; then 1,900, where the host's time decides, and where the padded batch fits.
+CASES = (
+    Case("uniform", 8, 32),
+    Case("nonuniform", 8, 16),
+    Case("uniform", 8, 8),
+)
+_REHEARSED = Case("nonuniform", 3, 4)
+
+
+def layer_part(settings: Settings, deadline: Deadline, backbones: Backbones) -> Iterator[Row]:
     """One decoder layer with a head of 512 entries, forward, backward and updates."""
-    from benchmarks.training.workloads import ModelSpec
-
-    spec = ModelSpec(32, 1, 48, 4, 64) if settings.is_dry else ModelSpec(4096, 1, 14336, 32, 512)
-    backbone = llama(settings, spec)
-    for mix in ("uniform",) if settings.is_dry else ("uniform", "nonuniform"):
-        yield from _compare(settings, deadline, backbone, spec, mix, 2 if settings.is_dry else 8)
+    shape = Backbone(32, 1, 48, 4, 64) if settings.is_rehearsal else Backbone(4096, 1, 14336, 32, 512)
+    for case in (Case("uniform", 2, 8),) if settings.is_rehearsal else CASES[:2]:
+        yield from compare(settings, deadline, backbones, shape, case)
 
 
-def end_to_end_section(settings: Settings, deadline: Deadline) -> Iterator[Row]:
-    """The whole backbone: both mixes of 8 tasks, then other numbers of tasks."""
-    from benchmarks.training.workloads import ModelSpec
-
-    spec = ModelSpec(32, 2, 48, 4, 64) if settings.is_dry else ModelSpec(4096, settings.num_layers, 14336, 32, 128256)
-    cases = [("uniform", 8), ("nonuniform", 8), ("uniform", 32), ("uniform", 1), ("nonuniform", 32), ("uniform", 16)]
-    backbone = llama(settings, spec)
-    for mix, num_tasks in [("nonuniform", 3)] if settings.is_dry else [*cases, ("uniform", 4)]:
-        yield from _compare(settings, deadline, backbone, spec, mix, num_tasks)
+def end_to_end_part(settings: Settings, deadline: Deadline, backbones: Backbones, case: Case) -> Iterator[Row]:
+    """The whole backbone, all contenders."""
+    shape = _TINY if settings.is_rehearsal else roofline.LLAMA_8B.of_layers(settings.num_layers)
+    yield from compare(settings, deadline, backbones, shape, _REHEARSED if settings.is_rehearsal else case)
 
 
-def _compare(
-    settings: Settings, deadline: Deadline, backbone: Any, spec: Any, mix: str, num_tasks: int
-) -> Iterator[Row]:
+def estimated_s(shape: Backbone, case: Case, contenders: tuple[str, ...] = tuple(TRAINERS)) -> float:
+    """Return the seconds that a case is computed to take, without compiling and without making the backbone."""
+    return 5.0 + sum(contender_s(shape, case, name) for name in contenders)
+
+
+def contender_s(shape: Backbone, case: Case, contender: str) -> float:
+    """Return the seconds that a contender is computed to take: its adapters, then its steps."""
+    attaching = 0.0 if contender == "floor" else roofline.ATTACH_S * case.num_tasks * shape.num_layers
+    passes = case.num_tasks if contender == "hf" else 1
+    each = roofline.step_s(shape, contender, case.padded_tokens(contender), _SQUARE_LENGTH[case.mix], max(1, passes))
+    steps = NUM_STEPS + (4 if contender == "mux_graphs" else 0)  # capturing runs a pass some four times
+    return attaching + steps * each
+
+
+def compare(settings: Settings, deadline: Deadline, backbones: Backbones, shape: Backbone, case: Case) -> Iterator[Row]:
     """Train the same rows with every contender on one backbone, which each leaves as it was."""
     from benchmarks.training.workloads import make_workload
 
-    num_steps = 2 if settings.is_dry else 5
-    workload = make_workload(mix, num_tasks=num_tasks, num_steps=num_steps, vocab_size=spec.vocab_size)
+    num_steps = 2 if settings.is_rehearsal else NUM_STEPS
+    workload = make_workload(
+        case.mix,
+        num_tasks=case.num_tasks,
+        num_steps=num_steps,
+        vocab_size=shape.vocab_size,
+        batch_size=case.batch_size,
+    )
     num_tokens = [sum(len(r["input_ids"]) for t in workload.tasks for r in t.batches[s]) for s in range(num_steps)]
-    flops = flops_per_token(backbone, workload)
-    case = f"{spec.num_layers} layers, {num_tasks} {mix}"
-    yield case, {"tokens_per_step": num_tokens, "lengths": workload.length_source, "flops_per_token": flops}
+    flops = flops_per_token(shape, workload)
+    name = f"{shape.num_layers} layers, {case.name}"
+    yield name, {"tokens_per_step": num_tokens, "lengths": workload.length_source, "flops_per_token": flops}
     measured: dict[str, dict[str, Any]] = {}
-    for name, run in TRAINERS.items():
-        # Adapters are injected layer by layer and task by task; the passes come on top.
-        if not settings.is_dry and not deadline.has(5 + 0.02 * num_tasks * spec.num_layers):
-            yield f"{case}: {name}", {"skipped": "the time budget is spent"}
+    for contender in TRAINERS:
+        needs_s = 0.0 if settings.is_rehearsal else contender_s(shape, case, contender)
+        reason = too_large(settings, shape, case, contender, _largest_batch(workload, contender))
+        if not deadline.has(needs_s):
+            reason = f"the time budget is spent: needs {needs_s:.0f} s"
+        if reason is not None:
+            yield f"{name}: {contender}", {"skipped": reason}
             continue
-        free(settings.device)
-        if settings.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(settings.device)
-        try:
-            trained = run(settings, backbone, workload)
-        except torch.cuda.OutOfMemoryError as error:
-            yield f"{case}: {name}", {"skipped": str(error).splitlines()[0]}
-            yield f"{case}: note", "what is attached to the backbone is unknown now; the other contenders were left out"
-            raise
-        row = _rates(settings, trained, num_tokens)
-        row |= judged(settings, row, flops, measured)
-        measured[name] = row
-        yield f"{case}: {name}", row
+        trained = case.trained_weights(shape, contender)
+        pass_tokens = roofline.pass_tokens(shape, contender, trained, settings.device_bytes, MOST_PASS_TOKENS)
+        row = train_safely(settings, backbones, shape, contender, workload, pass_tokens)
+        if "steps_s" in row:
+            row |= {"pass_tokens": pass_tokens} | rates(settings, row["steps_s"], num_tokens)
+            row |= judged(settings, row, flops, measured)
+            measured[contender] = row
+        yield f"{name}: {contender}", row
 
 
-def _rates(settings: Settings, trained: Trained, num_tokens: list[int]) -> dict[str, Any]:
+def train_safely(
+    settings: Settings, backbones: Backbones, shape: Backbone, contender: str, workload: Any, pass_tokens: int
+) -> dict[str, Any]:
+    """Return what a contender measured, or why it could not; then what was attached to the backbone is gone with it."""
+    free(settings.device)
+    if settings.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(settings.device)
+    try:
+        row = plain_values(settings, TRAINERS[contender](settings, backbones.of(shape), workload, pass_tokens))
+    except Exception as error:  # the others are measured all the same
+        first_line = (str(error).splitlines() or [""])[0][:300]
+        if out_of_memory(error):
+            row = {"skipped": f"out of memory: {first_line}"}
+        else:
+            row = {"failed": f"{type(error).__name__}: {first_line}", "is_right": False}
+    if "steps_s" not in row:
+        # Here, where the error is gone, and with it the frames that hold tensors.
+        backbones.drop()
+    return row
+
+
+def too_large(settings: Settings, shape: Backbone, case: Case, contender: str, num_tokens: int) -> str | None:
+    """Return why a contender cannot have the memory that it is computed to need, or `None`."""
+    if settings.device_bytes is None:
+        return None
+    needed = roofline.peak_bytes(shape, contender, num_tokens, case.trained_weights(shape, contender))
+    allowed = roofline.USABLE_SHARE * settings.device_bytes
+    if needed <= allowed:
+        return None
+    return f"needs some {needed / 1e9:.0f} GB for {num_tokens} tokens at once, of {allowed / 1e9:.0f} GB"
+
+
+def _largest_batch(workload: Any, contender: str) -> int:
+    """Return the tokens that a contender must hold at once whatever the memory: all of them in one padded batch."""
+    if contender != "padded":
+        return 1024
+    longest = max(len(row["input_ids"]) for task in workload.tasks for row in task.rows)
+    return longest * sum(task.batch_size for task in workload.tasks)
+
+
+def plain_values(settings: Settings, trained: Trained) -> dict[str, Any]:
     """Return what was measured as plain values."""
-    # The first steps compile, allocate and make optimizer state.
-    warm_up = 1 if settings.is_dry else 2
-    rates = [count / s for count, s in zip(num_tokens[warm_up:], trained.steps_s[warm_up:], strict=True)]
-    row: dict[str, Any] = {"tokens_per_s": statistics.median(rates)}
-    row |= {"steps_s": trained.steps_s, "losses": trained.losses}
+    row: dict[str, Any] = {"steps_s": trained.steps_s, "losses": trained.losses}
     if trained.calls is not None:
         row |= {"path": path_of(trained.calls), "group_calls": trained.calls}
+    if trained.num_captures is not None:
+        row["num_captures"] = trained.num_captures
     if settings.device.type == "cuda":
         row["peak_bytes"] = torch.cuda.max_memory_allocated(settings.device)
     return row
+
+
+def rates(settings: Settings, steps_s: list[float], num_tokens: list[int]) -> dict[str, float]:
+    """Return the real tokens of a second, median of the steps that are warm."""
+    warm_up = 1 if settings.is_rehearsal else 2
+    found = [count / s for count, s in zip(num_tokens[warm_up:], steps_s[warm_up:], strict=True)]
+    return {"tokens_per_s": statistics.median(found)}
 
 
 def path_of(calls: dict[str, int]) -> str:
@@ -106,25 +216,38 @@ def judged(
     only its first step is held against that of PEFT, which comes after it.
     """
     found: dict[str, Any] = {"mfu": None, "share_of_floor": 1.0 if not measured else None}
-    peak = _peak_flops(settings.device)
+    peak = peak_flops(settings.device)
     if peak is not None:
         found |= {"mfu": flops * row["tokens_per_s"] / peak, "peak_flops_per_s": peak}
     if "floor" in measured:
         found["share_of_floor"] = row["tokens_per_s"] / measured["floor"]["tokens_per_s"]
-    verdicts = []
+    verdicts = path_verdicts(settings, row)
     reference = measured.get("hf") or measured.get("floor")
     if reference:
         found["loss_difference"] = loss_difference(row["losses"], reference["losses"])
-        verdicts.append(found["loss_difference"] <= (1e-4 if settings.is_dry else 2e-2))
-    if "path" in row:
-        wants_kernels = settings.has_kernels or settings.device.type == "cuda"
-        verdicts.append(row["path"] == ("kernels" if wants_kernels else "slices"))
+        verdicts.append(found["loss_difference"] <= loss_tolerance(settings))
     return found | ({"is_right": all(verdicts)} if verdicts else {})
 
 
-def _peak_flops(device: torch.device) -> float | None:
+def path_verdicts(settings: Settings, row: dict[str, Any]) -> list[bool]:
+    """Return whether kernels and graphs served where they can."""
+    verdicts = []
+    if "path" in row:
+        verdicts.append(row["path"] == ("kernels" if settings.wants_kernels else "slices"))
+    if "num_captures" in row:
+        verdicts.append((row["num_captures"] > 0) == settings.wants_kernels)
+    return verdicts
+
+
+def loss_tolerance(settings: Settings) -> float:
+    """Return by how much losses may differ, relative, between two ways to compute them."""
+    return 1e-4 if settings.is_rehearsal else 2e-2
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the rate that MFU is held against, where it is known."""
     words = torch.cuda.get_device_name(device).split() if device.type == "cuda" else []
-    return next((PEAK_FLOPS[word] for word in words if word in PEAK_FLOPS), None)
+    return next((roofline.PEAK_FLOPS[word] for word in words if word in roofline.PEAK_FLOPS), None)
 
 
 def loss_difference(losses: list[list[float]], reference: list[list[float]]) -> float:
@@ -136,39 +259,10 @@ def loss_difference(losses: list[list[float]], reference: list[list[float]]) -> 
     return worst
 
 
-def flops_per_token(backbone: Any, workload: Any) -> float:
+def flops_per_token(shape: Backbone, workload: Any) -> float:
     """Return what a step has to compute for a real token, averaged; the formula stands at the top of the file."""
-    layers = [module for module in backbone.modules() if isinstance(module, torch.nn.Linear)]
-    frozen = sum(layer.weight.numel() for layer in layers)
-    widths = sum(layer.in_features + layer.out_features for layer in layers if layer is not backbone.lm_head)
     lengths = [(len(row["input_ids"]), task.rank) for task in workload.tasks for row in task.rows]
     num_tokens = sum(length for length, _ in lengths)
-    lora = sum(length * rank for length, rank in lengths) / num_tokens * widths
+    rank = sum(length * rank for length, rank in lengths) / num_tokens
     square = sum(length**2 for length, _ in lengths) / num_tokens
-    return 4 * frozen + 6 * lora + 7 * backbone.config.hidden_size * backbone.config.num_hidden_layers * square
-
-
-def llama(settings: Settings, spec: Any) -> Any:
-    """Return a Llama of random weights on the device, with 8 key-value heads for 32 heads as Llama-3-8B has them."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=spec.hidden_size,
-        num_hidden_layers=spec.num_layers,
-        intermediate_size=spec.intermediate_size,
-        num_attention_heads=spec.num_heads,
-        num_key_value_heads=max(1, spec.num_heads // 4),
-        vocab_size=spec.vocab_size,
-        max_position_embeddings=spec.max_tokens,
-        pad_token_id=None,
-        use_cache=False,
-    )
-    free(settings.device)
-    torch.manual_seed(0)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(settings.dtype)
-    try:
-        with settings.device:
-            return LlamaForCausalLM(config).requires_grad_(False).train()
-    finally:
-        torch.set_default_dtype(before)
+    return shape.flops_per_token(square, rank)

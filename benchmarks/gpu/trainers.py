@@ -1,6 +1,7 @@
-"""Who trains in `benchmarks.gpu.train`: the floor, PEFT task by task, peft_mux, and the padded joint batch.
+"""Who trains in `benchmarks.gpu.train` and `benchmarks.gpu.sweep`: the floor, PEFT task by task, peft_mux, and the
+padded joint batch.
 
-Each gets a backbone and leaves it as it was.
+Each gets a backbone and leaves it as it was; one that raises leaves anything.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from unittest import mock
 
 import torch
 
+from benchmarks.gpu.rehearsal import graphs_here, stand_ins
 from benchmarks.gpu.settings import Settings
 
 
@@ -25,14 +27,16 @@ class Trained(NamedTuple):
         steps_s: seconds of each step of all tasks.
         losses: for each step, the loss of each task; for the floor, of the first step alone.
         calls: how often peft_mux computed a group of layers through "kernels" and through "slices"; `None` for others.
+        num_captures: passes captured as CUDA graphs; `None` where nobody asked for graphs.
     """
 
     steps_s: list[float]
     losses: list[list[float]]
     calls: dict[str, int] | None = None
+    num_captures: int | None = None
 
 
-def train_floor(settings: Settings, backbone: Any, workload: Any) -> Trained:
+def train_floor(settings: Settings, backbone: Any, workload: Any, pass_tokens: int) -> Trained:
     """The packed tokens through the frozen backbone, forward and input gradients; attention in one call on a GPU."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
@@ -43,7 +47,7 @@ def train_floor(settings: Settings, backbone: Any, workload: Any) -> Trained:
     AttentionMaskInterface.register("benchmark_gpu_floor", lambda *args, **kwargs: None)
     before = backbone.config._attn_implementation
     backbone.set_attn_implementation("benchmark_gpu_floor")
-    packed = [[_moved(part, settings) for part in floor.pack(workload.tasks, s, 16384)]
+    packed = [[_moved(part, settings) for part in floor.pack(workload.tasks, s, pass_tokens)]
               for s in range(workload.num_steps)]  # fmt: skip
     losses = torch.zeros(len(workload.tasks), device=settings.device)
     timer = _StepTimer(settings.device)
@@ -97,9 +101,10 @@ def _floor_attention(
     return out[None], None
 
 
-def train_mux(settings: Settings, backbone: Any, workload: Any) -> Trained:
-    """The model and executor of the package, with one AdamW a task over its slab."""
+def train_mux(settings: Settings, backbone: Any, workload: Any, pass_tokens: int, cuda_graphs: bool = False) -> Trained:
+    """The package's model, executor and update of all tasks."""
     from peft_mux.data.collator import ChunkPackingCollator
+    from peft_mux.engine.cuda_graphs.passes import CapturedPasses
     from peft_mux.engine.executor import Executor
     from peft_mux.engine.work import StepWork
     from peft_mux.modeling.adapters.attach import detach
@@ -109,23 +114,64 @@ def train_mux(settings: Settings, backbone: Any, workload: Any) -> Trained:
     seeds = {task.name: task.seed for task in workload.tasks}
     model = MultiTaskPeftModel(backbone, configs, seeds=seeds, verify=False)
     model.train()
-    update = _updates(model, workload)
-    executor, collator, losses = Executor(model, bf16=not settings.is_dry), ChunkPackingCollator(), []
-    with counted_paths() as calls, interpreted(settings):
+    table = started_tasks(settings, model, workload)
+    executor, collator, losses = Executor(model, bf16=not settings.is_rehearsal), ChunkPackingCollator(), []
+    if cuda_graphs:
+        executor.captured = CapturedPasses(model, executor.precision, graphs_here(settings))
+    works = []
+    for step in range(workload.num_steps):
+        batches = [task_batch(task, step) for task in workload.tasks]
+        streams = tuple(collator.micro_batches(batches, max_tokens=pass_tokens))
+        works.append(StepWork(tuple(configs), streams, {item.task: item.num_tokens for item in batches}))
+    with counted_paths() as calls, stand_ins(settings, with_attention=cuda_graphs):
         timer = _StepTimer(settings.device)
-        for step in range(workload.num_steps):
-            batches = [_batch(task, step) for task in workload.tasks]
-            streams = tuple(collator.micro_batches(batches, max_tokens=16384))
-            work = StepWork(tuple(configs), streams, {item.task: item.num_tokens for item in batches})
-            result = executor.run(work)
-            losses.append(torch.stack([result.losses[name] for name in configs]).tolist())
-            update()
+        for work in works:
+            table.apply(executor.run(work))  # reads the losses, for which it waits
+            losses.append([table[name].last_loss for name in configs])
             timer.tick()
     detach(backbone)
-    return Trained(timer.steps_s, losses, dict(calls))
+    return Trained(timer.steps_s, losses, dict(calls), executor.captured.num_captures if executor.captured else None)
 
 
-def _batch(task: Any, step: int) -> Any:
+def train_mux_with_graphs(settings: Settings, backbone: Any, workload: Any, pass_tokens: int) -> Trained:
+    """The same, with passes replayed as CUDA graphs."""
+    return train_mux(settings, backbone, workload, pass_tokens, cuda_graphs=True)
+
+
+def started_tasks(settings: Settings, model: Any, workload: Any) -> Any:
+    """Return the tasks of a workload as a run has them once they train: a constant rate, no decay, clipping at 1."""
+    from peft_mux.arguments import MultiTaskTrainingArguments
+    from peft_mux.task import Task, TaskStatus
+    from peft_mux.tasks.isolation import LastGood
+    from peft_mux.tasks.optimizer import TaskOptimizer
+    from peft_mux.tasks.setup import make_task_run
+    from peft_mux.tasks.table import TaskTable
+
+    args = MultiTaskTrainingArguments(
+        output_dir="unused", use_cpu=settings.device.type == "cpu", report_to="none", lr_scheduler_type="constant"
+    )
+    table = TaskTable()
+    for own in workload.tasks:
+        task = Task(
+            name=own.name,
+            peft_config=own.lora_config(),
+            train_dataset=list(own.rows),
+            train_batch_size=own.batch_size,
+            learning_rate=workload.learning_rate,
+            max_steps=workload.num_steps + 1,  # one more than is taken, so that none ends
+            seed=own.seed,
+        )
+        run = make_task_run(task, args, None, model.backbone.config)
+        slab = model.task_slab(own.name)
+        slab.bind_gradients()
+        run.optimizer = TaskOptimizer(own.name, model.task_parameters(own.name), run.hyper, run.num_steps, args, slab)
+        run.last_good = LastGood({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
+        run.status = TaskStatus.RUNNING
+        table.add(run)
+    return table
+
+
+def task_batch(task: Any, step: int) -> Any:
     import numpy as np
 
     from peft_mux.data.batch import TaskBatch, TokenSequence
@@ -135,24 +181,6 @@ def _batch(task: Any, step: int) -> Any:
         for index, row in enumerate(task.batches[step])
     ]
     return TaskBatch(task.name, step, task.seed, tuple(rows))
-
-
-def _updates(model: Any, workload: Any) -> Callable[[], None]:
-    """Return what clips, updates and clears each task's slab."""
-    pages_of = {}
-    for task in workload.tasks:
-        slab = model.task_slab(task.name)
-        slab.bind_gradients()
-        pages_of[task.name] = [page.values for page in slab.pages]
-    optimizers = {name: _adamw(pages, workload) for name, pages in pages_of.items()}
-
-    def update() -> None:
-        for name, optimizer in optimizers.items():
-            torch.nn.utils.clip_grad_norm_(pages_of[name], 1.0)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-
-    return update
 
 
 @contextlib.contextmanager
@@ -183,20 +211,8 @@ def counted_paths() -> Iterator[Counter[str]]:
         yield calls
 
 
-@contextlib.contextmanager
-def interpreted(settings: Settings) -> Iterator[None]:
-    """Let the model take the kernels on a CPU too where Triton's interpreter runs them; on a GPU it does by itself."""
-    from peft_mux.modeling.adapters.lora import lora_pass
-
-    if settings.device.type == "cuda" or not settings.has_kernels:
-        yield
-        return
-    with mock.patch.object(lora_pass, "runs_kernels", return_value=True):
-        yield
-
-
-def train_hf(settings: Settings, backbone: Any, workload: Any) -> Trained:
-    """PEFT, one task after the other, batches padded to their longest row."""
+def train_hf(settings: Settings, backbone: Any, workload: Any, pass_tokens: int) -> Trained:
+    """PEFT, one task after the other, batches padded to their longest row, gradients of large ones accumulated."""
     from peft import get_peft_model
 
     totals = [0.0] * workload.num_steps
@@ -207,13 +223,19 @@ def train_hf(settings: Settings, backbone: Any, workload: Any) -> Trained:
         model.train()
         parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         optimizer = _adamw(parameters, workload)
+        steps = [
+            [(_padded(part, settings.device), share) for part, share in shares_of(rows, pass_tokens)]
+            for rows in task.batches
+        ]
         timer = _StepTimer(settings.device)
-        for step, rows in enumerate(task.batches):
-            batch = _padded(rows, settings.device)
-            with settings.precision():
-                loss = model(**batch).loss
-            loss.backward()
-            losses[step].append(loss.detach().item())
+        for step, parts in enumerate(steps):
+            total = torch.zeros((), device=settings.device)
+            for batch, share in parts:
+                with settings.precision():
+                    loss = model(**batch).loss * share
+                loss.backward()
+                total += loss.detach()
+            losses[step].append(total.item())
             torch.nn.utils.clip_grad_norm_(parameters, 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -224,8 +246,19 @@ def train_hf(settings: Settings, backbone: Any, workload: Any) -> Trained:
     return Trained(totals, losses)
 
 
-def train_padded(settings: Settings, backbone: Any, workload: Any) -> Trained:
-    """All tasks in one padded batch with LoRA by `bmm`."""
+def shares_of(rows: Any, pass_tokens: int) -> list[tuple[Any, float]]:
+    """Return a batch in parts of at most so many padded tokens, each with its share of the batch's targets."""
+    longest = max(len(row["input_ids"]) for row in rows)
+    count = max(1, pass_tokens // longest)
+    parts = [rows[start : start + count] for start in range(0, len(rows), count)]
+    # The first label of a row is never a target.
+    targets = [sum(label >= 0 for row in part for label in row["labels"][1:]) for part in parts]
+    return [(part, count / sum(targets)) for part, count in zip(parts, targets, strict=True)]
+
+
+def train_padded(settings: Settings, backbone: Any, workload: Any, pass_tokens: int) -> Trained:
+    """All tasks in one padded batch with LoRA by `bmm`, however large it is."""
+    del pass_tokens
     from benchmarks.training.baselines import padded_joint
 
     plain = {name: module for name, module in backbone.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -237,11 +270,14 @@ def train_padded(settings: Settings, backbone: Any, workload: Any) -> Trained:
         module.scaling_N11 = module.scaling_N11.to(settings.device)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, losses = _adamw(parameters, workload), []
+    steps = [
+        _padded([row for rows in batches for row in rows], settings.device)
+        for batches in zip(*(task.batches for task in workload.tasks), strict=True)
+    ]
     timer = _StepTimer(settings.device)
-    for batches in zip(*(task.batches for task in workload.tasks), strict=True):
-        batch = _padded([row for rows in batches for row in rows], settings.device)
+    for batch in steps:
         with settings.precision():
-            losses_N = padded_joint.task_losses(model, batch, len(batches))
+            losses_N = padded_joint.task_losses(model, batch, len(workload.tasks))
         losses_N.sum().backward()
         losses.append(losses_N.tolist())
         padded_joint.clip_per_task(parameters, max_norm=1.0)
@@ -254,10 +290,11 @@ def train_padded(settings: Settings, backbone: Any, workload: Any) -> Trained:
     return Trained(timer.steps_s, losses)
 
 
-TRAINERS: dict[str, Callable[[Settings, Any, Any], Trained]] = {
+TRAINERS: dict[str, Callable[[Settings, Any, Any, int], Trained]] = {
     "floor": train_floor,
     "hf": train_hf,
     "mux": train_mux,
+    "mux_graphs": train_mux_with_graphs,
     "padded": train_padded,
 }
 

@@ -1,7 +1,4 @@
-"""The section `correctness` of `benchmarks.gpu`: every kernel against float64, and against itself in other company.
-
-Without a GPU and without Triton's interpreter (TRITON_INTERPRET=1) a dry run leaves Triton kernels out, and says so.
-"""
+"""Checks of `benchmarks.gpu`: each LoRA kernel by itself, against float64, and against itself in other company."""
 
 from __future__ import annotations
 
@@ -9,11 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.nn import functional as F
 
-from benchmarks.gpu.attention_check import varlen_rows
-from benchmarks.gpu.group_check import group_rows
-from benchmarks.gpu.report import Deadline, Row
+from benchmarks.gpu.report import Row
 from benchmarks.gpu.settings import Settings
 from benchmarks.kernels.problem import TOLERANCES, greater, relative_error
 
@@ -21,22 +15,12 @@ LORA_TASKS = ((37, 8, 0.0), (0, 16, 0.0), (150, 24, 0.1), (1, 3, 0.5), (620, 200
 """Length, rank and dropout; a segment that is empty, one of a single token, ranks 3 to 200."""
 
 
-def correctness_section(settings: Settings, deadline: Deadline) -> Iterator[Row]:
-    """Hold every kernel against float64, and each task together against the task alone."""
-    if settings.has_kernels or not settings.is_dry:
-        for dtype in (torch.float32,) if settings.is_dry else (torch.bfloat16, torch.float32):
-            yield from _lora_rows(settings, dtype)
-            yield from group_rows(settings, dtype)
-        yield from _cross_entropy_rows(settings)
-    else:
-        yield "Triton kernels", {"skipped": "no GPU, and TRITON_INTERPRET is not 1"}
-    for is_causal in (True, False):
-        yield from varlen_rows(settings, is_causal)
-
-
-def _lora_rows(settings: Settings, dtype: torch.dtype) -> Iterator[Row]:
-    widths = (40, 56) if settings.is_dry else (4096, 1024)
-    tasks = [(min(length, 40), rank, p) for length, rank, p in LORA_TASKS] if settings.is_dry else list(LORA_TASKS)
+def lora_rows(settings: Settings, dtype: torch.dtype) -> Iterator[Row]:
+    """Yield how far from float64 each quantity is, and which differ between alone and together."""
+    widths = (40, 56) if settings.is_rehearsal else (4096, 1024)
+    tasks = (
+        [(min(length, 40), rank, p) for length, rank, p in LORA_TASKS] if settings.is_rehearsal else list(LORA_TASKS)
+    )
     kind = str(dtype).removeprefix("torch.")
     together = _lora_pass(settings.device, tasks, widths, dtype, range(len(tasks)))
     found: dict[str, float] = dict.fromkeys(("y", "dx", "da", "db"), 0.0)
@@ -48,7 +32,7 @@ def _lora_rows(settings: Settings, dtype: torch.dtype) -> Iterator[Row]:
     yield f"lora {kind}", {**found, "tolerance": TOLERANCES[dtype], "is_right": is_right}
     differing = []
     companies = [[index] for index in range(len(tasks))] + [[2, 4, 6], [0, 3, 5]]
-    for company in companies[:4:2] + companies[-1:] if settings.is_dry else companies:
+    for company in companies[:4:2] + companies[-1:] if settings.is_rehearsal else companies:
         alone = _lora_pass(settings.device, tasks, widths, dtype, company)
         differing += [
             f"task {index} {name} among {company}"
@@ -129,24 +113,3 @@ def _lora_wanted(
         mask = keep.double() * philox.keep_scale(probability)
     s, ds = (x * mask) @ a.t(), scale * (dy @ bt.t())
     return {"y": scale * (s @ bt), "dx": mask * (ds @ a), "da": ds.t() @ (x * mask), "db": scale * (s.t() @ dy)}
-
-
-def _cross_entropy_rows(settings: Settings) -> Iterator[Row]:
-    from peft_mux.kernels.cross_entropy.device import cross_entropy_, row_stride
-
-    num_rows, vocab_size = (5, 97) if settings.is_dry else (300, 128256)
-    for dtype in (torch.float32,) if settings.is_dry else (torch.bfloat16, torch.float32):
-        storage = 3 * torch.randn(num_rows, row_stride(vocab_size), device=settings.device)
-        logits = storage.to(dtype)[:, :vocab_size]
-        targets = torch.randint(vocab_size, (num_rows,), device=settings.device)
-        leaf = logits.double().requires_grad_()
-        wanted = F.cross_entropy(leaf, targets, reduction="none")
-        (gradient,) = torch.autograd.grad(wanted.sum(), leaf)
-        mine = logits.clone()
-        losses = cross_entropy_(mine, targets)
-        single = logits[2:3].clone()
-        same = torch.equal(cross_entropy_(single, targets[2:3]), losses[2:3]) and torch.equal(single, mine[2:3])
-        found = {"loss": relative_error(losses, wanted.detach()), "gradient": relative_error(mine, gradient)}
-        is_right = found["loss"] <= 1e-5 and found["gradient"] <= TOLERANCES[dtype] and same
-        kind = str(dtype).removeprefix("torch.")
-        yield f"cross entropy {kind}", {**found, "is_same_alone": same, "is_right": is_right}

@@ -1,4 +1,4 @@
-"""Part of the section `correctness` of `benchmarks.gpu`: q, k and v as training computes them, one group of adapters.
+"""Checks of `benchmarks.gpu`: q, k and v as training computes them, one group of adapters.
 
 The adapters' part alone, as the base product is the library's: against float64, and each task alone against itself in
 company. Tasks with dropout draw a mask for each layer, so their factors A are launched apart from those of the others.
@@ -58,7 +58,9 @@ def group_rows(settings: Settings, dtype: torch.dtype) -> Iterator[Row]:
             found[quantity] = greater(relative_error(value, wanted[name]), found.get(quantity, 0.0))
     is_right = all(error <= TOLERANCES[dtype] for error in found.values())
     yield f"lora group {kind}", {**found, "tolerance": TOLERANCES[dtype], "is_right": is_right}
-    companies = [[1], [3, 0]] if settings.is_dry else [*([index] for index in range(len(TASKS))), [4, 0], [3, 5, 1]]
+    companies = (
+        [[1], [3, 0]] if settings.is_rehearsal else [*([index] for index in range(len(TASKS))), [4, 0], [3, 5, 1]]
+    )
     differing = [
         f"task {index} {name} among {company}"
         for company in companies
@@ -70,11 +72,11 @@ def group_rows(settings: Settings, dtype: torch.dtype) -> Iterator[Row]:
 
 
 def _widths(settings: Settings) -> tuple[int, tuple[int, int, int]]:
-    return (40, (40, 24, 24)) if settings.is_dry else (4096, (4096, 1024, 1024))
+    return (40, (40, 24, 24)) if settings.is_rehearsal else (4096, (4096, 1024, 1024))
 
 
 def _length(settings: Settings, index: int) -> int:
-    return min(TASKS[index].length, 30) if settings.is_dry else TASKS[index].length
+    return min(TASKS[index].length, 30) if settings.is_rehearsal else TASKS[index].length
 
 
 def _drawn(settings: Settings, dtype: torch.dtype, index: int) -> Tensors:

@@ -1,0 +1,152 @@
+"""What `benchmarks.gpu` runs, the most telling first, and how long each part is computed to take on an H100.
+
+Right or wrong comes first, in the precision that people train in; then what training together gains; then training end
+to end; then the checks in fp32; then tables. Estimates follow `roofline.py`; what each compiles anew is counted in
+variants of kernels, as parts of equal widths share them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+
+from benchmarks.gpu import roofline, sweep, train
+from benchmarks.gpu.backbones import Backbones
+from benchmarks.gpu.checks.attention import attention_rows
+from benchmarks.gpu.checks.cross_entropy import cross_entropy_rows
+from benchmarks.gpu.checks.group import group_rows
+from benchmarks.gpu.checks.lora import lora_rows
+from benchmarks.gpu.checks.passes import captured_rows
+from benchmarks.gpu.checks.trainer import trainer_rows
+from benchmarks.gpu.checks.updates import adamw_rows, task_table_rows
+from benchmarks.gpu.device import device_part
+from benchmarks.gpu.kernel_table import kernel_part
+from benchmarks.gpu.report import Deadline, Part, Row
+from benchmarks.gpu.settings import Settings
+
+Rows = Callable[[Settings], Iterator[Row]]
+
+
+class Planned(NamedTuple):
+    """A part, before the machine is known.
+
+    Attributes:
+        name: name of the part.
+        estimated_s: seconds that it is computed to take on an H100.
+        run: yields its rows.
+        is_check: whether it tells right from wrong.
+    """
+
+    name: str
+    estimated_s: float
+    run: Callable[[Settings, Deadline, Backbones], Iterator[Row]]
+    is_check: bool = False
+
+
+def plan(num_layers: int = 32) -> list[Planned]:
+    """Return all parts in the order in which they run.
+
+    Args:
+        num_layers: layers of the backbone of the parts `end to end`.
+    """
+    bf16, fp32 = torch.bfloat16, torch.float32
+    uniform, nonuniform, small = (_end_to_end(case, num_layers) for case in train.CASES)
+    return [
+        Planned("device", 10, lambda settings, deadline, _: device_part(settings, deadline)),
+        _check("lora bfloat16", 2, 14, partial(_kernel_rows, lora_rows, bf16)),
+        _check("lora group bfloat16", 3, 20, partial(_kernel_rows, group_rows, bf16)),
+        _check("cross entropy", 2, 2, partial(_kernel_rows, lambda settings, _: cross_entropy_rows(settings), fp32)),
+        _check("attention", 3, 0, attention_rows),
+        _check("adamw", 2, 2, adamw_rows),
+        # The small backbone's kernels are compiled here, and taken up again by the two after it.
+        _check("task table", 4, 28, task_table_rows),
+        _check("captured pass", 4, 12, captured_rows),
+        _check("trainer bfloat16", 16, 6, partial(_trainer_rows, bf16)),
+        _gain("8B", sweep.SWEEP_TOKENS, 16),
+        uniform,
+        _gain("1B", sweep.FEW_TOKENS, 16),
+        nonuniform,
+        _check("trainer float32", 16, 34, partial(_trainer_rows, fp32)),
+        _check("lora float32", 2, 14, partial(_kernel_rows, lora_rows, fp32)),
+        Planned("kernels", 30, lambda settings, deadline, _: kernel_part(settings, deadline)),
+        small,
+        Planned("layer", 15, train.layer_part, is_check=True),
+        _check("lora group float32", 3, 20, partial(_kernel_rows, group_rows, fp32)),
+    ]
+
+
+def chosen(planned: list[Planned], names: list[str] | None, settings: Settings, backbones: Backbones) -> list[Part]:
+    """Return the parts that are asked for, ready to run.
+
+    Args:
+        planned: all parts.
+        names: names of the wanted ones, or how they begin; `None` for all.
+        settings: where they run.
+        backbones: makes and holds the backbone in use.
+
+    Raises:
+        ValueError: for a name of no part.
+    """
+    for name in names or ():
+        if not any(part.name.startswith(name) for part in planned):
+            known = ", ".join(part.name for part in planned)
+            raise ValueError(f"part {name!r}; allowed: what a name of a part begins with ({known}).")
+    wanted = [part for part in planned if names is None or part.name.startswith(tuple(names))]
+    return [Part(part.name, part.estimated_s, _bound(part, settings, backbones), part.is_check) for part in wanted]
+
+
+def _bound(part: Planned, settings: Settings, backbones: Backbones) -> Callable[[Deadline], Iterator[Row]]:
+    return lambda deadline: part.run(settings, deadline, backbones)
+
+
+def _check(name: str, running_s: float, num_variants: int, rows: Rows) -> Planned:
+    """Return a part that checks; none of them needs the backbone that others hold."""
+
+    def run(settings: Settings, deadline: Deadline, backbones: Backbones) -> Iterator[Row]:
+        del deadline
+        backbones.drop()
+        return rows(settings)
+
+    return Planned(name, running_s + num_variants * roofline.COMPILE_S, run, is_check=True)
+
+
+def _kernel_rows(
+    rows: Callable[[Settings, torch.dtype], Iterator[Row]], dtype: torch.dtype, settings: Settings
+) -> Iterator[Row]:
+    """Yield checks of Triton kernels, where they can run; a rehearsal knows fp32 alone."""
+    if not settings.wants_kernels:
+        yield "Triton kernels", {"skipped": "no GPU, and TRITON_INTERPRET is not 1"}
+    elif settings.is_rehearsal and dtype is not torch.float32:
+        yield "Triton kernels", {"skipped": "Triton's interpreter computes products of 16 bits wrong"}
+    else:
+        yield from rows(settings, dtype)
+
+
+def _trainer_rows(dtype: torch.dtype, settings: Settings) -> Iterator[Row]:
+    """Yield whole runs; in Triton's interpreter in fp32 alone."""
+    if settings.is_rehearsal and settings.has_kernels and dtype is not torch.float32:
+        yield "trainer", {"skipped": "Triton's interpreter computes products of 16 bits wrong"}
+    else:
+        yield from trainer_rows(settings, dtype)
+
+
+def _gain(name: str, tokens: tuple[int, ...], num_variants: int) -> Planned:
+    shape = sweep.BACKBONES[name]
+    estimated_s = sweep.estimated_s(shape, tokens) + shape.making_s + num_variants * roofline.COMPILE_S
+
+    def run(settings: Settings, deadline: Deadline, backbones: Backbones) -> Iterator[Row]:
+        return sweep.sweep_part(settings, deadline, backbones, shape, tokens)
+
+    return Planned(f"gain {name}", estimated_s, run, is_check=True)
+
+
+def _end_to_end(case: train.Case, num_layers: int) -> Planned:
+    shape = roofline.LLAMA_8B.of_layers(num_layers)
+
+    def run(settings: Settings, deadline: Deadline, backbones: Backbones) -> Iterator[Row]:
+        return train.end_to_end_part(settings, deadline, backbones, case)
+
+    return Planned(f"end to end {case.name}", train.estimated_s(shape, case) + shape.making_s, run, is_check=True)

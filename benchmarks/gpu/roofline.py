@@ -1,0 +1,174 @@
+"""How long and how large the parts of `benchmarks.gpu` will be on an H100: computed, so that a plan can be cut to fit.
+
+Assumed: 40 % of the dense bf16 rate of the data sheet; the host's time of a layer, forward and backward, as measured
+without a GPU; 0.8 s for each variant of a Triton
+kernel that is compiled, one after another (0.6 to 0.9 s on one core here). What a pass keeps a token and layer was
+counted from the tensors that autograd saves in Llama-3-8B's shape, on a pretended device.
+
+Nothing here needs torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+PEAK_FLOPS = {"H100": 989.4e12, "H200": 989.4e12, "GH200": 989.4e12}
+"""Dense bf16 rates of the data sheets."""
+SHARE_OF_PEAK = 0.4
+COMPILE_S = 0.8
+"""For each variant of a Triton kernel."""
+START_S = 25.0
+"""Imports, the context of the device, the first products."""
+LAYER_HOST_S = {"floor": 0.002, "hf": 0.005, "mux": 0.006, "mux_graphs": 0.0002, "padded": 0.003}
+"""The host's time of a layer, forward and backward; of a graph, its replay."""
+ATTACH_S = 0.02
+"""For the adapters of a task in a layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What a contender keeps for its backward pass.
+
+    Attributes:
+        share: over the formula of the package (`layer_bytes`), for a token and layer.
+        word_bytes: for a token and word of the vocabulary, with the gradients of logits.
+    """
+
+    share: float
+    word_bytes: float
+
+
+KEPT = {
+    "floor": Kept(1.05, 0.0),
+    "hf": Kept(1.46, 12.0),
+    "mux": Kept(1.05, 0.1),
+    "mux_graphs": Kept(1.05, 0.1),
+    "padded": Kept(1.33, 14.0),
+}
+
+ADAPTER_BYTES = 22
+"""For a trained weight: fp32 weight, gradient, two moments, last good copy, and a copy in bf16."""
+USABLE_SHARE = 0.9
+"""Of a device's memory: the rest is the context, libraries, and what no allocation fits into."""
+
+
+@dataclass(frozen=True, slots=True)
+class Backbone:
+    """The shape of a Llama with a quarter as many key-value heads as heads.
+
+    Attributes:
+        hidden_size: width of the residual stream.
+        num_layers: decoder layers.
+        intermediate_size: width inside the MLP.
+        num_heads: attention heads.
+        vocab_size: words of the head, which is not tied to the embedding.
+    """
+
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    num_heads: int
+    vocab_size: int
+
+    @property
+    def key_value_size(self) -> int:
+        """Channels of all key-value heads."""
+        return self.hidden_size // self.num_heads * max(1, self.num_heads // 4)
+
+    @property
+    def layer_weights(self) -> int:
+        """Weights of the linear layers of a decoder layer."""
+        attention = 2 * self.hidden_size + 2 * self.key_value_size
+        return self.hidden_size * (attention + 3 * self.intermediate_size)
+
+    @property
+    def linear_weights(self) -> int:
+        """Weights that a token is multiplied with, the head's included."""
+        return self.num_layers * self.layer_weights + self.vocab_size * self.hidden_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes in bf16, the embedding included."""
+        return 2 * (self.linear_weights + self.vocab_size * self.hidden_size)
+
+    @property
+    def rank_weights(self) -> int:
+        """Trained weights of a task for each rank, with adapters in all linear layers."""
+        inside = 2 * (self.hidden_size + self.key_value_size) + 4 * self.hidden_size
+        return self.num_layers * (inside + 3 * (self.hidden_size + self.intermediate_size))
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of a token and layer in bf16, as `activation_bytes_per_token` of the package has them."""
+        return 2 * (7 * self.hidden_size + 2 * self.key_value_size + 4 * self.intermediate_size)
+
+    @property
+    def making_s(self) -> float:
+        """Seconds to make the weights on the device."""
+        return 2.0 + self.linear_weights / 4e9
+
+    def of_layers(self, num_layers: int) -> Backbone:
+        """Return the shape with another number of layers."""
+        return replace(self, num_layers=num_layers)
+
+    def flops_per_token(self, length: float, rank: float = 16) -> float:
+        """Return what a step computes for a token; the formula stands at the top of `train.py`.
+
+        Args:
+            length: mean square length of sequences over their mean length.
+            rank: rank of the adapters.
+        """
+        lora = 6 * rank * self.rank_weights
+        return 4 * self.linear_weights + lora + 7 * self.hidden_size * self.num_layers * length
+
+
+LLAMA_1B = Backbone(2048, 16, 8192, 32, 128256)
+LLAMA_8B = Backbone(4096, 32, 14336, 32, 128256)
+
+
+def step_s(backbone: Backbone, contender: str, num_tokens: float, length: float, num_passes: int) -> float:
+    """Return the seconds of a step: of the device or of the host, whichever takes longer.
+
+    Args:
+        backbone: its shape.
+        contender: name of the contender.
+        num_tokens: tokens that go through the backbone, padding included.
+        length: mean square length of sequences over their mean length.
+        num_passes: passes of the step, each forward and backward.
+    """
+    device_s = num_tokens * backbone.flops_per_token(length) / (SHARE_OF_PEAK * PEAK_FLOPS["H100"])
+    host_s = num_passes * backbone.num_layers * LAYER_HOST_S[contender]
+    return max(device_s, host_s)
+
+
+def peak_bytes(backbone: Backbone, contender: str, num_tokens: int, trained_weights: int) -> float:
+    """Return the bytes of the largest pass of a contender.
+
+    Args:
+        backbone: its shape.
+        contender: name of the contender.
+        num_tokens: tokens of the pass, padding included.
+        trained_weights: trained weights that are there at once.
+    """
+    kept = KEPT[contender]
+    per_token = kept.share * backbone.num_layers * backbone.layer_bytes + kept.word_bytes * backbone.vocab_size
+    per_token += 8 * backbone.intermediate_size  # gradients of one layer
+    return backbone.weight_bytes + ADAPTER_BYTES * trained_weights + num_tokens * per_token
+
+
+def pass_tokens(backbone: Backbone, contender: str, trained_weights: int, device_bytes: int | None, most: int) -> int:
+    """Return how many tokens of a pass a device has room for, in whole thousands (1,024), at least one of them.
+
+    Args:
+        backbone: its shape.
+        contender: name of the contender.
+        trained_weights: trained weights that are there at once.
+        device_bytes: memory of the device; `None` for no limit.
+        most: tokens that are enough.
+    """
+    tokens = most
+    while device_bytes is not None and tokens > 1024:
+        if peak_bytes(backbone, contender, tokens, trained_weights) <= USABLE_SHARE * device_bytes:
+            break
+        tokens -= 1024
+    return tokens
