@@ -11,6 +11,7 @@ from torch import nn
 
 from peft_mux.errors import Fault, closest
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, find_kind, kind_of
+from peft_mux.modeling.adapters.patterns import pattern_faults
 from peft_mux.modeling.backbone.modules import adaptable_modules
 
 
@@ -21,6 +22,8 @@ def peft_config_faults(config: PeftConfig, where: str) -> list[Fault]:
         config: the adapter configuration of one task.
         where: prefix of the fields, such as `tasks.sql`.
     """
+    if not isinstance(config, PeftConfig):
+        return [Fault(f"{where}.peft_config", type(config).__name__, "a peft.PeftConfig such as LoraConfig(r=8)")]
     kind = find_kind(config)
     if kind is None:
         supported = ", ".join(peft_type.value for peft_type in KINDS)
@@ -38,6 +41,9 @@ def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
         where: prefix of the fields, such as `tasks.sql`.
     """
     where, kind = f"{where}.peft_config", kind_of(config)
+    faults = pattern_faults(config, [name for name, _ in backbone.named_modules()], where)
+    if faults:
+        return faults
     modules = adaptable_modules(backbone)
     leaves = sorted({name.rsplit(".", 1)[-1] for name in modules})
     targets = config.target_modules
@@ -49,7 +55,6 @@ def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
         if targets.lower() == "all-linear":
             return kind.width_faults(config, modules, where)
         return _pattern_faults(targets, modules, where, known)
-    faults = []
     matched: dict[str, nn.Module] = {}
     for target in sorted(targets):
         hits = {name: module for name, module in modules.items() if name == target or name.endswith(f".{target}")}
@@ -69,10 +74,6 @@ def _default_target_faults(kind: AdapterKind, backbone: nn.Module, where: str, k
 
 
 def _pattern_faults(pattern: str, modules: Iterable[str], where: str, known: str) -> list[Fault]:
-    try:
-        compiled = re.compile(pattern)
-    except re.error as error:
-        return [Fault(f"{where}.target_modules", repr(pattern), known, f"It is not a regular expression: {error}.")]
-    if any(compiled.fullmatch(name) for name in modules):
+    if any(re.fullmatch(pattern, name) for name in modules):
         return []
     return [Fault(f"{where}.target_modules", repr(pattern), known, "A string is a regular expression over full names.")]

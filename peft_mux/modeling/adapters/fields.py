@@ -11,11 +11,12 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from peft_mux.errors import Fault
+from peft_mux.modeling.adapters.field_types import shown
 from peft_mux.modeling.backbone.head_kinds import SUPPORTED_TASK_TYPES, head_kind_for
 
 _BOOKKEEPING_FIELDS = frozenset(
     "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode megatron_core "
-    "runtime_config qalora_group_size".split()
+    "qalora_group_size".split()
 )
 
 
@@ -34,22 +35,33 @@ def field_faults(config: Any, where: str, *, supported: Collection[str], reasons
             continue
         default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
         value = getattr(config, field.name)
-        # Empty values ask for nothing, whatever the default is.
-        if value == default or not value:
+        if _asks_for_nothing(field.name, value, default):
             continue
         trained = head_kind_for(config.task_type).trained_modules if field.name == "modules_to_save" else ()
-        if trained and not isinstance(value, str) and set(value) <= set(trained):
+        if trained and isinstance(value, (list, tuple, set)) and all(item in trained for item in value):
             continue  # as PEFT itself writes it for classifiers
         reason = reasons.get(field.name, "it has no multiplexed layer yet")
         faults.append(
-            Fault(f"{where}.{field.name}", repr(value), f"its default {default!r}", f"Not supported: {reason}.")
+            Fault(f"{where}.{field.name}", shown(value), f"its default {default!r}", f"Not supported: {reason}.")
         )
     return faults
 
 
+def _asks_for_nothing(name: str, value: Any, default: Any) -> bool:
+    """Whether a value is the default of its field, or stands for nothing in a field that is empty by default."""
+    try:
+        if value == default:
+            return True
+    except Exception:  # whatever is raised by the comparison of an array, or of an object of the user's
+        return False
+    # PEFT reads this one wherever it is not None.
+    is_empty = value is None or (isinstance(value, (list, tuple, set, dict)) and not value)
+    return is_empty and not default and not isinstance(default, bool) and name != "trainable_token_indices"
+
+
 def task_type_faults(config: Any, where: str) -> list[Fault]:
     """Return a fault for a task type that cannot be trained."""
-    if config.task_type in SUPPORTED_TASK_TYPES:
+    if config.task_type is None or (isinstance(config.task_type, str) and config.task_type in SUPPORTED_TASK_TYPES):
         return []
     names = ", ".join(sorted(name for name in SUPPORTED_TASK_TYPES if name is not None))
     return [Fault(f"{where}.task_type", str(config.task_type), f"{names} or None")]

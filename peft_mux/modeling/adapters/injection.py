@@ -161,6 +161,6 @@ def peft_refusals(name: str) -> Iterator[None]:
     """Turn what PEFT itself refuses into an error that names the task."""
     try:
         yield
-    # Patterns such as those of `rank_pattern` are compiled by PEFT alone.
-    except (TypeError, ValueError, re.error) as error:
+    # What a configuration of another type than it checks leads to, or a pattern that it makes of several fields.
+    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError, ImportError, re.error) as error:
         raise ConfigError(f"tasks.{name}.peft_config: PEFT refuses it: {error}") from error

@@ -241,7 +241,8 @@ def unregister_kind(peft_type: PeftType) -> None:
 
 def find_kind(config: PeftConfig) -> AdapterKind | None:
     """Return the kind of a configuration; `None` where its type cannot be trained."""
-    kind = KINDS.get(config.peft_type)  # type: ignore[arg-type]
+    # Configurations can be changed after they are made, and not everything can be looked up.
+    kind = KINDS.get(config.peft_type) if isinstance(config.peft_type, PeftType) else None
     return kind if kind is not None and kind.is_config(config) else None
 
 

@@ -11,6 +11,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from torch import nn
 
 from peft_mux.errors import Fault
+from peft_mux.modeling.adapters.field_types import type_faults
 from peft_mux.modeling.adapters.fields import complete_heads, field_faults, task_type_faults
 from peft_mux.modeling.adapters.kind import CutLayers, CutOfLayer, ReplicaLayout, Shapes, SlabOf
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
@@ -105,9 +106,9 @@ class SlicedKind:
         return isinstance(config, PEFT_TYPE_TO_CONFIG_MAPPING[self.peft_type])
 
     def faults(self, config: Any, where: str) -> list[Fault]:
-        """Return a fault for every field that is set and not supported, and for the task type."""
+        """Return a fault for every field that is set and not supported, for the task type, and for wrong types."""
         known = field_faults(config, where, supported=self._fields, reasons=self._reasons)
-        return known + task_type_faults(config, where)
+        return [*known, *task_type_faults(config, where), *type_faults(config, where, {}, self._fields)]
 
     def width_faults(self, config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
         """Return nothing: what does not fit, PEFT itself refuses."""

@@ -62,4 +62,6 @@ def head_kind_of(backbone: Any) -> HeadKind:
 
 def head_kind_for(task_type: str | None) -> HeadKind:
     """Return the kind of head that a PEFT task type asks for; the last kind for types that none serves."""
+    if not isinstance(task_type, (str, type(None))):  # what a configuration holds is checked later
+        return HEAD_KINDS[-1]
     return next((kind for kind in HEAD_KINDS if task_type in kind.task_types), HEAD_KINDS[-1])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
+from typing import Any
 
 from peft import LoraConfig
 from torch import nn
 
 from peft_mux.errors import Fault
+from peft_mux.modeling.adapters.field_types import FLAG, INITIALISER, PATTERN, FieldType, shown
 
 FIELDS = frozenset(
     "r target_modules exclude_modules lora_alpha lora_dropout use_rslora init_lora_weights layers_to_transform "
@@ -32,14 +35,24 @@ INITIALISERS = (True, False, "gaussian", "orthogonal")
 """Values of `init_lora_weights` that leave the backbone's weights alone."""
 
 
+TYPES: Mapping[str, FieldType] = {
+    "use_rslora": FLAG,
+    "fan_in_fan_out": FLAG,
+    "init_lora_weights": INITIALISER,
+    "rank_pattern": PATTERN,
+    "alpha_pattern": PATTERN,
+}
+"""Of the fields that only LoRA has; those of its numbers are checked with their ranges."""
+
+
 def initialiser_faults(config: LoraConfig, where: str) -> list[Fault]:
-    """Return a fault for an initialisation that cannot be trained with."""
-    if config.init_lora_weights in INITIALISERS:
+    """Return a fault for an initialisation that cannot be trained with; what is neither a switch nor a name is not."""
+    if not INITIALISER.is_valid(config.init_lora_weights) or config.init_lora_weights in INITIALISERS:
         return []
     return [
         Fault(
             f"{where}.init_lora_weights",
-            repr(config.init_lora_weights),
+            shown(config.init_lora_weights),
             ", ".join(map(repr, INITIALISERS)),
             "Initialisations that change the backbone's weights would change every other task.",
         )
@@ -49,28 +62,42 @@ def initialiser_faults(config: LoraConfig, where: str) -> list[Fault]:
 def number_faults(config: LoraConfig, where: str) -> list[Fault]:
     """Return what is wrong with ranks, alphas and dropout."""
     faults = []
-    ranks = {"r": config.r, **{f"rank_pattern[{key!r}]": rank for key, rank in (config.rank_pattern or {}).items()}}
-    for name, rank in ranks.items():
+    for name, rank in _ranks(config).items():
         # `True` is an int to Python.
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-            faults.append(Fault(f"{where}.{name}", repr(rank), "an integer of at least 1"))
-    alphas = {"lora_alpha": config.lora_alpha}
-    alphas.update({f"alpha_pattern[{key!r}]": alpha for key, alpha in (config.alpha_pattern or {}).items()})
+            faults.append(Fault(f"{where}.{name}", shown(rank), "an integer of at least 1"))
+    alphas = {"lora_alpha": config.lora_alpha, **_by_module(config, "alpha_pattern")}
     for name, alpha in alphas.items():
-        if not isinstance(alpha, (int, float)) or isinstance(alpha, bool) or not 0 < alpha < float("inf"):
-            faults.append(Fault(f"{where}.{name}", repr(alpha), "a finite number above 0"))
-    dropout = config.lora_dropout
-    if not isinstance(dropout, (int, float)) or isinstance(dropout, bool) or not 0 <= dropout < 1:
-        faults.append(Fault(f"{where}.lora_dropout", repr(dropout), "a number in [0, 1)"))
+        if not _is_finite(alpha) or alpha <= 0:
+            faults.append(Fault(f"{where}.{name}", shown(alpha), "a finite number above 0"))
+    if not _is_finite(config.lora_dropout) or not 0 <= config.lora_dropout < 1:
+        faults.append(Fault(f"{where}.lora_dropout", shown(config.lora_dropout), "a number in [0, 1)"))
     return faults
 
 
 def rank_faults(config: LoraConfig, matched: Mapping[str, nn.Module], where: str) -> list[Fault]:
-    """Return what is wrong with the rank, given the modules that are adapted."""
+    """Return what is wrong with the ranks, given the modules that are adapted."""
     widest = max((max(_shape(module)) for module in matched.values()), default=None)
-    if widest is None or config.r <= widest:
+    if widest is None:
         return []
-    return [Fault(f"{where}.r", repr(config.r), f"at most {widest}, the width of the widest target")]
+    allowed = f"at most {widest}, the width of the widest target"
+    return [Fault(f"{where}.{name}", repr(rank), allowed) for name, rank in _ranks(config).items() if rank > widest]
+
+
+def _ranks(config: LoraConfig) -> dict[str, Any]:
+    return {"r": config.r, **_by_module(config, "rank_pattern")}
+
+
+def _by_module(config: LoraConfig, field: str) -> dict[str, Any]:
+    """Return what a field says of single modules, by how messages call it; nothing where it is of another type."""
+    values = getattr(config, field)
+    return {f"{field}[{key!r}]": value for key, value in values.items()} if PATTERN.is_valid(values) else {}
+
+
+def _is_finite(value: object) -> bool:
+    # The greatest float is compared with, as an integer may lie beyond all of them.
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _shape(module: nn.Module) -> tuple[int, ...]:

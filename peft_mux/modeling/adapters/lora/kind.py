@@ -12,6 +12,7 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPP
 from torch import nn
 
 from peft_mux.errors import Fault
+from peft_mux.modeling.adapters.field_types import type_faults
 from peft_mux.modeling.adapters.fields import complete_heads, field_faults, task_type_faults
 from peft_mux.modeling.adapters.kind import CutLayers, CutOfLayer, ReplicaLayout, Shapes, SlabOf, register_kind
 from peft_mux.modeling.adapters.lora import config as lora_config
@@ -50,6 +51,7 @@ class LoraKind:
         supported = {*lora_config.FIELDS, "init_lora_weights"}
         return [
             *field_faults(config, where, supported=supported, reasons=lora_config.REASONS),
+            *type_faults(config, where, lora_config.TYPES, supported),
             *lora_config.number_faults(config, where),
             *task_type_faults(config, where),
             *lora_config.initialiser_faults(config, where),

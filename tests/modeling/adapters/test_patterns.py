@@ -1,0 +1,81 @@
+"""Regular expressions in a `LoraConfig`: one that would never end is refused in time, harmless ones are not."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+
+from peft_mux import ConfigError, MultiTaskPeftModel
+from peft_mux.modeling.adapters import patterns
+from peft_mux.modeling.adapters.patterns import is_fast, pattern_faults
+from tests.invariants.mux_lab import tiny_llama
+
+NAMES = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(4) for part in "qkvo"]
+ENDLESS = ["(.*)*(.*)*(.*)*#", r"(\w|.)*#", ".*.*.*.*.*.*.*.*.*.*.*.*#", "(" + ".?" * 40 + ")#"]
+
+
+@pytest.fixture(autouse=True)
+def _short_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patterns, "TIME_LIMIT_S", 1.0)
+    patterns._reason_against.cache_clear()
+
+
+@pytest.mark.parametrize("pattern", ENDLESS)
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+def test_a_pattern_that_backtracks_without_end_is_refused_by_its_field(field: str, pattern: str) -> None:
+    value: Any = {pattern: 4} if field.endswith("_pattern") else pattern
+    config = LoraConfig(r=4, **{"target_modules": ["q_proj"], field: value})
+    with pytest.raises(ConfigError, match=rf"tasks\.own\.peft_config\.{field}.*It backtracks"):
+        MultiTaskPeftModel(tiny_llama(), {"own": config})
+
+
+@pytest.mark.parametrize("pattern", ["(", "a{3,2}", "a{99999999999999}", "(?P<idx>a)(?P<idx>b)"])
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "layers_pattern", "rank_pattern"])
+def test_what_is_no_pattern_is_refused_by_its_field(field: str, pattern: str) -> None:
+    value: Any = {pattern: 4} if field == "rank_pattern" else pattern
+    config = LoraConfig(r=4, **{"target_modules": ["q_proj"]})
+    config.layers_to_transform = [0] if field == "layers_pattern" else None
+    setattr(config, field, value)
+    with pytest.raises(ConfigError, match=rf"tasks\.own\.peft_config\.{field}.*not a regular expression"):
+        MultiTaskPeftModel(tiny_llama(), {"own": config})
+
+
+def test_a_bad_pattern_that_several_tasks_share_is_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = []
+    run = subprocess.run
+    monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: (started.append(args), run(*args, **kwargs))[1])
+    config = LoraConfig(target_modules=ENDLESS[0])
+    faults = [pattern_faults(config, NAMES, f"tasks.{name}.peft_config") for name in ("a", "b")]
+    assert [len(own) for own in faults] == [1, 1]
+    assert len(started) == 1
+
+
+def test_a_nested_repetition_that_ends_in_time_is_taken() -> None:
+    assert pattern_faults(LoraConfig(target_modules=r"(\w+\.)*(q|v)_proj"), NAMES, "x") == []
+    assert pattern_faults(LoraConfig(target_modules=r"(?i).*\.Q_PROJ"), NAMES, "x") == []
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        r".*\.(q|k|v|o)_proj",
+        r"model\.layers\.\d+\.self_attn\.(q|v)_proj",
+        r".*layers\.[0-9]{1,2}\..*_proj",
+        "all",
+        r"(.*\.)?(q_proj)$",
+    ],
+)
+def test_ordinary_patterns_need_no_process(pattern: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("a process was started"))
+    assert is_fast(pattern)
+    assert pattern_faults(LoraConfig(target_modules=pattern), NAMES, "x") == []
+
+
+@pytest.mark.parametrize("pattern", [*ENDLESS, r"(a)\1", r"(a?){30}a{30}", r"((a+)+)+", "(a|b)?" * 20])
+def test_patterns_that_could_take_long_are_not_called_fast(pattern: str) -> None:
+    assert re.compile(pattern)
+    assert not is_fast(pattern)
