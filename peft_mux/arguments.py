@@ -7,6 +7,7 @@ many tasks (or is not built yet) is refused when it is set, never accepted and i
 from __future__ import annotations
 
 import copy
+import os
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
@@ -14,51 +15,32 @@ from typing import Any, get_args
 import torch
 from transformers import TrainingArguments
 
-from peft_mux.errors import ConfigError, Fault, closest, raise_faults
-from peft_mux.hyper_parameters import HyperParameters, hyper_parameter_faults, supported_optimizers, supported_schedules
+from peft_mux.argument_fields import (
+    HONOURED,
+    OVERLONG_POLICIES,
+    QUARANTINE_POLICIES,
+    REASONS,
+    honoured_field_faults,
+)
+from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
+from peft_mux.hyper_parameters import (
+    MOST_STEPS,
+    HyperParameters,
+    _is_integer,
+    _is_real,
+    hyper_parameter_faults,
+    supported_optimizers,
+    supported_schedules,
+)
 from peft_mux.scheduler.dispatching.dispatch import Policy
 from peft_mux.scheduler.pipeline.template import SCHEDULES
 from peft_mux.scheduler.planner.policies import policy_names
 from peft_mux.task import Task
 
-OVERLONG_POLICIES = ("truncate", "drop", "error")
-QUARANTINE_POLICIES = ("quarantine", "stop")
-
-_HONOURED = frozenset(
-    "output_dir per_device_train_batch_size per_device_eval_batch_size gradient_accumulation_steps num_train_epochs "
-    "max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay "
-    "adam_beta1 adam_beta2 adam_epsilon max_grad_norm bf16 activation_checkpointing activation_checkpointing_kwargs "
-    "gradient_checkpointing gradient_checkpointing_kwargs logging_strategy logging_steps logging_first_step log_level "
-    "log_level_replica log_on_each_node disable_tqdm report_to run_name project trackio_space_id trackio_bucket_id "
-    "trackio_static_space_id logging_dir eval_strategy eval_steps save_strategy save_steps save_total_limit seed "
-    "use_cpu full_determinism resume_from_checkpoint do_train do_eval do_predict local_rank ddp_timeout".split()
-)
 _TASK_DEFAULTS = (
     "learning_rate num_train_epochs max_steps weight_decay warmup_steps max_grad_norm adam_beta1 adam_beta2 "
     "adam_epsilon seed max_length"
 ).split()
-_REASONS = {
-    "fp16": "losses would need one scaler a task; use bf16",
-    "label_smoothing_factor": "the packed loss is the plain negative log-likelihood",
-    "neftune_noise_alpha": "its noise would be shared between tasks",
-    "load_best_model_at_end": "give the task an early_stopping, which goes back to its best adapter",
-    "metric_for_best_model": "name it in the task's early_stopping",
-    "greater_is_better": "set it in the task's early_stopping",
-    "auto_find_batch_size": "set max_tokens_per_micro_batch instead",
-    "torch_compile": "compile modules of the backbone (layer.mlp.compile()); grouped LoRA is one operator inside them",
-    "use_liger_kernel": "it replaces the layers that are multiplexed",
-    "optim_target_modules": "every task trains exactly its own adapter",
-    "push_to_hub": "push the task's folder after the run",
-    "fsdp": "adapters of many tasks are laid out by peft_mux; set shard_backbone=True for FSDP2",
-    "deepspeed": "adapters of many tasks are laid out by peft_mux; set shard_backbone, or the two parallel sizes",
-    "parallelism_config": "set tensor_parallel_size, pipeline_parallel_size or shard_backbone",
-    "dataloader_drop_last": "the last batch of an epoch is trained on",
-    "dataloader_num_workers": "rows are tokenised before the first step",
-    "ignore_data_skip": "resuming is exact",
-    "save_only_model": "resuming is exact",
-    "train_sampling_strategy": "sequences are packed, so their lengths need no grouping",
-    "use_cache": "training keeps no cache",
-}
 
 
 @dataclass
@@ -222,46 +204,60 @@ def _eval_steps(task: Task, args: MultiTaskTrainingArguments) -> int:
 
 def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     # train_batch_size is a property of TrainingArguments that sets up the process group.
-    faults = hyper_parameter_faults(args, "args", but=("train_batch_size", "eval_steps", "save_steps"))
+    faults = hyper_parameter_faults(args, "args", but=("train_batch_size", "eval_steps", "save_steps", "seed"))
     faults += [
         Fault(f"args.{name}", "None", "a value: it is the default of all tasks")
         for name in _TASK_DEFAULTS
         if getattr(args, name) is None
     ]
+    return faults + honoured_field_faults(args) + _refused_fields(args) + _own_field_faults(args) + _choice_faults(args)
+
+
+def _own_field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
+    faults = []
     for name in ("pad_to_chunks", "cuda_graphs", "shard_backbone", "redeploy", "split_long_sequences"):
         if not isinstance(getattr(args, name), bool):
-            faults.append(Fault(f"args.{name}", repr(getattr(args, name)), "True or False"))
-    if args.cuda_graphs is True and (args.use_cpu or not torch.cuda.is_available()):
+            faults.append(Fault(f"args.{name}", shown(getattr(args, name)), "True or False"))
+    if args.cuda_graphs is True and (args.use_cpu is True or not torch.cuda.is_available()):
         faults.append(Fault("args.cuda_graphs", "True", "False", "Reason: a CPU has no CUDA graphs."))
-    faults += _refused_fields(args)
-    integers = {
-        "max_tokens_per_micro_batch": 1,
-        "min_chunk_size": 1,
-        "per_device_train_batch_size": 1,
-        "per_device_eval_batch_size": 1,
-        "gradient_accumulation_steps": 1,
-        "logging_steps": 1,
-        "save_steps": 1,
-        "tensor_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "interleaved_passes": 1,
-    }
-    for name, minimum in integers.items():
-        value = getattr(args, name)
-        # `True` is an int in Python, but not a number that anyone means here.
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            faults.append(Fault(f"args.{name}", repr(value), f"an integer of at least {minimum}"))
+    for name in _COUNTS:
+        if not _is_count(getattr(args, name)):
+            faults.append(Fault(f"args.{name}", shown(getattr(args, name)), f"an integer from 1 to {MOST_STEPS}"))
     for name in ("chunk_size", "eval_steps", "save_total_limit"):
         value = getattr(args, name)
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            faults.append(Fault(f"args.{name}", repr(value), "an integer of at least 1, or None"))
+        if value is not None and not _is_count(value):
+            faults.append(Fault(f"args.{name}", shown(value), f"an integer from 1 to {MOST_STEPS}, or None"))
     limit = args.memory_limit_gib
-    if limit is not None and (not isinstance(limit, (int, float)) or isinstance(limit, bool) or not limit > 0):
-        faults.append(Fault("args.memory_limit_gib", repr(limit), "a number of GiB above 0, or None"))
-    if args.cost_profile is not None and not Path(str(args.cost_profile)).is_file():
+    if limit is not None and not (_is_real(limit) and 0 < limit <= MOST_STEPS):
+        faults.append(Fault("args.memory_limit_gib", shown(limit), "a number of GiB above 0, or None"))
+    if args.cost_profile is not None and not _is_file(args.cost_profile):
         faults.append(
-            Fault("args.cost_profile", repr(args.cost_profile), "a file that peft-mux profile wrote, or None")
+            Fault("args.cost_profile", shown(args.cost_profile), "a file that peft-mux profile wrote, or None")
         )
+    if args.replicas is not None and not (isinstance(args.replicas, str) and len(args.replicas) <= 1000):
+        faults.append(Fault("args.replicas", shown(args.replicas), 'a string such as "<2,1>, <1,1>x2", or None'))
+    return faults
+
+
+_COUNTS = (
+    "max_tokens_per_micro_batch min_chunk_size per_device_train_batch_size gradient_accumulation_steps logging_steps "
+    "save_steps tensor_parallel_size pipeline_parallel_size interleaved_passes"
+).split()
+
+
+def _is_count(value: object) -> bool:
+    return _is_integer(value) and 1 <= value <= MOST_STEPS  # type: ignore[operator]
+
+
+def _is_file(path: object) -> bool:
+    try:
+        return isinstance(path, (str, os.PathLike)) and Path(path).is_file()
+    except (OSError, ValueError):  # a name that no file system takes
+        return False
+
+
+def _choice_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
+    faults = []
     for name, options in {
         "overlong_policy": OVERLONG_POLICIES,
         "planner": policy_names(),
@@ -277,8 +273,8 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         value = getattr(args, name)
         # transformers makes some of them enums, others stay texts.
         value = getattr(value, "value", value)
-        if value not in options:
-            faults.append(Fault(f"args.{name}", repr(value), ", ".join(options), closest(str(value), options)))
+        if not isinstance(value, str) or value not in options:
+            faults.append(Fault(f"args.{name}", shown(value), ", ".join(options), closest(value, options)))
     return faults
 
 
@@ -287,14 +283,24 @@ def _refused_fields(args: MultiTaskTrainingArguments) -> list[Fault]:
     own = MultiTaskTrainingArguments.__annotations__
     for item in fields(args):
         # Fields that are not among the constructor's arguments are derived from the others.
-        if item.name in _HONOURED or item.name in own or not item.init:
+        if item.name in HONOURED or item.name in own or not item.init:
             continue
         default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
         value = getattr(args, item.name)
-        if value != default:
-            reason = _REASONS.get(item.name, "it has no meaning for many tasks at once, or none yet")
-            faults.append(Fault(f"args.{item.name}", repr(value), f"its default {default!r}", f"Reason: {reason}."))
+        if not _equals(value, default):
+            reason = REASONS.get(item.name, "it has no meaning for many tasks at once, or none yet")
+            faults.append(Fault(f"args.{item.name}", shown(value), f"its default {default!r}", f"Reason: {reason}."))
     return faults
+
+
+def _equals(value: object, default: object) -> bool:
+    # Where a switch is asked for, 0 is none: what reads it later may say so in words of its own.
+    if isinstance(default, bool) and not isinstance(value, bool):
+        return False
+    try:
+        return bool(value == default)
+    except Exception:  # whatever the comparison of an array, or of an object of the user's, raises
+        return False
 
 
 def require_arguments(args: object) -> MultiTaskTrainingArguments:
@@ -316,6 +322,6 @@ def require_arguments(args: object) -> MultiTaskTrainingArguments:
 SETTABLE_FIELDS = frozenset(
     item.name
     for item in fields(MultiTaskTrainingArguments)
-    if item.init and (item.name in _HONOURED or item.name in MultiTaskTrainingArguments.__annotations__)
+    if item.init and (item.name in HONOURED or item.name in MultiTaskTrainingArguments.__annotations__)
 )
 """Names of the arguments that may be set; all others must stay at their defaults."""

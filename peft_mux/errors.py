@@ -107,7 +107,19 @@ def raise_faults(faults: Sequence[Fault], error: type[PeftMuxError] = ConfigErro
     raise refusal
 
 
+def shown(value: object) -> str:
+    """Return a value as messages show it: on one line, at most 100 characters, whatever the value is."""
+    try:
+        text = repr(value)
+    except Exception:  # an integer of too many digits, or an object whose own code fails
+        text = f"a value of type {type(value).__name__} that cannot be shown"
+    text = " ".join(text.split("\n"))
+    return text if len(text) <= 100 else f"{text[:100]}..."
+
+
 def closest(word: str, options: Iterable[str]) -> str:
     """Return a sentence that names the option nearest to `word`, or an empty string."""
+    if not isinstance(word, str) or len(word) > 100:  # whatever a user took for a name
+        return ""
     matches = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
     return f'Did you mean "{matches[0]}"?' if matches else ""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from peft_mux.errors import Fault
+from peft_mux.errors import Fault, shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,7 +72,7 @@ def hyper_parameter_faults(values: Any, where: str, *, but: Iterable[str] = ()) 
             continue
         value = getattr(values, name, None)
         if value is not None and not is_valid(value):
-            faults.append(Fault(f"{where}.{name}", repr(value), allowed))
+            faults.append(Fault(f"{where}.{name}", shown(value), allowed))
     return faults
 
 
@@ -124,38 +124,44 @@ def _is_integer(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _integer(minimum: int) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: _is_integer(value) and value >= minimum, f"an integer of at least {minimum}"
+MOST_STEPS = 10**9
+"""Steps of a task, and the greatest count that is taken anywhere: beyond it is a slip, or more than memory holds."""
+
+
+def _integer(minimum: int, maximum: int = MOST_STEPS) -> tuple[Callable[[Any], bool], str]:
+    return lambda value: _is_integer(value) and minimum <= value <= maximum, f"an integer from {minimum} to {maximum}"
 
 
 def _real(minimum: float) -> tuple[Callable[[Any], bool], str]:
     return lambda value: _is_real(value) and value >= minimum, f"a finite number of at least {minimum:g}"
 
 
-def _positive(what: str = "a finite number above 0") -> tuple[Callable[[Any], bool], str]:
-    return lambda value: _is_real(value) and value > 0, what
-
-
 _NUMBER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "train_batch_size": _integer(1),
-    "learning_rate": _positive(),
-    "num_train_epochs": _positive(),
+    "train_batch_size": _integer(1, 2**20),
+    "learning_rate": (lambda value: _is_real(value) and value > 0, "a finite number above 0"),
+    "num_train_epochs": (
+        lambda value: _is_real(value) and 0 < value <= MOST_STEPS,
+        f"a number above 0, at most {MOST_STEPS}",
+    ),
     "max_steps": (
-        lambda value: _is_integer(value) and (value >= 1 or value == -1),
-        "an integer of at least 1, or -1 for num_train_epochs",
+        lambda value: _is_integer(value) and (1 <= value <= MOST_STEPS or value == -1),
+        f"an integer from 1 to {MOST_STEPS}, or -1 for num_train_epochs",
     ),
     "weight_decay": _real(0),
-    "warmup_steps": _real(0),
+    "warmup_steps": (
+        lambda value: _is_real(value) and 0 <= value <= MOST_STEPS,
+        f"a number from 0 to {MOST_STEPS}",
+    ),
     "max_grad_norm": _real(0),
     "adam_beta1": (lambda value: _is_real(value) and 0 <= value < 1, "a number in [0, 1)"),
     "adam_beta2": (lambda value: _is_real(value) and 0 <= value < 1, "a number in [0, 1)"),
     "adam_epsilon": _real(0),
     "seed": (lambda value: _is_integer(value) and 0 <= value < 2**63, "an integer in [0, 2**63)"),
     "max_length": _integer(2),
-    "num_labels": _integer(1),
+    "num_labels": _integer(1, 2**20),
     "eval_steps": _integer(0),
     "save_steps": _integer(0),
-    "priority": (_is_integer, "an integer"),
+    "priority": _integer(-MOST_STEPS),
 }
 
 

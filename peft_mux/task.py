@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from peft_mux.compat import StrEnum
-from peft_mux.errors import Fault, closest, raise_faults
+from peft_mux.errors import Fault, closest, raise_faults, shown
 from peft_mux.hyper_parameters import (
     _is_integer,
     _is_real,
@@ -65,15 +65,19 @@ class EarlyStopping:
         """Check the numbers.
 
         Raises:
-            ConfigError: if the patience is not at least 1 or the delta is negative.
+            ConfigError: if the patience is not at least 1, the delta is negative, or a field is of a wrong type.
         """
         faults = []
         if not _is_integer(self.patience) or self.patience < 1:
-            faults.append(Fault("early_stopping.patience", repr(self.patience), "an integer of at least 1"))
+            faults.append(Fault("early_stopping.patience", shown(self.patience), "an integer of at least 1"))
         if not _is_real(self.min_delta) or self.min_delta < 0:
-            faults.append(Fault("early_stopping.min_delta", repr(self.min_delta), "a number of at least 0"))
+            faults.append(Fault("early_stopping.min_delta", shown(self.min_delta), "a number of at least 0"))
         if not isinstance(self.metric, str) or not self.metric:
-            faults.append(Fault("early_stopping.metric", repr(self.metric), "the name of a metric"))
+            faults.append(Fault("early_stopping.metric", shown(self.metric), "the name of a metric"))
+        if self.greater_is_better is not None and not isinstance(self.greater_is_better, bool):
+            faults.append(
+                Fault("early_stopping.greater_is_better", shown(self.greater_is_better), "True, False or None")
+            )
         raise_faults(faults)
 
     @property
@@ -209,7 +213,7 @@ def _dataset_faults(dataset: Any, where: str) -> list[Fault]:
         try:
             return [] if len(dataset) else [Fault(where, "an empty dataset", allowed)]
         except TypeError:  # an array without dimensions
-            return [Fault(where, repr(dataset), allowed)]
+            return [Fault(where, shown(dataset), allowed)]
     # Every epoch reads the rows from the start, which an iterator has no way back to.
     if hasattr(dataset, "__iter__") and not hasattr(dataset, "__next__"):
         return []
@@ -226,11 +230,11 @@ def _choice_faults(task: Task, where: str) -> list[Fault]:
     ):
         plain = getattr(value, "value", value)
         if plain is not None and (not isinstance(plain, str) or plain not in options):
-            faults.append(Fault(f"{where}.{name}", repr(plain), ", ".join(options), closest(str(plain), options)))
+            faults.append(Fault(f"{where}.{name}", shown(plain), ", ".join(options), closest(plain, options)))
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
         value = getattr(task, name)
         if value is not None and not callable(value):
-            faults.append(Fault(f"{where}.{name}", repr(value), "a function"))
+            faults.append(Fault(f"{where}.{name}", shown(value), "a function"))
     return faults
 
 
@@ -248,10 +252,10 @@ def _type_faults(task: Task, where: str) -> list[Fault]:
     }.items():
         value = getattr(task, name)
         if not isinstance(value, kind):
-            faults.append(Fault(f"{where}.{name}", f"{value!r:.60}", allowed))
+            faults.append(Fault(f"{where}.{name}", shown(value), allowed))
     callbacks = task.callbacks
     if not isinstance(callbacks, (list, tuple)) or not all(isinstance(item, TrainerCallback) for item in callbacks):
-        faults.append(Fault(f"{where}.callbacks", f"{callbacks!r:.60}", "a list of TrainerCallback objects"))
+        faults.append(Fault(f"{where}.callbacks", shown(callbacks), "a list of TrainerCallback objects"))
     return faults
 
 
@@ -259,7 +263,7 @@ def _combination_faults(task: Task, where: str) -> list[Fault]:
     faults = []
     if task.early_stopping is not None and not isinstance(task.early_stopping, EarlyStopping):
         faults.append(
-            Fault(f"{where}.early_stopping", repr(task.early_stopping), "EarlyStopping(metric=..., patience=...)")
+            Fault(f"{where}.early_stopping", shown(task.early_stopping), "EarlyStopping(metric=..., patience=...)")
         )
     elif task.early_stopping is not None:
         if task.eval_dataset is None:
@@ -272,7 +276,7 @@ def _combination_faults(task: Task, where: str) -> list[Fault]:
             faults.append(
                 Fault(
                     f"{where}.early_stopping.metric",
-                    repr(task.early_stopping.metric),
+                    shown(task.early_stopping.metric),
                     f"{' or '.join(known)} where compute_metrics is not set",
                     "Set compute_metrics so that it returns this metric.",
                 )
@@ -281,7 +285,9 @@ def _combination_faults(task: Task, where: str) -> list[Fault]:
         faults.append(Fault(f"{where}.compute_metrics", "a function", "none where eval_dataset is not set"))
     is_stream = not hasattr(task.train_dataset, "__len__") and task.train_dataset is not None
     if is_stream and not task.max_steps:
-        faults.append(Fault(f"{where}.max_steps", repr(task.max_steps), "a number of steps, as a stream has no length"))
+        faults.append(
+            Fault(f"{where}.max_steps", shown(task.max_steps), "a number of steps, as a stream has no length")
+        )
     return faults
 
 

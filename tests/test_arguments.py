@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import math
+import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 from transformers import TrainingArguments
 
+from peft_mux.argument_fields import HONOURED, REASONS
 from peft_mux.arguments import (
     SETTABLE_FIELDS,
     MultiTaskTrainingArguments,
@@ -22,6 +26,8 @@ from peft_mux.arguments import (
 )
 from peft_mux.errors import ConfigError
 from peft_mux.task import EarlyStopping, Task
+from peft_mux.trainer.trainer import MultiTaskTrainer
+from tests.invariants.mux_lab import tiny_llama
 
 ROWS = [{"input_ids": [1, 2, 3]}]
 
@@ -64,8 +70,10 @@ def task(**settings: Any) -> Task:
         ("save_only_model", True, "resuming is exact"),
         ("data_seed", 3, "no meaning for many tasks"),
         ("remove_unused_columns", False, "no meaning for many tasks"),
-        ("eval_on_start", True, "no meaning for many tasks"),
-        ("tf32", True, "no meaning for many tasks"),
+        ("eval_on_start", True, "set eval_steps on the Task"),
+        ("tf32", True, "allow_tf32"),
+        ("per_device_eval_batch_size", 4, "max_tokens_per_micro_batch"),
+        ("hub_model_id", "me/mine", "trainer.push_to_hub(task"),
     ],
 )
 def test_an_argument_of_trainer_without_meaning_is_refused_by_name_with_the_reason(
@@ -84,6 +92,118 @@ def test_every_field_is_either_settable_or_refused_when_it_is_changed() -> None:
     strange = object()
     for name in sorted(refused - {"ddp_backend"}):
         assert f"args.{name}: got {strange!r}" in refusal(**{name: strange})
+
+
+def test_every_refused_field_has_a_reason() -> None:
+    inherited = {name for name, item in TrainingArguments.__dataclass_fields__.items() if item.init}
+    assert inherited - set(HONOURED) - set(REASONS) == set()
+    assert set(HONOURED) & set(REASONS) == set()
+
+
+ELSEWHERE = {
+    "do_train do_eval do_predict": "flags that only the user's script reads, as Trainer documents",
+    "project trackio_space_id trackio_bucket_id trackio_static_space_id run_name logging_dir": "loggers of report_to",
+    "ddp_timeout": "read where there are several processes",
+    "log_level_replica": "read on replicas",
+    "local_rank": "the launcher's, which tells it by the environment",
+    "gradient_checkpointing gradient_checkpointing_kwargs": "older names, copied to the new ones",
+}
+"""Honoured fields that a run of one process without loggers has no need of, and who reads them."""
+
+
+def test_every_honoured_field_is_read_by_a_run(tmp_path: Path) -> None:
+    """What is accepted is not ignored: a run that logs, saves, evaluates and resumes asks for each of them."""
+    read: set[str] = set()
+
+    @dataclass
+    class Watched(MultiTaskTrainingArguments):
+        def __getattribute__(self, name: str) -> Any:
+            frame = sys._getframe(1)
+            own = "training_args.py", "argument_fields.py", "arguments.py", "dataclasses.py", "hyper_parameters.py"
+            by = frame.f_code
+            # Not what only completes, checks, copies or writes them, but what those properties ask for others.
+            if not by.co_filename.endswith(own) or by.co_name in ("pick", "resolve", "_setup_devices", *PROPERTIES):
+                read.add(name)
+            return super().__getattribute__(name)
+
+    args = Watched(
+        output_dir=str(tmp_path / "run"),
+        **{"use_cpu": True, "report_to": "none", "max_steps": 2, "save_steps": 1, "logging_steps": 2},
+        **{"eval_strategy": "steps", "eval_steps": 1, "activation_checkpointing": True, "disable_tqdm": True},
+    )
+    own = Task(
+        name="own", peft_config=LoraConfig(r=4, target_modules=["q_proj"]), train_dataset=ROWS, eval_dataset=ROWS
+    )
+    MultiTaskTrainer(tiny_llama(), args, [own]).train()
+    known_elsewhere = {name for names in ELSEWHERE for name in names.split()}
+    assert set(HONOURED) - read - known_elsewhere == set()
+
+
+PROPERTIES = [name for name, item in vars(TrainingArguments).items() if isinstance(item, property)] + [
+    *("uses_checkpointing", "checkpointing_kwargs", "get_process_log_level", "get_warmup_steps", "_eval_steps"),
+    *("task_arguments",),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("num_train_epochs", 1e308),
+        ("num_train_epochs", math.inf),
+        ("max_steps", 10**12),
+        ("per_device_train_batch_size", 10**12),
+        ("gradient_accumulation_steps", 10**400),
+        ("warmup_steps", 1e300),
+        ("max_length", 10**30),
+        ("memory_limit_gib", math.inf),
+        ("memory_limit_gib", 10**400),
+        ("seed", 2**32),
+        ("output_dir", "x" * 5000),
+        ("output_dir", "a\0b"),
+        ("resume_from_checkpoint", "x" * 5000),
+        ("cost_profile", "x" * 5000),
+        ("report_to", "wanbd"),
+        ("report_to", None),
+        ("log_level", "loud"),
+        ("bf16", "yes"),
+        ("logging_first_step", 1),
+        ("use_cache", 0),
+        ("lr_scheduler_kwargs", "{bad"),
+        ("activation_checkpointing_kwargs", 5),
+        ("replicas", 5),
+        ("ddp_timeout", 0),
+        ("run_name", 5),
+        pytest.param("optim", 10**5000, id="optim-digits"),
+        ("planner", np.zeros(2)),
+        ("save_strategy", ["steps"]),
+        ("label_names", np.zeros(2)),
+    ],
+)
+def test_a_value_that_no_run_can_have_is_refused_by_its_field(field: str, value: Any) -> None:
+    message = refusal(**{field: value})
+    assert message.startswith(f"args.{field}: got "), message
+    assert len(message) < 500
+
+
+ANYTHING: list[Any] = [
+    *(None, True, False, 0, 1, -1, 5, 2**40, 10**400, 10**5000, 2.5, 1e308, math.nan, math.inf, "", "x", "no", "{}"),
+    *("{bad", "a\0b", "x" * 5000, b"x", [], [5], ["x"], [[1]], ("x",), {"a"}, {"a": 1}, {1: 2}, object()),
+    *(np.zeros(3), np.float32(1), print, ..., Path("x")),
+]
+
+
+@pytest.mark.parametrize(
+    "field", [name for name, item in MultiTaskTrainingArguments.__dataclass_fields__.items() if item.init]
+)
+def test_any_value_in_any_field_gives_arguments_or_a_config_error(field: str) -> None:
+    messages = []
+    for value in ANYTHING:
+        try:
+            arguments(**{field: value})
+        except ConfigError as error:
+            messages.append(str(error))
+    assert messages, "no field takes everything"
+    assert all(f"args.{field}" in message for message in messages)
 
 
 def test_a_backend_of_processes_is_refused_by_name_and_not_used() -> None:
@@ -116,7 +236,6 @@ def test_an_unknown_argument_is_a_type_error_of_python() -> None:
         ("seed", -1),
         ("seed", 2**63),
         ("gradient_accumulation_steps", 0),
-        ("per_device_eval_batch_size", 0),
         ("logging_steps", 0),
         ("logging_steps", 0.5),
         ("save_steps", 0),

@@ -29,6 +29,7 @@ ROOMS = (
     "modeling",
     "hyper_parameters",
     "task",
+    "argument_fields",
     "arguments",
     "storage",
     "engine",

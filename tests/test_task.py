@@ -106,19 +106,19 @@ def test_a_name_is_either_safe_as_a_folder_or_refused(name: str) -> None:
 # -------------------------------------------------------------------- numbers
 
 BAD_NUMBERS: dict[str, list[Any]] = {
-    "train_batch_size": [0, -1, 1.5, True, "4", math.nan],
+    "train_batch_size": [0, -1, 1.5, True, "4", math.nan, 10**9],
     "learning_rate": [0.0, -1e-3, math.nan, math.inf, "1e-3", False],
-    "num_train_epochs": [0, -1.0, math.nan, math.inf],
-    "max_steps": [0, -2, 1.5, True, "10", math.nan],
+    "num_train_epochs": [0, -1.0, math.nan, math.inf, 1e308],
+    "max_steps": [0, -2, 1.5, True, "10", math.nan, 10**12],
     "weight_decay": [-0.1, math.nan, math.inf],
-    "warmup_steps": [-1, math.nan],
+    "warmup_steps": [-1, math.nan, 1e300],
     "max_grad_norm": [-1.0, math.nan, math.inf],
     "adam_beta1": [1.0, -0.1, math.nan],
     "adam_beta2": [1.0, 2],
     "adam_epsilon": [-1e-8, math.nan],
     "seed": [-1, 2**63, 1.0, True],
     "max_length": [1, 0, -5, 8.0],
-    "num_labels": [0, -1],
+    "num_labels": [0, -1, 10**9],
     "eval_steps": [-1, 0.5],
     "save_steps": [-1, 0.5],
     "priority": [0.5, "high", True],
@@ -282,11 +282,19 @@ def test_compute_metrics_needs_held_out_rows() -> None:
     assert "tasks.own.compute_metrics" in refusal(compute_metrics=lambda _: {})
 
 
-@pytest.mark.parametrize("settings", [{"patience": 0}, {"patience": 1.5}, {"min_delta": -1}, {"min_delta": math.nan}])
+@pytest.mark.parametrize(
+    "settings",
+    [{"patience": 0}, {"patience": 1.5}, {"min_delta": -1}, {"min_delta": math.nan}, {"greater_is_better": "no"}],
+)
 def test_numbers_of_early_stopping_are_checked(settings: dict[str, Any]) -> None:
     (field,) = settings
     with pytest.raises(ConfigError, match=rf"early_stopping\.{field}: got "):
         EarlyStopping(**settings)
+
+
+def test_the_direction_of_a_metric_is_a_switch() -> None:
+    with pytest.raises(ConfigError, match=r"early_stopping\.greater_is_better: got 'no'; allowed: True, False or None"):
+        EarlyStopping(greater_is_better="no")  # type: ignore[arg-type]
 
 
 def test_all_faults_of_early_stopping_are_named_at_once() -> None:

@@ -38,6 +38,9 @@ class TaskOptimizer:
         num_steps: optimizer steps that the task will take, for the schedule.
         args: the run's arguments, read as Trainer reads them.
 
+    Attributes:
+        failure: why no further step can be taken, as the schedule gives no rate for it; empty while it does.
+
     Raises:
         ConfigError: if the optimizer or schedule cannot be built from these settings.
     """
@@ -58,6 +61,7 @@ class TaskOptimizer:
         groups = _parameter_groups(parameters, hyper.weight_decay, self.slab)
         self.parameters = [parameter for group in groups for parameter in group["params"]]
         self.max_grad_norm = hyper.max_grad_norm
+        self.failure = ""
         self._counts: dict[nn.Parameter, _Count] = {}
         try:
             optimizer_class, options = Trainer.get_optimizer_cls_and_kwargs(own_args)
@@ -69,7 +73,8 @@ class TaskOptimizer:
                 num_training_steps=num_steps,
                 scheduler_specific_kwargs=hyper.lr_scheduler_kwargs,
             )
-        except (ImportError, TypeError, ValueError, AttributeError) as error:
+        # Only libraries run in there, and what each of them raises of settings that it does not take is its own.
+        except Exception as error:
             raise ConfigError(
                 f"tasks.{name}: optim={hyper.optim!r} with lr_scheduler_type={hyper.lr_scheduler_type!r} cannot be "
                 f"built: {error}"
@@ -95,7 +100,7 @@ class TaskOptimizer:
             # With the norm that was given: where processes hold parts, it is that of the whole gradient.
             nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, gradient_norm)
         self.optimizer.step()
-        self.schedule.step()
+        self._advance_schedule()
         self.zero_gradients()
 
     def _is_short(self, gradient_norm: torch.Tensor) -> bool:
@@ -148,7 +153,30 @@ class TaskOptimizer:
             # Any write to the counter changes its version, which tells a later one of somebody else from ours.
             self._counts[page] = _Count(counter, counter._version, self._counts[page].value + 1)
         self.optimizer._opt_called = True  # what the schedule looks for, so as to warn of a wrong order
-        self.schedule.step()
+        self._advance_schedule()
+
+    def _advance_schedule(self) -> None:
+        """Set the rate of the next step; one that cannot be trained with is this task's failure, not the run's."""
+        try:
+            self.schedule.step()
+        except Exception as error:  # a formula of the schedule's, at numbers that the task's owner chose
+            self.failure = f"learning_rate: the schedule raises {type(error).__name__}: {error}"
+            return
+        reason = _reason_against(self.schedule.get_last_lr())
+        self.failure = f"learning_rate: {reason}" if reason else ""
+
+    def reason_against_rate(self, step: int) -> str:
+        """Return why the rate of a step cannot be trained with, or an empty string; the schedule stays where it is.
+
+        Args:
+            step: number of steps taken before it.
+        """
+        try:
+            factors = [factor(step) for factor in self.schedule.lr_lambdas]
+            rates = [base * factor for base, factor in zip(self.schedule.base_lrs, factors, strict=True)]
+        except Exception as error:  # as in `_advance_schedule`
+            return f"the schedule raises {type(error).__name__}: {error}"
+        return _reason_against(rates)
 
     @property
     def counters(self) -> dict[nn.Parameter, torch.Tensor]:
@@ -226,13 +254,10 @@ def joint_steps_taken(optimizers: Sequence[TaskOptimizer]) -> None:
         optimizer.joint_step_counted()
 
 
-def check_optimizer(name: str, hyper: HyperParameters, num_steps: int, args: MultiTaskTrainingArguments) -> None:
-    """Build a task's optimizer and schedule in trial, so that what cannot be built is told before any weight is read.
-
-    Raises:
-        ConfigError: as for `TaskOptimizer`.
-    """
-    TaskOptimizer(name, {"trial": nn.Parameter(torch.zeros(1, 1))}, hyper, num_steps, args)
+def _reason_against(rates: Sequence[Any]) -> str:
+    # A power of a negative number with a fraction is complex.
+    wrong = [rate for rate in rates if not isinstance(rate, (int, float)) or not 0 <= rate < float("inf")]
+    return f"the learning rate is {wrong[0]}" if wrong else ""
 
 
 def _has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:

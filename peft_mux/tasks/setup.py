@@ -13,12 +13,12 @@ from peft_mux.data.formats import detect_format
 from peft_mux.data.loader import StreamLoader, TaskLoader
 from peft_mux.data.tokenize import RowTokenizer, TokenizeOptions
 from peft_mux.errors import ConfigError, DataError
-from peft_mux.hyper_parameters import HyperParameters
+from peft_mux.hyper_parameters import MOST_STEPS, HyperParameters
 from peft_mux.modeling.backbone.checks import max_positions
 from peft_mux.modeling.objectives.objective import objective_of
 from peft_mux.task import Task, TaskStatus
 from peft_mux.tasks.best_metric import BestMetric
-from peft_mux.tasks.optimizer import check_optimizer
+from peft_mux.tasks.optimizer_checks import check_optimizer
 from peft_mux.tasks.task_run import TaskRun
 
 
@@ -135,4 +135,10 @@ def _num_steps(task: Task, hyper: HyperParameters, loader: Any) -> int:
         raise ConfigError(
             f"tasks.{task.name}.max_steps: got {hyper.max_steps}; allowed: a number, as a stream has no length."
         )
-    return math.ceil(hyper.num_train_epochs * loader.steps_per_epoch)
+    num_steps = hyper.num_train_epochs * loader.steps_per_epoch
+    if num_steps > MOST_STEPS:
+        raise ConfigError(
+            f"tasks.{task.name}.num_train_epochs: got {hyper.num_train_epochs}, which is {num_steps:g} steps; allowed: "
+            f"at most {MOST_STEPS} steps. Set max_steps."
+        )
+    return math.ceil(num_steps)

@@ -99,6 +99,10 @@ class TaskTable:
             _count_step(self[name], result.num_tokens[name])
         # After the verdicts: a task that was left out has taken no step.
         joint_steps_taken([self._optimizer(name) for name in passed if name in updated])
+        for name in passed:
+            failure, run = self._optimizer(name).failure, self[name]
+            if failure and run.step < run.num_steps:  # the rate after the last step is never used
+                run.quarantine(f"{failure} at step {run.step}")
         for name, reason in result.failures.items():
             self[name].quarantine(reason)
 

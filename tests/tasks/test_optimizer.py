@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers.trainer
+import transformers.trainer_optimizer
 from transformers import Adafactor, Trainer, TrainerCallback, get_scheduler
 
 from peft_mux import ConfigError, MultiTaskTrainer
-from peft_mux.arguments import task_arguments
+from peft_mux.arguments import MultiTaskTrainingArguments, task_arguments
 from peft_mux.engine.work import StepResult
 from peft_mux.hyper_parameters import supported_optimizers, supported_schedules
 from peft_mux.kernels.adamw import update as multi_adamw
@@ -24,6 +26,7 @@ from peft_mux.modeling import slabs
 from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.tasks.isolation import LastGood
 from peft_mux.tasks.optimizer import TaskOptimizer, joint_steps_taken
+from peft_mux.tasks.optimizer_checks import OPTIONS
 from peft_mux.tasks.table import TaskTable
 from tests.invariants.mux_lab import Recorder, Run, make_trainer, small_task, train, weights
 
@@ -536,3 +539,133 @@ def test_a_run_in_bf16_stays_finite_and_learns(tmp_path: Path) -> None:
             assert weight.isfinite().all(), key
             assert weight.dtype is torch.float32, "adapters are kept in full precision"
     assert json.loads((tmp_path / "config.json").read_text())["args"]["bf16"] is True
+
+
+# ------------------------------------------- options that nothing reads, rates that nothing can be trained with
+
+
+def refusal(tmp_path: Path, **settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        make_trainer([small_task("own", data_seed=1, **settings)], tmp_path / "run")
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("optim", "options", "parts"),
+    [
+        ("sgd", "momentun=0.9", ("got 'momentun'", "momentum, dampening, nesterov", 'Did you mean "momentum"?')),
+        ("sgd", "weight_decay=0.5", ("got 'weight_decay'", "Set weight_decay itself")),
+        ("adamw_torch", "fused=1", ("got 'fused'", 'none for optim="adamw_torch"')),
+        ("adafactor", "scale_parameter=True", ("got 'scale_parameter'", "none for")),
+        ("sgd", "momentum", ("got 'momentum'", "key=value")),
+        ("sgd", "momentum=0.9,momentum=0.5", ("got 'momentum=0.5'", "each once")),
+        ("sgd", "momentum=nan", ("optim_args.momentum", "got 'nan'", "a finite number")),
+        ("sgd", "momentum=0.9,nesterov=maybe", ("optim_args.nesterov", "got 'maybe'", "true or false")),
+        ("rmsprop", "alpha=x", ("optim_args.alpha", "got 'x'")),
+    ],
+)
+def test_an_option_that_the_optimizer_would_ignore_is_refused_with_those_that_it_knows(
+    tmp_path: Path, optim: str, options: str, parts: tuple[str, ...]
+) -> None:
+    message = refusal(tmp_path, optim=optim, optim_args=options)
+    assert message.startswith("tasks.own.optim_args")
+    assert all(part in message for part in parts), message
+
+
+def test_every_wrong_option_of_optimizer_and_schedule_is_named_at_once(tmp_path: Path) -> None:
+    settings = {"optim_args": "a=1,b=2", "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"num_cycles": 2}}
+    message = refusal(tmp_path, optim="sgd", **settings)
+    assert "3 things are wrong" in message
+    assert "tasks.own.lr_scheduler_kwargs: got 'num_cycles'" in message
+    assert 'none for lr_scheduler_type="constant"' in message
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adagrad", "rmsprop", "adamw_torch", "adafactor"])
+def test_the_options_that_are_known_are_those_that_trainer_reads(
+    tmp_path: Path, optim: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: set[str] = set()
+
+    class Watched(dict[str, str]):
+        def __contains__(self, key: object) -> bool:
+            read.add(str(key))
+            return super().__contains__(key)
+
+        def __bool__(self) -> bool:
+            return True
+
+    monkeypatch.setattr(transformers.trainer_optimizer, "_parse_optim_args", lambda _: Watched())
+    monkeypatch.setattr(transformers.trainer, "_parse_optim_args", lambda _: Watched(), raising=False)
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True, optim=optim)
+    Trainer.get_optimizer_cls_and_kwargs(args)
+    assert read - {"weight_decay"} == set(OPTIONS.get(optim, ()))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "options", "part"),
+    [
+        ("polynomial", {"power": -1000}, "At step 5 of 8 the schedule raises OverflowError"),
+        ("polynomial", {"power": -1000.5}, "OverflowError"),
+        ("polynomial", {"power": math.nan}, "power: got nan; allowed: a finite number"),
+        ("polynomial", {"lr_end": -1.0}, "the learning rate is -"),
+        ("polynomial", {"power": "2"}, "cannot be built"),
+        ("polynomial", {1: 2}, "got 1; allowed: lr_end, power"),
+        ("cosine", {"num_cycles": "x"}, "cannot be built"),
+        ("cosine_with_restarts", {"num_cycles": math.inf}, "num_cycles: got inf"),
+        ("cosine_with_min_lr", {"min_lr_rate": 10**400}, "cannot be built"),
+        ("inverse_sqrt", {"timescale": -5}, ""),
+        ("warmup_stable_decay", {"num_decay_steps": 3, "min_lr_ratio": "x"}, "TypeError"),
+    ],
+)
+def test_a_schedule_that_would_fail_at_some_step_is_refused_before_the_first(
+    tmp_path: Path, schedule: str, options: dict[str, Any], part: str
+) -> None:
+    message = refusal(tmp_path, lr_scheduler_type=schedule, lr_scheduler_kwargs=options)
+    assert "tasks.own" in message
+    assert part in message, message
+
+
+@pytest.mark.parametrize("schedule", supported_schedules())
+def test_every_schedule_with_its_usual_options_is_taken_whatever_the_number_of_steps(
+    tmp_path: Path, schedule: str
+) -> None:
+    options = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1}}
+    options["warmup_stable_decay"] = {"num_decay_steps": 1}
+    own: dict[str, Any] = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": options.get(schedule)}
+    for max_steps in (1, 2, 1000, 10**9):
+        trainer = make_trainer(
+            [small_task("own", data_seed=1, max_steps=max_steps, warmup_steps=1, **own)], tmp_path / "run"
+        )
+        assert trainer.table["own"].num_steps == max_steps
+
+
+@pytest.mark.parametrize("fail", ["raises", "nan"])
+def test_a_schedule_that_fails_later_ends_its_own_task_alone(
+    tmp_path: Path, fail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = [small_task(name, data_seed=seed, max_steps=5) for seed, name in enumerate(("bad", "good"))]
+    alone = train(tasks[1:], tmp_path / "alone").trainer.table["good"]
+
+    def factor(step: int) -> float:
+        if step == 3 and fail == "raises":
+            raise ZeroDivisionError("0.0 to a negative power")
+        return math.nan if step == 3 else 1.0
+
+    def break_schedule(trainer: MultiTaskTrainer) -> None:
+        optimizer = trainer.table["bad"].optimizer
+        assert optimizer is not None
+        optimizer.schedule.lr_lambdas = [factor] * len(optimizer.schedule.base_lrs)
+
+    run = train(tasks, tmp_path / "run", recorder=Recorder(at_begin={0: break_schedule}))
+    bad, good = run.trainer.table["bad"], run.trainer.table["good"]
+    assert (bad.status, bad.step, good.status, good.step) == ("failed", 3, "succeeded", 5)
+    assert bad.reason.startswith("learning_rate: ")
+    assert "at step 3" in bad.reason
+    assert good.last_loss == pytest.approx(alone.last_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("epochs", [2e8, 1e9])
+def test_more_steps_than_can_be_counted_are_refused(tmp_path: Path, epochs: float) -> None:
+    message = refusal(tmp_path, max_steps=None, num_train_epochs=epochs, train_batch_size=1)
+    assert message.startswith("tasks.own.num_train_epochs: got ")
+    assert "Set max_steps" in message

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from peft_mux.errors import Fault
+from peft_mux.errors import Fault, shown
 
 
 class FieldType(NamedTuple):
@@ -87,11 +87,6 @@ def type_faults(config: Any, where: str, own: Mapping[str, FieldType], supported
         elif field.name in supported and not _is_plain(value):
             faults.append(Fault(f"{where}.{field.name}", shown(value), "a value that can be written as JSON"))
     return faults
-
-
-def shown(value: object) -> str:
-    """Return a value as messages show it."""
-    return f"{value!r:.80}"
 
 
 def _is_plain(value: object) -> bool:

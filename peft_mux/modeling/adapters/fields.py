@@ -10,8 +10,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
-from peft_mux.errors import Fault
-from peft_mux.modeling.adapters.field_types import shown
+from peft_mux.errors import Fault, shown
 from peft_mux.modeling.backbone.head_kinds import SUPPORTED_TASK_TYPES, head_kind_for
 
 _BOOKKEEPING_FIELDS = frozenset(

@@ -9,8 +9,8 @@ from typing import Any
 from peft import LoraConfig
 from torch import nn
 
-from peft_mux.errors import Fault
-from peft_mux.modeling.adapters.field_types import FLAG, INITIALISER, PATTERN, FieldType, shown
+from peft_mux.errors import Fault, shown
+from peft_mux.modeling.adapters.field_types import FLAG, INITIALISER, PATTERN, FieldType
 
 FIELDS = frozenset(
     "r target_modules exclude_modules lora_alpha lora_dropout use_rslora init_lora_weights layers_to_transform "
