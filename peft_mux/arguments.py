@@ -39,7 +39,7 @@ from peft_mux.task import Task
 
 _TASK_DEFAULTS = (
     "learning_rate num_train_epochs max_steps weight_decay warmup_steps max_grad_norm adam_beta1 adam_beta2 "
-    "adam_epsilon seed max_length"
+    "adam_epsilon seed max_length data_timeout_s"
 ).split()
 
 
@@ -53,6 +53,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
 
     Attributes:
         max_length: tokens of a row after which `overlong_policy` applies.
+        data_timeout_s: seconds for which the others wait for the rows of a task's stream before that task fails; where
+            there are several processes, less than `ddp_timeout`, as these wait for one another meanwhile.
         overlong_policy: "truncate" keeps the start of longer rows, "drop" leaves them out, "error" refuses them.
         max_tokens_per_micro_batch: tokens that one forward and backward pass may hold; the global batches of all tasks
             are met by as many passes as that takes.
@@ -94,6 +96,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
     """
 
     max_length: int = field(default=1024, metadata={"help": "Tokens of a row after which overlong_policy applies."})
+    data_timeout_s: float = field(default=300.0, metadata={"help": "Seconds to wait for the rows of a stream."})
     overlong_policy: str = field(default="truncate", metadata={"help": "truncate, drop or error."})
     max_tokens_per_micro_batch: int = field(default=4096, metadata={"help": "Tokens of one forward and backward pass."})
     chunk_size: int | None = field(default=None, metadata={"help": "Tokens of a chunk; None for the rule of M 3.5."})
@@ -160,7 +163,7 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
     batch_size = task.train_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps
     direct = (
         "learning_rate num_train_epochs weight_decay lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm "
-        "optim optim_args adam_beta1 adam_beta2 adam_epsilon seed max_length"
+        "optim optim_args adam_beta1 adam_beta2 adam_epsilon seed max_length data_timeout_s"
     ).split()
     return HyperParameters(
         train_batch_size=batch_size,
@@ -185,6 +188,8 @@ def task_arguments(hyper: HyperParameters, args: MultiTaskTrainingArguments) -> 
         if item.name not in ("train_batch_size", "max_length"):
             setattr(own, item.name, getattr(hyper, item.name))
     own.max_length = hyper.max_length
+    # Whoever is given the copy may write into it; the run and the other tasks must not see that.
+    vars(own).update({key: copy.deepcopy(value) for key, value in vars(own).items() if isinstance(value, (dict, list))})
     return own
 
 

@@ -36,6 +36,7 @@ class HyperParameters:
         max_length: number of tokens of a row after which `overlong_policy` applies.
         eval_steps: evaluate every so many steps; 0 for never, -1 for at the end of each epoch.
         save_steps: write a checkpoint of this task alone every so many steps; 0 for never.
+        data_timeout_s: seconds for which the others wait for a stream of this task before it fails.
     """
 
     train_batch_size: int
@@ -56,6 +57,7 @@ class HyperParameters:
     max_length: int
     eval_steps: int
     save_steps: int
+    data_timeout_s: float
 
 
 def hyper_parameter_faults(values: Any, where: str, *, but: Iterable[str] = ()) -> list[Fault]:
@@ -161,6 +163,7 @@ _NUMBER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_labels": _integer(1, 2**20),
     "eval_steps": _integer(0),
     "save_steps": _integer(0),
+    "data_timeout_s": _positive("a finite number of seconds above 0"),
     "priority": _integer(-MOST_STEPS),
 }
 

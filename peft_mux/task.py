@@ -123,6 +123,8 @@ class Task:
         priority: tasks of higher priority are admitted first.
         eval_steps: evaluate every so many steps of this task; 0 for never.
         save_steps: write `<task>/checkpoint-<step>` every so many steps of this task; 0 for never.
+        data_timeout_s: seconds within which a stream must give the rows of a step once the others wait for them;
+            a stream that does not fails its task, and the others go on.
 
     Raises:
         ConfigError: naming every field that cannot be run.
@@ -161,6 +163,7 @@ class Task:
     num_labels: int | None = None
     eval_steps: float | None = None
     save_steps: float | None = None
+    data_timeout_s: float | None = None
     compute_metrics: Callable[..., dict[str, float]] | None = None
     preprocess_logits_for_metrics: Callable[..., Any] | None = None
     early_stopping: EarlyStopping | None = None

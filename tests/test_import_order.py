@@ -22,6 +22,7 @@ PACKAGE = ROOT / "peft_mux"
 ROOMS = (
     "errors",
     "compat",
+    "own_code",
     "kernels",
     "data",
     "scheduler",

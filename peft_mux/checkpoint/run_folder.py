@@ -42,7 +42,7 @@ Weights = Mapping[str, torch.Tensor]
 FORMAT_VERSION = 2
 STATE_FOLDER = "state"
 _OF_OPTIMIZER = ("moments", "settings", "schedule")
-_FREE_TO_CHANGE = frozenset({"eval_steps", "save_steps"})
+_FREE_TO_CHANGE = frozenset({"eval_steps", "save_steps", "data_timeout_s"})
 _NOT_OF_THE_ADAPTER = frozenset(
     {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
 )

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from peft_mux.data.formats import MEDIA_COLUMNS
 from peft_mux.errors import DataError
 
 
@@ -59,7 +60,21 @@ class RowCells:
         # Booleans pass, as masks are written with them; an empty list has no kind of its own.
         if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
             raise self.error(index, column, f"{value!r:.60} ({type(value).__name__})", "a list of integers")
+        # Beyond int64 they would turn into other numbers, such as the label that is ignored.
+        if array.dtype.kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
+            raise self.error(index, column, str(array.max()), "integers of 64 bits")
         return array.astype(np.int64)
+
+    def refuse_media(self, row: Mapping[str, Any], index: int) -> None:
+        """Refuse a row with images, videos or sounds, which a run would pass over without a word.
+
+        Raises:
+            DataError: naming the first column that holds some; empty ones, as mixed datasets have them, are let be.
+        """
+        for column in MEDIA_COLUMNS:
+            value = row.get(column)
+            if value is not None and not (isinstance(value, (list, tuple, str)) and not value):
+                raise self.error(index, column, type(value).__name__, "None or nothing, as only text is trained on")
 
     def attended(self, row: Mapping[str, Any], index: int, length: int) -> np.ndarray:
         """Return which positions are no padding, as a boolean array; all of them without an `attention_mask`.

@@ -9,6 +9,7 @@ import numpy as np
 
 from peft_mux.data.cells import RowCells
 from peft_mux.errors import DataError
+from peft_mux.own_code import describe_error
 
 
 class ChatRows:
@@ -45,6 +46,7 @@ class ChatRows:
         for message in value:
             if not isinstance(message, Mapping) or not isinstance(message.get("role"), str) or "content" not in message:
                 raise self._cells.error(index, column, f"{message!r:.60}", allowed)
+            self._cells.text(message, "role", index)
             self._check_content(message, index, column)
         return [dict(message) for message in value]
 
@@ -60,25 +62,52 @@ class ChatRows:
         if not only_calls and not is_parts:
             got = f"content {content!r:.60} ({type(content).__name__})"
             raise self._cells.error(index, column, got, "text, a list of parts, or None beside tool_calls")
+        for part in content or ():
+            if part.get("type", "text") != "text":
+                got, allowed = (
+                    f"a part of type {part['type']!r:.60}",
+                    'parts of type "text", as only text is trained on',
+                )
+                raise self._cells.error(index, column, got, allowed)
+            if "text" not in part:
+                raise self._cells.error(index, column, f"the part {part!r:.60}", '{"type": "text", "text": ...}')
+            self._cells.text(part, "text", index)
 
-    def encode(self, messages: list[dict[str, Any]]) -> tuple[list[int], np.ndarray | None]:
+    def encode(self, messages: list[dict[str, Any]], column: str, index: int) -> tuple[list[int], np.ndarray | None]:
         """Return the token ids of messages, and which of them the assistant says where only those carry loss.
 
-        Raises:
-            DataError: if there is no template, or if it does not mark what the assistant says though that is asked for.
-        """
-        return self._apply_template(messages, wants_mask=self.assistant_only_loss)
+        Args:
+            messages: what the template is given.
+            column: the column that they stand in, for messages.
+            index: the row that they stand in, for messages.
 
-    def encode_prompt(self, messages: list[dict[str, Any]]) -> list[int]:
+        Raises:
+            DataError: if there is no template, if it does not mark what the assistant says though that is asked for,
+                or if it fails on these messages.
+        """
+        return self._apply_template(messages, column, index, wants_mask=self.assistant_only_loss)
+
+    def encode_prompt(self, messages: list[dict[str, Any]], column: str, index: int) -> list[int]:
         """Return the token ids of messages up to where the assistant's answer begins.
 
+        Args:
+            messages: what the template is given.
+            column: the column that they stand in, for messages.
+            index: the row that they stand in, for messages.
+
         Raises:
-            DataError: if there is no template.
+            DataError: if there is no template, or if it fails on these messages.
         """
-        return self._apply_template(messages, wants_mask=False, add_generation_prompt=True)[0]
+        return self._apply_template(messages, column, index, wants_mask=False, add_generation_prompt=True)[0]
 
     def _apply_template(
-        self, messages: list[dict[str, Any]], *, wants_mask: bool, add_generation_prompt: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        column: str,
+        index: int,
+        *,
+        wants_mask: bool,
+        add_generation_prompt: bool = False,
     ) -> tuple[list[int], np.ndarray | None]:
         template = self.chat_template or getattr(self._tokenizer, "chat_template", None)
         if template is None:
@@ -93,14 +122,19 @@ class ChatRows:
                 "{% generation %} block; allowed: a template that marks what the assistant says. Set "
                 "assistant_only_loss=False, or give chat_template."
             )
-        encoded = self._tokenizer.apply_chat_template(
-            messages,
-            chat_template=self.chat_template,
-            add_generation_prompt=add_generation_prompt,
-            return_dict=True,
-            tokenize=True,
-            return_assistant_tokens_mask=wants_mask,
-        )
+        try:
+            encoded = self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=self.chat_template,
+                add_generation_prompt=add_generation_prompt,
+                return_dict=True,
+                tokenize=True,
+                return_assistant_tokens_mask=wants_mask,
+            )
+        except Exception as error:
+            # A template is code: it may refuse a role, lack a name, or make text that is none.
+            got = f"{describe_error(error)} from the chat template"
+            raise self._cells.error(index, column, got, "messages that the template takes") from error
         if not wants_mask:
             return encoded["input_ids"], None
         return encoded["input_ids"], np.asarray(encoded["assistant_masks"], dtype=bool)

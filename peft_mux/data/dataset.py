@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import numpy as np
 from peft_mux.data.batch import IGNORE_INDEX, TokenSequence
 from peft_mux.data.formats import DataFormat, detect_format
 from peft_mux.data.tokenize import RowTokenizer, TokenizeOptions
-from peft_mux.errors import DataError
+from peft_mux.errors import DataError, PeftMuxError
+from peft_mux.own_code import describe_error
 
 _MAX_ERRORS = 10
 
@@ -60,6 +62,18 @@ class DataReport:
                 f"{self.where}: {self.num_without_targets:,} of {self.num_rows:,} rows without targets left out"
             )
         return lines
+
+    @property
+    def warning(self) -> str:
+        """The remarks with what to do about them, in one line; "" where there are none."""
+        fixes = []
+        if self.num_truncated or self.num_dropped_long:
+            fixes.append("Raise max_length to train on them whole.")
+        if self.num_dropped_long:
+            fixes.append('Set overlong_policy="truncate" to train on the beginning of longer ones.')
+        if self.num_without_targets:
+            fixes.append("Check labels, prompts and max_length: a row needs a token that carries loss.")
+        return f"{'; '.join(self.remarks)}. {' '.join(fixes)}" if fixes else ""
 
     def summary(self) -> str:
         """Return the report in one line."""
@@ -133,21 +147,21 @@ def tokenize_dataset(
         DataError: naming up to ten rows that cannot be trained on, or why none is left.
     """
     where = f"tasks.{options.task}.{split}"
-    first = dataset[0]
-    if not isinstance(first, Mapping):
-        raise DataError(f"{where} row 0: got {type(first).__name__}; allowed: a dict of columns.")
-    data_format = detect_format(list(first), where=where, row_form=options.row_form)
-    row_tokenizer = RowTokenizer(options, tokenizer, data_format, split)
+    row_tokenizer: RowTokenizer | None = None
     sequences, errors = [], []
-    for index, row in enumerate(dataset):
+    num_rows = 0
+    for index, row in enumerate(_rows(dataset, where)):
+        num_rows += 1
         try:
-            if not isinstance(row, Mapping):
-                raise DataError(f"{where} row {index}: got {type(row).__name__}; allowed: a dict of columns.")
+            row = checked_row(row, index, where)
+            if row_tokenizer is None:
+                row_tokenizer = open_rows(row, options=options, tokenizer=tokenizer, split=split)
             sequence = row_tokenizer(row, index)
         # Gone on with after a fault, so that owners see several at a time.
         except DataError as error:
             errors.append(str(error))
-            if len(errors) == _MAX_ERRORS:
+            # Without a format there is nothing to read the other rows by.
+            if row_tokenizer is None or len(errors) == _MAX_ERRORS:
                 break
             continue
         if sequence is not None:
@@ -155,26 +169,92 @@ def tokenize_dataset(
     if errors:
         more = " (and perhaps more)" if len(errors) == _MAX_ERRORS else ""
         raise DataError("\n".join(errors) + more)
+    if row_tokenizer is None:
+        raise DataError(f"{where}: got no rows; allowed: at least one.")
     if not sequences:
-        raise DataError(_nothing_left(where, len(dataset), row_tokenizer))
-    return TokenizedDataset(sequences, _report(where, data_format, len(dataset), row_tokenizer, sequences))
-
-
-def _report(
-    where: str, data_format: DataFormat, num_rows: int, row_tokenizer: RowTokenizer, sequences: list[TokenSequence]
-) -> DataReport:
-    counts = row_tokenizer.counts
-    return DataReport(
-        where=where,
-        data_format=data_format,
+        raise DataError(_nothing_left(where, num_rows, row_tokenizer))
+    report = data_report(
+        row_tokenizer,
         num_rows=num_rows,
         num_kept=len(sequences),
+        num_tokens=sum(len(sequence) for sequence in sequences),
+        num_target_tokens=sum(num_target_tokens(sequence) for sequence in sequences),
+    )
+    return TokenizedDataset(sequences, report)
+
+
+def open_rows(
+    first: Mapping[str, Any], *, options: TokenizeOptions, tokenizer: Any, split: str = "train_dataset"
+) -> RowTokenizer:
+    """Return what turns the rows of a dataset into sequences.
+
+    Args:
+        first: the first row, whose columns tell the format.
+        options: how the rows of the task become tokens.
+        tokenizer: a tokenizer of transformers; may be `None` for rows that are tokenised already.
+        split: name of the dataset, for messages.
+
+    Raises:
+        DataError: if the columns are of no format.
+        ConfigError: if the options cannot apply to it.
+    """
+    where = f"tasks.{options.task}.{split}"
+    return RowTokenizer(options, tokenizer, detect_format(list(first), where=where, row_form=options.row_form), split)
+
+
+def checked_row(row: Any, index: int, where: str) -> Mapping[str, Any]:
+    """Return a row that must be a dict of columns.
+
+    Raises:
+        DataError: if it is anything else.
+    """
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where} row {index}: got {type(row).__name__}; allowed: a dict of columns.")
+    return row
+
+
+def _rows(dataset: Any, where: str) -> Iterator[Any]:
+    """Yield the rows of a dataset, as many as it says that it has.
+
+    Raises:
+        DataError: naming the row, for whatever the dataset's own code raises.
+    """
+    index = 0
+    try:
+        # Bounded, as datasets that compute their rows need not know where to stop.
+        for row in islice(dataset, len(dataset)):
+            yield row
+            index += 1
+    except PeftMuxError:
+        raise
+    # Ctrl-C while rows are read is the user's, and passes.
+    except (Exception, SystemExit) as error:
+        raise DataError(
+            f"{where} row {index}: got {describe_error(error)}; allowed: a row that can be read."
+        ) from error
+
+
+def num_target_tokens(sequence: TokenSequence) -> int:
+    """Return how many tokens of a row are predicted and carry loss."""
+    return int(np.count_nonzero(sequence.labels[1:] != IGNORE_INDEX))
+
+
+def data_report(
+    row_tokenizer: RowTokenizer, *, num_rows: int, num_kept: int, num_tokens: int, num_target_tokens: int
+) -> DataReport:
+    """Return what became of rows, from what their tokenizer has counted and what the caller has."""
+    counts = row_tokenizer.counts
+    return DataReport(
+        where=row_tokenizer.where,
+        data_format=row_tokenizer.data_format,
+        num_rows=num_rows,
+        num_kept=num_kept,
         num_truncated=counts.num_truncated,
         limit=row_tokenizer.options.limit,
         num_dropped_long=counts.num_dropped_long,
         num_without_targets=counts.num_without_targets,
-        num_tokens=sum(len(sequence) for sequence in sequences),
-        num_target_tokens=sum(int(np.count_nonzero(s.labels[1:] != IGNORE_INDEX)) for s in sequences),
+        num_tokens=num_tokens,
+        num_target_tokens=num_target_tokens,
     )
 
 

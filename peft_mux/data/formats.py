@@ -25,6 +25,8 @@ _REQUIRED: dict[DataFormat, tuple[str, ...]] = {
     DataFormat.TEXT: ("text",),
 }
 LABEL_COLUMNS = ("label", "labels")
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios", "pixel_values")
+"""Columns that TRL trains vision and audio models on; rows that have something in them are refused."""
 
 
 @dataclass(frozen=True, slots=True)

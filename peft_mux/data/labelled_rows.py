@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,10 @@ from peft_mux.data.batch import TokenSequence
 from peft_mux.data.cells import RowCells
 from peft_mux.data.formats import LABEL_COLUMNS
 from peft_mux.data.length_limit import LengthLimit
+
+_BEYOND_CLASSES, _BEYOND_NUMBERS = 2**31, 2**63
+_truncation = threading.Lock()
+"""Held while a tokenizer cuts: the limit is a setting of the one tokenizer that the threads of all tasks share."""
 
 
 class LabelledRows:
@@ -66,14 +71,16 @@ class LabelledRows:
     def _encoded_text(self, row: Mapping[str, Any], index: int) -> tuple[np.ndarray, np.ndarray | None] | None:
         pair = self._cells.text(row, "text_pair", index) if row.get("text_pair") is not None else None
         limit = self._limit.num_tokens
-        # The tokenizer cuts, not we: it shortens the longer text of a pair and keeps the special tokens at the end.
-        encoded = self._tokenizer(self._cells.text(row, "text", index), pair, truncation=True, max_length=limit)
+        text = self._cells.text(row, "text", index)
+        with _truncation:
+            # The tokenizer cuts, not we: it shortens the longer text of a pair and keeps the special tokens at the end.
+            encoded = self._tokenizer(text, pair, truncation=True, max_length=limit)
+            # Encoded once more without a limit, but only where the cut may have taken something.
+            is_longer = len(encoded["input_ids"]) == limit and len(self._tokenizer(text, pair)["input_ids"]) > limit
         ids, types = np.asarray(encoded["input_ids"], dtype=np.int64), None
         # Zeros are what `None` stands for: streams without pairs carry no tensor of types.
         if encoded.get("token_type_ids") is not None and any(encoded["token_type_ids"]):
             types = np.asarray(encoded["token_type_ids"], dtype=np.int64)
-        # Encoded once more without a limit, but only where the cut may have taken something.
-        is_longer = len(ids) == limit and len(self._tokenizer(row["text"], pair)["input_ids"]) > limit
         if is_longer and self._limit.drops(index, len(ids) + 1):
             return None
         return ids, types
@@ -88,8 +95,8 @@ class LabelledRows:
             return value
         if isinstance(value, int) and not isinstance(value, bool):
             # One class is a regression, where whole numbers are values, too.
-            if classes == 1:
+            if classes == 1 and abs(value) < _BEYOND_NUMBERS:
                 return float(value)
-            if value >= 0 and (classes is None or value < classes):
+            if classes != 1 and 0 <= value < (classes or _BEYOND_CLASSES):
                 return value
         raise self._cells.error(index, column, repr(value), allowed)

@@ -19,7 +19,8 @@ from peft_mux.data.chat_rows import ChatRows
 from peft_mux.data.formats import LANGUAGE_ROWS, DataFormat, RowForm, required_columns
 from peft_mux.data.labelled_rows import LabelledRows
 from peft_mux.data.length_limit import LengthLimit, RowCounts
-from peft_mux.errors import ConfigError, DataError
+from peft_mux.errors import ConfigError, DataError, PeftMuxError
+from peft_mux.own_code import describe_error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,9 +125,20 @@ class RowTokenizer:
         Raises:
             DataError: naming the row and the column that cannot be trained on.
         """
+        try:
+            return self._sequence(row, index)
+        except PeftMuxError:
+            raise
+        # Cells may be objects of any kind, which fail in ways of their own when they are read or shown.
+        except Exception as error:
+            got = describe_error(error)
+            raise DataError(f"{self.where} row {index}: got {got}; allowed: a row that can be read.") from error
+
+    def _sequence(self, row: Mapping[str, Any], index: int) -> TokenSequence | None:
         for column in required_columns(self.data_format):
             if column not in row:
                 raise self._cells.error(index, column, "no such column", "the same columns in every row")
+        self._cells.refuse_media(row, index)
         if self.options.row_form.needs_label:
             return self._labelled_rows.sequence(row, index)
         ids, labels = self._tokens_and_labels(row, index)
@@ -152,7 +164,7 @@ class RowTokenizer:
         if self.data_format is DataFormat.TEXT:
             ids = self._encode(self._with_eos(self._cells.text(row, "text", index)))
         elif self.data_format is DataFormat.MESSAGES:
-            ids, mask = self._chat_rows.encode(self._chat_rows.messages(row, "messages", index))
+            ids, mask = self._chat_rows.encode(self._chat_rows.messages(row, "messages", index), "messages", index)
             masks += [mask] if mask is not None else []
         else:
             ids, masks = self._prompt_completion(row, index)
@@ -164,8 +176,8 @@ class RowTokenizer:
         if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
             prompt, completion = (self._chat_rows.messages(row, column, index) for column in ("prompt", "completion"))
             # Up to where the answer begins: the header of the assistant's turn belongs to the prompt.
-            prompt_ids = self._chat_rows.encode_prompt(prompt)
-            ids, assistant = self._chat_rows.encode(prompt + completion)
+            prompt_ids = self._chat_rows.encode_prompt(prompt, "prompt", index)
+            ids, assistant = self._chat_rows.encode(prompt + completion, "completion", index)
             masks += [assistant] if assistant is not None else []
         else:
             prompt_text = self._cells.text(row, "prompt", index)

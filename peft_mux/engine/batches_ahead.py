@@ -5,11 +5,13 @@ What is read is kept until `take`: a stream that is asked for a batch twice woul
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from typing import Protocol
 
 from peft_mux.data.batch import TaskBatch
 from peft_mux.errors import DataError
+from peft_mux.own_code import Listener, nobody
 
 
 class Loader(Protocol):
@@ -47,14 +49,18 @@ class SteppingTask(Protocol):
 class BatchesAhead:
     """Holds at most one batch of each task.
 
+    Args:
+        listener: told for how long the run waited for the rows of a task.
+
     Example:
         >>> ahead = BatchesAhead()
         >>> ahead.read([])
         []
     """
 
-    def __init__(self) -> None:
+    def __init__(self, listener: Listener = nobody) -> None:
         """Hold nothing yet."""
+        self._listener = listener
         self._held: dict[str, tuple[Loader, TaskBatch | DataError]] = {}
         self._steps: dict[str, int] = {}
 
@@ -74,7 +80,20 @@ class BatchesAhead:
             if isinstance(found, DataError):
                 raise found
             return found
-        return task.loader.batch(task.step)
+        return self._read(task, task.step)
+
+    def begin(self, tasks: Iterable[SteppingTask], *, num_steps: int = 1) -> None:
+        """Let streams read on in their threads while a step is taken; returns at once.
+
+        Args:
+            tasks: the tasks of the current step, before they have taken it.
+            num_steps: how many steps after the current one the rows are of.
+        """
+        for task in tasks:
+            # Rows that are tokenised already are at hand, and need no thread.
+            begin = getattr(task.loader, "begin", None)
+            if begin is not None and task.step + num_steps < task.num_steps:
+                begin(task.step + num_steps)
 
     def read(self, tasks: Iterable[SteppingTask]) -> list[TaskBatch]:
         """Read the step after the current one of each task; those that end with this one are left out.
@@ -91,7 +110,7 @@ class BatchesAhead:
                 continue
             self._steps[task.name] = step
             try:
-                batch = task.loader.batch(step)
+                batch = self._read(task, step)
             except DataError as error:
                 # Held, not raised: the step that is about to run has its rows, and must not fail for those of the next
                 # one.
@@ -100,6 +119,13 @@ class BatchesAhead:
             self._held[task.name] = task.loader, batch
             batches.append(batch)
         return batches
+
+    def _read(self, task: SteppingTask, step: int) -> TaskBatch:
+        started = time.perf_counter()
+        try:
+            return task.loader.batch(step)
+        finally:
+            self._listener(task.name, "train_dataset", time.perf_counter() - started)
 
     def drop(self, name: str) -> None:
         """Forget a task that was removed."""

@@ -107,13 +107,19 @@ class StepSource:
         return own
 
     def prepare(self, tasks: Iterable[SteppingTask]) -> None:
-        """Begin to divide the step after the present one, where that takes time; returns at once.
+        """Begin to read and to divide the step after the present one, where that takes time.
+
+        Returns at once, but where rows are divided early: then it waits for those of the next step.
 
         Args:
             tasks: the tasks of the present step, before they have taken it.
         """
+        tasks = list(tasks)
         if self.shares.looks_ahead:
             self.shares.prepare(self.ahead.read(tasks))
+            self.ahead.begin(tasks, num_steps=2)
+        else:
+            self.ahead.begin(tasks)
 
     def _passes(self, htask: HTask, fused: list[TaskBatch], own: list[list[int]]) -> list[MuxBatch]:
         """Return the passes of this replica over its rows of tasks that share them.

@@ -12,7 +12,8 @@ from peft_mux.data.batch import TaskBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.work import StepExecutor
 from peft_mux.errors import MetricsError
-from peft_mux.evaluation.own_metrics import OwnMetrics, error_text
+from peft_mux.evaluation.own_metrics import OwnMetrics
+from peft_mux.own_code import Listener, nobody
 from peft_mux.task import Task
 
 
@@ -68,6 +69,7 @@ def evaluate_task(
     *,
     max_tokens: int,
     share: EvaluationShare | None = None,
+    listener: Listener = nobody,
 ) -> dict[str, float]:
     """Return the metrics of one task on held-out rows.
 
@@ -78,6 +80,7 @@ def evaluate_task(
         collator: packs the rows into micro-batches.
         max_tokens: greatest number of tokens of one pass.
         share: which of the rows this process evaluates; by default all.
+        listener: told how long the task's own functions took, on the process where they took longest.
 
     Returns:
         `eval_loss`, the mean over all terms of the task's loss, what else its objective makes of that, and what
@@ -85,7 +88,8 @@ def evaluate_task(
         all call this, and all get the same numbers.
 
     Raises:
-        MetricsError: on all of these, if the task's own functions fail on one.
+        MetricsError: on all of these, if the task's own functions fail on one. Its cause is what they raised where the
+            process is alone.
     """
     model, share = executor.mux_model, share or EvaluationShare()
     was_training = model.training
@@ -93,15 +97,18 @@ def evaluate_task(
     try:
         with torch.no_grad(), executor.precision():
             metrics = _loss_metrics(executor, task, dataset, collator, max_tokens, share)
-            if task.compute_metrics is None:
-                found, error = metrics, None
-            else:
-                own, error = _own_metrics(executor, task, dataset, collator, max_tokens, share)
-                found = None if own is None else {**metrics, **own}
+            own, found = None, metrics
+            if task.compute_metrics is not None:
+                own = _own_metrics(executor, task, dataset, collator, max_tokens, share)
+                computed = own.result()
+                found = None if computed is None else {**metrics, **computed}
     finally:
         model.train(was_training)
     # Outside of the passes: all processes have come through them, so nobody waits for the one that failed.
-    return _agreed(executor, found, error)
+    agreed, seconds = _agreed(executor, found, own)
+    if own is not None:
+        listener(task.name, "compute_metrics", seconds)
+    return agreed
 
 
 def _loss_metrics(
@@ -134,8 +141,8 @@ def _own_metrics(
     collator: ChunkPackingCollator,
     max_tokens: int,
     share: EvaluationShare,
-) -> tuple[dict[str, float] | None, Exception | None]:
-    """Return what the task's `compute_metrics` gives, or what it raises; neither where this process has no logits."""
+) -> OwnMetrics:
+    """Return the metrics of the task's own functions, with all rows; none of them where this process has no logits."""
     own, has_logits = OwnMetrics(task), False
     for number, batch in share.own_batches(_batches(task.name, dataset, max_tokens)):
         # One pass holds the whole batch, even where a single row is longer than a pass may be: logits need whole rows.
@@ -147,18 +154,25 @@ def _own_metrics(
     if share.num_replicas > 1:
         # Every process, also one without logits: gathering is collective.
         own.gather(share.gather, computes=has_logits)
-    return own.result(), own.error
+    return own
 
 
-def _agreed(executor: StepExecutor, metrics: dict[str, float] | None, error: Exception | None) -> dict[str, float]:
-    """Return the metrics of the first process that has them, or fail where one has failed."""
-    gathered = executor.gather((metrics, error_text(error)))
-    if len(gathered) == 1 and error is not None:
-        raise error
-    failure = next((text for _, text in gathered if text is not None), None)
+def _agreed(
+    executor: StepExecutor, metrics: dict[str, float] | None, own: OwnMetrics | None
+) -> tuple[dict[str, float], float]:
+    """Return the metrics of the first process that has them, or fail where one has failed.
+
+    Returns:
+        The metrics, and the seconds that the task's own functions took on the slowest process.
+    """
+    error = None if own is None else own.error
+    own_facts = (None, 0.0) if own is None else (None if error is None else str(error), own.seconds)
+    gathered = executor.gather((metrics, *own_facts))
+    failure = next((text for _, text, _ in gathered if text is not None), None)
     if failure is not None:
-        raise MetricsError(failure) from error
-    return next(found for found, _ in gathered if found is not None)
+        # Alone, a process has what the function raised; where there are several, all raise one and the same error.
+        raise MetricsError(failure) from (error.__cause__ if error is not None and len(gathered) == 1 else error)
+    return next(found for found, _, _ in gathered if found is not None), max(seconds for _, _, seconds in gathered)
 
 
 def _batches(name: str, dataset: Any, limit: int) -> Iterator[TaskBatch]:

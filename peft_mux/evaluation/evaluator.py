@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 
 from peft_mux.checkpoint.saver import Saver
@@ -10,6 +11,7 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.work import StepExecutor
 from peft_mux.errors import ConfigError, MetricsError, ProcessError
 from peft_mux.evaluation.evaluate import EvaluationShare, evaluate_task
+from peft_mux.own_code import Listener, OwnCodeError, describe_error, nobody
 from peft_mux.reporting.run_log import RunLog
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.task_run import TaskRun
@@ -44,11 +46,20 @@ class TaskEvaluator:
         self._executor, self._max_tokens, self._share = executor, max_tokens, share
 
     def metrics(self, run: TaskRun) -> dict[str, float]:
-        """Return a task's metrics and change nothing.
+        """Return a task's metrics and change nothing; what its own functions raise comes out as it is.
 
         Raises:
             ConfigError: if the task has no held-out rows.
+            MetricsError: where there are several processes, if its own functions fail on one.
         """
+        try:
+            return self._metrics(run)
+        except MetricsError as error:
+            if error.__cause__ is None or isinstance(error.__cause__, OwnCodeError):
+                raise
+            raise error.__cause__ from None
+
+    def _metrics(self, run: TaskRun, listener: Listener = nobody) -> dict[str, float]:
         if run.eval_data is None:
             raise ConfigError(f"tasks.{run.name}.eval_dataset: got None; allowed: held-out rows, to evaluate the task.")
         return evaluate_task(
@@ -58,6 +69,7 @@ class TaskEvaluator:
             self._collator,
             max_tokens=self._max_tokens(),
             share=self._share(),
+            listener=listener,
         )
 
     def evaluate(self, run: TaskRun) -> dict[str, float]:
@@ -69,7 +81,7 @@ class TaskEvaluator:
             Metrics under `task/metric` keys; empty where the evaluation failed.
         """
         try:
-            metrics = self.metrics(run)
+            metrics = self._metrics(run, self._log.delays.note)
             is_best = run.task.early_stopping is not None and run.best.update(metrics, run.step)
         except Exception as error:
             # Everything of the evaluation but this task's own functions serves all tasks; a fault there is ours.
@@ -77,7 +89,7 @@ class TaskEvaluator:
             if not is_own and not isinstance(error, ConfigError):
                 raise
             _logger.warning('the evaluation of task "%s" failed', run.name, exc_info=True)
-            reason = str(error) if isinstance(error, MetricsError) else f"{type(error).__name__}: {error}"
+            reason = str(error) if isinstance(error, MetricsError) else describe_error(error)
             run.quarantine(f"evaluation failed: {reason}")
             return {}
         logs = self._log.evaluation(run, metrics)
@@ -87,15 +99,20 @@ class TaskEvaluator:
             run.keep_best(self._executor().mux_model.task_parameters(run.name))
             self._saver.save_best(run)
         if run.best.is_exhausted:
-            _stop_early(run)
+            _stop_early(run, metrics["eval_loss"])
         return logs
 
 
-def _stop_early(run: TaskRun) -> None:
+def _stop_early(run: TaskRun, loss: float) -> None:
+    """End a task whose patience has run out; one that never had a usable value keeps no weights that have diverged."""
     rule = run.task.early_stopping
     assert rule is not None, "patience runs out only where early stopping is set"
-    run.end(
-        TaskStatus.STOPPED_EARLY,
-        f"{rule.metric} has not improved for {rule.patience} evaluations; best {run.best.value:.6g} "
-        f"at step {run.best.step}",
-    )
+    if run.best.value is not None:
+        best = f"best {run.best.value:.6g} at step {run.best.step}"
+        reason = f"{rule.metric} has not improved for {rule.patience} evaluations; {best}"
+        run.end(TaskStatus.STOPPED_EARLY, reason)
+    elif math.isfinite(loss):
+        reason = f"{rule.metric} was no finite number in any of {run.best.bad_evaluations} evaluations"
+        run.end(TaskStatus.STOPPED_EARLY, reason)
+    else:
+        run.quarantine(f"non_finite: the loss of its evaluation is {loss} at step {run.step}")

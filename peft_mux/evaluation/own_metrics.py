@@ -6,13 +6,14 @@ What they raise is kept until all passes of the evaluation are over: other proce
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
 import torch
 
 from peft_mux.data.batch import IGNORE_INDEX
-from peft_mux.errors import MetricsError
+from peft_mux.own_code import OwnCodeError, own_code
 from peft_mux.task import Task
 
 
@@ -23,13 +24,15 @@ class OwnMetrics:
         task: the task whose functions are called.
 
     Attributes:
-        error: what the functions have raised; none of them is called after it.
+        error: that the functions have raised something, its cause; none of them is called after it.
+        seconds: how long the functions took here.
     """
 
     def __init__(self, task: Task) -> None:
         """Start without rows."""
         self.task = task
-        self.error: Exception | None = None
+        self.error: OwnCodeError | None = None
+        self.seconds = 0.0
         self._rows: dict[int, tuple[list[np.ndarray], list[np.ndarray]]] = {}
 
     def add(self, number: int, logits: Sequence[torch.Tensor], labels: Sequence[np.ndarray]) -> None:
@@ -43,8 +46,9 @@ class OwnMetrics:
         if self.error is not None:
             return
         try:
-            predictions = [self._prediction(*row) for row in zip(logits, labels, strict=True)]
-        except Exception as error:
+            with self._guard():
+                predictions = [self._prediction(*row) for row in zip(logits, labels, strict=True)]
+        except OwnCodeError as error:
             # Kept, not raised: the passes that are left need every process.
             self.error = error
             return
@@ -57,11 +61,11 @@ class OwnMetrics:
             gather: returns the values that all processes call it with.
             computes: whether this process computes metrics; others only give what they have.
         """
-        gathered = gather((self._rows, error_text(self.error)))
+        gathered = gather((self._rows, None if self.error is None else str(self.error)))
         self._rows = {number: rows for one, _ in gathered for number, rows in one.items()} if computes else {}
         failure = next((text for _, text in gathered if text is not None), None)
         if failure is not None and self.error is None:
-            self.error = MetricsError(failure)
+            self.error = OwnCodeError(failure)
 
     def result(self) -> dict[str, float] | None:
         """Return what `compute_metrics` makes of them; `None` where it has failed, or no row came."""
@@ -72,14 +76,22 @@ class OwnMetrics:
         compute_metrics = self.task.compute_metrics
         assert compute_metrics is not None, "only made for tasks with compute_metrics"
         try:
-            batches = [self._rows[number] for number in sorted(self._rows)]
-            predictions = _stack([row for rows, _ in batches for row in rows])
-            labels = _stack([row for _, rows in batches for row in rows])
-            found = compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
-            return {key if key.startswith("eval_") else f"eval_{key}": float(value) for key, value in found.items()}
-        except Exception as error:
+            # What these functions make of the rows decides whether they can be stacked, so that is guarded, too.
+            with self._guard():
+                batches = [self._rows[number] for number in sorted(self._rows)]
+                predictions = _stack([row for rows, _ in batches for row in rows])
+                labels = _stack([row for _, rows in batches for row in rows])
+                found = compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
+                return {_plain_key(key): float(value) for key, value in found.items()}
+        except OwnCodeError as error:
             self.error = error
             return None
+
+    def _guard(self) -> AbstractContextManager[None]:
+        return own_code(self.task.name, "compute_metrics", self._add_seconds)
+
+    def _add_seconds(self, task: str, what: str, seconds: float) -> None:
+        self.seconds += seconds
 
     def _prediction(self, logits: torch.Tensor, labels: np.ndarray) -> np.ndarray:
         preprocess = self.task.preprocess_logits_for_metrics
@@ -90,12 +102,9 @@ class OwnMetrics:
         return logits.float().cpu().numpy() if logits.is_floating_point() else logits.cpu().numpy()
 
 
-def error_text(error: Exception | None) -> str | None:
-    """Return an error as text for other processes: its kind and message; `None` where there is none."""
-    if error is None:
-        return None
-    # A `MetricsError` came from another process, and its message begins with the kind already.
-    return str(error) if isinstance(error, MetricsError) else f"{type(error).__name__}: {error}"
+def _plain_key(key: str) -> str:
+    """Return the name of a metric as Trainer has it: as plain text, with its prefix."""
+    return key if key.startswith("eval_") else f"eval_{key}"
 
 
 def _stack(rows: list[np.ndarray]) -> np.ndarray:

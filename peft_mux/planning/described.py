@@ -89,5 +89,4 @@ def _run_notes(runs: Sequence[TaskRun], device_type: str) -> tuple[str, ...]:
         reason = "Triton is absent"
     if reason is not None:
         device_notes = (f"adapters are computed task by task with torch, as {reason}",)
-    reports = [getattr(getattr(run.loader, "dataset", None), "report", None) for run in runs]
-    return device_notes + tuple(remark for report in reports if report is not None for remark in report.remarks)
+    return device_notes + tuple(remark for run in runs for remark in run.loader.report.remarks)

@@ -104,11 +104,7 @@ def typical_lengths(lengths: Sequence[int], batch_size: int) -> tuple[int, ...]:
 
 def _share_of_targets(run: TaskRun) -> float:
     """Return which share of a task's tokens predict something, from some of its rows."""
-    dataset = getattr(run.loader, "dataset", None)
-    if dataset is None:
-        sequences = run.loader.batch(0).sequences[:SAMPLE_ROWS]
-    else:
-        sequences = [dataset[row] for row in range(min(len(dataset), SAMPLE_ROWS))]
+    sequences = run.loader.sample(SAMPLE_ROWS)
     tokens = sum(len(sequence) for sequence in sequences)
     return sum(sequence.num_targets for sequence in sequences) / max(tokens, 1)
 

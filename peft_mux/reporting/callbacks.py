@@ -8,12 +8,17 @@ Callbacks given to the trainer see the run: its state counts run steps, and logs
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
+import torch
 from transformers import DefaultFlowCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.own_code import Listener, OwnCodeError, nobody, own_code
 from peft_mux.tasks.task_run import TaskRun
 
 _logger = logging.getLogger(__name__)
@@ -72,11 +77,18 @@ class RunCallbacks:
 class TaskCallbacks:
     """Calls one task's own callbacks with its own state and arguments.
 
+    What they are given is a copy, or is put right again after each call: whatever they do to state, arguments, control
+    and modes of the model reaches no other task. The weights of others they could still write to.
+
     Args:
         run: the task whose callbacks are called.
         args: a copy of the run's arguments with the task's settings.
         model: the multi-task model, handed to the callbacks.
         processing_class: the tokenizer, handed to the callbacks.
+
+    Attributes:
+        control: what the callbacks ask of the task.
+        listener: told how long they took.
     """
 
     def __init__(self, run: TaskRun, args: MultiTaskTrainingArguments, model: Any, processing_class: Any) -> None:
@@ -84,6 +96,9 @@ class TaskCallbacks:
         self.run = run
         self.args = args
         self.control = TrainerControl()
+        self.listener: Listener = nobody
+        self._state, self._handed = TrainerState(), TrainerControl()
+        self._num_shown = 0
         # The handler of transformers warns where no flow callback is in it, and the usual one would decide about
         # saving.
         self.handler = CallbackHandler([TaskFlowCallback(), *run.task.callbacks], model, processing_class, None, None)
@@ -112,7 +127,7 @@ class TaskCallbacks:
     def call(self, event: str, **kwargs: Any) -> TrainerControl:
         """Call `event` (`on_step_end`, ...) of every callback and return what they ask for.
 
-        What a callback of a task raises fails that task and no other.
+        What a callback of a task raises fails that task and no other, and so does an answer that is no control.
         """
         if not self.run.task.callbacks:
             return self.control
@@ -121,9 +136,53 @@ class TaskCallbacks:
         self.handler.optimizer = None if optimizer is None else optimizer.optimizer
         self.handler.lr_scheduler = None if optimizer is None else optimizer.schedule
         try:
-            self.control = self.handler.call_event(event, self.args, self.run.state, self.control, **kwargs)
-        except Exception as error:
+            with _unchanged_modes(self.handler.model), own_code(self.run.name, "callback", self.listener):
+                self._show_state()
+                self._take(self.handler.call_event(event, self.args, self._state, self._handed, **kwargs))
+        except OwnCodeError as error:
             _logger.warning('a callback of task "%s" failed in %s', self.run.name, event, exc_info=True)
             if not self.run.status.is_final:
-                self.run.quarantine(f"a callback failed in {event}: {type(error).__name__}: {error}")
+                self.run.quarantine(f"a callback failed in {event}: {error}")
         return self.control
+
+    def _show_state(self) -> None:
+        """Bring the state that callbacks are given up to that of the task; what they have written to it stays."""
+        own = self.run.state
+        for name in _SHOWN:
+            setattr(self._state, name, getattr(own, name))
+        # A resumed task has another state, with a history of its own.
+        if self._num_shown > len(own.log_history):
+            self._num_shown = 0
+        self._state.log_history += [dict(entry) for entry in own.log_history[self._num_shown :]]
+        self._num_shown = len(own.log_history)
+
+    def _take(self, answer: object) -> None:
+        """Take over what the callbacks ask for, as plain truth values.
+
+        Raises:
+            TypeError: if the answer is no control.
+        """
+        if not isinstance(answer, TrainerControl):
+            raise TypeError(f"got {type(answer).__name__} as its answer; allowed: the TrainerControl, or None")
+        asked = {item.name: bool(getattr(answer, item.name)) for item in fields(TrainerControl)}
+        vars(self.control).update(asked)
+        self._handed = answer
+
+
+_SHOWN = ("global_step", "epoch", "max_steps", "is_local_process_zero", "is_world_process_zero")
+"""What the state of a task tells its callbacks, beside the history of its logs."""
+
+
+@contextmanager
+def _unchanged_modes(model: Any) -> Iterator[None]:
+    """Put back the modes that all tasks share: whether the model trains, and whether gradients are recorded.
+
+    Code that generates text in a callback leaves a model in evaluation, which would end the dropout of every task.
+    """
+    was_training, records_gradients = getattr(model, "training", None), torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        torch.set_grad_enabled(records_gradients)
+        if was_training is not None and model.training != was_training:
+            model.train(was_training)

@@ -13,8 +13,10 @@ from typing import Any
 from transformers import TrainerState
 
 from peft_mux.reporting.callbacks import TaskCallbacks
+from peft_mux.reporting.delays import Delays
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.progress import Progress, SilentProgress
+from peft_mux.reporting.row_notes import RowNotes
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.table import TaskEvent, TaskTable
 from peft_mux.tasks.task_run import TaskRun
@@ -36,6 +38,8 @@ class RunLog:
         progress: the screen; silent until training begins.
         callbacks: the callbacks of each task that was started, by the name of the task.
         is_shown: whether this process is the one that prints.
+        delays: for how long each task's own code made the others wait.
+        rows: what became of the rows of each task.
     """
 
     def __init__(
@@ -53,6 +57,8 @@ class RunLog:
         self.progress: Progress = SilentProgress()
         self.callbacks: dict[str, TaskCallbacks] = {}
         self.is_shown = is_shown
+        self.delays = Delays(self.warn, self.event)
+        self.rows = RowNotes(self.say, self.warn, self.event)
         self._emit = emit
 
     def open(self, metrics: MetricsLog, progress: Progress) -> None:
@@ -62,6 +68,7 @@ class RunLog:
     def add_callbacks(self, task: str, callbacks: TaskCallbacks) -> None:
         """Tell a task's own callbacks of its numbers from now on."""
         self.callbacks[task] = callbacks
+        callbacks.listener = self.delays.note
 
     def drop_callbacks(self, task: str) -> None:
         """Tell a task's own callbacks nothing more."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from peft_mux.errors import ConfigError, closest
@@ -12,7 +13,7 @@ class BestMetric:
     """Follows the metric that a task's `early_stopping` names.
 
     Attributes:
-        value: best value so far, or `None` before the first evaluation.
+        value: best value so far, or `None` before the first evaluation that gave a finite one.
         step: step of the task at which the best value was reached.
         bad_evaluations: number of evaluations since then without an improvement.
     """
@@ -39,7 +40,7 @@ class BestMetric:
                 f"produce; allowed: {', '.join(metrics)}. {closest(key, metrics)}".rstrip()
             )
         value = metrics[key]
-        if value != value:  # no number: never the best, and no improvement
+        if not math.isfinite(value):  # never the best, and no improvement
             self.bad_evaluations += 1
             return False
         gain = 0.0 if self.value is None else (value - self.value) * (1 if rule.maximise else -1)

@@ -242,7 +242,7 @@ def gradient_norms(optimizers: Sequence[TaskOptimizer]) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def joint_steps_taken(optimizers: Sequence[TaskOptimizer]) -> None:
-    """Count a step of these tasks, whose arithmetic a joint update has done, and advance their schedules."""
+    """Count a step in the state of these optimizers, whose arithmetic a joint update has done."""
     by_device: dict[torch.device, list[torch.Tensor]] = defaultdict(list)
     for optimizer in optimizers:
         for counter in optimizer.counters.values():
@@ -250,8 +250,6 @@ def joint_steps_taken(optimizers: Sequence[TaskOptimizer]) -> None:
     for counters in by_device.values():
         # One launch for all counters of a device, instead of one each.
         torch._foreach_add_(counters, 1)
-    for optimizer in optimizers:
-        optimizer.joint_step_counted()
 
 
 def _reason_against(rates: Sequence[Any]) -> str:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import warnings
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from transformers import TrainerState
 
 from peft_mux.arguments import MultiTaskTrainingArguments, resolve
-from peft_mux.data.dataset import TokenizedDataset, tokenize_dataset
-from peft_mux.data.formats import detect_format
-from peft_mux.data.loader import StreamLoader, TaskLoader
-from peft_mux.data.tokenize import RowTokenizer, TokenizeOptions
+from peft_mux.data.dataset import DataReport, TokenizedDataset, open_rows, tokenize_dataset
+from peft_mux.data.loader import TaskLoader
+from peft_mux.data.streams.loader import StreamLoader
+from peft_mux.data.streams.read_ahead import ReadAhead
+from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.errors import ConfigError, DataError
 from peft_mux.hyper_parameters import MOST_STEPS, HyperParameters
 from peft_mux.modeling.backbone.checks import max_positions
@@ -38,11 +42,13 @@ def make_task_run(task: Task, args: MultiTaskTrainingArguments, tokenizer: Any, 
     hyper = resolve(task, args)
     options = _options(task, hyper, args, config)
     loader = _loader(task, hyper, options, tokenizer)
+    _warn_of_left_out_rows(loader.report)
     num_steps = _num_steps(task, hyper, loader)
     check_optimizer(task.name, hyper, num_steps, args)
     eval_data = None
     if task.eval_dataset is not None:
-        eval_data = _eval_rows(task, options, tokenizer)
+        eval_data = _eval_rows(task, hyper, options, tokenizer)
+        _warn_of_left_out_rows(eval_data.report)
     return TaskRun(
         task=task,
         hyper=hyper,
@@ -111,21 +117,35 @@ def _loader(task: Task, hyper: HyperParameters, options: TokenizeOptions, tokeni
     if hasattr(task.train_dataset, "__len__"):
         dataset = tokenize_dataset(task.train_dataset, options=options, tokenizer=tokenizer)
         return TaskLoader(dataset, **settings, shuffle=task.shuffle)
-    # The first row tells the columns; the loader goes through the stream anew from its start.
-    first = next(iter(task.train_dataset), None)
-    if first is None:
-        raise DataError(f"tasks.{task.name}.train_dataset: got a stream without rows; allowed: at least one row.")
-    where = f"tasks.{task.name}.train_dataset"
-    data_format = detect_format(list(first), where=where, row_form=options.row_form)
-    return StreamLoader(task.train_dataset, RowTokenizer(options, tokenizer, data_format), **settings)
+    loader = StreamLoader(
+        task.train_dataset,
+        partial(open_rows, options=options, tokenizer=tokenizer),
+        where=f"tasks.{task.name}.train_dataset",
+        timeout_s=hyper.data_timeout_s,
+        **settings,
+    )
+    # Plans are made with the first batch. Read here, what is wrong with it is told to whoever brings the task.
+    loader.sample(1)
+    return loader
 
 
-def _eval_rows(task: Task, options: TokenizeOptions, tokenizer: Any) -> TokenizedDataset:
+def _eval_rows(task: Task, hyper: HyperParameters, options: TokenizeOptions, tokenizer: Any) -> TokenizedDataset:
     rows = task.eval_dataset
     if not hasattr(rows, "__len__"):
         # Every evaluation goes through all held-out rows, so a stream of them is read once and kept.
-        rows = list(rows)
+        where = f"tasks.{task.name}.eval_dataset"
+        rows = ReadAhead(_all_rows(rows), where=where, timeout_s=hyper.data_timeout_s).take()
     return tokenize_dataset(rows, options=options, tokenizer=tokenizer, split="eval_dataset")
+
+
+def _all_rows(stream: Iterable[Any]) -> Iterator[list[Any]]:
+    yield list(stream)
+
+
+def _warn_of_left_out_rows(report: DataReport) -> None:
+    """Say at once what is not trained on: a run may train for hours on four rows of twenty-four."""
+    if report.warning:
+        warnings.warn(report.warning, UserWarning, stacklevel=2)
 
 
 def _num_steps(task: Task, hyper: HyperParameters, loader: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -9,10 +10,13 @@ import torch
 
 from peft_mux.engine.work import StepResult
 from peft_mux.kernels.adamw import update as multi_adamw
+from peft_mux.own_code import OwnCodeError, own_code
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.isolation import LastGood, non_finite_reason
 from peft_mux.tasks.optimizer import TaskOptimizer, gradient_norms, joint_steps_taken
 from peft_mux.tasks.task_run import TaskRun
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,22 +91,17 @@ class TaskTable:
         # A joint update reads the verdicts on the device and leaves out tasks that are not finite, before the host
         # knows.
         verdicts, updated = self._update_jointly(result.losses, norms)
-        passed = []
+        passed: dict[str, torch.Tensor] = {}
         for name, norm, loss, norm_value in zip(names, norms, *verdicts, strict=True):
             if not self._passes(self[name], loss, norm_value):
                 continue
-            passed.append(name)
-            if name not in updated:
-                # Before the step: these weights gave a finite loss, and what the step makes of them is not known yet.
-                self._last_good(name).keep()
-                self._optimizer(name).step(norm)
-            _count_step(self[name], result.num_tokens[name])
+            passed[name] = norm
         # After the verdicts: a task that was left out has taken no step.
         joint_steps_taken([self._optimizer(name) for name in passed if name in updated])
-        for name in passed:
-            failure, run = self._optimizer(name).failure, self[name]
-            if failure and run.step < run.num_steps:  # the rate after the last step is never used
-                run.quarantine(f"{failure} at step {run.step}")
+        for name, norm in passed.items():
+            if self._step(name, norm, is_updated=name in updated):
+                _count_step(self[name], result.num_tokens[name])
+                self._require_rate(self[name])
         for name, reason in result.failures.items():
             self[name].quarantine(reason)
 
@@ -126,6 +125,32 @@ class TaskTable:
         }
         values = update([page for own in pages.values() for page in own], verdicts)
         return values, {name for name, own in pages.items() if own}
+
+    def _step(self, name: str, norm: torch.Tensor, *, is_updated: bool) -> bool:
+        """Take a task's step, or the rest of one that a joint update has taken; return whether that went well.
+
+        A task whose optimizer, a hook of it or its schedule fails is quarantined.
+        """
+        optimizer = self._optimizer(name)
+        try:
+            with own_code(name, "optimizer"):
+                if is_updated:
+                    optimizer.joint_step_counted()
+                else:
+                    # Before the step: these weights gave a finite loss; what the step makes of them is not known yet.
+                    self._last_good(name).keep()
+                    optimizer.step(norm)
+        except OwnCodeError as error:
+            _logger.warning('the optimizer of task "%s" failed', name, exc_info=True)
+            self[name].quarantine(f"the optimizer failed at step {self[name].step}: {error}")
+            return False
+        return True
+
+    def _require_rate(self, run: TaskRun) -> None:
+        """Quarantine a task whose schedule gives no rate for the step that it would take next."""
+        failure = self._optimizer(run.name).failure
+        if failure and run.step < run.num_steps:
+            run.quarantine(f"{failure} at step {run.step}")
 
     def _passes(self, run: TaskRun, loss: float, norm: float) -> bool:
         """Take note of loss and norm; quarantine the task if they are not finite."""

@@ -148,6 +148,8 @@ class Opening:
         # A stop that ended the training before this one would end it before its first step.
         run.control.should_training_stop, run.interrupted_by = False, 0
         run.log.progress.start(run.table)
+        for own in run.table:
+            run.log.rows.begin(own)
         # Where tasks stand at the beginning is no change to tell of.
         run.table.collect()
         run.callbacks.call("on_train_begin")

@@ -45,7 +45,8 @@ class PlanFollower:
         self.planner = planner
         self.current: Plan | None = None
         self._run, self._world, self._placement, self._collator = run, world, placement, collator
-        self._ahead = BatchesAhead()  # rows that were read early belong to their tasks, and outlive a plan
+        # Rows that were read early belong to their tasks, and outlive a plan.
+        self._ahead = BatchesAhead(run.log.delays.note)
         self._steps: StepSource | None = None
         self._clock: DispatchClock | None = None
         self._last_step: StepTime | None = None
@@ -158,8 +159,9 @@ class PlanFollower:
         assert self._steps is not None, "a run that has running tasks follows a plan"
         running = self._run.table.running
         work = self._steps.next(running)
-        # Begun before this step runs, so that dividing the next one is hidden behind it.
-        self._steps.prepare(running)
+        self._run.log.rows.step(running)
+        # Begun before this step runs, so that reading and dividing the next one are hidden behind it.
+        self._steps.prepare(run for run in running if run.name not in work.failures)
         return work
 
     def drop_read_ahead(self, name: str) -> None:

@@ -76,6 +76,8 @@ class Reporter:
         metrics = self._metrics(seconds, self._replica_tokens(records), num_steps)
         self._run.log.event("run", **metrics)
         self._log_dispatch_times()
+        self._run.log.rows.end(self._run.table)
+        self._run.log.delays.record_totals()
         for record in records if len(records) > 1 else ():
             self._run.log.event("rank", **record._asdict())
         self._run.callbacks.call("on_train_end")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peft_mux.data.batch import TaskBatch
-from peft_mux.data.dataset import tokenize_dataset
-from peft_mux.data.formats import DataFormat
-from peft_mux.data.loader import StreamLoader, TaskLoader
-from peft_mux.data.tokenize import RowTokenizer, TokenizeOptions
+from peft_mux.data.dataset import open_rows, tokenize_dataset
+from peft_mux.data.loader import TaskLoader
+from peft_mux.data.streams.loader import StreamLoader
+from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.errors import DataError
 
 PROPERTY = settings(deadline=None, max_examples=60)
@@ -114,9 +115,10 @@ class Rows:
         return iter(self.rows)
 
 
-def make_stream(stream: Any, batch_size: int = 3) -> StreamLoader:
-    tokenizer = RowTokenizer(OPTIONS, None, DataFormat.TOKENIZED)
-    return StreamLoader(stream, tokenizer, task="own", batch_size=batch_size, seed=5)
+def make_stream(stream: Any, batch_size: int = 3, *, timeout_s: float = 60.0) -> StreamLoader:
+    opener = partial(open_rows, options=OPTIONS, tokenizer=None)
+    where = "tasks.own.train_dataset"
+    return StreamLoader(stream, opener, where=where, task="own", batch_size=batch_size, seed=5, timeout_s=timeout_s)
 
 
 def first_tokens(batch: TaskBatch) -> list[int]:
@@ -178,7 +180,7 @@ def test_a_bad_row_of_a_stream_is_named_when_it_comes() -> None:
 
 
 def test_a_stream_without_usable_rows_is_refused_rather_than_read_for_ever() -> None:
-    with pytest.raises(DataError, match="a stream without usable rows"):
+    with pytest.raises(DataError, match="a stream without rows"):
         make_stream(Rows([])).batch(0)
     masked = [{"input_ids": [1, 2], "labels": [-100, -100]}]
     with pytest.raises(DataError, match="a stream without usable rows"):

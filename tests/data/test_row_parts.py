@@ -119,8 +119,8 @@ def test_longer_rows_are_cut_left_out_or_refused() -> None:
 
 def test_only_what_the_assistant_says_is_marked_where_only_that_carries_loss() -> None:
     messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "cd"}]
-    assert chat_rows().encode(messages) == ([0, 1, 2, 3], None)
-    ids, mask = chat_rows(assistant_only_loss=True).encode(messages)
+    assert chat_rows().encode(messages, "messages", 0) == ([0, 1, 2, 3], None)
+    ids, mask = chat_rows(assistant_only_loss=True).encode(messages, "messages", 0)
     assert ids == [0, 1, 2, 3]
     assert mask is not None
     assert mask.tolist() == [False, False, True, True]
@@ -128,16 +128,16 @@ def test_only_what_the_assistant_says_is_marked_where_only_that_carries_loss() -
 
 def test_a_prompt_ends_where_the_answer_begins_and_needs_no_marks() -> None:
     rows = chat_rows(assistant_only_loss=True, chat_template="no such block")
-    assert rows.encode_prompt([{"role": "user", "content": "ab"}]) == [0, 1, 9]
+    assert rows.encode_prompt([{"role": "user", "content": "ab"}], "prompt", 0) == [0, 1, 9]
     with pytest.raises(DataError, match=r"tasks\.own\.assistant_only_loss: got True, but the chat template has no"):
-        rows.encode([{"role": "user", "content": "ab"}])
+        rows.encode([{"role": "user", "content": "ab"}], "messages", 0)
 
 
 def test_messages_without_a_template_are_refused_by_dataset_and_task() -> None:
     tokenizer = LetterTokenizer()
     tokenizer.chat_template = None  # type: ignore[assignment]
     with pytest.raises(DataError, match=r"^tasks\.own\.train_dataset: got messages, .* tasks\.own\.chat_template"):
-        chat_rows(tokenizer).encode([])
+        chat_rows(tokenizer).encode([], "messages", 0)
 
 
 @pytest.mark.parametrize(

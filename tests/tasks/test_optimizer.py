@@ -346,6 +346,8 @@ def steps_of(optimizers: list[TaskOptimizer]) -> list[int]:
         pages += optimizer.page_updates(task, last_good)
     multi_adamw.foreach_update(pages, torch.ones(2, len(optimizers)))
     joint_steps_taken(optimizers)
+    for optimizer in optimizers:
+        optimizer.joint_step_counted()
     return [page.step for page in pages]
 
 

@@ -1,0 +1,194 @@
+"""`StreamLoader`: the global batches of a task whose rows come from a stream, in the stream's own order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from peft_mux.data.batch import TaskBatch, TokenSequence
+from peft_mux.data.dataset import DataReport, checked_row, data_report, num_target_tokens
+from peft_mux.data.streams.read_ahead import ReadAhead
+from peft_mux.data.tokenize import RowTokenizer
+from peft_mux.errors import DataError
+
+_Opener = Callable[[Mapping[str, Any]], RowTokenizer]
+
+
+class _Rows(NamedTuple):
+    """The rows of a step.
+
+    Attributes:
+        sequences: the tokenised rows.
+        report: what became of all rows up to here.
+    """
+
+    sequences: tuple[TokenSequence, ...]
+    report: DataReport
+
+
+class StreamLoader:
+    """Global batches of one task from a stream.
+
+    Rows are read and tokenised in a thread, as they come: whatever the stream raises, and a stream that gives nothing
+    in time, is a `DataError` of this task. Stepping forward is cheap; going back further than to the batch last given
+    reads the stream again from its start, as resuming does. When the stream ends it is read anew, with `set_epoch`
+    called where it has one. Shuffling is the stream's own affair (`IterableDataset.shuffle`).
+
+    Args:
+        stream: rows that can be iterated over again and again.
+        open_rows: returns what turns rows into sequences, given the first row.
+        where: the dataset, for messages: `tasks.sql.train_dataset`.
+        task: name of the task.
+        batch_size: number of rows of a global batch.
+        seed: the task's seed, on which its dropout depends.
+        timeout_s: seconds within which the rows of a step must come once they are waited for.
+
+    Attributes:
+        report: what became of the rows of all batches given so far; `None` before the first one.
+    """
+
+    steps_per_epoch: int | None = None
+
+    def __init__(
+        self,
+        stream: Iterable[Any],
+        open_rows: _Opener,
+        *,
+        where: str,
+        task: str,
+        batch_size: int,
+        seed: int,
+        timeout_s: float,
+    ) -> None:
+        """Keep the stream, and read nothing of it yet."""
+        self.stream = stream
+        self.where = where
+        self.task = task
+        self.batch_size = batch_size
+        self.seed = seed
+        self.timeout_s = timeout_s
+        self.report: DataReport | None = None
+        self._open_rows = open_rows
+        self._rows = self._read_from_start()
+        self._next_step = 0
+        self._last: TaskBatch | None = None
+        self._sample: tuple[TokenSequence, ...] = ()
+
+    def sample(self, num_rows: int) -> tuple[TokenSequence, ...]:
+        """Return at most so many rows of the first global batch; read once, as going back reads the stream anew."""
+        if not self._sample:
+            self._sample = self.batch(0).sequences
+        return self._sample[:num_rows]
+
+    @property
+    def sample_lengths(self) -> list[int]:
+        """Lengths of the rows of the first global batch, as a sample."""
+        return [len(sequence) for sequence in self.sample(self.batch_size)]
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens of the first global batch, as an estimate."""
+        return float(sum(self.sample_lengths))
+
+    def begin(self, step: int) -> None:
+        """Begin to read the global batch of a step, where it is the next one of the stream; returns at once."""
+        if step == self._next_step:
+            self._rows.begin()
+
+    def batch(self, step: int) -> TaskBatch:
+        """Return the global batch of an optimizer step.
+
+        Raises:
+            DataError: if a row of it cannot be trained on, the stream raises anything, or nothing comes in time.
+            ConfigError: if the task's settings do not fit the rows.
+        """
+        if self._last is not None and self._last.step == step:
+            return self._last
+        if step < self._next_step:
+            # Two readers would disturb each other, where they share a file or the stream's epoch.
+            self._rows.settle()
+            # Left-out rows make it unknown where a step began, so the stream is counted from its start.
+            self._rows, self._next_step = self._read_from_start(), 0
+        for _ in range(step - self._next_step):
+            # Each step on the way has the time limit for itself: seeking is no standstill.
+            self._next_rows()
+        rows = self._next_rows()
+        self._last = TaskBatch(self.task, step, self.seed, rows.sequences)
+        self.report = rows.report
+        return self._last
+
+    def _next_rows(self) -> _Rows:
+        rows = self._rows.take()
+        self._next_step += 1
+        return rows
+
+    def _read_from_start(self) -> ReadAhead[_Rows]:
+        return ReadAhead(self._batches(), where=self.where, timeout_s=self.timeout_s)
+
+    def _batches(self) -> Iterator[_Rows]:
+        """Yield the rows of one step after another, without end."""
+        rows = _UsableRows(self.stream, self._open_rows, self.where)
+        while True:
+            sequences = tuple(next(rows.sequences) for _ in range(self.batch_size))
+            # Taken here, as the thread goes on counting while the batch is trained on.
+            yield _Rows(sequences, rows.report())
+
+
+class _UsableRows:
+    """Reads the rows of a stream that can be trained on, and counts what becomes of them.
+
+    Args:
+        stream: rows that can be iterated over again and again.
+        open_rows: returns what turns rows into sequences, given the first row.
+        where: the dataset, for messages.
+
+    Attributes:
+        sequences: the usable rows of the stream, epoch after epoch and without end.
+    """
+
+    def __init__(self, stream: Iterable[Any], open_rows: _Opener, where: str) -> None:
+        """Read nothing yet."""
+        self.sequences = self._tokenised()
+        self._stream, self._open_rows, self._where = stream, open_rows, where
+        self._row_tokenizer: RowTokenizer | None = None
+        self._num_rows = self._num_kept = self._num_tokens = self._num_target_tokens = 0
+
+    def report(self) -> DataReport:
+        """Return what became of the rows up to here."""
+        assert self._row_tokenizer is not None, "a row was read"
+        return data_report(
+            self._row_tokenizer,
+            num_rows=self._num_rows,
+            num_kept=self._num_kept,
+            num_tokens=self._num_tokens,
+            num_target_tokens=self._num_target_tokens,
+        )
+
+    def _tokenised(self) -> Iterator[TokenSequence]:
+        epoch = 0
+        while True:
+            if hasattr(self._stream, "set_epoch"):
+                self._stream.set_epoch(epoch)  # type: ignore[attr-defined]
+            num_kept_before = self._num_kept
+            for index, row in enumerate(self._stream):
+                sequence = self._sequence(row, index)
+                if sequence is not None:
+                    self._num_kept += 1
+                    self._num_tokens += len(sequence)
+                    self._num_target_tokens += num_target_tokens(sequence)
+                    yield sequence
+            if self._num_rows == 0:
+                raise DataError(f"{self._where}: got a stream without rows; allowed: at least one row.")
+            # An unusable stream would be read for ever.
+            if self._num_kept == num_kept_before:
+                raise DataError(f"{self._where}: got a stream without usable rows; allowed: at least one.")
+            epoch += 1
+
+    def _sequence(self, row: Any, index: int) -> TokenSequence | None:
+        """Return the sequence of a row, or `None` where it is left out."""
+        row = checked_row(row, index, self._where)
+        if self._row_tokenizer is None:
+            # The first row tells the columns.
+            self._row_tokenizer = self._open_rows(row)
+        self._num_rows += 1
+        return self._row_tokenizer(row, index)
