@@ -1,0 +1,159 @@
+"""Global batches from streams: in the stream's order, whatever was asked for before, and every fault a task's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+
+from peft_mux.data.batch import TaskBatch
+from peft_mux.data.dataset import open_rows
+from peft_mux.data.streams.loader import StreamLoader
+from peft_mux.data.tokenize import TokenizeOptions
+from peft_mux.errors import DataError
+
+OPTIONS = TokenizeOptions(task="own", max_length=64)
+
+
+class Rows:
+    """A stream that can be read again and counts how often it was."""
+
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self.rows = rows
+        self.num_reads = 0
+
+    def __iter__(self) -> Any:
+        self.num_reads += 1
+        return iter(self.rows)
+
+
+def make_stream(stream: Any, batch_size: int = 3, *, timeout_s: float = 60.0) -> StreamLoader:
+    opener = partial(open_rows, options=OPTIONS, tokenizer=None)
+    where = "tasks.own.train_dataset"
+    return StreamLoader(stream, opener, where=where, task="own", batch_size=batch_size, seed=5, timeout_s=timeout_s)
+
+
+def rows_of(num_rows: int) -> list[dict[str, Any]]:
+    return [{"input_ids": [row + 1, row + 2]} for row in range(num_rows)]
+
+
+def first_tokens(batch: TaskBatch) -> list[int]:
+    return [int(sequence.input_ids[0]) for sequence in batch.sequences]
+
+
+def hub_stream(num_rows: int = 10) -> Any:
+    from datasets import Dataset
+
+    rows = [{"input_ids": [row + 1, row + 2]} for row in range(num_rows)]
+    return Dataset.from_list(rows).to_iterable_dataset().shuffle(seed=3, buffer_size=4)
+
+
+def plain_stream() -> Rows:
+    return Rows([{"input_ids": [row + 1, row + 2]} for row in range(10)])
+
+
+@pytest.mark.parametrize("make", [plain_stream, hub_stream])
+def test_reading_on_seeking_and_reading_again_give_the_same_batches(make: Callable[[], Any]) -> None:
+    sequential = make_stream(make())
+    batches = [first_tokens(sequential.batch(step)) for step in range(9)]
+    assert all(len(batch) == 3 for batch in batches)
+    for step in (8, 3, 0, 5, 5):
+        assert first_tokens(make_stream(make()).batch(step)) == batches[step], "a fresh loader that seeks"
+        assert first_tokens(sequential.batch(step)) == batches[step], "the same loader, going back"
+
+
+def test_a_stream_that_ends_is_read_anew_without_losing_a_row() -> None:
+    stream = plain_stream()
+    loader = make_stream(stream)
+    tokens = [token for step in range(10) for token in first_tokens(loader.batch(step))]
+    assert tokens == list(range(1, 11)) * 3
+    assert stream.num_reads == 3
+
+
+def test_a_shuffled_stream_has_another_order_in_its_next_epoch() -> None:
+    loader = make_stream(hub_stream(12))
+    epochs = [
+        [token for step in range(4 * epoch, 4 * epoch + 4) for token in first_tokens(loader.batch(step))]
+        for epoch in range(2)
+    ]
+    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(1, 13))
+    assert epochs[0] != epochs[1]
+
+
+def test_a_stream_has_no_epochs_and_estimates_from_its_first_batch() -> None:
+    loader = make_stream(plain_stream())
+    assert loader.steps_per_epoch is None
+    assert loader.sample_lengths == [2, 2, 2]
+    assert loader.tokens_per_step == 6
+    assert loader.batch(0).seed == 5
+
+
+def test_a_bad_row_of_a_stream_is_named_when_it_comes() -> None:
+    loader = make_stream(Rows([{"input_ids": [1, 2]}] * 4 + [{"input_ids": None}]))
+    assert len(loader.batch(0).sequences) == 3
+    with pytest.raises(DataError, match=r"tasks\.own\.train_dataset row 4 column input_ids"):
+        loader.batch(1)
+
+
+def test_a_stream_without_usable_rows_is_refused_rather_than_read_for_ever() -> None:
+    with pytest.raises(DataError, match="a stream without rows"):
+        make_stream(Rows([])).batch(0)
+    masked = [{"input_ids": [1, 2], "labels": [-100, -100]}]
+    with pytest.raises(DataError, match="a stream without usable rows"):
+        make_stream(Rows(masked)).batch(0)
+
+
+# --------------------------------------------------------- what goes wrong, and what is told
+
+
+@pytest.mark.parametrize("row", [None, "the", 7, ["the"]])
+@pytest.mark.parametrize("place", [0, 4])
+def test_a_row_that_is_no_dict_is_refused_by_its_place(row: Any, place: int) -> None:
+    rows: list[Any] = [{"input_ids": [1, 2]}] * 6
+    rows[place] = row
+    loader = make_stream(Rows(rows))
+    with pytest.raises(DataError, match=rf"tasks\.own\.train_dataset row {place}: got .*a dict of columns"):
+        loader.batch(1)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError("gone"), KeyError("x"), SystemExit(3), KeyboardInterrupt(), RecursionError()]
+)
+def test_whatever_a_stream_raises_is_a_data_error_with_its_kind(error: BaseException) -> None:
+    class Failing:
+        def __iter__(self) -> Iterator[Any]:
+            yield from rows_of(3)
+            raise error
+
+    loader = make_stream(Failing())
+    assert len(loader.batch(0).sequences) == 3
+    with pytest.raises(DataError, match=f"^{type(error).__name__}"):
+        loader.batch(1)
+
+
+def test_a_batch_asked_for_again_is_not_read_again() -> None:
+    stream = plain_stream()
+    loader = make_stream(stream)
+    loader.begin(0)
+    assert loader.batch(0) is loader.batch(0)
+    assert loader.sample_lengths == [2, 2, 2]
+    assert loader.batch(1) is loader.batch(1)
+    assert loader.tokens_per_step == 6, "of the sample that was kept"
+    assert stream.num_reads == 1
+
+
+def test_what_became_of_rows_is_told_as_of_the_batch_that_was_given() -> None:
+    masked = {"input_ids": [1, 2], "labels": [-100, -100]}
+    loader = make_stream(Rows([*rows_of(3), masked, {"input_ids": list(range(80))}, *rows_of(2)]))
+    loader.batch(0)
+    loader.begin(1)
+    assert loader.report is not None
+    assert loader.report.remarks == []
+    loader.batch(1)
+    assert (loader.report.num_rows, loader.report.num_kept) == (7, 6)
+    assert (loader.report.num_without_targets, loader.report.num_truncated) == (1, 1)
+    assert loader.report.num_tokens == 5 * 2 + 64
+    loader.batch(0)
+    assert loader.report.num_rows == 3, "read again from the start, it counts again from the start"
