@@ -2,8 +2,10 @@
 
     <output_dir>/
       metrics.jsonl  plan.json  config.json
+      run.lock                               while a process trains here: who
       state/run-00000030.json                which checkpoint of which task; written last
       <task>/adapter_config.json  adapter_model.safetensors       the task's adapter, loadable by plain PEFT
+      <task>/adapter_checksums.json          size and SHA-256 of these two
       <task>/checkpoint-30/                  the same, plus optimizer, last good and best weights, state
       <task>/best/                           the adapter of the best evaluation, where early stopping is set
 
@@ -16,36 +18,45 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerState
 
 from peft_mux import storage
+from peft_mux.checkpoint.run_record import (
+    FORMAT_VERSION,
+    READABLE_VERSIONS,
+    RecordedTask,
+    RunRecord,
+    read_records,
+    record_path,
+    record_paths,
+)
 from peft_mux.checkpoint.snapshot import BEST, LAST_GOOD, put_snapshot
+from peft_mux.checkpoint.task_file import (
+    STATE_NAME,
+    ChangedSettingsError,
+    SavedTask,
+    check_settings,
+    read_task_state,
+    task_state,
+)
 from peft_mux.checkpoint.task_state import TaskState
 from peft_mux.errors import CheckpointError
-from peft_mux.modeling.adapters.files import CONFIG_NAME, WEIGHTS_NAME
+from peft_mux.modeling.adapters.files import ADAPTER_NAMES, WEIGHTS_NAME
 from peft_mux.modeling.backbone.fingerprint import backbone_fingerprint
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.reporting.metrics_file import METRICS_NAME
 from peft_mux.task import TaskStatus
-from peft_mux.task_names import name_fault
 from peft_mux.tasks.table import TaskTable
 from peft_mux.tasks.task_run import TaskRun
 
 Weights = Mapping[str, torch.Tensor]
 """By parameter name."""
 
-FORMAT_VERSION = 2
 STATE_FOLDER = "state"
 _OF_OPTIMIZER = ("moments", "settings", "schedule")
-_FREE_TO_CHANGE = frozenset({"eval_steps", "save_steps", "data_timeout_s"})
-_NOT_OF_THE_ADAPTER = frozenset(
-    {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
-)
 
 
 class RunFolder:
@@ -57,6 +68,12 @@ class RunFolder:
         keep: how many checkpoints are kept of each task, and how many records of the run; `None` for all.
         is_writer: whether this process writes; one that only reads leaves the folder as it is.
         fingerprint: digest of the whole backbone, where the model holds only a part of it.
+
+    Attributes:
+        removed: tasks that were removed from the run and have not come again, by name.
+
+    Raises:
+        CheckpointError: if the folder cannot be written to, or a link stands where the run would write.
     """
 
     def __init__(
@@ -72,15 +89,30 @@ class RunFolder:
         self.root = root
         self.model = model
         self.keep = keep
+        self.removed: dict[str, RecordedTask] = {}
+        self._generations: dict[str, int] = {}
         self._fingerprint = fingerprint
-        if not is_writer:
-            return
-        root.mkdir(parents=True, exist_ok=True)
-        self._refuse_links()
-        (root / STATE_FOLDER).mkdir(exist_ok=True)
+        self._is_writer = is_writer
+        self._restored_from: dict[str, Path] = {}
+        self._newest: bytes | None = None
+        if is_writer:
+            try:
+                self._put_in_order()
+            except OSError as error:
+                raise storage.unwritable(root, error) from error
+
+    def _put_in_order(self) -> None:
+        """Make the folder, and clear away what a crash left behind."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        if (self.root / STATE_FOLDER).is_symlink():
+            raise CheckpointError(
+                f"output_dir: got {self.root / STATE_FOLDER}, which is a link; allowed: a run folder without links, as "
+                "what they lead to would be written over. Remove the link."
+            )
+        (self.root / STATE_FOLDER).mkdir(exist_ok=True)
         # Before anything is read: a folder that a crash left moved aside may be the checkpoint to resume from.
-        storage.remove_stale(root)
-        for folder in root.iterdir():
+        storage.remove_stale(self.root)
+        for folder in self.root.iterdir():
             if folder.is_dir() and not folder.is_symlink():
                 storage.remove_stale(folder)
 
@@ -88,18 +120,16 @@ class RunFolder:
         """Write and read another model's adapters from now on; `None` while there is none."""
         self.model = model
 
-    def _refuse_links(self) -> None:
-        for name in (STATE_FOLDER, METRICS_NAME):
-            if (self.root / name).is_symlink():
-                raise CheckpointError(
-                    f"output_dir: got {self.root / name}, which is a link; allowed: a run folder without links, as "
-                    "what they lead to would be written over. Remove the link."
-                )
-
     def task_folder(self, name: str) -> Path:
         """Return a task's folder; no name leads out of the run folder, not even through a link."""
         folder = storage.safe_child(self.root, name)
-        folder.mkdir(exist_ok=True)
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(
+                f'task "{name}": its folder {folder} could not be made ({error}); allowed: a folder in which this'
+                " process may write. Free space on its disk, or make it writable."
+            ) from error
         return folder
 
     # -------------------------------------------------------------- writing
@@ -118,16 +148,30 @@ class RunFolder:
             name: the name of the task.
             weights: the weights of the whole adapter, where the model holds only a part of it.
         """
+        folder = self.task_folder(name)
         try:
-            folder = self.task_folder(name)
+            # Through a scratch folder, as PEFT writes in place; the task's folder also holds checkpoints and cannot be
+            # swapped.
             with storage.scratch_folder(folder) as scratch:
                 self.model.save_task(name, scratch, weights)
-                for file in (CONFIG_NAME, WEIGHTS_NAME):
-                    # Through a scratch folder, as PEFT writes in place; the task's folder also holds checkpoints and
-                    # cannot be swapped.
-                    storage.write_file(folder / file, (scratch / file).read_bytes())
+                self._replace_adapter(folder, scratch)
         except OSError as error:
             raise CheckpointError(f'task "{name}": its adapter could not be written ({error}).') from error
+
+    def _replace_adapter(self, folder: Path, scratch: Path) -> None:
+        """Let the files of an adapter take the place of those of a task; without checksums while they are unlike."""
+        # Gone first: a crash between two files must not leave checksums of others.
+        (folder / storage.CHECKSUMS_NAME).unlink(missing_ok=True)
+        for file in (*ADAPTER_NAMES, storage.CHECKSUMS_NAME):
+            storage.replace_file(scratch / file, folder / file)
+
+    def verify_adapter(self, name: str) -> None:
+        """Read a task's adapter back.
+
+        Raises:
+            CheckpointError: if it is not on the disk as it was written.
+        """
+        storage.verify_checksums(self.task_folder(name), ADAPTER_NAMES)
 
     def save_best(self, run: TaskRun, weights: Weights | None = None) -> None:
         """Write a task's adapter as its best so far."""
@@ -146,40 +190,46 @@ class RunFolder:
 
         def fill(scratch: Path) -> None:
             self.model.save_task(run.name, scratch, weights)
-            state = _task_state(run)
+            state = task_state(run)
             if run.optimizer is not None:
                 tensors, tree = storage.pack_state({name: getattr(snapshot, name) for name in _OF_OPTIMIZER})
                 storage.save_tensors(scratch / "optimizer.safetensors", tensors)
                 state["optimizer"] = tree
                 for copy in (LAST_GOOD, BEST):
                     storage.save_tensors(scratch / f"{copy}.safetensors", snapshot.copies[copy])
-            (scratch / "state.json").write_text(json.dumps(state, indent=1), encoding="utf-8")
+            (scratch / STATE_NAME).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
         self._write(folder, run, fill)
         return folder
 
     def _write(self, folder: Path, run: TaskRun, fill: Callable[[Path], None]) -> None:
-        facts = {"task": run.name, "step": run.step, "format_version": FORMAT_VERSION}
+        facts = {"format_version": FORMAT_VERSION, **self._identity(run.name, run.step)}
         storage.write_folder(folder, fill, facts=facts)
 
-    def save_record(self, run_step: int, runs: list[TaskRun]) -> None:
+    def save_record(self, run_step: int, runs: list[TaskRun], numerics: Mapping[str, Any]) -> None:
         """Write which checkpoints belong together, and drop what is older than `keep` allows.
 
         Every task must have been saved before; the record is what makes its step the one to resume from.
+
+        Args:
+            run_step: steps of the run.
+            runs: its tasks, in the order of the stream.
+            numerics: what decides the last bits of its results.
         """
-        tasks = {run.name: {"status": run.status.value, "reason": run.reason, "step": run.step} for run in runs}
-        record = {
-            "format_version": FORMAT_VERSION,
-            "run_step": run_step,
-            "backbone": self.fingerprint,
-            "order": list(tasks),
-            "tasks": tasks,
+        tasks = {
+            run.name: RecordedTask(run.status, run.reason, run.step, self._generations.get(run.name, 0))
+            for run in runs
+            if run.status is not TaskStatus.REMOVED
         }
-        path = self.root / STATE_FOLDER / f"run-{run_step:08d}.json"
         # After all tasks: a record names only checkpoints that are whole on the disk.
-        storage.write_file(path, storage.sealed_json(record))
+        self._write_record(RunRecord(run_step, FORMAT_VERSION, self.fingerprint, tasks, self.removed, numerics))
         # After the new record, so that a crash in between leaves too many checkpoints rather than too few.
         self._prune()
+
+    def _write_record(self, record: RunRecord) -> None:
+        content = record.to_bytes()
+        storage.write_file(record_path(self.root / STATE_FOLDER, record.run_step), content)
+        self._newest = content
 
     def _prune(self) -> None:
         if self.keep is None:
@@ -190,31 +240,77 @@ class RunFolder:
             path.unlink()
         needed: dict[str, set[Path]] = {}
         for record, _ in records[-self.keep :]:
-            for name, entry in record["tasks"].items():
-                if name_fault(name) is not None:  # not written by us; it may lead out of the folder
-                    continue
-                needed.setdefault(name, set()).add(self.root / name / f"checkpoint-{entry['step']}")
+            for name, entry in record.tasks.items():
+                needed.setdefault(name, set()).add(self.root / name / f"checkpoint-{entry.step}")
         for name, folders in needed.items():
             # Tasks end at different steps, so a checkpoint that a kept record names may be old by number.
             storage.prune(self.root / name, keep=self.keep, protect=folders)
 
+    # ----------------------------------------------------- tasks that leave and come again
+
+    def _identity(self, name: str, step: int) -> dict[str, Any]:
+        """Return what tells a checkpoint from those of other tasks, also of one of the same name before it."""
+        generation = self._generations.get(name, 0)
+        return {"task": name, "step": step, **({"generation": generation} if generation else {})}
+
+    def note_removed(self, run: TaskRun) -> None:
+        """Remember that a task was removed, and where it stood; `amend_record` makes it last."""
+        generation = self._generations.get(run.name, 0)
+        self.removed[run.name] = RecordedTask(TaskStatus.REMOVED, run.reason, run.step, generation)
+
+    def note_arrival(self, name: str) -> bool:
+        """Remember that a task begins; return whether it has the name of a removed one, whose files are not its own."""
+        before = self.removed.pop(name, None)
+        if before is not None:
+            self._generations[name] = before.generation + 1
+        return before is not None
+
+    def has_record(self) -> bool:
+        """Whether the run can be resumed at all."""
+        return bool(self.records())
+
+    def amend_record(self) -> None:
+        """Let the newest record tell which tasks are removed now; what else it tells of stays as it is."""
+        record, _ = self.records()[-1]
+        # A task that has come again is not in the record, as it was not in the run; it begins anew where that resumes.
+        tasks = {
+            name: task
+            for name, task in record.tasks.items()
+            if name not in self.removed and task.generation == self._generations.get(name, 0)
+        }
+        self._write_record(replace(record, tasks=tasks, removed=self.removed))
+
+    def take_up(self, record: RunRecord) -> None:
+        """Go on with what a record knows of removed tasks, and of those that came after them."""
+        self.removed = dict(record.removed)
+        self._generations = {name: task.generation for name, task in record.tasks.items() if task.generation}
+
+    def take_over(self, other: RunFolder) -> None:
+        """Go on with what another folder's run knew of removed tasks."""
+        self.removed, self._generations = dict(other.removed), dict(other._generations)
+
+    def refuse_other_writer(self) -> None:
+        """Refuse a folder to which another trainer has written since this one did.
+
+        Raises:
+            CheckpointError: naming the folder.
+        """
+        paths = record_paths(self.root / STATE_FOLDER)
+        if self._newest is not None and paths and paths[-1].read_bytes() != self._newest:
+            raise CheckpointError(
+                f"output_dir: got {self.root}, to which another trainer has written since this one trained; allowed: to"
+                " go on where that one is. Make a new trainer and call train(resume_from_checkpoint=True)."
+            )
+
     # -------------------------------------------------------------- reading
 
-    def records(self, warn: Callable[[str], None] | None = None) -> list[tuple[dict[str, Any], Path]]:
+    def records(self, warn: Callable[[str], None] | None = None) -> list[tuple[RunRecord, Path]]:
         """Return the valid run records, oldest first; `warn` is told of each one that is not."""
-        found = []
-        for path in self.record_paths():
-            try:
-                found.append((storage.unsealed_json(path), path))
-            except CheckpointError as error:
-                if warn is not None:
-                    warn(f"{error} Trying the record before it.")
-        # By the number in the record, never by the time of the file, which copying changes.
-        return sorted(found, key=lambda item: item[0]["run_step"])
+        return read_records(self.root / STATE_FOLDER, warn)
 
     def record_paths(self) -> list[Path]:
         """Return the run records, valid or not."""
-        return sorted((self.root / STATE_FOLDER).glob("run-*.json"))
+        return record_paths(self.root / STATE_FOLDER)
 
     def restore(self, run: TaskRun, step: int, warn: Callable[[str], None]) -> None:
         """Put a task back to its checkpoint of `step`, or to the newest valid one before it.
@@ -236,11 +332,15 @@ class RunFolder:
             path = folder / f"checkpoint-{candidate}"
             try:
                 # With the names expected, lest a folder of another task, copied here, be taken for this one's.
-                storage.verify_folder(path, expect={"task": run.name, "step": candidate})
+                expected = {"generation": None, **self._identity(run.name, candidate)}
+                storage.verify_folder(path, expect=expected)
+                self._load(run, path)
+            except ChangedSettingsError:
+                raise
             except CheckpointError as error:
                 warn(f'task "{run.name}": {error} Trying the checkpoint before it.')
                 continue
-            self._load(run, path)
+            self._restored_from[run.name] = path
             return
         raise CheckpointError(
             f'task "{run.name}": got no valid checkpoint up to step {step} in {folder}; allowed: an intact '
@@ -248,29 +348,93 @@ class RunFolder:
         )
 
     def _load(self, run: TaskRun, folder: Path) -> None:
-        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        saved = read_task_state(folder / STATE_NAME)
         # Before anything of the run is changed.
-        _check_settings(run, state["settings"])
-        snapshot = self._snapshot(run, folder, state)
-        run.step, run.num_tokens = state["step"], state["num_tokens"]
-        run.last_loss = float(state["last_loss"])
-        run.loss_mean.total, run.loss_mean.count = state["loss_mean"]
-        run.best.load(state["best"])
-        run.state = TrainerState(**{**asdict(run.state), **state["trainer_state"]})
-        if "optimizer" not in state or run.optimizer is None:
-            run.end(TaskStatus(state["status"]), state["reason"])
+        check_settings(run, saved.settings)
+        try:
+            self._put(run, saved, self._snapshot(run, folder, saved))
+        except torch.OutOfMemoryError:
+            raise
+        # All files are as they were sealed, so the checkpoint was made up; what torch says of it is as varied.
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise CheckpointError(
+                f"{folder}: got a state that does not fit the task ({type(error).__name__}: {error}); allowed: one that"
+                " a run has written."
+            ) from error
+
+    def _put(self, run: TaskRun, saved: SavedTask, snapshot: TaskState) -> None:
+        saved.put(run)
+        if saved.optimizer is None or run.optimizer is None:
+            run.end(saved.status, saved.reason)
         # Also for an ended task, whose adapter users go on using.
         put_snapshot(run, self.model, snapshot)
         if run.optimizer is not None:
-            run.status, run.reason = TaskStatus(state["status"]), state["reason"]
+            run.status, run.reason = saved.status, saved.reason
 
-    def _snapshot(self, run: TaskRun, folder: Path, state: dict[str, Any]) -> TaskState:
+    def _snapshot(self, run: TaskRun, folder: Path, saved: SavedTask) -> TaskState:
         weights = self.model.saved_weights(run.name, folder)
-        if "optimizer" not in state:
+        if saved.optimizer is None:
             return TaskState(weights, {}, {}, {})
-        own = storage.unpack_state(storage.load_tensors(folder / "optimizer.safetensors"), state["optimizer"])
+        own = storage.unpack_state(storage.load_tensors(folder / "optimizer.safetensors"), saved.optimizer)
         copies = {copy: storage.load_tensors(folder / f"{copy}.safetensors") for copy in (LAST_GOOD, BEST)}
         return TaskState(weights, **own, copies=copies)
+
+    def newest_checkpoint(self, name: str) -> Path | None:
+        """Return the newest intact checkpoint of a task; `None` where there is none."""
+        folder = self.root / name
+        for step in reversed(storage.numbered_folders(folder)):
+            path = folder / f"checkpoint-{step}"
+            try:
+                storage.verify_folder(path, expect={"generation": None, **self._identity(name, step)})
+            except (CheckpointError, OSError):
+                continue
+            return path
+        return None
+
+    def mend_adapter(self, name: str, say: Callable[[str], None]) -> None:
+        """Hold the adapter of an ended task against the checkpoint that it was restored from; repair it from there.
+
+        Args:
+            name: a task that `restore` has put back.
+            say: called with a line where it is repaired.
+
+        Raises:
+            CheckpointError: if it cannot be written.
+        """
+        source = self._restored_from.get(name)
+        if source is None or not self._is_writer:
+            return
+        folder = self.task_folder(name)
+        fault = self._adapter_fault(folder, source)
+        if fault:
+            say(f'task "{name}": {fault} It is taken from {source}.')
+        elif storage.has_checksums(folder):
+            return
+        try:
+            with storage.scratch_folder(folder) as scratch:
+                for file in ADAPTER_NAMES:
+                    # What is whole stays, as of earlier versions, which wrote no checksums.
+                    (scratch / file).write_bytes(((source if fault else folder) / file).read_bytes())
+                storage.write_checksums(scratch, ADAPTER_NAMES)
+                self._replace_adapter(folder, scratch)
+        except OSError as error:
+            raise CheckpointError(f'task "{name}": its adapter could not be written ({error}).') from error
+
+    def _adapter_fault(self, folder: Path, source: Path) -> str:
+        """Return in a sentence what is wrong with an adapter; "" where it is that of the checkpoint `source`."""
+        try:
+            if storage.has_checksums(folder):
+                storage.verify_checksums(folder, ADAPTER_NAMES)
+            # The configuration was not compared: users change what it says of the backbone's folder.
+            is_same = storage.digest_file(folder / WEIGHTS_NAME) == storage.digest_file(source / WEIGHTS_NAME)
+            json.loads(storage.read_regular(folder / ADAPTER_NAMES[0]))
+        except CheckpointError as error:
+            return str(error)
+        except (OSError, ValueError, RecursionError) as error:
+            return f"{folder}: got no readable adapter ({error})."
+        return "" if is_same else f"{folder / WEIGHTS_NAME}: got other weights than the task ended with."
 
 
 def open_run_folder(
@@ -322,66 +486,27 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
             "run that has saved at least once. Call train() without it to begin."
         )
     record, path = records[-1]
-    if record["format_version"] != FORMAT_VERSION:
+    if record.version not in READABLE_VERSIONS:
         raise CheckpointError(
-            f"{path}: got format version {record['format_version']}; allowed: {FORMAT_VERSION}, which this version of "
+            f"{path}: got format version {record.version}; allowed: {FORMAT_VERSION}, which this version of "
             "peft_mux reads. Resume with the version that wrote it, or train into a new output_dir."
         )
-    if record["backbone"] != folder.fingerprint:
+    if record.backbone != folder.fingerprint:
         raise CheckpointError(
             f"resume_from_checkpoint: got {folder.root}, whose tasks were trained on other weights than those of "
             "`model`; allowed: the same backbone in the same dtype. Load that one, or train into a new output_dir."
         )
-    for name, entry in record["tasks"].items():
+    folder.take_up(record)
+    for name, entry in record.tasks.items():
         if name in table:
-            folder.restore(table[name], entry["step"], say)
+            folder.restore(table[name], entry.step, say)
         else:
             say(f'task "{name}" of the resumed run is not among the tasks given now; it is left out')
+    for name, entry in record.removed.items():
+        if name in table:
+            table[name].step = entry.step
+            table[name].end(TaskStatus.REMOVED, f"removed from the run at step {entry.step}")
+            say(f'task "{name}" was removed from the run; it stays removed, and its files as they are')
     # The order of tasks in the stream is part of the rounding of sums.
-    table.reorder(record["order"])
-    return record["run_step"]
-
-
-def _task_state(run: TaskRun) -> dict[str, Any]:
-    return {
-        "settings": task_settings(run),
-        "step": run.step,
-        "status": run.status.value,
-        "reason": run.reason,
-        "num_tokens": run.num_tokens,
-        "last_loss": str(run.last_loss),
-        "loss_mean": [run.loss_mean.total, run.loss_mean.count],
-        "best": run.best.state(),
-        "trainer_state": {
-            "global_step": run.state.global_step,
-            "epoch": run.state.epoch,
-            "log_history": run.state.log_history,
-        },
-    }
-
-
-def task_settings(run: TaskRun) -> dict[str, Any]:
-    """Return what must not change between a checkpoint and its resumption, as plain JSON."""
-    config = run.task.peft_config.to_dict()
-    settings = {**asdict(run.hyper), "num_steps": run.num_steps, "shuffle": run.task.shuffle}
-    settings["peft_config"] = {key: _plain(value) for key, value in config.items() if key not in _NOT_OF_THE_ADAPTER}
-    rows = getattr(getattr(run.loader, "dataset", None), "fingerprint", None)
-    settings["rows"] = None if rows is None else rows
-    # Through JSON, as the saved settings went: tuples become lists and keys strings before they are compared.
-    return json.loads(json.dumps(settings, default=str))
-
-
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, (set, frozenset)) else value
-
-
-def _check_settings(run: TaskRun, saved: dict[str, Any]) -> None:
-    now = task_settings(run)
-    changed = [key for key in now if key not in _FREE_TO_CHANGE and saved.get(key) != now[key]]
-    if changed:
-        listed = ", ".join(f"{key} {saved.get(key)!r} -> {now[key]!r}" for key in changed)
-        raise CheckpointError(
-            f'task "{run.name}": got other settings than its checkpoint has ({listed}); allowed: the same,'
-            " as a resumed run continues the interrupted one."
-            " Undo the change, or train under another name or output_dir."
-        )
+    table.reorder(list(record.tasks))
+    return record.run_step

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
 from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.checkpoint.numerics import changed_numerics, numerics_of
 from peft_mux.checkpoint.run_folder import RunFolder, Weights
 from peft_mux.checkpoint.snapshot import take_snapshot
 from peft_mux.checkpoint.task_state import TaskState
 from peft_mux.errors import CheckpointError
 from peft_mux.reporting.run_log import RunLog
 from peft_mux.scheduler.plan import Plan
+from peft_mux.storage import FolderLock
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.table import TaskTable
 from peft_mux.tasks.task_run import TaskRun
@@ -41,6 +44,8 @@ class Saver:
     Attributes:
         folder: the folder of the run, once it is open; `None` where nothing is to be saved (`save_strategy="no"`).
         is_writer: whether this process writes.
+        num_states: states of the whole run that were written, the same number on all processes that save together.
+        unsaved: tasks that have ended and whose adapter could not be written.
     """
 
     def __init__(
@@ -52,6 +57,42 @@ class Saver:
         self._gather: Gather | None = None
         self._agree: Callable[[bool], bool] = bool
         self._saved_step: int | None = None
+        self.num_states = 0
+        self.unsaved: set[str] = set()
+        self._adapter_steps: dict[str, int] = {}
+        self._lock: FolderLock | None = None
+
+    @contextmanager
+    def keep_folder(self, root: Path) -> Iterator[None]:
+        """Keep the run folder from other writers in the `with` block; what one process writes no other writes too.
+
+        Args:
+            root: the folder, made where it is absent.
+
+        Raises:
+            CheckpointError: naming who else keeps it, or why it cannot be written to; or if another trainer has written
+                to it since this one has.
+        """
+        if not self.is_writer:
+            yield
+            return
+        self._lock = self._lock or FolderLock(root)
+        self._lock.acquire()
+        try:
+            if self.folder is not None:
+                self.folder.refuse_other_writer()
+            yield
+        finally:
+            self._lock.release()
+
+    @contextmanager
+    def _kept(self) -> Iterator[None]:
+        """Keep the folder for one write, where the run does not train."""
+        if self._lock is None or self._lock.is_held:
+            yield
+            return
+        with self.keep_folder(self._lock.root):
+            yield
 
     def open(self, folder: RunFolder) -> None:
         """Save into a folder from now on."""
@@ -93,11 +134,15 @@ class Saver:
             if not run.status.is_final and (saved or self._gather is not None):
                 saved = self._save_task(run, is_wanted=saved) and saved
         if saved:
-            saved = self._safely(lambda folder: folder.save_record(self.log.state.global_step, list(self.table)))
+            numerics = numerics_of(self.args)
+            saved = self._safely(
+                lambda folder: folder.save_record(self.log.state.global_step, list(self.table), numerics)
+            )
         # Every process must call a step saved or not alike, or only some would save it again at the end.
         saved = self._agree(saved)
         if saved:
             self._saved_step = self.log.state.global_step
+            self.num_states += 1
         return saved
 
     def save_due_tasks(self, names: list[str]) -> None:
@@ -108,9 +153,43 @@ class Saver:
             if run.status is TaskStatus.RUNNING and every and run.step % every == 0:
                 self._save_task(run, with_adapter=False)
 
-    def save_ended(self, run: TaskRun) -> None:
-        """Write the adapter and the last state of a task that has ended."""
-        self._save_task(run)
+    def save_ended(self, run: TaskRun) -> str:
+        """Write the adapter and the last state of a task that has ended, and read the adapter back.
+
+        Returns:
+            Why its adapter is not on the disk; "" where it is, or nothing is to be saved.
+        """
+        # The files of a removed task are those that it had when it left.
+        if self.folder is None or run.status is TaskStatus.REMOVED:
+            return ""
+        snapshot, weights = self._collect(run)
+
+        def write_adapter(folder: RunFolder) -> None:
+            folder.save_adapter(run.name, weights)
+            folder.verify_adapter(run.name)
+
+        failure = self._failure(write_adapter)
+        # Also where that failed: the state holds the adapter too.
+        self._failure(lambda folder: folder.save_task(run, _present(snapshot), weights))
+        if not self._agree(not failure) and not failure:
+            failure = "another process could not write it"
+        self.unsaved.discard(run.name)
+        if failure:
+            self.unsaved.add(run.name)
+        else:
+            self._adapter_steps[run.name] = run.step
+        return failure
+
+    def place(self, run: TaskRun) -> Path | None:
+        """Return the folder with the adapter of a task as it is now; `None` where the disk has none or an older one."""
+        if self.folder is None or self._adapter_steps.get(run.name) != run.step or run.name in self.unsaved:
+            return None
+        return self.folder.root / run.name
+
+    def newest_copy(self, name: str) -> str:
+        """Return in words where the newest intact copy of a task lies."""
+        folder = None if self.folder is None else self.folder.newest_checkpoint(name)
+        return "there is no copy of it on the disk" if folder is None else f"its newest copy is {folder}"
 
     def save_best(self, run: TaskRun) -> None:
         """Write a task's adapter as its best so far."""
@@ -118,54 +197,130 @@ class Saver:
         weights = self.full_weights(run)
         self._safely(lambda folder: folder.save_best(run, weights))
 
-    def save_adapter(self, name: str) -> None:
-        """Write a task's adapter."""
+    def save_adapter(self, name: str) -> bool:
+        """Write a task's adapter; return whether it was written."""
+        if self.folder is None:
+            return False
+        weights = self.full_weights(self.table[name])
+        return self._safely(lambda folder: folder.save_adapter(name, weights))
+
+    # ----------------------------------------------------- tasks that leave and come again
+
+    def note_removed(self, run: TaskRun) -> None:
+        """Let a removal outlive this process: whoever resumes the run leaves the task removed.
+
+        Args:
+            run: the task, taken out of the table.
+        """
+        self.unsaved.discard(run.name)
+        self._adapter_steps.pop(run.name, None)
         if self.folder is not None:
-            weights = self.full_weights(self.table[name])
-            self._safely(lambda folder: folder.save_adapter(name, weights))
+            self.folder.note_removed(run)
+            self._amend()
+
+    def note_arrival(self, name: str) -> None:
+        """Let a task that comes under the name of a removed one outlive this process as a new one."""
+        if self.folder is not None and self.folder.note_arrival(name):
+            self._amend()
+
+    def _amend(self) -> None:
+        """Put what has changed into the newest record, or write a first one; every process calls this alike."""
+        assert self.folder is not None, "asked for only where something is saved"
+        # A record tells of all tasks, so a first one needs the states of them all.
+        if self._agree(not self.is_writer or self.folder.has_record()):
+            self._safely(lambda folder: folder.amend_record())
+        else:
+            self.save_run()
+
+    def take_over(self, other: RunFolder, say: Callable[[str], None]) -> None:
+        """Take over the run that another folder holds, or this one's own: what it knew of, and its ended tasks.
+
+        Args:
+            other: the folder from which the tasks were restored.
+            say: called with a line for each thing that is other than it was.
+
+        Raises:
+            CheckpointError: if the adapter of an ended task cannot be written.
+        """
+        self._saved_step = None  # what this trainer has saved since is not what the tasks went back to
+        self._say_changed_numerics(other, say)
+        if self.folder is not None and self.folder is not other:
+            self.folder.take_over(other)
+        for run in self.table:
+            if not run.status.is_final or self.folder is None:
+                continue
+            if self.folder is not other:  # what has ended elsewhere is part of what this folder is resumed from
+                if failure := self.save_ended(run):
+                    raise CheckpointError(failure)
+            else:
+                self.folder.mend_adapter(run.name, say)
+                self._adapter_steps[run.name] = run.step
+
+    def _say_changed_numerics(self, other: RunFolder, say: Callable[[str], None]) -> None:
+        record, _ = other.records()[-1]
+        for name, (before, now) in changed_numerics(record.numerics, numerics_of(self.args)).items():
+            say(f"resumed with another {name}: {before!r} before, {now!r} now; the last bits of results may differ")
+            self.log.event("numerics_changed", name=name, before=before, now=now)
 
     def full_weights(self, run: TaskRun) -> Weights | None:
         """Return a task's full weights on the writer, where processes hold parts of them; every process calls this."""
         state = None if self._gather is None else self._gather(run, only_weights=True)
         return None if state is None else state.weights
 
+    def _collect(self, run: TaskRun) -> tuple[TaskState | None, Weights | None]:
+        """Return state and weights of a task on the process that writes; all that hold parts of it take part."""
+        assert self.folder is not None, "asked for only where something is saved"
+        if self._gather is not None:
+            snapshot = self._gather(run)
+            return snapshot, None if snapshot is None else snapshot.weights
+        # PEFT selects the weights from the model.
+        return (take_snapshot(run, self.folder.model) if self.is_writer else None), None
+
     def _save_task(self, run: TaskRun, *, with_adapter: bool = True, is_wanted: bool = True) -> bool:
         """Write one task; where processes hold parts of it, all take part, also in what is not wanted any more."""
         if self.folder is None:
             return False
-        if self._gather is not None:
-            # Also where the writing is given up or is not this process's: the others send or wait.
-            snapshot = self._gather(run)
-            weights = None if snapshot is None else snapshot.weights
-        else:
-            snapshot = take_snapshot(run, self.folder.model) if self.is_writer else None
-            weights = None  # PEFT selects them from the model
+        # Also where the writing is given up or is not this process's: the others send or wait.
+        snapshot, weights = self._collect(run)
 
         def write(folder: RunFolder) -> None:
-            assert snapshot is not None, "the writer has what it writes"
             if with_adapter:
                 folder.save_adapter(run.name, weights)
-            folder.save_task(run, snapshot, weights)
+                self._adapter_steps[run.name] = run.step
+            folder.save_task(run, _present(snapshot), weights)
 
         return is_wanted and self._safely(write)
 
     def _safely(self, write: Callable[[RunFolder], object]) -> bool:
         """Write, and go on training when it fails: a full disk must not cost the run."""
-        if self.folder is None:
-            return False
-        if not self.is_writer:
-            return True
+        return self.folder is not None and not self._failure(write)
+
+    def _failure(self, write: Callable[[RunFolder], object]) -> str:
+        """Write, and go on training when it fails; return why it did, "" where it did not."""
+        if self.folder is None or not self.is_writer:
+            return ""
         try:
-            write(self.folder)
-        except CheckpointError as error:
+            with self._kept():
+                write(self.folder)
+        # Whatever the disk says; what deletes old checkpoints says it in its own words.
+        except (CheckpointError, OSError) as error:
             self.log.warn(f"not saved at step {self.log.state.global_step}: {error}")
             self.log.event("save_failed", reason=str(error))
-            return False
-        return True
+            return str(error) or type(error).__name__
+        return ""
+
+
+def _present(snapshot: TaskState | None) -> TaskState:
+    assert snapshot is not None, "the writer has what it writes"
+    return snapshot
 
 
 def describe_run(root: Path, args: MultiTaskTrainingArguments, table: TaskTable, plan: Plan) -> None:
-    """Write `config.json` and `plan.json` into the run folder: every setting in effect, and what runs together."""
+    """Write `config.json` and `plan.json` into the run folder: every setting in effect, and what runs together.
+
+    Raises:
+        CheckpointError: if they cannot be written.
+    """
     tasks = {
         run.name: {**asdict(run.hyper), "num_steps": run.num_steps, "peft_config": run.task.peft_config.to_dict()}
         for run in table

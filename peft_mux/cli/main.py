@@ -133,6 +133,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     from pathlib import Path
 
     from peft_mux.scheduler.costs.profile_text import profile_text
+    from peft_mux.storage.atomic import write_file
 
     path = Path(arguments.output)
     stored = path.parent / "profiles"  # by device, dtype, shapes and versions
@@ -142,7 +143,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     profile = trainer.measure_profile(arguments.seconds, folder=stored if is_main else None, refresh=arguments.refresh)
     if not is_main:
         return 0
-    path.write_text(profile.to_json(), encoding="utf-8")
+    write_file(path, profile.to_json().encode())
     print(f"{profile_text(profile)}\nwritten: {path}; to plan with it, set run.cost_profile: {path}")  # noqa: T201
     return 0
 

@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import set_adapter
 from torch import nn
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.errors import ConfigError
+from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.modeling import multiplexed_pass
 from peft_mux.modeling.adapters import files, injection
 from peft_mux.modeling.adapters.kind import kind_of
@@ -272,13 +272,17 @@ class MultiTaskPeftModel(PeftModel):
             **kwargs: further arguments of `MultiTaskPeftModel`.
 
         Raises:
-            CheckpointError: if there is no adapter, or one does not fit.
+            CheckpointError: if there is no adapter, or naming the task and its file that is missing, torn or changed,
+                does not fit, or holds numbers that are not finite.
         """
         saved = files.saved_adapters(Path(model_id))
         kwargs.setdefault("num_labels", saved.num_labels)
         mux_model = cls(model, saved.configs, **kwargs)
         for name, folder in saved.folders.items():
-            mux_model.load_task(name, folder)
+            try:
+                mux_model.load_task(name, folder)
+            except CheckpointError as error:
+                raise CheckpointError(f'task "{name}": {error}') from error
         return mux_model
 
     # ------------------------------------------------------------------ views

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, Protocol, TextIO
 
 
@@ -83,8 +84,9 @@ class PlainProgress(SilentProgress):
         self.stream = stream
 
     def log(self, line: str) -> None:
-        """Print a line."""
-        print(line, file=self.stream or sys.stdout, flush=True)
+        """Print a line; one that a full disk or a closed pipe does not take is lost, and nothing else."""
+        with suppress(OSError):
+            print(line, file=self.stream or sys.stdout, flush=True)
 
 
 class LiveProgress:
@@ -120,8 +122,9 @@ class LiveProgress:
 
     def log(self, line: str) -> None:
         """Print above the bars."""
-        # Messages hold brackets, which rich would take for markup.
-        self.progress.console.print(line, markup=False, highlight=False)
+        # Messages hold brackets, which rich would take for markup. A terminal that is gone ends no run.
+        with suppress(OSError):
+            self.progress.console.print(line, markup=False, highlight=False)
 
     def stop(self) -> None:
         """Leave the last frame standing."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +29,9 @@ class RankRecord(NamedTuple):
     part: str
 
 
-def report_table(runs: Iterable[TaskRun], root: Path | None, records: Sequence[RankRecord] = ()) -> str:
+def report_table(
+    runs: Iterable[TaskRun], place: Callable[[TaskRun], Path | None], records: Sequence[RankRecord] = ()
+) -> str:
     """Return one line a task: how it ended, its steps, its last losses, and where its adapter lies.
 
     Where several processes have trained, one line a process follows: its tokens, its seconds, how many it waited, its
@@ -37,7 +39,7 @@ def report_table(runs: Iterable[TaskRun], root: Path | None, records: Sequence[R
 
     Args:
         runs: the tasks of the run, in the order of the lines.
-        root: the folder of the run; `None` where nothing is saved.
+        place: returns the folder with a task's adapter as it is now; `None` where there is none.
         records: what each process has done, by rank.
     """
     runs = list(runs)
@@ -47,11 +49,11 @@ def report_table(runs: Iterable[TaskRun], root: Path | None, records: Sequence[R
         evaluations = [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
         held_out = f"{evaluations[-1]:.4f}" if evaluations else "-"
         steps = f"{run.step}/{run.num_steps}"
-        place = "not saved" if root is None else str(root / run.name)
+        where = place(run) or "not saved"
         reason = f"  ({run.reason})" if run.reason else ""
         lines.append(
             f"{run.name:<{width}}  {run.status.value:<13}  {steps:>11}  {run.last_loss:>8.4f}  {held_out:>8}  "
-            f"{place}{reason}"
+            f"{where}{reason}"
         )
     return "\n".join([*lines, *(_process_lines(records) if len(records) > 1 else ())])
 

@@ -64,6 +64,7 @@ class RunLog:
     def open(self, metrics: MetricsLog, progress: Progress) -> None:
         """Write to a file and a screen from now on."""
         self.metrics, self.progress = metrics, progress
+        metrics.warn = self.warn
 
     def add_callbacks(self, task: str, callbacks: TaskCallbacks) -> None:
         """Tell a task's own callbacks of its numbers from now on."""

@@ -12,14 +12,16 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from peft_mux.errors import CheckpointError
 from peft_mux.storage.crashpoints import crashpoint
 from peft_mux.storage.manifest import MANIFEST_NAME, make_manifest
+from peft_mux.storage.reading import require_regular
 
+_FIX = "Free space on its disk, or make the folder writable."
 _SCRATCH = ".tmp-"
 _ASIDE = ".old-"
 _ASIDE_NAME = re.compile(r"\.old-(?P<name>.+)-[0-9a-f]{32}")
@@ -51,7 +53,7 @@ def write_folder(final: Path, fill: Callable[[Path], None], *, facts: Mapping[st
             _move_into_place(scratch, final)
     except OSError as error:
         raise CheckpointError(
-            f"{final}: could not be written ({error}); what stood there before is unchanged."
+            f"{final}: could not be written ({error}); what stood there before is unchanged. {_FIX}"
         ) from error
 
 
@@ -107,16 +109,48 @@ def write_file(path: Path, content: bytes) -> None:
         _flush_folder(path.parent)
     except OSError as error:
         raise CheckpointError(
-            f"{path}: could not be written ({error}); what stood there before is unchanged."
+            f"{path}: could not be written ({error}); what stood there before is unchanged. {_FIX}"
         ) from error
     finally:
-        scratch.unlink(missing_ok=True)
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)
+
+
+def replace_file(source: Path, target: Path) -> None:
+    """Let a finished file of a scratch folder on the same file system take another's place, whole or not at all.
+
+    A link that stands there is replaced, not followed.
+
+    Raises:
+        OSError: if that failed; then the old content stands as it was.
+    """
+    with source.open("rb") as file:
+        os.fsync(file.fileno())
+    os.replace(source, target)
+    _flush_folder(target.parent)
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append one line to a file and hand it to the operating system at once."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(line + "\n")
+    """Append one line to a regular file, whole or not at all, and hand it to the operating system at once.
+
+    Raises:
+        OSError: if that failed, as on a full disk; or a link, a pipe or a device stands there.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    descriptor = os.open(path, flags, 0o644)
+    require_regular(descriptor, path)
+    try:
+        size = os.fstat(descriptor).st_size
+        rest = memoryview(f"{line}\n".encode())
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            # Half a line would make the next one unreadable too. A full disk takes back what it has taken.
+            os.ftruncate(descriptor, size)
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def remove_stale(parent: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from peft_mux.errors import CheckpointError
+from peft_mux.storage.reading import open_regular, read_regular
 
 MANIFEST_NAME = "manifest.json"
 _NUMBERED = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
@@ -37,7 +38,7 @@ class Manifest:
 def digest_file(path: Path) -> tuple[int, str]:
     """Return the size and the SHA-256 of a file."""
     digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while block := file.read(2**20):
             digest.update(block)
             size += len(block)
@@ -65,10 +66,10 @@ def unsealed_json(path: Path) -> Any:
     """
     try:
         # Compared as bytes: JSON has several spellings of one value, and each but ours is a change.
-        raw = path.read_bytes()
+        raw = read_regular(path)
         value = json.loads(json.loads(raw)["body"])
         intact = raw == sealed_json(value)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: got no readable file ({error}); allowed: an intact one.") from error
     if not intact:
         raise CheckpointError(f"{path}: got a file that was changed since it was written; allowed: an intact one.")

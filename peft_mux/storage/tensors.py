@@ -38,7 +38,8 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """
     try:
         return load_file(path)
-    except (OSError, SafetensorError) as error:
+    # Of a crafted header, torch says in its own words what it cannot make.
+    except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{path}: got no readable tensors ({error}); allowed: an intact safetensors file."
         ) from error

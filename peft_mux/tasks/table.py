@@ -172,6 +172,10 @@ class TaskTable:
                 events.append(TaskEvent(run.name, run.status, run.reason))
         return events
 
+    def note_told(self, name: str) -> None:
+        """Take note that the present status of a task was told: `collect` does not return it as a change."""
+        self._seen[name] = self[name].status
+
     def _optimizer(self, name: str) -> TaskOptimizer:
         optimizer = self[name].optimizer
         assert optimizer is not None, "a running task has an optimizer"

@@ -81,6 +81,7 @@ class StepLoop:
             run.log.progress.stop()
             run.is_in_train = False
         seconds, waited_s = time.perf_counter() - started, processes.waited_s - waited_before_s
+        self._lifecycle.settle(processes)
         # The last step need not be a multiple of `save_steps`.
         if not run.saver.is_current:
             self._save()

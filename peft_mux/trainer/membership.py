@@ -162,6 +162,7 @@ class Membership:
             self._placement.register(runs)
             for run in runs:
                 self._run.table.add(run)
+                self._run.saver.note_arrival(run.name)
         finally:
             self._free_names([run.name for run in runs])
 
@@ -175,9 +176,10 @@ class Membership:
         if not run.status.is_final:
             run.end(TaskStatus.REMOVED, "" if save else "not saved")
         # Saved before it is dropped: the saver reads the table and the model.
-        if save:
-            self._run.saver.save_adapter(name)
+        if save and not self._run.saver.save_adapter(name) and self._run.saver.folder is not None:
+            run.reason = "could not be saved"
         self._run.table.drop(name)
+        self._run.saver.note_removed(run)
         # Rows that were read ahead for it would be held for the rest of the run.
         self._plans.drop_read_ahead(name)
         self._run.log.drop_callbacks(name)

@@ -118,12 +118,9 @@ class Opening:
         self._run.state.global_step = resume_tasks(folder, table, log.warn)
         self._require_restored(stepped, folder)
         self._run.is_updating = False
-        if folder is not saver.folder:  # what has ended elsewhere is part of what this folder is resumed from
-            for run in table:
-                if run.status.is_final:
-                    saver.save_ended(run)
         # Steps after the state are taken again, and must not stand in the file twice.
         log.metrics.truncate_after(self._run.state.global_step)
+        saver.take_over(folder, log.warn)
 
     def _require_restored(self, names: Sequence[str], folder: RunFolder) -> None:
         """Require that tasks which have taken steps in this trainer are part of the state that it went back to.
@@ -131,7 +128,7 @@ class Opening:
         Raises:
             CheckpointError: naming each that is not: its initial weights are gone.
         """
-        saved = {name for record, _ in folder.records()[-1:] for name in record["tasks"]}
+        saved = {name for record, _ in folder.records()[-1:] for name in (*record.tasks, *record.removed)}
         lost = [name for name in names if name not in saved]
         if lost:
             raise CheckpointError(

@@ -138,5 +138,4 @@ class Reporter:
 
     def report(self) -> str:
         """Return a table of all tasks: how each ended, its last losses, and where its adapter lies."""
-        root = None if self._run.saver.folder is None else self._run.root
-        return report_table(self._run.table, root, self._world.records)
+        return report_table(self._run.table, self._run.saver.place, self._world.records)

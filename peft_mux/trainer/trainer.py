@@ -287,7 +287,8 @@ class MultiTaskTrainer(Trainer):
             ConfigError: if another thread trains.
         """
         refuse_trainer_arguments(unsupported)
-        with self._world.processes.together(), keeping_freed_memory(self.args.device):
+        keeping = self._run.saver.keep_folder(self._run.root)
+        with self._world.processes.together(), keeping, keeping_freed_memory(self.args.device):
             return self._loop.train(resume_from_checkpoint)
 
     def evaluate(self, task: str | None = None, **unsupported: Any) -> dict[str, float]:  # type: ignore[override]

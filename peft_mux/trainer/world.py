@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.checkpoint.run_folder import task_settings
+from peft_mux.checkpoint.task_file import task_settings
 from peft_mux.engine.processes.agreement import Agreement, Ending
 from peft_mux.engine.processes.consistency import require_consistent, tensors_digest
 from peft_mux.engine.processes.processes import Processes

@@ -9,16 +9,19 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.interface import MultiplexedModel
 from peft_mux.modeling.sharding.pieces import Piece
+from peft_mux.storage import CHECKSUMS_NAME, has_checksums, load_tensors, verify_checksums, write_checksums
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
+ADAPTER_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
+"""The files of an adapter, which `adapter_checksums.json` beside them tells of."""
 
 
 def adapter_state(model: MultiplexedModel, adapter: str) -> dict[str, torch.Tensor]:
@@ -54,27 +57,32 @@ def save_adapter(
 ) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors` into `folder`, as a solo PEFT model would.
 
+    Their checksums go beside them.
+
     Args:
         model: the model that holds the adapter, or a part of it.
         adapter: internal id of the task.
-        folder: where the two files go; made where absent.
+        folder: where the files go; made where absent.
         weights: the whole adapter's tensors by parameter name, where the model holds only a part of it.
 
     Raises:
         CheckpointError: if the files cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     state = adapter_state(model, adapter) if weights is None else {saved_key(key): weights[key] for key in weights}
     # Each tensor apart: views of one buffer share their storage, which safetensors refuses.
     state = {key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
-    try:
-        save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
-    except SafetensorError as error:  # its own, for a full disk too
-        raise CheckpointError(f"{folder / WEIGHTS_NAME}: could not be written ({error}).") from error
     config = copy.deepcopy(model.peft_config[adapter])
     # As PEFT saves it; whoever trains on sets it back.
     config.inference_mode = True
-    config.save_pretrained(str(folder), auto_mapping_dict=_auto_mapping(model, config))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        # First, as they tell of the files that go now.
+        (folder / CHECKSUMS_NAME).unlink(missing_ok=True)
+        save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
+        config.save_pretrained(str(folder), auto_mapping_dict=_auto_mapping(model, config))
+    except (OSError, SafetensorError) as error:  # safetensors has its own, for a full disk too
+        raise CheckpointError(f"{folder}: the adapter could not be written ({error}).") from error
+    write_checksums(folder, ADAPTER_NAMES)
 
 
 def _auto_mapping(model: MultiplexedModel, config: Any) -> dict[str, str] | None:
@@ -86,15 +94,13 @@ def _auto_mapping(model: MultiplexedModel, config: Any) -> dict[str, str] | None
 
 
 def load_adapter(model: MultiplexedModel, adapter: str, folder: Path) -> None:
-    """Read an adapter's weights; every tensor must be there, and no other.
+    """Read an adapter's weights; every tensor must be there and finite, and no other.
 
     Raises:
-        CheckpointError: naming the folder and the tensors that are missing, extra or of another shape.
+        CheckpointError: naming the file that is missing, torn or changed, or the tensors that are missing, extra, of
+            another shape or not finite.
     """
-    path = folder / WEIGHTS_NAME
-    if not path.is_file():
-        raise CheckpointError(f"{folder}: got no {WEIGHTS_NAME}; allowed: the folder of a PEFT adapter.")
-    state = load_file(path)
+    state = _read_weights(folder)
     expected = {key: value.shape for key, value in adapter_state(model, adapter).items()}
     found = {key: value.shape for key, value in state.items()}
     if expected != found:
@@ -102,6 +108,12 @@ def load_adapter(model: MultiplexedModel, adapter: str, folder: Path) -> None:
         raise CheckpointError(
             f"{folder}: got {len(found)} tensors that do not match the {len(expected)} of this adapter; first odd one: "
             f"{odd[0]}; allowed: an adapter of the same configuration on the same backbone."
+        )
+    broken = [key for key, value in state.items() if not bool(torch.isfinite(value.float()).all())]
+    if broken:
+        raise CheckpointError(
+            f"{folder / WEIGHTS_NAME}: got numbers that are not finite in {broken[0]}; allowed: finite weights, as any"
+            " result of others is NaN. Load an older checkpoint of the task."
         )
     with model.alone(adapter):
         set_peft_model_state_dict(model, state, adapter_name=adapter)
@@ -115,12 +127,11 @@ def read_adapter(folder: Path, pieces: Mapping[str, Piece]) -> dict[str, torch.T
         pieces: what the process holds of each parameter, by PEFT name without the adapter id.
 
     Raises:
-        CheckpointError: naming the folder and the first tensor that is missing or of another shape.
+        CheckpointError: naming the file that is missing, torn or changed, or the first tensor that is missing or of
+            another shape.
     """
-    path = folder / WEIGHTS_NAME
-    if not path.is_file():
-        raise CheckpointError(f"{folder}: got no {WEIGHTS_NAME}; allowed: the folder of a PEFT adapter.")
-    state = load_file(path)
+    # Also weights that are not finite: the step after them fails the task, as it would have without the interruption.
+    state = _read_weights(folder)
     for name, piece in pieces.items():
         found = state.get(saved_key(name))
         if found is None or tuple(found.shape) != piece.shape:
@@ -130,6 +141,16 @@ def read_adapter(folder: Path, pieces: Mapping[str, Piece]) -> dict[str, torch.T
                 " configuration on the same backbone."
             )
     return {name: state[saved_key(name)] for name in pieces}
+
+
+def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of an adapter's file, which must be as its checksum says where there is one."""
+    path = folder / WEIGHTS_NAME
+    if not path.is_file():
+        raise CheckpointError(f"{folder}: got no {WEIGHTS_NAME}; allowed: the folder of a PEFT adapter.")
+    if has_checksums(folder):
+        verify_checksums(folder, [WEIGHTS_NAME])
+    return load_tensors(path)
 
 
 def adapter_folders(root: Path) -> dict[str, Path]:
@@ -162,22 +183,56 @@ def saved_adapters(root: Path) -> SavedAdapters:
     """Return the adapters that the sub-folders of `root` hold.
 
     Raises:
-        CheckpointError: if there is none.
+        CheckpointError: if there is none, or naming the task and its file that is missing, torn or changed.
     """
     folders = adapter_folders(root)
-    configs = {name: PeftConfig.from_pretrained(str(folder)) for name, folder in folders.items()}
-    for config in configs.values():
-        config.inference_mode = False
-    labels = {name: num_labels(folder) for name, folder in folders.items()}
-    return SavedAdapters(folders, configs, {name: count for name, count in labels.items() if count is not None})
+    configs: dict[str, PeftConfig] = {}
+    labels: dict[str, int] = {}
+    for name, folder in folders.items():
+        try:
+            configs[name] = _read_config(folder)
+            count = num_labels(folder)
+        except CheckpointError as error:
+            raise CheckpointError(f'task "{name}": {error}') from error
+        if count is not None:
+            labels[name] = count
+    return SavedAdapters(folders, configs, labels)
+
+
+def _read_config(folder: Path) -> PeftConfig:
+    """Return the configuration of a saved adapter, ready for further training."""
+    path = folder / CONFIG_NAME
+    if has_checksums(folder):
+        verify_checksums(folder, [CONFIG_NAME])
+    try:
+        if not path.is_file():  # where there is none PEFT looks for it in the hub; a pipe would hang
+            raise OSError("it is no regular file")
+        config = PeftConfig.from_pretrained(str(folder))
+    # Whatever PEFT makes of garbage: it has no error of its own for it.
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: got no readable configuration ({type(error).__name__}: {error}); allowed: that of a PEFT adapter."
+        ) from error
+    config.inference_mode = False
+    return config
 
 
 def num_labels(folder: Path) -> int | None:
-    """Return the number of classes of a saved adapter's head, or `None` where it has none."""
-    from safetensors import safe_open
+    """Return the number of classes of a saved adapter's head, or `None` where it has none.
 
-    # Shapes stand in the header, so no weight is read.
-    with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
-        heads = [key for key in file.keys() if key.endswith((".score.weight", "classifier.weight"))]
-        heads += [key for key in file.keys() if key.endswith("classifier.out_proj.weight")]
-        return file.get_slice(heads[0]).get_shape()[0] if heads else None
+    Raises:
+        CheckpointError: naming the weights' file, if it is missing or torn.
+    """
+    path = folder / WEIGHTS_NAME
+    try:
+        if not path.is_file():
+            raise OSError("it is no regular file")
+        # Shapes stand in the header, so no weight is read.
+        with safe_open(path, framework="pt") as file:
+            heads = [key for key in file.keys() if key.endswith((".score.weight", "classifier.weight"))]
+            heads += [key for key in file.keys() if key.endswith("classifier.out_proj.weight")]
+            return file.get_slice(heads[0]).get_shape()[0] if heads else None
+    except (OSError, SafetensorError, IndexError) as error:
+        raise CheckpointError(
+            f"{path}: got no readable tensors ({error}); allowed: an intact safetensors file."
+        ) from error
