@@ -165,7 +165,7 @@ _NUMBER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "save_steps": _integer(0),
     "data_timeout_s": (
         lambda value: _is_real(value) and 0 < value <= 1e6,
-        "a number of seconds above 0, at most 1,000,000",
+        "a finite number of seconds above 0, at most 1,000,000",
     ),
     "priority": _integer(-MOST_STEPS),
 }

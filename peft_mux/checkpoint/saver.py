@@ -63,11 +63,12 @@ class Saver:
         self._lock: FolderLock | None = None
 
     @contextmanager
-    def keep_folder(self, root: Path) -> Iterator[None]:
+    def keep_folder(self, root: Path, *, goes_on: bool = True) -> Iterator[None]:
         """Keep the run folder from other writers in the `with` block; what one process writes no other writes too.
 
         Args:
             root: the folder, made where it is absent.
+            goes_on: whether this trainer goes on from where it is, rather than from what the folder holds.
 
         Raises:
             CheckpointError: naming who else keeps it, or why it cannot be written to; or if another trainer has written
@@ -79,7 +80,7 @@ class Saver:
         self._lock = self._lock or FolderLock(root)
         self._lock.acquire()
         try:
-            if self.folder is not None:
+            if self.folder is not None and goes_on:
                 self.folder.refuse_other_writer()
             yield
         finally:

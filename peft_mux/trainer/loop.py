@@ -65,7 +65,8 @@ class StepLoop:
         """
         # From the first moment on: what other threads ask for while the model loads waits for the first step too.
         with self._membership.queue.training(self._membership.finish_commands):
-            return self._train(resume)
+            with self._run.saver.keep_folder(self._run.root, goes_on=not resume):
+                return self._train(resume)
 
     def _train(self, resume: str | bool | None) -> TrainOutput:
         self._opening.open(resume)

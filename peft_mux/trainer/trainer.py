@@ -287,8 +287,7 @@ class MultiTaskTrainer(Trainer):
             ConfigError: if another thread trains.
         """
         refuse_trainer_arguments(unsupported)
-        keeping = self._run.saver.keep_folder(self._run.root)
-        with self._world.processes.together(), keeping, keeping_freed_memory(self.args.device):
+        with self._world.processes.together(), keeping_freed_memory(self.args.device):
             return self._loop.train(resume_from_checkpoint)
 
     def evaluate(self, task: str | None = None, **unsupported: Any) -> dict[str, float]:  # type: ignore[override]

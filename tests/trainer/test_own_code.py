@@ -391,7 +391,7 @@ def test_a_schedule_that_fails_on_its_way_fails_its_task_alone(alone: Run, tmp_p
         lr_scheduler.step = raising(OverflowError("too large"))
 
     task = bad_task(callbacks=[Does(break_schedule)])
-    check_fails_alone(task, tmp_path, alone, "the optimizer failed at step 3: OverflowError: too large")
+    check_fails_alone(task, tmp_path, alone, "learning_rate: the schedule raises OverflowError: too large at step 4")
 
 
 # ------------------------------------------------------------------ what it costs
