@@ -17,6 +17,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from benchmarks.paths import ROOT
 
@@ -24,21 +25,20 @@ STEPS = Path(__file__).with_name("checkout_steps.py")
 
 
 class Child:
-    """One checkout that trains, a step at a time.
+    """One checkout that works in a process of its own, a step at a time.
 
     Args:
+        script: what the process runs; it is told the checkout, the root of the benchmarks and `arguments`.
         checkout: folder of the checkout.
-        mix: "uniform" or "nonuniform" tasks, as of `benchmarks.training.throughput`.
-        num_steps: steps that it takes in all.
+        arguments: what else the script wants to know.
     """
 
-    def __init__(self, checkout: Path, mix: str, num_steps: int) -> None:
+    def __init__(self, script: Path, checkout: Path, *arguments: str) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         # -P: the folder of the script holds modules that must not be found by their bare names.
-        command = [sys.executable, "-P", str(STEPS), str(checkout), str(ROOT), mix]
+        command = [sys.executable, "-P", str(script), str(checkout), str(ROOT), *arguments]
         pipe = subprocess.PIPE
         self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment, cwd="/tmp")
-        self.tell(str(num_steps))
 
     def tell(self, line: str) -> None:
         """Send one line."""
@@ -46,7 +46,7 @@ class Child:
         self.process.stdin.write(line + "\n")
         self.process.stdin.flush()
 
-    def hear(self) -> object:
+    def hear(self) -> Any:
         """Return what the next line of JSON says."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -54,16 +54,18 @@ class Child:
             raise SystemExit(f"a checkout ended with status {self.process.wait()}")
         return json.loads(line)
 
-    def step_s(self) -> float:
-        """Take one step; return its processor seconds."""
+    def step(self) -> Any:
+        """Take one step; return what the script says of it."""
         self.tell("step")
-        return float(str(self.hear()))
+        return self.hear()
 
 
 def compare(before: Path, after: Path, mix: str, *, num_steps: int, num_warm: int) -> None:
     """Print the times of both checkouts and their ratio, and whether they trained to the same losses."""
-    children = [Child(folder, mix, num_steps) for folder in (before, after)]
-    rounds = [[child.step_s() for child in children] for _ in range(num_steps)][num_warm:]
+    children = [Child(STEPS, folder, mix) for folder in (before, after)]
+    for child in children:
+        child.tell(str(num_steps))
+    rounds = [[float(child.step()) for child in children] for _ in range(num_steps)][num_warm:]
     losses = [child.hear() for child in children]
     ratio = statistics.median(own[1] / own[0] for own in rounds)
     seconds = [statistics.median(times) for times in zip(*rounds, strict=True)]

@@ -101,13 +101,13 @@ def _out_of_class(rank, lowest_rank, highest_rank):
 @triton.jit(do_not_specialize=["module_seed", "lowest_rank", "highest_rank"])
 def shrink_kernel(
     x_ptr,
-    w_ptr,
     s_ptr,
     places_ptr,
     tile_segment_ptr,
     tile_row_ptr,
     seg_end_ptr,
     step_seed_ptr,
+    w_ptr,
     w_offset_ptr,
     s_column_ptr,
     rank_ptr,
@@ -176,7 +176,6 @@ def shrink_kernel(
 @triton.jit(do_not_specialize=["module_seed", "lowest_rank", "highest_rank"])
 def expand_kernel(
     s_ptr,
-    w_ptr,
     y_ptr,
     bias_ptr,
     places_ptr,
@@ -184,6 +183,7 @@ def expand_kernel(
     tile_row_ptr,
     seg_end_ptr,
     step_seed_ptr,
+    w_ptr,
     w_offset_ptr,
     s_column_ptr,
     rank_ptr,
@@ -319,8 +319,8 @@ def wgrad_kernel(
 @triton.jit(do_not_specialize=["part_ranks"])
 def reduce_kernel(
     part_ptr,
-    grad_ptr,
     chunk_begin_ptr,
+    grad_ptr,
     w_offset_ptr,
     rank_ptr,
     part_ranks: tl.int32,

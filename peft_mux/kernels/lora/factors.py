@@ -6,6 +6,7 @@ Shape letters: G segments, R rows of a factor (its rank), D columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ class Factors:
         base: tensor from whose beginning distances are counted.
         offset_G: int64, distance of each segment's factor from it in elements; multiples of 8 where `width` is one.
         width: number of columns of every factor.
+        num_segments: number of segments, G.
+        launches: launches of these factors by what they were made for; those who launch keep them here.
     """
 
     def __init__(
@@ -58,6 +61,8 @@ class Factors:
                 offsets[index] = (part.data_ptr() - self.base.data_ptr()) // size
         self.offset_G = torch.empty(len(offsets), dtype=torch.int64, device=self.base.device)
         copy_to_device(offsets, self.offset_G)
+        self.num_segments = len(offsets)
+        self.launches: dict[tuple[Any, ...], Any] = {}
 
     @classmethod
     def of_slab(

@@ -13,7 +13,8 @@ Shape letters: T rows of the stream, D features read, K features of a layer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -24,12 +25,12 @@ _MAX_PASSES = 256
 class GroupCall(Protocol):
     """A group of linear layers in one pass."""
 
-    def forward(self, x_TD: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return each layer's output `[T, K]`, and what the backward pass needs besides `x`."""
+    def forward(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return each layer's output `[..., K]` for `x [..., D]`, and what the backward pass needs besides `x`."""
         ...
 
     def backward(
-        self, dys_TK: Sequence[torch.Tensor], x_TD: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
+        self, dys: Sequence[torch.Tensor], x: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
     ) -> torch.Tensor | None:
         """Add to the gradients of the factors, and return that of `x`."""
         ...
@@ -40,24 +41,41 @@ class LoraGroupFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x_TD: torch.Tensor, anchor: torch.Tensor, call: GroupCall, dtype: torch.dtype
+        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, call: GroupCall, dtype: torch.dtype
     ) -> tuple[torch.Tensor, ...]:
-        """Compute each `y`; save `x` and what the call asks for."""
-        x = x_TD.to(dtype)
-        outputs, saved = call.forward(x)
+        """Compute each `y [..., K]` of `x [..., D]`; save `x` and what the call asks for."""
+        ctx.call, ctx.dtype, ctx.input_dtype = call, dtype, x.dtype
+        # All shapes of x are taken as they come: a view outside of here would be a node of its own, twice a layer.
+        x = x if x.dtype is dtype else x.to(dtype)
+        with _without_autocast(x.device.type):
+            outputs, saved = call.forward(x)
         ctx.save_for_backward(x, saved)
-        ctx.call, ctx.dtype, ctx.input_dtype = call, dtype, x_TD.dtype
         return outputs
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *dys_TK: torch.Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
         """Return `dx`, and add to the gradients of the factors."""
         x, saved = ctx.saved_tensors
-        dys = [dy.to(ctx.dtype) for dy in dys_TK]
-        dx = ctx.call.backward(dys, x, saved, needs_dx=ctx.needs_input_grad[0])
+        dtype, input_dtype = ctx.dtype, ctx.input_dtype
+        dys_in_dtype = [dy if dy.dtype is dtype else dy.to(dtype) for dy in dys]
+        dx = ctx.call.backward(dys_in_dtype, x, saved, needs_dx=ctx.needs_input_grad[0])
         # None for the anchor: what it stands for, the factors' gradients, lies in their buffers already.
-        return None if dx is None else dx.to(ctx.input_dtype), None, None, None
+        return dx if dx is None or input_dtype is dtype else dx.to(input_dtype), None, None, None
+
+
+@contextmanager
+def _without_autocast(device_type: str) -> Iterator[None]:
+    """Let products be computed as they are: the dtype is settled, and autocast would cast each of them by itself."""
+    # The two calls that `torch.autocast` makes in the end, which here would cost as much as several launches.
+    if not torch.is_autocast_enabled(device_type):
+        yield
+        return
+    torch.set_autocast_enabled(device_type, False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, True)
 
 
 class PassRegistry:

@@ -119,20 +119,21 @@ class LoraGroup:
         self.layers = [
             _launch_of_layer(adapters, [starts[index] for starts in columns]) for index, adapters in enumerate(layers)
         ]
+        self._launches_of_a = [part for part in (self.joint, *self.apart) if part is not None]
 
     def forward(
         self,
-        x_TD: torch.Tensor,
+        x: torch.Tensor,
         bases: Sequence[Base],
         segments: SegmentTables,
         places: torch.Tensor,
         *,
         num_columns: int | None = None,
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return each layer's `y [T, K]`, and S for the backward pass.
+        """Return each layer's `y [..., K]`, and S for the backward pass.
 
         Args:
-            x_TD: `[T, D]` activations, in the dtype of the factors.
+            x: `[..., D]` activations, T rows, in the dtype of the factors.
             bases: the frozen part of each layer.
             segments: which rows of the stream belong to which task.
             places: int64 `[T]`, place of each row in its task's global batch, for dropout.
@@ -141,29 +142,31 @@ class LoraGroup:
         # Imported here, as it needs Triton, without which this file has to be importable.
         from peft_mux.kernels.lora import launch as kernels
 
+        lead, x_TD = x.shape[:-1], _rows(x)
         # Not zeroed: no kernel reads columns of S that its segment has not written.
-        s_TC = x_TD.new_empty(len(x_TD), num_columns or self.num_columns)
-        for part in self._launches_of_a():
+        s_TC = x_TD.new_empty((x_TD.shape[0], num_columns or self.num_columns))
+        for part in self._launches_of_a:
             draws = _dropout_arguments(part, places)
             kernels.shrink(x_TD, part.values, s_TC, segments, part.ranks, scaled=False, **draws)
         outputs = []
         for layer, base in zip(self.layers, bases, strict=True):
             if layer is None:
-                outputs.append(base.output(x_TD))
+                outputs.append(base.output(x))
                 continue
-            y_TK = x_TD.new_empty(len(x_TD), base.out_features)
+            y = x_TD.new_empty((*lead, base.out_features))
+            y_TK = _rows(y)
             bias = None if base.bias_K is None else base.bias_K.to(x_TD.dtype)
             # The adapters' part first: the base product adds it in its own epilogue, and no kernel has to read y.
             kernels.expand(s_TC, layer.values, y_TK, segments, layer.ranks, scaled=True, bias=bias)
             if base.weight_KD is not None:
                 torch.addmm(y_TK, x_TD, base.weight_KD.to(x_TD.dtype).t(), out=y_TK)
-            outputs.append(y_TK)
+            outputs.append(y)
         return tuple(outputs), s_TC
 
     def backward(
         self,
-        dys_TK: Sequence[torch.Tensor],
-        x_TD: torch.Tensor,
+        dys: Sequence[torch.Tensor],
+        x: torch.Tensor,
         s_TC: torch.Tensor,
         bases: Sequence[Base],
         segments: SegmentTables,
@@ -171,11 +174,11 @@ class LoraGroup:
         *,
         needs_dx: bool,
     ) -> torch.Tensor | None:
-        """Add to the gradients of the factors, and return `dx [T, D]`.
+        """Add to the gradients of the factors, and return `dx [..., D]`.
 
         Args:
-            dys_TK: gradient `[T, K]` of each layer's output.
-            x_TD: `[T, D]` activations that the forward pass read.
+            dys: gradient `[..., K]` of each layer's output.
+            x: `[..., D]` activations that the forward pass read.
             s_TC: the S `[T, C]` that the forward pass returned.
             bases: the frozen part of each layer.
             segments: which rows of the stream belong to which task.
@@ -184,51 +187,50 @@ class LoraGroup:
         """
         from peft_mux.kernels.lora import launch as kernels
 
+        x_TD = _rows(x)
         # Of several readers, one copy: a gradient of `expand` or `sum` has strides of 0.
-        dys = [dy if dy.stride(-1) == 1 else dy.contiguous() for dy in dys_TK]
+        dys_TK = [_rows(dy if dy.stride(-1) == 1 else dy.contiguous()) for dy in dys]
         # dS comes first, as dx and dA both read it (M Eq. 2).
         ds_TC = torch.empty_like(s_TC)
-        for layer, dy in zip(self.layers, dys, strict=True):
+        for layer, dy in zip(self.layers, dys_TK, strict=True):
             if layer is not None:
                 kernels.shrink(dy, layer.values, ds_TC, segments, layer.ranks, scaled=True)
-        dx_TD = self._input_gradient(dys, x_TD, ds_TC, bases, segments, places) if needs_dx else None
-        for part in self._launches_of_a():
+        dx = None
+        if needs_dx:
+            # Rows of their own, whatever the layout of x: kernels write whole words of a row.
+            # The joint launch writes every row; without it, launches of single layers add to zeros.
+            dx = x_TD.new_empty(x.shape) if self.joint is not None else x_TD.new_zeros(x.shape)
+            self._input_gradient(_rows(dx), dys_TK, ds_TC, bases, segments, places)
+        for part in self._launches_of_a:
             if part.gradients is not None:
                 draws: dict[str, Any] = {**_dropout_arguments(part, places), "accumulate": True}
                 kernels.wgrad(ds_TC, x_TD, part.gradients, segments, part.ranks, scaled=False, **draws)
-        for layer, dy in zip(self.layers, dys, strict=True):
+        for layer, dy in zip(self.layers, dys_TK, strict=True):
             if layer is not None and layer.gradients is not None:
                 kernels.wgrad(s_TC, dy, layer.gradients, segments, layer.ranks, scaled=True, accumulate=True)
-        return dx_TD
+        return dx
 
     def _input_gradient(
         self,
-        dys: Sequence[torch.Tensor],
-        x_TD: torch.Tensor,
+        dx_TD: torch.Tensor,
+        dys_TK: Sequence[torch.Tensor],
         ds_TC: torch.Tensor,
         bases: Sequence[Base],
         segments: SegmentTables,
         places: torch.Tensor,
-    ) -> torch.Tensor:
-        """Return dx: the adapters' part first, the base's on top; in this order in any company."""
+    ) -> None:
+        """Write dx: the adapters' part first, the base's on top; in this order in any company."""
         from peft_mux.kernels.lora import launch as kernels
 
-        # Rows of their own, whatever the layout of x: kernels write whole words of a row.
-        # The joint launch writes every row; without it, launches of single layers add to zeros.
-        dx_TD = x_TD.new_empty(x_TD.shape) if self.joint is not None else x_TD.new_zeros(x_TD.shape)
         if self.joint is not None:
             kernels.expand(ds_TC, self.joint.values, dx_TD, segments, self.joint.ranks, scaled=False)
         for part in self.apart:
             if part is not None:
                 draws: dict[str, Any] = {**_dropout_arguments(part, places), "add": True}
                 kernels.expand(ds_TC, part.values, dx_TD, segments, part.ranks, scaled=False, **draws)
-        for dy, base in zip(dys, bases, strict=True):
+        for dy, base in zip(dys_TK, bases, strict=True):
             if base.weight_KD is not None:
-                torch.addmm(dx_TD, dy, base.weight_KD.to(x_TD.dtype), out=dx_TD)
-        return dx_TD
-
-    def _launches_of_a(self) -> list[_LaunchOfA]:
-        return [part for part in (self.joint, *self.apart) if part is not None]
+                torch.addmm(dx_TD, dy, base.weight_KD.to(dx_TD.dtype), out=dx_TD)
 
 
 class Base(NamedTuple):
@@ -244,12 +246,17 @@ class Base(NamedTuple):
     bias_K: torch.Tensor | None
     out_features: int
 
-    def output(self, x_TD: torch.Tensor) -> torch.Tensor:
+    def output(self, x: torch.Tensor) -> torch.Tensor:
         """Return the frozen layer's own output; zeros where the caller adds it."""
         if self.weight_KD is None:
-            return x_TD.new_zeros(len(x_TD), self.out_features)
-        bias = None if self.bias_K is None else self.bias_K.to(x_TD.dtype)
-        return F.linear(x_TD, self.weight_KD.to(x_TD.dtype), bias)
+            return x.new_zeros((*x.shape[:-1], self.out_features))
+        bias = None if self.bias_K is None else self.bias_K.to(x.dtype)
+        return F.linear(x, self.weight_KD.to(x.dtype), bias)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """Return `x [..., D]` as `[T, D]`."""
+    return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _check_ranks(layers: Sequence[Sequence[Adapter | None]]) -> None:

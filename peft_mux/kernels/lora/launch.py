@@ -6,6 +6,9 @@
 
 The kernels stand in `device.py`. Importing this file imports Triton; only the caller that has chosen it does so.
 
+What of a launch is the same in every pass is checked and put together once, as `Launch`, and kept by the `Factors` that
+it is of: below a few thousand tokens it is the host that sets the speed of a pass.
+
 Shape letters: T rows of the stream, D features, K features written, C columns of S, G segments.
 """
 
@@ -14,6 +17,7 @@ Shape letters: T rows of the stream, D features, K features written, C columns o
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -28,6 +32,8 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What activations and factors may be held in; sums are fp32 in any case."""
 
 _REDUCE_RANKS = 16  # rows of a block of the reduction
+_WORD_BYTES = 16  # code for tensors that begin on such moves whole words
+_MAX_LAYOUTS = 64  # of one factor; a model has one or two
 
 # Tests run the kernels on CPUs in Triton's interpreter, whose products of 16-bit blocks are wrong.
 _INTERPRETED = not isinstance(shrink_kernel, triton.JITFunction)
@@ -64,28 +70,36 @@ def shrink(
         ValueError: if a shape, a dtype or a layout is not as above.
     """
     x_TD = _adjacent_columns(x_TD)
-    _check_launch(x_TD, w, s_TC, tables, ranks, places)
-    if tables.num_tiles == 0:
-        return
+    drop = ranks.has_dropout and places is not None
+    key = "shrink", ranks, scaled, drop, module_seed, tables.block_rows, *_layout(x_TD, s_TC)
+    launches = _prepared(w, key, x_TD, s_TC, tables, ranks, places, _shrink_launches)
+    # Without draws the argument is not read, but some tensor has to stand there.
+    moving = x_TD, s_TC, tables.step_seed_G if places is None else places
+    num_tiles = tables.num_tiles
+    for blocks, launch in launches if num_tiles else ():
+        launch((num_tiles, blocks, 1), moving, tables.of_tiles)
+
+
+def _shrink_launches(key: tuple[Any, ...], w: Factors, x_TD: torch.Tensor, s_TC: torch.Tensor) -> list[_Blocks]:
+    _, ranks, scaled, drop, module_seed, block_rows, *_ = key
+    launches = []
     for lowest, highest, block_ranks in _rank_classes(ranks):
         tile = _tiles("shrink", x_TD, block_ranks)
-        _launch(
+        launch = Launch(
             shrink_kernel,
-            (tables.num_tiles, _cdiv(min(highest, ranks.max_rank), block_ranks)),
             tile,
-            # Without draws the argument is not read, but some tensor has to stand there.
-            *(x_TD, w.base, s_TC, tables.step_seed_G if places is None else places),
-            *(tables.tile_segment, tables.tile_row, tables.seg_end_G, tables.step_seed_G),
-            *(w.offset_G, *_adapter_arguments(ranks)),
+            *(w.base, w.offset_G, *_adapter_arguments(ranks)),
             *(x_TD.stride(0), s_TC.stride(0), lowest, highest, signed_seed(module_seed)),
             D=x_TD.shape[1],
-            BLOCK_M=tables.block_rows,
+            BLOCK_M=block_rows,
             BLOCK_D=tile.columns,
             BLOCK_R=block_ranks,
             SCALED=scaled,
-            DROP=ranks.has_dropout and places is not None,
+            DROP=drop,
             UPCAST=_INTERPRETED,
         )
+        launches.append((_cdiv(min(highest, ranks.max_rank), block_ranks), launch))
+    return launches
 
 
 def expand(
@@ -123,36 +137,44 @@ def expand(
     Raises:
         ValueError: if a shape, a dtype or a layout is not as above, or a bias would be dropped from.
     """
-    _check_launch(y_TK, w, s_TC, tables, ranks, places)
-    width = y_TK.shape[1]
     drop = ranks.has_dropout and places is not None
+    key = "expand", ranks, scaled, drop, module_seed, tables.block_rows, *_layout(y_TK, s_TC), bias is not None, add
+    launches = _prepared(w, key, y_TK, s_TC, tables, ranks, places, _expand_launches)
+    if bias is not None and (drop or bias.shape != y_TK.shape[1:] or not bias.is_contiguous()):
+        width = y_TK.shape[1]
+        raise ValueError(f"bias of shape {tuple(bias.shape)}; allowed: contiguous [{width}], and none with dropout.")
+    moving = s_TC, y_TK, w.base if bias is None else bias, tables.step_seed_G if places is None else places
+    num_tiles = tables.num_tiles
+    for blocks, launch in launches if num_tiles else ():
+        launch((num_tiles, blocks, 1), moving, tables.of_tiles)
+
+
+def _expand_launches(key: tuple[Any, ...], w: Factors, y_TK: torch.Tensor, s_TC: torch.Tensor) -> list[_Blocks]:
+    _, ranks, scaled, drop, module_seed, block_rows, *_, has_bias, add = key
+    width = y_TK.shape[1]
     if y_TK.stride(1) != 1 and width > 1:
         raise ValueError("columns of y are not adjacent; a copy would get the result in its place.")
-    if bias is not None and (drop or bias.shape != (width,) or not bias.is_contiguous()):
-        raise ValueError(f"bias of shape {tuple(bias.shape)}; allowed: contiguous [{width}], and none with dropout.")
-    if tables.num_tiles == 0:
-        return
+    launches = []
     # Without `add` every row has to be written, those of tasks without an adapter here too.
     for lowest, highest, block_ranks in _rank_classes(ranks, with_zero=not add):
         tile = _tiles("expand", y_TK, block_ranks)
-        _launch(
+        launch = Launch(
             expand_kernel,
-            (tables.num_tiles, _cdiv(width, tile.columns)),
             tile,
-            *(s_TC, w.base, y_TK, w.base if bias is None else bias, tables.step_seed_G if places is None else places),
-            *(tables.tile_segment, tables.tile_row, tables.seg_end_G, tables.step_seed_G),
-            *(w.offset_G, *_adapter_arguments(ranks)),
+            *(w.base, w.offset_G, *_adapter_arguments(ranks)),
             *(s_TC.stride(0), y_TK.stride(0), lowest, highest, signed_seed(module_seed)),
             K=width,
-            BLOCK_M=tables.block_rows,
+            BLOCK_M=block_rows,
             BLOCK_K=tile.columns,
             BLOCK_R=block_ranks,
             SCALED=scaled,
             DROP=drop,
-            HAS_BIAS=bias is not None,
+            HAS_BIAS=has_bias,
             ADD=add,
             UPCAST=_INTERPRETED,
         )
+        launches.append((_cdiv(width, tile.columns), launch))
+    return launches
 
 
 def wgrad(
@@ -189,48 +211,134 @@ def wgrad(
         ValueError: if a shape, a dtype or a layout is not as above.
     """
     x_TD = _adjacent_columns(x_TD)
-    _check_launch(x_TD, grad, s_TC, tables, ranks, places, is_gradient=True)
-    width = x_TD.shape[1]
+    drop = ranks.has_dropout and places is not None
+    blocks_of_rows = tables.block_rows, tables.chunk_rows
+    key = "wgrad", ranks, scaled, drop, module_seed, blocks_of_rows, *_layout(x_TD, s_TC), accumulate
+    launches = _prepared(grad, key, x_TD, s_TC, tables, ranks, places, _wgrad_launches)
     if ranks.max_rank == 0 or tables.num_segments == 0:
         return
+    num_chunks = tables.num_chunks
     # fp32 whatever the factors are held in: the parts of many chunks are still to be added.
-    parts = torch.empty(tables.num_chunks, ranks.max_rank, width, dtype=torch.float32, device=x_TD.device)
-    for lowest, highest, block_ranks in _rank_classes(ranks) if tables.num_chunks else ():
+    parts = s_TC.new_empty((num_chunks, ranks.max_rank, x_TD.shape[1]), dtype=torch.float32)
+    moving = s_TC, x_TD, parts, tables.step_seed_G if places is None else places
+    *of_chunks, (grid, reduction) = launches
+    for blocks, launch in of_chunks if num_chunks else ():
+        launch((num_chunks, *blocks), moving, tables.of_chunks)
+    # Also without any chunk: an empty segment's gradient has to be written, unless it accumulates.
+    reduction((tables.num_segments, *grid), (parts,), (tables.chunk_begin,))
+
+
+def _wgrad_launches(key: tuple[Any, ...], grad: Factors, x_TD: torch.Tensor, s_TC: torch.Tensor) -> list[_Blocks]:
+    """Return the launches over chunks, and last that of their reduction."""
+    _, ranks, scaled, drop, module_seed, (block_rows, chunk_rows), *_, accumulate = key
+    width = x_TD.shape[1]
+    launches: list[_Blocks] = []
+    for lowest, highest, block_ranks in _rank_classes(ranks):
         tile = _tiles("wgrad", x_TD, block_ranks)
-        _launch(
+        launch = Launch(
             wgrad_kernel,
-            (tables.num_chunks, _cdiv(width, tile.columns), _cdiv(min(highest, ranks.max_rank), block_ranks)),
             tile,
-            *(s_TC, x_TD, parts, tables.step_seed_G if places is None else places),
-            *(tables.chunk_segment, tables.chunk_row, tables.seg_end_G, tables.step_seed_G),
             *_adapter_arguments(ranks),
             *(s_TC.stride(0), x_TD.stride(0), ranks.max_rank, lowest, highest, signed_seed(module_seed)),
             D=width,
-            CHUNK=tables.chunk_rows,
-            BLOCK_M=tables.block_rows,
+            CHUNK=chunk_rows,
+            BLOCK_M=block_rows,
             BLOCK_D=tile.columns,
             BLOCK_R=block_ranks,
             SCALED=scaled,
-            DROP=ranks.has_dropout and places is not None,
+            DROP=drop,
             UPCAST=_INTERPRETED,
         )
-    # Also without any chunk: an empty segment's gradient has to be written, unless it accumulates.
+        launches.append(((_cdiv(width, tile.columns), _cdiv(min(highest, ranks.max_rank), block_ranks)), launch))
     tile = tunings.tiles("reduce", tunings.gpu_model(x_TD.device), width, _REDUCE_RANKS, grad.base.element_size())
-    _launch(
+    launch = Launch(
         reduce_kernel,
-        (tables.num_segments, _cdiv(width, tile.columns), _cdiv(ranks.max_rank, _REDUCE_RANKS)),
         tile,
-        *(parts, grad.base, tables.chunk_begin, grad.offset_G, ranks.rank_G, ranks.max_rank),
+        *(grad.base, grad.offset_G, ranks.rank_G, ranks.max_rank),
         D=width,
         BLOCK_R=_REDUCE_RANKS,
         BLOCK_D=tile.columns,
         ACCUMULATE=accumulate,
     )
+    return [*launches, ((_cdiv(width, tile.columns), _cdiv(ranks.max_rank, _REDUCE_RANKS)), launch)]
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], tile: tunings.Tiles, *arguments: object, **constants: object) -> None:
-    """Start a kernel; all launches of a pass go through here."""
-    kernel[grid](*arguments, **constants, num_warps=tile.warps, num_stages=tile.stages)
+class Launch:
+    """A kernel with all of its arguments that are the same in every pass.
+
+    Triton would bind the arguments anew in each launch, to find the code that was compiled for such ones; that takes
+    the host several times as long as the launch. All that decides it is fixed here, but where tensors begin: the code
+    for tensors that begin on 16 bytes is kept from the first launch, and any other launch goes through Triton's binder.
+
+    Args:
+        kernel: the Triton kernel.
+        tile: how it is launched.
+        fixed: the arguments between those of a call and the constants.
+        constants: the kernel's constants, in its own order, which ends with them.
+    """
+
+    __slots__ = ("_compiled", "_constants", "_fixed", "_kernel", "_options")
+
+    def __init__(self, kernel: Any, tile: tunings.Tiles, *fixed: object, **constants: object) -> None:
+        """Remember all of them; nothing is compiled yet."""
+        assert tuple(kernel.arg_names[-len(constants) :]) == tuple(constants), "constants are in the kernel's order"
+        self._kernel, self._fixed, self._constants = kernel, fixed, constants
+        self._options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        self._compiled: Any = None
+
+    def __call__(
+        self, grid: tuple[int, ...], moving: tuple[torch.Tensor, ...], tables: tuple[torch.Tensor, ...]
+    ) -> None:
+        """Start the kernel; all launches go through here.
+
+        Args:
+            grid: number of programs in each of three dimensions.
+            moving: the kernel's first arguments, tensors that lie elsewhere in each pass.
+            tables: the arguments after them, tables of the pass, which begin on 16 bytes.
+        """
+        address = 0
+        for tensor in moving:
+            address |= tensor.data_ptr()
+        if self._compiled is not None and address % _WORD_BYTES == 0:
+            self._compiled[grid](*moving, *tables, *self._fixed)
+            return
+        compiled = self._kernel[grid](*moving, *tables, *self._fixed, **self._constants, **self._options)
+        # Triton's interpreter compiles nothing, and returns nothing.
+        if compiled is not None and address % _WORD_BYTES == 0:
+            self._compiled = compiled
+            self._fixed = *self._fixed, *self._constants.values()
+            self._constants = {}
+
+
+_Blocks = tuple[Any, Launch]
+"""The rest of a launch's grid, and the launch."""
+
+
+def _layout(x_TD: torch.Tensor, s_TC: torch.Tensor) -> tuple[object, ...]:
+    """Return what code is compiled for, of the tensors that are others in each pass."""
+    return x_TD.dtype, x_TD.shape[1], x_TD.stride(), s_TC.dtype, s_TC.shape[1], s_TC.stride()
+
+
+def _prepared(
+    w: Factors,
+    key: tuple[Any, ...],
+    x_TD: torch.Tensor,
+    s_TC: torch.Tensor,
+    tables: SegmentTables,
+    ranks: RankTable,
+    places: torch.Tensor | None,
+    prepare: Callable[[tuple[Any, ...], Factors, torch.Tensor, torch.Tensor], list[_Blocks]],
+) -> list[_Blocks]:
+    """Return the launches under a key, checked and put together at the first time; rows are checked each time."""
+    launches = w.launches.get(key)
+    if launches is None:
+        _check_layout(x_TD, w, s_TC, ranks, is_gradient=prepare is _wgrad_launches)
+    _check_rows(x_TD, w, s_TC, tables, ranks, places)
+    if launches is None:
+        if len(w.launches) >= _MAX_LAYOUTS:
+            w.launches.clear()
+        launches = w.launches[key] = prepare(key, w, x_TD, s_TC)
+    return launches
 
 
 def _adapter_arguments(ranks: RankTable) -> tuple[torch.Tensor, ...]:
@@ -270,33 +378,37 @@ def _adjacent_columns(x_TD: torch.Tensor) -> torch.Tensor:
     return x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()
 
 
-def _check_launch(
-    x_TD: torch.Tensor,
-    w: Factors,
-    s_TC: torch.Tensor,
-    tables: SegmentTables,
-    ranks: RankTable,
-    places: torch.Tensor | None,
-    *,
-    is_gradient: bool = False,
-) -> None:
-    """Raise where a launch would read or write outside of its tensors, or compute with the wrong type."""
-    num_rows, width = x_TD.shape
+def _check_layout(x_TD: torch.Tensor, w: Factors, s_TC: torch.Tensor, ranks: RankTable, *, is_gradient: bool) -> None:
+    """Raise where a launch would compute with the wrong type, or read columns that are not there."""
+    width = x_TD.shape[1]
     if x_TD.dtype not in DTYPES or s_TC.dtype != x_TD.dtype:
         raise ValueError(f"activations are {x_TD.dtype}, S is {s_TC.dtype}; allowed: one of bf16, fp16, fp32 for both.")
     if w.base.dtype != (torch.float32 if is_gradient else x_TD.dtype):
         raise ValueError(f"factors or gradients are {w.base.dtype}; allowed: that of activations, fp32 for gradients.")
     if w.width != width:
         raise ValueError(f"factors have {w.width} columns; allowed: {width}, as activations.")
-    if len(s_TC) != num_rows or s_TC.shape[1] < ranks.num_columns or s_TC.stride(1) != 1:
+    if s_TC.shape[1] < ranks.num_columns or s_TC.stride(1) != 1:
         raise ValueError(
-            f"S of shape {tuple(s_TC.shape)}; allowed: [{num_rows}, at least {ranks.num_columns}], columns adjacent."
+            f"S of shape {tuple(s_TC.shape)}; allowed: [{len(x_TD)}, at least {ranks.num_columns}], columns adjacent."
         )
-    counts = {tables.num_segments, ranks.num_segments, len(w.offset_G)}
-    if len(counts) > 1 or tables.num_rows > num_rows:
+
+
+def _check_rows(
+    x_TD: torch.Tensor,
+    w: Factors,
+    s_TC: torch.Tensor,
+    tables: SegmentTables,
+    ranks: RankTable,
+    places: torch.Tensor | None,
+) -> None:
+    """Raise where a launch would read or write rows, segments or places that are not there."""
+    num_rows = x_TD.shape[0]
+    if s_TC.shape[0] != num_rows:
+        raise ValueError(f"S of shape {tuple(s_TC.shape)}; allowed: [{num_rows}, columns], as activations.")
+    if tables.num_rows > num_rows or not tables.num_segments == ranks.num_segments == w.num_segments:
         raise ValueError(
             f"{tables.num_segments} segments of {tables.num_rows} rows, ranks of {ranks.num_segments} segments, "
-            f"factors of {len(w.offset_G)}, {num_rows} rows of the stream; the tables do not fit."
+            f"factors of {w.num_segments}, {num_rows} rows of the stream; the tables do not fit."
         )
     if places is not None and (places.dtype != torch.int64 or len(places) < num_rows or not places.is_contiguous()):
         raise ValueError(f"places are {places.dtype} of length {len(places)}; allowed: contiguous int64 [{num_rows}].")

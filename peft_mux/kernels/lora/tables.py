@@ -55,6 +55,10 @@ class SegmentTables:
         chunk_rows: number of rows of a chunk.
         num_segments: number of segments, G, with unused ones where the size is fixed.
         num_rows: number of rows that belong to a segment.
+        num_tiles: NT, the programs of a launch over rows.
+        num_chunks: NC, the programs of a launch over chunks.
+        of_tiles: the tables that launches over rows take, in the order in which they take them.
+        of_chunks: those that launches over chunks take.
     """
 
     def __init__(
@@ -105,16 +109,9 @@ class SegmentTables:
         self.step_seed_G = parts[0].view(torch.int64)
         self.seg_start_G, self.seg_end_G, self.tile_segment, self.tile_row = parts[1:5]
         self.chunk_segment, self.chunk_row, self.chunk_begin = parts[5:]
-
-    @property
-    def num_tiles(self) -> int:
-        """NT, the programs of a launch over rows."""
-        return len(self.tile_segment)
-
-    @property
-    def num_chunks(self) -> int:
-        """NC, the programs of a launch over chunks."""
-        return len(self.chunk_segment)
+        self.num_tiles, self.num_chunks = num_tiles, num_chunks
+        self.of_tiles = self.tile_segment, self.tile_row, self.seg_end_G, self.step_seed_G
+        self.of_chunks = self.chunk_segment, self.chunk_row, self.seg_end_G, self.step_seed_G
 
     def update(self, lengths: Sequence[int], step_seeds: Sequence[int]) -> None:
         """Rewrite the tables for another step, in the same memory.

@@ -57,6 +57,11 @@ class MultiplexedForward:
 
     def rows(self, x: torch.Tensor, width: int) -> torch.Tensor:
         """Return `x` as `[rows, width]`, having checked that its rows are the stream's."""
+        self.check_rows(x, width)
+        return x.reshape(-1, width)
+
+    def check_rows(self, x: torch.Tensor, width: int) -> None:
+        """Refuse an `x` whose rows are not the stream's."""
         if x.numel() != self.stream.num_rows * width:
             raise UnsupportedModelError(
                 f"{self.name} ({type(self.module).__name__}) was called with a tensor of shape {list(x.shape)}, which "
@@ -64,4 +69,3 @@ class MultiplexedForward:
                 "every token once, in order. Take this module out of target_modules (experts of a mixture, for one, "
                 "see tokens that were regrouped), or set the dropout to 0."
             )
-        return x.reshape(-1, width)

@@ -47,8 +47,7 @@ class MultiplexedLinear(MultiplexedForward):
         if len(self.group.members) > 1:
             return self.group.shared_output(self, x)
         layer: Any = self.module
-        (y_TK,) = self.group.outputs(x)
-        y = y_TK.view(*x.shape[:-1], -1)
+        (y,) = self.group.outputs(x)
         return y if self.is_plain else base_output(layer.base_layer, x, self.name) + y
 
     def reason_against_graphs(self) -> str | None:
@@ -91,8 +90,10 @@ class MultiplexedLinear(MultiplexedForward):
 
     def draws_in_window(self, rows: Sequence[RowSegment]) -> bool:
         """Whether some adapter drops elements of an input of which only some columns lie here."""
+        if self._window is None:
+            return False
         layer: Any = self.module
-        adapters = [segment.adapter for segment in rows] if self._window is not None else []
+        adapters = [segment.adapter for segment in rows]
         return any(adapter in layer.lora_A and self.dropout_of(adapter) > 0.0 for adapter in adapters)
 
 
@@ -143,26 +144,30 @@ class LinearGroup:
         self.num_columns = sum(round_up_to_group(max(map(int, layer.r.values()), default=0)) for layer in layers)
 
     def outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return `[T, K]` of each layer."""
-        x_TD = self.members[0].rows(x, x.shape[-1])
+        """Return `[..., K]` of each layer, for `x [..., D]`."""
+        self.members[0].check_rows(x, x.shape[-1])
         lora_pass = self.stream.pass_of(NAME)
         # Kernels number draws by the columns that they see, which here are not those of the whole input.
         if any(member.draws_in_window(self.stream.segments) for member in self.members):
-            if runs_kernels(x_TD.device):
+            if runs_kernels(x.device):
                 _say_windows()
             lora_pass = None
+        lead = x.shape[:-1]
         if lora_pass is not None and not any(member.module.disable_adapters for member in self.members):
-            device_type = x_TD.device.type
+            device_type = x.device.type
             autocast = torch.is_autocast_enabled(device_type)
-            dtype = torch.get_autocast_dtype(device_type) if autocast else x_TD.dtype
-            # The dtype is settled above; autocast would cast each product by itself.
-            with torch.autocast(device_type, enabled=False):
-                if torch.compiler.is_compiling():
-                    return lora_pass.compiled_outputs(self, x_TD, dtype)
-                ys = lora_pass.outputs(self, x_TD, dtype)
+            dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
+            if torch.compiler.is_compiling():
+                # The dtype is settled above; autocast would cast each product by itself.
+                with torch.autocast(device_type, enabled=False):
+                    ys = lora_pass.compiled_outputs(self, x.reshape(-1, x.shape[-1]), dtype)
+                return tuple(y.view(*lead, -1) for y in ys)
+            ys = lora_pass.outputs(self, x, dtype)
             if ys is not None:
                 return ys
-        return grouped_lora_slices(x_TD, [member.slice() for member in self.members], self.stream.places)
+        x_TD = x.reshape(-1, x.shape[-1])
+        ys = grouped_lora_slices(x_TD, [member.slice() for member in self.members], self.stream.places)
+        return tuple(y.view(*lead, -1) for y in ys)
 
     def shared_output(self, member: MultiplexedLinear, x: torch.Tensor) -> torch.Tensor:
         """Return one member's output for `x`."""
@@ -186,7 +191,7 @@ class LinearGroup:
             member.group.count_columns()
             return member.multiplexed(x)
         ys = self.outputs(x)
-        outputs = {id(item): y.view(*x.shape[:-1], -1) for item, y in zip(self.members, ys, strict=True)}
+        outputs = {id(item): y for item, y in zip(self.members, ys, strict=True)}
         y = outputs.pop(id(member))
         self._x, self._pass, self._ready = x, this_pass, outputs
         return y

@@ -43,7 +43,7 @@ class LoraGroups:
     def __init__(self, slab_of: Callable[[str], TaskSlab | None]) -> None:
         """Start empty."""
         self._slab_of = slab_of
-        self._compositions: OrderedDict[tuple[Any, ...], dict[int, LoraGroup | None]] = OrderedDict()
+        self._compositions: OrderedDict[tuple[Any, ...], Composition] = OrderedDict()
         self._num_enrolled = 0
         # Weakly, as groups belong to their layers, which may be regrouped or removed.
         self._groups: weakref.WeakValueDictionary[int, LinearGroup] = weakref.WeakValueDictionary()
@@ -73,29 +73,62 @@ class LoraGroups:
         """Return the group of a number."""
         return self._groups[number]
 
-    def tables(
-        self, group: LinearGroup, adapters: tuple[str, ...], dtype: torch.dtype, watched: frozenset[int] = frozenset()
-    ) -> LoraGroup | None:
-        """Return what launches need to know, or `None` where kernels cannot serve this group.
+    def composition(
+        self,
+        adapters: tuple[str, ...],
+        dtype: torch.dtype,
+        *,
+        is_training: bool,
+        watched: frozenset[int] = frozenset(),
+    ) -> Composition:
+        """Return the tables of a set of tasks that share a pass.
 
         Args:
-            group: the layers that are computed together.
             adapters: internal id of each segment's task.
             dtype: the dtype of the activations.
+            is_training: whether adapters drop out.
             watched: ids of parameters that slices serve.
         """
         slabs = [self._slab_of(adapter) for adapter in adapters]
         bindings = tuple(0 if slab is None else slab.num_bindings for slab in slabs)
         # All that tables depend on: gradients move when they are bound anew, and dropout goes with training.
-        key = adapters, bindings, dtype, group.is_training, watched
-        known = self._compositions.setdefault(key, {})
+        key = adapters, bindings, dtype, is_training, watched
+        if key not in self._compositions:
+            self._compositions[key] = Composition(adapters, slabs, dtype, watched)
         self._compositions.move_to_end(key)
         # Tasks that take turns would otherwise leave tables of every combination behind.
         while len(self._compositions) > _MAX_COMPOSITIONS:
             self._compositions.popitem(last=False)
-        if group.number not in known:
-            known[group.number] = _tables(group, adapters, slabs, dtype, watched)
-        return known[group.number]
+        return self._compositions[key]
+
+
+class Composition:
+    """Tables of all groups of a model for one set of tasks, made when a group is first computed.
+
+    Args:
+        adapters: internal id of each segment's task.
+        slabs: the slab of each; `None` where it has none.
+        dtype: the dtype of the activations.
+        watched: ids of parameters that slices serve.
+    """
+
+    def __init__(
+        self,
+        adapters: tuple[str, ...],
+        slabs: Sequence[TaskSlab | None],
+        dtype: torch.dtype,
+        watched: frozenset[int],
+    ) -> None:
+        """Start without tables."""
+        self._of_tables = adapters, slabs, dtype, watched
+        self._found: dict[int, LoraGroup | None] = {}
+
+    def tables(self, group: LinearGroup) -> LoraGroup | None:
+        """Return what launches need to know of a group, or `None` where kernels cannot serve it."""
+        number = group.number
+        if number not in self._found:
+            self._found[number] = _tables(group, *self._of_tables)
+        return self._found[number]
 
 
 def _tables(
@@ -181,6 +214,7 @@ class LoraPass:
         self.found: dict[tuple[int, torch.dtype], LoraGroup | None] = {}
         self._tables: SegmentTables | None = None
         self._watched: frozenset[int] = frozenset()
+        self._compositions: dict[tuple[torch.dtype, bool], Composition] = {}
         if runs_kernels(places.device):
             # Once a pass and not once a layer, as every parameter of every task is looked at.
             self._watched = groups.watched(self.adapters)
@@ -209,19 +243,19 @@ class LoraPass:
                 return f"kernels do not serve the adapters of {self._groups.group(number).members[0].name}"
         return None if self.found else "adapters are not computed by kernels"
 
-    def outputs(self, group: LinearGroup, x_TD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...] | None:
-        """Return `[T, K]` of each layer of a group through the kernels; `None` where they cannot serve it.
+    def outputs(self, group: LinearGroup, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...] | None:
+        """Return `[..., K]` of each layer of a group through the kernels; `None` where they cannot serve it.
 
         Args:
             group: the layers that are computed together.
-            x_TD: `[T, D]`, the activations that all of them read.
+            x: `[..., D]`, the activations that all of them read, T rows.
             dtype: the dtype to compute in.
         """
         tables = self._tables_of(group, dtype)
         if tables is None or self._tables is None:
             return None
         call = _KernelCall(tables, group.bases(), self._tables, self.places)
-        return LoraGroupFunction.apply(x_TD, self.anchor, call, dtype)
+        return LoraGroupFunction.apply(x, self.anchor, call, dtype)
 
     def compiled_outputs(self, group: LinearGroup, x_TD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return the same as one opaque operator of a compiled graph."""
@@ -243,12 +277,21 @@ class LoraPass:
         if self._tables is None:
             return None
         if not self._has_fixed_size:
-            return self._groups.tables(group, self.adapters, dtype, self._watched)
+            return self._composition(group, dtype).tables(group)
         # Kept by the pass itself: the groups' own tables may be dropped while captured launches read them.
         key = group.number, dtype
         if key not in self.found:
-            self.found[key] = self._groups.tables(group, self.adapters, dtype, self._watched)
+            self.found[key] = self._composition(group, dtype).tables(group)
         return self.found[key]
+
+    def _composition(self, group: LinearGroup, dtype: torch.dtype) -> Composition:
+        """Return the tables of the tasks of this pass, which are looked up once and not once a layer."""
+        key = dtype, group.is_training
+        if key not in self._compositions:
+            self._compositions[key] = self._groups.composition(
+                self.adapters, dtype, is_training=key[1], watched=self._watched
+            )
+        return self._compositions[key]
 
 
 def _weakly(find: Callable[[int, torch.dtype], Any]) -> Callable[[int, torch.dtype], Any]:
