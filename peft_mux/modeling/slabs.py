@@ -10,6 +10,8 @@ in weights and gradients.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -18,6 +20,10 @@ from torch import nn
 
 GROUP = 8
 """Elements that the size of any parameter in a page is a multiple of."""
+
+_GRADIENT = operator.attrgetter("grad")
+_HOOKS = operator.attrgetter("_backward_hooks")
+_LATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 class Slot(NamedTuple):
@@ -115,6 +121,7 @@ class Page:
             # By identity, as tensors compare by element.
             self._entries[id(parameter)] = entry
             offset += slots[name].num_elements
+        self._parameters = [entry.parameter for entry in self._entries.values()]
         self.values = nn.Parameter(flat)
 
     def factor(self, parameter: nn.Parameter, dtype: torch.dtype) -> Factor | None:
@@ -151,8 +158,10 @@ class Page:
 
     def watched(self) -> list[int]:
         """Return the ids of parameters that have hooks on their gradients."""
-        parameters = (entry.parameter for entry in self._entries.values())
-        return [id(p) for p in parameters if p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)]
+        # Every parameter of every task in every pass: without a step of Python for each.
+        if not any(map(_HOOKS, self._parameters)) and not any(map(_LATE_HOOKS, self._parameters)):
+            return []
+        return [id(p) for p in self._parameters if _HOOKS(p) or _LATE_HOOKS(p)]
 
     def bind_gradients(self) -> None:
         """See to it that every parameter has a gradient that is a view of one flat buffer; new ones are zero."""
@@ -165,7 +174,7 @@ class Page:
                     view = entry.view_of(self.values.grad)
                     view.copy_(entry.parameter.grad)
                     entry.parameter.grad = view
-        elif all(entry.parameter.grad is not None for entry in self._entries.values()):
+        elif not any(map(operator.is_, map(_GRADIENT, self._parameters), itertools.repeat(None))):
             return
         for entry in self._entries.values():
             if entry.parameter.grad is None:

@@ -245,6 +245,12 @@ def expand_kernel(
     tl.store(y_ptr, sums.to(y_ptr.dtype.element_ty), mask=row_mask[:, None] & column_mask[None, :])
 
 
+@triton.jit
+def _has_one_chunk(chunk_begin_ptr, segment):
+    """Return whether a segment's gradient is what a single program of wgrad sums up."""
+    return tl.load(chunk_begin_ptr + segment + 1) - tl.load(chunk_begin_ptr + segment) == 1
+
+
 @triton.jit(do_not_specialize=["module_seed", "part_ranks", "lowest_rank", "highest_rank"])
 def wgrad_kernel(
     s_ptr,
@@ -253,8 +259,11 @@ def wgrad_kernel(
     places_ptr,
     chunk_segment_ptr,
     chunk_row_ptr,
+    chunk_begin_ptr,
     seg_end_ptr,
     step_seed_ptr,
+    grad_ptr,
+    w_offset_ptr,
     s_column_ptr,
     rank_ptr,
     scale_ptr,
@@ -273,9 +282,14 @@ def wgrad_kernel(
     BLOCK_R: tl.constexpr,
     SCALED: tl.constexpr,
     DROP: tl.constexpr,
+    ACCUMULATE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """The part of a weight gradient that one chunk of rows gives, for one block of ranks and of columns."""
+    """What one chunk of rows gives to a weight gradient, for one block of ranks and of columns.
+
+    It is the whole gradient of a segment that has one chunk only, and else a part that `reduce_kernel` adds up; which
+    of the two follows from a segment's own rows.
+    """
     CALLS: tl.constexpr = (D + 7) // 8
     chunk = tl.program_id(0)
     segment = tl.load(chunk_segment_ptr + chunk)
@@ -310,10 +324,17 @@ def wgrad_kernel(
             x = tl.where(_keep_mask(key, counter, first_column, threshold, BLOCK_D, False), x, 0.0)
         sums = _dot(tl.trans(x), s, sums, UPCAST)
     sums = sums * _factor(scale_ptr, keep_scale_ptr, segment, SCALED, DROP)
-    # int64, as chunks times ranks times columns may pass 2^31.
-    part_ptr += chunk.to(tl.int64) * part_ranks * D
-    part_ptr = part_ptr + ranks[:, None] * D + column[None, :]
-    tl.store(part_ptr, tl.trans(sums), mask=rank_mask[:, None] & column_mask[None, :])
+    gradient = tl.trans(sums)
+    place = ranks[:, None] * D + column[None, :]
+    mask = rank_mask[:, None] & column_mask[None, :]
+    if _has_one_chunk(chunk_begin_ptr, segment):
+        own_ptr = grad_ptr + tl.multiple_of(tl.load(w_offset_ptr + segment), 8) + place
+        if ACCUMULATE:
+            gradient += tl.load(own_ptr, mask=mask, other=0.0)
+        tl.store(own_ptr, gradient, mask=mask)
+    else:
+        # int64, as chunks times ranks times columns may pass 2^31.
+        tl.store(part_ptr + chunk.to(tl.int64) * part_ranks * D + place, gradient, mask=mask)
 
 
 @triton.jit(do_not_specialize=["part_ranks"])
@@ -329,11 +350,11 @@ def reduce_kernel(
     BLOCK_D: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """A weight gradient: the parts of its chunks, added in their order."""
+    """A weight gradient: the parts of its chunks, added in their order; that of one chunk is there already."""
     segment = tl.program_id(0)
     rank = tl.load(rank_ptr + segment)
     ranks = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
-    if tl.program_id(2) * BLOCK_R >= rank:
+    if (tl.program_id(2) * BLOCK_R >= rank) | _has_one_chunk(chunk_begin_ptr, segment):
         return
     column = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     mask = (ranks < rank)[:, None] & (column < D)[None, :]

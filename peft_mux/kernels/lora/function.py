@@ -58,8 +58,8 @@ class LoraGroupFunction(torch.autograd.Function):
         """Return `dx`, and add to the gradients of the factors."""
         x, saved = ctx.saved_tensors
         dtype, input_dtype = ctx.dtype, ctx.input_dtype
-        dys_in_dtype = [dy if dy.dtype is dtype else dy.to(dtype) for dy in dys]
-        dx = ctx.call.backward(dys_in_dtype, x, saved, needs_dx=ctx.needs_input_grad[0])
+        dys = tuple(dy if dy.dtype is dtype else dy.to(dtype) for dy in dys)
+        dx = ctx.call.backward(dys, x, saved, needs_dx=ctx.needs_input_grad[0])
         # None for the anchor: what it stands for, the factors' gradients, lies in their buffers already.
         return dx if dx is None or input_dtype is dtype else dx.to(input_dtype), None, None, None
 

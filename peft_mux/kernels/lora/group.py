@@ -155,11 +155,11 @@ class LoraGroup:
                 continue
             y = x_TD.new_empty((*lead, base.out_features))
             y_TK = _rows(y)
-            bias = None if base.bias_K is None else base.bias_K.to(x_TD.dtype)
+            bias = None if base.bias_K is None else _cast(base.bias_K, x_TD.dtype)
             # The adapters' part first: the base product adds it in its own epilogue, and no kernel has to read y.
             kernels.expand(s_TC, layer.values, y_TK, segments, layer.ranks, scaled=True, bias=bias)
             if base.weight_KD is not None:
-                torch.addmm(y_TK, x_TD, base.weight_KD.to(x_TD.dtype).t(), out=y_TK)
+                torch.addmm(y_TK, x_TD, _cast(base.weight_KD, x_TD.dtype).t(), out=y_TK)
             outputs.append(y)
         return tuple(outputs), s_TC
 
@@ -230,7 +230,7 @@ class LoraGroup:
                 kernels.expand(ds_TC, part.values, dx_TD, segments, part.ranks, scaled=False, **draws)
         for dy, base in zip(dys_TK, bases, strict=True):
             if base.weight_KD is not None:
-                torch.addmm(dx_TD, dy, base.weight_KD.to(dx_TD.dtype), out=dx_TD)
+                torch.addmm(dx_TD, dy, _cast(base.weight_KD, dx_TD.dtype), out=dx_TD)
 
 
 class Base(NamedTuple):
@@ -250,8 +250,13 @@ class Base(NamedTuple):
         """Return the frozen layer's own output; zeros where the caller adds it."""
         if self.weight_KD is None:
             return x.new_zeros((*x.shape[:-1], self.out_features))
-        bias = None if self.bias_K is None else self.bias_K.to(x.dtype)
-        return F.linear(x, self.weight_KD.to(x.dtype), bias)
+        bias = None if self.bias_K is None else _cast(self.bias_K, x.dtype)
+        return F.linear(x, _cast(self.weight_KD, x.dtype), bias)
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    # Asked first: a cast to the dtype that it has costs the host as much as a small launch.
+    return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""LoRA of many tasks over one packed stream in four launches a pass: shrink, expand, wgrad and its reduction.
+"""LoRA of many tasks over one packed stream: the launches of shrink, expand, wgrad and its reduction.
 
     shrink   S[m] = s? * drop?(x[m]) @ W_g^T         forward (x, A), backward (dy, B^T)
     expand   y[m] = s? * drop?(S[m] @ W_g)           forward (S, B^T), backward (dS, A)
@@ -71,8 +71,8 @@ def shrink(
     """
     x_TD = _adjacent_columns(x_TD)
     drop = ranks.has_dropout and places is not None
-    key = "shrink", ranks, scaled, drop, module_seed, tables.block_rows, *_layout(x_TD, s_TC)
-    launches = _prepared(w, key, x_TD, s_TC, tables, ranks, places, _shrink_launches)
+    choices = ranks, scaled, drop, module_seed, tables.block_rows
+    launches = _prepared(_shrink_launches, choices, w, x_TD, s_TC, tables, places)
     # Without draws the argument is not read, but some tensor has to stand there.
     moving = x_TD, s_TC, tables.step_seed_G if places is None else places
     num_tiles = tables.num_tiles
@@ -80,8 +80,8 @@ def shrink(
         launch((num_tiles, blocks, 1), moving, tables.of_tiles)
 
 
-def _shrink_launches(key: tuple[Any, ...], w: Factors, x_TD: torch.Tensor, s_TC: torch.Tensor) -> list[_Blocks]:
-    _, ranks, scaled, drop, module_seed, block_rows, *_ = key
+def _shrink_launches(choices: tuple[Any, ...], w: Factors, x_TD: torch.Tensor, s_TC: torch.Tensor) -> list[_Blocks]:
+    ranks, scaled, drop, module_seed, block_rows = choices
     launches = []
     for lowest, highest, block_ranks in _rank_classes(ranks):
         tile = _tiles("shrink", x_TD, block_ranks)
@@ -138,8 +138,8 @@ def expand(
         ValueError: if a shape, a dtype or a layout is not as above, or a bias would be dropped from.
     """
     drop = ranks.has_dropout and places is not None
-    key = "expand", ranks, scaled, drop, module_seed, tables.block_rows, *_layout(y_TK, s_TC), bias is not None, add
-    launches = _prepared(w, key, y_TK, s_TC, tables, ranks, places, _expand_launches)
+    choices = ranks, scaled, drop, module_seed, tables.block_rows, bias is not None, add
+    launches = _prepared(_expand_launches, choices, w, y_TK, s_TC, tables, places)
     if bias is not None and (drop or bias.shape != y_TK.shape[1:] or not bias.is_contiguous()):
         width = y_TK.shape[1]
         raise ValueError(f"bias of shape {tuple(bias.shape)}; allowed: contiguous [{width}], and none with dropout.")
@@ -149,8 +149,8 @@ def expand(
         launch((num_tiles, blocks, 1), moving, tables.of_tiles)
 
 
-def _expand_launches(key: tuple[Any, ...], w: Factors, y_TK: torch.Tensor, s_TC: torch.Tensor) -> list[_Blocks]:
-    _, ranks, scaled, drop, module_seed, block_rows, *_, has_bias, add = key
+def _expand_launches(choices: tuple[Any, ...], w: Factors, y_TK: torch.Tensor, s_TC: torch.Tensor) -> list[_Blocks]:
+    ranks, scaled, drop, module_seed, block_rows, has_bias, add = choices
     width = y_TK.shape[1]
     if y_TK.stride(1) != 1 and width > 1:
         raise ValueError("columns of y are not adjacent; a copy would get the result in its place.")
@@ -212,25 +212,26 @@ def wgrad(
     """
     x_TD = _adjacent_columns(x_TD)
     drop = ranks.has_dropout and places is not None
-    blocks_of_rows = tables.block_rows, tables.chunk_rows
-    key = "wgrad", ranks, scaled, drop, module_seed, blocks_of_rows, *_layout(x_TD, s_TC), accumulate
-    launches = _prepared(grad, key, x_TD, s_TC, tables, ranks, places, _wgrad_launches)
+    choices = ranks, scaled, drop, module_seed, tables.block_rows, tables.chunk_rows, accumulate
+    launches = _prepared(_wgrad_launches, choices, grad, x_TD, s_TC, tables, places)
     if ranks.max_rank == 0 or tables.num_segments == 0:
         return
-    num_chunks = tables.num_chunks
-    # fp32 whatever the factors are held in: the parts of many chunks are still to be added.
-    parts = s_TC.new_empty((num_chunks, ranks.max_rank, x_TD.shape[1]), dtype=torch.float32)
+    num_chunks, parts = tables.num_chunks, grad.base
+    if tables.has_parts:
+        # fp32 whatever the factors are held in: the parts of many chunks are still to be added.
+        parts = s_TC.new_empty((num_chunks, ranks.max_rank, x_TD.shape[1]), dtype=torch.float32)
     moving = s_TC, x_TD, parts, tables.step_seed_G if places is None else places
     *of_chunks, (grid, reduction) = launches
     for blocks, launch in of_chunks if num_chunks else ():
         launch((num_chunks, *blocks), moving, tables.of_chunks)
-    # Also without any chunk: an empty segment's gradient has to be written, unless it accumulates.
-    reduction((tables.num_segments, *grid), (parts,), (tables.chunk_begin,))
+    # Without any part too: an empty segment's gradient has to be written, unless it accumulates.
+    if tables.has_parts or not accumulate:
+        reduction((tables.num_segments, *grid), (parts,), (tables.chunk_begin,))
 
 
-def _wgrad_launches(key: tuple[Any, ...], grad: Factors, x_TD: torch.Tensor, s_TC: torch.Tensor) -> list[_Blocks]:
+def _wgrad_launches(choices: tuple[Any, ...], grad: Factors, x_TD: torch.Tensor, s_TC: torch.Tensor) -> list[_Blocks]:
     """Return the launches over chunks, and last that of their reduction."""
-    _, ranks, scaled, drop, module_seed, (block_rows, chunk_rows), *_, accumulate = key
+    ranks, scaled, drop, module_seed, block_rows, chunk_rows, accumulate = choices
     width = x_TD.shape[1]
     launches: list[_Blocks] = []
     for lowest, highest, block_ranks in _rank_classes(ranks):
@@ -238,7 +239,7 @@ def _wgrad_launches(key: tuple[Any, ...], grad: Factors, x_TD: torch.Tensor, s_T
         launch = Launch(
             wgrad_kernel,
             tile,
-            *_adapter_arguments(ranks),
+            *(grad.base, grad.offset_G, *_adapter_arguments(ranks)),
             *(s_TC.stride(0), x_TD.stride(0), ranks.max_rank, lowest, highest, signed_seed(module_seed)),
             D=width,
             CHUNK=chunk_rows,
@@ -247,6 +248,7 @@ def _wgrad_launches(key: tuple[Any, ...], grad: Factors, x_TD: torch.Tensor, s_T
             BLOCK_R=block_ranks,
             SCALED=scaled,
             DROP=drop,
+            ACCUMULATE=accumulate,
             UPCAST=_INTERPRETED,
         )
         launches.append(((_cdiv(width, tile.columns), _cdiv(min(highest, ranks.max_rank), block_ranks)), launch))
@@ -314,30 +316,41 @@ _Blocks = tuple[Any, Launch]
 """The rest of a launch's grid, and the launch."""
 
 
-def _layout(x_TD: torch.Tensor, s_TC: torch.Tensor) -> tuple[object, ...]:
-    """Return what code is compiled for, of the tensors that are others in each pass."""
-    return x_TD.dtype, x_TD.shape[1], x_TD.stride(), s_TC.dtype, s_TC.shape[1], s_TC.stride()
-
-
 def _prepared(
+    prepare: Callable[[tuple[Any, ...], Factors, torch.Tensor, torch.Tensor], list[_Blocks]],
+    choices: tuple[Any, ...],
     w: Factors,
-    key: tuple[Any, ...],
     x_TD: torch.Tensor,
     s_TC: torch.Tensor,
     tables: SegmentTables,
-    ranks: RankTable,
     places: torch.Tensor | None,
-    prepare: Callable[[tuple[Any, ...], Factors, torch.Tensor, torch.Tensor], list[_Blocks]],
 ) -> list[_Blocks]:
-    """Return the launches under a key, checked and put together at the first time; rows are checked each time."""
+    """Return the launches that `prepare` makes, checked and made once for all tensors of one layout.
+
+    Only the number of rows is checked every time.
+
+    Args:
+        prepare: makes the launches of a kernel.
+        choices: what it makes them of; the table of ranks comes first.
+        w: the segments' factors or gradients.
+        x_TD: `[T, D]` activations.
+        s_TC: S `[T, C]`.
+        tables: which rows of the stream belong to which segment.
+        places: int64 `[T]`, or `None`.
+    """
+    num_rows, width = x_TD.shape
+    num_s_rows, num_columns = s_TC.shape
+    of_x, of_s = (x_TD.dtype, width, x_TD.stride()), (s_TC.dtype, num_columns, s_TC.stride())
+    key = prepare, choices, of_x, of_s, tables.num_segments
     launches = w.launches.get(key)
     if launches is None:
-        _check_layout(x_TD, w, s_TC, ranks, is_gradient=prepare is _wgrad_launches)
-    _check_rows(x_TD, w, s_TC, tables, ranks, places)
+        _check_layout(x_TD, w, s_TC, choices[0], tables, is_gradient=prepare is _wgrad_launches)
+    if num_s_rows != num_rows or tables.num_rows > num_rows or places is not None:
+        _check_rows(x_TD, s_TC, tables, places)
     if launches is None:
         if len(w.launches) >= _MAX_LAYOUTS:
             w.launches.clear()
-        launches = w.launches[key] = prepare(key, w, x_TD, s_TC)
+        launches = w.launches[key] = prepare(choices, w, x_TD, s_TC)
     return launches
 
 
@@ -378,8 +391,10 @@ def _adjacent_columns(x_TD: torch.Tensor) -> torch.Tensor:
     return x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()
 
 
-def _check_layout(x_TD: torch.Tensor, w: Factors, s_TC: torch.Tensor, ranks: RankTable, *, is_gradient: bool) -> None:
-    """Raise where a launch would compute with the wrong type, or read columns that are not there."""
+def _check_layout(
+    x_TD: torch.Tensor, w: Factors, s_TC: torch.Tensor, ranks: RankTable, tables: SegmentTables, *, is_gradient: bool
+) -> None:
+    """Raise where a launch would compute with the wrong type, or read columns or segments that are not there."""
     width = x_TD.shape[1]
     if x_TD.dtype not in DTYPES or s_TC.dtype != x_TD.dtype:
         raise ValueError(f"activations are {x_TD.dtype}, S is {s_TC.dtype}; allowed: one of bf16, fp16, fp32 for both.")
@@ -391,24 +406,19 @@ def _check_layout(x_TD: torch.Tensor, w: Factors, s_TC: torch.Tensor, ranks: Ran
         raise ValueError(
             f"S of shape {tuple(s_TC.shape)}; allowed: [{len(x_TD)}, at least {ranks.num_columns}], columns adjacent."
         )
-
-
-def _check_rows(
-    x_TD: torch.Tensor,
-    w: Factors,
-    s_TC: torch.Tensor,
-    tables: SegmentTables,
-    ranks: RankTable,
-    places: torch.Tensor | None,
-) -> None:
-    """Raise where a launch would read or write rows, segments or places that are not there."""
-    num_rows = x_TD.shape[0]
-    if s_TC.shape[0] != num_rows:
-        raise ValueError(f"S of shape {tuple(s_TC.shape)}; allowed: [{num_rows}, columns], as activations.")
-    if tables.num_rows > num_rows or not tables.num_segments == ranks.num_segments == w.num_segments:
+    if not tables.num_segments == ranks.num_segments == w.num_segments:
         raise ValueError(
-            f"{tables.num_segments} segments of {tables.num_rows} rows, ranks of {ranks.num_segments} segments, "
-            f"factors of {w.num_segments}, {num_rows} rows of the stream; the tables do not fit."
+            f"{tables.num_segments} segments, ranks of {ranks.num_segments} segments, factors of {w.num_segments}; the "
+            "tables do not fit."
         )
+
+
+def _check_rows(x_TD: torch.Tensor, s_TC: torch.Tensor, tables: SegmentTables, places: torch.Tensor | None) -> None:
+    """Raise where a launch would read or write rows or places that are not there."""
+    num_rows = len(x_TD)
+    if len(s_TC) != num_rows:
+        raise ValueError(f"S of shape {tuple(s_TC.shape)}; allowed: [{num_rows}, columns], as activations.")
+    if tables.num_rows > num_rows:
+        raise ValueError(f"segments of {tables.num_rows} rows, {num_rows} rows of the stream; the tables do not fit.")
     if places is not None and (places.dtype != torch.int64 or len(places) < num_rows or not places.is_contiguous()):
         raise ValueError(f"places are {places.dtype} of length {len(places)}; allowed: contiguous int64 [{num_rows}].")

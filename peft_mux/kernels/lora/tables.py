@@ -59,6 +59,7 @@ class SegmentTables:
         num_chunks: NC, the programs of a launch over chunks.
         of_tiles: the tables that launches over rows take, in the order in which they take them.
         of_chunks: those that launches over chunks take.
+        has_parts: whether some segment has several chunks, whose parts of a gradient are added up by a further launch.
     """
 
     def __init__(
@@ -111,7 +112,9 @@ class SegmentTables:
         self.chunk_segment, self.chunk_row, self.chunk_begin = parts[5:]
         self.num_tiles, self.num_chunks = num_tiles, num_chunks
         self.of_tiles = self.tile_segment, self.tile_row, self.seg_end_G, self.step_seed_G
-        self.of_chunks = self.chunk_segment, self.chunk_row, self.seg_end_G, self.step_seed_G
+        self.of_chunks = self.chunk_segment, self.chunk_row, self.chunk_begin, self.seg_end_G, self.step_seed_G
+        # Launches of a fixed size may meet any lengths later.
+        self.has_parts = max_tokens is not None or max((0, *lengths)) > chunk_rows
 
     def update(self, lengths: Sequence[int], step_seeds: Sequence[int]) -> None:
         """Rewrite the tables for another step, in the same memory.

@@ -75,7 +75,7 @@ def constants_of(variant: Variant) -> dict[str, object]:
     if variant.kernel == "expand":
         constants |= {"HAS_BIAS": not variant.drop, "ADD": variant.drop}
     if variant.kernel == "wgrad":
-        constants["CHUNK"] = tables.CHUNK_ROWS
+        constants |= {"CHUNK": tables.CHUNK_ROWS, "ACCUMULATE": True}
     return constants | {"UPCAST": False}
 
 
