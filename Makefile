@@ -7,8 +7,9 @@ TORCH_SPEC ?= torch==2.13.0
 # One process a core; each computes on one thread.
 PYTEST_ARGS ?= --numprocesses auto --dist loadfile
 
-# Slow tests that CI runs too: checkpoints and kills, layouts of processes, evaluation, examples on real data.
-SLOW_CI := tests/checkpoint tests/engine tests/evaluation tests/examples
+# Slow tests that CI runs too: checkpoints and kills, layouts of processes, evaluation, examples on real data, and whole
+# steps on a pretended GPU.
+SLOW_CI := tests/checkpoint tests/engine tests/evaluation tests/examples tests/pretended_cuda
 
 .PHONY: demo test test-slow-ci test-slow lint types shape bench clean
 

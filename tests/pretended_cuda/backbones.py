@@ -40,13 +40,42 @@ ARCHITECTURES: dict[str, tuple[type, Any]] = {
 }
 """Class and configuration, by name."""
 
+_LLAMA_8B = {
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+_QWEN2_7B = {
+    "vocab_size": 152064,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+}
+_GEMMA2_9B = {
+    "vocab_size": 256000,
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+}
+REAL_WIDTHS: dict[str, tuple[type, Any]] = {
+    "llama 8B": (hf.LlamaForCausalLM, lambda: hf.LlamaConfig(**_COMMON | _LLAMA_8B)),
+    "qwen2 7B": (hf.Qwen2ForCausalLM, lambda: hf.Qwen2Config(**_COMMON | _QWEN2_7B)),
+    "gemma2 9B": (hf.Gemma2ForCausalLM, lambda: hf.Gemma2Config(**_COMMON | _GEMMA2_9B)),
+}
+"""The same for two layers of the widths of models that people train: nothing fake takes memory."""
+
 _TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"], "bert": ["query", "key", "value", "dense"]}
 _FEW_TARGETS = {**_TARGETS, "phi3": ["qkv_proj"]}
 
 
 def make(architecture: str, dtype: torch.dtype, device: str = "cuda") -> Any:
     """Return a backbone in training mode, its weights frozen."""
-    model_class, config = ARCHITECTURES[architecture]
+    model_class, config = (ARCHITECTURES | REAL_WIDTHS)[architecture]
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

@@ -1,0 +1,99 @@
+"""What training launches compiles for the cards that people have: no spill, no stack, within their shared memory.
+
+The signatures are those of whole steps of models of real widths, collected on the pretended device under each card's
+name, as tiles follow from it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from tests.children import run_script
+from tests.kernels.lora.test_compile import tool
+from tests.pretended_cuda.checks import seen_of
+
+Found = dict[str, dict[str, Any]]
+
+
+class Card(NamedTuple):
+    name: str
+    capability: tuple[int, int]
+    shared_kib: int
+
+    @property
+    def number(self) -> int:
+        return 10 * self.capability[0] + self.capability[1]
+
+
+CARDS = {
+    card.number: card
+    for card in (
+        Card("NVIDIA A100-SXM4-80GB", (8, 0), 163),
+        Card("NVIDIA A10", (8, 6), 99),
+        Card("NVIDIA L4", (8, 9), 99),
+        Card("NVIDIA H100 80GB HBM3", (9, 0), 227),
+        Card("NVIDIA B200", (10, 0), 227),
+    )
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "llama 8B": {"architecture": "llama 8B", "dtype": "fp32", "autocast": True},
+    "qwen2 7B": {"architecture": "qwen2 7B", "dtype": "bf16", "captured": True},
+    "gemma2 9B": {"architecture": "gemma2 9B", "dtype": "fp16"},
+    "llama 8B in fp32": {"architecture": "llama 8B", "dtype": "fp32", "adapts_head": True},
+}
+_COMPILED = Path(__file__).with_name("compiled.py")
+
+
+def compiled(folder: Path, pairs: list[tuple[int, Any]]) -> list[dict[str, Any]]:
+    """Compile signatures for cards in a process of its own."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("triton is not installed")
+    missing = [name for name in ("ptxas", "cuobjdump") if not os.access(tool(name), os.X_OK)]
+    if missing:
+        pytest.skip(f"triton comes without {', '.join(missing)}")
+    written = folder / "signatures.json"
+    written.write_text(json.dumps(pairs))
+    options = {"TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0"}
+    return json.loads(run_script(_COMPILED, str(written), str(folder), timeout_s=1800, **options))
+
+
+def assert_lean(usage: dict[str, Any], card: Card) -> None:
+    assert (usage["stack"], usage["local"]) == (0, 0), (card.name, usage)
+    assert usage["shared"] <= card.shared_kib * 1024, (card.name, usage)
+
+
+def signatures_on(card: Card, forms: list[str], run_cases: Callable[..., Found]) -> list[Any]:
+    where = {"name": card.name, "capability": card.capability}
+    found = run_cases({form: {**FORMS[form], **where} for form in forms})
+    by_text = {json.dumps(item): item for form in forms for item in seen_of(found, form)["signatures"]}
+    assert len(by_text) > 20
+    return list(by_text.values())
+
+
+def test_one_launch_of_each_kernel_compiles_for_hopper_and_ada(run_cases: Callable[..., Found], tmp_path: Path) -> None:
+    pairs: list[tuple[int, Any]] = []
+    for card in (CARDS[90], CARDS[89]):
+        # The last of each: blocks of wide ranks, with draws.
+        last = {item[1]: item for item in signatures_on(card, ["llama 8B"], run_cases)}
+        assert {"shrink_kernel", "expand_kernel", "wgrad_kernel", "reduce_kernel", "multi_adamw_kernel"} < set(last)
+        pairs += [(card.number, item) for item in last.values()]
+    for (number, _), usage in zip(pairs, compiled(tmp_path, pairs), strict=True):
+        assert_lean(usage, CARDS[number])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2400)
+@pytest.mark.parametrize("number", CARDS)
+def test_every_launch_of_training_compiles_for_a_card(
+    run_cases: Callable[..., Found], tmp_path: Path, number: int
+) -> None:
+    signatures = signatures_on(CARDS[number], list(FORMS), run_cases)
+    for usage in compiled(tmp_path, [(number, signature) for signature in signatures]):
+        assert_lean(usage, CARDS[number])
