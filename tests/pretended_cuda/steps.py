@@ -152,8 +152,10 @@ def _batches(case: Case, step: int) -> list[TaskBatch]:
 
 
 def _rows(rng: np.random.Generator, case: Case) -> list[TokenSequence]:
+    # Long rows too, where a gradient is added up of several parts.
+    shortest, longest = (300, 500) if case.architecture in backbones.REAL_WIDTHS else (5, 70)
     rows = []
-    for row, length in enumerate(rng.integers(5, 70, size=2)):
+    for row, length in enumerate(rng.integers(shortest, longest, size=2)):
         ids = rng.integers(1, backbones.VOCABULARY, length).astype(np.int64)
         label = int(rng.integers(0, backbones.NUM_LABELS)) if case.architecture == "bert" else None
         rows.append(TokenSequence(ids, ids.copy(), row, class_label=label))
@@ -164,7 +166,8 @@ def _streams(case: Case, batches: list[TaskBatch]) -> tuple[MuxBatch, ...]:
     if case.has_chains:
         collator = ChunkPackingCollator(split_long_sequences=True)
         return tuple(collator.micro_batches(batches, max_tokens=40))
-    return tuple(ChunkPackingCollator().micro_batches(batches, max_tokens=200))
+    max_tokens = max(200, sum(batch.num_tokens for batch in batches) * 2 // 3)
+    return tuple(ChunkPackingCollator().micro_batches(batches, max_tokens=max_tokens))
 
 
 def _train(

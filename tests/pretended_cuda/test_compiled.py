@@ -73,19 +73,16 @@ def signatures_on(card: Card, forms: list[str], run_cases: Callable[..., Found])
     where = {"name": card.name, "capability": card.capability}
     found = run_cases({form: {**FORMS[form], **where} for form in forms})
     by_text = {json.dumps(item): item for form in forms for item in seen_of(found, form)["signatures"]}
-    assert len(by_text) > 20
+    assert len(by_text) > 10
     return list(by_text.values())
 
 
-def test_one_launch_of_each_kernel_compiles_for_hopper_and_ada(run_cases: Callable[..., Found], tmp_path: Path) -> None:
-    pairs: list[tuple[int, Any]] = []
-    for card in (CARDS[90], CARDS[89]):
-        # The last of each: blocks of wide ranks, with draws.
-        last = {item[1]: item for item in signatures_on(card, ["llama 8B"], run_cases)}
-        assert {"shrink_kernel", "expand_kernel", "wgrad_kernel", "reduce_kernel", "multi_adamw_kernel"} < set(last)
-        pairs += [(card.number, item) for item in last.values()]
-    for (number, _), usage in zip(pairs, compiled(tmp_path, pairs), strict=True):
-        assert_lean(usage, CARDS[number])
+def test_one_launch_of_each_kernel_compiles_for_hopper(run_cases: Callable[..., Found], tmp_path: Path) -> None:
+    # The last of each: blocks of wide ranks, with draws.
+    last = {item[1]: item for item in signatures_on(CARDS[90], ["llama 8B"], run_cases)}
+    assert {"shrink_kernel", "expand_kernel", "wgrad_kernel", "reduce_kernel", "multi_adamw_kernel"} < set(last)
+    for usage in compiled(tmp_path, [(90, item) for item in last.values()]):
+        assert_lean(usage, CARDS[90])
 
 
 @pytest.mark.slow

@@ -68,3 +68,17 @@ def test_without_a_driver_training_goes_on_in_torch_and_says_why(found: Found) -
     assert seen["launches"] == {}
     (told,) = [message for message in seen["said"] if "Triton" in message]
     assert "a first one cannot be launched (RuntimeError: 0 active drivers" in told
+
+
+def test_variants_of_a_kernel_differ_in_its_constants_only(found: Found) -> None:
+    # Another set of tasks would otherwise compile everything anew, for sizes that happen to be multiples of 16 or not.
+    kinds: dict[str, set[str]] = {}
+    for _, kernel, arguments, _ in seen_of(found, "plain")["signatures"]:
+        runtime = [argument for argument in arguments if argument[1] != "constexpr"]
+        kinds.setdefault(kernel, set()).add(str(runtime))
+    assert {"shrink_kernel", "expand_kernel", "wgrad_kernel"} < set(kinds)
+    assert all(len(kind) == 1 for kind in kinds.values()), kinds
+
+
+def test_a_model_of_three_widths_with_every_kind_of_adapter_compiles_thirty_variants(found: Found) -> None:
+    assert len(seen_of(found, "plain")["signatures"]) == 30

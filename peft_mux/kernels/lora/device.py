@@ -65,11 +65,10 @@ def _dropout_state(step_seed_ptr, threshold_ptr, places_ptr, segment, row, row_m
 
 
 @triton.jit
-def _factor(scale_ptr, keep_scale_ptr, segment, SCALED: tl.constexpr, DROP: tl.constexpr):
+def _factor(scale_ptr, keep_scale_ptr, segment, scaled, DROP: tl.constexpr):
     """Return what sums are multiplied by, in fp32."""
-    factor = 1.0
-    if SCALED:
-        factor = tl.load(scale_ptr + segment)
+    # Asked when it runs: one more variant of every kernel would cost more than a product by 1, which changes no bit.
+    factor = tl.where(scaled != 0, tl.load(scale_ptr + segment), 1.0)
     if DROP:
         factor = factor * tl.load(keep_scale_ptr + segment)
     return factor
@@ -98,7 +97,7 @@ def _out_of_class(rank, lowest_rank, highest_rank):
 
 
 # Not specialised: each module has a seed of its own, and Triton would compile anew for some of them.
-@triton.jit(do_not_specialize=["module_seed", "lowest_rank", "highest_rank"])
+@triton.jit(do_not_specialize=["module_seed", "scaled", "lowest_rank", "highest_rank"])
 def shrink_kernel(
     x_ptr,
     s_ptr,
@@ -119,11 +118,11 @@ def shrink_kernel(
     lowest_rank: tl.int32,
     highest_rank: tl.int32,
     module_seed: tl.int64,
+    scaled: tl.int32,
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    SCALED: tl.constexpr,
     DROP: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -167,13 +166,13 @@ def shrink_kernel(
         x_ptr += BLOCK_D
         w_ptr += BLOCK_D
     # Scale and keep scale are applied to the fp32 sum, once, before it is rounded: S is rounded a single time.
-    sums = sums * _factor(scale_ptr, keep_scale_ptr, segment, SCALED, DROP)
+    sums = sums * _factor(scale_ptr, keep_scale_ptr, segment, scaled, DROP)
     s_ptr += tl.multiple_of(tl.load(s_column_ptr + segment), 8)
     s_ptr = s_ptr + row[:, None] * s_stride + ranks[None, :]
     tl.store(s_ptr, sums.to(s_ptr.dtype.element_ty), mask=row_mask[:, None] & (ranks < _columns_of(rank))[None, :])
 
 
-@triton.jit(do_not_specialize=["module_seed", "lowest_rank", "highest_rank"])
+@triton.jit(do_not_specialize=["module_seed", "scaled", "lowest_rank", "highest_rank"])
 def expand_kernel(
     s_ptr,
     y_ptr,
@@ -195,11 +194,11 @@ def expand_kernel(
     lowest_rank: tl.int32,
     highest_rank: tl.int32,
     module_seed: tl.int64,
+    scaled: tl.int32,
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    SCALED: tl.constexpr,
     DROP: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     ADD: tl.constexpr,
@@ -231,7 +230,7 @@ def expand_kernel(
         s = tl.load(s_ptr + first_rank, mask=s_mask, other=0.0)
         w = tl.load(w_ptr + first_rank * K, mask=rank_mask[:, None] & column_mask[None, :], other=0.0)
         sums = _dot(s, w, sums, UPCAST)
-    sums = sums * _factor(scale_ptr, keep_scale_ptr, segment, SCALED, DROP)
+    sums = sums * _factor(scale_ptr, keep_scale_ptr, segment, scaled, DROP)
     if DROP:
         key, threshold, counter = _dropout_state(
             step_seed_ptr, threshold_ptr, places_ptr, segment, row, row_mask, module_seed, K
@@ -251,7 +250,7 @@ def _has_one_chunk(chunk_begin_ptr, segment):
     return tl.load(chunk_begin_ptr + segment + 1) - tl.load(chunk_begin_ptr + segment) == 1
 
 
-@triton.jit(do_not_specialize=["module_seed", "part_ranks", "lowest_rank", "highest_rank"])
+@triton.jit(do_not_specialize=["module_seed", "scaled", "part_ranks", "lowest_rank", "highest_rank"])
 def wgrad_kernel(
     s_ptr,
     x_ptr,
@@ -275,12 +274,12 @@ def wgrad_kernel(
     lowest_rank: tl.int32,
     highest_rank: tl.int32,
     module_seed: tl.int64,
+    scaled: tl.int32,
     D: tl.constexpr,
     CHUNK: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_R: tl.constexpr,
-    SCALED: tl.constexpr,
     DROP: tl.constexpr,
     ACCUMULATE: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -323,7 +322,7 @@ def wgrad_kernel(
             counter = tl.load(places_ptr + row, mask=row_mask, other=0).to(tl.uint32) * CALLS
             x = tl.where(_keep_mask(key, counter, first_column, threshold, BLOCK_D, False), x, 0.0)
         sums = _dot(tl.trans(x), s, sums, UPCAST)
-    sums = sums * _factor(scale_ptr, keep_scale_ptr, segment, SCALED, DROP)
+    sums = sums * _factor(scale_ptr, keep_scale_ptr, segment, scaled, DROP)
     gradient = tl.trans(sums)
     place = ranks[:, None] * D + column[None, :]
     mask = rank_mask[:, None] & column_mask[None, :]

@@ -23,6 +23,8 @@ from peft_mux.kernels import philox
 from peft_mux.kernels.lora.factors import Factors
 from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, MAX_RANK, RankTable, SegmentTables
 
+_ROW = 16
+"""Columns of a row of S come in groups of sixteen, by which Triton tells strides that it may load whole words at."""
 _COLUMNS = 8
 """Columns of S, and rows of A that follow each other in memory, come in groups of eight."""
 
@@ -109,7 +111,8 @@ class LoraGroup:
         segments = list(zip(*layers, strict=True))
         _check_ranks(layers)
         columns = [_first_columns(adapters) for adapters in segments]
-        self.num_columns = max((ends[-1] for ends in columns), default=0)
+        # Whole words of any dtype in a row of S, so that one compiled variant serves every set of tasks.
+        self.num_columns = -(-max((ends[-1] for ends in columns), default=0) // _ROW) * _ROW
         is_joint = [_is_joint(adapters) for adapters in segments]
         self.joint = _joint_launch(segments, is_joint)
         self.apart = [

@@ -71,7 +71,7 @@ def constants_of(variant: Variant) -> dict[str, object]:
         return {"D": variant.width, "BLOCK_R": 16, "BLOCK_D": tile.columns, "ACCUMULATE": True, "tile": tile}
     width, columns = ("K", "BLOCK_K") if variant.kernel == "expand" else ("D", "BLOCK_D")
     constants: dict[str, object] = {width: variant.width, columns: tile.columns, "tile": tile}
-    constants |= {"BLOCK_M": tables.BLOCK_ROWS, "BLOCK_R": variant.block_ranks, "SCALED": True, "DROP": variant.drop}
+    constants |= {"BLOCK_M": tables.BLOCK_ROWS, "BLOCK_R": variant.block_ranks, "DROP": variant.drop}
     if variant.kernel == "expand":
         constants |= {"HAS_BIAS": not variant.drop, "ADD": variant.drop}
     if variant.kernel == "wgrad":
@@ -103,7 +103,7 @@ def compile_variant(variant: Variant, folder: Path) -> dict[str, Any]:
     constants = constants_of(variant)
     tile: Any = constants.pop("tile")
     names = function.arg_names
-    unspecialized = {"module_seed", "part_ranks", "lowest_rank", "highest_rank"}
+    unspecialized = {"module_seed", "scaled", "part_ranks", "lowest_rank", "highest_rank"}
     source = ASTSource(
         fn=function,
         signature={name: "constexpr" if name in constants else type_of(name, variant.dtype) for name in names},
