@@ -1,7 +1,7 @@
 """Runs named cases on the pretended device and prints what was seen of each as JSON.
 
-In a process of its own: `python tests/pretended_cuda/cases.py LIBRARY '{"name": {...fields of Case...}}'`; with
-"only_loads": true, arguments of `loading.load`.
+In a process of its own: `python tests/pretended_cuda/cases.py LIBRARY '{"name": {...}}'`; the fields of a case
+are those of `steps.Case`, or with "kind" the arguments of `loading.load` ("load") or `memory.kept` ("memory").
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ def main(library: str, cases: dict[str, dict[str, Any]]) -> None:
     pretended_cuda.load(library)
     # Only now, as this imports torch.
     from tests.pretended_cuda.loading import load as load_backbone
-    from tests.pretended_cuda.steps import Case, run
+    from tests.pretended_cuda.memory import kept
+    from tests.pretended_cuda.steps import train
+
+    kinds: dict[str, Any] = {"train": train, "load": load_backbone, "memory": kept}
 
     found: dict[str, Any] = {}
     for name, fields in cases.items():
         started = time.perf_counter()
         try:
-            if fields.pop("only_loads", False):
-                found[name] = load_backbone(**fields)
-            else:
-                found[name] = run(Case(**fields))
+            found[name] = kinds[fields.pop("kind", "train")](**fields)
         except Exception as error:  # the test of this case tells it, and the other cases go on
             import traceback
 

@@ -101,8 +101,9 @@ class Seen:
     said: list[str] = field(default_factory=list)
 
 
-def run(case: Case) -> dict[str, Any]:
-    """Train a case for a few steps, and return what was seen."""
+def train(**fields: Any) -> dict[str, Any]:
+    """Train a case, given by its fields, for a few steps, and return what was seen."""
+    case = Case(**fields)
     forget_the_last_card()
     device = PretendedCuda(case.name, tuple(case.capability), has_driver=case.has_driver)
     seen = Seen()

@@ -19,7 +19,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def found(run_cases: Callable[..., Found]) -> Found:
-    return run_cases({name: {**fields, "only_loads": True} for name, fields in CASES.items()})
+    return run_cases({name: {**fields, "kind": "load"} for name, fields in CASES.items()})
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -18,6 +19,7 @@ from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels import philox
+from peft_mux.modeling.attention import packed
 from peft_mux.modeling.attention.packed import AttentionStream, build_layout, packed_attention
 from peft_mux.modeling.stream import Stream
 
@@ -334,3 +336,75 @@ def test_tensors_that_change_nothing_are_taken() -> None:
 def test_a_window_over_both_directions_is_refused() -> None:
     with pytest.raises(UnsupportedModelError, match="slides a window over both directions"):
         attend(batch_of({"a": [4]}), states(4), is_causal=False, sliding_window=2)
+
+
+# ---------------------------------------------------------------------- autocast
+
+
+def by_bounds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return `[T, H, C]` of causal attention within bounds, as a kernel computes it."""
+    parts = []
+    for start, end in itertools.pairwise(bounds.tolist()):
+        heads_first = (x[start:end].transpose(0, 1) for x in (q, k, v))
+        parts.append(F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scaling).transpose(0, 1))
+    return torch.cat(parts)
+
+
+def test_under_autocast_one_call_computes_what_groups_of_sequences_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = batch_of({"a": (5, 17), "b": (8,)})
+    q, k, v = states(30)
+    # As rotary embedding leaves them: it multiplies queries and keys by fp32 numbers.
+    qkv = [q, k, v.detach().bfloat16().requires_grad_()]
+    asked: list[torch.dtype] = []
+
+    def support(device: torch.device, dtype: torch.dtype, head_dim: int, **options: Any) -> None:
+        asked.append(dtype)
+
+    def one_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, *args: Any, **options: Any):
+        assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}
+        return by_bounds(q, k, v, bounds, options["scaling"])
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        groups = attend(batch, qkv)
+    groups.float().square().sum().backward()
+    wanted = [x.grad for x in qkv]
+    for x in qkv:
+        x.grad = None
+    monkeypatch.setattr(packed, "varlen_support", support)
+    monkeypatch.setattr(packed, "varlen_attention", one_call)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attend(batch, qkv)
+    out.float().square().sum().backward()
+    assert asked == [torch.bfloat16]
+    assert out.dtype == groups.dtype == torch.bfloat16
+    assert relative(out, groups) < 1e-2
+    for x, gradient in zip(qkv, wanted, strict=True):
+        assert x.grad is not None
+        assert gradient is not None
+        assert x.grad.dtype == x.dtype
+        assert relative(x.grad, gradient) < 1e-2
+
+
+def test_without_autocast_and_in_float64_the_precision_is_that_of_the_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.dtype] = []
+
+    def support(device: torch.device, dtype: torch.dtype, head_dim: int, **options: Any) -> str:
+        asked.append(dtype)
+        return "no reason"
+
+    monkeypatch.setattr(packed, "varlen_support", support)
+    batch = batch_of({"a": (5,)})
+    attend(batch, states(5))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        attend(batch, states(5, dtype=torch.float64))
+    assert asked == [torch.float32, torch.float64]
+
+
+def test_bounds_of_keys_are_made_once_for_all_layers() -> None:
+    batch = batch_of({"a": (5, 3)})
+    attention = AttentionStream(Stream(), batch, {})
+    bounds = attention.key_bounds((9, 3))
+    assert bounds.tolist() == [0, 9, 12]
+    assert bounds.dtype == torch.int32
+    assert attention.key_bounds((9, 3)) is bounds
+    assert attention.key_bounds((7, 3)).tolist() == [0, 7, 10]

@@ -1,0 +1,70 @@
+"""Bytes that a pass keeps for its backward on the pretended device, beside what the planner counts without a device."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from peft_mux.data.batch import TaskBatch, TokenSequence
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.profiling.memory import count_activation_bytes_per_token
+from tests.pretended_cuda import backbones
+from tests.pretended_cuda.device import PretendedCuda
+from tests.pretended_cuda.steps import DTYPES, forget_the_last_card
+
+LENGTHS = (384, 256, 512, 128, 320, 448)
+
+
+def kept(architecture: str, *, dtype: str, bf16: bool) -> dict[str, Any]:
+    """Return bytes kept a token, on the device and as counted for plans.
+
+    Args:
+        architecture: name in `backbones.REAL_WIDTHS`.
+        dtype: of the backbone's weights.
+        bf16: whether the pass runs under bf16 autocast.
+    """
+    computed = torch.bfloat16 if bf16 else DTYPES[dtype]
+    described = _model(architecture, torch.bfloat16 if bf16 else DTYPES[dtype], "meta")
+    counted = count_activation_bytes_per_token(described, LENGTHS, dtype=computed)
+    forget_the_last_card()
+    with PretendedCuda().present():
+        seen = _kept_on_device(_model(architecture, DTYPES[dtype], "cuda"), bf16=bf16)
+    return {"on device": seen / sum(LENGTHS), "counted": counted}
+
+
+def _model(architecture: str, dtype: torch.dtype, device: str) -> MultiTaskPeftModel:
+    backbone: PreTrainedModel = backbones.make(architecture, dtype, device)
+    names = {name: config for name, config in backbones.adapters(architecture).items() if not config.lora_dropout}
+    return MultiTaskPeftModel(backbone, names, verify=False).train()  # type: ignore[arg-type]
+
+
+def _kept_on_device(model: MultiTaskPeftModel, *, bf16: bool) -> int:
+    ids = np.ones(max(LENGTHS), dtype=np.int64)
+    batches = [
+        TaskBatch(name, 0, 0, tuple(TokenSequence(ids[:n], ids[:n], row) for row, n in enumerate(LENGTHS[index::2])))
+        for index, name in enumerate(model.tasks)
+    ]
+    (batch,) = ChunkPackingCollator().micro_batches(batches, max_tokens=sum(LENGTHS))
+    moved = batch.to("cuda")
+    model.prepare(batch.task_names)
+    slabs = [model.task_slab(name) for name in model.tasks]
+    for slab in slabs:
+        slab.refresh_copies()
+    weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
+    storages: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            storages[storage._cdata] = storage
+        return tensor
+
+    precision = torch.autocast("cuda", dtype=torch.bfloat16) if bf16 else nullcontext()
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), precision:
+        model(moved)
+    return sum(storage.nbytes() for storage in storages.values())
