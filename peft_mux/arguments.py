@@ -72,8 +72,10 @@ class MultiTaskTrainingArguments(TrainingArguments):
         quarantine_policy: what happens to a task with a non-finite loss or gradient: "quarantine" fails that task,
             keeps its last good adapter and goes on; "stop" ends the run.
         cuda_graphs: capture passes of equal shape as CUDA graphs and replay them, which spares the time that the host
-            takes to launch them. Passes that cannot be captured run as ever, and the run says why. On CUDA only; off
-            by default, as it has not been measured on a GPU yet.
+            takes to launch them. "auto", the default, does so on CUDA for shapes that come again, where each process
+            holds the whole backbone, once a replay is proven to give the losses and gradients of the eager pass. Where
+            it does not, or a pass cannot be captured, passes run as ever, and the run says why. True leaves the proof
+            out, and is refused where there is no GPU.
         tensor_parallel_size: processes that share every layer of a replica of the backbone.
         pipeline_parallel_size: stages of whole layers of a replica; the processes that are left over make further
             replicas, which share the rows of each step.
@@ -107,7 +109,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
     memory_limit_gib: float | None = field(default=None, metadata={"help": "Memory of a device that a plan may fill."})
     cost_profile: str | None = field(default=None, metadata={"help": "JSON file of peft-mux profile."})
     quarantine_policy: str = field(default="quarantine", metadata={"help": "quarantine or stop."})
-    cuda_graphs: bool = field(default=False, metadata={"help": "Replay passes as CUDA graphs; not measured yet."})
+    cuda_graphs: bool | str = field(
+        default="auto", metadata={"help": "Replay passes as CUDA graphs: True, False, auto."}
+    )
     tensor_parallel_size: int = field(default=1, metadata={"help": "Processes that share every layer."})
     pipeline_parallel_size: int = field(default=1, metadata={"help": "Stages of whole layers."})
     replicas: str | None = field(default=None, metadata={"help": 'Unequal replicas, such as "<2,1>, <1,1>x2".'})
@@ -207,6 +211,16 @@ def _eval_steps(task: Task, args: MultiTaskTrainingArguments) -> int:
     return 0
 
 
+def _graph_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
+    if not isinstance(args.cuda_graphs, bool) and not (
+        isinstance(args.cuda_graphs, str) and args.cuda_graphs == "auto"
+    ):
+        return [Fault("args.cuda_graphs", shown(args.cuda_graphs), 'True, False or "auto"')]
+    if args.cuda_graphs is True and (args.use_cpu is True or not torch.cuda.is_available()):
+        return [Fault("args.cuda_graphs", "True", 'False or "auto"', "Reason: a CPU has no CUDA graphs.")]
+    return []
+
+
 def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     # train_batch_size is a property of TrainingArguments that sets up the process group.
     faults = hyper_parameter_faults(args, "args", but=("train_batch_size", "eval_steps", "save_steps", "seed"))
@@ -220,11 +234,10 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
 
 def _own_field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     faults = []
-    for name in ("pad_to_chunks", "cuda_graphs", "shard_backbone", "redeploy", "split_long_sequences"):
+    for name in ("pad_to_chunks", "shard_backbone", "redeploy", "split_long_sequences"):
         if not isinstance(getattr(args, name), bool):
             faults.append(Fault(f"args.{name}", shown(getattr(args, name)), "True or False"))
-    if args.cuda_graphs is True and (args.use_cpu is True or not torch.cuda.is_available()):
-        faults.append(Fault("args.cuda_graphs", "True", "False", "Reason: a CPU has no CUDA graphs."))
+    faults += _graph_faults(args)
     for name in _COUNTS:
         if not _is_count(getattr(args, name)):
             faults.append(Fault(f"args.{name}", shown(getattr(args, name)), f"an integer from 1 to {MOST_STEPS}"))

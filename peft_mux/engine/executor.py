@@ -26,7 +26,8 @@ class Executor:
     Args:
         model: the whole model, or a tensor parallel rank's part of it, on its device, in training mode.
         bf16: run under bfloat16 autocast.
-        cuda_graphs: replay passes as graphs where they can be captured.
+        cuda_graphs: replay passes as graphs where they can be captured; "auto" where they are on a GPU and do not run
+            in turns, and once a graph is proven to compute what the eager pass does.
         sync: sums the gradients of all processes; by default this one is alone.
         interleaving: runs chains of different tasks in turns, where layers wait for all-reduces
             (`peft_mux.engine.tensor.interleaving`); by default they run one after another.
@@ -40,19 +41,26 @@ class Executor:
         model: MultiTaskPeftModel,
         *,
         bf16: bool = False,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | str = False,
         sync: GradientSync | None = None,
         interleaving: Interleaving | None = None,
     ) -> None:
         """Remember the model and its device."""
-        if cuda_graphs and interleaving is not None:
+        if cuda_graphs is True and interleaving is not None:
             raise ValueError("cuda_graphs is True with interleaving; allowed: one of them, as a replay gives no turn.")
         self.model = self.mux_model = model
         self.device = model.device
         self.bf16 = bf16
-        self.captured = CapturedPasses(model, self.precision) if cuda_graphs else None
+        self.captured = self._captured_passes(cuda_graphs, is_in_turns=interleaving is not None)
         self.sync = sync or GradientSync(model, Processes())
         self.interleaving = interleaving
+
+    def _captured_passes(self, cuda_graphs: bool | str, *, is_in_turns: bool) -> CapturedPasses | None:
+        if cuda_graphs is True:
+            return CapturedPasses(self.model, self.precision)
+        if cuda_graphs == "auto" and self.device.type == "cuda" and not is_in_turns:
+            return CapturedPasses(self.model, self.precision, plain=self._eager_pass)
+        return None
 
     def follow(self, plan: Plan) -> None:
         """Do nothing: the work of a step tells all that a plan means on one device."""
@@ -102,8 +110,10 @@ class Executor:
     def _pass(self, micro_batch: MuxBatch) -> torch.Tensor:
         """Run one micro-batch forward and backward; return its losses `[N]`."""
         replayed = None if self.captured is None else self.captured.run(micro_batch)
-        if replayed is not None:
-            return replayed
+        return self._eager_pass(micro_batch) if replayed is None else replayed
+
+    def _eager_pass(self, micro_batch: MuxBatch) -> torch.Tensor:
+        """Run one micro-batch as it is."""
         with self.precision():
             output = self.model(micro_batch.to(self.device))
         # One backward for all tasks: each loss reaches its own adapters alone, so no gradient mixes (M section 3.2).

@@ -59,7 +59,7 @@ def _sharding_faults(layout: ParallelLayout, source: BackboneSource, args: Multi
         "cuda_graphs": "True",
         "model": "a quantised backbone",
     }
-    found = (not layout.is_data_parallel, args.cuda_graphs, source.quantization is not None)
+    found = (not layout.is_data_parallel, args.cuda_graphs is True, source.quantization is not None)
     return [
         Fault(f"args.{name}", got, "its default beside shard_backbone=True", "Leave one of the two out.")
         for (name, got), is_fault in zip(others.items(), found, strict=True)
@@ -82,6 +82,6 @@ def _tensor_parallel_faults(
         for task in tasks
         if (optim := resolve(task, args).optim) not in ELEMENTWISE
     ]
-    if args.cuda_graphs:
+    if args.cuda_graphs is True:
         faults.append(Fault("args.cuda_graphs", "True", f"False with replicas {layout}"))
     return faults

@@ -352,7 +352,10 @@ def _make_executor(
     if any(replica.pp > 1 for replica in layout.replicas):
         # This process needs none of them, but every process has to take part in making the groups of all pipelines.
         PipelineLinks(layout.pipelines, _num_chunks(args), processes)
-    return Executor(model, bf16=args.bf16, cuda_graphs=args.cuda_graphs, sync=sync, interleaving=interleaving)
+    # Nobody has asked for graphs of passes that wait for other processes, so none are tried.
+    is_cut = any(replica.tp > 1 for replica in layout.replicas)
+    cuda_graphs = False if args.cuda_graphs == "auto" and is_cut else args.cuda_graphs
+    return Executor(model, bf16=args.bf16, cuda_graphs=cuda_graphs, sync=sync, interleaving=interleaving)
 
 
 def _num_chunks(args: MultiTaskTrainingArguments) -> int:

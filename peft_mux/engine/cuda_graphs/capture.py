@@ -7,17 +7,16 @@ Shape letters: N tasks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.engine.cuda_graphs.graph import Graph
+from peft_mux.engine.cuda_graphs.graph import CannotCaptureError, Graph
 from peft_mux.engine.cuda_graphs.inputs import Shape, StaticInputs
 from peft_mux.modeling.attention.packed import AttentionStream, Layout
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.modeling.stream import RowSegment, Stream
 
 Precision = Callable[[], AbstractContextManager[object]]
@@ -25,10 +24,6 @@ Precision = Callable[[], AbstractContextManager[object]]
 
 _NO_ADAPTER = ""
 """Adapter id of the padding, which no layer knows."""
-
-
-class CannotCaptureError(Exception):
-    """A pass does something that no graph can repeat; the message is a clause that says what."""
 
 
 class CapturedPass:
@@ -39,17 +34,15 @@ class CapturedPass:
         tasks: names of the N tasks, in stream order.
         shape: sizes that the micro-batches are padded to.
         precision: returns the autocast context to compute in.
-        graph: the graph to record into, still empty.
 
     Attributes:
-        losses_N: float32 `[N]` losses of the last replay.
+        losses_N: float32 `[N]` losses of the last pass.
     """
 
-    def __init__(
-        self, model: MultiTaskPeftModel, tasks: tuple[str, ...], shape: Shape, precision: Precision, graph: Graph
-    ) -> None:
+    def __init__(self, model: MultiTaskPeftModel, tasks: tuple[str, ...], shape: Shape, precision: Precision) -> None:
         """Allocate the inputs; nothing is captured yet."""
-        self._model, self._precision, self._graph = model, precision, graph
+        self._model, self._precision = model, precision
+        self._graph: Graph | None = None
         self._inputs = StaticInputs(shape, tasks, model.device)
         self._adapters = [model.adapter_of(name) for name in tasks]
         self._slabs = [model.task_slab(name) for name in tasks]
@@ -58,22 +51,51 @@ class CapturedPass:
         self._attention = _FixedAttention(model.stream, self._inputs.batch, shape.longest)
         self.losses_N = torch.zeros(len(tasks), device=model.device)
 
-    def capture(self, batch: MuxBatch) -> None:
+    @property
+    def is_captured(self) -> bool:
+        """Whether there is a graph to replay."""
+        return self._graph is not None
+
+    def compute(self, batch: MuxBatch) -> torch.Tensor:
+        """Do without a graph what a replay does, over the same memory.
+
+        Args:
+            batch: a micro-batch of the same tasks and shape, on the host.
+
+        Returns:
+            its losses `[N]`.
+
+        Raises:
+            CannotCaptureError: if the pass depends on more than its inputs' contents; gradients are as they were then.
+        """
+        self._fill(batch)
+        before = self._copies()
+        try:
+            self._compute()
+            self._check_served()
+        except BaseException:
+            self._put_back(before)
+            raise
+        return self.losses_N.clone()
+
+    def capture(self, batch: MuxBatch, graph: Graph) -> None:
         """Record the pass; gradients stay as they are.
 
         Args:
             batch: a micro-batch of the same tasks and shape, on the host, to warm up with.
+            graph: the graph to record into, still empty.
 
         Raises:
             CannotCaptureError: if the pass depends on more than its inputs' contents.
         """
         # Warming up runs real backwards, whose gradients would otherwise count in the step beside those of the replay.
-        with _as_they_were(self._slabs):
+        with self.as_they_were():
             self._fill(batch)
-            self._graph.warm_up(self._compute)
+            graph.warm_up(self._compute)
             # After the warm-up: only a pass that has run knows which of its adapters kernels serve.
             self._check_served()
-            self._graph.capture(self._compute)
+            graph.capture(self._compute)
+        self._graph = graph
 
     def replay(self, batch: MuxBatch) -> torch.Tensor:
         """Add a micro-batch's gradients to those of its tasks, and return its losses `[N]`, without waiting.
@@ -81,9 +103,30 @@ class CapturedPass:
         Args:
             batch: a micro-batch of the same tasks and shape, on the host.
         """
+        assert self._graph is not None, "it was captured"
         self._fill(batch)
         self._graph.replay()
         return self.losses_N.clone()  # the next replay overwrites them
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return the buffers that hold the gradients of the tasks."""
+        return [page.values.grad for slab in self._slabs for page in slab.pages if page.values.grad is not None]
+
+    @contextmanager
+    def as_they_were(self) -> Iterator[None]:
+        """Bring the gradients back that tasks had before the `with` block."""
+        before = self._copies()
+        try:
+            yield
+        finally:
+            self._put_back(before)
+
+    def _copies(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        return [(gradient, gradient.clone()) for gradient in self.gradients()]
+
+    def _put_back(self, copies: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for gradient, copy in copies:
+            gradient.copy_(copy)
 
     def _fill(self, batch: MuxBatch) -> None:
         self._inputs.fill(batch)
@@ -137,15 +180,3 @@ class _FixedAttention(AttentionStream):
             CannotCaptureError: always.
         """
         raise CannotCaptureError("attention is computed by groups of sequences of equal length")
-
-
-@contextmanager
-def _as_they_were(slabs: Sequence[TaskSlab]) -> Iterator[None]:
-    """Bring the gradients back that tasks had before the `with` block."""
-    gradients = [page.values.grad for slab in slabs for page in slab.pages if page.values.grad is not None]
-    copies = [gradient.clone() for gradient in gradients]
-    try:
-        yield
-    finally:
-        for gradient, copy in zip(gradients, copies, strict=True):
-            gradient.copy_(copy)

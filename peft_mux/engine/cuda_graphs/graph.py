@@ -11,6 +11,10 @@ _NUM_WARM_UPS = 2
 """In the first one tables are built, kernels compiled and groups of layers settled; the second one is as captured."""
 
 
+class CannotCaptureError(Exception):
+    """A pass does something that no graph can repeat, or finds no room; the message is a clause that says what."""
+
+
 class Graph(Protocol):
     """Launches that are recorded once and repeated over the same memory."""
 
@@ -40,10 +44,30 @@ class CudaGraphs:
         """Make the pool, and the stream that graphs are captured on."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
+        self._has_room = False
 
     def __call__(self) -> CudaGraph:
-        """Return an empty graph."""
+        """Return an empty graph.
+
+        Raises:
+            CannotCaptureError: if the device has less memory left than a pass takes: graphs keep theirs for good, and
+                passes that run eagerly need theirs beside it.
+        """
+        # Asked once: later graphs find their room in the pool of the first one.
+        if not self._has_room:
+            _require_room(self._stream.device)
+            self._has_room = True
         return CudaGraph(self._pool, self._stream)
+
+
+def _require_room(device: torch.device) -> None:
+    free_bytes, _ = torch.cuda.mem_get_info(device)
+    # What passes so far took at most, beside what is there between them.
+    pass_bytes = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+    if free_bytes < pass_bytes:
+        raise CannotCaptureError(
+            f"the GPU has {free_bytes >> 20} MiB left, of {pass_bytes >> 20} MiB that a pass takes"
+        )
 
 
 class CudaGraph:

@@ -13,8 +13,7 @@ Shape letters: T rows of the stream, D features read, K features of a layer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -46,9 +45,15 @@ class LoraGroupFunction(torch.autograd.Function):
         """Compute each `y [..., K]` of `x [..., D]`; save `x` and what the call asks for."""
         ctx.call, ctx.dtype, ctx.input_dtype = call, dtype, x.dtype
         # All shapes of x are taken as they come: a view outside of here would be a node of its own, twice a layer.
-        x = x if x.dtype is dtype else x.to(dtype)
-        with _without_autocast(x.device.type):
+        x, device_type = x if x.dtype is dtype else x.to(dtype), x.device.type
+        # The dtype is settled, and autocast would cast each product by itself. `torch.autocast` makes these two calls
+        # in the end, but by itself would cost as much as several launches.
+        autocast = torch.is_autocast_enabled(device_type)
+        torch.set_autocast_enabled(device_type, False)
+        try:
             outputs, saved = call.forward(x)
+        finally:
+            torch.set_autocast_enabled(device_type, autocast)
         ctx.save_for_backward(x, saved)
         return outputs
 
@@ -62,20 +67,6 @@ class LoraGroupFunction(torch.autograd.Function):
         dx = ctx.call.backward(dys, x, saved, needs_dx=ctx.needs_input_grad[0])
         # None for the anchor: what it stands for, the factors' gradients, lies in their buffers already.
         return dx if dx is None or input_dtype is dtype else dx.to(input_dtype), None, None, None
-
-
-@contextmanager
-def _without_autocast(device_type: str) -> Iterator[None]:
-    """Let products be computed as they are: the dtype is settled, and autocast would cast each of them by itself."""
-    # The two calls that `torch.autocast` makes in the end, which here would cost as much as several launches.
-    if not torch.is_autocast_enabled(device_type):
-        yield
-        return
-    torch.set_autocast_enabled(device_type, False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_enabled(device_type, True)
 
 
 class PassRegistry:

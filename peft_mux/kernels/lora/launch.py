@@ -337,8 +337,8 @@ def _prepared(
     """
     num_rows, width = x_TD.shape
     num_s_rows, num_columns = s_TC.shape
-    of_x, of_s = (x_TD.dtype, width, x_TD.stride()), (s_TC.dtype, num_columns, s_TC.stride())
-    key = prepare, choices, of_x, of_s, tables.num_segments
+    strides = x_TD.stride(), s_TC.stride()
+    key = prepare, choices, x_TD.dtype, width, s_TC.dtype, num_columns, strides, tables.num_segments
     launches = w.launches.get(key)
     if launches is None:
         _check_layout(x_TD, w, s_TC, choices[0], tables, is_gradient=prepare is _wgrad_launches)

@@ -17,7 +17,9 @@ from peft_mux.modeling.sharding.gathering import plain_type
 def frozen_weight(base_layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Return `(weight [K, D], bias [K])` of a plain linear layer; `(None, None)` for any other (quantised) kind."""
     # The exact class: subclasses, such as those of bitsandbytes, compute something else.
-    kind = plain_type(base_layer)
+    kind = type(base_layer)
+    if kind is not nn.Linear:
+        kind = plain_type(base_layer)
     if kind is nn.Linear:
         return base_layer.weight, base_layer.bias
     if kind is Conv1D:

@@ -27,6 +27,7 @@ from peft_mux.engine.cuda_graphs import passes as captured
 from peft_mux.engine.cuda_graphs.graph import CudaGraphs
 from peft_mux.engine.cuda_graphs.inputs import Shape, StaticInputs
 from peft_mux.engine.cuda_graphs.passes import CapturedPasses
+from peft_mux.engine.executor import Executor
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -151,6 +152,45 @@ def test_a_pass_that_turns_out_not_to_be_capturable_runs_eagerly_and_says_why_on
     assert found["differences"] == [0.0, 0.0]
 
 
+# ------------------------------------------------------------ graphs by default
+
+
+def test_a_shape_that_comes_again_is_captured_unasked_and_all_its_passes_have_the_same_bits(report: dict) -> None:
+    found = report["unasked"]
+    assert found["counts"] == [0, 0, 1, 1, 2]
+    assert found["same bits"]
+    assert max(found["differences"]) <= LIMIT
+    assert found["said"] == []
+
+
+@pytest.mark.parametrize(
+    ("what", "reason", "captures"),
+    [
+        ("other numbers", "a replay differs from the eager pass by", 1),
+        ("wrong inputs", "padding changes the losses by 1.0e-02", 0),
+        ("capture fails", "capturing failed with RuntimeError: operation not permitted", 0),
+    ],
+)
+def test_a_graph_that_is_not_proven_is_never_used_unasked_and_no_other_is_tried(
+    report: dict, what: str, reason: str, captures: int
+) -> None:
+    found = report["unproven"][what]
+    assert len(found["said"]) == 1
+    assert reason in found["said"][0]
+    assert found["count"] == captures
+    assert found["graphs"] == 0
+    # Eager but for a first pass over padded memory, which was proven.
+    assert found["differences"][0] <= LIMIT
+    assert found["differences"][1:] == [0.0] * 4
+
+
+def test_a_replay_may_differ_as_eager_passes_differ_from_each_other(report: dict) -> None:
+    found = report["unproven"]["restless attention"]
+    assert found["said"] == []
+    assert found["count"] == 1
+    assert max(found["differences"]) <= 1e-4
+
+
 # --------------------------------------------------------- reasons of the model
 
 
@@ -261,10 +301,17 @@ def test_cuda_graphs_on_a_cpu_are_refused_by_name(tmp_path: Path) -> None:
         MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True, cuda_graphs=True)
 
 
-def test_cuda_graphs_are_true_or_false_and_off_by_default(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"args\.cuda_graphs.*True or False"):
+def test_cuda_graphs_are_true_false_or_auto(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'args\.cuda_graphs.*True, False or "auto"'):
         MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True, cuda_graphs="yes")  # type: ignore[arg-type]
-    assert MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True).cuda_graphs is False
+    assert MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True).cuda_graphs == "auto"
+
+
+def test_by_default_a_cpu_runs_eagerly_without_a_word() -> None:
+    model = mux(llama())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Executor(model, cuda_graphs="auto").captured is None
 
 
 def test_the_argument_reaches_the_passes_of_a_run(tmp_path: Path) -> None:

@@ -50,6 +50,11 @@ class MultiplexedLinear(MultiplexedForward):
         (y,) = self.group.outputs(x)
         return y if self.is_plain else base_output(layer.base_layer, x, self.name) + y
 
+    def base(self) -> Base:
+        """Return the frozen part of the layer, as it lies now."""
+        layer: Any = self.module
+        return Base(*frozen_weight(layer.base_layer), layer.out_features)
+
     def reason_against_graphs(self) -> str | None:
         """Return why no pass through this layer can be captured: its frozen weight is quantised."""
         return None if self.is_plain else f"layers are quantised ({self.name})"
@@ -135,8 +140,7 @@ class LinearGroup:
 
     def bases(self) -> list[Base]:
         """Return the frozen part of each layer."""
-        layers: list[Any] = [member.module for member in self.members]
-        return [Base(*frozen_weight(layer.base_layer), layer.out_features) for layer in layers]
+        return [member.base() for member in self.members]
 
     def count_columns(self) -> None:
         """Count anew what S needs: whole groups of eight ranks of each layer's greatest adapter."""
