@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one call of at most 9 minutes: right or wrong, what fusing gains, end to end, kernels.
+"""Everything that needs a GPU, in one call of at most 9 minutes: right or wrong, gains of fusing, end to end, kernels.
 
     python -m benchmarks.gpu --name h200                  writes benchmarks/results/gpu-h200.json
     python -m benchmarks.gpu --parts attention gain       parts whose names begin so

@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.kernels.cross_entropy.linear import block_rows
+from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, SegmentTables
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives import language as losses
@@ -25,8 +26,10 @@ from peft_mux.profiling.backbone import profile_backbone
 from peft_mux.profiling.memory import _SavedStorages, count_activation_bytes_per_token
 from peft_mux.profiling.stopwatch import Stopwatch
 from peft_mux.profiling.subject import RANKS, Subject
-from peft_mux.scheduler.costs import memory
+from peft_mux.scheduler.costs import kernel_buffers, memory
+from peft_mux.scheduler.costs.kernel_buffers import weight_gradient_bytes
 from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.costs.profile_text import profile_text
 from tests.invariants.mux_lab import tiny_llama
@@ -336,3 +339,13 @@ def test_lengths_without_tokens_are_refused() -> None:
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_the_planner_knows_the_blocks_of_the_loss(vocab_size: int, device_type: str) -> None:
     assert memory.loss_block_rows(vocab_size, device_type) == block_rows(vocab_size, device_type)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (512, 512), (513, 1, 700), (3, 4, 5), (100_000, 28_000)])
+def test_the_planner_knows_the_sums_of_weight_gradients(lengths: tuple[int, ...]) -> None:
+    tables = SegmentTables(lengths, [0] * len(lengths))
+    loads = [TaskLoad(str(n), (length,), 1, (AdapterLoad(16, 8192),), 1) for n, length in enumerate(lengths)]
+    counted = weight_gradient_bytes(loads, sum(lengths), 4096)
+    allocated = tables.num_chunks * 16 * 4096 * 4  # `wgrad` makes fp32 [chunks, greatest rank, width]
+    assert allocated <= counted <= allocated + (len(lengths) - 1) * 16 * 4096 * 4 + 16 * 4096 * 4
+    assert kernel_buffers._MAX_JOINT_RANK == MAX_JOINT_RANK

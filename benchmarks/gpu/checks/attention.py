@@ -107,8 +107,8 @@ def _co_location(packed: _Packed, together: list[torch.Tensor]) -> dict[str, Any
 def _nan_isolation(packed: _Packed, together: list[torch.Tensor]) -> dict[str, Any]:
     bad = slice(packed.bounds[2], packed.bounds[3])
     poisoned = packed.attend(0, packed.num_tokens, bad)
-    healthy = torch.ones(packed.num_tokens, dtype=torch.bool, device=packed.settings.device)
-    healthy[bad] = False
+    others = [row for row in range(packed.num_tokens) if not bad.start <= row < bad.stop]
+    healthy = torch.tensor(others, device=packed.settings.device)
     leaks = {part: int((~tensor[healthy].isfinite()).sum()) for part, tensor in zip(PARTS, poisoned, strict=True)}
     is_same = torch.equal(poisoned[0][healthy], together[0][healthy])
     is_right = not any(leaks.values()) and is_same and bool(poisoned[0][bad].isnan().all())

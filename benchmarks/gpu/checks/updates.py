@@ -1,7 +1,7 @@
 """Checks of `benchmarks.gpu`: the update of all tasks, as the kernel takes it and as a run takes it.
 
-`adamw`: pages of several sizes and settings against `torch.optim.AdamW` in float64, alone and together, and the pages of
-a task that is not finite. `task table`: `TaskTable.apply` on gradients of a real pass, one task poisoned.
+`adamw`: pages of several sizes and settings against `torch.optim.AdamW` in float64, alone and together, and the pages
+of a task that is not finite. `task table`: `TaskTable.apply` on gradients of a real pass, one task poisoned.
 """
 
 from __future__ import annotations
@@ -93,9 +93,7 @@ def _page(settings: Settings, dtype: torch.dtype, index: int) -> dict[str, torch
 
 def _gradient(settings: Settings, dtype: torch.dtype, index: int, step: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(1000 * index + step)
-    drawn = torch.randn(_size(settings, index), generator=generator) * 10.0 ** (
-        step - 2
-    )  # limits bind in some steps only
+    drawn = torch.randn(_size(settings, index), generator=generator) * 10.0 ** (step - 2)  # limits bind at times
     return drawn.to(settings.device, dtype)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from peft_mux.scheduler.costs.kernel_buffers import loss_block_rows
 from peft_mux.scheduler.costs.link import Link
-from peft_mux.scheduler.costs.loss_blocks import loss_block_rows
 from peft_mux.scheduler.costs.model_shape import ModelShape
 
 ALL_REDUCES_PER_LAYER = 4

@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peft_mux.scheduler.costs.frozen_parts import FrozenParts
+from peft_mux.scheduler.costs.kernel_buffers import loss_block_rows, weight_gradient_bytes
 from peft_mux.scheduler.costs.loads import TaskLoad
-from peft_mux.scheduler.costs.loss_blocks import loss_block_rows
 from peft_mux.scheduler.costs.model_shape import ModelShape, split_layers
 
 __all__ = [
@@ -213,7 +213,7 @@ class MemoryModel:
         per_token = own if self.activation_bytes_per_token is None else self.activation_bytes_per_token * own / whole
         return math.ceil(tokens * per_token * self._share_of_layers(stage))
 
-    def workspace_bytes(self, tokens: float, stage: int = 0) -> int:
+    def workspace_bytes(self, tokens: float, stage: int = 0, loads: Sequence[TaskLoad] = ()) -> int:
         """Return transient bytes of computing one micro-batch on a stage; only one is computed at a time.
 
         The blocks of logits and the gradients of a layer are never there at once, so the greater counts.
@@ -221,9 +221,12 @@ class MemoryModel:
         Args:
             tokens: tokens of the micro-batch.
             stage: the stage, counted from 0; the last one holds the head.
+            loads: the loads of all tasks, for the sums of their adapters' gradients.
         """
         widest = max(self.shape.intermediate_size / self.devices_per_stage, self.shape.hidden_size)
         transient = _TRANSIENT_COPIES * tokens * widest * self.shape.activation_bytes
+        if self.device_type == "cuda":
+            transient += weight_gradient_bytes(loads, tokens, self.shape.hidden_size, self.devices_per_stage)
         loss = self.loss_bytes(tokens) if stage == self.num_stages - 1 else 0
         return math.ceil(max(transient, loss))
 
@@ -302,7 +305,7 @@ class MemoryModel:
         if in_flight < 0 or tokens < 0:
             raise ValueError(f"in_flight is {in_flight} and tokens {tokens}; allowed: 0 or more. Correct them.")
         activations = in_flight * self.activation_bytes(tokens, stage)
-        workspace = self.workspace_bytes(tokens, stage)
+        workspace = self.workspace_bytes(tokens, stage, loads)
         # When tasks are updated, activations are gone and buffers as large as one task's weights are there.
         share, devices = self._share_of_layers(stage), self.devices_per_stage
         update = _UPDATE_BYTES_PER_PARAMETER * share * max((one.device_parameters(devices) for one in loads), default=0)

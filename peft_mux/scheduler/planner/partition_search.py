@@ -69,7 +69,9 @@ class PartitionSearch:
         ]
         largest = max(self._held_tokens(part) for part in self.members)
         # What is transient while a micro-batch computes lies beside all that are in flight.
-        self.workspace = tuple(self._with_margin(memory.workspace_bytes(largest, stage)) for stage in self.stages)
+        self.workspace = tuple(
+            self._with_margin(memory.workspace_bytes(largest, stage, self.loads)) for stage in self.stages
+        )
         self.static = tuple(int(memory.static_bytes(self.loads, stage)) for stage in self.stages)
         self.limits = None if budget.limit_bytes is None else (budget.limit_bytes,) * cost.num_stages
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.frozen_parts import FrozenParts
-from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.kernel_buffers import weight_gradient_bytes
+from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape, activation_bytes_per_token, split_layers
 
 SHAPE = ModelShape(
@@ -250,3 +251,34 @@ def test_impossible_settings_are_refused_by_field(arguments: dict[str, object], 
 def test_a_stage_that_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match="stage is 1; allowed: 0 to 0"):
         MemoryModel(SHAPE).static_bytes([], 1)
+
+
+def adapted(rank: int, *widths: int, name: str = "a") -> TaskLoad:
+    return replace(a_task(name=name), adapters=tuple(AdapterLoad(rank, width) for width in widths))
+
+
+LLAMA_8B_WIDTHS = (8192, 5120, 5120, 8192, 18432, 18432, 18432)  # q, k, v, o, gate, up, down
+
+
+def test_sums_of_weight_gradients_are_counted_by_chunks_joint_rank_and_width() -> None:
+    # 128K tokens of one task in chunks of 512; q, k and v of rank 40 work as one of 120, on 4096 features.
+    assert weight_gradient_bytes([adapted(40, *LLAMA_8B_WIDTHS[:3])], 2**17, 4096) == (256 + 1) * 120 * 4096 * 4
+    # The MLP is wider than three times the hidden size: gate alone takes more than q, k and v together.
+    assert weight_gradient_bytes([adapted(16, *LLAMA_8B_WIDTHS)], 512, 4096) == 2 * 16 * 14336 * 4
+    assert weight_gradient_bytes([adapted(5, 8192)], 512, 4096) == 2 * 8 * 4096 * 4
+    assert weight_gradient_bytes([a_task()], 2**17, 4096) == 0
+    # Tasks of few tokens have a chunk each, and no more chunks than tokens; the greatest rank is that of all.
+    several = [adapted(8, 8192, name="a"), adapted(64, 8192, name="b"), adapted(8, 8192, name="c")]
+    assert weight_gradient_bytes(several, 100, 4096) == 3 * 64 * 4096 * 4
+    assert weight_gradient_bytes(several, 2, 4096) == 2 * 64 * 4096 * 4
+
+
+def test_sums_of_weight_gradients_are_workspace_on_cuda_alone_and_add_to_the_gradients_of_a_layer() -> None:
+    tasks = [adapted(40, *LLAMA_8B_WIDTHS[:3])]
+    for device_type, expected in (("cuda", weight_gradient_bytes(tasks, 2**17, 4096)), ("cpu", 0)):
+        model = MemoryModel(LLAMA_7B, num_stages=2, device_type=device_type)
+        without = model.workspace_bytes(2**17, 0)
+        assert model.workspace_bytes(2**17, 0, tasks) - without == expected
+        margin = 1 + model.margin
+        estimates = [model.estimate_stage(own, 2**17, 1, 0).workspace_bytes for own in ([a_task()], tasks)]
+        assert estimates[1] - estimates[0] == pytest.approx(margin * expected, abs=2)
