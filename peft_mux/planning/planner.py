@@ -81,7 +81,7 @@ class Planner:
         # Read now, since a stage later holds only a part of these parameters.
         self._known = {name: whole_shapes(model, name) for name in model.tasks}
         self._profile_notes: tuple[str, ...] = ()
-        self._kept_bytes: float | None = None
+        self._kept_bytes: dict[str, float] = {}
         self._correction = TimeCorrection()
 
     def plan_for(self, model: MultiTaskPeftModel | None, *, num_replicas: int) -> None:
@@ -243,7 +243,7 @@ class Planner:
         memory = MemoryModel(
             self.shape,
             checkpointing=self.args.uses_checkpointing,
-            activation_bytes_per_token=self.counted_bytes(loads),
+            activation_bytes_per_token=self.counted_bytes(loads, target.device_type),
             device_type=target.device_type,
             **size,
         )
@@ -280,15 +280,22 @@ class Planner:
         is_part = len(here) < len(known) and all(known.get(key) == shape for key, shape in here.items())
         return known if is_part else here
 
-    def counted_bytes(self, loads: Sequence[TaskLoad]) -> float | None:
+    def counted_bytes(self, loads: Sequence[TaskLoad], device_type: str) -> float | None:
         """Return what a pass keeps for each token, counted once on the meta device; `None` for the analytic number."""
-        if self.args.uses_checkpointing or not loads or quantization_method(self.source.config) is not None:
+        if not loads or quantization_method(self.source.config) is not None:
             return None
         # Once a run: it takes seconds where tasks are many (docs/log.md).
-        if self._kept_bytes is None:
+        if device_type not in self._kept_bytes:
             lengths = [length for load in loads for length in load.lengths][:SAMPLE_ROWS]
-            self._kept_bytes = count_activation_bytes_per_token(self.model, lengths, dtype=self._activation_dtype)
-        return self._kept_bytes
+            self._kept_bytes[device_type] = count_activation_bytes_per_token(
+                self.model,
+                lengths,
+                dtype=self.source.dtype,
+                autocast=torch.bfloat16 if self.args.bf16 else None,
+                device_type=device_type,
+                checkpointing=self.args.uses_checkpointing,
+            )
+        return self._kept_bytes[device_type]
 
     @property
     def _weight_bytes(self) -> int:

@@ -65,7 +65,7 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
         memory=MemoryModel(
             shape,
             checkpointing=args.uses_checkpointing,
-            activation_bytes_per_token=planner.counted_bytes(loads),
+            activation_bytes_per_token=planner.counted_bytes(loads, device_type),
             device_type=device_type,
         ),
         limit_bytes=limit,

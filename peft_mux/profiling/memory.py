@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,23 +16,35 @@ from peft_mux.modeling.adapters.injection import is_meta
 from peft_mux.modeling.backbone.quantized import quantized_layers
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.profiling.autocast import AutocastOnMeta
 from peft_mux.profiling.subject import config_of, plain_backbone, shortened_config
 from peft_mux.scheduler.costs import memory
 
 
 def count_activation_bytes_per_token(
-    model: MultiTaskPeftModel, lengths: Sequence[int], *, dtype: torch.dtype | None = None
+    model: MultiTaskPeftModel,
+    lengths: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    autocast: torch.dtype | None = None,
+    device_type: str = "cpu",
+    checkpointing: bool = False,
 ) -> float:
     """Return the bytes that a pass keeps for its backward, divided by its tokens.
 
     The forward of the backbone's description, with all of the model's tasks, is run without data, and the storages
     that autograd saves are counted once each; weights are left out. Attention is counted as a fused kernel
-    keeps it: queries, keys, values, outputs, and one number a head. Without checkpointing, which keeps nothing of this.
+    keeps it: queries, keys, values, outputs, and one number a head.
 
     Args:
         model: the model with the tasks' adapters, or a description of it (on the meta device); not changed.
         lengths: number of tokens of each sequence of a typical micro-batch; the tasks get them in turn.
-        dtype: the dtype in which the backbone computes; by default that of its weights.
+        dtype: the dtype in which weights are held; by default that of the model's.
+        autocast: the dtype of autocast, under which products are in it and what else comes near keeps its own; `None`
+            for none.
+        device_type: "cuda" or "cpu", as autocast leaves other operations in fp32 on each.
+        checkpointing: whether activations are recomputed: then each layer keeps its input alone, and one of them all
+            while it is recomputed.
 
     Returns:
         The analytic number, with a warning, where something of the forward does not run without data.
@@ -42,21 +54,27 @@ def count_activation_bytes_per_token(
     """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths are {tuple(lengths[:5])}; allowed: one or more, of 1 token or more.")
-    computed: torch.dtype = dtype or plain_backbone(model).dtype
+    held: torch.dtype = dtype or plain_backbone(model).dtype
+    state = AutocastOnMeta(autocast, device_type)
     try:
-        with _FusedAttentionOnMeta(), _no_autocast_on_meta():
-            described = _description(model, computed)
+        with _FusedAttentionOnMeta(), state.asked():
+            described = _description(model, held)
             kept = _SavedStorages(described)
-            with _training_mode(described):
+            with _training_mode(described), state.casting(kept):
                 _forward(described, _batch(described, lengths), kept)
     except (NotImplementedError, RuntimeError) as error:
         warnings.warn(
             f"activations are estimated by formula, as the forward does not run without data: {error}",
             stacklevel=2,
         )
-        shape = model_shape(plain_backbone(model), config_of(model), dtype=computed, activation_dtype=computed)
-        return float(memory.activation_bytes_per_token(shape, checkpointing=False))
-    return kept.num_bytes / sum(lengths)
+        shape = model_shape(plain_backbone(model), config_of(model), dtype=held, activation_dtype=autocast or held)
+        return float(memory.activation_bytes_per_token(shape, checkpointing=checkpointing))
+    counted = kept.num_bytes / sum(lengths)
+    if not checkpointing:
+        return counted
+    shape = model_shape(plain_backbone(model), config_of(model), dtype=held, activation_dtype=held)
+    # The residual stream is in the dtype of the weights, also under autocast.
+    return shape.num_layers * shape.hidden_size * shape.activation_bytes + counted / shape.num_layers
 
 
 def _description(model: MultiTaskPeftModel, dtype: torch.dtype) -> MultiTaskPeftModel:
@@ -106,24 +124,6 @@ def _forward(model: MultiTaskPeftModel, batch: MuxBatch, kept: _SavedStorages) -
             model.losses_of(hidden_TD, batch)
 
 
-@contextmanager
-def _no_autocast_on_meta() -> Iterator[None]:
-    """Let questions about autocast on the meta device be answered with no, where torch raises; others are passed on."""
-    is_enabled, autocast = torch.is_autocast_enabled, torch.autocast
-
-    def known(*args: Any) -> bool:
-        return args != ("meta",) and is_enabled(*args)
-
-    def entered(device_type: str, *args: Any, **kwargs: Any) -> Any:
-        return nullcontext() if device_type == "meta" else autocast(device_type, *args, **kwargs)
-
-    torch.is_autocast_enabled, torch.autocast = known, entered  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.is_autocast_enabled, torch.autocast = is_enabled, autocast  # type: ignore[assignment]
-
-
 class _SavedStorages:
     """What autograd saves, each storage once."""
 
@@ -131,11 +131,21 @@ class _SavedStorages:
         # By the address of the storage object: on the meta device all data pointers are 0.
         self._weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._copies: list[torch.Tensor] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all saved storages."""
         return sum(storage.nbytes() for storage in self._storages.values())
+
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Do not count a tensor: it is a weight in another dtype."""
+        self._weights.add(tensor.untyped_storage()._cdata)
+        self._copies.append(tensor)  # held, so that no other takes its place
+
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is one of the model's weights."""
+        return tensor.untyped_storage()._cdata in self._weights
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a tensor that is saved; the storage is held, so that no other takes its place."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.kernels.cross_entropy.linear import block_rows
@@ -274,14 +274,22 @@ def test_layers_are_run_without_adapters_and_adapters_without_layers() -> None:
 # --------------------------------------------------------------------- memory
 
 
-def really_kept_bytes(model: MultiTaskPeftModel) -> int:
-    """Count what a real forward saves."""
+def really_kept_bytes(model: MultiTaskPeftModel, autocast: torch.dtype | None = None) -> int:
+    """Count what a real forward saves; of weights that autocast has cast, nothing."""
     names = [model.tasks[number % len(model.tasks)] for number in range(len(LENGTHS))]
     rows = [{"task": name, "input_ids": [1] * length} for name, length in zip(names, LENGTHS, strict=True)]
     batch = ChunkPackingCollator()(rows)
     model.train()
     kept = _SavedStorages(model)
-    with torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor), model.multiplexing(batch):
+    weight_shapes = {tuple(p.shape) for p in model.parameters()} | {tuple(p.t().shape) for p in model.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        is_cast_weight = autocast is not None and tensor.dtype is autocast and tuple(tensor.shape) in weight_shapes
+        return tensor if is_cast_weight else kept.keep(tensor)
+
+    precision = torch.autocast("cpu", dtype=autocast, enabled=autocast is not None)
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
+    with precision, hooks, model.multiplexing(batch):
         hidden_TD = model.hidden_states(batch)
         losses.token_losses(hidden_TD, model.backbone, batch, model.stream, model.adapters)
     return kept.num_bytes
@@ -307,6 +315,45 @@ def test_counting_neither_needs_weights_nor_changes_the_model() -> None:
     assert not described.training
     assert torch.autocast is not None
     assert torch.is_autocast_enabled("cpu") is False
+
+
+def a_gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 211}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_bytes_counted_under_autocast_are_those_that_a_real_pass_under_it_keeps(
+    architecture: str, dtype: torch.dtype
+) -> None:
+    backbone = (a_backbone() if architecture == "llama" else a_gpt2()).to(dtype)
+    targets = "all-linear" if architecture == "llama" else ["c_attn", "c_proj", "c_fc"]
+    model = MultiTaskPeftModel(backbone, {"a": lora(8, targets), "b": lora(4, targets)}, verify=False)  # type: ignore[arg-type]
+    counted = count_activation_bytes_per_token(model, LENGTHS, autocast=torch.bfloat16)
+    assert counted * sum(LENGTHS) == pytest.approx(really_kept_bytes(model, torch.bfloat16), rel=0.02)
+    plain = count_activation_bytes_per_token(model, LENGTHS)
+    assert (counted == pytest.approx(plain, rel=0.01)) is (dtype is torch.bfloat16)
+    assert torch.is_autocast_enabled("cpu") is False
+
+
+def test_on_cuda_autocast_leaves_powers_and_norms_in_fp32() -> None:
+    model = MultiTaskPeftModel(a_gpt2().to(torch.bfloat16), {"a": lora(4, ["c_attn", "c_fc"])}, verify=False)
+    cpu, cuda = (
+        count_activation_bytes_per_token(model, LENGTHS, autocast=torch.bfloat16, device_type=kind)
+        for kind in ("cpu", "cuda")
+    )
+    # GELU is written with a power: on CUDA what lies around it, four times the hidden size wide, doubles.
+    assert cuda > 1.3 * cpu
+    described = count_activation_bytes_per_token(model, LENGTHS, device_type="cuda")
+    assert described == count_activation_bytes_per_token(model, LENGTHS)
+
+
+def test_with_checkpointing_inputs_of_layers_are_kept_and_one_layer_that_is_recomputed() -> None:
+    model = a_model(a_backbone(num_layers=4))
+    whole, less = (count_activation_bytes_per_token(model, LENGTHS, checkpointing=flag) for flag in (False, True))
+    assert less == pytest.approx(4 * 64 * 4 + whole / 4)
 
 
 def test_half_the_bytes_are_kept_in_bf16_but_for_what_stays_in_fp32() -> None:
