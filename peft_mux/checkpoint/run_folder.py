@@ -25,9 +25,9 @@ from typing import Any
 import torch
 
 from peft_mux import storage
+from peft_mux.checkpoint.adapter_folder import mend_adapter, replace_adapter
 from peft_mux.checkpoint.run_record import (
     FORMAT_VERSION,
-    READABLE_VERSIONS,
     RecordedTask,
     RunRecord,
     read_records,
@@ -45,11 +45,10 @@ from peft_mux.checkpoint.task_file import (
 )
 from peft_mux.checkpoint.task_state import TaskState
 from peft_mux.errors import CheckpointError
-from peft_mux.modeling.adapters.files import ADAPTER_NAMES, WEIGHTS_NAME
+from peft_mux.modeling.adapters.files import ADAPTER_NAMES
 from peft_mux.modeling.backbone.fingerprint import backbone_fingerprint
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import TaskStatus
-from peft_mux.tasks.table import TaskTable
 from peft_mux.tasks.task_run import TaskRun
 
 Weights = Mapping[str, torch.Tensor]
@@ -154,16 +153,9 @@ class RunFolder:
             # swapped.
             with storage.scratch_folder(folder) as scratch:
                 self.model.save_task(name, scratch, weights)
-                self._replace_adapter(folder, scratch)
+                replace_adapter(folder, scratch)
         except OSError as error:
             raise CheckpointError(f'task "{name}": its adapter could not be written ({error}).') from error
-
-    def _replace_adapter(self, folder: Path, scratch: Path) -> None:
-        """Let the files of an adapter take the place of those of a task; without checksums while they are unlike."""
-        # Gone first: a crash between two files must not leave checksums of others.
-        (folder / storage.CHECKSUMS_NAME).unlink(missing_ok=True)
-        for file in (*ADAPTER_NAMES, storage.CHECKSUMS_NAME):
-            storage.replace_file(scratch / file, folder / file)
 
     def verify_adapter(self, name: str) -> None:
         """Read a task's adapter back.
@@ -355,10 +347,10 @@ class RunFolder:
             self._put(run, saved, self._snapshot(run, folder, saved))
         except torch.OutOfMemoryError:
             raise
+        except CheckpointError as error:
+            raise CheckpointError(f"{folder}: {error}") from error
         # All files are as they were sealed, so the checkpoint was made up; what torch says of it is as varied.
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise CheckpointError(
                 f"{folder}: got a state that does not fit the task ({type(error).__name__}: {error}); allowed: one that"
                 " a run has written."
@@ -404,37 +396,8 @@ class RunFolder:
             CheckpointError: if it cannot be written.
         """
         source = self._restored_from.get(name)
-        if source is None or not self._is_writer:
-            return
-        folder = self.task_folder(name)
-        fault = self._adapter_fault(folder, source)
-        if fault:
-            say(f'task "{name}": {fault} It is taken from {source}.')
-        elif storage.has_checksums(folder):
-            return
-        try:
-            with storage.scratch_folder(folder) as scratch:
-                for file in ADAPTER_NAMES:
-                    # What is whole stays, as of earlier versions, which wrote no checksums.
-                    (scratch / file).write_bytes(((source if fault else folder) / file).read_bytes())
-                storage.write_checksums(scratch, ADAPTER_NAMES)
-                self._replace_adapter(folder, scratch)
-        except OSError as error:
-            raise CheckpointError(f'task "{name}": its adapter could not be written ({error}).') from error
-
-    def _adapter_fault(self, folder: Path, source: Path) -> str:
-        """Return in a sentence what is wrong with an adapter; "" where it is that of the checkpoint `source`."""
-        try:
-            if storage.has_checksums(folder):
-                storage.verify_checksums(folder, ADAPTER_NAMES)
-            # The configuration was not compared: users change what it says of the backbone's folder.
-            is_same = storage.digest_file(folder / WEIGHTS_NAME) == storage.digest_file(source / WEIGHTS_NAME)
-            json.loads(storage.read_regular(folder / ADAPTER_NAMES[0]))
-        except CheckpointError as error:
-            return str(error)
-        except (OSError, ValueError, RecursionError) as error:
-            return f"{folder}: got no readable adapter ({error})."
-        return "" if is_same else f"{folder / WEIGHTS_NAME}: got other weights than the task ended with."
+        if source is not None and self._is_writer:
+            mend_adapter(self.task_folder(name), source, lambda fault: say(f'task "{name}": {fault}'))
 
 
 def open_run_folder(
@@ -466,47 +429,3 @@ def open_run_folder(
             "to go on with it. Delete it to train anew."
         )
     return folder
-
-
-def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]) -> int:
-    """Put all tasks back to where the newest record of a run left them; return its run step.
-
-    Args:
-        folder: the folder of the run that goes on.
-        table: the tasks of the run, started; they are brought into the order of the record.
-        say: called with a line for each task left out, and for each checkpoint that is not valid.
-
-    Raises:
-        CheckpointError: if there is no record, the backbone is another one, or a task cannot be restored.
-    """
-    records = folder.records(say)
-    if not records:
-        raise CheckpointError(
-            f"resume_from_checkpoint: got {folder.root}, which holds no state of a run; allowed: the output_dir of a "
-            "run that has saved at least once. Call train() without it to begin."
-        )
-    record, path = records[-1]
-    if record.version not in READABLE_VERSIONS:
-        raise CheckpointError(
-            f"{path}: got format version {record.version}; allowed: {FORMAT_VERSION}, which this version of "
-            "peft_mux reads. Resume with the version that wrote it, or train into a new output_dir."
-        )
-    if record.backbone != folder.fingerprint:
-        raise CheckpointError(
-            f"resume_from_checkpoint: got {folder.root}, whose tasks were trained on other weights than those of "
-            "`model`; allowed: the same backbone in the same dtype. Load that one, or train into a new output_dir."
-        )
-    folder.take_up(record)
-    for name, entry in record.tasks.items():
-        if name in table:
-            folder.restore(table[name], entry.step, say)
-        else:
-            say(f'task "{name}" of the resumed run is not among the tasks given now; it is left out')
-    for name, entry in record.removed.items():
-        if name in table:
-            table[name].step = entry.step
-            table[name].end(TaskStatus.REMOVED, f"removed from the run at step {entry.step}")
-            say(f'task "{name}" was removed from the run; it stays removed, and its files as they are')
-    # The order of tasks in the stream is part of the rounding of sums.
-    table.reorder(list(record.tasks))
-    return record.run_step

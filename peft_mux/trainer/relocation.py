@@ -24,6 +24,10 @@ from peft_mux.trainer.run import Run
 from peft_mux.trainer.world import World
 
 
+class _NotSavedError(CheckpointError):
+    """A run could not be saved before a move; nothing was let go of yet."""
+
+
 class Relocation:
     """Decides whether other replicas pay, and moves the run to them.
 
@@ -75,7 +79,12 @@ class Relocation:
             self._target = self._part_that_pays()
         if self._target is None:
             return False
-        self._move(self._target)
+        try:
+            self._move(self._target)
+        except _NotSavedError as error:
+            # A run that trains must not end because a disk is full.
+            self._run.log.warn(str(error))
+            return False
         return True
 
     def _check_can_move(self) -> None:
@@ -149,10 +158,12 @@ class Relocation:
         """Save all tasks that go on.
 
         Raises:
-            CheckpointError: on every process, if any of them could not save.
+            CheckpointError: on every process, if any of them could not save, or the adapter of a task that has ended is
+                not on the disk.
         """
-        if not all(self._world.processes.gather(self._run.saver.save_run())):
-            raise CheckpointError(
+        is_saved = self._run.saver.save_run() and not self._run.saver.unsaved
+        if not all(self._world.processes.gather(is_saved)):
+            raise _NotSavedError(
                 f"redeploy: the tasks could not be saved at step {self._run.state.global_step}, so they stay where they"
                 " are; allowed: a folder that can be written to. Free space in output_dir."
             )

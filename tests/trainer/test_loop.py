@@ -55,7 +55,7 @@ def loop_of(run: Run, calls: Calls, num_steps: int, monkeypatch: pytest.MonkeyPa
         "placement": FakePlacement(calls),
         "plans": FakePlans(run, calls),
         "collator": SimpleNamespace(micro_batches=lambda batches, max_tokens: ()),
-        "lifecycle": SimpleNamespace(handle_changes=write_down("tell")),
+        "lifecycle": SimpleNamespace(handle_changes=write_down("tell"), settle=lambda processes: None),
         "membership": SimpleNamespace(
             apply_commands=write_down("commands"),
             apply_shared_commands=lambda: None,

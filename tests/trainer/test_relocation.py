@@ -149,3 +149,16 @@ def test_a_deployment_that_cannot_be_had_leaves_the_run_where_it_is(run: Run, mo
     run.table["b"].status = TaskStatus.PAUSED
     assert not relocation.move_if_asked()
     assert lines(run) == ["the run stays on <1,1>x1: no replica holds these tasks"]
+
+
+def test_a_run_that_trains_and_cannot_be_saved_is_told_and_goes_on_where_it_is(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, run.is_in_train = Calls(), True
+    monkeypatch.setattr(run.saver, "save_run", lambda: False)
+    relocation = relocation_of(run, calls)
+    relocation.redeploy("<1,1>")
+    assert not relocation.move_if_asked()
+    assert "let go" not in calls
+    assert relocation.target == "", "it was tried once"
+    assert "could not be saved at step 0, so they stay where they are" in lines(run)[-1]

@@ -1,0 +1,295 @@
+"""Records and states that were sealed by others: named and passed over like torn ones, whatever they hold."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peft_mux import storage
+from peft_mux.checkpoint.run_record import read_record
+from peft_mux.errors import CheckpointError
+from peft_mux.task import Task
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import Recorder, Run
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+class Killed(Exception):
+    """Ends a run in the middle, with nothing saved on the way out."""
+
+
+def crash(trainer: Any) -> None:
+    raise Killed
+
+
+def tasks() -> list[Task]:
+    return [lab.small_task("a", data_seed=1, max_steps=6), lab.small_task("b", data_seed=2, length=9, max_steps=6)]
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that saved after steps 2 and 4, and crashed in step 5."""
+    root = tmp_path_factory.mktemp("crashed")
+    trainer = lab.make_trainer(tasks(), root, recorder=Recorder(at_end={5: crash}), **SAVING)
+    with pytest.raises(Killed):
+        trainer.train()
+    return root
+
+
+@pytest.fixture
+def root(crashed: Path, tmp_path: Path) -> Path:
+    """Return a copy of the crashed run, to be spoilt."""
+    return Path(shutil.copytree(crashed, tmp_path / "run"))
+
+
+def resume(root: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> tuple[Run, str]:
+    run = lab.train(tasks(), root, resume=True, disable_tqdm=False, **{**SAVING, **options})
+    return run, capsys.readouterr().out
+
+
+NEWEST = "run-00000004.json"
+
+
+def entry(**changes: Any) -> Callable[[dict[str, Any]], Any]:
+    return lambda record: {**record, "tasks": {**record["tasks"], "a": {**record["tasks"]["a"], **changes}}}
+
+
+def deep(levels: int) -> Any:
+    value: Any = []
+    for _ in range(levels):
+        value = [value]
+    return value
+
+
+RECORDS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a list": lambda record: [record],
+    "a number": lambda record: 5,
+    "null": lambda record: None,
+    "no version": lambda record: {key: value for key, value in record.items() if key != "format_version"},
+    "no tasks": lambda record: {key: value for key, value in record.items() if key != "tasks"},
+    "no backbone": lambda record: {key: value for key, value in record.items() if key != "backbone"},
+    "no order": lambda record: {key: value for key, value in record.items() if key != "order"},
+    "version a word": lambda record: {**record, "format_version": "3"},
+    "version true": lambda record: {**record, "format_version": True},
+    "step of another file": lambda record: {**record, "run_step": 3},
+    "step a word": lambda record: {**record, "run_step": "4"},
+    "step a list": lambda record: {**record, "run_step": [4]},
+    "step negative": lambda record: {**record, "run_step": -4},
+    "step a fraction": lambda record: {**record, "run_step": 4.0},
+    "step huge": lambda record: {**record, "run_step": 10**400},
+    "tasks a list": lambda record: {**record, "tasks": ["a", "b"]},
+    "a task that is null": lambda record: {**record, "tasks": {**record["tasks"], "a": None}},
+    "a task that leads outside": lambda record: {**record, "tasks": {**record["tasks"], "../x": record["tasks"]["a"]}},
+    "removed that leads outside": lambda record: {**record, "removed": {"/etc": record["tasks"]["a"]}},
+    "removed a task of the run": lambda record: {**record, "removed": {"a": record["tasks"]["a"]}},
+    "order of others": lambda record: {**record, "order": ["a", "c"]},
+    "order a number": lambda record: {**record, "order": 7},
+    "order of lists": lambda record: {**record, "order": [["a"], ["b"]]},
+    "task step huge": entry(step=10**30),
+    "task step negative": entry(step=-1),
+    "task step none": entry(step=None),
+    "status unknown": entry(status="done"),
+    "status a list": entry(status=["running"]),
+    "reason a number": entry(reason=5),
+    "reason not printable": entry(reason="\ud800"),
+    "generation a word": entry(generation="1"),
+    "numerics a list": lambda record: {**record, "numerics": [1]},
+    "numerics nested": lambda record: {**record, "numerics": {"bf16": {"x": 1}}},
+    "backbone a number": lambda record: {**record, "backbone": 5},
+}
+
+
+@pytest.mark.parametrize("craft", RECORDS)
+def test_a_crafted_record_is_named(craft: str, root: Path) -> None:
+    path = root / "state" / NEWEST
+    path.write_bytes(storage.sealed_json(RECORDS[craft](storage.unsealed_json(path))))
+    with pytest.raises(CheckpointError, match=NEWEST):
+        read_record(path)
+
+
+@pytest.mark.parametrize("craft", ["a list", "no tasks", "step huge", "a task that leads outside"])
+def test_a_crafted_record_is_passed_over_for_the_one_before_it(
+    craft: str, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = root / "state" / NEWEST
+    path.write_bytes(storage.sealed_json(RECORDS[craft](storage.unsealed_json(path))))
+    run, said = resume(root, capsys)
+    assert {name: len(losses) for name, losses in run.losses.items()} == {"a": 4, "b": 4}
+    assert f"{NEWEST}: got a file that is no record of a run" in said
+    assert "Trying the record before it" in said
+
+
+@pytest.mark.parametrize("plant", ["nested", "pipe", "folder", "numbers"])
+def test_a_record_that_is_hard_to_read_is_passed_over_without_hanging(
+    plant: str, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = root / "state" / NEWEST
+    path.unlink()
+    body = {"nested": "[" * 200_000 + "]" * 200_000, "numbers": "9" * 10_000}
+    if plant in body:
+        path.write_text(json.dumps({"sha256": "", "body": body[plant]}))
+    else:
+        os.mkfifo(path) if plant == "pipe" else path.mkdir()
+    run, said = resume(root, capsys)
+    assert len(run.losses["a"]) == 4
+    assert f"{NEWEST}: got no readable file" in said
+
+
+def test_a_record_under_a_name_that_is_not_ours_is_passed_over(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("run-x.json", "run-99.json"):
+        shutil.copy(root / "state" / NEWEST, root / "state" / name)
+    run, said = resume(root, capsys)
+    assert len(run.losses["a"]) == 2
+    assert "run-x.json" in said
+    assert "run-99.json" in said
+
+
+# ------------------------------------------------------------------ state.json
+
+STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a list": lambda state: [state],
+    "empty": lambda state: {},
+    "no settings": lambda state: {key: value for key, value in state.items() if key != "settings"},
+    "settings a list": lambda state: {**state, "settings": []},
+    "step a word": lambda state: {**state, "step": "4"},
+    "tokens huge": lambda state: {**state, "num_tokens": 10**400},
+    "loss a list": lambda state: {**state, "last_loss": [1]},
+    "loss a word": lambda state: {**state, "last_loss": "much"},
+    "mean of three": lambda state: {**state, "loss_mean": [1, 2, 3]},
+    "best a number": lambda state: {**state, "best": 7},
+    "best empty": lambda state: {**state, "best": {}},
+    "status unknown": lambda state: {**state, "status": "done"},
+    "trainer state of other keys": lambda state: {**state, "trainer_state": {"x": 1}},
+    "history of numbers": lambda state: {**state, "trainer_state": {**state["trainer_state"], "log_history": [5]}},
+    "history of words": lambda state: {
+        **state,
+        "trainer_state": {**state["trainer_state"], "log_history": [{"eval_loss": "much"}]},
+    },
+    "optimizer a number": lambda state: {**state, "optimizer": 5},
+    "optimizer empty": lambda state: {**state, "optimizer": {"__map__": []}},
+    "optimizer of other tensors": lambda state: {
+        **state,
+        "optimizer": {"__map__": [["moments", {"__tensor__": "x"}], ["settings", []], ["schedule", []]]},
+    },
+    "moments of words": lambda state: {
+        **state,
+        "optimizer": {"__map__": [["moments", "x"], ["settings", "y"], ["schedule", "z"]]},
+    },
+}
+
+
+def reseal(folder: Path, content: bytes) -> None:
+    """Write another state into a checkpoint, under a manifest that fits it."""
+    (folder / "state.json").write_bytes(content)
+    facts = storage.unsealed_json(folder / "manifest.json")["facts"]
+    (folder / "manifest.json").unlink()
+    files = {path.name: list(storage.digest_file(path)) for path in sorted(folder.iterdir())}
+    (folder / "manifest.json").write_bytes(storage.sealed_json({"facts": facts, "files": files}))
+    storage.verify_folder(folder)
+
+
+def assert_goes_back_to_step_2(root: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    run, said = resume(root, capsys)
+    assert {name: len(losses) for name, losses in run.losses.items()} == {"a": 4, "b": 2}
+    assert 'task "a": ' in said
+    assert str(root / "a" / "checkpoint-4") in said
+    assert "Trying the checkpoint before it" in said
+    return said
+
+
+@pytest.mark.parametrize("craft", STATES)
+def test_a_crafted_state_is_passed_over_for_the_checkpoint_before_it(
+    craft: str, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = root / "a" / "checkpoint-4"
+    state = json.loads((folder / "state.json").read_text())
+    reseal(folder, json.dumps(STATES[craft](state)).encode())
+    assert_goes_back_to_step_2(root, capsys)
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"\xff", b"[" * 200_000, b'{"step": NaN}'], ids=["empty", "bytes", "deep", "nan"]
+)
+def test_a_state_that_is_no_json_of_ours_is_passed_over(
+    content: bytes, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    reseal(root / "a" / "checkpoint-4", content)
+    assert "state.json" in assert_goes_back_to_step_2(root, capsys)
+
+
+def test_a_state_whose_tree_is_too_deep_is_passed_over(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = root / "a" / "checkpoint-4"
+    state = json.loads((folder / "state.json").read_text())
+    reseal(folder, json.dumps({**state, "optimizer": deep(900)}).encode())
+    assert_goes_back_to_step_2(root, capsys)
+
+
+# ------------------------------------------------------------------ what decides the bits
+
+
+@pytest.mark.parametrize(
+    ("field", "changed"),
+    [
+        ("max_tokens_per_micro_batch", {"max_tokens_per_micro_batch": 64}),
+        ("planner", {"planner": "interleaved"}),
+        ("bf16", {"bf16": True}),
+        ("pad_to_chunks", {"pad_to_chunks": True}),
+    ],
+)
+def test_resuming_with_what_decides_the_bits_changed_is_said_and_recorded(
+    field: str, changed: dict[str, Any], root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, said = resume(root, capsys, **changed)
+    assert said.count("resumed with another ") == 1
+    assert f"resumed with another {field}: " in said
+    lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+    (event,) = [line for line in lines if line["event"] == "numerics_changed"]
+    assert (event["name"], event["now"], event["run_step"]) == (field, changed[field], 4)
+
+
+def test_resuming_under_another_torch_is_said_and_under_the_same_nothing(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = root / "state" / NEWEST
+    record = storage.unsealed_json(path)
+    record["numerics"]["torch version"] = "1.0"
+    path.write_bytes(storage.sealed_json(record))
+    _, said = resume(root, capsys)
+    assert "resumed with another torch version: '1.0' before" in said
+    _, said = resume(root, capsys)
+    assert "resumed with another" not in said
+
+
+def test_a_record_of_the_format_before_goes_on(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (root / "state").iterdir():
+        record = storage.unsealed_json(path)
+        for name in ("removed", "numerics"):
+            del record[name]
+        path.write_bytes(storage.sealed_json({**record, "format_version": 2}))
+    run, said = resume(root, capsys)
+    assert {name: len(losses) for name, losses in run.losses.items()} == {"a": 2, "b": 2}
+    assert "resumed with another" not in said
+
+
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+def test_a_pipe_in_the_place_of_the_metrics_is_refused_at_once(strategy: str, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl, which is a pipe"):
+        lab.train(tasks(), tmp_path, save_strategy=strategy)
+
+
+def test_a_link_under_a_temporary_name_of_the_metrics_is_not_written_through(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outside = root.parent / "outside"
+    outside.write_bytes(b"precious")
+    (root / "metrics.tmp").symlink_to(outside)
+    resume(root, capsys)
+    assert outside.read_bytes() == b"precious"

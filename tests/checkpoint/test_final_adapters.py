@@ -1,0 +1,199 @@
+"""The adapter that a task leaves behind is as it was written, or whoever reads it is told; resuming repairs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+
+from peft_mux import storage
+from peft_mux.errors import CheckpointError
+from peft_mux.modeling.adapters.files import ADAPTER_NAMES
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.task import Task
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import Run
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+CONFIG, WEIGHTS, CHECKSUMS = "adapter_config.json", "adapter_model.safetensors", "adapter_checksums.json"
+
+
+def tasks() -> list[Task]:
+    return [lab.small_task("a", data_seed=1, max_steps=3), lab.small_task("b", data_seed=2, rank=2, max_steps=3)]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("finished")
+    lab.train(tasks(), root, **SAVING)
+    return root
+
+
+@pytest.fixture
+def root(finished: Path, tmp_path: Path) -> Path:
+    """Return a copy of the finished run, to be spoilt."""
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def resume(root: Path, capsys: pytest.CaptureFixture[str]) -> tuple[Run, str]:
+    run = lab.train(tasks(), root, resume=True, disable_tqdm=False, **SAVING)
+    return run, capsys.readouterr().out
+
+
+def files(root: Path, name: str) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (root / name).iterdir() if path.is_file()}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def other_alpha(path: Path) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": 99}))
+
+
+def put_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def to_garbage(path: Path) -> None:
+    path.write_bytes(b"\xff{garbage")
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+SPOILS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "weights flipped": (WEIGHTS, flip),
+    "weights cut": (WEIGHTS, cut),
+    "weights gone": (WEIGHTS, Path.unlink),
+    "weights garbage": (WEIGHTS, to_garbage),
+    "weights a pipe": (WEIGHTS, put_pipe),
+    "config changed": (CONFIG, other_alpha),
+    "config cut": (CONFIG, cut),
+    "config gone": (CONFIG, Path.unlink),
+    "config garbage": (CONFIG, to_garbage),
+    "checksums flipped": (CHECKSUMS, flip),
+}
+
+
+def test_an_adapter_has_checksums_of_its_two_files_and_nothing_else_is_needed(root: Path) -> None:
+    assert sorted(files(root, "a")) == [CHECKSUMS, CONFIG, WEIGHTS]
+    storage.verify_checksums(root / "a", ADAPTER_NAMES)
+    plain = PeftModel.from_pretrained(lab.tiny_llama(), root / "a")
+    ours = MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root)
+    loaded = {key.replace(".default", ""): value for key, value in plain.named_parameters() if "lora_" in key}
+    for key, value in ours.task_parameters("a").items():
+        assert torch.equal(loaded[key], value)
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_resuming_repairs_the_adapter_of_an_ended_task_and_says_so(
+    spoil: str, root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {name: files(root, name) for name in "ab"}
+    file, act = SPOILS[spoil]
+    act(root / "a" / file)
+    run, said = resume(root, capsys)
+    assert run.losses == {}
+    assert {name: files(root, name) for name in "ab"} == before
+    assert said.count("It is taken from") == 1
+    assert 'task "a": ' in said
+    assert str(root / "a" / "checkpoint-3") in said
+
+
+def test_the_adapter_of_an_older_version_without_checksums_stays_and_gets_some(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {name: files(root, name) for name in "ab"}
+    for name in "ab":
+        (root / name / CHECKSUMS).unlink()
+    assert MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root).tasks == ("a", "b")
+    _, said = resume(root, capsys)
+    assert "taken from" not in said
+    assert {name: files(root, name) for name in "ab"} == before
+
+
+def test_a_flip_in_an_adapter_without_checksums_is_found_by_the_checkpoint(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = files(root, "a")
+    (root / "a" / CHECKSUMS).unlink()
+    flip(root / "a" / WEIGHTS)
+    _, said = resume(root, capsys)
+    assert "other weights than those that the task ended with" in said
+    assert files(root, "a") == before
+
+
+# --------------------------------------------------------------- from_pretrained
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_loading_a_spoilt_adapter_is_refused_by_task_and_file(spoil: str, root: Path) -> None:
+    file, act = SPOILS[spoil]
+    act(root / "a" / file)
+    if spoil == "config gone":  # then it is no folder of an adapter, and passed over as any other
+        assert MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root).tasks == ("b",)
+        return
+    with pytest.raises(CheckpointError, match='task "a": ') as caught:
+        MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root)
+    assert str(root / "a") in str(caught.value)
+    assert file in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "spoil", ["weights cut", "weights gone", "weights garbage", "weights a pipe", "config cut", "config garbage"]
+)
+def test_loading_a_torn_adapter_without_checksums_is_refused_by_task_and_file(spoil: str, root: Path) -> None:
+    (root / "a" / CHECKSUMS).unlink()
+    file, act = SPOILS[spoil]
+    act(root / "a" / file)
+    with pytest.raises(CheckpointError, match='task "a": ') as caught:
+        MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root)
+    assert file in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "config", ["[]", "5", '{"peft_type": "LORA", "r"', '{"peft_type": "NONE"}', '{"peft_type": 5}']
+)
+def test_loading_a_configuration_that_is_none_is_refused_by_task_and_file(config: str, root: Path) -> None:
+    (root / "a" / CHECKSUMS).unlink()
+    (root / "a" / CONFIG).write_text(config)
+    with pytest.raises(CheckpointError, match=f'task "a": .*{CONFIG}'):
+        MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_refused_by_task_and_tensor(value: float, root: Path) -> None:
+    path = root / "a" / WEIGHTS
+    state = load_file(path)
+    name = sorted(state)[1]
+    state[name].view(-1)[0] = value
+    save_file(state, path, metadata={"format": "pt"})
+    storage.write_checksums(root / "a", ADAPTER_NAMES)
+    with pytest.raises(CheckpointError, match=r'task "a": .*not finite') as caught:
+        MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root)
+    assert name in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_saved_model_has_checksums_and_saving_over_it_renews_them(root: Path, tmp_path: Path) -> None:
+    model = MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root)
+    for number in range(2):
+        with torch.no_grad():
+            next(iter(model.task_parameters("a").values())).fill_(float(number))
+        model.save_pretrained(tmp_path / "saved")
+        loaded = MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), tmp_path / "saved")
+        assert float(next(iter(loaded.task_parameters("a").values())).max()) == number

@@ -1,0 +1,222 @@
+"""A full or broken disk costs files and records, never the run; no task has succeeded whose adapter is not there."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+
+from peft_mux.checkpoint.run_folder import RunFolder
+from peft_mux.errors import CheckpointError
+from peft_mux.task import Task, TaskStatus
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import Recorder, Run
+
+SAVING = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "steps", "logging_steps": 1}
+Disk = Callable[[int | None], None]
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    """Return what limits the size of every file that is written from then on; `None` lifts it."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size_bytes: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size_bytes is None else size_bytes, hard))
+
+    yield limit
+    limit(None)
+
+
+def tasks(**settings: Any) -> list[Task]:
+    return [
+        lab.small_task("a", data_seed=1, **{"max_steps": 7, **settings}),
+        lab.small_task("b", data_seed=2, length=9, rank=2, max_steps=7),
+    ]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run that nothing befalls."""
+    return lab.train(tasks(), tmp_path_factory.mktemp("whole"), **SAVING)
+
+
+def records(root: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
+
+
+def statuses(root: Path, name: str) -> list[str]:
+    return [one["status"] for one in records(root) if one["event"] == "status" and one["task"] == name]
+
+
+def test_a_disk_that_takes_nothing_for_a_while_costs_records_and_nothing_else(
+    disk: Disk, whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    acts = {3: lambda _: disk(0), 5: lambda _: disk(None)}
+    run = lab.train(tasks(), tmp_path, recorder=Recorder(at_end=acts), disable_tqdm=False, **SAVING)
+    assert run.losses == whole.losses
+    assert run.recorder.digests == whole.recorder.digests
+    lost = [one for one in records(tmp_path) if one["event"] == "records_lost"]
+    # Losses of two tasks after steps 3 and 4 (callbacks come before logs), and the notice of the failed save of step 4.
+    assert [one["count"] for one in lost] == [5]
+    said = capsys.readouterr().out
+    assert said.count("metrics.jsonl: could not be written") == 1
+    assert "5 records are missing" in said
+    assert set(run.trainer.task_statuses.values()) == {TaskStatus.SUCCEEDED}
+    assert not list(tmp_path.rglob(".tmp-*"))
+
+
+def test_a_task_whose_adapter_was_never_written_has_failed_and_the_report_names_no_stale_one(
+    disk: Disk, whole: Run, tmp_path: Path
+) -> None:
+    run = lab.train(tasks(), tmp_path, recorder=Recorder(at_end={3: lambda _: disk(0)}), **SAVING)
+    disk(None)
+    assert run.losses == whole.losses
+    for name in "ab":
+        task = run.trainer.table[name]
+        assert task.status is TaskStatus.FAILED
+        assert "its adapter could not be written" in task.reason
+        assert str(tmp_path / name / "checkpoint-2") in task.reason, "where the last good copy lies"
+    table = run.trainer.report().splitlines()
+    assert ["not saved" in line for line in table[1:3]] == [True, True]
+    # Whoever resumes trains the lost steps again, and succeeds.
+    again = lab.train(tasks(), tmp_path, resume=True, **SAVING)
+    assert set(again.trainer.task_statuses.values()) == {TaskStatus.SUCCEEDED}
+    assert again.losses == {name: whole.losses[name][2:] for name in "ab"}
+    assert str(tmp_path / "a") in again.trainer.report()
+
+
+def test_a_task_that_was_never_saved_says_that_there_is_no_copy(disk: Disk, tmp_path: Path) -> None:
+    run = lab.train(
+        tasks(), tmp_path, recorder=Recorder(at_end={3: lambda _: disk(0)}), **{**SAVING, "save_steps": 100}
+    )
+    disk(None)
+    assert "there is no copy of it on the disk" in run.trainer.table["a"].reason
+
+
+@pytest.mark.parametrize("save_steps", [2, 100], ids=["at the next state", "at the end of the run"])
+def test_an_adapter_that_could_not_be_written_is_written_when_there_is_room_again(
+    save_steps: int, disk: Disk, tmp_path: Path
+) -> None:
+    seen: dict[int, Any] = {}
+
+    def look(trainer: Any) -> None:
+        seen[trainer.state.global_step] = trainer.task_statuses["a"]
+
+    def free(trainer: Any) -> None:
+        look(trainer)
+        disk(None)
+
+    acts = {3: lambda _: disk(0), 5: free, 7: look}
+    options = {**SAVING, "save_steps": save_steps}
+    run = lab.train(tasks(max_steps=4), tmp_path, recorder=Recorder(at_end=acts), **options)
+    assert seen == {5: TaskStatus.FAILED, 7: TaskStatus.SUCCEEDED if save_steps == 2 else TaskStatus.FAILED}
+    task = run.trainer.table["a"]
+    assert (task.status, task.reason) == (TaskStatus.SUCCEEDED, "")
+    assert statuses(tmp_path, "a")[-1] == "succeeded"
+    saved = PeftModel.from_pretrained(lab.tiny_llama(), tmp_path / "a")
+    loaded = {key.replace(".default", ""): value for key, value in saved.named_parameters() if "lora_" in key}
+    wanted = run.weights("a")
+    assert all(torch.equal(loaded[key], wanted[key]) for key in wanted)
+    assert str(tmp_path / "a") in run.trainer.report()
+    resumed = lab.train(tasks(max_steps=4), tmp_path, resume=True, **options)
+    assert resumed.losses == {}
+    assert set(resumed.trainer.task_statuses.values()) == {TaskStatus.SUCCEEDED}
+
+
+def test_an_adapter_that_reads_back_otherwise_than_it_was_written_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = RunFolder.save_adapter
+
+    def write_badly(self: RunFolder, name: str, weights: Any = None) -> None:
+        write(self, name, weights)
+        if name == "a":
+            path = self.root / name / "adapter_model.safetensors"
+            path.write_bytes(path.read_bytes()[:-1] + b"?")
+
+    monkeypatch.setattr(RunFolder, "save_adapter", write_badly)
+    run = lab.train(tasks(), tmp_path, **SAVING)
+    assert run.trainer.task_statuses == {"a": TaskStatus.FAILED, "b": TaskStatus.SUCCEEDED}
+    assert "adapter_model.safetensors" in run.trainer.table["a"].reason
+    # The state of its last step was written all the same, and holds the adapter.
+    assert str(tmp_path / "a" / "checkpoint-7") in run.trainer.table["a"].reason
+    monkeypatch.undo()
+    mended = lab.train(tasks(), tmp_path, resume=True, **SAVING)
+    assert mended.losses == {}
+    assert mended.trainer.task_statuses["a"] is TaskStatus.SUCCEEDED
+    path = tmp_path / "a" / "adapter_model.safetensors"
+    assert path.read_bytes() == (tmp_path / "a" / "checkpoint-7" / path.name).read_bytes()
+
+
+def test_a_failed_task_whose_last_good_adapter_could_not_be_written_says_both(disk: Disk, tmp_path: Path) -> None:
+    def poison(trainer: Any) -> None:
+        disk(0)
+        with torch.no_grad():
+            next(iter(trainer.model.task_parameters("a").values())).fill_(float("nan"))
+
+    run = lab.train(tasks(), tmp_path, recorder=Recorder(at_begin={3: poison}), **SAVING)
+    disk(None)
+    reason = run.trainer.table["a"].reason
+    assert reason.startswith("non_finite")
+    assert "its adapter could not be written" in reason
+
+
+def test_where_nothing_is_to_be_saved_a_task_succeeds_on_a_full_disk(disk: Disk, whole: Run, tmp_path: Path) -> None:
+    acts = {3: lambda _: disk(0)}
+    run = lab.train(tasks(), tmp_path, recorder=Recorder(at_end=acts), logging_strategy="steps", logging_steps=1)
+    disk(None)
+    assert run.losses == whole.losses
+    assert set(run.trainer.task_statuses.values()) == {TaskStatus.SUCCEEDED}
+
+
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+def test_a_disk_that_is_full_before_the_first_step_is_refused_by_folder_with_a_way_out(
+    strategy: str, disk: Disk, tmp_path: Path
+) -> None:
+    root = tmp_path / "run"
+    trainer = lab.make_trainer(tasks(), root, save_strategy=strategy)
+    disk(0)
+    with pytest.raises(CheckpointError, match=r"output_dir: got .*Free space") as caught:
+        trainer.train()
+    disk(None)
+    assert str(root) in str(caught.value)
+    assert not root.exists(), "nothing is left of it"
+    trainer.train()
+    assert set(trainer.task_statuses.values()) == {TaskStatus.SUCCEEDED}
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
+def test_a_read_only_folder_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    trainer = lab.make_trainer(tasks(), tmp_path, **SAVING)
+    tmp_path.chmod(0o555)
+    with pytest.raises(CheckpointError, match=r"output_dir: got .*change its permissions"):
+        trainer.train()
+    tmp_path.chmod(0o755)
+
+
+def test_a_folder_that_turns_read_only_costs_no_run(
+    whole: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As root passes over permissions, the system says no instead of the disk.
+    root, real = str(tmp_path), os.open
+
+    def refuse(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & (os.O_WRONLY | os.O_RDWR) and str(path).startswith(root):
+            raise OSError(30, "Read-only file system", str(path))
+        return real(path, flags, *args, **kwargs)
+
+    def turn(trainer: Any) -> None:
+        monkeypatch.setattr(os, "open", refuse)
+        monkeypatch.setattr(os, "mkdir", lambda path, *rest: (_ for _ in ()).throw(OSError(30, "Read-only", str(path))))
+
+    run = lab.train(tasks(), tmp_path, recorder=Recorder(at_end={3: turn}), **SAVING)
+    assert run.losses == whole.losses
+    assert set(run.trainer.task_statuses.values()) == {TaskStatus.FAILED}

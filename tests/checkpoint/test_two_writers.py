@@ -1,0 +1,84 @@
+"""One trainer writes a run folder at a time; another is refused before it has changed anything."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peft_mux.errors import CheckpointError
+from peft_mux.task import Task
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import Recorder, Run
+
+pytest.importorskip("fcntl")
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+def tasks() -> list[Task]:
+    return [lab.small_task("a", data_seed=1, max_steps=4), lab.small_task("b", data_seed=2, max_steps=6)]
+
+
+def stop(trainer: Any) -> None:
+    trainer.control.should_training_stop = True
+
+
+def files(root: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The run that nobody disturbs."""
+    return lab.train(tasks(), tmp_path_factory.mktemp("whole"), **SAVING)
+
+
+@pytest.mark.parametrize("options", [SAVING, {}], ids=["saves", "saves nothing"])
+def test_a_second_trainer_in_the_same_folder_is_refused_and_the_first_goes_on(
+    options: dict[str, Any], whole: Run, tmp_path: Path
+) -> None:
+    refusals = []
+
+    def intrude(trainer: Any) -> None:
+        before = files(tmp_path)
+        for resume in (None, True):
+            with pytest.raises(CheckpointError, match=r"output_dir: got .*process \d+ on host") as caught:
+                lab.make_trainer(tasks(), tmp_path, **options).train(resume_from_checkpoint=resume)
+            refusals.append(caught)
+        assert files(tmp_path) == before
+
+    run = lab.train(tasks(), tmp_path, recorder=Recorder(at_end={3: intrude}), **options)
+    assert len(refusals) == 2
+    assert run.losses == whole.losses
+    assert not (tmp_path / "run.lock").exists()
+
+
+def test_a_trainer_goes_on_in_its_own_folder_but_not_after_another_has_written_there(
+    whole: Run, tmp_path: Path
+) -> None:
+    recorder = Recorder(at_end={2: stop, 3: stop})
+    trainer = lab.make_trainer(tasks(), tmp_path, recorder=recorder, **SAVING)
+    trainer.train()
+    trainer.train()
+    assert recorder.losses == {name: whole.losses[name][:3] for name in "ab"}
+    other = lab.train(tasks(), tmp_path, resume=True, recorder=Recorder(at_end={4: stop}), **SAVING)
+    assert other.trainer.state.global_step == 4
+    before = files(tmp_path)
+    with pytest.raises(CheckpointError, match=r"another trainer has written.*resume_from_checkpoint=True"):
+        trainer.train()
+    assert files(tmp_path) == before
+
+
+def test_between_two_trainings_a_command_writes_only_what_nobody_else_keeps(tmp_path: Path) -> None:
+    trainer = lab.make_trainer(tasks(), tmp_path, recorder=Recorder(at_end={2: stop}), **SAVING)
+    trainer.train()
+    before = files(tmp_path)
+
+    def meanwhile(other: Any) -> None:
+        trainer.remove_task("b")
+        after = files(tmp_path)
+        # Only the notice of what was not saved goes there, a line of its own.
+        assert [path for path in before if after[path] != before[path]] == [str(tmp_path / "metrics.jsonl")]
+
+    lab.train(tasks(), tmp_path, resume=True, recorder=Recorder(at_begin={2: meanwhile}), **SAVING)

@@ -1,0 +1,120 @@
+"""A run folder has one writer: another is refused by name, and a dead one keeps nobody out."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from peft_mux.errors import CheckpointError
+from peft_mux.storage import FolderLock
+from peft_mux.storage.lock import LOCK_NAME
+
+pytest.importorskip("fcntl")
+
+
+def child_that(act: Callable[[], object]) -> tuple[int, int]:
+    """Fork a child that acts, says so, and waits to be killed; return its process id and a pipe that ends with it."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(reader)
+            act()
+            os.write(writer, b"x")
+            signal.pause()
+        finally:
+            os._exit(1)
+    os.close(writer)
+    assert os.read(reader, 1) == b"x", "the child has died"
+    return child, reader
+
+
+def kill(child: int) -> None:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+
+
+def test_a_second_lock_is_refused_naming_folder_host_and_process_and_the_first_goes_on(tmp_path: Path) -> None:
+    first, second = FolderLock(tmp_path), FolderLock(tmp_path)
+    first.acquire()
+    with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on host '.+' trains") as caught:
+        second.acquire()
+    assert str(tmp_path) in str(caught.value)
+    assert first.is_held
+    assert not second.is_held
+    first.release()
+    second.acquire()
+    second.release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_process_keeps_nobody_out(tmp_path: Path) -> None:
+    child, pipe = child_that(FolderLock(tmp_path).acquire)
+    lock = FolderLock(tmp_path)
+    with pytest.raises(CheckpointError, match=f"process {child} on host"):
+        lock.acquire()
+    kill(child)
+    assert (tmp_path / LOCK_NAME).exists(), "it had no time to clear away"
+    lock.acquire()
+    lock.release()
+    os.close(pipe)
+
+
+def test_a_child_of_a_killed_process_keeps_nobody_out(tmp_path: Path) -> None:
+    grandchild: list[int] = []
+    reader, writer = os.pipe()
+
+    def acquire_and_fork() -> None:
+        lock = FolderLock(tmp_path)
+        lock.acquire()
+        pid, _ = child_that(lambda: None)
+        grandchild.append(pid)
+        os.write(writer, str(pid).encode())
+
+    child, pipe = child_that(acquire_and_fork)
+    pid = int(os.read(reader, 20))
+    kill(child)
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    lock.release()
+    os.kill(pid, signal.SIGKILL)
+    for descriptor in (reader, writer, pipe):
+        os.close(descriptor)
+
+
+def test_a_folder_that_was_made_for_nothing_is_removed_and_one_with_content_stays(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path / "run")
+    lock.acquire()
+    lock.release()
+    assert not (tmp_path / "run").exists()
+    lock.acquire()
+    (tmp_path / "run" / "file").write_text("content")
+    lock.release()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["file"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused_with_a_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    lock = FolderLock(tmp_path / "file" / "run")
+    with pytest.raises(
+        CheckpointError, match=r"output_dir: got .*cannot be written to .*set another output_dir"
+    ) as caught:
+        lock.acquire()
+    assert str(tmp_path / "file" / "run") in str(caught.value)
+
+
+def test_a_pipe_or_a_link_in_the_place_of_the_lock_is_refused(tmp_path: Path) -> None:
+    outside = tmp_path / "outside"
+    outside.write_bytes(b"precious")
+    root = tmp_path / "run"
+    root.mkdir()
+    for plant in (lambda path: os.mkfifo(path), lambda path: path.symlink_to(outside)):
+        plant(root / LOCK_NAME)
+        with pytest.raises(CheckpointError, match="cannot be written to"):
+            FolderLock(root).acquire()
+        (root / LOCK_NAME).unlink()
+    assert outside.read_bytes() == b"precious"
