@@ -188,9 +188,9 @@ class Saver:
         return self.folder.root / run.name
 
     def newest_copy(self, name: str) -> str:
-        """Return in words where the newest intact copy of a task lies."""
+        """Return in a sentence where the newest intact copy of a task lies."""
         folder = None if self.folder is None else self.folder.newest_checkpoint(name)
-        return "there is no copy of it on the disk" if folder is None else f"its newest copy is {folder}"
+        return "There is no copy of it on the disk." if folder is None else f"Its newest copy is {folder}."
 
     def save_best(self, run: TaskRun) -> None:
         """Write a task's adapter as its best so far."""

@@ -65,6 +65,7 @@ class Lifecycle:
         failures = {name: self._run.table[name].reason for name in self._endings}
         for name, reason in processes.gather(failures)[0].items():
             if name not in failures and name in self._run.table:
+                self._run.saver.unsaved.add(name)
                 self._run.table[name].end(TaskStatus.FAILED, reason)
                 self._run.table.note_told(name)
 
@@ -110,7 +111,8 @@ class Lifecycle:
         status, reason = self._endings[run.name]
         before = f"{reason}; " if status is TaskStatus.FAILED else ""
         copy = self._run.saver.newest_copy(run.name)
-        run.status, run.reason = TaskStatus.FAILED, f"{before}its adapter could not be written: {failure} ({copy})"
+        run.status = TaskStatus.FAILED
+        run.reason = f"{before}its adapter could not be written: {failure.rstrip('.')}. {copy}"
         self._tried_at = self._run.saver.num_states
         self._run.table.note_told(run.name)
 

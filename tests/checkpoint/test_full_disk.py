@@ -98,7 +98,7 @@ def test_a_task_that_was_never_saved_says_that_there_is_no_copy(disk: Disk, tmp_
         tasks(), tmp_path, recorder=Recorder(at_end={3: lambda _: disk(0)}), **{**SAVING, "save_steps": 100}
     )
     disk(None)
-    assert "there is no copy of it on the disk" in run.trainer.table["a"].reason
+    assert "There is no copy of it on the disk" in run.trainer.table["a"].reason
 
 
 @pytest.mark.parametrize("save_steps", [2, 100], ids=["at the next state", "at the end of the run"])

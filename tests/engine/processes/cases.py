@@ -415,3 +415,16 @@ def waiting_when_the_last_one_fails(rank: int, folder: Path) -> Part:
     first = lab.small_task("first", data_seed=8, max_steps=NUM_STEPS, callbacks=[FailsOnce("on_step_end", 1)])
     second = lab.small_task("second", data_seed=9, max_steps=3)
     return run(folder, [first, second], planner="sequential")
+
+
+def with_a_full_disk(rank: int, folder: Path, arguments: dict[str, Any]) -> tuple[dict[str, tuple[str, str]], str]:
+    """Train with checkpoints while the disk of rank 0 takes nothing from step 4 on; return statuses and report."""
+    import resource
+
+    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+    acts = {3: lambda trainer: resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))} if rank == 0 else {}
+    options = {"max_tokens_per_micro_batch": 64, "ddp_timeout": TIMEOUT_S, "save_strategy": "steps", "save_steps": 2}
+    recorder = lab.Recorder(at_end=acts, keep_weights=False)
+    trainer = lab.make_trainer(five_tasks(), folder, recorder=recorder, **{**options, **arguments})
+    trainer.train()
+    return {run.name: (run.status.value, run.reason) for run in trainer.table}, trainer.report()

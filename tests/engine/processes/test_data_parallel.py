@@ -247,6 +247,16 @@ def test_the_first_process_alone_prints_and_writes_and_reports_on_each(tmp_path:
     assert len(list((tmp_path / "state").glob("run-*.json"))) == 4
 
 
+@pytest.mark.parametrize("arguments", [{}, {"tensor_parallel_size": 2}], ids=["replicas", "parts"])
+def test_all_processes_agree_that_a_task_has_failed_whose_adapter_one_could_not_write(
+    arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    for statuses, report in values(launch(2, cases.with_a_full_disk, tmp_path, arguments)):
+        assert {status for status, _ in statuses.values()} == {"failed"}
+        assert all("adapter could not be written" in reason for _, reason in statuses.values())
+        assert report.count("not saved") == 5
+
+
 @pytest.mark.slow
 def test_torchrun_of_the_command_line_prints_and_writes_once(tmp_path: Path) -> None:
     cases.lab.tiny_llama().save_pretrained(tmp_path / "backbone")
