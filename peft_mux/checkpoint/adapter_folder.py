@@ -21,10 +21,19 @@ def replace_adapter(folder: Path, scratch: Path) -> None:
     Raises:
         OSError: if a file cannot be moved.
     """
-    # Gone first: a crash between two files must not leave the checksums of others.
+    # Gone first and back last: a crash between two files must not leave the checksums of others.
     (folder / storage.CHECKSUMS_NAME).unlink(missing_ok=True)
     for file in (*ADAPTER_NAMES, storage.CHECKSUMS_NAME):
-        storage.replace_file(scratch / file, folder / file)
+        # The configuration is the same at every save.
+        if file != CONFIG_NAME or not _is_same(folder / file, scratch / file):
+            storage.replace_file(scratch / file, folder / file)
+
+
+def _is_same(present: Path, new: Path) -> bool:
+    try:
+        return not present.is_symlink() and storage.read_regular(present) == new.read_bytes()
+    except OSError:
+        return False
 
 
 def mend_adapter(folder: Path, checkpoint: Path, say: Callable[[str], None]) -> None:

@@ -153,6 +153,7 @@ class RunFolder:
             # swapped.
             with storage.scratch_folder(folder) as scratch:
                 self.model.save_task(name, scratch, weights)
+                storage.write_checksums(scratch, ADAPTER_NAMES)
                 replace_adapter(folder, scratch)
         except OSError as error:
             raise CheckpointError(f'task "{name}": its adapter could not be written ({error}).') from error
@@ -288,7 +289,13 @@ class RunFolder:
             CheckpointError: naming the folder.
         """
         paths = record_paths(self.root / STATE_FOLDER)
-        if self._newest is not None and paths and paths[-1].read_bytes() != self._newest:
+        if self._newest is None or not paths:
+            return
+        try:
+            is_own = storage.read_regular(paths[-1]) == self._newest
+        except OSError:
+            is_own = False
+        if not is_own:
             raise CheckpointError(
                 f"output_dir: got {self.root}, to which another trainer has written since this one trained; allowed: to"
                 " go on where that one is. Make a new trainer and call train(resume_from_checkpoint=True)."
@@ -398,6 +405,33 @@ class RunFolder:
         source = self._restored_from.get(name)
         if source is not None and self._is_writer:
             mend_adapter(self.task_folder(name), source, lambda fault: say(f'task "{name}": {fault}'))
+
+
+def open_other_folder(
+    root: Path, model: MultiTaskPeftModel, *, is_writer: bool = True, fingerprint: str | None = None
+) -> RunFolder:
+    """Open the folder of another run, to read its state.
+
+    What a crash has left behind there is put in order first, unless a process trains there or the folder cannot be
+    written to; then it is read as it is.
+
+    Args:
+        root: the folder.
+        model: the model whose adapters are read.
+        is_writer: whether this process puts anything in order.
+        fingerprint: digest of the whole backbone, where the model holds only a part of it.
+    """
+    lock = storage.FolderLock(root)
+    if is_writer and root.is_dir():
+        try:
+            lock.acquire()
+        except CheckpointError:
+            is_writer = False
+    try:
+        is_writer = is_writer and lock.is_held
+        return RunFolder(root, model, is_writer=is_writer, fingerprint=fingerprint)
+    finally:
+        lock.release()
 
 
 def open_run_folder(

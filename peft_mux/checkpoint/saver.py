@@ -255,7 +255,9 @@ class Saver:
                     raise CheckpointError(failure)
             else:
                 self.folder.mend_adapter(run.name, say)
-                self._adapter_steps[run.name] = run.step
+                # A removed task may have left without an adapter.
+                if storage.has_checksums(self.folder.root / run.name):
+                    self._adapter_steps[run.name] = run.step
 
     def _say_changed_numerics(self, other: RunFolder, say: Callable[[str], None]) -> None:
         record, _ = other.records()[-1]

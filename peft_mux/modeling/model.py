@@ -31,6 +31,7 @@ from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.modeling.stream import Passes, Stream
 from peft_mux.modeling.view import TaskView, require_all_layers, require_whole
+from peft_mux.storage import write_checksums
 
 
 class MultiTaskPeftModel(PeftModel):
@@ -226,7 +227,7 @@ class MultiTaskPeftModel(PeftModel):
     # ------------------------------------------------------------------ files
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
-        """Write one sub-folder a task, each a plain PEFT adapter at its root.
+        """Write one sub-folder a task, each a plain PEFT adapter at its root with checksums beside its files.
 
         Args:
             save_directory: where the sub-folders go; made where absent.
@@ -238,7 +239,8 @@ class MultiTaskPeftModel(PeftModel):
         if kwargs:
             raise ConfigError(f"save_pretrained: got {', '.join(kwargs)}; allowed: the folder alone.")
         for name in self.tasks:
-            self.save_task(name, Path(save_directory) / name)
+            self.save_task(name, folder := Path(save_directory) / name)
+            write_checksums(folder, files.ADAPTER_NAMES)
 
     def save_task(self, name: str, folder: str | Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Write one task's adapter as plain PEFT does; `PeftModel.from_pretrained(base, folder)` loads it.

@@ -58,7 +58,9 @@ class Membership:
         """
         names = [task.name for task in tasks]
         with self._placement.lock:
-            check_task_names(names, [*(run.name for run in self._run.table), *self._arriving])
+            # A resumed run still shows tasks that were removed before; their names are free.
+            standing = [run.name for run in self._run.table if run.status is not TaskStatus.REMOVED]
+            check_task_names(names, [*standing, *self._arriving])
             self._placement.check(tasks)
             # Taken from here on: another caller may ask for the same name while these rows are read.
             self._arriving.update(names)
@@ -157,6 +159,9 @@ class Membership:
 
     def _arrive(self, runs: list[TaskRun]) -> None:
         """Take checked tasks into the model and the table; they wait there until a plan admits them."""
+        for run in runs:
+            if run.name in self._run.table:  # removed before this run was resumed
+                self._drop(run.name)
         try:
             # What PEFT refuses as late as at its injection is told to who asked: the others train on.
             self._placement.register(runs)
@@ -178,13 +183,17 @@ class Membership:
         # Saved before it is dropped: the saver reads the table and the model.
         if save and not self._run.saver.save_adapter(name) and self._run.saver.folder is not None:
             run.reason = "could not be saved"
-        self._run.table.drop(name)
+        self._drop(name)
         self._run.saver.note_removed(run)
+        self._run.log.event("status", task=name, step=run.step, status="removed")
+
+    def _drop(self, name: str) -> None:
+        """Take a task out of every part that holds something of it."""
+        self._run.table.drop(name)
         # Rows that were read ahead for it would be held for the rest of the run.
         self._plans.drop_read_ahead(name)
         self._run.log.drop_callbacks(name)
         self._placement.remove(name)
-        self._run.log.event("status", task=name, step=run.step, status="removed")
 
     def _pause(self, name: str) -> None:
         """Let a task rest, which goes on from where it is or starts from where it waits."""

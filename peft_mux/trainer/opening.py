@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peft_mux.checkpoint.resuming import resume_tasks
-from peft_mux.checkpoint.run_folder import RunFolder, open_run_folder
+from peft_mux.checkpoint.run_folder import open_other_folder, open_run_folder
 from peft_mux.checkpoint.saver import describe_run
 from peft_mux.errors import CheckpointError
 from peft_mux.reporting.metrics_file import MetricsLog
@@ -114,7 +114,7 @@ class Opening:
         folder = saver.folder
         if folder is None or root != folder.root:
             model = self._placement.placed.model
-            folder = RunFolder(root, model, is_writer=saver.is_writer, fingerprint=fingerprint)
+            folder = open_other_folder(root, model, is_writer=saver.is_writer, fingerprint=fingerprint)
         self._world.processes.wait_for_all()  # others read the folder when the first one has put it in order
         self._run.state.global_step = resume_tasks(folder, table, log.warn)
         self._require_restored(stepped, folder)

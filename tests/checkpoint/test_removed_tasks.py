@@ -135,3 +135,29 @@ def test_checkpoints_of_a_removed_task_are_never_taken_for_those_of_its_namesake
     shutil.copytree(other / "b" / "checkpoint-2", tmp_path / "b" / "checkpoint-2")
     with pytest.raises(CheckpointError, match='task "b": got no valid checkpoint'):
         resume(tmp_path, first(), second())
+
+
+def test_a_resumed_run_takes_a_new_task_under_the_name_of_one_that_it_left_removed(tmp_path: Path) -> None:
+    interrupted(tmp_path, {3: remove_b, 5: crash})
+    acts = {6: lambda trainer: trainer.register_tasks([second()])}
+    run = lab.train([first(), second()], tmp_path, resume=True, recorder=Recorder(at_end=acts), **SAVING)
+    assert run.trainer.task_statuses == {"a": TaskStatus.SUCCEEDED, "b": TaskStatus.SUCCEEDED}
+    assert len(run.losses["b"]) == 8
+    again = resume(tmp_path, first(), second())
+    assert again.losses == {}
+    assert again.trainer.task_statuses["b"] is TaskStatus.SUCCEEDED
+
+
+def test_a_folder_in_which_another_trains_is_resumed_from_and_left_alone(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    scratch = old / "a" / f".tmp-{'0' * 32}"
+
+    def fork_off(trainer: Any) -> None:
+        scratch.mkdir()  # what the one that trains is writing now
+        other = lab.make_trainer([first(), second()], new, **SAVING)
+        other.train(resume_from_checkpoint=str(old))
+        assert set(other.task_statuses.values()) == {TaskStatus.SUCCEEDED}
+        assert scratch.is_dir()
+
+    run = lab.train([first(), second()], old, recorder=Recorder(at_end={5: fork_off}), **SAVING)
+    assert set(run.trainer.task_statuses.values()) == {TaskStatus.SUCCEEDED}

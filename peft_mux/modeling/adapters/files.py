@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.interface import MultiplexedModel
 from peft_mux.modeling.sharding.pieces import Piece
-from peft_mux.storage import CHECKSUMS_NAME, has_checksums, load_tensors, verify_checksums, write_checksums
+from peft_mux.storage import CHECKSUMS_NAME, has_checksums, load_tensors, verify_checksums
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -57,8 +57,6 @@ def save_adapter(
 ) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors` into `folder`, as a solo PEFT model would.
 
-    Their checksums go beside them.
-
     Args:
         model: the model that holds the adapter, or a part of it.
         adapter: internal id of the task.
@@ -76,13 +74,12 @@ def save_adapter(
     config.inference_mode = True
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # First, as they tell of the files that go now.
+        # They tell of the files that go now; where there shall be new ones, the caller writes them.
         (folder / CHECKSUMS_NAME).unlink(missing_ok=True)
         save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
         config.save_pretrained(str(folder), auto_mapping_dict=_auto_mapping(model, config))
     except (OSError, SafetensorError) as error:  # safetensors has its own, for a full disk too
         raise CheckpointError(f"{folder}: the adapter could not be written ({error}).") from error
-    write_checksums(folder, ADAPTER_NAMES)
 
 
 def _auto_mapping(model: MultiplexedModel, config: Any) -> dict[str, str] | None:
