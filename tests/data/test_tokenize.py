@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,14 @@ _IDS = [
     pytest.param({"labels": [8, -1, 8]}, "labels", id="negative label"),
     pytest.param({"labels": "abc"}, "labels", id="labels as text"),
     pytest.param({"labels": [1.0, 2.0, 3.0]}, "labels", id="labels as floats"),
+    pytest.param({"labels": [8, math.nan, 8]}, "labels", id="NaN among labels"),
+    pytest.param({"labels": [8, None, 8]}, "labels", id="None among labels"),
+    pytest.param({"labels": b"abc"}, "labels", id="labels as bytes"),
+    pytest.param({"labels": [8, 2**64 - 100, 8]}, "labels", id="label that would wrap to the ignored one"),
+    pytest.param({"labels": [8, 2**80, 8]}, "labels", id="label beyond 64 bits"),
+    pytest.param({"attention_mask": [1, None, 1]}, "attention_mask", id="None in the mask"),
+    pytest.param({"completion_mask": "abc"}, "completion_mask", id="completion mask as text"),
+    pytest.param({"assistant_masks": [0, 1.5, 1]}, "assistant_masks", id="assistant mask of floats"),
     pytest.param({"attention_mask": [1, 1]}, "attention_mask", id="mask of another length"),
     pytest.param({"attention_mask": [0, 0, 0]}, "input_ids", id="nothing attended"),
     pytest.param({"completion_mask": [1, 1]}, "completion_mask", id="completion mask of another length"),
@@ -294,11 +303,12 @@ _IDS = [
 ]
 
 
+@pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
 @pytest.mark.parametrize(("change", "column"), _IDS)
-def test_malformed_tokens_are_refused_by_task_row_and_column(change: dict[str, Any], column: str) -> None:
+def test_malformed_tokens_are_refused_by_task_row_and_column(change: dict[str, Any], column: str, split: str) -> None:
     good = {"input_ids": [8, 9, 10]}
-    with pytest.raises(DataError, match=rf"^tasks\.own\.train_dataset row 2 column {column}: got .*allowed: "):
-        tokenised([good, good, {**good, **change}])
+    with pytest.raises(DataError, match=rf"^tasks\.own\.{split} row 2 column {column}: got .*allowed: "):
+        tokenised([good, good, {**good, **change}], split=split)
 
 
 @pytest.mark.parametrize(
@@ -317,6 +327,94 @@ def test_a_message_whose_content_is_no_text_is_refused(content: Any) -> None:
     rows = [{"messages": [good, {"role": "assistant", "content": content}]}]
     with pytest.raises(DataError, match=r"row 0 column messages: got"):
         tokenised(rows, words_tokenizer(), chat_template=PLAIN_TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    ("messages", "got"),
+    [
+        ([{"role": "us\ud800er", "content": "a"}], "lone surrogate"),
+        ([{"role": "user", "content": "a\ud800"}], "lone surrogate"),
+        ([{"role": "user", "content": [{"type": "text", "text": "a\ud800"}]}], "lone surrogate"),
+        ([{"role": "user", "content": [{"type": "text", "text": b"the"}]}], "bytes"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "the part"),
+        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "the"}]}], "part of type 'image'"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x.png"}]}], "part of type 'image_url'"),
+        ([{"role": "user", "content": [{"type": "audio", "audio": "x.wav"}]}], "part of type 'audio'"),
+    ],
+)
+@pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
+def test_parts_of_messages_that_are_no_text_are_refused(messages: Any, got: str, split: str) -> None:
+    rows = [{"messages": [{"role": "user", "content": "the"}]}, {"messages": messages}]
+    with pytest.raises(DataError, match=rf"^tasks\.own\.{split} row 1 column \w+: got .*{got}"):
+        tokenised(rows, words_tokenizer(), chat_template=PLAIN_TEMPLATE, split=split)
+
+
+@pytest.mark.parametrize("column", ["image", "images", "video", "videos", "audio", "pixel_values"])
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "the cat"},
+        {"input_ids": [8, 9]},
+        {"prompt": "the", "completion": " cat"},
+        {"messages": [{"role": "user", "content": "the"}]},
+    ],
+    ids=["text", "tokenised", "prompt", "messages"],
+)
+def test_rows_with_images_or_sounds_are_refused_by_row_and_column(row: dict[str, Any], column: str) -> None:
+    rows = [{**row, column: None}, {**row, column: []}, {**row, column: [object()]}]
+    with pytest.raises(
+        DataError, match=rf"^tasks\.own\.train_dataset row 2 column {column}: .*only text is trained on"
+    ):
+        tokenised(rows, words_tokenizer(), chat_template=PLAIN_TEMPLATE)
+    assert len(tokenised(rows[:2], words_tokenizer(), chat_template=PLAIN_TEMPLATE)) == 2, "empty cells are none"
+
+
+@pytest.mark.parametrize(
+    ("template", "got"),
+    [
+        ("{{ raise_exception('no such role') }}", "TemplateError: no such role"),
+        ("{{ messages[0].nothing.here }}", "UndefinedError"),
+        ("{% for x in %}", "TemplateSyntaxError"),
+    ],
+)
+def test_a_chat_template_that_fails_is_told_by_row_and_column(template: str, got: str) -> None:
+    rows = [{"messages": [{"role": "user", "content": "the"}]}]
+    with pytest.raises(DataError, match=rf"^tasks\.own\.train_dataset row 0 column messages: got {got}.*chat template"):
+        tokenised(rows, words_tokenizer(), chat_template=template)
+
+
+@pytest.mark.parametrize("label", [10**400, b"1", np.float32("nan"), "\ud800"])
+@pytest.mark.parametrize("num_labels", [None, 1, 3])
+@pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
+def test_a_label_that_is_no_number_of_any_head_is_refused(label: Any, num_labels: int | None, split: str) -> None:
+    rows = [{"text": "the", "label": 1}, {"text": "the", "label": label}]
+    with pytest.raises(DataError, match=rf"^tasks\.own\.{split} row 1 column label: got"):
+        tokenised(rows, words_tokenizer(), row_form=LABELLED_ROWS, num_labels=num_labels, split=split)
+
+
+def test_a_cell_that_cannot_even_be_shown_is_refused_by_its_row() -> None:
+    class Hidden:
+        def __repr__(self) -> str:
+            raise ZeroDivisionError("not to be seen")
+
+    with pytest.raises(DataError, match=r"^tasks\.own\.train_dataset row 1: got ZeroDivisionError: not to be seen"):
+        tokenised([{"text": "the"}, {"text": Hidden()}], words_tokenizer())
+
+
+def test_tasks_that_are_tokenised_in_several_threads_keep_their_own_limits() -> None:
+    tokenizer, row = words_tokenizer(), {"text": "the cat sat " * 40, "label": 0}
+    lengths: dict[int, set[int]] = {}
+
+    def tokenise(limit: int) -> None:
+        options = {"row_form": LABELLED_ROWS, "max_length": limit, "max_positions": None}
+        lengths[limit] = set(tokenised([row] * 200, tokenizer, **options).lengths.tolist())
+
+    threads = [threading.Thread(target=tokenise, args=(limit,)) for limit in (10, 20, 30)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert lengths == {10: {10}, 20: {20}, 30: {30}}
 
 
 @pytest.mark.parametrize("row", [None, "the", 7, ["the"]])

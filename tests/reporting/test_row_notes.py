@@ -1,0 +1,107 @@
+"""Rows that are cut or left out are told: when a task is made, when it begins, and of streams as they come."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+
+from peft_mux import MultiTaskTrainer, Task
+from tests.invariants.mux_lab import Recorder, make_trainer, rows, small_task
+
+LONG, SHORT = rows(1, 20, 40, 40), rows(2, 4, 9, 9)
+
+
+def told(folder: Path, event: str = "data") -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+def own_task(train_dataset: Any, **settings: Any) -> Task:
+    options = {"train_batch_size": 4, "max_steps": 4, "max_length": 16, **settings}
+    return Task(
+        name="own", peft_config=LoraConfig(r=2, target_modules=["q_proj"]), train_dataset=train_dataset, **options
+    )
+
+
+def warned(task: Task, folder: Path, **arguments: Any) -> tuple[MultiTaskTrainer, list[str]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer([small_task("other", data_seed=1, max_steps=4), task], folder, **arguments)
+    return trainer, [str(one.message) for one in caught if issubclass(one.category, UserWarning) and "own" in str(one)]
+
+
+def test_rows_left_out_are_warned_of_when_the_trainer_is_made_with_counts_and_remedy(tmp_path: Path) -> None:
+    trainer, lines = warned(own_task(SHORT + LONG), tmp_path, overlong_policy="drop")
+    (line,) = lines
+    assert line.startswith("tasks.own.train_dataset: 20 of 24 rows longer than 16 left out. ")
+    assert "Raise max_length" in line
+    assert 'overlong_policy="truncate"' in line
+    assert trainer.table["own"].loader.report.num_kept == 4
+
+
+def test_each_split_is_warned_of_once(tmp_path: Path) -> None:
+    masked = {"input_ids": [1, 2, 3], "labels": [-100] * 3}
+    _, lines = warned(own_task(SHORT + LONG, eval_dataset=[*SHORT, masked]), tmp_path)
+    assert [line.split(".")[2].split(":")[0] for line in lines] == ["train_dataset", "eval_dataset"]
+    assert "20 of 24 rows cut to 16 tokens" in lines[0]
+    assert "1 of 5 rows without targets left out" in lines[1]
+
+
+def test_whole_rows_are_not_warned_of(tmp_path: Path) -> None:
+    assert warned(own_task(SHORT), tmp_path)[1] == []
+
+
+def test_a_run_says_at_its_start_what_it_trains_on_without_being_asked_for_a_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = own_task(SHORT + LONG, eval_dataset=SHORT, eval_steps=4)
+    trainer, _ = warned(task, tmp_path, overlong_policy="drop", disable_tqdm=False)
+    trainer.train()
+    assert "tasks.own.train_dataset: 20 of 24 rows longer than 16 left out" in capsys.readouterr().out
+    records = {(record["task"], record["split"]): record for record in told(tmp_path)}
+    assert records.keys() == {("other", "train_dataset"), ("own", "train_dataset"), ("own", "eval_dataset")}
+    own = records["own", "train_dataset"]
+    assert (own["num_rows"], own["num_kept"], own["num_dropped_long"], own["limit"]) == (24, 4, 20, 16)
+    assert own["data_format"] == "tokenized"
+    assert own["num_tokens"] == 4 * 9
+    trainer.table["own"].num_steps += 1  # trained on, nothing is told again
+    trainer.train()
+    assert len(told(tmp_path)) == 3
+
+
+def test_the_rows_of_an_arrival_are_told_when_it_begins(tmp_path: Path) -> None:
+    late = own_task(SHORT + LONG)
+    recorder = Recorder(at_begin={1: lambda trainer: trainer.register_tasks([late])})
+    trainer = make_trainer([small_task("other", data_seed=1, max_steps=4)], tmp_path, recorder=recorder)
+    with pytest.warns(UserWarning, match=r"tasks\.own\.train_dataset: 20 of 24 rows cut"):
+        trainer.train()
+    assert [(record["task"], record["run_step"]) for record in told(tmp_path)] == [("other", 0), ("own", 2)]
+
+
+def test_a_stream_is_told_of_with_its_first_row_left_out_and_in_the_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Rows:
+        def __iter__(self) -> Iterator[Any]:
+            yield from rows(3, 4, 9, 9)
+            yield from LONG[:2]
+            yield from rows(4, 50, 9, 9)
+            yield from LONG
+
+    trainer, lines = warned(own_task(Rows()), tmp_path, overlong_policy="drop")
+    assert lines == [], "its first rows are whole"
+    trainer.train()
+    own = [record for record in told(tmp_path) if record["task"] == "own"]
+    assert [(record["run_step"], record["num_rows"], record["num_dropped_long"]) for record in own] == [
+        (0, 4, 0),
+        (1, 10, 2),
+        (4, 18, 2),
+    ]
+    assert "2 of 10 rows longer than 16 left out" in caplog.text
+    assert caplog.text.count("left out") == 1
