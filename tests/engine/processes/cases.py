@@ -333,7 +333,7 @@ def with_a_failing_callback(rank: int, folder: Path, event: str) -> Part:
 
 
 class SpoiltStream:
-    """A stream that goes wrong on rank 1 at its eleventh row: with another row, or one that cannot be read."""
+    """A stream that goes wrong on rank 1 at its eleventh row: another row, a bad one, an error, or nothing more."""
 
     def __init__(self, rank: int, fault: str) -> None:
         """Remember the fault."""
@@ -343,6 +343,10 @@ class SpoiltStream:
         """Yield rows, and then the fault."""
         for number, row in enumerate(lab.rows(11, 1000, 6, 12)):
             if number == 10 and self.rank == 1:
+                if self.fault == "raises":
+                    raise OSError("no such share")
+                if self.fault == "blocks":
+                    threading.Event().wait()
                 row = {"input_ids": [1, 2, 3, 4, 5]} if self.fault == "other" else {"input_ids": []}
             yield row
 
@@ -353,6 +357,7 @@ def with_a_spoilt_stream(rank: int, folder: Path, fault: str) -> Part:
         name="spoilt",
         peft_config=five_tasks()[0].peft_config,
         train_dataset=SpoiltStream(rank, fault),
+        data_timeout_s=1.0 if fault == "blocks" else None,
         train_batch_size=4,
         max_steps=NUM_STEPS,
         learning_rate=1e-3,

@@ -118,8 +118,15 @@ def test_a_callback_of_a_task_that_fails_on_one_process_fails_that_task_on_all(
         assert_as_one(part, alone)
 
 
-def test_a_stream_that_breaks_on_one_process_fails_its_task_on_all(alone: Part, tmp_path: Path) -> None:
-    parts = values(launch(2, cases.with_a_spoilt_stream, tmp_path, "broken"))
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("broken", "row 10 column input_ids"), ("raises", "OSError: no such share"), ("blocks", "got no rows for 1 s")],
+)
+def test_a_stream_that_breaks_on_one_process_fails_its_task_on_all(
+    fault: str, reason: str, alone: Part, tmp_path: Path
+) -> None:
+    parts = values(launch(2, cases.with_a_spoilt_stream, tmp_path, fault))
+    assert reason in parts[0].statuses["spoilt"][1]
     assert {part.statuses["spoilt"] for part in parts} == {parts[0].statuses["spoilt"]}
     assert parts[0].statuses["spoilt"][0] == "failed"
     assert "(on rank 1)" in parts[0].statuses["spoilt"][1]
