@@ -55,9 +55,11 @@ class TaskEvaluator:
         try:
             return self._metrics(run)
         except MetricsError as error:
-            if error.__cause__ is None or isinstance(error.__cause__, OwnCodeError):
+            raised = error.__cause__
+            if raised is None or isinstance(raised, OwnCodeError):
                 raise
-            raise error.__cause__ from None
+        # Here and not above: within the handler it would get a context that it did not have.
+        raise raised
 
     def _metrics(self, run: TaskRun, listener: Listener = nobody) -> dict[str, float]:
         if run.eval_data is None:
@@ -93,12 +95,13 @@ class TaskEvaluator:
             run.quarantine(f"evaluation failed: {reason}")
             return {}
         logs = self._log.evaluation(run, metrics)
-        self._log.callbacks[run.name].call("on_evaluate", metrics=metrics)
+        self._log.callbacks[run.name].call("on_evaluate", metrics=dict(metrics))
         if is_best:
             # Kept before it is saved: a failed write must not cost the best weights.
             run.keep_best(self._executor().mux_model.task_parameters(run.name))
             self._saver.save_best(run)
-        if run.best.is_exhausted:
+        # A callback may have failed it meanwhile, and that is how it ended.
+        if run.best.is_exhausted and not run.status.is_final:
             _stop_early(run, metrics["eval_loss"])
         return logs
 

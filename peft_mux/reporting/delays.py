@@ -67,7 +67,17 @@ class Delays:
 
     def record_totals(self) -> None:
         """Write one record for each task that took a second or more, with the seconds of each kind of its code."""
-        for task, seconds in self._seconds.items():
-            if self.total_s(task) >= CALL_LIMIT_S:
-                kinds = {f"{what}_s": value for what, value in seconds.items()}
-                self._record("delay_total", task=task, total_s=self.total_s(task), **kinds)
+        for task in self._seconds:
+            self._record_total(task)
+
+    def forget(self, task: str) -> None:
+        """Write the total of a task that leaves, and keep nothing of it."""
+        self._record_total(task)
+        self._seconds.pop(task, None)
+        self._told_s.pop(task, None)
+
+    def _record_total(self, task: str) -> None:
+        seconds = self._seconds.get(task, {})
+        total_s = sum(seconds.values())
+        if total_s >= CALL_LIMIT_S:
+            self._record("delay_total", task=task, total_s=total_s, **{f"{kind}_s": s for kind, s in seconds.items()})

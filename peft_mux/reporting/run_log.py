@@ -72,8 +72,9 @@ class RunLog:
         callbacks.listener = self.delays.note
 
     def drop_callbacks(self, task: str) -> None:
-        """Tell a task's own callbacks nothing more."""
+        """Tell a task's own callbacks nothing more: it has left."""
         self.callbacks.pop(task, None)
+        self.delays.forget(task)
 
     def use_model(self, model: Any) -> None:
         """Hand another model to the callbacks of all tasks from now on; `None` while there is none."""

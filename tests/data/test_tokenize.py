@@ -383,7 +383,7 @@ def test_a_chat_template_that_fails_is_told_by_row_and_column(template: str, got
         tokenised(rows, words_tokenizer(), chat_template=template)
 
 
-@pytest.mark.parametrize("label", [10**400, b"1", np.float32("nan"), "\ud800"])
+@pytest.mark.parametrize("label", [pytest.param(10**400, id="huge"), b"1", np.float32("nan"), "\ud800"])
 @pytest.mark.parametrize("num_labels", [None, 1, 3])
 @pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
 def test_a_label_that_is_no_number_of_any_head_is_refused(label: Any, num_labels: int | None, split: str) -> None:

@@ -66,3 +66,15 @@ def test_the_totals_name_each_kind_and_leave_out_tasks_that_cost_nothing() -> No
     assert told.records == [
         {"event": "delay_total", "task": "slow", "total_s": 5.0, "callback_s": 2.0, "train_dataset_s": 3.0}
     ]
+
+
+def test_a_task_that_leaves_is_told_of_once_more_and_forgotten() -> None:
+    told = Told()
+    told.note("callback", 2.0)
+    told.records.clear()
+    told.delays.forget("slow")
+    told.delays.forget("slow")
+    told.delays.record_totals()
+    assert [(record["event"], record["total_s"]) for record in told.records] == [("delay_total", 2.0)]
+    told.note("callback", 1.5)
+    assert len(told.lines) == 2, "one that comes under its name begins anew"

@@ -167,6 +167,24 @@ def test_the_rows_of_the_next_step_are_read_during_the_present_one(tmp_path: Pat
     assert waited == [True]
 
 
+def test_a_stream_that_was_read_ahead_goes_on_with_the_right_row_after_a_resume(tmp_path: Path) -> None:
+    class Rows:
+        def __iter__(self) -> Iterator[Any]:
+            yield from rows(5, 13, 12, 12)
+
+    def stop(trainer: MultiTaskTrainer) -> None:
+        trainer.control.should_training_stop = True
+
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    whole = train([good(), stream_task(Rows())], tmp_path / "a")
+    first = train([good(), stream_task(Rows())], tmp_path / "b", recorder=Recorder(at_end={3: stop}), **options)
+    rest = train([good(), stream_task(Rows(), data_timeout_s=30.0)], tmp_path / "b", resume=True, **options)
+    assert len(first.losses["bad"]) == 3
+    for name in ("good", "bad"):
+        assert first.losses[name] + rest.losses[name] == whole.losses[name]
+        assert all(torch.equal(value, whole.weights(name)[key]) for key, value in rest.weights(name).items())
+
+
 @pytest.mark.parametrize("row", [None, {"input_ids": [1, 500]}], ids=["None", "outside the vocabulary"])
 def test_an_arrival_whose_first_rows_are_bad_is_refused_where_it_is_registered(row: Any, tmp_path: Path) -> None:
     class Rows:
@@ -370,6 +388,36 @@ def test_a_metric_that_is_never_a_number_stops_its_task_alone(score: float, alon
     assert run.trainer.task_statuses == {"good": "succeeded", "bad": "stopped_early"}
     assert run.trainer.table["bad"].reason == "score was no finite number in any of 2 evaluations"
     assert_bit_identical(run, alone, "good")
+
+
+@pytest.mark.parametrize("event", ["on_log", "on_evaluate"])
+def test_a_task_that_a_callback_fails_at_its_last_evaluation_has_failed(event: str, tmp_path: Path) -> None:
+    class Fails(TrainerCallback):
+        pass
+
+    callback = Fails()
+    setattr(callback, event, lambda *_, metrics=None, **__: raising(ValueError("no"))())
+    scores = iter([2.0, 1.0, 0.0])
+    task = bad_task(
+        eval_steps=1,
+        compute_metrics=lambda _: {"score": next(scores)},
+        early_stopping=EarlyStopping(metric="score", patience=1),
+        callbacks=[callback],
+    )
+    trainer = train([good(), task], tmp_path).trainer
+    assert trainer.task_statuses == {"good": "succeeded", "bad": "failed"}
+    assert trainer.table["bad"].reason == f"a callback failed in {event}: ValueError: no"
+
+
+def test_metrics_that_a_callback_takes_away_are_its_own_copy(tmp_path: Path) -> None:
+    class Clears(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+            metrics.clear()
+
+    rule = EarlyStopping(metric="score", patience=1)
+    settings = {"compute_metrics": lambda _: {"score": float("nan")}, "early_stopping": rule, "callbacks": [Clears()]}
+    trainer = train([good(), bad_task(eval_steps=1, **settings)], tmp_path).trainer
+    assert trainer.task_statuses == {"good": "succeeded", "bad": "stopped_early"}
 
 
 # ------------------------------------------------------------------- optimizers
