@@ -23,6 +23,7 @@ from transformers import (
 from transformers.trainer_utils import TrainOutput
 
 from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments
+from peft_mux.checkpoint.hub import check_push, push_task
 from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.checkpoint.saver import Saver
 from peft_mux.data.collator import ChunkPackingCollator
@@ -57,9 +58,11 @@ from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.relocation import Relocation
 from peft_mux.trainer.reporter import Reporter
 from peft_mux.trainer.run import Run, mark_main_process, output_folder
+from peft_mux.trainer.trainer_methods import refuse_methods_of_trainer
 from peft_mux.trainer.world import World
 
 
+@refuse_methods_of_trainer
 class MultiTaskTrainer(Trainer):
     """Trains many PEFT tasks at once; a `transformers.Trainer` whose one model serves them all.
 
@@ -327,6 +330,26 @@ class MultiTaskTrainer(Trainer):
             weights = self._run.saver.full_weights(run)
             if self._run.saver.is_writer:
                 RunFolder(Path(output_dir or self._run.root), self.model).save_adapter(run.name, weights)
+
+    def push_to_hub(self, task: str = "", *, repo_id: str = "", **options: Any) -> Any:  # type: ignore[override]
+        """Upload one task's adapter as it is now, with a model card, and return what the Hub says; nothing else.
+
+        Args:
+            task: name of the task.
+            repo_id: repository on the Hub, such as "me/sql-lora"; made where absent.
+            **options: `token`, `private`, `revision` and `commit_message`, as `huggingface_hub` takes them.
+
+        Raises:
+            ConfigError: for a task that is not there or not trained, or where the Hub refuses.
+        """
+        run = self._membership.run_of(task)
+        check_push(run, repo_id, options)
+        weights = self._run.saver.full_weights(run)  # on every process, though one of them writes
+        return push_task(self.model, run, weights, repo_id, options) if self._run.saver.is_writer else None
+
+    def log(self, logs: Mapping[str, float]) -> None:  # type: ignore[override]
+        """Hand numbers of the run to its callbacks and loggers, under the present step."""
+        self._run.callbacks.log(dict(logs))
 
     # ------------------------------------------------------------- while it trains
 

@@ -1,0 +1,213 @@
+"""Every public method that `Trainer` hands down either does what its name says, or is refused by name."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from peft import LoraConfig, PeftModel
+from transformers import Trainer, TrainerCallback
+
+from peft_mux import ConfigError, MultiTaskTrainer, MultiTaskTrainingArguments, Task
+from peft_mux.trainer.trainer_methods import REFUSED, WORKING
+from tests.invariants.mux_lab import Run, rows, small_task, tiny_llama, train
+
+METHODS = sorted(name for name, item in inspect.getmembers(Trainer) if callable(item) and not name.startswith("_"))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a run of two owners that has ended."""
+    tasks = [small_task(name, data_seed=seed, max_steps=2) for seed, name in enumerate(("mine", "theirs"))]
+    return train(tasks, tmp_path_factory.mktemp("run"))
+
+
+def test_every_public_method_of_trainer_is_in_one_of_the_two_tables() -> None:
+    """A method that a later transformers brings is looked at before it is inherited."""
+    assert set(METHODS) == WORKING | set(REFUSED)
+    assert WORKING & set(REFUSED) == set()
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_a_refused_method_says_what_to_call_instead(name: str, trained: Run) -> None:
+    for arguments in ((), (1, 2, 3, 4)):
+        with pytest.raises(ConfigError, match=rf"^trainer\.{name}: got a call; allowed: ") as caught:
+            getattr(trained.trainer, name)(*arguments)
+    assert REFUSED[name] in str(caught.value)
+
+
+def test_what_refusals_name_is_there(trained: Run) -> None:
+    trainer = trained.trainer
+    state = trainer.table["mine"]
+    assert state.hyper.train_batch_size == 4
+    assert len(list(state.loader.dataset)) == 10
+    assert "learning_rate" not in trainer.task_states
+    assert trainer.model.task_view("mine") is not None
+
+
+# -------------------------------------------------------------- those that work
+
+
+def test_callbacks_come_and_go_and_hear_what_is_logged(tmp_path: Path) -> None:
+    class Ears(TrainerCallback):
+        heard: list[dict[str, float]] = []
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            self.heard.append(logs)
+
+    trainer = train([small_task("own", data_seed=1, max_steps=1)], tmp_path).trainer
+    ears = Ears()
+    trainer.add_callback(ears)
+    trainer.log({"extra": 1.0})
+    assert trainer.pop_callback(Ears) is ears
+    trainer.log({"extra": 2.0})
+    trainer.add_callback(ears)
+    trainer.remove_callback(ears)
+    trainer.log({"extra": 3.0})
+    assert ears.heard == [{"extra": 1.0}]
+    assert [entry["extra"] for entry in trainer.state.log_history if "extra" in entry] == [1.0, 2.0, 3.0]
+
+
+def test_a_script_may_print_and_write_its_numbers_beside_the_run(
+    trained: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = trained.trainer
+    assert trainer.is_world_process_zero()
+    assert trainer.is_local_process_zero()
+    trainer.log_metrics("train", {"mine/loss": 1.5})
+    assert "mine/loss" in capsys.readouterr().out
+    assert type(trainer).metrics_format({"mine/loss": 1.23456})["mine/loss"] == 1.2346
+    trainer.save_metrics("train", {"mine/loss": 1.5})
+    trainer.save_state()
+    root = Path(trainer.args.output_dir)
+    assert json.loads((root / "train_results.json").read_text()) == {"mine/loss": 1.5}
+    assert json.loads((root / "trainer_state.json").read_text())["global_step"] == 2
+
+
+def test_the_trainable_parameters_are_those_of_all_tasks(trained: Run) -> None:
+    own = [trained.trainer.model.task_parameters(name).values() for name in ("mine", "theirs")]
+    assert trained.trainer.get_num_trainable_parameters() == sum(p.numel() for values in own for p in values)
+
+
+def test_the_optimizer_of_arguments_is_that_of_trainer() -> None:
+    args = MultiTaskTrainingArguments(output_dir="unused", use_cpu=True, optim="sgd", learning_rate=0.5)
+    assert MultiTaskTrainer.get_optimizer_cls_and_kwargs(args) == (torch.optim.SGD, {"lr": 0.5})
+
+
+# ------------------------------------------------------------------------ the Hub
+
+
+class Hub:
+    """Stands in for `HfApi`: keeps what is uploaded."""
+
+    def __init__(self, token: str | None = None) -> None:
+        self.token = token
+        HUBS.append(self)
+
+    def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> None:
+        self.repo = (repo_id, private, exist_ok)
+
+    def create_commit(self, repo_id: str, operations: Any, *, commit_message: str, revision: str | None) -> str:
+        self.files = {operation.path_in_repo: operation.path_or_fileobj for operation in operations}
+        self.commit = (repo_id, commit_message, revision)
+        return "committed"
+
+
+HUBS: list[Hub] = []
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> list[Hub]:
+    HUBS.clear()
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    return HUBS
+
+
+def test_the_adapter_of_one_task_is_uploaded_and_nothing_else(trained: Run, hub: list[Hub], tmp_path: Path) -> None:
+    answer = trained.trainer.push_to_hub("mine", repo_id="me/mine-lora", private=True, token="t", revision="v1")
+    assert answer == "committed"
+    (sent,) = hub
+    assert (sent.token, sent.repo) == ("t", ("me/mine-lora", True, True))
+    assert sent.commit == ("me/mine-lora", "Adapter after 2 steps", "v1")
+    assert set(sent.files) == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    for name, data in sent.files.items():
+        (tmp_path / name).write_bytes(data)
+    loaded = PeftModel.from_pretrained(tiny_llama(), str(tmp_path))
+    mine = trained.weights("mine")
+    found = {name.replace(".default", ""): value for name, value in loaded.named_parameters() if "lora_" in name}
+    assert mine.keys() == found.keys()
+    assert all(torch.equal(found[name], mine[name]) for name in mine)
+
+
+def test_the_card_of_an_adapter_says_what_is_known_of_it_and_no_more(
+    trained: Run, hub: list[Hub], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for config in trained.trainer.model.peft_config.values():
+        monkeypatch.setattr(config, "base_model_name_or_path", "org/base")
+    trained.trainer.push_to_hub("mine", repo_id="me/mine-lora")
+    card = huggingface_hub.ModelCard(hub[0].files["README.md"].decode())
+    assert (card.data.base_model, card.data.library_name) == ("org/base", "peft")
+    assert card.data.tags == ["lora", "peft_mux"]
+    assert "LORA adapter for `org/base`, fine-tuned for 2 optimizer steps" in card.text
+    assert 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base"), "me/mine-lora")' in card.text
+    for claim in ("from scratch", "unknown dataset", "theirs"):
+        assert claim not in str(card)
+
+
+def test_a_card_does_not_tell_where_a_folder_lies_on_this_machine(
+    trained: Run, hub: list[Hub], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for config in trained.trainer.model.peft_config.values():
+        monkeypatch.setattr(config, "base_model_name_or_path", str(tmp_path))
+    trained.trainer.push_to_hub("mine", repo_id="me/mine-lora")
+    card = hub[0].files["README.md"].decode()
+    assert str(tmp_path) not in card
+    assert "base_model" not in card.split("---")[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "parts"),
+    [
+        ((), {}, ['got task ""', "mine, theirs"]),
+        (("End of training",), {}, ['got task "End of training"']),
+        (("mine",), {}, ["push_to_hub.repo_id: got ''"]),
+        (("mine",), {"repo_id": "a/b/c"}, ["push_to_hub.repo_id: got 'a/b/c'"]),
+        (("mine",), {"repo_id": 5}, ["push_to_hub.repo_id: got 5"]),
+        (
+            ("mine",),
+            {"repo_id": "../x", "blocking": False},
+            ["2 things", "push_to_hub.blocking: got an unknown option"],
+        ),
+    ],
+)
+def test_an_upload_that_cannot_be_meant_is_refused(
+    trained: Run, hub: list[Hub], arguments: tuple[str, ...], options: dict[str, Any], parts: list[str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        trained.trainer.push_to_hub(*arguments, **options)
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+    assert hub == []
+
+
+def test_an_adapter_that_was_not_trained_is_not_uploaded(hub: list[Hub], tmp_path: Path) -> None:
+    task = Task(name="own", peft_config=LoraConfig(r=4), train_dataset=rows(0, 4, 5, 5), max_steps=1)
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    trainer = MultiTaskTrainer(tiny_llama(), args, [task])
+    with pytest.raises(ConfigError, match=r"tasks\.own: got an adapter that was not trained"):
+        trainer.push_to_hub("own", repo_id="me/own")
+    assert hub == []
+
+
+def test_what_the_hub_raises_is_told_in_words(trained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Down(Hub):
+        def create_repo(self, *args: Any, **kwargs: Any) -> None:
+            raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "HfApi", Down)
+    with pytest.raises(ConfigError, match=r'error of the Hub for "me/mine": no route to host; allowed: '):
+        trained.trainer.push_to_hub("mine", repo_id="me/mine")
