@@ -166,8 +166,10 @@ def _make_trainer(config: Any) -> Any:
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer)
-        except (OSError, ValueError) as error:
+            # Said, not left open, as transformers would ask on standard input.
+            is_trusted = config.model_init_kwargs.get("trust_remote_code") is True
+            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, trust_remote_code=is_trusted)
+        except (OSError, ValueError, ImportError, TypeError, AttributeError, LookupError) as error:
             raise ConfigError(f'tokenizer: got "{config.tokenizer}", which cannot be read: {error}') from error
     return MultiTaskTrainer(
         config.model,

@@ -118,7 +118,7 @@ def _check_adapters(trainer: MultiTaskTrainer, root: Path) -> bool:
     equal = {}
     for task in trainer.tasks:
         plain = PeftModel.from_pretrained(
-            AutoModelForCausalLM.from_pretrained(root / "backbone"), str(root / task.name)
+            AutoModelForCausalLM.from_pretrained(root / "backbone", trust_remote_code=False), str(root / task.name)
         )
         run = trainer.table[task.name]
         ids = torch.from_numpy(run.eval_data[0].input_ids)[None].to(trainer.model.device)

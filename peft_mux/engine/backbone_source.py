@@ -7,7 +7,7 @@ checked and a plan be made before any weight is read. The weights follow when tr
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments, resolve
-from peft_mux.errors import ConfigError, Fault, raise_faults
+from peft_mux.errors import ConfigError, Fault, raise_faults, shown
 from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
 from peft_mux.modeling.backbone.head_kinds import HEAD_KINDS, HeadKind
 from peft_mux.modeling.backbone.modules import HEAD_NAMES
@@ -29,6 +29,12 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.objective import objective_of
 from peft_mux.task import Task
 
+_HUB_OPTIONS = "revision code_revision subfolder token cache_dir local_files_only force_download proxies".split()
+"""Options of `from_pretrained` that say where files come from: they hold for configuration and tokenizer too."""
+
+_LOADING_ERRORS = (OSError, ValueError, ImportError, TypeError, AttributeError, LookupError, RecursionError)
+"""What transformers raises of files and options that it cannot make a model of."""
+
 
 class BackboneSource:
     """Describes and loads the model of a run.
@@ -37,7 +43,8 @@ class BackboneSource:
         model: hub id or folder, `PreTrainedModel` or `MultiTaskPeftModel`.
         args: the settings of the run.
         tokenizer: given by the user, or `None`.
-        model_init_kwargs: further arguments of `from_pretrained`.
+        model_init_kwargs: further arguments of `from_pretrained`. The model's own code runs only where they say
+            `trust_remote_code=True`; nobody is asked.
 
     Attributes:
         config: the configuration of the backbone.
@@ -46,12 +53,15 @@ class BackboneSource:
     """
 
     def __init__(
-        self, model: Any, args: MultiTaskTrainingArguments, tokenizer: Any, model_init_kwargs: dict[str, Any]
+        self, model: Any, args: MultiTaskTrainingArguments, tokenizer: Any, model_init_kwargs: Mapping[str, Any]
     ) -> None:
         """Read the configuration, and the tokenizer where none is given."""
+        raise_faults(_option_faults(model_init_kwargs))
         self.model = model
         self.args = args
-        self.model_init_kwargs = model_init_kwargs
+        # `None` makes transformers ask on standard input whether a model's own code may run; here it is said, or no.
+        self.trust_remote_code = bool(model_init_kwargs.get("trust_remote_code", False))
+        self.model_init_kwargs = {key: value for key, value in model_init_kwargs.items() if key != "trust_remote_code"}
         self.quantization: Any = None
         if isinstance(model, str):
             self.config, self.tokenizer = self._read_config(model, tokenizer)
@@ -59,7 +69,7 @@ class BackboneSource:
             if self.quantization is not None:
                 require_bitsandbytes(self.quantization, args.device)
         else:
-            if model_init_kwargs:
+            if self.model_init_kwargs or self.trust_remote_code:
                 raise ConfigError("model_init_kwargs: got options for a model that is loaded already; allowed: none.")
             if not hasattr(model, "config"):
                 raise ConfigError(
@@ -72,15 +82,23 @@ class BackboneSource:
     def _read_config(self, name: str, tokenizer: Any) -> tuple[Any, Any]:
         from transformers import AutoConfig, AutoTokenizer
 
+        options = {key: self.model_init_kwargs[key] for key in _HUB_OPTIONS if key in self.model_init_kwargs}
         try:
-            config = AutoConfig.from_pretrained(name)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f'model: got "{name}", which cannot be read: {error}') from error
+            config = AutoConfig.from_pretrained(name, trust_remote_code=self.trust_remote_code, **options)
+        except _LOADING_ERRORS as error:
+            raise ConfigError(f'model: got "{name}", which cannot be read: {self._told(error)}') from error
         if tokenizer is None:
             # Rows that are tokenised already need none; others are refused by name where there is none.
-            with suppress(OSError, ValueError):
-                tokenizer = AutoTokenizer.from_pretrained(name)
+            with suppress(*_LOADING_ERRORS):
+                tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code, **options)
         return config, tokenizer
+
+    def _told(self, error: Exception) -> str:
+        """Return an error in one line, with how to allow a model's own code to run where that is what it is about."""
+        told = " ".join(str(error).split())
+        if self.trust_remote_code or "trust_remote_code" not in told:
+            return told
+        return f'{told} Read that code first; if you trust it, set model_init_kwargs={{"trust_remote_code": True}}.'
 
     def check(self, tasks: list[Task], against: MultiTaskPeftModel | None = None) -> None:
         """Check the adapters of tasks by themselves and, where a model is at hand, against its modules.
@@ -116,7 +134,7 @@ class BackboneSource:
             # Quantisation is written into the configuration, from which the weights are still to be loaded.
             config = config if self.quantization is None else copy.deepcopy(config)
             with torch.device("meta"):
-                backbone = self._auto_class(tasks).from_config(config)
+                backbone = self._from_config(tasks, config)
             if self.quantization is not None:
                 quantize_description(backbone, self.quantization)
             return self._wrap(backbone, tasks, class_counts)
@@ -135,9 +153,13 @@ class BackboneSource:
         config = self._sized_config(tasks, class_counts)
         try:
             backbone, report = self._auto_class(tasks).from_pretrained(
-                self.model, config=config, output_loading_info=True, **options
+                self.model,
+                config=config,
+                output_loading_info=True,
+                trust_remote_code=self.trust_remote_code,
+                **options,
             )
-        except (OSError, ValueError, ImportError) as error:
+        except _LOADING_ERRORS as error:
             raise ConfigError(f'model: got "{self.model}", whose weights cannot be loaded: {error}') from error
         prepare_quantized(backbone)
         is_head_new = any(key.split(".")[0] in HEAD_NAMES for key in report["missing_keys"])
@@ -156,7 +178,8 @@ class BackboneSource:
             ConfigError: if a hub id cannot be downloaded.
         """
         given_options = {key for key in self.model_init_kwargs if key != "dtype"}
-        is_plain = isinstance(self.model, str) and self.quantization is None and not given_options
+        is_plain = isinstance(self.model, str) and self.quantization is None
+        is_plain = is_plain and not given_options and not self.trust_remote_code
         if not is_plain or not all(kind.is_shared for kind in _head_kinds(tasks)):
             return None
         if Path(self.model).is_dir():
@@ -220,6 +243,12 @@ class BackboneSource:
             )
         return assign_objectives(model, tasks)
 
+    def _from_config(self, tasks: list[Task], config: Any) -> Any:
+        try:
+            return self._auto_class(tasks).from_config(config, trust_remote_code=self.trust_remote_code)
+        except _LOADING_ERRORS as error:
+            raise ConfigError(f'model: got "{self.model}", which cannot be built: {self._told(error)}') from error
+
     def _auto_class(self, tasks: list[Task]) -> Any:
         import transformers
 
@@ -238,6 +267,17 @@ class BackboneSource:
             return self.model.dtype
         wanted = self.model_init_kwargs.get("dtype", torch.bfloat16 if self.args.bf16 else None)
         return wanted if isinstance(wanted, torch.dtype) else getattr(self.config, "dtype", None) or torch.float32
+
+
+def _option_faults(options: object) -> list[Fault]:
+    """Return what is wrong with the options of `from_pretrained` that are read here."""
+    where = "model_init_kwargs"
+    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
+        return [Fault(where, shown(options), "a dict of options of from_pretrained, by name")]
+    trust = options.get("trust_remote_code", False)
+    if not isinstance(trust, bool):
+        return [Fault(f"{where}.trust_remote_code", shown(trust), "True or False")]
+    return []
 
 
 def assign_objectives(model: MultiTaskPeftModel, tasks: Iterable[Task]) -> MultiTaskPeftModel:

@@ -109,7 +109,7 @@ class MultiTaskTrainer(Trainer):
         refuse_trainer_arguments(unsupported)
         run_args = require_arguments(args or MultiTaskTrainingArguments(output_dir="peft_mux_output"))
         given = task_list(model, tasks, train_dataset, eval_dataset)
-        source = BackboneSource(model, run_args, processing_class, dict(model_init_kwargs or {}))
+        source = BackboneSource(model, run_args, processing_class, model_init_kwargs or {})
         source.check(given)
         check_processes(run_args)
         check_evaluation(run_args, given)

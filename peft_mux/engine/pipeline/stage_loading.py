@@ -56,7 +56,7 @@ def load_stage(
         UnsupportedModelError: for an architecture that cannot be cut, or quantised weights.
     """
     folder = Path(folder)
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if quantization_method(config) is not None:
         raise UnsupportedModelError(
             f"{folder} holds quantised weights; allowed: plain ones, where stages read their own weights alone. Load"
@@ -64,7 +64,7 @@ def load_stage(
         )
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     with init_empty_weights(include_buffers=False):  # rotary frequencies are computed, and in no file
-        backbone = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        backbone = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     backbone.tie_weights()  # weights were taken away one by one, also those that are one
     _fill(backbone, _own_names(backbone, layout, stage), folder)
     model = MultiTaskPeftModel(backbone, peft_configs, seeds=seeds, verify=False)
