@@ -126,7 +126,10 @@ class MultiTaskTrainingArguments(TrainingArguments):
         raise_faults(_argument_faults(self))
         # transformers refuses bf16 on a machine without an accelerator unless it is told to use the CPU.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        super().__post_init__()
+        try:
+            super().__post_init__()
+        except (ValueError, TypeError, AttributeError, ImportError, NotImplementedError) as error:
+            raise ConfigError(f"args: transformers refuses them: {error}") from error
 
     @property
     def place_model_on_device(self) -> bool:

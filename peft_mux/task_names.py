@@ -13,8 +13,8 @@ NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 
 RESERVED_NAMES = frozenset(
     "run state control plan metrics report config environment tmp con prn aux nul".split()
-    + [f"com{port}" for port in range(1, 10)]
-    + [f"lpt{port}" for port in range(1, 10)]
+    + [f"com{port}" for port in range(10)]
+    + [f"lpt{port}" for port in range(10)]
 )
 """Names that the run folder uses itself, and device names of Windows; compared case-folded."""
 

@@ -43,7 +43,7 @@ def refusal(**settings: Any) -> str:
     "name",
     [
         *("../x", "..", ".", "", " ", "a b", "a/b", "a\\b", "/etc", "a\0b", "a\n", "-a", "_a", ".hidden", "naïve"),
-        *("a" * 65, "a" * 300, "a:b", "a*", "~", "a.", "C:", "\u202ea", "\uff41", "\u0130"),
+        *("a" * 65, "a" * 300, "a:b", "a*", "~", "a.", "C:", "\u202ea", "\uff41", "\u0130", "com\u00b9", "conin$"),
     ],
 )
 def test_an_unsafe_name_is_refused_with_what_came_and_what_is_allowed(name: str) -> None:
@@ -60,6 +60,11 @@ def test_reserved_names_and_windows_devices_are_refused_whatever_their_case(name
     message = refusal(name=name)
     assert f"got {name!r}" in message
     assert "reserved" in message
+
+
+@pytest.mark.parametrize("name", ["com0", "LPT0"])
+def test_the_ports_of_windows_are_counted_from_0(name: str) -> None:
+    assert "reserved" in refusal(name=name)
 
 
 @pytest.mark.parametrize("name", [None, 5, b"own", ["own"], CONFIG])

@@ -19,10 +19,10 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments
-from peft_mux.errors import ConfigError, Fault, closest, raise_faults
+from peft_mux.cli.encoding import encoding_fault
+from peft_mux.cli.yaml_text import parse_value, read_yaml
+from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.task import TASK_FIELDS, EarlyStopping, Task
 
 _TOP_KEYS = ("model", "tokenizer", "output_dir", "run", "defaults", "tasks", "model_init_kwargs")
@@ -35,15 +35,6 @@ _TASK_KEYS = (
 )
 _DEFAULTS_OF = re.compile(r"^tasks\.[^.]+\.")
 _FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-
-
-class _Loader(yaml.SafeLoader):
-    """YAML as people write it: `1e-4` is a number (YAML 1.1 wants `1.0e-4`), and no key may stand twice."""
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+"), list("-+0123456789")
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,35 +75,13 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-        # Read twice: only the nodes know the lines that keys stand in, and which keys stand twice.
-        node = yaml.compose(text, Loader=_Loader)
-        data = yaml.load(text, Loader=_Loader)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: is not YAML: {error}") from error
+    data, lines, faults = read_yaml(path)
     if not isinstance(data, dict):
         raise ConfigError(
             f"{path}: got {type(data).__name__}; allowed: a mapping with the keys {', '.join(_TOP_KEYS)}."
         )
-    lines: dict[str, int] = {}
-    twice: list[Fault] = []
-    _collect_lines(node, "", lines, twice)
-    raise_faults([_with_line_number(fault, lines, path) for fault in twice])
+    raise_faults([_with_line_number(fault, lines, path) for fault in faults])
     return data, lines
-
-
-def _collect_lines(node: Any, prefix: str, lines: dict[str, int], twice: list[Fault]) -> None:
-    if not isinstance(node, yaml.MappingNode):
-        return
-    for key, value in node.value:
-        where = f"{prefix}{key.value}"
-        if where in lines:
-            twice.append(Fault(where, "the same key twice", "each key once"))
-        lines[where] = key.start_mark.line + 1
-        _collect_lines(value, f"{where}.", lines, twice)
 
 
 def _with_line_number(fault: Fault, lines: Mapping[str, int], path: Path) -> Fault:
@@ -137,20 +106,17 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
         target = target.setdefault(parent, {})
         if not isinstance(target, dict):
             raise ConfigError(f"--set {key}: got a value where {parent} would be a mapping; allowed: an existing path.")
-    try:
-        target[last] = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--set {key}: got {text!r}, which is not YAML: {error}") from error
+    target[last] = parse_value(text, f"--set {key}")
 
 
 def _structure_faults(data: dict[str, Any]) -> list[Fault]:
     faults = _unknown_keys(data, _TOP_KEYS, "")
     for key in ("model", "tasks"):
         if not data.get(key):
-            faults.append(Fault(key, repr(data.get(key)), "a value; every file needs it"))
+            faults.append(Fault(key, shown(data.get(key)), "a value; every file needs it"))
     for key in ("model", "tokenizer", "output_dir"):
         if data.get(key) is not None and not isinstance(data[key], str):
-            faults.append(Fault(key, f"{data[key]!r:.40}", "a string"))
+            faults.append(Fault(key, shown(data[key]), "a string"))
     if not isinstance(data.get("model_init_kwargs") or {}, dict):
         faults.append(_not_mapping("model_init_kwargs", data["model_init_kwargs"]))
     run_keys = sorted(SETTABLE_FIELDS - {"output_dir"})
@@ -183,10 +149,10 @@ def _value_faults(task: Mapping[str, Any], where: str) -> list[Fault]:
     source = "a .jsonl, .json, .csv or .parquet file, a folder, or a hub id"
     faults = []
     if not isinstance(task.get("dataset"), str) or not task["dataset"]:
-        faults.append(Fault(f"{where}.dataset", f"{task.get('dataset')!r:.40}", source))
+        faults.append(Fault(f"{where}.dataset", shown(task.get("dataset")), source))
     for key in ("eval_dataset", "dataset_config", "split", "eval_split"):
         if task.get(key) is not None and not isinstance(task[key], str):
-            faults.append(Fault(f"{where}.{key}", f"{task[key]!r:.40}", source if key == "eval_dataset" else "a name"))
+            faults.append(Fault(f"{where}.{key}", shown(task[key]), source if key == "eval_dataset" else "a name"))
     for key in ("peft", "early_stopping"):
         if task.get(key) is not None and not isinstance(task[key], dict):
             faults.append(_not_mapping(f"{where}.{key}", task[key]))
@@ -202,7 +168,7 @@ def _unknown_keys(section: Mapping[str, Any], allowed: Sequence[str], prefix: st
 
 
 def _not_mapping(where: str, value: Any) -> Fault:
-    return Fault(where, f"{value!r:.40}", "a mapping")
+    return Fault(where, shown(value), "a mapping")
 
 
 def _make_run_config(data: dict[str, Any], folder: Path, lines: Mapping[str, int], path: Path) -> RunConfig:
@@ -211,7 +177,7 @@ def _make_run_config(data: dict[str, Any], folder: Path, lines: Mapping[str, int
     defaults = data.get("defaults") or {}
     try:
         args = MultiTaskTrainingArguments(
-            output_dir=data.get("output_dir", "peft_mux_output"), **(data.get("run") or {})
+            output_dir=data.get("output_dir") or "peft_mux_output", **(data.get("run") or {})
         )
     except ConfigError as error:
         # Tasks are built all the same, so that one call tells all faults of a file.
@@ -291,7 +257,7 @@ def _make_peft_config(name: str, settings: dict[str, Any]) -> Any:
     raise_faults(faults)
     try:
         return config_class(**options)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # PEFT checks little: what it raises is whatever its code comes upon
         raise ConfigError(f"tasks.{name}.peft: PEFT refuses it: {error}") from error
 
 
@@ -321,6 +287,8 @@ def load_rows(source: str, split: str, config: str | None, folder: Path, where: 
                     f"{where}.split: got {split!r} of {source!r}; allowed: train, or a part of it such as train[:90%], "
                     "as a single file has no other. Put the held-out rows into a file of their own: eval_dataset."
                 )
+            if kind != "parquet":
+                raise_faults(encoding_fault(path, f"{where}.dataset"))
             return load_dataset(kind, data_files=str(path), split=split)
         if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
             loaded = load_from_disk(str(path))
