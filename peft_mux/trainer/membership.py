@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
-from peft_mux.errors import ConfigError, PeftMuxError, ProcessError, closest
+from peft_mux.errors import CheckpointError, ConfigError, PeftMuxError, ProcessError, closest
 from peft_mux.task import Task, TaskStatus
 from peft_mux.task_names import check_task_names
 from peft_mux.tasks.setup import make_task_runs
@@ -178,14 +178,29 @@ class Membership:
     def _depart(self, name: str, save: bool) -> None:
         """Take a task out of every part that holds something of it, saving its adapter first where asked to."""
         run = self.run_of(name)
+        if run.status is TaskStatus.REMOVED:  # before this run was resumed; its adapter is on the disk as it was
+            self._drop(name)
+            return
+        # Saved before it is dropped: the saver reads the table and the model.
+        if save and self._run.saver.folder is not None:
+            self._require_saved(name)
         if not run.status.is_final:
             run.end(TaskStatus.REMOVED, "" if save else "not saved")
-        # Saved before it is dropped: the saver reads the table and the model.
-        if save and not self._run.saver.save_adapter(name) and self._run.saver.folder is not None:
-            run.reason = "could not be saved"
         self._drop(name)
         self._run.saver.note_removed(run)
         self._run.log.event("status", task=name, step=run.step, status="removed")
+
+    def _require_saved(self, name: str) -> None:
+        """Write a task's adapter; every process calls this alike.
+
+        Raises:
+            CheckpointError: on every process, if it could not be written.
+        """
+        if not all(self._world.processes.gather(self._run.saver.save_adapter(name))):
+            raise CheckpointError(
+                f'got task "{name}", whose adapter could not be written, so that it stays; allowed: a folder that can '
+                f'be written to, or remove_task("{name}", save=False), which gives the adapter up.'
+            )
 
     def _drop(self, name: str) -> None:
         """Take a task out of every part that holds something of it."""
