@@ -1,0 +1,538 @@
+"""Every way in which one task's own code, data, rate, metric, callback or stream fails: one named entry each.
+
+To add an attack, add a line to the table of its kind. `blames` is what the reason of the failed task must name.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+
+from peft_mux import EarlyStopping
+from tests.attacks.attack_lab import ATTACKED, LENGTH, VOCABULARY, rows
+
+FAILED = ("failed",)
+FAILED_OR_STOPPED = ("failed", "stopped_early")
+
+
+@dataclass(frozen=True)
+class Attack:
+    """One way to fail.
+
+    Attributes:
+        name: of the attack.
+        blames: regular expression that the reason of the failed task must match, whatever the case.
+        settings: returns the fields of the attacked task, new ones for every run.
+        at_begin: what happens before which step of the run.
+        ends: how the attacked task may end.
+        may_be_refused: whether the package may refuse the task by name before it trains, as well as fail it.
+        cleanup: called when the run is over.
+        arguments: of the run, where the attack needs some.
+    """
+
+    name: str
+    blames: str
+    settings: Callable[[], dict[str, Any]] = dict
+    at_begin: Mapping[int, Callable[[Any], Any]] = field(default_factory=dict)
+    ends: tuple[str, ...] = FAILED
+    may_be_refused: bool = False
+    cleanup: Callable[[], None] = lambda: None
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+
+
+class OwnError(Exception):
+    """An error of the task's own."""
+
+
+class OwnBaseError(BaseException):
+    """An error of the task's own that `except Exception` does not catch."""
+
+
+class Unspeakable(Exception):
+    """An error that cannot even be printed."""
+
+    def __str__(self) -> str:
+        """Fail."""
+        raise RuntimeError("boom in __str__")
+
+
+def raises(error: Callable[[], BaseException]) -> Callable[..., Any]:
+    """Return a function that raises, whatever it is given."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise error()
+
+    return fail
+
+
+def recurses(*args: Any, **kwargs: Any) -> Any:
+    """Call itself for ever."""
+    return recurses(*args, **kwargs)
+
+
+def boom(kind: type[BaseException]) -> Callable[[], BaseException]:
+    """Return what makes an error of a kind."""
+    return lambda: kind("boom")
+
+
+ERRORS: dict[str, tuple[Callable[..., Any], str]] = {
+    "ValueError": (raises(boom(ValueError)), "ValueError: boom"),
+    "KeyError": (raises(boom(KeyError)), "KeyError: 'boom'"),
+    "OSError": (raises(lambda: OSError(28, "boom")), "boom"),
+    "MemoryError": (raises(boom(MemoryError)), "MemoryError"),
+    "OutOfMemoryError": (raises(boom(torch.OutOfMemoryError)), "OutOfMemoryError"),
+    "AssertionError": (raises(boom(AssertionError)), "AssertionError"),
+    "RecursionError": (recurses, "RecursionError"),
+    "StopIteration": (raises(boom(StopIteration)), "StopIteration"),
+    "an own error": (raises(boom(OwnError)), "OwnError: boom"),
+    "an own BaseException": (raises(boom(OwnBaseError)), "OwnBaseError: boom"),
+    "an error that cannot be printed": (raises(Unspeakable), "Unspeakable"),
+    "SystemExit": (raises(lambda: SystemExit(0)), "SystemExit"),
+    "KeyboardInterrupt": (raises(boom(KeyboardInterrupt)), "KeyboardInterrupt"),
+}
+"""What own code may raise, and how that is named."""
+
+
+# ------------------------------------------------------------------------ weights, moments and rates
+
+
+def weights_become(value: float) -> Callable[[Any], None]:
+    """Return what fills the attacked task's weights."""
+
+    def spoil(trainer: Any) -> None:
+        for weight in trainer.model.task_parameters(ATTACKED).values():
+            weight.data.fill_(value)
+
+    return spoil
+
+
+def moments_become(value: float) -> Callable[[Any], None]:
+    """Return what fills the attacked task's optimizer state."""
+
+    def spoil(trainer: Any) -> None:
+        for state in trainer.table[ATTACKED].optimizer.optimizer.state.values():
+            for entry in state.values():
+                if isinstance(entry, torch.Tensor) and entry.dim():
+                    entry.fill_(value)
+
+    return spoil
+
+
+def rate_becomes(value: Any) -> Callable[[Any], None]:
+    """Return what sets the attacked task's learning rate."""
+
+    def spoil(trainer: Any) -> None:
+        for group in trainer.table[ATTACKED].optimizer.optimizer.param_groups:
+            group["lr"] = value
+
+    return spoil
+
+
+NUMBERS = [
+    *(
+        Attack(f"weights of {value} before step {step}", "non_finite", at_begin={step: weights_become(value)})
+        for value in (math.nan, math.inf, -math.inf, 1e30)
+        for step in (0, 3, 5)
+    ),
+    Attack("moments of NaN", "non_finite", at_begin={2: moments_become(math.nan)}),
+    Attack("moments of -1 under a root", "non_finite", at_begin={2: moments_become(-1.0)}),
+    *(
+        Attack(f"a rate of {value} from step 2 on", "non_finite", at_begin={2: rate_becomes(value)})
+        for value in (math.nan, math.inf, -math.inf, 1e30, 1e308)
+    ),
+    Attack("a rate of 1e30", "non_finite", lambda: {"learning_rate": 1e30}, may_be_refused=True),
+    Attack("a rate of 1e30 with SGD", "non_finite", lambda: {"learning_rate": 1e30, "optim": "sgd"}),
+    Attack("a rate of 1e308", "non_finite|learning_rate", lambda: {"learning_rate": 1e308}, may_be_refused=True),
+    Attack("a weight decay of 1e30", "non_finite", lambda: {"weight_decay": 1e30, "learning_rate": 1.0}),
+    Attack(
+        "a schedule that explodes",
+        "non_finite|lr_scheduler",
+        lambda: {
+            "lr_scheduler_type": "polynomial",
+            "lr_scheduler_kwargs": {"power": -1000, "lr_end": 1e-7},
+            "learning_rate": 1e-2,
+        },
+        may_be_refused=True,
+    ),
+    Attack(
+        "a schedule that raises",
+        "lr_scheduler|schedule",
+        lambda: {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": "two"}},
+        may_be_refused=True,
+    ),
+]
+
+
+# ------------------------------------------------------------------------ evaluation
+
+
+def evaluated(**settings: Any) -> dict[str, Any]:
+    """Return the fields of a task that is evaluated after every step."""
+    return {"eval_dataset": rows(77, 2), "eval_steps": 1, **settings}
+
+
+def metric(found: Any) -> Callable[[], dict[str, Any]]:
+    """Return the fields of a task whose metric gives a value, or is a function."""
+    return lambda: evaluated(compute_metrics=found if callable(found) else lambda _: found)
+
+
+def stops_on(found: Any, patience: int = 1) -> Callable[[], dict[str, Any]]:
+    """Return the fields of a task that is stopped early by a metric of this value."""
+    rule = EarlyStopping(metric="own", patience=patience)
+    return lambda: evaluated(compute_metrics=lambda _: {"own": found}, early_stopping=rule)
+
+
+def preprocess(function: Callable[..., Any]) -> Callable[[], dict[str, Any]]:
+    """Return the fields of a task whose `preprocess_logits_for_metrics` is this function."""
+    return lambda: evaluated(compute_metrics=lambda _: {"own": 1.0}, preprocess_logits_for_metrics=function)
+
+
+METRICS = [
+    *(Attack(f"a metric that raises {name}", blame, metric(act)) for name, (act, blame) in ERRORS.items()),
+    *(
+        Attack(f"a metric that returns {name}", "evaluation|metric", metric(lambda _, value=value: value))
+        for name, value in {
+            "None": None,
+            "a text": "good",
+            "a list": [1.0],
+            "a dict with a text": {"own": "good"},
+            "a dict with None": {"own": None},
+            "a dict with a number for a key": {5: 1.0},
+            "a dict with an array": {"own": np.zeros(3)},
+            "a dict with a complex number": {"own": 1j},
+        }.items()
+    ),
+    Attack("a metric that stays NaN, patience 1", "own|nan", stops_on(math.nan), ends=FAILED_OR_STOPPED),
+    Attack("a metric that stays NaN, patience 3", "own|nan", stops_on(math.nan, 3), ends=FAILED_OR_STOPPED),
+    Attack("a metric that stays at minus infinity", "own", stops_on(-math.inf), ends=FAILED_OR_STOPPED),
+    Attack(
+        "a metric that early stopping misses",
+        "other",
+        lambda: evaluated(compute_metrics=lambda _: {"own": 1.0}, early_stopping=EarlyStopping(metric="other")),
+    ),
+    Attack(
+        "a rate of 1e30 with early stopping of patience 1",
+        "non_finite|eval_loss",
+        lambda: evaluated(learning_rate=1e30, early_stopping=EarlyStopping(patience=1)),
+        ends=FAILED_OR_STOPPED,
+    ),
+    Attack("a preprocessing that raises", "ValueError: boom", preprocess(raises(boom(ValueError)))),
+    Attack("a preprocessing that exits", "SystemExit", preprocess(raises(lambda: SystemExit(0)))),
+    Attack("a preprocessing that returns None", "TypeError|AttributeError", preprocess(lambda *_: None)),
+    Attack("a preprocessing that returns a text", "AttributeError|TypeError", preprocess(lambda *_: "logits")),
+    Attack("a preprocessing that returns no row", "IndexError", preprocess(lambda logits, _: logits[:0])),
+]
+
+
+# ------------------------------------------------------------------------ callbacks
+
+
+def calls(event: str, act: Callable[..., Any], *, at: int | None = None, **settings: Any) -> Callable[[], Any]:
+    """Return the fields of a task one event of whose own callback is a function, from a step of the task on."""
+
+    def own(args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+        return act(args, state, control, **kwargs) if at is None or state.global_step >= at else None
+
+    def fields() -> dict[str, Any]:
+        callback = TrainerCallback()
+        setattr(callback, event, own)
+        return {"callbacks": [callback], **evaluated(), "save_steps": 1, **settings}
+
+    return fields
+
+
+def sets_state(**values: Any) -> Callable[..., None]:
+    """Return a callback that puts rubbish into the state that it is shown."""
+
+    def spoil(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        vars(state).update(values)
+
+    return spoil
+
+
+def sets_rate(value: Any) -> Callable[..., None]:
+    """Return a callback that sets the learning rate of its own optimizer."""
+
+    def spoil(*args: Any, optimizer: Any, **kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = value
+
+    return spoil
+
+
+def empties_control(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    """Take away all fields of the control."""
+    vars(control).clear()
+
+
+EVENTS = "train_begin epoch_begin step_begin step_end epoch_end log evaluate".split()
+CALLBACKS = [
+    *(
+        Attack(f"a callback that raises in on_{event}", f"callback.*on_{event}.*ValueError: boom", fields)
+        for event in EVENTS
+        for fields in [calls(f"on_{event}", raises(boom(ValueError)))]
+    ),
+    Attack(
+        "a callback that raises in on_save",
+        "callback.*on_save.*ValueError: boom",
+        calls("on_save", raises(boom(ValueError))),
+        arguments={"save_strategy": "steps", "save_steps": 2},
+    ),
+    *(
+        Attack(f"a callback that raises {name}", f"callback.*{blame}", calls("on_step_end", act, at=2))
+        for name, (act, blame) in ERRORS.items()
+        if name != "ValueError"
+    ),
+    Attack("a callback that exits in on_train_begin", "SystemExit", calls("on_train_begin", raises(SystemExit))),
+    Attack("a callback that exits in on_evaluate", "SystemExit", calls("on_evaluate", raises(SystemExit))),
+    *(
+        Attack(f"a callback that returns {name}", "callback", calls("on_step_end", lambda *_, v=value, **__: v, at=2))
+        for name, value in {"a text": "stop", "a number": 7, "an object": object(), "a type": dict}.items()
+    ),
+    Attack("a callback that empties its control", "callback|control", calls("on_step_end", empties_control, at=2)),
+    Attack(
+        "a callback that puts None for its log history",
+        "log_history|AttributeError|callback",
+        calls("on_step_end", sets_state(log_history=None), at=2),
+    ),
+    Attack(
+        "a callback that puts a text for its step",
+        "global_step|callback|TypeError",
+        calls("on_step_begin", sets_state(global_step="three"), at=2),
+        ends=("failed", "succeeded"),  # the step of a task is not read from what its callbacks see
+    ),
+    Attack(
+        "a callback that asks for its own stop with a text",
+        "callback",
+        calls("on_step_end", lambda args, state, control, **_: vars(control).update(should_training_stop="yes"), at=2),
+        ends=FAILED_OR_STOPPED,
+    ),
+    *(
+        Attack(
+            f"a callback that sets its rate to {name}",
+            "non_finite|lr|rate|callback|TypeError|ValueError",
+            calls("on_step_begin", sets_rate(value), at=2),
+        )
+        for name, value in {"NaN": math.nan, "a text": "fast", "None": None}.items()
+    ),
+    Attack(
+        "a callback that takes the groups out of its optimizer",
+        "callback|optimizer|IndexError|non_finite",
+        calls("on_step_begin", lambda *_, optimizer, **__: optimizer.param_groups.clear(), at=2),
+    ),
+]
+
+
+# ------------------------------------------------------------------------ streams and rows
+
+
+class Stream:
+    """Rows that are read as they come: sound ones, and from a row on what the attack makes of them.
+
+    Args:
+        at: number of the row from which on `act` gives the rows.
+        act: called for each row; returns what stands in its place, or raises.
+    """
+
+    def __init__(self, at: int, act: Callable[[], Any]) -> None:
+        """Read nothing yet."""
+        self.at, self.act = at, act
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the rows."""
+        for number, row in enumerate(rows(1, 1000)):
+            yield row if number < self.at else self.act()
+
+
+class EndsAtOnce:
+    """A stream without rows."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield nothing."""
+        return iter(())
+
+
+class NoIterator:
+    """A stream whose iterator is none, after the first one."""
+
+    def __init__(self) -> None:
+        """Count the iterators."""
+        self.count = 0
+
+    def __iter__(self) -> Any:
+        """Return an iterator of four rows, then something else."""
+        self.count += 1
+        return iter(rows(1, 4)) if self.count <= 2 else 5
+
+
+class SpoiltEpoch(Stream):
+    """A short stream that fails when it is told of its second epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        """Fail from epoch 1 on."""
+        if epoch:
+            raise OwnError("boom")
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield four rows."""
+        return iter(rows(1, 4))
+
+
+def stream(at: int, act: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
+    """Return the fields of a task that reads a stream."""
+    return lambda: {"train_dataset": Stream(at, act)}
+
+
+def row(**columns: Any) -> Callable[[], Any]:
+    """Return what makes one row."""
+    return lambda: columns
+
+
+ROWS: dict[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "a number": lambda: 5,
+    "a text": lambda: "row",
+    "a list": lambda: [1, 2, 3],
+    "no column": row(),
+    "another column": row(text="hello"),
+    "ids of None": row(input_ids=None),
+    "ids without any": row(input_ids=[]),
+    "ids of text": row(input_ids=["a"] * LENGTH),
+    "ids of fractions": row(input_ids=[0.5] * LENGTH),
+    "ids of NaN": row(input_ids=[math.nan] * LENGTH),
+    "nested ids": row(input_ids=[[1, 2], [3]]),
+    "an id beyond the vocabulary": row(input_ids=[VOCABULARY] * LENGTH),
+    "a negative id": row(input_ids=[-1] * LENGTH),
+    "an id of 2**70": row(input_ids=[2**70] * LENGTH),
+    "labels of another length": row(input_ids=[1] * LENGTH, labels=[1]),
+}
+
+STREAMS = [
+    *(Attack(f"a stream that raises {name} in row 5", blame, stream(5, act)) for name, (act, blame) in ERRORS.items()),
+    *(
+        Attack(f"a stream that raises {name} in its first row", "boom", stream(0, ERRORS[name][0]), may_be_refused=True)
+        for name in ("ValueError", "OSError", "KeyError")
+    ),
+    *(
+        Attack(f"a stream with a row of {name}", "train_dataset|row", stream(5, act), ends=FAILED)
+        for name, act in ROWS.items()
+    ),
+    Attack(
+        "a stream without rows", "train_dataset|stream", lambda: {"train_dataset": EndsAtOnce()}, may_be_refused=True
+    ),
+    Attack("a stream whose iterator is none", "TypeError|iterable", lambda: {"train_dataset": NoIterator()}),
+    Attack(
+        "a stream that fails in set_epoch", "OwnError: boom", lambda: {"train_dataset": SpoiltEpoch(0, lambda: None)}
+    ),
+]
+
+
+def blocked(name: str, at: int) -> Attack:
+    """Return a stream that waits for ever at a row."""
+    event = threading.Event()
+
+    def settings() -> dict[str, Any]:
+        event.clear()
+        return {"train_dataset": Stream(at, event.wait), "data_timeout_s": 0.3}
+
+    return Attack(name, "data_timeout_s|0\\.3 s", settings, cleanup=event.set, may_be_refused=at == 0)
+
+
+BLOCKED = [
+    blocked("a stream that blocks at row 5", 5),
+    blocked("a stream that blocks at its first row", 0),
+]
+
+
+class Rows:
+    """Rows that are read by number, of which some fail.
+
+    Args:
+        act: called for the fourth row.
+        count: says how many rows there are.
+    """
+
+    def __init__(self, act: Callable[[], Any], count: Callable[[], Any] = lambda: 6) -> None:
+        """Read nothing yet."""
+        self.act, self.count = act, count
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return self.count()
+
+    def __getitem__(self, number: int) -> Any:
+        """Return a row."""
+        if number >= 6:
+            raise IndexError(number)
+        return self.act() if number == 3 else rows(1)[number]
+
+
+def broken_rows(field_name: str, act: Callable[..., Any]) -> Callable[[], dict[str, Any]]:
+    """Return the fields of a task whose rows, read by number, are spoilt."""
+    return lambda: {**evaluated(), field_name: Rows(act)}
+
+
+CONVERSATION = [{"messages": [{"role": "user", "content": "a b c"}, {"role": "assistant", "content": "good"}]}] * 4
+TEMPLATES = {
+    "raises": "{{ raise_exception('boom') }}",
+    "divides by zero": "{{ 1 // 0 }}",
+    "calls what there is not": "{{ nothing_here() }}",
+    "is cut off": "{% for m in messages %}",
+    "takes what there is not": "{{ messages[0]['no such key'].upper() }}",
+    "gives nothing": "",
+    "looks into classes": "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+}
+
+ARRIVALS = [
+    *(
+        Attack(f"{split} that raises {name}", blame, broken_rows(split, act), may_be_refused=True)
+        for split in ("train_dataset", "eval_dataset")
+        for name, (act, blame) in ERRORS.items()
+        if name not in ("SystemExit", "KeyboardInterrupt", "an own BaseException", "StopIteration")
+    ),
+    *(
+        Attack(f"{split} with a row of {name}", split, broken_rows(split, act), may_be_refused=True)
+        for split in ("train_dataset", "eval_dataset")
+        for name, act in ROWS.items()
+    ),
+    Attack(
+        "rows whose length raises",
+        "train_dataset|OwnError",
+        lambda: {"train_dataset": Rows(lambda: rows(1)[3], raises(boom(OwnError)))},
+        may_be_refused=True,
+    ),
+    *(
+        Attack(
+            f"a chat template that {name}",
+            "train_dataset|chat_template",
+            lambda template=template: {"train_dataset": CONVERSATION, "chat_template": template},
+            may_be_refused=True,
+        )
+        for name, template in TEMPLATES.items()
+    ),
+    *(
+        Attack(
+            f"a stream whose chat template {name}",
+            "train_dataset|chat_template",
+            lambda template=template: {"train_dataset": Conversations(), "chat_template": template},
+            may_be_refused=True,
+        )
+        for name, template in TEMPLATES.items()
+    ),
+]
+"""What is read when a task is registered; most of it comes while the others train."""
+
+
+class Conversations:
+    """A stream of conversations."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield one conversation again and again."""
+        return iter(CONVERSATION * 50)

@@ -1,0 +1,220 @@
+"""One of six tasks fails in every way that its own code, data, numbers or stream can: no bit of the others moves.
+
+The others are held against the run in which the attacked task is healthy, and against those in which it is removed
+after some step: equal composition, equal bits.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peft_mux import MultiTaskTrainer, PeftMuxError
+from tests.attacks import attack_lab as attacks
+from tests.attacks.attack_lab import ATTACKED, NUM_STEPS, OTHERS, Outcome, assert_same_others, sampled
+from tests.attacks.isolation_attacks import (
+    ARRIVALS,
+    BLOCKED,
+    CALLBACKS,
+    METRICS,
+    NUMBERS,
+    STREAMS,
+    Attack,
+    OwnBaseError,
+)
+from tests.invariants import mux_lab as lab
+
+ARRIVAL = 2  # step of the run before which an attacked task is registered
+
+pytestmark = pytest.mark.timeout(120)
+
+
+class References:
+    """Runs in which nothing is attacked, made when they are first asked for.
+
+    Args:
+        folder: for their files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """Train nothing yet."""
+        self._folder = folder
+        self._known: dict[tuple[bool, int | None], Outcome] = {}
+
+    def run(self, *, arrives: bool = False, leaves_after: int | None = None) -> Outcome:
+        """Return the run in which the task that is attacked elsewhere is healthy, or leaves after a step of the run."""
+        key = (arrives, leaves_after)
+        if key not in self._known:
+            self._known[key] = self._train(*key)
+        return self._known[key]
+
+    def like(self, run: Outcome, *, arrives: bool) -> Outcome | None:
+        """Return the run whose other tasks went through the same bits, if there is one."""
+        first = ARRIVAL if arrives else 0
+        # On most machines shapes of this size round alike whatever runs beside them, so the first one is it.
+        for leaves_after in (None, *range(first, NUM_STEPS + ARRIVAL + 1)):
+            wanted = self.run(arrives=arrives, leaves_after=leaves_after)
+            if all(run.digests.get(name) == wanted.digests[name] for name in OTHERS):
+                return wanted
+        return None
+
+    def _train(self, arrives: bool, leaves_after: int | None) -> Outcome:
+        tasks, at_begin, at_end = attacks.six_tasks(), {}, {}
+        first = ARRIVAL if arrives else 0
+        is_there = leaves_after is None or leaves_after > first
+        own = next(task for task in tasks if task.name == ATTACKED)
+        if arrives or not is_there:
+            tasks.remove(own)
+        if arrives and is_there:
+            at_begin[ARRIVAL - 1] = lambda trainer: trainer.register_tasks([own])
+        if is_there and leaves_after is not None and leaves_after < NUM_STEPS:
+            at_end[leaves_after] = lambda trainer: trainer.remove_task(ATTACKED)
+        folder = self._folder / f"{arrives}-{leaves_after}"
+        return attacks.train(tasks, folder, at_begin=at_begin, at_end=at_end)
+
+
+@pytest.fixture(scope="module")
+def references(tmp_path_factory: pytest.TempPathFactory) -> References:
+    return References(tmp_path_factory.mktemp("references"))
+
+
+def assert_failed(run: Outcome, attack: Attack, folder: Path) -> None:
+    """Assert that the attacked task ended as it should, with its cause named and its last good adapter kept."""
+    status, reason = run.statuses[ATTACKED], run.reasons[ATTACKED]
+    assert status in attack.ends, f"{status}: {reason}"
+    if status == "succeeded":
+        return
+    assert re.search(attack.blames, reason, re.IGNORECASE | re.DOTALL), reason
+    weights = lab.weights(run.trainer, ATTACKED)
+    assert all(torch.isfinite(weight).all() for weight in weights.values()), "its last good adapter is lost"
+    told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    ends = [record["status"] for record in told if record["event"] == "status" and record["task"] == ATTACKED]
+    assert "succeeded" not in ends
+    line = next(line for line in run.trainer.report().splitlines() if ATTACKED in line)
+    assert status.split("_")[0] in line, line
+
+
+@contextmanager
+def nothing_escapes() -> Iterator[None]:
+    """Turn what would end the test process into a failure of one test."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit, OwnBaseError) as error:
+        raise AssertionError(f"it ended the whole run: {error!r}") from error
+
+
+def assert_isolated(attack: Attack, references: References, folder: Path) -> None:
+    """Attack one of six tasks from the first step on."""
+    run, refusal = None, ""
+    try:
+        with nothing_escapes():
+            tasks = attacks.six_tasks(**attack.settings())
+            run = attacks.train(tasks, folder, at_begin=attack.at_begin, **attack.arguments)
+    except PeftMuxError as error:
+        refusal = str(error)
+    finally:
+        attack.cleanup()
+    if run is None:
+        assert attack.may_be_refused, refusal
+        assert f"tasks.{ATTACKED}" in refusal, refusal
+        return
+    wanted = references.like(run, arrives=False)
+    if wanted is None:
+        wanted = references.run()
+    assert_same_others(run, wanted)
+    assert_failed(run, attack, folder)
+
+
+@pytest.mark.parametrize("attack", sampled(NUMBERS, fast=8, slow=99))
+def test_numbers_of_one_task_reach_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
+    assert_isolated(attack, references, tmp_path)
+
+
+@pytest.mark.parametrize("attack", sampled(METRICS, fast=10, slow=99))
+def test_a_metric_of_one_task_reaches_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
+    assert_isolated(attack, references, tmp_path)
+
+
+@pytest.mark.parametrize("attack", sampled(CALLBACKS, fast=12, slow=99))
+def test_a_callback_of_one_task_reaches_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
+    assert_isolated(attack, references, tmp_path)
+
+
+@pytest.mark.parametrize("attack", sampled(STREAMS, fast=12, slow=99))
+def test_a_stream_of_one_task_reaches_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
+    assert_isolated(attack, references, tmp_path)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("attack", sampled(BLOCKED, fast=1, slow=99))
+def test_a_stream_that_blocks_holds_up_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
+    assert_isolated(attack, references, tmp_path)
+
+
+# ------------------------------------------------------------------------ while the others train
+
+
+def assert_isolated_on_arrival(attack: Attack, references: References, folder: Path) -> None:
+    """Register the attacked task while the five others train."""
+    tasks = [task for task in attacks.six_tasks() if task.name != ATTACKED]
+    refusals: list[PeftMuxError] = []
+    handles: list[Any] = []
+
+    def arrive(trainer: MultiTaskTrainer) -> None:
+        try:
+            handles.append(trainer.register_tasks([attacks.nano_task(ATTACKED, 1, **attack.settings())]))
+        except PeftMuxError as error:
+            refusals.append(error)
+
+    try:
+        with nothing_escapes():
+            run = attacks.train(tasks, folder, at_begin={ARRIVAL - 1: arrive}, **attack.arguments)
+    finally:
+        attack.cleanup()
+    wanted = references.like(run, arrives=True)
+    assert_same_others(run, wanted or references.run(arrives=True))
+    if ATTACKED in run.statuses:
+        assert_failed(run, attack, folder)
+    else:
+        refusals += [error for handle in handles for error in _refusal_of(handle)]
+        assert refusals, "it is neither there nor refused"
+        assert f"tasks.{ATTACKED}" in str(refusals[0])
+
+
+def _refusal_of(handle: Any) -> list[PeftMuxError]:
+    with suppress(AttributeError):  # nothing that could be asked
+        try:
+            handle.result(timeout=0)
+        except PeftMuxError as error:
+            return [error]
+    return []
+
+
+@pytest.mark.parametrize("attack", sampled(ARRIVALS, fast=12, slow=99))
+def test_rows_of_an_arriving_task_reach_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
+    assert_isolated_on_arrival(attack, references, tmp_path)
+
+
+@pytest.mark.parametrize("attack", sampled([*STREAMS, *NUMBERS[-6:], *METRICS[:6], *CALLBACKS[:8]], fast=6, slow=99))
+def test_a_task_that_fails_after_its_arrival_reaches_no_other(
+    attack: Attack, references: References, tmp_path: Path
+) -> None:
+    assert_isolated_on_arrival(attack, references, tmp_path)
+
+
+# ------------------------------------------------------------------------ the tests can fail
+
+
+def test_a_task_that_reaches_another_is_found(references: References, tmp_path: Path) -> None:
+    def reach(trainer: MultiTaskTrainer) -> None:
+        next(iter(trainer.model.task_parameters("two").values())).data[0] += 1e-6
+
+    run = attacks.train(attacks.six_tasks(), tmp_path, at_begin={3: reach})
+    assert references.like(run, arrives=False) is None
