@@ -23,6 +23,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
 from tests.invariants import mux_lab as lab
 
+COUNT = "attacks"
+"""Name of the property in which a test that makes several attacks says how many: `record_property(COUNT, number)`."""
+
 IS_FULL = os.environ.get("PEFT_MUX_ATTACKS") == "full"
 VOCABULARY, LENGTH, BATCH, NUM_STEPS = 64, 7, 2, 6
 OTHERS = ("one", "two", "three", "four", "five")

@@ -1,13 +1,47 @@
-"""Counts the attacks: at the end of a run of this folder stands how many there were of each kind, and how many held."""
+"""Fixtures of the attacks, and their count: how many there were of each kind, and how many the package withstood."""
 
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import PurePosixPath
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-COUNT = "attacks"
-"""Name of the property in which a test that makes several attacks says how many: `record_property(COUNT, number)`."""
+import pytest
+
+from tests.attacks import attack_lab as attacks
+from tests.attacks import run_files
+from tests.attacks.attack_lab import COUNT, Outcome
+from tests.attacks.run_files import Whole
+from tests.checkpoint.kill_cases import Helper
+
+
+@pytest.fixture(scope="module")
+def helper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Helper]:
+    """Start the process that forks runs."""
+    started = Helper(tmp_path_factory.mktemp("helper"))
+    yield started
+    started.stop()
+
+
+@pytest.fixture(scope="module")
+def whole(helper: Helper, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Return the run of a process that nobody kills."""
+    return Whole(helper, tmp_path_factory.mktemp("whole") / "run")
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """Return the run of two tasks that nothing befalls."""
+    return attacks.train(run_files.two_tasks(), tmp_path_factory.mktemp("sound"), **run_files.SAVING)
+
+
+@pytest.fixture(scope="module")
+def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a run that saved after steps 2 and 4, and crashed in step 5."""
+    folder = tmp_path_factory.mktemp("crashed")
+    run_files.crash_run(folder)
+    return folder
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -1,0 +1,379 @@
+"""Every file of a run folder is flipped, cut, emptied, deleted, exchanged or joined by another one.
+
+A resumed run then stands exactly where one of the saved states left it, with sound adapters on the disk, or is refused
+by name; adapters are loaded bit for bit as they were trained, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
+
+from peft_mux import MultiTaskPeftModel, PeftMuxError, storage
+from peft_mux.storage.manifest import make_manifest
+from tests.attacks import attack_lab as attacks
+from tests.attacks.attack_lab import COUNT, IS_FULL, Outcome, nano_llama
+from tests.attacks.run_files import SAVING, assert_told_truly, remove, two_tasks
+from tests.invariants import mux_lab as lab
+
+pytestmark = pytest.mark.timeout(90)
+
+# ------------------------------------------------------------------------ what is done to a file
+
+Mutation = Callable[[Path, random.Random], None]
+
+
+def flip_a_bit(path: Path, rng: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def flip_the_last_bit(path: Path, rng: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path, rng: random.Random) -> None:
+    path.write_bytes(path.read_bytes()[: rng.randrange(1, path.stat().st_size)])
+
+
+def cut_the_last_byte(path: Path, rng: random.Random) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path: Path, rng: random.Random) -> None:
+    path.write_bytes(b"")
+
+
+def fill_with_zeros(path: Path, rng: random.Random) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def fill_with_noise(path: Path, rng: random.Random) -> None:
+    path.write_bytes(rng.randbytes(path.stat().st_size))
+
+
+def append_a_byte(path: Path, rng: random.Random) -> None:
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def delete(path: Path, rng: random.Random) -> None:
+    path.unlink()
+
+
+def exchange(path: Path, rng: random.Random) -> None:
+    """Exchange the content with that of the same file of the other task, or of any other file."""
+    root = path.parents[0]
+    while not (root / "state").is_dir():
+        root = root.parent
+    names = {"long": "short", "short": "long"}
+    own = path.relative_to(root)
+    other = root / names.get(own.parts[0], own.parts[0]) / Path(*own.parts[1:])
+    if other == path or not other.is_file():
+        others = [one for one in sorted(path.parent.iterdir()) if one.is_file() and one != path]
+        others = others or [one for one in sorted(root.rglob("*.json")) if one != path]
+        other = rng.choice(others)
+    mine, theirs = path.read_bytes(), other.read_bytes()
+    path.write_bytes(theirs)
+    other.write_bytes(mine)
+
+
+def put_beside(path: Path, rng: random.Random) -> None:
+    (path.parent / f"extra-{rng.randrange(100)}.bin").write_bytes(b"extra")
+
+
+def put_a_folder_instead(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def put_a_pipe_instead(path: Path, rng: random.Random) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def put_another_type_instead(path: Path, rng: random.Random) -> None:
+    path.write_text(rng.choice(["null", "5", "[]", '"text"', "{}", "[[[" * 1000, "NaN"]), encoding="utf-8")
+
+
+MUTATIONS: dict[str, Mutation] = {
+    mutation.__name__: mutation
+    for mutation in (
+        flip_a_bit,
+        flip_the_last_bit,
+        cut,
+        cut_the_last_byte,
+        empty,
+        fill_with_zeros,
+        fill_with_noise,
+        append_a_byte,
+        delete,
+        exchange,
+        put_beside,
+        put_a_folder_instead,
+        put_a_pipe_instead,
+        put_another_type_instead,
+    )
+}
+
+
+def files_of(folder: Path, share: int) -> list[Path]:
+    """Return every file of a folder, or one in `share` of them."""
+    return [path for path in sorted(folder.rglob("*")) if path.is_file()][::share]
+
+
+# ------------------------------------------------------------------------ resuming
+
+
+class StopAtOnce(TrainerCallback):
+    """Ends a run before its first step: what it was resumed to is what it stands at."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = True
+
+
+def resume_and_stop(folder: Path) -> Outcome:
+    trainer = attacks.make_trainer(two_tasks(), folder, watcher=None, **SAVING)
+    trainer.add_callback(StopAtOnce())
+    trainer.train(resume_from_checkpoint=True)
+    return attacks.outcome_of(trainer, attacks.Watcher())
+
+
+def fault_of_resuming(folder: Path, sound: Outcome) -> str | None:
+    """Return what is wrong with how a run goes on in a folder; `None` where nothing is, or where it is refused."""
+    try:
+        run = resume_and_stop(folder)
+        for name in ("long", "short"):
+            own = run.trainer.table[name]
+            if own.step == 0 or own.optimizer is None:  # it has ended; its weights are those of its end
+                same = run.weights[name] == sound.weights[name] and own.step in (3, 6)
+            else:
+                digest = lab.digest(lab.task_tensors(run.trainer, name))
+                same = digest == sound.digests[name][own.step - 1]
+            if not same:
+                return f"{name} stands at step {own.step} in no state that was saved"
+        assert_told_truly(run, folder)
+    except PeftMuxError as error:
+        return None if str(folder) in str(error) else f"refused without a path: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def spoilt(folder: Path, mutation: str, share: int, seed: int, work: Path) -> Iterator[tuple[str, Path]]:
+    """Yield copies of a folder, in each of which one file is spoilt."""
+    for number, path in enumerate(files_of(folder, share)):
+        copy = work / f"{number}"
+        shutil.copytree(folder, copy)
+        rng = random.Random(f"{mutation} {path.relative_to(folder)} {seed}")
+        MUTATIONS[mutation](copy / path.relative_to(folder), rng)
+        yield str(path.relative_to(folder)), copy
+        remove(copy)
+
+
+def assert_none_slips_through(
+    mutation: str, share: int, crashed: Path, sound: Outcome, work: Path, record_property: Any
+) -> None:
+    faults, count = [], 0
+    for seed in range(3 if IS_FULL and mutation in ("flip_a_bit", "cut") else 1):
+        for name, folder in spoilt(crashed, mutation, share, seed, work):
+            count += 1
+            fault = fault_of_resuming(folder, sound)
+            if fault is not None:
+                faults.append(f"{mutation} {name} (seed {seed}): {fault}")
+    record_property(COUNT, count)
+    assert count
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("mutation", ["flip_a_bit", "cut", "delete", "exchange", "put_another_type_instead"])
+def test_of_some_files_no_change_slips_through_a_resumption(
+    mutation: str, crashed: Path, sound: Outcome, tmp_path: Path, record_property: Any
+) -> None:
+    assert_none_slips_through(mutation, 5, crashed, sound, tmp_path, record_property)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_of_all_files_no_change_slips_through_a_resumption(
+    mutation: str, crashed: Path, sound: Outcome, tmp_path: Path, record_property: Any
+) -> None:
+    assert_none_slips_through(mutation, 1 if IS_FULL else 2, crashed, sound, tmp_path, record_property)
+
+
+def test_an_unharmed_folder_resumes_to_its_newest_state(crashed: Path, sound: Outcome, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(crashed, folder)
+    assert fault_of_resuming(folder, sound) is None
+    assert resume_and_stop(folder).trainer.table["long"].step == 4
+
+
+def test_two_spoilt_states_lead_to_the_one_before_them(crashed: Path, sound: Outcome, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(crashed, folder)
+    flip_a_bit(folder / "long" / "checkpoint-4" / "optimizer.safetensors", random.Random(1))
+    run = attacks.train(two_tasks(), folder, resume=True, **SAVING)
+    assert run.weights == sound.weights
+    assert set(run.statuses.values()) == {"succeeded"}
+
+
+# ------------------------------------------------------------------------ loading
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """The folder of a run that came to its end."""
+    folder = tmp_path_factory.mktemp("finished")
+    return folder, attacks.train(two_tasks(), folder, **SAVING)
+
+
+def fault_of_loading(folder: Path, wanted: Outcome) -> str | None:
+    """Return what is wrong with the adapters that are loaded from a folder; `None` also where they are refused."""
+    try:
+        model = MultiTaskPeftModel.from_pretrained(nano_llama(), folder)
+    except PeftMuxError:
+        return None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    for name in model.tasks:
+        if lab.digest(dict(model.task_parameters(name))) != wanted.weights.get(name):
+            return f"other weights of {name}"
+    return None
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_no_spoilt_adapter_is_loaded(
+    mutation: str, finished: tuple[Path, Outcome], tmp_path: Path, record_property: Any
+) -> None:
+    folder, wanted = finished
+    assert fault_of_loading(folder, wanted) is None
+    faults, count = [], 0
+    for seed in range(5 if mutation in ("flip_a_bit", "cut") else 1):
+        for path in [path for path in files_of(folder, 1) if path.parent.name in ("long", "short")]:
+            copy = tmp_path / f"{count}"
+            shutil.copytree(folder, copy)
+            count += 1
+            own = path.relative_to(folder)
+            MUTATIONS[mutation](copy / own, random.Random(f"{own} {seed}"))
+            fault = fault_of_loading(copy, wanted)
+            if fault is not None:
+                faults.append(f"{mutation} {own} (seed {seed}): {fault}")
+    record_property(COUNT, count)
+    assert count
+    assert not faults, "\n".join(faults)
+
+
+def test_weights_that_are_not_finite_are_not_loaded(finished: tuple[Path, Outcome], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(finished[0], folder)
+    path = folder / "long" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    next(iter(tensors.values()))[0, 0] = float("nan")
+    save_file(tensors, path, metadata={"format": "pt"})
+    for checksums in (folder / "long").glob("*checksums*"):
+        checksums.unlink()
+    with pytest.raises(PeftMuxError, match=r"long.*(nan|finite)"):
+        MultiTaskPeftModel.from_pretrained(nano_llama(), folder)
+
+
+# ------------------------------------------------------------------------ records that are sealed and wrong
+
+HOSTILE_RECORDS: dict[str, dict[str, Any]] = {
+    "tasks are a list": {"tasks": []},
+    "tasks are None": {"tasks": None},
+    "tasks are texts": {"tasks": {"long": "running", "short": "running"}},
+    "a task without a step": {"tasks": {"long": {"status": "running", "reason": ""}}},
+    "a step that is a text": {"tasks": {"long": {"status": "running", "reason": "", "step": "../../2"}}},
+    "a step below zero": {"tasks": {"long": {"status": "running", "reason": "", "step": -1}}},
+    "a step beyond all": {"tasks": {"long": {"status": "running", "reason": "", "step": 10**30}}},
+    "a step that is a list": {"tasks": {"long": {"status": "running", "reason": "", "step": [4]}}},
+    "a step that is NaN": {"tasks": {"long": {"status": "running", "reason": "", "step": float("nan")}}},
+    "a status that there is not": {"tasks": {"long": {"status": "rich", "reason": "", "step": 4}}},
+    "a run step that is a text": {"run_step": "four"},
+    "a run step that is None": {"run_step": None},
+    "a run step below zero": {"run_step": -4},
+    "a run step that is a list": {"run_step": [4]},
+    "an order that is None": {"order": None},
+    "an order of numbers": {"order": [1, 2]},
+    "an order with strangers": {"order": ["../../etc", "long"]},
+    "a backbone that is None": {"backbone": None},
+    "a backbone that is a list": {"backbone": []},
+    "a version that is a text": {"format_version": "1"},
+    "a version that is None": {"format_version": None},
+    "a task that leads out": {"tasks": {"../../victim": {"status": "running", "reason": "", "step": 4}}},
+    "a task of an absolute path": {"tasks": {"/etc": {"status": "running", "reason": "", "step": 4}}},
+    "a task without a name": {"tasks": {"": {"status": "running", "reason": "", "step": 4}}},
+}
+MISSING = ("format_version", "run_step", "backbone", "order", "tasks")
+
+
+def newest_record(folder: Path) -> Path:
+    return max((folder / "state").glob("run-*.json"))
+
+
+@pytest.mark.parametrize("hostile", [*HOSTILE_RECORDS, *(f"without {key}" for key in MISSING), "a list", "a text"])
+def test_a_crafted_record_is_refused_by_name_or_passed_over(
+    hostile: str, crashed: Path, sound: Outcome, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(crashed, folder)
+    path = newest_record(folder)
+    record = storage.unsealed_json(path)
+    if hostile in HOSTILE_RECORDS:
+        record.update(HOSTILE_RECORDS[hostile])
+    elif hostile.startswith("without "):
+        del record[hostile.removeprefix("without ")]
+    else:
+        record = [] if hostile == "a list" else "record"
+    path.write_bytes(storage.sealed_json(record))
+    fault = fault_of_resuming(folder, sound)
+    # A record may leave tasks out; then they begin anew.
+    assert fault is None or "stands at step 0" in fault, fault
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["run"]
+
+
+HOSTILE_STATES: dict[str, dict[str, Any]] = {
+    "a step that is a text": {"step": "four"},
+    "a step of another checkpoint": {"step": 2},
+    "a step below zero": {"step": -1},
+    "a status that there is not": {"status": "rich"},
+    "a status of None": {"status": None},
+    "settings of None": {"settings": None},
+    "settings that are a list": {"settings": []},
+    "a loss that is a text": {"last_loss": "low"},
+    "a loss mean that is short": {"loss_mean": [1.0]},
+    "a loss mean of texts": {"loss_mean": ["a", "b"]},
+    "a best of None": {"best": None},
+    "an optimizer of None": {"optimizer": None},
+    "an optimizer that is a text": {"optimizer": "sgd"},
+    "an optimizer that is a list": {"optimizer": [[[]]]},
+    "a trainer state of None": {"trainer_state": None},
+    "a trainer state with strangers": {"trainer_state": {"stranger": 1}},
+    "tokens that are a text": {"num_tokens": "many"},
+}
+
+
+@pytest.mark.parametrize("hostile", HOSTILE_STATES)
+def test_a_crafted_checkpoint_is_refused_by_name_or_passed_over(
+    hostile: str, crashed: Path, sound: Outcome, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(crashed, folder)
+    checkpoint = folder / "long" / "checkpoint-4"
+    state = json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    state.update(HOSTILE_STATES[hostile])
+    (checkpoint / "state.json").write_text(json.dumps(state), encoding="utf-8")
+    manifest = checkpoint / "manifest.json"
+    manifest.write_bytes(make_manifest(checkpoint, storage.unsealed_json(manifest)["facts"]))
+    assert fault_of_resuming(folder, sound) is None

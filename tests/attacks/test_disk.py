@@ -1,0 +1,309 @@
+"""The disk is full, read-only or broken, for a while or for ever; or what stands in the run folder is a trap.
+
+No such thing ends the run or changes a bit of what is trained; and no task is said to have succeeded whose adapter is
+not on the disk.
+"""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import json
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peft_mux import MultiTaskTrainer, PeftMuxError
+from tests.attacks import attack_lab as attacks
+from tests.attacks.attack_lab import Outcome, nano_task, sampled
+from tests.attacks.run_files import SAVING, Whole, adapter_digests, assert_told_truly, remove, snapshot, two_tasks
+from tests.checkpoint.kill_cases import Helper
+
+pytestmark = pytest.mark.timeout(60)
+
+# ------------------------------------------------------------------------ calls that fail
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A call of the system that fails.
+
+    Attributes:
+        call: which one.
+        code: with which error.
+        first: which call from the first step on is the first that fails.
+        lasts: whether all later calls fail too.
+    """
+
+    call: str
+    code: str
+    first: int
+    lasts: bool
+
+    @property
+    def name(self) -> str:
+        return f"{self.call} {self.code} {'from' if self.lasts else 'at'} call {self.first}"
+
+
+FAULTS = [
+    Fault(*values)
+    for values in product(
+        ("fsync", "rename", "replace", "mkdir", "open", "unlink"),
+        ("ENOSPC", "EROFS", "EIO"),
+        (1, 3, 8, 14),
+        (False, True),
+    )
+]
+
+
+class Faults:
+    """Makes calls below a folder fail, once it is armed."""
+
+    def __init__(self, fault: Fault, root: Path, patch: pytest.MonkeyPatch) -> None:
+        self.fault, self.root, self.count, self.is_armed = fault, root, 0, False
+        if fault.call == "open":
+            guarded = self._guarded(io.open, lambda mode="r", *_: "r" not in mode)
+            patch.setattr(io, "open", guarded)
+            patch.setattr(builtins, "open", guarded)
+            writes = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+            patch.setattr(os, "open", self._guarded(os.open, lambda flags, *_: bool(flags & writes)))
+        else:
+            patch.setattr(os, fault.call, self._guarded(getattr(os, fault.call), lambda *_: True))
+
+    def arm(self, _: Any = None) -> None:
+        self.is_armed = True
+
+    def disarm(self, _: Any = None) -> None:
+        self.is_armed = False
+
+    def _guarded(self, call: Callable[..., Any], changes: Callable[..., bool]) -> Callable[..., Any]:
+        def guarded(what: Any, *rest: Any, **more: Any) -> Any:
+            if self.is_armed and changes(*rest) and (isinstance(what, int) or str(self.root) in os.fspath(what)):
+                self._count(None if isinstance(what, int) else os.fspath(what))
+            return call(what, *rest, **more)
+
+        return guarded
+
+    def _count(self, path: str | None) -> None:
+        self.count += 1
+        if self.count == self.fault.first or (self.fault.lasts and self.count > self.fault.first):
+            code = getattr(errno, self.fault.code)
+            raise OSError(code, os.strerror(code), path)
+
+
+def assert_trained_alike(run: Outcome, sound: Outcome) -> None:
+    """Assert that no bit of what was trained is another one."""
+    assert run.losses == sound.losses
+    assert run.weights == sound.weights
+
+
+def assert_goes_on(folder: Path, sound: Outcome) -> None:
+    """Assert that, with the disk sound again, the folder resumes to the same end, or says that it holds nothing."""
+    try:
+        resumed = attacks.train(two_tasks(), folder, resume=True, **SAVING)
+    except PeftMuxError as error:
+        assert "holds no state" in str(error)  # noqa: PT017 the other outcome is tested below
+        return
+    assert resumed.weights == sound.weights
+    assert set(resumed.statuses.values()) == {"succeeded"}
+    assert_told_truly(resumed, folder)
+
+
+@pytest.mark.parametrize("fault", sampled(FAULTS, fast=6, slow=24))
+def test_a_call_that_fails_ends_no_run_and_changes_no_bit(
+    fault: Fault, sound: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        faults = Faults(fault, folder, patch)
+        run = attacks.train(two_tasks(), folder, at_begin={1: faults.arm}, **SAVING)
+        faults.disarm()
+    assert_trained_alike(run, sound)
+    assert_told_truly(run, folder)
+    assert_goes_on(folder, sound)
+
+
+# ------------------------------------------------------------------------ a limit of the system
+
+
+@contextmanager
+def file_size_limit() -> Iterator[Callable[[int | None], None]]:
+    """Yield what limits the size of every file that is written; `None` lifts it."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size_bytes: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size_bytes is None else size_bytes, hard))
+
+    try:
+        yield limit
+    finally:
+        limit(None)
+
+
+SIZES = [*product((600, 1500, 2500, 6000), (1, 2, 4), (3, 5, None))]
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "begins", "ends"), [entry.values[0] for entry in sampled(SIZES, fast=99, slow=0)]
+)
+def test_a_disk_without_room_ends_no_run_and_changes_no_bit(
+    size_bytes: int, begins: int, ends: int | None, sound: Outcome, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    with file_size_limit() as limit:
+        acts = {begins: lambda _: limit(size_bytes)}
+        if ends is not None and ends > begins:
+            acts[ends] = lambda _: limit(None)
+        run = attacks.train(two_tasks(), folder, at_begin=acts, **SAVING)
+        limit(None)
+        assert_trained_alike(run, sound)
+        assert_told_truly(run, folder)
+        assert_goes_on(folder, sound)
+
+
+def test_an_output_that_takes_no_line_ends_no_run(
+    sound: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("this system has no /dev/full")
+    with full.open("w", buffering=1) as output, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", output)
+        patch.setattr(sys, "stderr", output)
+        run = attacks.train(two_tasks(), tmp_path / "run", disable_tqdm=False, **SAVING)
+        with pytest.raises(OSError, match="No space"):
+            output.write("this output takes no line\n")
+    assert_trained_alike(run, sound)
+
+
+# ------------------------------------------------------------------------ a folder with two owners
+
+
+def test_a_second_run_in_a_folder_is_refused_and_the_first_ends_unharmed(
+    helper: Helper,
+    whole: Whole,
+    tmp_path: Path,
+) -> None:
+    folder, go_on = tmp_path / "run", tmp_path / "go on"
+    helper.start(folder, waits_for=str(go_on))
+    try:
+        while not (folder / "state" / "run-00000002.json").exists():
+            assert helper.process.poll() is None
+        for resume in (False, True):
+            with pytest.raises(PeftMuxError, match=r"output_dir.*process \d+"):
+                attacks.train([nano_task("epochs", 1)], folder, resume=resume, **SAVING)
+    finally:
+        go_on.touch()
+        outcome = helper.finish()
+    assert outcome.final == whole.outcome.final
+    assert adapter_digests(folder) == adapter_digests(whole.folder)
+
+
+def test_a_second_trainer_of_one_process_in_a_folder_is_refused(tmp_path: Path) -> None:
+    refusals = []
+
+    def try_another(trainer: MultiTaskTrainer) -> None:
+        with pytest.raises(PeftMuxError, match="output_dir") as caught:
+            attacks.train([nano_task("other", 5)], tmp_path, **SAVING)
+        refusals.append(str(caught.value))
+
+    run = attacks.train(two_tasks(), tmp_path, at_begin={3: try_another}, **SAVING)
+    assert set(run.statuses.values()) == {"succeeded"}
+    assert refusals
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"not JSON", b'{"pid": 1, "host": "gone"}', b"\xff" * 5000])
+def test_a_lock_that_a_dead_process_left_keeps_nobody_out(content: bytes, sound: Outcome, tmp_path: Path) -> None:
+    (tmp_path / "run.lock").write_bytes(content)
+    assert attacks.train(two_tasks(), tmp_path, **SAVING).weights == sound.weights
+
+
+# ------------------------------------------------------------------------ traps
+
+
+PLACES = [
+    "metrics.jsonl",
+    "metrics.tmp",
+    "config.json",
+    "plan.json",
+    "run.lock",
+    "state",
+    "long",
+    "long/adapter_model.safetensors",
+    "long/adapter_config.json",
+    "long/adapter_checksums.json",
+    "long/checkpoint-6",
+    "long/best",
+]
+
+
+def link_to_file(place: Path, outside: Path) -> None:
+    place.symlink_to(outside / "precious")
+
+
+def link_to_folder(place: Path, outside: Path) -> None:
+    place.symlink_to(outside, target_is_directory=True)
+
+
+def link_to_nowhere(place: Path, outside: Path) -> None:
+    place.symlink_to(outside / "new")
+
+
+def pipe(place: Path, outside: Path) -> None:
+    os.mkfifo(place)
+
+
+def folder_instead(place: Path, outside: Path) -> None:
+    place.mkdir()
+
+
+TRAPS = {trap.__name__: trap for trap in (link_to_file, link_to_folder, link_to_nowhere, pipe, folder_instead)}
+SET_TRAPS = [f"{trap}: {place}" for trap in TRAPS for place in PLACES]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("is_resumed", [False, True], ids=["anew", "resumed"])
+@pytest.mark.parametrize("trap", sampled(SET_TRAPS, fast=8, slow=20))
+def test_a_trap_in_the_folder_is_refused_or_harmless(
+    trap: str, is_resumed: bool, crashed: Path, sound: Outcome, tmp_path: Path
+) -> None:
+    kind, place = trap.split(": ")
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_bytes(b"precious")
+    if is_resumed:
+        shutil.copytree(crashed, folder)
+    path = folder / place
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove(path)
+    TRAPS[kind](path, outside)
+    try:
+        run = attacks.train(two_tasks(), folder, resume=is_resumed, **SAVING)
+    except PeftMuxError as error:
+        assert str(folder) in str(error)  # noqa: PT017 the other outcome is tested below
+    else:
+        assert_told_truly(run, folder)
+        assert run.weights == sound.weights
+    assert snapshot(outside) == {"precious": b"precious"}
+
+
+def test_metrics_of_a_broken_disk_are_counted(tmp_path: Path) -> None:
+    with file_size_limit() as limit:
+        acts = {2: lambda _: limit(600), 4: lambda _: limit(None)}
+        attacks.train(two_tasks(), tmp_path, at_begin=acts, **SAVING)
+    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    told = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    assert [record["event"] for record in told].count("save_failed") >= 1 or any(
+        record["event"] == "records_lost" for record in told
+    )
