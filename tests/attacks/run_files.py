@@ -95,6 +95,8 @@ def remove(path: Path) -> None:
 def assert_told_truly(run: Outcome, folder: Path) -> None:
     """Assert that a task which is said to have succeeded has its adapter on the disk."""
     for name, status in run.statuses.items():
+        if status in ("waiting", "running", "paused"):
+            continue
         if status != "succeeded":
             assert "adapter" in run.reasons[name] or "save" in run.reasons[name], run.reasons[name]
             continue
