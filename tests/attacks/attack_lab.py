@@ -71,12 +71,12 @@ def _name(entry: Any) -> str:
 
 
 @cache
-def _nano_llama() -> LlamaForCausalLM:
+def _nano_llama(num_layers: int) -> LlamaForCausalLM:
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=16,
         intermediate_size=32,
-        num_hidden_layers=1,
+        num_hidden_layers=num_layers,
         num_attention_heads=2,
         num_key_value_heads=2,
         max_position_embeddings=64,
@@ -87,9 +87,9 @@ def _nano_llama() -> LlamaForCausalLM:
     return model
 
 
-def nano_llama() -> LlamaForCausalLM:
-    """Return a fresh copy of the backbone: one layer, hidden 16, vocabulary 64, fp32."""
-    return copy.deepcopy(_nano_llama())
+def nano_llama(num_layers: int = 1) -> LlamaForCausalLM:
+    """Return a fresh copy of the backbone: one layer or more, hidden 16, vocabulary 64, fp32."""
+    return copy.deepcopy(_nano_llama(num_layers))
 
 
 @cache
