@@ -4,8 +4,8 @@ Two things are held against each other, losses and gradients of each task, all f
 
 * a pass over the padded memory of a graph against the plain one (`reason_against_padding`). A product of another height
   may be rounded otherwise, so they have to agree within the rounding of their dtype.
-* a replay against eager passes over the same memory (`reason_against_replay`). Where these agree with each other bit for
-  bit, the replay has to as well. Where they do not (flash attention adds up in an order of its own in each backward
+* a replay against eager passes over the same memory (`reason_against_replay`). Where these agree with each other bit
+  for bit, the replay has to as well. Where they do not (flash attention adds up in an order of its own in each backward
   pass), the replay may be as far from them as twice their greatest distance from each other.
 
 Both wait for the device, and leave gradients as they were.
