@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Sequence
 
+from peft_mux.engine.processes.commands import Answer, Command, CommandQueue
 from peft_mux.errors import CheckpointError, ConfigError, PeftMuxError, ProcessError, closest
 from peft_mux.task import Task, TaskStatus
 from peft_mux.task_names import check_task_names
 from peft_mux.tasks.setup import make_task_runs
 from peft_mux.tasks.task_run import TaskRun
-from peft_mux.trainer.commands import Answer, Command, CommandQueue
 from peft_mux.trainer.lifecycle import Lifecycle
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower

@@ -96,8 +96,9 @@ def _by_module(config: LoraConfig, field: str) -> dict[str, Any]:
 
 def _is_finite(value: object) -> bool:
     # The greatest float is compared with, as an integer may lie beyond all of them.
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and -sys.float_info.max <= value <= sys.float_info.max
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    return -sys.float_info.max <= value <= sys.float_info.max
 
 
 def _shape(module: nn.Module) -> tuple[int, ...]:
