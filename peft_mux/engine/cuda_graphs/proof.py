@@ -13,6 +13,7 @@ Both wait for the device, and leave gradients as they were.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 
 import torch
@@ -65,7 +66,7 @@ def reason_against_replay(captured: CapturedPass, batch: MuxBatch) -> str | None
         repeats = [_results(captured, batch, captured.compute) for _ in range(_NUM_REPEATS)]
     for index, mine in enumerate(replayed):
         theirs = [repeat[index] for repeat in repeats]
-        spread = max(_distance(one, theirs[0]) for one in theirs[1:])
+        spread = max(_distance(one, other) for one, other in itertools.combinations(theirs, 2))
         distance = min(_distance(mine, one) for one in theirs)
         if not distance <= _SLACK * spread:
             return (

@@ -558,7 +558,7 @@ def unproven() -> dict[str, Any]:
     def restless(ctx: Any, *grads: Any) -> Any:
         with unwatched():
             found = backward(ctx, *grads)
-            return (found[0] * (1 + 1e-6 * torch.randn((), generator=generator)), *found[1:])
+            return (found[0] * (1 + 1e-6 * torch.randn(found[0].shape, generator=generator)), *found[1:])
 
     _Attention.backward = staticmethod(restless)  # type: ignore[method-assign]
     look("restless attention", Recorded)
