@@ -276,12 +276,12 @@ class Launch:
         constants: the kernel's constants, in its own order, which ends with them.
     """
 
-    __slots__ = ("_compiled", "_constants", "_fixed", "_kernel", "_options")
+    __slots__ = ("_compiled", "_fixed", "_kernel", "_options")
 
     def __init__(self, kernel: Any, tile: tunings.Tiles, *fixed: object, **constants: object) -> None:
         """Remember all of them; nothing is compiled yet."""
         assert tuple(kernel.arg_names[-len(constants) :]) == tuple(constants), "constants are in the kernel's order"
-        self._kernel, self._fixed, self._constants = kernel, fixed, constants
+        self._kernel, self._fixed = kernel, (*fixed, *constants.values())
         self._options = {"num_warps": tile.warps, "num_stages": tile.stages}
         self._compiled: Any = None
 
@@ -301,12 +301,10 @@ class Launch:
         if self._compiled is not None and address % _WORD_BYTES == 0:
             self._compiled[grid](*moving, *tables, *self._fixed)
             return
-        compiled = self._kernel[grid](*moving, *tables, *self._fixed, **self._constants, **self._options)
+        compiled = self._kernel[grid](*moving, *tables, *self._fixed, **self._options)
         # Triton's interpreter compiles nothing, and returns nothing.
-        if compiled is not None and address % _WORD_BYTES == 0:
+        if address % _WORD_BYTES == 0:
             self._compiled = compiled
-            self._fixed = *self._fixed, *self._constants.values()
-            self._constants = {}
 
 
 _Blocks = tuple[Any, Launch]

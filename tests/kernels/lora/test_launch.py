@@ -1,0 +1,161 @@
+"""A launch is bound by Triton once, and goes straight to the compiled kernel from then on, where that is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from peft_mux.kernels.lora.factors import Factors
+from peft_mux.kernels.lora.tables import RankTable, SegmentTables
+from peft_mux.kernels.lora.tunings import Tiles
+
+pytest.importorskip("triton")
+
+from peft_mux.kernels.lora import launch as kernels
+
+ROWS, COLUMNS, RANK = 8, 32, 4
+
+
+class Compiled:
+    """Stands for a compiled kernel."""
+
+    def __init__(self, calls: list[Any]) -> None:
+        self.calls = calls
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments: self.calls.append(("straight", grid, arguments))
+
+
+class Kernel:
+    """Stands for a Triton kernel of the arguments x, table, stride and SIZE."""
+
+    arg_names = ("x_ptr", "table_ptr", "stride", "SIZE")
+
+    def __init__(self, *, is_interpreted: bool = False) -> None:
+        self.calls: list[Any] = []
+        self.is_interpreted = is_interpreted
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Compiled | None]:
+        def bind(*arguments: Any, **options: Any) -> Compiled | None:
+            self.calls.append(("bound", grid, arguments, options))
+            return None if self.is_interpreted else Compiled(self.calls)
+
+        return bind
+
+
+def memory() -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a tensor that begins on 16 bytes, and one that does not."""
+    whole = torch.zeros(64)
+    first = (-whole.data_ptr() // 4) % 4
+    return whole[first : first + 8], whole[first + 1 : first + 9]
+
+
+def test_the_second_launch_goes_straight_to_what_was_compiled_with_all_arguments_in_order() -> None:
+    kernel, table = Kernel(), torch.zeros(4)
+    launch = kernels.Launch(kernel, Tiles(8, 4, 2), 5, SIZE=7)
+    aligned, _ = memory()
+    launch((3, 1, 1), (aligned,), (table,))
+    launch((6, 1, 1), (aligned,), (table,))
+    bound, straight = kernel.calls
+    assert bound == ("bound", (3, 1, 1), (aligned, table, 5, 7), {"num_warps": 4, "num_stages": 2})
+    assert straight == ("straight", (6, 1, 1), (aligned, table, 5, 7))
+
+
+def test_tensors_that_do_not_begin_on_whole_words_are_always_bound_anew() -> None:
+    kernel, table = Kernel(), torch.zeros(4)
+    launch = kernels.Launch(kernel, Tiles(8, 4, 2), 5, SIZE=7)
+    aligned, odd = memory()
+    for tensor in (odd, aligned, odd, aligned):
+        launch((3, 1, 1), (tensor,), (table,))
+    assert [call[0] for call in kernel.calls] == ["bound", "bound", "bound", "straight"]
+
+
+def test_a_kernel_that_is_interpreted_is_bound_in_every_launch() -> None:
+    kernel = Kernel(is_interpreted=True)
+    launch = kernels.Launch(kernel, Tiles(8, 4, 2), 5, SIZE=7)
+    for _ in range(2):
+        launch((3, 1, 1), (memory()[0],), (torch.zeros(4),))
+    assert [call[0] for call in kernel.calls] == ["bound", "bound"]
+
+
+def test_constants_out_of_the_order_of_the_kernel_are_refused() -> None:
+    with pytest.raises(AssertionError, match="order"):
+        kernels.Launch(Kernel(), Tiles(8, 4, 2), stride=1)
+
+
+# ------------------------------------------------- what a launch was prepared for
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[kernels.Launch]:
+    """Return the launches that are started from now on, which do nothing."""
+    found: list[kernels.Launch] = []
+    monkeypatch.setattr(kernels.Launch, "__call__", lambda self, *arguments: found.append(self))
+    return found
+
+
+def shrink(x: torch.Tensor, w: Factors, ranks: RankTable, s: torch.Tensor | None = None, **settings: Any) -> None:
+    tables = SegmentTables([len(x)], [0])
+    s = torch.empty(len(x), 8, dtype=x.dtype) if s is None else s
+    kernels.shrink(x, w, s, tables, ranks, **{"scaled": False, **settings})
+
+
+def test_a_launch_is_prepared_once_for_any_number_of_rows_and_anew_for_another_layout(
+    started: list[kernels.Launch],
+) -> None:
+    w, ranks = Factors([torch.zeros(RANK, COLUMNS)], COLUMNS), RankTable([RANK], [1.0])
+    wide = torch.zeros(ROWS, 2 * COLUMNS)
+    shrink(torch.zeros(ROWS, COLUMNS), w, ranks)
+    shrink(torch.zeros(3 * ROWS, COLUMNS), w, ranks)
+    shrink(wide[:, :COLUMNS], w, ranks)
+    shrink(torch.zeros(ROWS, COLUMNS), w, ranks, torch.empty(ROWS, 16))
+    shrink(torch.zeros(ROWS, COLUMNS), w, ranks, scaled=True)
+    shrink(torch.zeros(ROWS, COLUMNS), w, RankTable([RANK], [2.0]))
+    first, second, *others = started
+    assert first is second
+    assert len({id(launch) for launch in (first, *others)}) == 5
+
+
+def test_rows_are_checked_in_every_launch_and_layouts_in_the_first_of_each(started: list[kernels.Launch]) -> None:
+    w, ranks = Factors([torch.zeros(RANK, COLUMNS)], COLUMNS), RankTable([RANK], [1.0])
+    shrink(torch.zeros(ROWS, COLUMNS), w, ranks)
+    with pytest.raises(ValueError, match="S of shape"):
+        shrink(torch.zeros(ROWS, COLUMNS), w, ranks, torch.empty(ROWS - 1, 8))
+    with pytest.raises(ValueError, match=r"S is torch\.float64"):
+        shrink(torch.zeros(ROWS, COLUMNS), w, ranks, torch.empty(ROWS, 8, dtype=torch.float64))
+    with pytest.raises(ValueError, match="the tables do not fit"):
+        kernels.shrink(
+            torch.zeros(ROWS, COLUMNS), w, torch.empty(ROWS, 8), SegmentTables([9], [0]), ranks, scaled=False
+        )
+    with pytest.raises(ValueError, match="the tables do not fit"):
+        kernels.shrink(
+            torch.zeros(ROWS, COLUMNS), w, torch.empty(ROWS, 8), SegmentTables([4, 4], [0, 0]), ranks, scaled=False
+        )
+    assert len(started) == 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "settings", "reductions"),
+    [
+        ([5, 0, 16], {}, 0),
+        ([5, 17], {}, 1),
+        ([5, 0, 16], {"max_tokens": 64, "max_segments": 3}, 1),
+    ],
+)
+def test_gradients_of_one_chunk_each_need_no_reduction_but_where_other_rows_may_come(
+    started: list[kernels.Launch], lengths: list[int], settings: dict[str, int], reductions: int
+) -> None:
+    tables = SegmentTables(lengths, [0] * len(lengths), block_rows=16, chunk_rows=16, **settings)
+    grads = [torch.zeros(RANK, COLUMNS) for _ in lengths]
+    grad, ranks = Factors(grads, COLUMNS), RankTable([RANK] * len(lengths), [1.0] * len(lengths))
+    rows = max(sum(lengths), settings.get("max_tokens", 0))
+    s, x = torch.zeros(rows, 8), torch.zeros(rows, COLUMNS)
+    kernels.wgrad(s, x, grad, tables, ranks, scaled=False, accumulate=True)
+    assert len(started) == 1 + reductions
+    started.clear()
+    # What is written and not added to has to be written where there is no row, too.
+    kernels.wgrad(s, x, grad, tables, ranks, scaled=False)
+    assert len(started) == 2
