@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
-from benchmarks.kernels import contenders
+from benchmarks.kernels import contenders, host_time
 from benchmarks.kernels import mux as kernel_mux
 from benchmarks.kernels import run as kernels
 from benchmarks.kernels.problem import CannotRunError, Problem, Result, Shape, errors
@@ -108,3 +110,12 @@ def test_a_block_is_the_sum_of_its_groups_for_whoever_ran_in_all() -> None:
 
 def test_groups_are_read_from_the_command_line() -> None:
     assert kernels._layer("4096x4096+1024") == (4096, (4096, 1024))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+def test_the_hosts_time_is_that_of_a_pass_that_launches_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    host_time.main(["--layers", "2", "--tasks", "2", "--passes", "4"])
+    hardware, row = capsys.readouterr().out.splitlines()
+    assert "layers 2" in hardware
+    # Seven layers in four groups: y, dB and dS of each layer; S, dA, and but for the first group dx, of each group.
+    assert row.endswith(f"{(2 * (3 * 7 + 3 * 4) - 1) / 2:.1f} Triton launches a layer")
