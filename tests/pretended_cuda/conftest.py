@@ -30,7 +30,7 @@ def run_cases(pretended_cuda: Path) -> Callable[[dict[str, dict[str, Any]]], Fou
     """Return what runs cases in a process of their own, and gives back what was seen of each."""
 
     def run(cases: dict[str, dict[str, Any]]) -> Found:
-        printed = run_script(_CASES, str(pretended_cuda), json.dumps(cases), TRITON_INTERPRET="0")
+        printed = run_script(_CASES, str(pretended_cuda), json.dumps(cases), timeout_s=900, TRITON_INTERPRET="0")
         return json.loads(printed.splitlines()[-1])
 
     return run

@@ -58,6 +58,7 @@ def test_an_architecture_trains_without_a_wait(fast: dict[str, dict[str, Any]], 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_architecture_trains_in_every_form(slow: tuple[str, dict[str, dict[str, Any]]], name: str) -> None:
     form, found = slow

@@ -27,6 +27,7 @@ def found(run_cases: Callable[..., Found]) -> Found:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_kept_for_each_token_are_those_that_plans_count(found: Found, name: str) -> None:
     seen = seen_of(found, name)
