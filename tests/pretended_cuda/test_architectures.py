@@ -9,6 +9,7 @@ import pytest
 
 from tests.pretended_cuda.checks import VARLEN, assert_nothing_waits, assert_trained, seen_of, slower_attention
 
+pytestmark = pytest.mark.timeout(900)  # of seconds on an idle machine; a busy one takes longer
 REASONS = {"gemma2": "scores are soft-capped"}
 """Why attention is not one call for all sequences, where it is not."""
 
@@ -58,7 +59,6 @@ def test_an_architecture_trains_without_a_wait(fast: dict[str, dict[str, Any]], 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", NAMES)
 def test_an_architecture_trains_in_every_form(slow: tuple[str, dict[str, dict[str, Any]]], name: str) -> None:
     form, found = slow

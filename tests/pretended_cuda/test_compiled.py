@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 Found = dict[str, dict[str, Any]]
 
 
+pytestmark = pytest.mark.timeout(900)  # of seconds on an idle machine; a busy one takes longer
+
+
 class Card(NamedTuple):
     name: str
     capability: tuple[int, int]

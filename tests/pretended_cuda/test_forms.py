@@ -9,6 +9,7 @@ import pytest
 
 from tests.pretended_cuda.checks import VARLEN, assert_nothing_waits, assert_trained, seen_of, slower_attention
 
+pytestmark = pytest.mark.timeout(900)  # of seconds on an idle machine; a busy one takes longer
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "chains": {"has_chains": True},

@@ -10,6 +10,7 @@ import pytest
 from tests.pretended_cuda.checks import seen_of
 
 Found = dict[str, dict[str, Any]]
+pytestmark = pytest.mark.timeout(900)  # of seconds on an idle machine; a busy one takes longer
 CASES: dict[str, dict[str, Any]] = {
     "llama 8B under autocast": {"architecture": "llama 8B", "dtype": "fp32", "bf16": True},
     "llama 8B": {"architecture": "llama 8B", "dtype": "bf16", "bf16": False},
@@ -27,7 +28,6 @@ def found(run_cases: Callable[..., Found]) -> Found:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", CASES)
 def test_bytes_kept_for_each_token_are_those_that_plans_count(found: Found, name: str) -> None:
     seen = seen_of(found, name)

@@ -10,6 +10,7 @@ import pytest
 from tests.pretended_cuda.checks import VARLEN, seen_of
 
 Found = dict[str, dict[str, Any]]
+pytestmark = pytest.mark.timeout(900)  # of seconds on an idle machine; a busy one takes longer
 CASES: dict[str, dict[str, Any]] = {
     "fp32 under autocast": {"architecture": "llama", "dtype": "fp32", "bf16": True},
     "bf16": {"architecture": "llama", "dtype": "bf16", "bf16": False},
