@@ -46,7 +46,7 @@ CPU = gpu_settings.Settings(torch.device("cpu"), is_rehearsal=True)
 END_TO_END = "end to end 8 uniform x 32 rows"
 # What differs from these in its numbers alone is left out where the interpreter takes its time.
 INTERPRETED = ("lora float", "lora group float", "cross", "attention", "adamw", "task", "captured", "trainer float",
-               "gain 8B", END_TO_END, "kernels", "layer")  # fmt: skip
+               END_TO_END, "kernels")  # fmt: skip
 
 
 def rehearse(path: Path, interpret: str, *command: str) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def through_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return rehearse(path, "1", "-m", "benchmarks.gpu", "--parts", *INTERPRETED)
 
 
-@pytest.fixture(params=["slices", pytest.param("kernels", marks=pytest.mark.slow)])
+@pytest.fixture(params=["slices", pytest.param("kernels", marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def path(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -127,8 +127,8 @@ def test_whole_runs_of_the_trainer_say_which_path_they_took(path: str, report: d
     assert (row["path"], row["statuses"]) == (path, "succeeded")
 
 
-def test_gains_are_ratios_of_the_times_of_all_tasks(report: dict[str, Any]) -> None:
-    rows = rows_of(report, "gain 8B")
+def test_gains_are_ratios_of_the_times_of_all_tasks(through_slices: dict[str, Any]) -> None:
+    rows = rows_of(through_slices, "gain 8B")
     row = rows["32 tokens a task"]
     assert row["tokens_per_step"] == 8 * 32
     assert row["gain_over_hf"] == pytest.approx(row["hf_s"] / row["together_s"])
@@ -153,13 +153,14 @@ def test_the_rehearsal_holds_every_contender_against_float64(path: str, report: 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_each_kernel_of_a_group_is_timed_by_itself(through_kernels: dict[str, Any]) -> None:
     counts = [len(row["kernels"]) for row in rows_of(through_kernels, "kernels").values() if "kernels" in row]
     assert counts == [6, 12]
 
 
 def test_every_trainer_has_the_losses_of_plain_peft_also_after_an_update(report: dict[str, Any]) -> None:
-    for part in ("layer", END_TO_END):
+    for part in {"layer", END_TO_END} & set(report["parts"]):
         rows = rows_of(report, part)
         for name in ("hf", "mux", "mux_graphs", "padded"):
             found = [row for case, row in rows.items() if case.endswith(f": {name}")]
@@ -170,6 +171,9 @@ def test_every_trainer_has_the_losses_of_plain_peft_also_after_an_update(report:
 def test_the_report_tells_which_path_the_model_took(path: str, report: dict[str, Any]) -> None:
     groups = {"layer": 4, END_TO_END: 8}  # q/k/v, o, gate/up and down of each layer
     for part, count in groups.items():
+        if part not in report["parts"]:
+            assert path == "kernels"  # left out there for the time that it takes
+            continue
         (row,) = (row for case, row in rows_of(report, part).items() if case.endswith(": mux"))
         assert row["path"] == path
         assert row["group_calls"][path] == 2 * count  # two steps of one micro-batch

@@ -62,10 +62,14 @@ _GEMMA2_9B = {
     "num_key_value_heads": 8,
     "head_dim": 256,
 }
+_GPT2_MEDIUM = {**_GPT2, "vocab_size": 50257, "n_embd": 1024, "n_head": 16, "n_positions": 1024} | dict.fromkeys(
+    ("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0
+)
 REAL_WIDTHS: dict[str, tuple[type, Any]] = {
     "llama 8B": (hf.LlamaForCausalLM, lambda: hf.LlamaConfig(**_COMMON | _LLAMA_8B)),
     "qwen2 7B": (hf.Qwen2ForCausalLM, lambda: hf.Qwen2Config(**_COMMON | _QWEN2_7B)),
     "gemma2 9B": (hf.Gemma2ForCausalLM, lambda: hf.Gemma2Config(**_COMMON | _GEMMA2_9B)),
+    "gpt2 medium": (hf.GPT2LMHeadModel, lambda: hf.GPT2Config(**_GPT2_MEDIUM)),
 }
 """The same for two layers of the widths of models that people train: nothing fake takes memory."""
 

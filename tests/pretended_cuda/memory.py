@@ -28,9 +28,9 @@ def kept(architecture: str, *, dtype: str, bf16: bool) -> dict[str, Any]:
         dtype: of the backbone's weights.
         bf16: whether the pass runs under bf16 autocast.
     """
-    computed = torch.bfloat16 if bf16 else DTYPES[dtype]
-    described = _model(architecture, torch.bfloat16 if bf16 else DTYPES[dtype], "meta")
-    counted = count_activation_bytes_per_token(described, LENGTHS, dtype=computed)
+    described = _model(architecture, DTYPES[dtype], "meta")
+    autocast = torch.bfloat16 if bf16 else None
+    counted = count_activation_bytes_per_token(described, LENGTHS, autocast=autocast, device_type="cuda")
     forget_the_last_card()
     with PretendedCuda().present():
         seen = _kept_on_device(_model(architecture, DTYPES[dtype], "cuda"), bf16=bf16)
