@@ -15,7 +15,6 @@ from benchmarks.gpu.checks.small import SMALL, TINY, small_workload
 from benchmarks.gpu.rehearsal import stand_ins
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.settings import Settings, free
-from benchmarks.gpu.train import path_of
 from benchmarks.gpu.trainers import counted_paths
 from benchmarks.kernels.problem import greater
 
@@ -56,7 +55,8 @@ def trainer_rows(settings: Settings, dtype: torch.dtype) -> Iterator[Row]:
             found["weights"] = greater(float((one - other).norm() / one.norm()), found["weights"])
         limits = TOLERANCES[kind]
         statuses = sorted(set(together.statuses.values()))
-        path = path_of(together.calls)
+        # Beside the steps, what plans count on the meta device goes through slices.
+        path = "kernels" if together.calls["kernels"] else "slices"
         is_right = statuses == ["succeeded"] and all(found[part] <= limits[part] for part in limits)
         is_right = is_right and path == ("kernels" if settings.wants_kernels else "slices")
         yield f"trainer {kind}", {
