@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peft_mux.errors import CheckpointError
-from peft_mux.storage.atomic import write_file
 from peft_mux.storage.manifest import digest_file, sealed_json, unsealed_json
 
 CHECKSUMS_NAME = "adapter_checksums.json"
@@ -24,11 +23,15 @@ def write_checksums(folder: Path, names: Sequence[str]) -> None:
     Raises:
         CheckpointError: if a file cannot be read or the checksums not be written.
     """
+    path = folder / CHECKSUMS_NAME
     try:
-        files = {name: list(digest_file(folder / name)) for name in sorted(names)}
+        content = sealed_json({"files": {name: list(digest_file(folder / name)) for name in sorted(names)}})
+        # Anew, so that no link is followed. Not flushed: whoever needs that moves the files into place.
+        path.unlink(missing_ok=True)
+        with path.open("xb") as file:
+            file.write(content)
     except OSError as error:
-        raise CheckpointError(f"{folder}: its checksums could not be written ({error}).") from error
-    write_file(folder / CHECKSUMS_NAME, sealed_json({"files": files}))
+        raise CheckpointError(f"{path}: could not be written ({error}).") from error
 
 
 def has_checksums(folder: Path) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError, Fault, raise_faults
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.storage import unwritable
 from peft_mux.task import Task
 from peft_mux.task_names import check_task_names
 
@@ -53,10 +54,18 @@ def without_empty_folder(folder: Path) -> Iterator[None]:
 
     Args:
         folder: the folder to take back, with those of its parents that are not there yet either.
+
+    Raises:
+        CheckpointError: if it cannot be made.
     """
     # The innermost first, as a folder is empty only when those in it are gone.
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    yield
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None or Path(error.filename) not in (folder, *folder.parents):
+            raise
+        raise unwritable(folder, error) from error
     for path in missing:
         with suppress(OSError):  # not empty
             path.rmdir()

@@ -48,6 +48,14 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return lab.train(tasks(), tmp_path_factory.mktemp("whole"), **SAVING)
 
 
+def train(disk: Disk, root: Path, *, with_tasks: list[Task] | None = None, recorder: Recorder, **options: Any) -> Run:
+    """Train, and lift the limit whatever happens: what pytest says of it goes to a file too."""
+    try:
+        return lab.train(with_tasks or tasks(), root, recorder=recorder, **{**SAVING, **options})
+    finally:
+        disk(None)
+
+
 def records(root: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
 
@@ -60,7 +68,7 @@ def test_a_disk_that_takes_nothing_for_a_while_costs_records_and_nothing_else(
     disk: Disk, whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     acts = {3: lambda _: disk(0), 5: lambda _: disk(None)}
-    run = lab.train(tasks(), tmp_path, recorder=Recorder(at_end=acts), disable_tqdm=False, **SAVING)
+    run = train(disk, tmp_path, recorder=Recorder(at_end=acts), disable_tqdm=False)
     assert run.losses == whole.losses
     assert run.recorder.digests == whole.recorder.digests
     lost = [one for one in records(tmp_path) if one["event"] == "records_lost"]
@@ -76,8 +84,7 @@ def test_a_disk_that_takes_nothing_for_a_while_costs_records_and_nothing_else(
 def test_a_task_whose_adapter_was_never_written_has_failed_and_the_report_names_no_stale_one(
     disk: Disk, whole: Run, tmp_path: Path
 ) -> None:
-    run = lab.train(tasks(), tmp_path, recorder=Recorder(at_end={3: lambda _: disk(0)}), **SAVING)
-    disk(None)
+    run = train(disk, tmp_path, recorder=Recorder(at_end={3: lambda _: disk(0)}))
     assert run.losses == whole.losses
     for name in "ab":
         task = run.trainer.table[name]
@@ -94,10 +101,7 @@ def test_a_task_whose_adapter_was_never_written_has_failed_and_the_report_names_
 
 
 def test_a_task_that_was_never_saved_says_that_there_is_no_copy(disk: Disk, tmp_path: Path) -> None:
-    run = lab.train(
-        tasks(), tmp_path, recorder=Recorder(at_end={3: lambda _: disk(0)}), **{**SAVING, "save_steps": 100}
-    )
-    disk(None)
+    run = train(disk, tmp_path, recorder=Recorder(at_end={3: lambda _: disk(0)}), save_steps=100)
     assert "There is no copy of it on the disk" in run.trainer.table["a"].reason
 
 
@@ -116,7 +120,7 @@ def test_an_adapter_that_could_not_be_written_is_written_when_there_is_room_agai
 
     acts = {3: lambda _: disk(0), 5: free, 7: look}
     options = {**SAVING, "save_steps": save_steps}
-    run = lab.train(tasks(max_steps=4), tmp_path, recorder=Recorder(at_end=acts), **options)
+    run = train(disk, tmp_path, with_tasks=tasks(max_steps=4), recorder=Recorder(at_end=acts), **options)
     assert seen == {5: TaskStatus.FAILED, 7: TaskStatus.SUCCEEDED if save_steps == 2 else TaskStatus.FAILED}
     task = run.trainer.table["a"]
     assert (task.status, task.reason) == (TaskStatus.SUCCEEDED, "")
@@ -162,8 +166,7 @@ def test_a_failed_task_whose_last_good_adapter_could_not_be_written_says_both(di
         with torch.no_grad():
             next(iter(trainer.model.task_parameters("a").values())).fill_(float("nan"))
 
-    run = lab.train(tasks(), tmp_path, recorder=Recorder(at_begin={3: poison}), **SAVING)
-    disk(None)
+    run = train(disk, tmp_path, recorder=Recorder(at_begin={3: poison}))
     reason = run.trainer.table["a"].reason
     assert reason.startswith("non_finite")
     assert "its adapter could not be written" in reason
@@ -171,8 +174,7 @@ def test_a_failed_task_whose_last_good_adapter_could_not_be_written_says_both(di
 
 def test_where_nothing_is_to_be_saved_a_task_succeeds_on_a_full_disk(disk: Disk, whole: Run, tmp_path: Path) -> None:
     acts = {3: lambda _: disk(0)}
-    run = lab.train(tasks(), tmp_path, recorder=Recorder(at_end=acts), logging_strategy="steps", logging_steps=1)
-    disk(None)
+    run = train(disk, tmp_path, recorder=Recorder(at_end=acts), save_strategy="no")
     assert run.losses == whole.losses
     assert set(run.trainer.task_statuses.values()) == {TaskStatus.SUCCEEDED}
 
@@ -184,13 +186,23 @@ def test_a_disk_that_is_full_before_the_first_step_is_refused_by_folder_with_a_w
     root = tmp_path / "run"
     trainer = lab.make_trainer(tasks(), root, save_strategy=strategy)
     disk(0)
-    with pytest.raises(CheckpointError, match=r"output_dir: got .*Free space") as caught:
-        trainer.train()
-    disk(None)
+    try:
+        with pytest.raises(CheckpointError, match=r"output_dir: got .*Free space") as caught:
+            trainer.train()
+    finally:
+        disk(None)
     assert str(root) in str(caught.value)
     assert not root.exists(), "nothing is left of it"
     trainer.train()
     assert set(trainer.task_statuses.values()) == {TaskStatus.SUCCEEDED}
+
+
+def test_a_folder_that_cannot_be_made_is_refused_by_the_trainer_itself(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    root = tmp_path / "file" / "run"
+    with pytest.raises(CheckpointError, match=r"output_dir: got .*set another output_dir") as caught:
+        lab.make_trainer(tasks(), root, **SAVING)
+    assert str(root) in str(caught.value)
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")

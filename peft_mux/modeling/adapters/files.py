@@ -72,6 +72,9 @@ def save_adapter(
     config = copy.deepcopy(model.peft_config[adapter])
     # As PEFT saves it; whoever trains on sets it back.
     config.inference_mode = True
+    for name, value in vars(config).items():
+        if isinstance(value, set):  # in an order of their own at every save, which would be another file
+            setattr(config, name, sorted(value))
     try:
         folder.mkdir(parents=True, exist_ok=True)
         # They tell of the files that go now; where there shall be new ones, the caller writes them.
