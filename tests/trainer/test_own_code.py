@@ -1,28 +1,29 @@
-"""What a task's own code may do to the others: nothing, and what it costs them is told.
-
-The task beside it trains as if alone, to the last bit: with `planner="interleaved"` it has passes of its own.
-"""
+"""What a task's own callbacks, metrics and optimizer may do to the others: nothing, and what it costs is told."""
 
 from __future__ import annotations
 
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
 from transformers import TrainerCallback
 
-from peft_mux import ConfigError, DataError, EarlyStopping, MultiTaskTrainer, Task
+from peft_mux import EarlyStopping
 from peft_mux.reporting import delays
-from tests.invariants.mux_lab import Recorder, Run, assert_bit_identical, make_trainer, rows, small_task, train
-
-HELD_OUT = rows(90, 3, 5, 9)
-BREAKS_AT = 9
-"""Row at which streams go wrong: in the third step of four rows."""
+from tests.invariants.mux_lab import Run, assert_bit_identical, make_trainer, small_task, train
+from tests.trainer.neighbours import (
+    Stream,
+    bad_task,
+    check_fails_alone,
+    good,
+    raising,
+    recursing,
+    stream_task,
+    train_alone,
+)
 
 
 def records(folder: Path, event: str) -> list[dict[str, Any]]:
@@ -30,241 +31,9 @@ def records(folder: Path, event: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record["event"] == event]
 
 
-def good() -> Task:
-    return small_task("good", data_seed=1, lora_dropout=0.2, eval_dataset=HELD_OUT, eval_steps=3)
-
-
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train([good()], tmp_path_factory.mktemp("alone"), planner="interleaved")
-
-
-def check_fails_alone(bad: Task, folder: Path, alone: Run, *reasons: str, **arguments: Any) -> Run:
-    """Train a task that goes wrong beside one that does not; return the run."""
-    run = train([good(), bad], folder, planner="interleaved", save_strategy="steps", save_steps=2, **arguments)
-    assert run.trainer.task_statuses == {"good": "succeeded", "bad": "failed"}
-    for reason in reasons:
-        assert reason in run.trainer.table["bad"].reason
-    assert_bit_identical(run, alone, "good")
-    assert (folder / "bad" / "adapter_model.safetensors").is_file(), "the last good adapter is kept"
-    return run
-
-
-# ---------------------------------------------------------------------- streams
-
-
-class Stream:
-    """Rows until a function is asked for the next one."""
-
-    def __init__(self, then: Callable[[], Any]) -> None:
-        self.then = then
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from rows(5, BREAKS_AT, 12, 12)
-        yield self.then()
-        yield from rows(6, 100, 12, 12)
-
-
-def stream_task(stream: Any, **settings: Any) -> Task:
-    options = {"train_batch_size": 4, "max_steps": 8, "learning_rate": 1e-3, **settings}
-    return Task(name="bad", peft_config=LoraConfig(r=4, target_modules=["q_proj"]), train_dataset=stream, **options)
-
-
-def recursing() -> Any:
-    return recursing()
-
-
-def raising(error: BaseException) -> Callable[[], Any]:
-    def fail() -> Any:
-        raise error
-
-    return fail
-
-
-@pytest.mark.parametrize(
-    ("then", "reason"),
-    [
-        pytest.param(raising(OSError("the disk is gone")), "data: OSError: the disk is gone", id="OSError"),
-        pytest.param(raising(KeyError("x")), "data: KeyError: 'x'", id="KeyError"),
-        pytest.param(raising(SystemExit(3)), "data: SystemExit: 3", id="SystemExit"),
-        pytest.param(raising(KeyboardInterrupt("mine")), "data: KeyboardInterrupt: mine", id="KeyboardInterrupt"),
-        pytest.param(raising(DataError("no row")), "data: no row", id="DataError"),
-        pytest.param(recursing, "data: RecursionError: ", id="RecursionError"),
-        pytest.param(lambda: None, "data: tasks.bad.train_dataset row 9: got NoneType", id="None"),
-        pytest.param(lambda: ["the"], "data: tasks.bad.train_dataset row 9: got list", id="list"),
-        pytest.param(lambda: {"input_ids": None}, "row 9 column input_ids: got None", id="malformed"),
-    ],
-)
-def test_a_stream_that_goes_wrong_fails_its_task_alone(
-    then: Callable[[], Any], reason: str, alone: Run, tmp_path: Path
-) -> None:
-    run = check_fails_alone(stream_task(Stream(then)), tmp_path, alone, reason)
-    assert run.trainer.table["bad"].step == 2, "the steps before the bad row are taken"
-
-
-def test_a_stream_that_blocks_fails_its_task_after_the_time_limit_and_the_others_go_on(
-    alone: Run, tmp_path: Path
-) -> None:
-    goes_on = threading.Event()
-
-    def block() -> Any:
-        goes_on.wait(60)
-        return {"input_ids": [1, 2]}
-
-    try:
-        task = stream_task(Stream(block), data_timeout_s=0.2)
-        check_fails_alone(task, tmp_path, alone, "data: tasks.bad.train_dataset: got no rows for 0.2 s")
-    finally:
-        goes_on.set()
-
-
-def test_a_stream_trains_as_a_list_of_its_rows_does(tmp_path: Path) -> None:
-    found = rows(5, 40, 12, 12)
-
-    class Rows:
-        def __iter__(self) -> Iterator[Any]:
-            yield from found
-
-    streamed = train([good(), stream_task(Rows())], tmp_path / "a")
-    listed = train([good(), stream_task(found, shuffle=False)], tmp_path / "b")
-    for name in ("good", "bad"):
-        assert_bit_identical(streamed, listed, name)
-
-
-def test_a_stream_is_read_once_from_its_start_to_its_end(tmp_path: Path) -> None:
-    starts: list[int] = []
-
-    class Rows:
-        def __iter__(self) -> Iterator[Any]:
-            starts.append(1)
-            yield from rows(5, 100, 12, 12)
-
-    late = small_task("late", data_seed=3, max_steps=3)
-    recorder = Recorder(at_begin={2: lambda trainer: trainer.register_tasks([late])})
-    train([good(), stream_task(Rows())], tmp_path, recorder=recorder)
-    assert len(starts) == 1, "plans are made anew, and the last step is proven, without reading it again"
-
-
-def test_the_rows_of_the_next_step_are_read_during_the_present_one(tmp_path: Path) -> None:
-    third_step = threading.Event()
-
-    class Rows:
-        def __iter__(self) -> Iterator[Any]:
-            for number, row in enumerate(rows(5, 100, 12, 12)):
-                if number == 8:
-                    third_step.set()
-                yield row
-
-    waited: list[bool] = []
-
-    class Wait(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                # Asked for by nobody before the third step; without reading ahead this would wait in vain.
-                waited.append(third_step.wait(60))
-
-    train([small_task("good", data_seed=1, callbacks=[Wait()]), stream_task(Rows())], tmp_path)
-    assert waited == [True]
-
-
-def test_a_stream_that_was_read_ahead_goes_on_with_the_right_row_after_a_resume(tmp_path: Path) -> None:
-    class Rows:
-        def __iter__(self) -> Iterator[Any]:
-            yield from rows(5, 13, 12, 12)
-
-    def stop(trainer: MultiTaskTrainer) -> None:
-        trainer.control.should_training_stop = True
-
-    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
-    whole = train([good(), stream_task(Rows())], tmp_path / "a")
-    first = train([good(), stream_task(Rows())], tmp_path / "b", recorder=Recorder(at_end={3: stop}), **options)
-    rest = train([good(), stream_task(Rows(), data_timeout_s=30.0)], tmp_path / "b", resume=True, **options)
-    assert len(first.losses["bad"]) == 3
-    for name in ("good", "bad"):
-        assert first.losses[name] + rest.losses[name] == whole.losses[name]
-        assert all(torch.equal(value, whole.weights(name)[key]) for key, value in rest.weights(name).items())
-
-
-@pytest.mark.parametrize("row", [None, {"input_ids": [1, 500]}], ids=["None", "outside the vocabulary"])
-def test_an_arrival_whose_first_rows_are_bad_is_refused_where_it_is_registered(row: Any, tmp_path: Path) -> None:
-    class Rows:
-        def __iter__(self) -> Iterator[Any]:
-            yield {"input_ids": [1, 2]}
-            yield row
-
-    def ask(trainer: MultiTaskTrainer) -> None:
-        with pytest.raises(DataError, match=r"tasks\.bad\.train_dataset row 1"):
-            trainer.register_tasks([stream_task(Rows())])
-
-    run = train([good()], tmp_path, recorder=Recorder(at_begin={2: ask}))
-    assert run.trainer.task_statuses == {"good": "succeeded"}
-
-
-def test_a_blocked_arrival_is_refused_after_its_time_limit(tmp_path: Path) -> None:
-    goes_on = threading.Event()
-
-    class Rows:
-        def __iter__(self) -> Iterator[Any]:
-            goes_on.wait(60)
-            yield {"input_ids": [1, 2]}
-
-    trainer = make_trainer([good()], tmp_path, data_timeout_s=0.1)
-    try:
-        with pytest.raises(DataError, match=r"tasks\.bad\.train_dataset: got no rows for 0\.1 s"):
-            trainer.register_tasks([stream_task(Rows())])
-    finally:
-        goes_on.set()
-
-
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "60", True])
-def test_a_time_limit_that_is_none_is_refused(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tasks\.bad\.data_timeout_s: got .*a finite number of seconds above 0"):
-        stream_task(Stream(dict), data_timeout_s=value)
-    with pytest.raises(ConfigError, match=r"args\.data_timeout_s: got"):
-        make_trainer([good()], tmp_path, data_timeout_s=value)
-
-
-# -------------------------------------------------- datasets that fail while they are tokenised
-
-
-class Failing:
-    """A dataset with a length, of which one row cannot be read."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-    def __len__(self) -> int:
-        return 5
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        if index == 3:
-            raise self.error
-        return {"input_ids": [1, 2, 3]}
-
-
-@pytest.mark.parametrize("error", [OSError("gone"), RuntimeError("torn"), SystemExit(3)])
-@pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
-def test_a_dataset_that_raises_is_refused_by_task_split_and_row(
-    error: BaseException, split: str, tmp_path: Path
-) -> None:
-    datasets = {"train_dataset": rows(1, 4, 5, 5), "eval_dataset": rows(1, 4, 5, 5), split: Failing(error)}
-    task = Task(name="own", peft_config=LoraConfig(r=2, target_modules=["q_proj"]), max_steps=1, **datasets)
-    with pytest.raises(DataError, match=rf"tasks\.own\.{split} row 3: got {type(error).__name__}"):
-        make_trainer([task], tmp_path)
-
-
-def test_ctrl_c_while_rows_are_tokenised_is_the_user_s(tmp_path: Path) -> None:
-    with pytest.raises(KeyboardInterrupt):
-        make_trainer([stream_task(Failing(KeyboardInterrupt()))], tmp_path)
-
-
-def test_a_dataset_that_knows_no_end_is_read_as_far_as_its_length(tmp_path: Path) -> None:
-    class Endless(Failing):
-        def __getitem__(self, index: int) -> dict[str, Any]:
-            return {"input_ids": [1, 2, 3]}
-
-    trainer = make_trainer([stream_task(Endless(ValueError()))], tmp_path)
-    assert trainer.table["bad"].loader.report.num_rows == 5
+    return train_alone(tmp_path_factory.mktemp("alone"))
 
 
 # -------------------------------------------------------------------- callbacks
@@ -278,10 +47,6 @@ class Does(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
         return self.act(args=args, state=state, control=control, **kwargs) if state.global_step == 3 else None
-
-
-def bad_task(**settings: Any) -> Task:
-    return small_task("bad", data_seed=2, eval_dataset=HELD_OUT, **settings)
 
 
 @pytest.mark.parametrize(
