@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -117,15 +118,17 @@ def _loader(task: Task, hyper: HyperParameters, options: TokenizeOptions, tokeni
     if hasattr(task.train_dataset, "__len__"):
         dataset = tokenize_dataset(task.train_dataset, options=options, tokenizer=tokenizer)
         return TaskLoader(dataset, **settings, shuffle=task.shuffle)
+    where = f"tasks.{task.name}.train_dataset"
     loader = StreamLoader(
         task.train_dataset,
         partial(open_rows, options=options, tokenizer=tokenizer),
-        where=f"tasks.{task.name}.train_dataset",
+        where=where,
         timeout_s=hyper.data_timeout_s,
         **settings,
     )
     # Plans are made with the first batch. Read here, what is wrong with it is told to whoever brings the task.
-    loader.sample(1)
+    with _naming(where):
+        loader.sample(1)
     return loader
 
 
@@ -134,8 +137,18 @@ def _eval_rows(task: Task, hyper: HyperParameters, options: TokenizeOptions, tok
     if not hasattr(rows, "__len__"):
         # Every evaluation goes through all held-out rows, so a stream of them is read once and kept.
         where = f"tasks.{task.name}.eval_dataset"
-        rows = ReadAhead(_all_rows(rows), where=where, timeout_s=hyper.data_timeout_s).take()
+        with _naming(where):
+            rows = ReadAhead(_all_rows(rows), where=where, timeout_s=hyper.data_timeout_s).take()
     return tokenize_dataset(rows, options=options, tokenizer=tokenizer, split="eval_dataset")
+
+
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Name the dataset in what its own code has raised: here there is no status of a task that would."""
+    try:
+        yield
+    except DataError as error:
+        raise error if where in str(error) else DataError(f"{where}: {error}") from error.__cause__
 
 
 def _all_rows(stream: Iterable[Any]) -> Iterator[list[Any]]:

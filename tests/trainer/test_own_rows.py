@@ -152,6 +152,17 @@ def test_an_arrival_whose_first_rows_are_bad_is_refused_where_it_is_registered(r
     assert run.trainer.task_statuses == {"good": "succeeded"}
 
 
+@pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
+def test_a_stream_that_raises_in_its_first_row_is_refused_by_task_split_and_kind(split: str, tmp_path: Path) -> None:
+    class Rows:
+        def __iter__(self) -> Iterator[Any]:
+            raise OSError("no such share")
+
+    task = stream_task(Rows()) if split == "train_dataset" else stream_task(rows(1, 4, 5, 5), eval_dataset=Rows())
+    with pytest.raises(DataError, match=rf"^tasks\.bad\.{split}: OSError: no such share$"):
+        make_trainer([task], tmp_path)
+
+
 def test_a_blocked_arrival_is_refused_after_its_time_limit(tmp_path: Path) -> None:
     goes_on = threading.Event()
 
