@@ -217,6 +217,8 @@ def _dataset_faults(dataset: Any, where: str) -> list[Fault]:
             return [] if len(dataset) else [Fault(where, "an empty dataset", allowed)]
         except TypeError:  # an array without dimensions
             return [Fault(where, shown(dataset), allowed)]
+    if hasattr(dataset, "__len__"):  # a set, say, which has no first row
+        return [Fault(where, type(dataset).__name__, allowed, "Give its rows in an order, such as a list.")]
     # Every epoch reads the rows from the start, which an iterator has no way back to.
     if hasattr(dataset, "__iter__") and not hasattr(dataset, "__next__"):
         return []
@@ -244,7 +246,12 @@ def _choice_faults(task: Task, where: str) -> list[Fault]:
 def _type_faults(task: Task, where: str) -> list[Fault]:
     from transformers import TrainerCallback
 
-    faults = []
+    # Of the fields whose default is no `None`, these are not looked at where they are `None`.
+    faults = [
+        Fault(f"{where}.{name}", "None", f"a value, {default!r} by default")
+        for name, default in (("loss_type", "nll"), ("priority", 0))
+        if getattr(task, name) is None
+    ]
     for name, (kind, allowed) in {
         "shuffle": (bool, "True or False"),
         "assistant_only_loss": (bool, "True or False"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-from peft_mux.errors import Fault, raise_faults
+from peft_mux.errors import Fault, raise_faults, shown
 
 # Names become folders, so they keep to what every file system takes.
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -54,10 +54,10 @@ def name_fault(name: object, where: str = "task.name") -> Fault | None:
     """
     allowed = "1 to 64 letters, digits, '_' and '-', beginning with a letter or digit (it becomes a folder)"
     if not isinstance(name, str):
-        return Fault(where, f"{name!r} ({type(name).__name__})", allowed)
-    shown = repr(name) if len(name) <= 80 else f"a name of {len(name)} characters"
+        return Fault(where, f"{shown(name)} ({type(name).__name__})", allowed)
+    got = repr(name) if len(name) <= 80 else f"a name of {len(name)} characters"
     if not NAME_PATTERN.fullmatch(name):
-        return Fault(where, shown, allowed)
+        return Fault(where, got, allowed)
     if name.casefold() in RESERVED_NAMES:
-        return Fault(where, shown, f"any name but {', '.join(sorted(RESERVED_NAMES))} (reserved)")
+        return Fault(where, got, f"any name but {', '.join(sorted(RESERVED_NAMES))} (reserved)")
     return None

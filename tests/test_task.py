@@ -250,6 +250,21 @@ def test_what_is_no_dataset_is_refused_by_field(field: str, value: Any, shown: s
     assert f"tasks.own.{field}: got {shown}; allowed: a datasets.Dataset" in refusal(**{field: value})
 
 
+@pytest.mark.parametrize("value", [{1, 2}, {}.keys()])
+def test_rows_without_an_order_are_refused(value: Any) -> None:
+    assert "such as a list" in refusal(train_dataset=value)
+
+
+@pytest.mark.parametrize("field", ["loss_type", "priority"])
+def test_a_field_that_no_run_completes_may_not_be_none(field: str) -> None:
+    assert refusal(**{field: None}).startswith(f"tasks.own.{field}: got None")
+
+
+@pytest.mark.parametrize("field", TASK_FIELDS)
+def test_a_number_of_too_many_digits_to_be_shown_is_refused(field: str) -> None:
+    assert "that cannot be shown" in refusal(**{field: 10**5000}) or field.endswith(("config", "dataset"))
+
+
 def test_a_dataset_dict_is_refused_with_a_hint_to_pick_a_split() -> None:
     assert "Pick one split" in refusal(train_dataset={"train": ROWS})
 

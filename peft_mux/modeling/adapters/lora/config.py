@@ -94,10 +94,10 @@ def _by_module(config: LoraConfig, field: str) -> dict[str, Any]:
     return {f"{field}[{key!r}]": value for key, value in values.items()} if PATTERN.is_valid(values) else {}
 
 
-def _is_finite(value: object) -> bool:
-    # The greatest float is compared with, as an integer may lie beyond all of them.
+def _is_finite(value: Any) -> bool:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         return False
+    # The greatest float is compared with, as an integer may lie beyond all of them.
     return -sys.float_info.max <= value <= sys.float_info.max
 
 
