@@ -11,6 +11,7 @@ import errno
 import io
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -107,15 +108,24 @@ def assert_trained_alike(run: Outcome, sound: Outcome) -> None:
 
 
 def assert_goes_on(folder: Path, sound: Outcome) -> None:
-    """Assert that, with the disk sound again, the folder resumes to the same end, or says that it holds nothing."""
-    try:
-        resumed = attacks.train(two_tasks(), folder, resume=True, **SAVING)
-    except PeftMuxError as error:
-        assert "holds no state" in str(error)  # noqa: PT017 the other outcome is tested below
-        return
-    assert resumed.weights == sound.weights
-    assert set(resumed.statuses.values()) == {"succeeded"}
-    assert_told_truly(resumed, folder)
+    """Assert that, with the disk sound again, the folder resumes to the same end, or says what it lacks."""
+    for _ in range(3):
+        try:
+            resumed = attacks.train(two_tasks(), folder, resume=True, **SAVING)
+        except PeftMuxError as error:
+            refusal = str(error)
+        else:
+            assert resumed.weights == sound.weights
+            assert set(resumed.statuses.values()) == {"succeeded"}
+            assert_told_truly(resumed, folder)
+            return
+        if "holds no state" in refusal:
+            return
+        # A task none of whose states came through; the others must not be lost with it.
+        lost = re.match(r'task "(\w+)": got no valid checkpoint .*remove the task\'s folder', refusal)
+        assert lost is not None, refusal
+        remove(folder / lost[1])
+    raise AssertionError(f"its own advice does not help: {refusal}")
 
 
 @pytest.mark.parametrize("fault", sampled(FAULTS, fast=6, slow=24))
@@ -171,18 +181,27 @@ def test_a_disk_without_room_ends_no_run_and_changes_no_bit(
         assert_goes_on(folder, sound)
 
 
+class FullOutput(io.StringIO):
+    """An output on a disk without room, such as a log that `nohup` writes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_refused = 0
+
+    def write(self, text: str) -> int:
+        self.num_refused += 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 def test_an_output_that_takes_no_line_ends_no_run(
     sound: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    full = Path("/dev/full")
-    if not full.exists():
-        pytest.skip("this system has no /dev/full")
-    with full.open("w", buffering=1) as output, monkeypatch.context() as patch:
+    output = FullOutput()
+    with monkeypatch.context() as patch:
         patch.setattr(sys, "stdout", output)
         patch.setattr(sys, "stderr", output)
         run = attacks.train(two_tasks(), tmp_path / "run", disable_tqdm=False, **SAVING)
-        with pytest.raises(OSError, match="No space"):
-            output.write("this output takes no line\n")
+    assert output.num_refused
     assert_trained_alike(run, sound)
 
 
