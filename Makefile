@@ -7,11 +7,11 @@ TORCH_SPEC ?= torch==2.13.0
 # One process a core; each computes on one thread.
 PYTEST_ARGS ?= --numprocesses auto --dist loadfile
 
-# Slow tests that CI runs too: checkpoints and kills, layouts of processes, evaluation, examples on real data, and whole
-# steps on a pretended GPU.
-SLOW_CI := tests/checkpoint tests/engine tests/evaluation tests/examples tests/pretended_cuda
+# Slow tests that CI runs too: checkpoints and kills, layouts of processes, evaluation, examples on real data, whole
+# steps on a pretended GPU, and a part of the attacks.
+SLOW_CI := tests/checkpoint tests/engine tests/evaluation tests/examples tests/pretended_cuda tests/attacks
 
-.PHONY: demo test test-slow-ci test-slow lint types shape bench clean
+.PHONY: demo test test-slow-ci test-slow attack lint types shape bench clean
 
 # torch comes first and on its own, so that its CPU build is taken where the index offers one.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -34,6 +34,10 @@ test-slow-ci: $(VENV)/.ready
 # All slow tests, one after another.
 test-slow: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# Every attack on a run, its files and its processes; at the end stands how many there were of each kind.
+attack: $(VENV)/.ready
+	PEFT_MUX_ATTACKS=full $(BIN)/python -m pytest $(PYTEST_ARGS) -m "slow or not slow" tests/attacks
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
