@@ -21,7 +21,7 @@ from transformers import TrainerCallback
 from peft_mux import MultiTaskPeftModel, PeftMuxError, storage
 from peft_mux.storage.manifest import make_manifest
 from tests.attacks import attack_lab as attacks
-from tests.attacks.attack_lab import COUNT, IS_FULL, Outcome, nano_llama
+from tests.attacks.attack_lab import COUNT, IS_FULL, Outcome, nano_llama, sampled
 from tests.attacks.run_files import SAVING, assert_told_truly, remove, two_tasks
 from tests.invariants import mux_lab as lab
 
@@ -197,7 +197,7 @@ def assert_none_slips_through(
     assert not faults, "\n".join(faults)
 
 
-@pytest.mark.parametrize("mutation", ["flip_a_bit", "cut", "delete", "exchange", "put_another_type_instead"])
+@pytest.mark.parametrize("mutation", ["flip_a_bit", "delete", "exchange"])
 def test_of_some_files_no_change_slips_through_a_resumption(
     mutation: str, crashed: Path, sound: Outcome, tmp_path: Path, record_property: Any
 ) -> None:
@@ -252,7 +252,7 @@ def fault_of_loading(folder: Path, wanted: Outcome) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("mutation", sampled(list(MUTATIONS), fast=5, slow=99))
 def test_no_spoilt_adapter_is_loaded(
     mutation: str, finished: tuple[Path, Outcome], tmp_path: Path, record_property: Any
 ) -> None:
@@ -318,11 +318,14 @@ HOSTILE_RECORDS: dict[str, dict[str, Any]] = {
 MISSING = ("format_version", "run_step", "backbone", "order", "tasks")
 
 
+RECORDS = [*HOSTILE_RECORDS, *(f"without {key}" for key in MISSING), "a list", "a text"]
+
+
 def newest_record(folder: Path) -> Path:
     return max((folder / "state").glob("run-*.json"))
 
 
-@pytest.mark.parametrize("hostile", [*HOSTILE_RECORDS, *(f"without {key}" for key in MISSING), "a list", "a text"])
+@pytest.mark.parametrize("hostile", sampled(RECORDS, fast=6, slow=99))
 def test_a_crafted_record_is_refused_by_name_or_passed_over(
     hostile: str, crashed: Path, sound: Outcome, tmp_path: Path
 ) -> None:
@@ -364,7 +367,7 @@ HOSTILE_STATES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("hostile", HOSTILE_STATES)
+@pytest.mark.parametrize("hostile", sampled(list(HOSTILE_STATES), fast=4, slow=99))
 def test_a_crafted_checkpoint_is_refused_by_name_or_passed_over(
     hostile: str, crashed: Path, sound: Outcome, tmp_path: Path
 ) -> None:

@@ -160,20 +160,29 @@ def file_size_limit() -> Iterator[Callable[[int | None], None]]:
         limit(None)
 
 
-SIZES = [*product((600, 1500, 2500, 6000), (1, 2, 4), (3, 5, None))]
+@dataclass(frozen=True)
+class Room:
+    """How large files may get, from which step on and until which one."""
+
+    size_bytes: int
+    begins: int
+    ends: int | None
+
+    @property
+    def name(self) -> str:
+        return f"{self.size_bytes} bytes from step {self.begins} to {self.ends}"
 
 
-@pytest.mark.parametrize(
-    ("size_bytes", "begins", "ends"), [entry.values[0] for entry in sampled(SIZES, fast=99, slow=0)]
-)
-def test_a_disk_without_room_ends_no_run_and_changes_no_bit(
-    size_bytes: int, begins: int, ends: int | None, sound: Outcome, tmp_path: Path
-) -> None:
+SIZES = [Room(*room) for room in product((600, 1500, 2500, 6000), (1, 2, 4), (3, 5, None))]
+
+
+@pytest.mark.parametrize("room", sampled(SIZES, fast=4, slow=12))
+def test_a_disk_without_room_ends_no_run_and_changes_no_bit(room: Room, sound: Outcome, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with file_size_limit() as limit:
-        acts = {begins: lambda _: limit(size_bytes)}
-        if ends is not None and ends > begins:
-            acts[ends] = lambda _: limit(None)
+        acts = {room.begins: lambda _: limit(room.size_bytes)}
+        if room.ends is not None and room.ends > room.begins:
+            acts[room.ends] = lambda _: limit(None)
         run = attacks.train(two_tasks(), folder, at_begin=acts, **SAVING)
         limit(None)
         assert_trained_alike(run, sound)
@@ -208,6 +217,7 @@ def test_an_output_that_takes_no_line_ends_no_run(
 # ------------------------------------------------------------------------ a folder with two owners
 
 
+@pytest.mark.slow
 def test_a_second_run_in_a_folder_is_refused_and_the_first_ends_unharmed(
     helper: Helper,
     whole: Whole,
@@ -293,7 +303,7 @@ SET_TRAPS = [f"{trap}: {place}" for trap in TRAPS for place in PLACES]
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("is_resumed", [False, True], ids=["anew", "resumed"])
-@pytest.mark.parametrize("trap", sampled(SET_TRAPS, fast=8, slow=20))
+@pytest.mark.parametrize("trap", sampled(SET_TRAPS, fast=5, slow=20))
 def test_a_trap_in_the_folder_is_refused_or_harmless(
     trap: str, is_resumed: bool, crashed: Path, sound: Outcome, tmp_path: Path
 ) -> None:

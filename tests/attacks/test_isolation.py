@@ -132,22 +132,22 @@ def assert_isolated(attack: Attack, references: References, folder: Path) -> Non
     assert_failed(run, attack, folder)
 
 
-@pytest.mark.parametrize("attack", sampled(NUMBERS, fast=8, slow=99))
+@pytest.mark.parametrize("attack", sampled(NUMBERS, fast=5, slow=99))
 def test_numbers_of_one_task_reach_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
     assert_isolated(attack, references, tmp_path)
 
 
-@pytest.mark.parametrize("attack", sampled(METRICS, fast=10, slow=99))
+@pytest.mark.parametrize("attack", sampled(METRICS, fast=8, slow=99))
 def test_a_metric_of_one_task_reaches_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
     assert_isolated(attack, references, tmp_path)
 
 
-@pytest.mark.parametrize("attack", sampled(CALLBACKS, fast=12, slow=99))
+@pytest.mark.parametrize("attack", sampled(CALLBACKS, fast=9, slow=99))
 def test_a_callback_of_one_task_reaches_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
     assert_isolated(attack, references, tmp_path)
 
 
-@pytest.mark.parametrize("attack", sampled(STREAMS, fast=12, slow=99))
+@pytest.mark.parametrize("attack", sampled(STREAMS, fast=8, slow=99))
 def test_a_stream_of_one_task_reaches_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
     assert_isolated(attack, references, tmp_path)
 
@@ -197,12 +197,12 @@ def _refusal_of(handle: Any) -> list[PeftMuxError]:
     return []
 
 
-@pytest.mark.parametrize("attack", sampled(ARRIVALS, fast=12, slow=99))
+@pytest.mark.parametrize("attack", sampled(ARRIVALS, fast=8, slow=99))
 def test_rows_of_an_arriving_task_reach_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
     assert_isolated_on_arrival(attack, references, tmp_path)
 
 
-@pytest.mark.parametrize("attack", sampled([*STREAMS, *NUMBERS[-6:], *METRICS[:6], *CALLBACKS[:8]], fast=6, slow=99))
+@pytest.mark.parametrize("attack", sampled([*STREAMS, *NUMBERS[-6:], *METRICS[:6], *CALLBACKS[:8]], fast=4, slow=99))
 def test_a_task_that_fails_after_its_arrival_reaches_no_other(
     attack: Attack, references: References, tmp_path: Path
 ) -> None:

@@ -16,6 +16,7 @@ from tests.attacks.run_files import Whole, assert_same_files
 from tests.checkpoint.kill_cases import Helper, assert_resumes
 
 pytestmark = [
+    pytest.mark.slow,  # `tests/checkpoint/test_kill.py` has some that are taken always
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs child processes that can be killed"),
     pytest.mark.timeout(180),
 ]
@@ -32,7 +33,7 @@ def random_kill(number: int) -> dict[str, Any]:
     return {"crashpoint": f"{point}:{rng.randint(1, 3 if point == 'after_move_aside' else 9)}"}
 
 
-@pytest.mark.parametrize("number", sampled(range(30), fast=1, slow=9))
+@pytest.mark.parametrize("number", sampled(range(30), fast=0, slow=10))
 def test_a_run_killed_at_a_random_point_ends_in_the_same_files(
     number: int, helper: Helper, whole: Whole, tmp_path: Path
 ) -> None:
