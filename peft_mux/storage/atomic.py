@@ -170,11 +170,12 @@ def remove_stale(parent: Path) -> None:
 
 
 def _delete(path: Path) -> None:
-    """Delete a file, a link or a folder; a link is not followed."""
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    else:
+    """Delete a file, a link, a pipe or a folder; a link is not followed."""
+    # Asked for folders: `rmtree` would open a pipe, and wait for somebody who writes into it.
+    if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _flush_tree(folder: Path) -> None:
