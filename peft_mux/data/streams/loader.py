@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import count
 from typing import Any, NamedTuple
 
 from peft_mux.data.batch import TaskBatch, TokenSequence
@@ -18,10 +19,12 @@ class _Rows(NamedTuple):
     """The rows of a step.
 
     Attributes:
+        step: index of the step.
         sequences: the tokenised rows.
         report: what became of all rows up to here.
     """
 
+    step: int
     sequences: tuple[TokenSequence, ...]
     report: DataReport
 
@@ -105,22 +108,29 @@ class StreamLoader:
         if self._last is not None and self._last.step == step:
             return self._last
         if step < self._next_step:
-            # Two readers would disturb each other, where they share a file or the stream's epoch.
-            self._rows.settle()
-            # Left-out rows make it unknown where a step began, so the stream is counted from its start.
-            self._rows, self._next_step = self._read_from_start(), 0
-        for _ in range(step - self._next_step):
-            # Each step on the way has the time limit for itself: seeking is no standstill.
-            self._next_rows()
+            self._restart()
         rows = self._next_rows()
+        if rows.step > step:
+            # A forced interrupt came between reading rows and counting them; whoever trains on must not miss these.
+            self._restart()
+            rows = self._next_rows()
+        while rows.step < step:
+            # Each step on the way has the time limit for itself: seeking is no standstill.
+            rows = self._next_rows()
         self._last = TaskBatch(self.task, step, self.seed, rows.sequences)
         self.report = rows.report
         return self._last
 
     def _next_rows(self) -> _Rows:
         rows = self._rows.take()
-        self._next_step += 1
+        self._next_step = rows.step + 1
         return rows
+
+    def _restart(self) -> None:
+        """Read from the start again: left-out rows make it unknown where a step began."""
+        # Two readers would disturb each other, where they share a file or the stream's epoch.
+        self._rows.settle()
+        self._rows, self._next_step = self._read_from_start(), 0
 
     def _read_from_start(self) -> ReadAhead[_Rows]:
         return ReadAhead(self._batches(), where=self.where, timeout_s=self.timeout_s)
@@ -128,10 +138,10 @@ class StreamLoader:
     def _batches(self) -> Iterator[_Rows]:
         """Yield the rows of one step after another, without end."""
         rows = _UsableRows(self.stream, self._open_rows, self.where)
-        while True:
+        for step in count():
             sequences = tuple(next(rows.sequences) for _ in range(self.batch_size))
             # Taken here, as the thread goes on counting while the batch is trained on.
-            yield _Rows(sequences, rows.report())
+            yield _Rows(step, sequences, rows.report())
 
 
 class _UsableRows:

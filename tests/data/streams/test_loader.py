@@ -11,8 +11,9 @@ import pytest
 from peft_mux.data.batch import TaskBatch
 from peft_mux.data.dataset import open_rows
 from peft_mux.data.streams.loader import StreamLoader
+from peft_mux.data.streams.read_ahead import ReadAhead
 from peft_mux.data.tokenize import TokenizeOptions
-from peft_mux.errors import DataError
+from peft_mux.errors import DataError, ForcedInterrupt
 
 OPTIONS = TokenizeOptions(task="own", max_length=64)
 
@@ -131,6 +132,26 @@ def test_whatever_a_stream_raises_is_a_data_error_with_its_kind(error: BaseExcep
     assert len(loader.batch(0).sequences) == 3
     with pytest.raises(DataError, match=f"^{type(error).__name__}"):
         loader.batch(1)
+
+
+@pytest.mark.parametrize("step", [0, 1, 4])
+def test_rows_that_a_forced_interrupt_lost_on_their_way_come_again(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = make_stream(plain_stream())
+    wanted = [first_tokens(whole.batch(number)) for number in range(6)]
+    loader = make_stream(plain_stream())
+    for number in range(step):
+        loader.batch(number)
+    take = ReadAhead.take
+
+    def interrupted(reader: ReadAhead[Any]) -> Any:
+        take(reader)
+        raise ForcedInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ReadAhead, "take", interrupted)
+        with pytest.raises(ForcedInterrupt):
+            loader.batch(step)
+    assert [first_tokens(loader.batch(number)) for number in range(step, 6)] == wanted[step:]
 
 
 def test_a_batch_asked_for_again_is_not_read_again() -> None:
