@@ -161,10 +161,12 @@ class TaskCallbacks:
 
         Raises:
             TypeError: if the answer is no control.
+            KeyError: if something is missing of it.
         """
         if not isinstance(answer, TrainerControl):
             raise TypeError(f"got {type(answer).__name__} as its answer; allowed: the TrainerControl, or None")
-        asked = {item.name: bool(getattr(answer, item.name)) for item in fields(TrainerControl)}
+        # Its own, not those of its class: a control that was emptied asks for nothing that could be meant.
+        asked = {item.name: bool(vars(answer)[item.name]) for item in fields(TrainerControl)}
         vars(self.control).update(asked)
         self._handed = answer
 

@@ -67,6 +67,11 @@ def test_a_callback_that_fails_or_answers_rubbish_fails_its_task_alone(
     check_fails_alone(task, tmp_path, alone, f"a callback failed in on_step_end: {reason}")
 
 
+def test_a_callback_that_empties_its_control_fails_its_task_alone(alone: Run, tmp_path: Path) -> None:
+    task = bad_task(callbacks=[Does(lambda control, **_: vars(control).clear())])
+    check_fails_alone(task, tmp_path, alone, "a callback failed in on_step_end: KeyError: 'should_training_stop'")
+
+
 def spoil_state(state: Any, **_: Any) -> None:
     state.log_history = None
     state.global_step = "three"
