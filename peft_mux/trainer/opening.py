@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from peft_mux.checkpoint.open_folder import open_other_folder, open_run_folder
 from peft_mux.checkpoint.resuming import resume_tasks
-from peft_mux.checkpoint.run_folder import RunFolder, open_other_folder, open_run_folder
+from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.checkpoint.saver import describe_run
 from peft_mux.errors import CheckpointError
 from peft_mux.reporting.metrics_file import MetricsLog

@@ -344,8 +344,12 @@ class MultiTaskTrainer(Trainer):
         """
         run = self._membership.run_of(task)
         check_push(run, repo_id, options)
-        weights = self._run.saver.full_weights(run)  # on every process, though one of them writes
-        return push_task(self.model, run, weights, repo_id, options) if self._run.saver.is_writer else None
+
+        def push() -> Any:
+            weights = self._run.saver.full_weights(run)  # on every process, though one of them writes
+            return push_task(self.model, run, weights, repo_id, options) if self._run.saver.is_writer else None
+
+        return self._membership.queue.ask(f"push_to_hub {task}", push)
 
     def log(self, logs: Mapping[str, float]) -> None:  # type: ignore[override]
         """Hand numbers of the run to its callbacks and loggers, under the present step."""
