@@ -79,7 +79,8 @@ def _moved(original: Any) -> Any:
 
 def _trained_on_cuda(given: Any, tasks: list[Task], *, bf16: bool) -> MultiTaskPeftModel:
     with tempfile.TemporaryDirectory() as folder:
-        args = MultiTaskTrainingArguments(output_dir=folder, use_cpu=True, report_to=[], bf16=bf16)
+        options = {"use_cpu": True, "report_to": [], "bf16": bf16, "cuda_graphs": False}  # there is no pool for graphs
+        args = MultiTaskTrainingArguments(output_dir=folder, **options)
     no_samples = mock.patch("peft_mux.engine.parallelize.weight_samples", return_value={})  # there are no numbers
     with mock.patch.object(MultiTaskTrainingArguments, "device", torch.device("cuda")), no_samples:
         source = BackboneSource(given, args, None, {})
