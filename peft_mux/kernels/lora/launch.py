@@ -134,14 +134,14 @@ def expand(
         add: whether to add to what `y_TK` holds, instead of writing it.
 
     Raises:
-        ValueError: if a shape, a dtype or a layout is not as above, or a bias would be dropped from.
+        ValueError: if a shape, a dtype or a layout is not as above, or a bias is of another dtype, or would be dropped
+            from.
     """
     drop = ranks.has_dropout and places is not None
     choices = ranks, scaled, drop, module_seed, tables.block_rows, bias is not None, add
     launches = _prepared(_expand_launches, choices, w, y_TK, s_TC, tables, places)
-    if bias is not None and (drop or bias.shape != y_TK.shape[1:] or not bias.is_contiguous()):
-        width = y_TK.shape[1]
-        raise ValueError(f"bias of shape {tuple(bias.shape)}; allowed: contiguous [{width}], and none with dropout.")
+    if bias is not None:
+        _check_bias(bias, y_TK, drops=drop)
     moving = s_TC, y_TK, w.base if bias is None else bias, tables.step_seed_G if places is None else places
     num_tiles = tables.num_tiles
     for blocks, launch in launches if num_tiles else ():
@@ -405,6 +405,16 @@ def _check_layout(
         raise ValueError(
             f"{tables.num_segments} segments, ranks of {ranks.num_segments} segments, factors of {w.num_segments}; the "
             "tables do not fit."
+        )
+
+
+def _check_bias(bias: torch.Tensor, y_TK: torch.Tensor, *, drops: bool) -> None:
+    """Raise where a bias is not one number of y's dtype for each column, or would be dropped from."""
+    # The dtype too: code that was compiled for another one would read the wrong bytes.
+    if drops or bias.shape != y_TK.shape[1:] or bias.dtype != y_TK.dtype or not bias.is_contiguous():
+        raise ValueError(
+            f"bias of shape {tuple(bias.shape)} in {bias.dtype}; allowed: contiguous [{y_TK.shape[1]}] in "
+            f"{y_TK.dtype}, and none with dropout."
         )
 
 

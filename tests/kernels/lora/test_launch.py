@@ -137,6 +137,15 @@ def test_rows_are_checked_in_every_launch_and_layouts_in_the_first_of_each(start
     assert len(started) == 1
 
 
+def test_a_bias_of_another_dtype_is_refused_though_all_else_was_prepared(started: list[kernels.Launch]) -> None:
+    w, ranks, tables = Factors([torch.zeros(RANK, COLUMNS)], COLUMNS), RankTable([RANK], [1.0]), SegmentTables([4], [0])
+    s, y = torch.zeros(4, 8), torch.zeros(4, COLUMNS)
+    kernels.expand(s, w, y, tables, ranks, scaled=True, bias=torch.zeros(COLUMNS))
+    with pytest.raises(ValueError, match=r"bias of shape \(32,\) in torch\.bfloat16"):
+        kernels.expand(s, w, y, tables, ranks, scaled=True, bias=torch.zeros(COLUMNS, dtype=torch.bfloat16))
+    assert len(started) == 1
+
+
 @pytest.mark.parametrize(
     ("lengths", "settings", "reductions"),
     [
