@@ -44,7 +44,7 @@ class CudaGraphs:
         """Make the pool, and the stream that graphs are captured on."""
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)
-        self._has_room = False
+        self._device, self._has_room = device, False
 
     def __call__(self) -> CudaGraph:
         """Return an empty graph.
@@ -55,7 +55,7 @@ class CudaGraphs:
         """
         # Asked once: later graphs find their room in the pool of the first one.
         if not self._has_room:
-            _require_room(self._stream.device)
+            _require_room(self._device)
             self._has_room = True
         return CudaGraph(self._pool, self._stream)
 

@@ -24,7 +24,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.cuda_graphs import passes as captured
-from peft_mux.engine.cuda_graphs.graph import CudaGraphs
+from peft_mux.engine.cuda_graphs.graph import CannotCaptureError, CudaGraphs
 from peft_mux.engine.cuda_graphs.inputs import Shape, StaticInputs
 from peft_mux.engine.cuda_graphs.passes import CapturedPasses
 from peft_mux.engine.executor import Executor
@@ -438,6 +438,10 @@ class FakeCuda:
         patch.setattr(torch.cuda, "CUDAGraph", lambda: SimpleNamespace(replay=lambda: self.events.append("replay")))
         patch.setattr(torch.cuda, "stream", self._on)
         patch.setattr(torch.cuda, "graph", self._graph)
+        self.free_bytes = 1000
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (self.free_bytes, 4000))
+        patch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2500)
+        patch.setattr(torch.cuda, "memory_allocated", lambda device: 1500)
 
     def _stream(self, name: str) -> Any:
         return SimpleNamespace(
@@ -482,3 +486,15 @@ def test_the_current_stream_waits_even_for_a_warm_up_that_fails(monkeypatch: pyt
     with pytest.raises(RuntimeError, match="no memory"):
         CudaGraphs(torch.device("cuda"))().warm_up(fail)
     assert cuda.events[-1] == "current waits for side"
+
+
+def test_a_first_graph_needs_as_much_memory_as_a_pass_and_later_ones_share_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda(monkeypatch)
+    graphs = CudaGraphs(torch.device("cuda"))
+    cuda.free_bytes = 999
+    with pytest.raises(CannotCaptureError, match="the GPU has 0 MiB left, of 0 MiB that a pass takes"):
+        graphs()
+    cuda.free_bytes = 1000
+    graphs()
+    cuda.free_bytes = 0
+    graphs()
