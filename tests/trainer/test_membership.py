@@ -6,11 +6,12 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from peft_mux import ConfigError
+from peft_mux import CheckpointError, ConfigError
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.membership import Membership
 from peft_mux.trainer.run import Run
@@ -194,6 +195,28 @@ def test_commands_of_other_threads_wait_until_every_process_has_them(
         elsewhere.append("pause b")
         membership.apply_shared_commands()
         assert [own.status for own in run.table] == ["paused", "paused"]
+
+
+def test_a_task_that_cannot_be_written_stays_unless_its_adapter_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, calls = make_run(tmp_path), Calls()
+    start_all(run)
+    membership = membership_of(run, calls)
+    folder: Any = SimpleNamespace(note_removed=lambda own: None, has_record=lambda: True, amend_record=lambda: None)
+    run.saver.folder = folder
+    monkeypatch.setattr(run.saver, "save_adapter", lambda name: False)
+    with training(membership):
+        kept = membership.remove("a", save=True)
+        membership.apply_commands()
+        assert names(run) == ["a", "b"]
+        assert run.table["a"].status is TaskStatus.RUNNING
+        given_up = membership.remove("a", save=False)
+        membership.apply_commands()
+    with pytest.raises(CheckpointError, match=r'"a", whose adapter could not be written, so that it stays'):
+        kept.result()
+    assert given_up.result() is None
+    assert names(run) == ["b"]
 
 
 @pytest.mark.parametrize("ask", ["remove", "pause", "resume"])
