@@ -64,6 +64,7 @@ def described_plan(
             *target_notes(target, layers_per_stage, shape),
             *_bound_notes(outcome, args.max_tokens_per_micro_batch),
             *_run_notes(runs, target.device_type),
+            *_graph_notes(target, args),
         ),
         num_replicas=target.num_replicas,
         layers_per_stage=layers_per_stage,
@@ -90,3 +91,11 @@ def _run_notes(runs: Sequence[TaskRun], device_type: str) -> tuple[str, ...]:
     if reason is not None:
         device_notes = (f"adapters are computed task by task with torch, as {reason}",)
     return device_notes + tuple(remark for run in runs for remark in run.loader.report.remarks)
+
+
+def _graph_notes(target: Target, args: MultiTaskTrainingArguments) -> tuple[str, ...]:
+    """Say that passes are not replayed as CUDA graphs where they would be on one device."""
+    is_apart = target.num_stages * target.devices_per_stage * target.backbone_shards > 1
+    if args.cuda_graphs != "auto" or target.device_type != "cuda" or not is_apart:
+        return ()
+    return ("passes are launched one by one, without CUDA graphs, as they wait for other processes on the way",)

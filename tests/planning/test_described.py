@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -31,3 +34,25 @@ def test_a_plan_says_why_kernels_will_not_run(
     monkeypatch.setattr(described, "reason_against_kernels", lambda device: reason)
     wanted = () if told is None else (f"adapters are computed task by task with torch, as {told}",)
     assert described._run_notes([], device_type) == wanted
+
+
+@pytest.mark.parametrize(
+    ("device_type", "apart", "asked", "is_told"),
+    [
+        ("cuda", {"num_stages": 2}, "auto", True),
+        ("cuda", {"devices_per_stage": 2}, "auto", True),
+        ("cuda", {"backbone_shards": 2}, "auto", True),
+        ("cuda", {"num_replicas": 2}, "auto", False),
+        ("cuda", {"num_stages": 2}, False, False),
+        ("cpu", {"num_stages": 2}, "auto", False),
+    ],
+)
+def test_a_plan_says_where_passes_are_not_replayed_though_nobody_asked_for_that(
+    device_type: str, apart: dict[str, int], asked: bool | str, is_told: bool
+) -> None:
+    sizes = {"num_stages": 1, "devices_per_stage": 1, "backbone_shards": 1, "num_replicas": 1, **apart}
+    target: Any = SimpleNamespace(device_type=device_type, **sizes)
+    args: Any = SimpleNamespace(cuda_graphs=asked)
+    notes = described._graph_notes(target, args)
+    assert [note for note in notes if "without CUDA graphs" in note] == list(notes)
+    assert bool(notes) is is_told
