@@ -322,6 +322,10 @@ class RunFolder:
         Raises:
             CheckpointError: if no checkpoint of the task is valid, or its settings have changed.
         """
+        if not storage.safe_child(self.root, run.name).exists():
+            # What the refusal below tells users to do where no checkpoint is valid.
+            warn(f'task "{run.name}": {self.root / run.name} is gone; the task is trained anew.')
+            return
         folder = self.task_folder(run.name)
         if step not in storage.numbered_folders(folder):
             gone = folder / f"checkpoint-{step}"
@@ -348,6 +352,8 @@ class RunFolder:
 
     def _load(self, run: TaskRun, folder: Path) -> None:
         saved = read_task_state(folder / STATE_NAME)
+        if folder.name != f"checkpoint-{saved.step}":
+            raise CheckpointError(f"{folder}: got a state of step {saved.step}; allowed: that of its own name.")
         # Before anything of the run is changed.
         check_settings(run, saved.settings)
         try:

@@ -103,6 +103,8 @@ def _parsed(value: dict[str, Any]) -> SavedTask:
     for entry in seen["log_history"]:
         # Read again by the report of the run.
         float(entry.get("eval_loss", 0.0))
+    if value["status"] == TaskStatus.RUNNING.value and value.get("optimizer") is None:
+        raise ValueError("a running task has no optimizer")
     return SavedTask(
         settings=_object(value["settings"], "settings"),
         step=count(value["step"], "step"),

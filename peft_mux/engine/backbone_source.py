@@ -33,6 +33,7 @@ _HUB_OPTIONS = "revision code_revision subfolder token cache_dir local_files_onl
 """Options of `from_pretrained` that say where files come from: they hold for configuration and tokenizer too."""
 
 _LOADING_ERRORS = (OSError, ValueError, ImportError, TypeError, AttributeError, LookupError, RecursionError)
+_LOADING_ERRORS += (torch.serialization.pickle.UnpicklingError,)  # pickled weights with more than weights in them
 """What transformers raises of files and options that it cannot make a model of."""
 
 

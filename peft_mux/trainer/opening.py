@@ -57,6 +57,9 @@ class Opening:
         self._open_folder(is_resumed=bool(resume), fingerprint=fingerprint)
         if resume:
             self._restore(self._run.root if resume is True else Path(resume), fingerprint)
+        elif not self._has_trained and self._run.saver.folder is not None:
+            # What a run that was killed before its first save has logged is no part of this one.
+            self._run.log.metrics.truncate_after(-1)
         self._drop_gradients()
         self._has_trained = True
         # After the tasks are restored, as those that have ended or are paused take no part in a plan.
