@@ -21,6 +21,7 @@ from peft_mux.hyper_parameters import (
     supported_optimizers,
     supported_schedules,
 )
+from peft_mux.own_code import describe_error
 from peft_mux.task_names import name_fault
 
 if TYPE_CHECKING:
@@ -217,6 +218,8 @@ def _dataset_faults(dataset: Any, where: str) -> list[Fault]:
             return [] if len(dataset) else [Fault(where, "an empty dataset", allowed)]
         except TypeError:  # an array without dimensions
             return [Fault(where, shown(dataset), allowed)]
+        except Exception as error:  # the dataset's own code, which its owner has to mend
+            return [Fault(where, f"a dataset whose length raises {describe_error(error)}", allowed)]
     if hasattr(dataset, "__len__"):  # a set, say, which has no first row
         return [Fault(where, type(dataset).__name__, allowed, "Give its rows in an order, such as a list.")]
     # Every epoch reads the rows from the start, which an iterator has no way back to.

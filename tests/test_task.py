@@ -429,3 +429,15 @@ def test_an_array_is_no_choice(field: str) -> None:
 )
 def test_a_value_of_the_wrong_type_is_refused_when_the_task_is_made(field: str, value: Any) -> None:
     assert f"tasks.own.{field}" in refusal(**{field: value})
+
+
+def test_a_dataset_whose_length_raises_is_refused_with_what_it_raises() -> None:
+    class Broken:
+        def __len__(self) -> int:
+            raise OSError("the disk of its owner is gone")
+
+        def __getitem__(self, row: int) -> dict[str, str]:
+            return {"text": "a row"}
+
+    message = refusal(train_dataset=Broken())
+    assert "train_dataset: got a dataset whose length raises OSError: the disk of its owner is gone" in message
