@@ -66,6 +66,9 @@ class Opening:
         plan = self._plans.replan()
         if self._run.saver.is_writer:
             describe_run(self._run.root, self._run.args, self._run.table, plan)
+        # A stop that ended the training before this one would end it before its first step. Not later than here: once
+        # signals are listened to, one of them may have asked for a stop.
+        self._run.control.should_training_stop, self._run.interrupted_by = False, 0
 
     def _require_whole_step(self) -> None:
         """Refuse to go on from a step that some tasks have taken and others have not.
@@ -147,8 +150,6 @@ class Opening:
         run = self._run
         # From here on commands wait for a step boundary, those of on_train_begin below among them.
         run.is_in_train = True
-        # A stop that ended the training before this one would end it before its first step.
-        run.control.should_training_stop, run.interrupted_by = False, 0
         run.log.progress.start(run.table)
         for own in run.table:
             run.log.rows.begin(own)
