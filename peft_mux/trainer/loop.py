@@ -61,10 +61,12 @@ class StepLoop:
         """Train until every task has ended or is paused.
 
         Args:
-            resume: what to go on from; see `Opening.open`.
+            resume: what to go on from; see `Opening.connect`.
         """
         # From the first moment on: what other threads ask for while the model loads waits for the first step too.
         with self._membership.queue.training(self._membership.finish_commands):
+            # Connected first, so that the others hear of it at once if the folder is somebody else's.
+            resume = self._opening.connect(resume)
             with self._run.saver.keep_folder(self._run.root, goes_on=not resume):
                 return self._train(resume)
 

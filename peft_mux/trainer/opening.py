@@ -34,17 +34,15 @@ class Opening:
         self._run, self._world, self._placement, self._plans = run, world, placement, plans
         self._has_trained = False
 
-    def open(self, resume: str | bool | None) -> None:
-        """Connect the processes, load the model, open the run folder, restore the tasks, and plan.
+    def connect(self, resume: str | bool | None) -> str | bool | None:
+        """Connect the processes, and return what they go on from.
 
         Args:
-            resume: `True` for the newest state in the run folder, another run's folder, or nothing for what the
-                arguments say; a run that has trained before then goes on from where it is.
+            resume: what `train` was told; nothing for what the arguments say, as far as the run has not trained before.
 
         Raises:
-            CheckpointError: if there is nothing to resume from, the folder holds a run that is not resumed, or the
-                step before was cut off where only a saved state can be gone on from.
-            ConfigError: if processes were given unlike settings, or nothing fits into memory.
+            CheckpointError: if the step before was cut off where only a saved state can be gone on from.
+            ConfigError: if processes were given unlike settings.
         """
         # The argument is for a run that begins, or it would throw away what this trainer has done since.
         resume = resume or (None if self._has_trained else self._run.args.resume_from_checkpoint)
@@ -52,6 +50,19 @@ class Opening:
             self._require_whole_step()
         # Compared before anything is loaded: unlike settings are told in seconds, and could be a hang later on.
         self._world.connect(resume=resume)
+        return resume
+
+    def open(self, resume: str | bool | None) -> None:
+        """Load the model, open the run folder, restore the tasks, and plan.
+
+        Args:
+            resume: `True` for the newest state in the run folder, another run's folder, or nothing to go on from where
+                the run is.
+
+        Raises:
+            CheckpointError: if there is nothing to resume from, or the folder holds a run that is not resumed.
+            ConfigError: if nothing fits into memory.
+        """
         placed = self._placement.materialise(self._plans.plan_stages)
         fingerprint = self._world.compare_frozen_weights(type(placed.model.backbone).__name__, placed.samples)
         self._open_folder(is_resumed=bool(resume), fingerprint=fingerprint)

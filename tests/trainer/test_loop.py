@@ -66,7 +66,7 @@ def loop_of(run: Run, calls: Calls, num_steps: int, monkeypatch: pytest.MonkeyPa
         "reporter": SimpleNamespace(
             log_if_due=write_down("log"), evaluate_if_due=write_down("evaluate"), finish=finish
         ),
-        "opening": SimpleNamespace(open=open_run, begin=write_down("begin")),
+        "opening": SimpleNamespace(connect=lambda resume: resume, open=open_run, begin=write_down("begin")),
     }
     return StepLoop(run, **parts)
 
