@@ -27,7 +27,7 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Less than 15 minutes on 2 cores.
+# About 20 minutes on 2 cores.
 test-slow-ci: $(VENV)/.ready
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "slow and not gpu" $(SLOW_CI)
 

@@ -82,14 +82,20 @@ def tiles(kernel: str, device_name: str, width: int, block_ranks: int, element_s
         device_name: model of the GPU, as the function `gpu_model` returns it.
         width: number of columns of the activation.
         block_ranks: number of ranks of a block, 16 or 64.
-        element_size: bytes of an element; 4-byte ones get half as many columns in the same shared memory.
+        element_size: bytes of an element; 4-byte ones get half as many columns in the same shared memory, and
+                with great ranks more warps.
     """
     by_kernel = _TABLE.get((device_name, width)) or _TABLE.get((device_name, _ANY_WIDTH)) or _DEFAULT
     choice = by_kernel[kernel]
     # The reduction keeps its blocks in registers, so shared memory does not bound its columns.
     columns = choice.columns if element_size <= 2 or kernel == "reduce" else choice.columns // 2
-    stages = choice.narrow_stages if block_ranks <= NARROW_RANK else choice.wide_stages
-    return Tiles(columns, choice.warps, stages)
+    if block_ranks <= NARROW_RANK:
+        return Tiles(columns, choice.warps, choice.narrow_stages)
+    if element_size <= 2:
+        return Tiles(columns, choice.warps, choice.wide_stages)
+    # Products in fp32 use no tensor cores, so a thread holds more of them: with 4 warps an A100 has to spill, and in
+    # wgrad with two loads in flight still.
+    return Tiles(columns, 2 * choice.warps, choice.wide_stages - (kernel == "wgrad"))
 
 
 def gpu_model(device: torch.device) -> str:
