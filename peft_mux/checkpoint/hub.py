@@ -63,7 +63,7 @@ def push_task(
 
     Args:
         model: the model that holds the adapter.
-        run: the task.
+        run: the task whose adapter is uploaded.
         weights: the whole adapter's weights, where the model holds only a part of it.
         repo_id: repository on the Hub; made where absent.
         options: some of `OPTIONS`, by name.

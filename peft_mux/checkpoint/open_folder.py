@@ -19,7 +19,7 @@ def open_other_folder(
     written to; then it is read as it is.
 
     Args:
-        root: the folder.
+        root: the folder of that run.
         model: the model whose adapters are read.
         is_writer: whether this process puts anything in order.
         fingerprint: digest of the whole backbone, where the model holds only a part of it.

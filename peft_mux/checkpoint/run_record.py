@@ -95,7 +95,7 @@ def read_records(folder: Path, warn: Callable[[str], None] | None = None) -> lis
     """Return the valid records of a folder, oldest first.
 
     Args:
-        folder: where they lie.
+        folder: the folder that the records lie in.
         warn: told of each one that is not valid.
     """
     found = []

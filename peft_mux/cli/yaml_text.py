@@ -57,7 +57,7 @@ def parse_value(text: str, where: str) -> Any:
     """Return what a text stands for, such as the value of `--set`.
 
     Args:
-        text: the text.
+        text: the text that is parsed.
         where: what it is the value of, for messages.
 
     Raises:

@@ -23,7 +23,7 @@ def try_kernel(device: torch.device) -> None:
     """Compile and launch a kernel, and wait for what it writes.
 
     Args:
-        device: a CUDA device.
+        device: the CUDA device that it is launched on.
 
     Raises:
         RuntimeError: if it writes something else; what Triton raises where it cannot launch comes as it is.

@@ -20,7 +20,7 @@ class _Rows(NamedTuple):
 
     Attributes:
         step: index of the step.
-        sequences: the tokenised rows.
+        sequences: the tokenised rows of one step.
         report: what became of all rows up to here.
     """
 

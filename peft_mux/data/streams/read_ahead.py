@@ -75,7 +75,7 @@ class _Reading(threading.Thread, Generic[Item]):
 
     Args:
         items: where it comes from.
-        where: names the thread.
+        where: the dataset, which the thread is named after.
     """
 
     def __init__(self, items: Iterator[Item], where: str) -> None:

@@ -63,7 +63,7 @@ class CapturedPass:
             batch: a micro-batch of the same tasks and shape, on the host.
 
         Returns:
-            its losses `[N]`.
+            the losses `[N]` of the pass, one a task.
 
         Raises:
             CannotCaptureError: if the pass depends on more than its inputs' contents; gradients are as they were then.

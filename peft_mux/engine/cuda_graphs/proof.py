@@ -58,7 +58,7 @@ def reason_against_replay(captured: CapturedPass, batch: MuxBatch) -> str | None
     """Return why a replay may not take the place of an eager pass over the same memory, or `None`.
 
     Args:
-        captured: the pass, captured.
+        captured: the pass as it was captured.
         batch: a micro-batch of its tasks and shape, on the host.
     """
     with captured.as_they_were():

@@ -144,7 +144,7 @@ class CommandQueue:
 
         Args:
             label: what it is in words, the same on every process that asks for the same.
-            action: does it.
+            action: does what was asked for.
         """
         return action() if self.is_owner else self.give(label, action).result()
 

@@ -270,7 +270,7 @@ class Launch:
     for tensors that begin on 16 bytes is kept from the first launch, and any other launch goes through Triton's binder.
 
     Args:
-        kernel: the Triton kernel.
+        kernel: the Triton kernel that is launched.
         tile: how it is launched.
         fixed: the arguments between those of a call and the constants.
         constants: the kernel's constants, in its own order, which ends with them.
@@ -328,8 +328,8 @@ def _prepared(
         prepare: makes the launches of a kernel.
         choices: what it makes them of; the table of ranks comes first.
         w: the segments' factors or gradients.
-        x_TD: `[T, D]` activations.
-        s_TC: S `[T, C]`.
+        x_TD: `[T, D]` activations, T rows of the stream.
+        s_TC: S `[T, C]`, in the dtype of the activations.
         tables: which rows of the stream belong to which segment.
         places: int64 `[T]`, or `None`.
     """

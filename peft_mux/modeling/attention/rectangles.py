@@ -93,7 +93,7 @@ def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host on a device, without waiting for the copy.
 
     Args:
-        tensor: on the host.
+        tensor: a tensor on the host.
         device: where it is needed.
     """
     # From pageable memory the host would wait; torch gives pinned memory out again only once the copy is done.
