@@ -25,7 +25,7 @@ from tests.attacks.attack_lab import COUNT, IS_FULL, Outcome, nano_llama, sample
 from tests.attacks.run_files import SAVING, assert_told_truly, remove, two_tasks
 from tests.invariants import mux_lab as lab
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(600)  # the full form makes a hundred changes a test
 
 # ------------------------------------------------------------------------ what is done to a file
 

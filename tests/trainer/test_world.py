@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from peft_mux import ConfigError
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.replicas.layout import ParallelLayout, layout_of_text
 from peft_mux.trainer.world import World
 from tests.trainer.parts import make_run, start_all
 
@@ -75,3 +75,9 @@ def test_a_layout_that_one_process_cannot_be_is_refused(tmp_path: Path) -> None:
     run.args.tensor_parallel_size = 2
     with pytest.raises(ConfigError, match="in a run of 1 processes"):
         World(run.args, run.table)
+
+
+@pytest.mark.parametrize("text", ["<1,1>x99999999999", "<999999,1>", "<1,1000000>x2"])
+def test_replicas_by_the_million_are_refused_before_they_fill_the_memory(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"args.replicas is .*; allowed: numbers of at most 5 digits"):
+        layout_of_text(text, 2)

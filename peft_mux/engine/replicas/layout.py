@@ -20,6 +20,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 
+_MOST_DIGITS = 5
 _REPLICAS = re.compile(r"<\s*(\d+)\s*,\s*(\d+)\s*>\s*(?:x\s*(\d+))?")
 
 
@@ -101,6 +102,9 @@ class ParallelLayout:
         for match in matches:
             assert match is not None, "checked above"
             tp, pp, count = match.groups(default="1")
+            # Before a list is made of so many: no run has them, and it would fill the memory.
+            if max(map(len, (tp, pp, count))) > _MOST_DIGITS:
+                raise ValueError(f"replicas is {text!r}; allowed: numbers of at most {_MOST_DIGITS} digits.")
             replicas += [ParallelConfig(int(tp), int(pp))] * int(count)
         return cls(tuple(replicas))
 

@@ -72,6 +72,7 @@ def refusal(config: LoraConfig) -> str:
         ("layers_pattern", 3),
         ("lora_dropout", "a"),
         ("lora_alpha", 10**400),
+        ("lora_alpha", 1e308),
         ("bias", 3),
         ("bias", None),
         ("modules_to_save", [1]),

@@ -59,6 +59,10 @@ def initialiser_faults(config: LoraConfig, where: str) -> list[Fault]:
     ]
 
 
+_GREATEST_FP32 = 3.4e38
+"""What a layer's output is scaled by is held in fp32."""
+
+
 def number_faults(config: LoraConfig, where: str) -> list[Fault]:
     """Return what is wrong with ranks, alphas and dropout."""
     faults = []
@@ -68,8 +72,8 @@ def number_faults(config: LoraConfig, where: str) -> list[Fault]:
             faults.append(Fault(f"{where}.{name}", shown(rank), "an integer of at least 1"))
     alphas = {"lora_alpha": config.lora_alpha, **_by_module(config, "alpha_pattern")}
     for name, alpha in alphas.items():
-        if not _is_finite(alpha) or alpha <= 0:
-            faults.append(Fault(f"{where}.{name}", shown(alpha), "a finite number above 0"))
+        if not _is_finite(alpha) or not 0 < alpha <= _GREATEST_FP32:
+            faults.append(Fault(f"{where}.{name}", shown(alpha), "a finite number above 0, as fp32 holds it"))
     if not _is_finite(config.lora_dropout) or not 0 <= config.lora_dropout < 1:
         faults.append(Fault(f"{where}.lora_dropout", shown(config.lora_dropout), "a number in [0, 1)"))
     return faults
