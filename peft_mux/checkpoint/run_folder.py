@@ -26,6 +26,7 @@ import torch
 
 from peft_mux import storage
 from peft_mux.checkpoint.adapter_folder import mend_adapter, replace_adapter
+from peft_mux.checkpoint.retention import prune_states
 from peft_mux.checkpoint.run_record import (
     FORMAT_VERSION,
     RecordedTask,
@@ -217,27 +218,13 @@ class RunFolder:
         # After all tasks: a record names only checkpoints that are whole on the disk.
         self._write_record(RunRecord(run_step, FORMAT_VERSION, self.fingerprint, tasks, self.removed, numerics))
         # After the new record, so that a crash in between leaves too many checkpoints rather than too few.
-        self._prune()
+        if self.keep is not None:
+            prune_states(self.root, self.root / STATE_FOLDER, keep=self.keep)
 
     def _write_record(self, record: RunRecord) -> None:
         content = record.to_bytes()
         storage.write_file(record_path(self.root / STATE_FOLDER, record.run_step), content)
         self._newest = content
-
-    def _prune(self) -> None:
-        if self.keep is None:
-            return
-        records = self.records()
-        for _, path in records[: -self.keep]:
-            # Records before the checkpoints that they name: none may ever name one that is gone.
-            path.unlink()
-        needed: dict[str, set[Path]] = {}
-        for record, _ in records[-self.keep :]:
-            for name, entry in record.tasks.items():
-                needed.setdefault(name, set()).add(self.root / name / f"checkpoint-{entry.step}")
-        for name, folders in needed.items():
-            # Tasks end at different steps, so a checkpoint that a kept record names may be old by number.
-            storage.prune(self.root / name, keep=self.keep, protect=folders)
 
     # ----------------------------------------------------- tasks that leave and come again
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.errors import ConfigError, Fault, raise_faults
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.storage import unwritable
@@ -178,3 +179,21 @@ def _short_form(model: Any, train: Mapping[str, Any] | None, held_out: Mapping[s
         )
         for name in model.tasks
     ]
+
+
+def make_collator(args: MultiTaskTrainingArguments, tokenizer: Any) -> ChunkPackingCollator:
+    """Return what packs the rows of a run.
+
+    Args:
+        args: the arguments of the run, which say how chunks are cut.
+        tokenizer: the tokenizer of the run, or `None`.
+    """
+    pad_token_id = getattr(tokenizer, "pad_token_id", None)
+    return ChunkPackingCollator(
+        chunk_size=args.chunk_size,
+        min_chunk_size=args.min_chunk_size,
+        pad_to_chunks=args.pad_to_chunks,
+        # Padding is a sequence of its own without targets, so that its id changes no result.
+        pad_token_id=pad_token_id or 0,
+        split_long_sequences=args.split_long_sequences,
+    )

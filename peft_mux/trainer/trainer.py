@@ -26,7 +26,6 @@ from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments
 from peft_mux.checkpoint.hub import check_push, push_task
 from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.checkpoint.saver import Saver
-from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.allocator import keeping_freed_memory
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.evaluation.evaluator import TaskEvaluator
@@ -45,6 +44,7 @@ from peft_mux.tasks.table import TaskTable
 from peft_mux.trainer.inputs import (
     check_evaluation,
     check_processes,
+    make_collator,
     refuse_trainer_arguments,
     task_list,
     without_empty_folder,
@@ -138,7 +138,7 @@ class MultiTaskTrainer(Trainer):
         self._run = run = self._make_run(is_main=world.processes.is_main)
         self._placement = placement = Placement(run, world, source, tasks, described)
         placement.subscribe(self._hand_out_model)
-        collator = self._make_collator()
+        collator = make_collator(self.args, self.processing_class)
         planner = Planner(placement.outline, source, self.args, collator, num_replicas=world.layout.num_replicas)
         self._plans = plans = PlanFollower(run, world, placement, planner, collator)
         self._evaluator = evaluator = TaskEvaluator(
@@ -312,12 +312,9 @@ class MultiTaskTrainer(Trainer):
 
     def _evaluate(self, task: str | None) -> dict[str, float]:
         self._placement.materialise(self._plans.plan_stages)
-        names = [task] if task is not None else [run.name for run in self.table if run.eval_data is not None]
-        results: dict[str, float] = {}
-        for name in names:
-            metrics = self._evaluator.metrics(self._membership.run_of(name))
-            results.update({f"{name}/{key}": value for key, value in metrics.items()})
-        return results
+        held_out = [run for run in self.table if run.eval_data is not None]
+        runs = held_out if task is None else [self._membership.run_of(task)]
+        return {f"{run.name}/{key}": value for run in runs for key, value in self._evaluator.metrics(run).items()}
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write every task's adapter, each at the root of its sub-folder, loadable by plain PEFT."""
@@ -397,16 +394,3 @@ class MultiTaskTrainer(Trainer):
             ConfigError: if there are not as many processes, or the model cannot be read again.
         """
         self._membership.queue.ask(f"redeploy {replicas}", lambda: self._relocation.redeploy(replicas))
-
-    # ------------------------------------------------------------- internal
-
-    def _make_collator(self) -> ChunkPackingCollator:
-        pad_token_id = getattr(self.processing_class, "pad_token_id", None)
-        return ChunkPackingCollator(
-            chunk_size=self.args.chunk_size,
-            min_chunk_size=self.args.min_chunk_size,
-            pad_to_chunks=self.args.pad_to_chunks,
-            # Padding is a sequence of its own without targets, so that its id changes no result.
-            pad_token_id=pad_token_id or 0,
-            split_long_sequences=self.args.split_long_sequences,
-        )

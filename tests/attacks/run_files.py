@@ -12,10 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from peft_mux import EarlyStopping, MultiTaskTrainer, Task
+from peft_mux import EarlyStopping, Task
 from tests.attacks import attack_lab as attacks
 from tests.attacks.attack_lab import Outcome, nano_task
 from tests.checkpoint import kill_cases
+from tests.checkpoint.crashes import Killed, crash
 from tests.checkpoint.kill_cases import Helper
 from tests.invariants import mux_lab as lab
 
@@ -30,18 +31,9 @@ def two_tasks() -> list[Task]:
     return [long, nano_task("short", 2, max_steps=3)]
 
 
-class Crash(Exception):
-    """Ends a run in the middle, with nothing saved on the way out."""
-
-
-def crash(trainer: MultiTaskTrainer) -> None:
-    """End the run."""
-    raise Crash
-
-
 def crash_run(folder: Path) -> None:
     """Leave the folder of a run that saved after steps 2 and 4, and crashed in step 5."""
-    with pytest.raises(Crash):
+    with pytest.raises(Killed):
         attacks.train(two_tasks(), folder, at_end={5: crash}, **SAVING)
 
 

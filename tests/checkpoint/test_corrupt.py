@@ -20,7 +20,7 @@ from peft_mux import storage
 from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.errors import CheckpointError
 from peft_mux.task import Task
-from peft_mux.trainer.trainer import MultiTaskTrainer
+from tests.checkpoint.crashes import Killed, copy_of, crash
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
 
@@ -32,14 +32,6 @@ def tasks(**settings: Any) -> list[Task]:
         lab.small_task("a", data_seed=1, lora_dropout=0.1, **{"max_steps": 7, **settings}),
         lab.small_task("b", data_seed=2, length=9, rank=2, max_steps=7),
     ]
-
-
-class Killed(Exception):
-    """Ends a run in the middle, with nothing saved on the way out."""
-
-
-def crash(trainer: MultiTaskTrainer) -> None:
-    raise Killed
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +53,7 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def root(crashed: Path, tmp_path: Path) -> Path:
     """Return a copy of the crashed run, to be spoilt."""
-    return Path(shutil.copytree(crashed, tmp_path / "run"))
+    return copy_of(crashed, tmp_path)
 
 
 def resume(root: Path, with_tasks: list[Task] | None = None, **options: Any) -> Run:

@@ -15,18 +15,11 @@ from peft_mux import storage
 from peft_mux.checkpoint.run_record import read_record
 from peft_mux.errors import CheckpointError
 from peft_mux.task import Task
+from tests.checkpoint.crashes import Killed, copy_of, crash
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
-
-
-class Killed(Exception):
-    """Ends a run in the middle, with nothing saved on the way out."""
-
-
-def crash(trainer: Any) -> None:
-    raise Killed
 
 
 def tasks() -> list[Task]:
@@ -46,7 +39,7 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def root(crashed: Path, tmp_path: Path) -> Path:
     """Return a copy of the crashed run, to be spoilt."""
-    return Path(shutil.copytree(crashed, tmp_path / "run"))
+    return copy_of(crashed, tmp_path)
 
 
 def resume(root: Path, capsys: pytest.CaptureFixture[str], **options: Any) -> tuple[Run, str]:

@@ -10,18 +10,11 @@ import pytest
 
 from peft_mux.errors import CheckpointError
 from peft_mux.task import Task, TaskStatus
+from tests.checkpoint.crashes import Killed, crash
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
-
-
-class Killed(Exception):
-    """Ends a run in the middle, with nothing saved on the way out."""
-
-
-def crash(trainer: Any) -> None:
-    raise Killed
 
 
 def remove_b(trainer: Any) -> None:

@@ -16,6 +16,7 @@ from peft import LoraConfig
 from peft_mux.errors import CheckpointError
 from peft_mux.task import EarlyStopping, Task, TaskStatus
 from peft_mux.trainer.trainer import MultiTaskTrainer
+from tests.checkpoint.crashes import Killed, crash
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
 
@@ -72,14 +73,6 @@ def poison(trainer: MultiTaskTrainer) -> None:
 
 def stop(trainer: MultiTaskTrainer) -> None:
     trainer.control.should_training_stop = True
-
-
-class Killed(Exception):
-    """Ends a run in the middle, with nothing saved on the way out."""
-
-
-def crash(trainer: MultiTaskTrainer) -> None:
-    raise Killed
 
 
 def recorder(**acts: Any) -> Recorder:

@@ -41,23 +41,22 @@ class CudaGraphs:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Make the pool, and the stream that graphs are captured on."""
-        self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
-        self._device, self._has_room = device, False
+        """Make nothing yet: what fails then fails the first capture, and not a run that may do without."""
+        self._device = device
+        self._pool_and_stream: tuple[Any, torch.cuda.Stream] | None = None
 
     def __call__(self) -> CudaGraph:
-        """Return an empty graph.
+        """Return an empty graph; the first call makes the pool, and the stream that graphs are captured on.
 
         Raises:
             CannotCaptureError: if the device has less memory left than a pass takes: graphs keep theirs for good, and
                 passes that run eagerly need theirs beside it.
         """
-        # Asked once: later graphs find their room in the pool of the first one.
-        if not self._has_room:
+        if self._pool_and_stream is None:
+            # Asked once: later graphs find their room in the pool of the first one.
             _require_room(self._device)
-            self._has_room = True
-        return CudaGraph(self._pool, self._stream)
+            self._pool_and_stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(self._device)
+        return CudaGraph(*self._pool_and_stream)
 
 
 def _require_room(device: torch.device) -> None:

@@ -26,13 +26,13 @@ import triton
 from peft_mux.kernels.lora import tunings
 from peft_mux.kernels.lora.device import expand_kernel, reduce_kernel, shrink_kernel, wgrad_kernel
 from peft_mux.kernels.lora.factors import Factors
+from peft_mux.kernels.lora.fixed_launch import Launch
 from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, RankTable, SegmentTables, signed_seed
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """What activations and factors may be held in; sums are fp32 in any case."""
 
 _REDUCE_RANKS = 16  # rows of a block of the reduction
-_WORD_BYTES = 16  # code for tensors that begin on such moves whole words
 _MAX_LAYOUTS = 64  # of one factor; a model has one or two
 
 # Tests run the kernels on CPUs in Triton's interpreter, whose products of 16-bit blocks are wrong.
@@ -260,51 +260,6 @@ def _wgrad_launches(choices: tuple[Any, ...], grad: Factors, x_TD: torch.Tensor,
         ACCUMULATE=accumulate,
     )
     return [*launches, ((_cdiv(width, tile.columns), _cdiv(ranks.max_rank, _REDUCE_RANKS)), launch)]
-
-
-class Launch:
-    """A kernel with all of its arguments that are the same in every pass.
-
-    Triton would bind the arguments anew in each launch, to find the code that was compiled for such ones; that takes
-    the host several times as long as the launch. All that decides it is fixed here, but where tensors begin: the code
-    for tensors that begin on 16 bytes is kept from the first launch, and any other launch goes through Triton's binder.
-
-    Args:
-        kernel: the Triton kernel that is launched.
-        tile: how it is launched.
-        fixed: the arguments between those of a call and the constants.
-        constants: the kernel's constants, in its own order, which ends with them.
-    """
-
-    __slots__ = ("_compiled", "_fixed", "_kernel", "_options")
-
-    def __init__(self, kernel: Any, tile: tunings.Tiles, *fixed: object, **constants: object) -> None:
-        """Remember all of them; nothing is compiled yet."""
-        assert tuple(kernel.arg_names[-len(constants) :]) == tuple(constants), "constants are in the kernel's order"
-        self._kernel, self._fixed = kernel, (*fixed, *constants.values())
-        self._options = {"num_warps": tile.warps, "num_stages": tile.stages}
-        self._compiled: Any = None
-
-    def __call__(
-        self, grid: tuple[int, ...], moving: tuple[torch.Tensor, ...], tables: tuple[torch.Tensor, ...]
-    ) -> None:
-        """Start the kernel; all launches go through here.
-
-        Args:
-            grid: number of programs in each of three dimensions.
-            moving: the kernel's first arguments, tensors that lie elsewhere in each pass.
-            tables: the arguments after them, tables of the pass, which begin on 16 bytes.
-        """
-        address = 0
-        for tensor in moving:
-            address |= tensor.data_ptr()
-        if self._compiled is not None and address % _WORD_BYTES == 0:
-            self._compiled[grid](*moving, *tables, *self._fixed)
-            return
-        compiled = self._kernel[grid](*moving, *tables, *self._fixed, **self._options)
-        # Triton's interpreter compiles nothing, and returns nothing.
-        if address % _WORD_BYTES == 0:
-            self._compiled = compiled
 
 
 _Blocks = tuple[Any, Launch]

@@ -144,21 +144,32 @@ def packed_attention(
         # Keys come here after rotary embedding, so that later parts read them as they are (M §3.5).
         parts.keep(mux_stream.module_names[module], key, value)
     scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
-    # Asked in every call, as dropout and dtype differ between training, evaluation and autocast.
-    dtype = _computed_in(query)
-    reason = varlen_support(
-        query.device, dtype, query.shape[-1], value_dim=value.shape[-1], softcap=softcap, dropout=dropout
-    )
     scores = _Scores(scaling=scale, is_causal=bool(causal), window=sliding_window, softcap=softcap)
-    if reason is None:
-        out = _through_varlen(module, (query, key, value), mux_stream, scores, dtype)
-    else:
-        if query.is_cuda:
-            warn_once(reason)
-        out = _through_rectangles(module, (query, key, value), mux_stream, scores, dropout)
+    out = _through_kernels(module, (query, key, value), mux_stream, scores, dropout)
     if parts is not None:
         parts.release_finished(mux_stream.module_names[module])
     return out, None
+
+
+def _through_kernels(
+    module: nn.Module,
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    mux_stream: AttentionStream,
+    scores: _Scores,
+    dropout: float,
+) -> torch.Tensor:
+    """Return the outputs by the library of variable lengths, or else by rectangles; on a GPU it is said why."""
+    query, _, value = qkv
+    # Asked in every call, as dropout and dtype differ between training, evaluation and autocast.
+    dtype = _computed_in(query)
+    reason = varlen_support(
+        query.device, dtype, query.shape[-1], value_dim=value.shape[-1], softcap=scores.softcap, dropout=dropout
+    )
+    if reason is None:
+        return _through_varlen(module, qkv, mux_stream, scores, dtype)
+    if query.is_cuda:
+        warn_once(reason)
+    return _through_rectangles(module, qkv, mux_stream, scores, dropout)
 
 
 def _computed_in(query: torch.Tensor) -> torch.dtype:
