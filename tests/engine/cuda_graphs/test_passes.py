@@ -498,3 +498,15 @@ def test_a_first_graph_needs_as_much_memory_as_a_pass_and_later_ones_share_it(mo
     graphs()
     cuda.free_bytes = 0
     graphs()
+
+
+def test_a_pool_that_cannot_be_made_fails_the_first_capture_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeCuda(monkeypatch)
+
+    def fail() -> str:
+        raise RuntimeError("no pool")
+
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", fail)
+    graphs = CudaGraphs(torch.device("cuda"))
+    with pytest.raises(RuntimeError, match="no pool"):
+        graphs()
