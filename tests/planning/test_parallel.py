@@ -20,6 +20,7 @@ from peft_mux.planning.loads import task_load
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.shapes import cut_layers, frozen_parts
 from peft_mux.scheduler.plan import Plan
+from peft_mux.trainer.inputs import make_collator
 from tests.invariants.mux_lab import make_trainer, small_task
 from tests.planning.cases import llama
 
@@ -83,7 +84,13 @@ def tasks_for(backbone: Any) -> list[Task]:
 
 
 def planner_of(trainer: MultiTaskTrainer, num_replicas: int = 1) -> Planner:
-    return Planner(trainer.model, trainer._placement.source, trainer.args, trainer._make_collator(), num_replicas)
+    return Planner(
+        trainer.model,
+        trainer._placement.source,
+        trainer.args,
+        make_collator(trainer.args, trainer.processing_class),
+        num_replicas,
+    )
 
 
 def held_bytes(backbone: Any) -> int:

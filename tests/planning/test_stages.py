@@ -14,6 +14,7 @@ from peft_mux.planning import planner as planning_module
 from peft_mux.planning.loads import typical_lengths
 from peft_mux.planning.planner import Planner
 from peft_mux.scheduler.plan import Plan
+from peft_mux.trainer.inputs import make_collator
 from tests.invariants.mux_lab import make_trainer, small_task
 from tests.planning.cases import llama
 
@@ -27,7 +28,13 @@ def three() -> list[Task]:
 
 
 def planner_of(trainer: MultiTaskTrainer, num_replicas: int = 1) -> Planner:
-    return Planner(trainer.model, trainer._placement.source, trainer.args, trainer._make_collator(), num_replicas)
+    return Planner(
+        trainer.model,
+        trainer._placement.source,
+        trainer.args,
+        make_collator(trainer.args, trainer.processing_class),
+        num_replicas,
+    )
 
 
 def test_replicas_divide_each_global_batch_and_the_plan_is_that_of_the_busiest(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from peft_mux.engine.steps import StepSource
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.plan import POLICIES, Plan
 from peft_mux.task import TaskStatus
+from peft_mux.trainer.inputs import make_collator
 from tests.invariants.mux_lab import Recorder, assert_same, make_trainer, small_task, train
 
 
@@ -118,7 +119,7 @@ def test_a_fix_that_is_named_as_enough_is_enough(tmp_path: Path) -> None:
 
 
 def passes_of_a_step(trainer: MultiTaskTrainer, plan: Plan) -> list[int]:
-    work = StepSource(plan, trainer._make_collator()).next(list(trainer.table))
+    work = StepSource(plan, make_collator(trainer.args, trainer.processing_class)).next(list(trainer.table))
     return [micro_batch.num_tokens for micro_batch in work.micro_batches]
 
 
