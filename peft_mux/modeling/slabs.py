@@ -10,7 +10,6 @@ in weights and gradients.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -21,7 +20,6 @@ from torch import nn
 GROUP = 8
 """Elements that the size of any parameter in a page is a multiple of."""
 
-_GRADIENT = operator.attrgetter("grad")
 _HOOKS = operator.attrgetter("_backward_hooks")
 _LATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
@@ -174,14 +172,12 @@ class Page:
                     view = entry.view_of(self.values.grad)
                     view.copy_(entry.parameter.grad)
                     entry.parameter.grad = view
-        elif not any(map(operator.is_, map(_GRADIENT, self._parameters), itertools.repeat(None))):
-            return
-        for entry in self._entries.values():
-            if entry.parameter.grad is None:
-                view = entry.view_of(self.values.grad)
-                # `zero_grad` takes a parameter's gradient away, and leaves its numbers in the buffer.
-                view.zero_()
-                entry.parameter.grad = view
+        # Asked of every parameter of every task in every pass, so in the fewest steps of Python.
+        for parameter in [p for p in self._parameters if p.grad is None]:
+            view = self._entries[id(parameter)].view_of(self.values.grad)
+            # `zero_grad` takes a parameter's gradient away, and leaves its numbers in the buffer.
+            view.zero_()
+            parameter.grad = view
 
     def drop_gradients(self) -> None:
         """Free the gradients."""

@@ -28,7 +28,7 @@ class Launch:
         constants: the kernel's constants, in its own order, which ends with them.
     """
 
-    __slots__ = ("_compiled", "_fixed", "_kernel", "_options")
+    __slots__ = ("_compiled", "_fixed", "_grid", "_kernel", "_options", "_runner")
 
     def __init__(self, kernel: Any, tile: tunings.Tiles, *fixed: object, **constants: object) -> None:
         """Remember all of them; nothing is compiled yet."""
@@ -36,6 +36,9 @@ class Launch:
         self._kernel, self._fixed = kernel, (*fixed, *constants.values())
         self._options = {"num_warps": tile.warps, "num_stages": tile.stages}
         self._compiled: Any = None
+        # Of the last grid: Triton makes a function for each launch, and passes of one size follow each other.
+        self._grid: tuple[int, ...] | None = None
+        self._runner: Any = None
 
     def __call__(
         self, grid: tuple[int, ...], moving: tuple[torch.Tensor, ...], tables: tuple[torch.Tensor, ...]
@@ -51,7 +54,9 @@ class Launch:
         for tensor in moving:
             address |= tensor.data_ptr()
         if self._compiled is not None and address % _WORD_BYTES == 0:
-            self._compiled[grid](*moving, *tables, *self._fixed)
+            if grid != self._grid:
+                self._grid, self._runner = grid, self._compiled[grid]
+            self._runner(*moving, *tables, *self._fixed)
             return
         compiled = self._kernel[grid](*moving, *tables, *self._fixed, **self._options)
         # Triton's interpreter compiles nothing, and returns nothing.

@@ -123,6 +123,18 @@ class LoraGroup:
             _launch_of_layer(adapters, [starts[index] for starts in columns]) for index, adapters in enumerate(layers)
         ]
         self._launches_of_a = [part for part in (self.joint, *self.apart) if part is not None]
+        self._layouts: dict[tuple[Any, ...], int] = {}
+
+    def _layout(self, x_TD: torch.Tensor, s_TC: torch.Tensor, segments: SegmentTables) -> int | None:
+        """Return a number for all that decides on the launches of a pass over rows that lie like these.
+
+        Returns:
+            `None` where gradients, or tables, do not fit the rows: then each launch checks for itself, and says so.
+        """
+        if segments.num_rows > x_TD.shape[0]:
+            return None
+        key = x_TD.dtype, x_TD.stride(), s_TC.stride(), segments.block_rows, segments.chunk_rows, segments.num_segments
+        return self._layouts.setdefault(key, len(self._layouts))
 
     def forward(
         self,
@@ -148,9 +160,10 @@ class LoraGroup:
         lead, x_TD = x.shape[:-1], _rows(x)
         # Not zeroed: no kernel reads columns of S that its segment has not written.
         s_TC = x_TD.new_empty((x_TD.shape[0], num_columns or self.num_columns))
+        layout = self._layout(x_TD, s_TC, segments)
         for part in self._launches_of_a:
-            draws = _dropout_arguments(part, places)
-            kernels.shrink(x_TD, part.values, s_TC, segments, part.ranks, scaled=False, **draws)
+            more = _arguments_of_a(part, places, layout)
+            kernels.shrink(x_TD, part.values, s_TC, segments, part.ranks, scaled=False, **more)
         outputs = []
         for layer, base in zip(self.layers, bases, strict=True):
             if layer is None:
@@ -159,10 +172,11 @@ class LoraGroup:
             y = x_TD.new_empty((*lead, base.out_features))
             y_TK = _rows(y)
             bias = None if base.bias_K is None else _cast(base.bias_K, x_TD.dtype)
+            of_y = layout if bias is None else None
             # The adapters' part first: the base product adds it in its own epilogue, and no kernel has to read y.
-            kernels.expand(s_TC, layer.values, y_TK, segments, layer.ranks, scaled=True, bias=bias)
+            kernels.expand(s_TC, layer.values, y_TK, segments, layer.ranks, scaled=True, bias=bias, layout=of_y)
             if base.weight_KD is not None:
-                torch.addmm(y_TK, x_TD, _cast(base.weight_KD, x_TD.dtype).t(), out=y_TK)
+                y_TK.addmm_(x_TD, _cast(base.weight_KD, x_TD.dtype).t())
             outputs.append(y)
         return tuple(outputs), s_TC
 
@@ -195,22 +209,26 @@ class LoraGroup:
         dys_TK = [_rows(dy if dy.stride(-1) == 1 else dy.contiguous()) for dy in dys]
         # dS comes first, as dx and dA both read it (M Eq. 2).
         ds_TC = torch.empty_like(s_TC)
-        for layer, dy in zip(self.layers, dys_TK, strict=True):
+        layout = self._layout(x_TD, s_TC, segments)
+        layouts = [layout if dy.is_contiguous() else None for dy in dys_TK]
+        for layer, dy, of_dy in zip(self.layers, dys_TK, layouts, strict=True):
             if layer is not None:
-                kernels.shrink(dy, layer.values, ds_TC, segments, layer.ranks, scaled=True)
+                kernels.shrink(dy, layer.values, ds_TC, segments, layer.ranks, scaled=True, layout=of_dy)
         dx = None
         if needs_dx:
             # Rows of their own, whatever the layout of x: kernels write whole words of a row.
             # The joint launch writes every row; without it, launches of single layers add to zeros.
             dx = x_TD.new_empty(x.shape) if self.joint is not None else x_TD.new_zeros(x.shape)
-            self._input_gradient(_rows(dx), dys_TK, ds_TC, bases, segments, places)
+            self._input_gradient(_rows(dx), dys_TK, ds_TC, bases, segments, places, layout)
         for part in self._launches_of_a:
             if part.gradients is not None:
-                draws: dict[str, Any] = {**_dropout_arguments(part, places), "accumulate": True}
-                kernels.wgrad(ds_TC, x_TD, part.gradients, segments, part.ranks, scaled=False, **draws)
-        for layer, dy in zip(self.layers, dys_TK, strict=True):
+                more = _arguments_of_a(part, places, layout)
+                kernels.wgrad(ds_TC, x_TD, part.gradients, segments, part.ranks, scaled=False, accumulate=True, **more)
+        for layer, dy, of_dy in zip(self.layers, dys_TK, layouts, strict=True):
             if layer is not None and layer.gradients is not None:
-                kernels.wgrad(s_TC, dy, layer.gradients, segments, layer.ranks, scaled=True, accumulate=True)
+                kernels.wgrad(
+                    s_TC, dy, layer.gradients, segments, layer.ranks, scaled=True, accumulate=True, layout=of_dy
+                )
         return dx
 
     def _input_gradient(
@@ -221,19 +239,20 @@ class LoraGroup:
         bases: Sequence[Base],
         segments: SegmentTables,
         places: torch.Tensor,
+        layout: int | None,
     ) -> None:
         """Write dx: the adapters' part first, the base's on top; in this order in any company."""
         from peft_mux.kernels.lora import launch as kernels
 
         if self.joint is not None:
-            kernels.expand(ds_TC, self.joint.values, dx_TD, segments, self.joint.ranks, scaled=False)
+            kernels.expand(ds_TC, self.joint.values, dx_TD, segments, self.joint.ranks, scaled=False, layout=layout)
         for part in self.apart:
             if part is not None:
-                draws: dict[str, Any] = {**_dropout_arguments(part, places), "add": True}
-                kernels.expand(ds_TC, part.values, dx_TD, segments, part.ranks, scaled=False, **draws)
+                more = _arguments_of_a(part, places, layout)
+                kernels.expand(ds_TC, part.values, dx_TD, segments, part.ranks, scaled=False, add=True, **more)
         for dy, base in zip(dys_TK, bases, strict=True):
             if base.weight_KD is not None:
-                torch.addmm(dx_TD, dy, _cast(base.weight_KD, dx_TD.dtype), out=dx_TD)
+                dx_TD.addmm_(dy, _cast(base.weight_KD, dx_TD.dtype))
 
 
 class Base(NamedTuple):
@@ -368,5 +387,6 @@ def _first_device(values: Sequence[torch.Tensor | None]) -> torch.device:
     return next(value.device for value in values if value is not None)
 
 
-def _dropout_arguments(part: _LaunchOfA, places: torch.Tensor) -> dict[str, Any]:
-    return {} if part.module_seed is None else {"places": places, "module_seed": part.module_seed}
+def _arguments_of_a(part: _LaunchOfA, places: torch.Tensor, layout: int | None) -> dict[str, Any]:
+    # Launches that draw check the places of every pass, and so all of its layout.
+    return {"layout": layout} if part.module_seed is None else {"places": places, "module_seed": part.module_seed}

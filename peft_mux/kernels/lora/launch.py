@@ -49,6 +49,7 @@ def shrink(
     scaled: bool,
     places: torch.Tensor | None = None,
     module_seed: int = 0,
+    layout: int | None = None,
 ) -> None:
     """Write `S[m] = scale? * drop?(x[m]) @ W_g^T`, for (x, A) and for (dy, B transposed).
 
@@ -65,6 +66,7 @@ def shrink(
         places: int64 `[T]`, place of each row in its task's global batch, to drop elements of x where the table has
             dropout; `None` for no dropout.
         module_seed: the module's half of the key, `philox.hash_seed(module_name)`.
+        layout: stands for all that decides on the launches beside `w`, where the caller knows it to be as before.
 
     Raises:
         ValueError: if a shape, a dtype or a layout is not as above.
@@ -72,7 +74,7 @@ def shrink(
     x_TD = _adjacent_columns(x_TD)
     drop = ranks.has_dropout and places is not None
     choices = ranks, scaled, drop, module_seed, tables.block_rows
-    launches = _prepared(_shrink_launches, choices, w, x_TD, s_TC, tables, places)
+    launches = _prepared(_shrink_launches, choices, w, x_TD, s_TC, tables, places, layout)
     # Without draws the argument is not read, but some tensor has to stand there.
     moving = x_TD, s_TC, tables.step_seed_G if places is None else places
     num_tiles = tables.num_tiles
@@ -113,6 +115,7 @@ def expand(
     places: torch.Tensor | None = None,
     module_seed: int = 0,
     add: bool = False,
+    layout: int | None = None,
 ) -> None:
     """Write `y[m] = scale? * drop?(S[m] @ W_g) + bias`, for (S, B transposed) and for (dS, A).
 
@@ -132,6 +135,7 @@ def expand(
             where the table has dropout; `None` for no dropout.
         module_seed: the module's half of the key, `philox.hash_seed(module_name)`.
         add: whether to add to what `y_TK` holds, instead of writing it.
+        layout: stands for all that decides on the launches beside `w`, where the caller knows it to be as before.
 
     Raises:
         ValueError: if a shape, a dtype or a layout is not as above, or a bias is of another dtype, or would be dropped
@@ -139,7 +143,7 @@ def expand(
     """
     drop = ranks.has_dropout and places is not None
     choices = ranks, scaled, drop, module_seed, tables.block_rows, bias is not None, add
-    launches = _prepared(_expand_launches, choices, w, y_TK, s_TC, tables, places)
+    launches = _prepared(_expand_launches, choices, w, y_TK, s_TC, tables, places, layout)
     if bias is not None:
         _check_bias(bias, y_TK, drops=drop)
     moving = s_TC, y_TK, w.base if bias is None else bias, tables.step_seed_G if places is None else places
@@ -186,6 +190,7 @@ def wgrad(
     places: torch.Tensor | None = None,
     module_seed: int = 0,
     accumulate: bool = False,
+    layout: int | None = None,
 ) -> None:
     """Write `dW_g = scale? * sum_m S[m]^T drop?(x[m])`, for (dS, x) and for (S, dy).
 
@@ -204,6 +209,7 @@ def wgrad(
             dropout; `None` for no dropout.
         module_seed: the module's half of the key, `philox.hash_seed(module_name)`.
         accumulate: whether to add to what `grad` holds, instead of writing it.
+        layout: stands for all that decides on the launches beside `w`, where the caller knows it to be as before.
 
     Raises:
         ValueError: if a shape, a dtype or a layout is not as above.
@@ -211,7 +217,7 @@ def wgrad(
     x_TD = _adjacent_columns(x_TD)
     drop = ranks.has_dropout and places is not None
     choices = ranks, scaled, drop, module_seed, tables.block_rows, tables.chunk_rows, accumulate
-    launches = _prepared(_wgrad_launches, choices, grad, x_TD, s_TC, tables, places)
+    launches = _prepared(_wgrad_launches, choices, grad, x_TD, s_TC, tables, places, layout)
     if ranks.max_rank == 0 or tables.num_segments == 0:
         return
     num_chunks, parts = tables.num_chunks, grad.base
@@ -274,10 +280,11 @@ def _prepared(
     s_TC: torch.Tensor,
     tables: SegmentTables,
     places: torch.Tensor | None,
+    layout: int | None,
 ) -> list[_Blocks]:
     """Return the launches that `prepare` makes, checked and made once for all tensors of one layout.
 
-    Only the number of rows is checked every time.
+    Only the number of rows is checked every time, and by the caller where he gives a `layout`.
 
     Args:
         prepare: makes the launches of a kernel.
@@ -287,7 +294,12 @@ def _prepared(
         s_TC: S `[T, C]`, in the dtype of the activations.
         tables: which rows of the stream belong to which segment.
         places: int64 `[T]`, or `None`.
+        layout: stands for tensors and choices that were checked before; `None` where the caller keeps no count.
     """
+    short = prepare, layout
+    launches = None if layout is None else w.launches.get(short)
+    if launches is not None:
+        return launches
     num_rows, width = x_TD.shape
     num_s_rows, num_columns = s_TC.shape
     strides = x_TD.stride(), s_TC.stride()
@@ -301,6 +313,8 @@ def _prepared(
         if len(w.launches) >= _MAX_LAYOUTS:
             w.launches.clear()
         launches = w.launches[key] = prepare(choices, w, x_TD, s_TC)
+    if layout is not None:
+        w.launches[short] = launches
     return launches
 
 

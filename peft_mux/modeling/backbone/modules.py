@@ -18,8 +18,10 @@ def frozen_weight(base_layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | 
     """Return `(weight [K, D], bias [K])` of a plain linear layer; `(None, None)` for any other (quantised) kind."""
     # The exact class: subclasses, such as those of bitsandbytes, compute something else.
     kind = type(base_layer)
-    if kind is not nn.Linear:
-        kind = plain_type(base_layer)
+    if kind is nn.Linear:
+        # From where they are kept: PyTorch's `__getattr__` looks everywhere else first.
+        return base_layer._parameters["weight"], base_layer._parameters["bias"]
+    kind = plain_type(base_layer)
     if kind is nn.Linear:
         return base_layer.weight, base_layer.bias
     if kind is Conv1D:

@@ -35,12 +35,18 @@ class MultiplexedLinear(MultiplexedForward):
     def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
         super().__init__(module, name, stream)
         self.group = LinearGroup([self], stream)
+        self._base = Base(None, None, 0)
 
     @property
     def is_plain(self) -> bool:
         """Whether the frozen layer is a matrix that we multiply with ourselves."""
-        layer: Any = self.module
-        return frozen_weight(layer.base_layer)[0] is not None
+        return frozen_weight(self.base_layer)[0] is not None
+
+    @property
+    def base_layer(self) -> Any:
+        """The frozen layer under the adapters."""
+        # Asked for several times a layer and pass: PyTorch's `__getattr__` would look everywhere else first.
+        return self.module._modules["base_layer"]
 
     def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[..., K]`."""
@@ -52,8 +58,11 @@ class MultiplexedLinear(MultiplexedForward):
 
     def base(self) -> Base:
         """Return the frozen part of the layer, as it lies now."""
-        layer: Any = self.module
-        return Base(*frozen_weight(layer.base_layer), layer.out_features)
+        weight, bias = frozen_weight(self.base_layer)
+        # Read every time, as weights are swapped where they are gathered, and put together where they are others.
+        if weight is None or weight is not self._base.weight_KD or bias is not self._base.bias_K:
+            self._base = Base(weight, bias, self.module.out_features)  # type: ignore[arg-type]
+        return self._base
 
     def reason_against_graphs(self) -> str | None:
         """Return why no pass through this layer can be captured: its frozen weight is quantised."""
@@ -90,12 +99,11 @@ class MultiplexedLinear(MultiplexedForward):
     @property
     def _window(self) -> philox.Window | None:
         """Which columns of the whole input lie here, in row-parallel layers (`peft_mux.engine.tensor.parallel`)."""
-        layer: Any = self.module
-        return layer.base_layer.__dict__.get("input_window")  # getattr would raise and catch in every pass
+        return self.base_layer.__dict__.get("input_window")  # getattr would raise and catch in every pass
 
     def draws_in_window(self, rows: Sequence[RowSegment]) -> bool:
         """Whether some adapter drops elements of an input of which only some columns lie here."""
-        if self._window is None:
+        if "input_window" not in self.module._modules["base_layer"].__dict__:  # type: ignore[union-attr]
             return False
         layer: Any = self.module
         adapters = [segment.adapter for segment in rows]
@@ -138,6 +146,21 @@ class LinearGroup:
         """Output features of each layer."""
         return [member.module.out_features for member in self.members]  # type: ignore[misc]
 
+    def _usable_pass(self, x: torch.Tensor) -> Any:
+        """Return the `LoraPass` that is to compute the layers; `None` where slices shall."""
+        lora_pass = self.stream.pass_of(NAME)
+        # A loop and no generators, which cost as much as a launch: this is asked in every pass of every layer.
+        for member in self.members:
+            layer: Any = member.module
+            if layer.disable_adapters:
+                return None
+            # Kernels number draws by the columns that they see, which here are not those of the whole input.
+            if member.draws_in_window(self.stream.segments):
+                if runs_kernels(x.device):
+                    _say_windows()
+                return None
+        return lora_pass
+
     def bases(self) -> list[Base]:
         """Return the frozen part of each layer."""
         return [member.base() for member in self.members]
@@ -150,14 +173,8 @@ class LinearGroup:
     def outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return `[..., K]` of each layer, for `x [..., D]`."""
         self.members[0].check_rows(x, x.shape[-1])
-        lora_pass = self.stream.pass_of(NAME)
-        # Kernels number draws by the columns that they see, which here are not those of the whole input.
-        if any(member.draws_in_window(self.stream.segments) for member in self.members):
-            if runs_kernels(x.device):
-                _say_windows()
-            lora_pass = None
-        lead = x.shape[:-1]
-        if lora_pass is not None and not any(member.module.disable_adapters for member in self.members):
+        lora_pass, lead = self._usable_pass(x), x.shape[:-1]
+        if lora_pass is not None:
             device_type = x.device.type
             autocast = torch.is_autocast_enabled(device_type)
             dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
