@@ -7,6 +7,7 @@ from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftType
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import nn
@@ -18,6 +19,7 @@ from peft_mux.modeling.adapters.kind import CutLayers, CutOfLayer, ReplicaLayout
 from peft_mux.modeling.adapters.lora import config as lora_config
 from peft_mux.modeling.adapters.lora.layer import NAME, LinearGroup, MultiplexedLinear
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
+from peft_mux.modeling.adapters.lora.parameters import MultiplexedParameters
 from peft_mux.modeling.adapters.lora.slab_layout import lora_slot
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.adapters.sliced import SlicedAdapter
@@ -82,6 +84,8 @@ class LoraKind:
 
     def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
         """Return the grouped forward of a linear layer, or PEFT's own forward, sliced, of an embedding."""
+        if isinstance(module, ParamWrapper):
+            return MultiplexedParameters(module, name, stream)
         # PEFT keeps the factors of embeddings under other names, and leaves `lora_A` empty there.
         is_linear = len(getattr(module, "lora_A", ())) > 0
         return MultiplexedLinear(module, name, stream) if is_linear else SlicedAdapter(module, name, stream)
