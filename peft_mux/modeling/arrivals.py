@@ -12,6 +12,7 @@ from torch import nn
 from peft_mux.modeling.adapters.attach import attach
 from peft_mux.modeling.adapters.injection import hidden_adapters, is_meta, own_copy, peft_refusals, seeded
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.lora.parameters import drop_unused_wrappers
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.registry import TaskRegistry
 
@@ -133,6 +134,7 @@ class Arrivals:
                 if adapter in model.active_adapters and others:
                     model.base_model.set_adapter(others[0])
                 model.delete_adapter(adapter)
+                drop_unused_wrappers(model.backbone)
         model.active_adapter = next(iter(registry.adapters.values()), [])
         if self.tuners.is_mixed and model.active_adapter:
             model.select_adapter(model.active_adapter)
@@ -172,4 +174,6 @@ def _drop_heads_from_targets(config: Any) -> None:
     targets = getattr(config, "target_modules", None)
     if isinstance(targets, set):
         parts = (".modules_to_save.", ".original_module")
-        config.target_modules = {name for name in targets if not any(part in name for part in parts)}
+        own = {name for name in targets if not any(part in name for part in parts)}
+        # Where PEFT resolves "all-linear" by the ends of names it finds frozen layers within those of other tasks.
+        config.target_modules = own - {"base_layer"}

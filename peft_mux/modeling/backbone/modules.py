@@ -28,6 +28,18 @@ def frozen_weight(base_layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | 
     return None, None
 
 
+def without_head(backbone: Any) -> Any:
+    """Return what a backbone computes its last hidden states with: its base model, or its decoder where it has none."""
+    base = backbone.base_model
+    # Where the attribute that `base_model_prefix` names is not there, transformers gives the whole model (Llama 4).
+    return backbone.model if base is backbone else base
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether a module is a router of a mixture that is written as a linear layer, but returns several tensors."""
+    return isinstance(module, nn.Linear) and "Router" in type(module).__name__
+
+
 HEAD_NAMES = ("classifier", "score")
 """Modules that PEFT trains beside the adapter for sequence classification."""
 

@@ -12,11 +12,12 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import nn
 
-from peft_mux.errors import Fault
+from peft_mux.errors import Fault, raise_faults
 from peft_mux.modeling.adapters.field_types import type_faults
 from peft_mux.modeling.adapters.fields import complete_heads, field_faults, task_type_faults
 from peft_mux.modeling.adapters.kind import CutLayers, CutOfLayer, ReplicaLayout, Shapes, SlabOf, register_kind
 from peft_mux.modeling.adapters.lora import config as lora_config
+from peft_mux.modeling.adapters.lora import target_parameters
 from peft_mux.modeling.adapters.lora.layer import NAME, LinearGroup, MultiplexedLinear
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
 from peft_mux.modeling.adapters.lora.parameters import MultiplexedParameters
@@ -64,8 +65,10 @@ class LoraKind:
         return lora_config.rank_faults(config, modules, where)
 
     def complete(self, config: Any, backbone: Any) -> None:
-        """Let a classifier's task train its head."""
+        """Let a classifier's task train its head, and name the experts of a mixture as PEFT does."""
         complete_heads(config)
+        target_parameters.convert(config, backbone)
+        raise_faults(target_parameters.parameter_faults(config, backbone))
 
     def narrow(self, config: Any, modules: Sequence[str]) -> None:
         """Let a copy of a configuration adapt the given modules and no others."""
@@ -152,7 +155,9 @@ class LoraKind:
 
 def _group_siblings(parent: nn.Module, names: tuple[str, ...], stream: Stream) -> None:
     """Let the linear layers of these names, which read the same activations, be computed together."""
-    forwards = [getattr(parent, name).__dict__.get("forward") for name in names if hasattr(parent, name)]
+    # Some are `None`: latent attention has one matrix of queries or two.
+    layers = [layer for layer in (getattr(parent, name, None) for name in names) if layer is not None]
+    forwards = [layer.__dict__.get("forward") for layer in layers]
     members = [item for item in forwards if isinstance(item, MultiplexedLinear) and item.is_plain]
     # Later tasks find their layers grouped; a new group would enroll and build its tables anew.
     if len(members) > 1 and members[0].group.members != members:

@@ -111,7 +111,8 @@ def _factors(wrapper: Any, segments: Sequence[RowSegment]) -> list[ExpertFactors
 
 def _sliced(item: Any, segment: RowSegment, num_rows: int, name: str) -> Any:
     """Return the rows of one task of an argument; what has no rows is handed on as it is."""
-    if not isinstance(item, torch.Tensor):
+    # One number an expert, such as the correction of its scores, is a weight of the model.
+    if not isinstance(item, torch.Tensor) or item.dim() < 2:
         return item
     return item.narrow(_dim_of_rows(item, num_rows, name), segment.start, segment.end - segment.start)
 
