@@ -92,7 +92,8 @@ class Arrivals:
         _drop_heads_from_targets(model.peft_config[adapter])
         model.objectives.head.prepare(model.backbone, adapter, num_labels, seed, is_new=self._is_head_new)
         # So that names are those of a model of one PEFT type, which files are written with.
-        with self.tuners.alone(model, kind):
+        self.tuners.note(model, model.peft_config[adapter])
+        with self.tuners.alone(model, model.peft_config[adapter]):
             own = _parameters_of(model, adapter)
         self._registry.adopt(name, own, are_described=is_meta(model.backbone))
 
@@ -124,12 +125,11 @@ class Arrivals:
         for name in names:
             registry.adapter_of(name)
         for name in dict.fromkeys(names):
-            kind = registry.kind_of(name)
             adapter = registry.remove(name)
             model.objectives.forget(name)
             model.stream.clear_tables()
             others = list(registry.adapters.values())
-            with self.tuners.alone(model, kind):
+            with self.tuners.alone(model, model.peft_config[adapter]):
                 # PEFT warns, and chooses by itself, where the active adapter is deleted.
                 if adapter in model.active_adapters and others:
                     model.base_model.set_adapter(others[0])

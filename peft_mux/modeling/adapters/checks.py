@@ -88,7 +88,7 @@ def _completed(config: Any, backbone: Any, where: str) -> tuple[Any, list[Fault]
 
 
 def _router_faults(config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
-    """Return a fault where the router of a mixture is adapted as if it were a linear layer: PEFT's layer fails on it."""
+    """Return a fault where the router of a mixture is adapted as if it were a linear layer: PEFT's fails on it."""
     targets = config.target_modules
     is_all = isinstance(targets, str) and targets.lower() == "all-linear"
     for name, module in modules.items():
@@ -101,7 +101,9 @@ def _router_faults(config: Any, modules: Mapping[str, nn.Module], where: str) ->
             leaf = name.rsplit(".", 1)[-1]
             others = sorted({other.rsplit(".", 1)[-1] for other, item in modules.items() if not is_router(item)})
             allowed = f'{", ".join(others)}; or "all-linear" with exclude_modules=["{leaf}"]'
-            reason = f"{name} ({type(module).__name__}) returns several tensors, on which PEFT's layer of a matrix fails."
+            reason = (
+                f"{name} ({type(module).__name__}) returns several tensors, on which PEFT's layer of a matrix fails."
+            )
             return [Fault(f"{where}.target_modules", shown(targets), allowed, reason)]
     return []
 

@@ -158,9 +158,7 @@ def _linear(
     return y_SK + F.grouped_mm(s_SR, b_PRK, offs=slots.pair_ends)
 
 
-def _stacked(
-    factors: Sequence[ExpertFactors | None], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _stacked(factors: Sequence[ExpertFactors | None], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return `[E * N, R, D]` and `[E * N, R, K]`: the factors of all pairs, padded with zeros to the greatest rank."""
     present = [item for item in factors if item is not None]
     rank = round_up_to_group(max(item.a_ERD.shape[1] for item in present))

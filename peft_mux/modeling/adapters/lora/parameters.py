@@ -6,8 +6,8 @@ one another::
 
     mlp.experts = ParamWrapper(down_proj, base_layer=ParamWrapper(gate_up_proj, base_layer=Experts))
 
-Here the module runs once for the rows of each task that has an adapter in it, in PEFT's own way. Experts of the families
-that `peft_mux.modeling.adapters.lora.experts` knows run once for all tasks instead, and no `W + delta` is ever made.
+Here the module runs once for the rows of each task, with PEFT's `W + delta` of its adapter. Experts that
+`peft_mux.modeling.adapters.lora.experts` knows run once for all tasks instead, and no `W + delta` is ever made.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
+from torch.func import functional_call
 
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.adapters.lora.experts import ExpertFactors, grouped_experts, runs_grouped
@@ -34,14 +35,15 @@ class MultiplexedParameters(MultiplexedForward):
             return self.original(*args, **kwargs)
         layer: Any = self.module
         segments, wrappers = self.stream.segments, list(chain_of(layer))
-        adapted = [segment for segment in segments if not layer.disable_adapters and _is_adapted(segment, wrappers)]
-        if not adapted:
+        adapted = any(segment.adapter in wrapper.lora_A for segment in segments for wrapper in wrappers)
+        if layer.disable_adapters or not adapted:
             return layer.get_base_layer()(*args, **kwargs)
         frozen = layer.get_base_layer()
         if not kwargs and runs_grouped(frozen, args, [wrapper.parameter_name for wrapper in wrappers]):
-            factors = {wrapper.parameter_name: _factors(wrapper, segments) for wrapper in wrappers}
+            factors = _factors(wrappers, segments)
             self.check_rows(args[0], args[0].shape[-1])
-            return grouped_experts(frozen, *args, factors, tuple(row.end - row.start for row in segments))
+            lengths = tuple(segment.end - segment.start for segment in segments)
+            return grouped_experts(frozen, args[0], args[1], args[2], factors, lengths)
         return self._sliced(args, kwargs, wrappers)
 
     def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
@@ -53,22 +55,21 @@ class MultiplexedParameters(MultiplexedForward):
         return f"adapters on bare parameters are computed as tokens are routed ({self.name})"
 
     def _sliced(self, args: tuple[Any, ...], kwargs: dict[str, Any], wrappers: Sequence[Any]) -> Any:
-        """Return PEFT's own results, one task after another; wrappers within come here again, one task at a time."""
+        """Return the module's results, one task after another."""
         num_rows, outputs = self.stream.num_rows, []
-        before = [wrapper._active_adapter for wrapper in wrappers]
-        try:
-            for segment in self.stream.segments:
-                for wrapper in wrappers:
-                    # The attribute, as PEFT's `set_adapter` would switch gradients on and off as well.
-                    wrapper._active_adapter = [segment.adapter]
-                own = [_sliced(item, segment, num_rows, self.name) for item in args]
-                named = {key: _sliced(item, segment, num_rows, self.name) for key, item in kwargs.items()}
-                run = self.original if _is_adapted(segment, wrappers) else self.module.get_base_layer()  # type: ignore[operator]
-                with self.stream.only(segment):
-                    outputs.append(run(*own, **named))
-        finally:
-            for wrapper, adapter in zip(wrappers, before, strict=True):
-                wrapper._active_adapter = adapter
+        frozen = wrappers[0].get_base_layer()
+        for segment in self.stream.segments:
+            own = tuple(_sliced(item, segment, num_rows, self.name) for item in args)
+            named = {key: _sliced(item, segment, num_rows, self.name) for key, item in kwargs.items()}
+            # Handed in and not registered with the module, as PEFT does it: that would count as a change of the frozen
+            # weight, which another task's backward pass needs as it was.
+            weights = {
+                wrapper.parameter_name: wrapper.get_param() + wrapper.get_delta_weight(segment.adapter)
+                for wrapper in wrappers
+                if segment.adapter in wrapper.lora_A
+            }
+            with self.stream.only(segment):
+                outputs.append(functional_call(frozen, weights, own, named))
         lengths = [segment.end - segment.start for segment in self.stream.segments]
         return _joined(outputs, lengths, self.name)
 
@@ -84,35 +85,43 @@ def drop_unused_wrappers(backbone: nn.Module) -> None:
     """Take out wrappers in which no adapter is left: PEFT would lay new ones around them, under other names."""
     # A list, as modules are replaced on the way.
     for name, module in list(backbone.named_modules()):
-        if isinstance(module, ParamWrapper) and not name.endswith(".base_layer"):
-            if not any(len(wrapper.lora_A) for wrapper in chain_of(module)):
-                parent, _, child = name.rpartition(".")
-                setattr(backbone.get_submodule(parent), child, module.get_base_layer())
+        is_outermost = isinstance(module, ParamWrapper) and not name.endswith(".base_layer")
+        if is_outermost and not any(len(wrapper.lora_A) for wrapper in chain_of(module)):
+            parent, _, child = name.rpartition(".")
+            setattr(backbone.get_submodule(parent), child, module.get_base_layer())  # type: ignore[operator]
 
 
-def _is_adapted(segment: RowSegment, wrappers: Sequence[Any]) -> bool:
-    return any(segment.adapter in wrapper.lora_A for wrapper in wrappers)
-
-
-def _factors(wrapper: Any, segments: Sequence[RowSegment]) -> list[ExpertFactors | None]:
-    """Return the factors of each segment's adapter, expert by expert; `None` for a task without one."""
-    found: list[ExpertFactors | None] = []
-    for segment in segments:
-        if segment.adapter not in wrapper.lora_A:
-            found.append(None)
-            continue
-        a, b = (factor[segment.adapter].weight for factor in (wrapper.lora_A, wrapper.lora_B))
-        # As PEFT reads them: A expert by expert, B rank by rank with the experts innermost.
-        a_ERD = a.reshape(wrapper.num_experts, -1, a.shape[-1])
-        b_ERK = b.t().reshape(-1, wrapper.num_experts, b.shape[0]).transpose(0, 1)
-        found.append(ExpertFactors(a_ERD, b_ERK, wrapper.scaling[segment.adapter]))
+def _factors(wrappers: Sequence[Any], segments: Sequence[RowSegment]) -> dict[str, list[ExpertFactors | None]]:
+    """Return the factors of each segment's adapter by the parameter's name; `None` for a task without one."""
+    found: dict[str, list[ExpertFactors | None]] = {}
+    for wrapper in wrappers:
+        # A parameter has several wrappers where tasks adapt it together with different others.
+        of_segments = found.setdefault(wrapper.parameter_name, [None] * len(segments))
+        for number, segment in enumerate(segments):
+            if segment.adapter in wrapper.lora_A:
+                of_segments[number] = _factors_of(wrapper, segment.adapter)
     return found
+
+
+def _factors_of(wrapper: Any, adapter: str) -> ExpertFactors:
+    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+    # As PEFT reads them: A expert by expert, B rank by rank with the experts innermost.
+    a_ERD = a.reshape(wrapper.num_experts, -1, a.shape[-1])
+    b_ERK = b.t().reshape(-1, wrapper.num_experts, b.shape[0]).transpose(0, 1)
+    return ExpertFactors(a_ERD, b_ERK, wrapper.scaling[adapter])
 
 
 def _sliced(item: Any, segment: RowSegment, num_rows: int, name: str) -> Any:
     """Return the rows of one task of an argument; what has no rows is handed on as it is."""
     # One number an expert, such as the correction of its scores, is a weight of the model.
-    if not isinstance(item, torch.Tensor) or item.dim() < 2:
+    if item is None or isinstance(item, (bool, int, float, str)):
+        return item
+    if not isinstance(item, torch.Tensor):
+        raise UnsupportedModelError(
+            f"{name} is called with a {type(item).__name__}, which cannot be divided among tasks; allowed: modules "
+            "that see every token by itself, such as experts. Leave its parameters out of target_parameters."
+        )
+    if item.dim() < 2:
         return item
     return item.narrow(_dim_of_rows(item, num_rows, name), segment.start, segment.end - segment.start)
 
@@ -123,8 +132,8 @@ def _dim_of_rows(tensor: torch.Tensor, num_rows: int, name: str) -> int:
             return dim
     raise UnsupportedModelError(
         f"{name} takes or returns a tensor of shape {list(tensor.shape)}, which is not one row for each of the "
-        f"{num_rows} rows of its tasks; allowed: modules that see every token by itself, in order. Leave its parameters "
-        "out of target_parameters."
+        f"{num_rows} rows of its tasks; allowed: modules that see every token by itself, in order. Leave its "
+        "parameters out of target_parameters."
     )
 
 

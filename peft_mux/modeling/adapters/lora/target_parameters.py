@@ -1,10 +1,11 @@
-"""Checks of `target_parameters`, which name bare parameters such as the experts of a mixture, before PEFT wraps them."""
+"""Checks of `target_parameters`, which name bare parameters such as experts of a mixture, before PEFT wraps them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import nn
 
@@ -14,14 +15,19 @@ from peft_mux.modeling.backbone.modules import frozen_parameters
 
 NAMES = FieldType(
     lambda value: (
-        value is None or (isinstance(value, (list, set, tuple)) and all(isinstance(item, str) and item for item in value))
+        value is None
+        or (isinstance(value, (list, set, tuple)) and all(isinstance(item, str) and item for item in value))
     ),
     "a list of names of parameters, or None",
 )
 
 _INITIALISERS = (True, False, "gaussian")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LINEAR_OPTIONS = ("lora_dropout", "fan_in_fan_out", "use_dora", "lora_bias", "velora_config", "kasa_config")
 """Which say something of a layer's input or output, that the delta of a bare parameter has nothing to do with."""
+
+_CONVERTED = ("gate.weight", "gate_up_proj", "down_proj")
+"""What PEFT writes for the targets of a mixture of transformers 4."""
 
 
 def convert(config: Any, backbone: nn.Module) -> None:
@@ -44,19 +50,21 @@ def parameter_faults(config: Any, backbone: Any) -> list[Fault]:
         config: the adapter configuration of one task, as PEFT converts it.
         backbone: the transformers model that is to be adapted, PEFT-injected or not.
     """
-    targets = sorted(config.target_parameters or ())
+    targets: list[str] = sorted(config.target_parameters or ())
     if not targets:
         return []
     faults = _option_faults(config, targets)
     known = dict(frozen_parameters(backbone))
     ends = tuple(f".{end}" for end in _names_of_embeddings(backbone))
-    bare = {name for name, item in known.items() if item.dim() in (2, 3) and item.dtype.is_floating_point}
+    bare = {name for name, item in known.items() if item.dim() in (2, 3) and item.dtype in _DTYPES}
     bare = {name for name in bare if not f".{name}".endswith(ends)}
     for target in targets:
         hits = [name for name in known if name == target or name.endswith(f".{target}")]
+        if not hits and target in _CONVERTED and len(targets) > 1:
+            continue  # written by PEFT, whether or not this mixture has it
         if not hits or not bare.issuperset(hits):
             names = sorted({_short(name) for name in bare if known[name].dim() == 3} or {_short(name) for name in bare})
-            allowed = f"floating-point parameters of two or three dimensions, such as {', '.join(names)}"
+            allowed = f"parameters in bf16, fp16 or fp32 of two or three dimensions, such as {', '.join(names)}"
             faults.append(Fault("target_parameters", shown(target), allowed, _advice(target, hits, names)))
     return faults
 
