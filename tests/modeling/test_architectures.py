@@ -351,7 +351,6 @@ def with_layer_drop() -> Any:
     [
         (bloom, "query_key_value", "BloomForCausalLM", "attention on a path of its own"),
         (mamba, "in_proj", "MambaForCausalLM", "carry state from one sequence into the next"),
-        (gpt_oss, "q_proj", "GptOssForCausalLM", "sinks are not honoured"),
         (t5, "q", "T5ForConditionalGeneration", "encoder-decoder models have two streams"),
         (with_functional_dropout, "q_proj", "OPTForCausalLM", "global random generator"),
         (with_layer_drop, "q_proj", "OPTForCausalLM", "global random generator"),
