@@ -9,11 +9,13 @@ from typing import Any
 from peft import PeftConfig
 from torch import nn
 
+from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.attach import attach
 from peft_mux.modeling.adapters.injection import hidden_adapters, is_meta, own_copy, peft_refusals, seeded
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.parameters import drop_unused_wrappers
 from peft_mux.modeling.adapters.tuners import Tuners
+from peft_mux.modeling.backbone.modules import modules_beside_text
 from peft_mux.modeling.registry import TaskRegistry
 
 
@@ -95,6 +97,7 @@ class Arrivals:
         self.tuners.note(model, model.peft_config[adapter])
         with self.tuners.alone(model, model.peft_config[adapter]):
             own = _parameters_of(model, adapter)
+        own = _reached(own, model.backbone, name)
         self._registry.adopt(name, own, are_described=is_meta(model.backbone))
 
     def register_absent(self, model: Any, name: str, config: PeftConfig) -> None:
@@ -156,6 +159,22 @@ def _parameters_of(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
         for key, parameter in model.named_parameters()
         if f"{marker}." in key or key.endswith(marker)
     }
+
+
+def _reached(own: dict[str, nn.Parameter], backbone: Any, task: str) -> dict[str, nn.Parameter]:
+    """Return the parameters that rows of text reach; others stay as drawn, as alone, where they get no gradient.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    beside = tuple(f"base_model.model.{name}." for name in modules_beside_text(backbone))
+    reached = {key: parameter for key, parameter in own.items() if not key.startswith(beside)}
+    if own and not reached:
+        raise ConfigError(
+            f"tasks.{task}.peft_config.target_modules: got modules of {', '.join(modules_beside_text(backbone))} alone; "
+            "allowed: some of the language model, as only rows of text are trained on, which never reach the others."
+        )
+    return reached
 
 
 @contextmanager
