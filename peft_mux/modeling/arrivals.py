@@ -171,8 +171,9 @@ def _reached(own: dict[str, nn.Parameter], backbone: Any, task: str) -> dict[str
     reached = {key: parameter for key, parameter in own.items() if not key.startswith(beside)}
     if own and not reached:
         raise ConfigError(
-            f"tasks.{task}.peft_config.target_modules: got modules of {', '.join(modules_beside_text(backbone))} alone; "
-            "allowed: some of the language model, as only rows of text are trained on, which never reach the others."
+            f"tasks.{task}.peft_config.target_modules: got modules beside the language model alone "
+            f"({', '.join(modules_beside_text(backbone))}); allowed: some of the language model, as only rows of text "
+            "are trained on, which never reach the others."
         )
     return reached
 

@@ -57,7 +57,7 @@ class Tuners:
         self._targets |= {targets} if targets else set()
         for layer in model.backbone.modules():
             if isinstance(layer, ParamWrapper) and _TARGETS not in layer.__dict__:
-                layer.__dict__[_TARGETS] = targets
+                setattr(layer, _TARGETS, targets)
 
     def inject(self, model: Any, kind: AdapterKind, adapter: str, config: PeftConfig) -> None:
         """Inject an adapter, with the initial weights that it would have in a model of its own.

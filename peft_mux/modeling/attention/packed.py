@@ -352,7 +352,7 @@ def _attend_by_weights(
     mask: torch.Tensor | None,
     dropout: _AttentionDropout | None,
 ) -> torch.Tensor:
-    """Return `[n, H, L, C']` with the weights written out: fused attention knows no soft-caps, no sinks and not our dropout."""
+    """Return `[n, H, L, C']` with the weights written out: fused attention knows no soft-caps, sinks or our dropout."""
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         # Written out for the plain product; fused attention shares key-value heads without a copy.

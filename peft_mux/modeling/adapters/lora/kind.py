@@ -130,7 +130,8 @@ class LoraKind:
                 b = shapes[name.replace(".lora_A.", ".lora_B.")]
                 # Of each pair one factor is cut, and the other lies whole on every shard.
                 cut_width = 0 if is_row is None else a[1] if is_row else b[0]
-                found.append(AdapterLoad(a[0], a[1] + b[0], cut_width))
+                is_routed = self.site_of(name).replace(".base_layer", "").endswith(".experts")
+                found.append(AdapterLoad(a[0], a[1] + b[0], cut_width, is_routed))
         return found
 
     # ---------------------------------------------------------- parallelism
