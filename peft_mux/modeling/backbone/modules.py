@@ -32,7 +32,7 @@ def without_head(backbone: Any) -> Any:
     """Return what a backbone computes its last hidden states with: its base model, or its decoder where it has none."""
     base = backbone.base_model
     # Where the attribute that `base_model_prefix` names is not there, transformers gives the whole model (Llama 4).
-    return backbone.model if base is backbone else base
+    return getattr(backbone, "model", base) if base is backbone else base
 
 
 def modules_beside_text(backbone: Any) -> tuple[str, ...]:

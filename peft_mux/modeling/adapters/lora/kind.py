@@ -74,6 +74,7 @@ class LoraKind:
         """Let a copy of a configuration adapt the given modules and no others."""
         config.target_modules, config.exclude_modules = list(modules), None
         config.layers_to_transform = config.layers_pattern = None  # the names are those of single layers
+        config.target_parameters = None
 
     def sample_config(self, rank: int) -> PeftConfig | None:
         """Return an adapter of a rank on all linear layers."""

@@ -25,12 +25,19 @@ from peft_mux.modeling.adapters.lora.experts import ExpertFactors, grouped_exper
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.stream import RowSegment
 
+_ADVICE = "Leave its parameters out of target_parameters."
+
 
 class MultiplexedParameters(MultiplexedForward):
     """A module whose parameters tasks adapt: experts or routers, with all arguments that the model calls them with."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns for all rows; a router returns several tensors."""
+        if not args:
+            raise UnsupportedModelError(
+                f"{self.name} is called with arguments by name alone, which PEFT's wrapper of a parameter does not "
+                f"take; allowed: experts, routers and other modules called with tokens first. {_ADVICE}"
+            )
         if self.stream.is_idle:
             return self.original(*args, **kwargs)
         layer: Any = self.module
@@ -119,7 +126,7 @@ def _sliced(item: Any, segment: RowSegment, num_rows: int, name: str) -> Any:
     if not isinstance(item, torch.Tensor):
         raise UnsupportedModelError(
             f"{name} is called with a {type(item).__name__}, which cannot be divided among tasks; allowed: modules "
-            "that see every token by itself, such as experts. Leave its parameters out of target_parameters."
+            f"that see every token by itself, such as experts. {_ADVICE}"
         )
     if item.dim() < 2:
         return item
@@ -127,13 +134,13 @@ def _sliced(item: Any, segment: RowSegment, num_rows: int, name: str) -> Any:
 
 
 def _dim_of_rows(tensor: torch.Tensor, num_rows: int, name: str) -> int:
-    for dim in (0, 1):
-        if tensor.dim() > dim and tensor.shape[dim] == num_rows and (dim == 0 or len(tensor) == 1):
-            return dim
+    if tensor.dim() > 2 and tensor.shape[:2] == (1, num_rows):
+        return 1
+    if len(tensor) == num_rows:
+        return 0
     raise UnsupportedModelError(
         f"{name} takes or returns a tensor of shape {list(tensor.shape)}, which is not one row for each of the "
-        f"{num_rows} rows of its tasks; allowed: modules that see every token by itself, in order. Leave its "
-        "parameters out of target_parameters."
+        f"{num_rows} rows of its tasks; allowed: modules that see every token by itself, in order. {_ADVICE}"
     )
 
 
@@ -144,6 +151,6 @@ def _joined(outputs: Sequence[Any], lengths: Sequence[int], name: str) -> Any:
         return tuple(_joined([output[index] for output in outputs], lengths, name) for index in range(len(first)))
     if first is None:
         return None
-    dims = {_dim_of_rows(output, length, name) for output, length in zip(outputs, lengths, strict=True)}
-    # Of a task with one row `[1, ...]` tells nothing.
-    return torch.cat(list(outputs), dim=max(dims))
+    dims = [(length, _dim_of_rows(output, length, name)) for output, length in zip(outputs, lengths, strict=True)]
+    # Of the task with most rows, as `[1, 1, ...]` of one with a single row does not tell.
+    return torch.cat(list(outputs), dim=max(dims)[1])
