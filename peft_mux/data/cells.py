@@ -74,7 +74,8 @@ class RowCells:
         for column in MEDIA_COLUMNS:
             value = row.get(column)
             if value is not None and not (isinstance(value, (list, tuple, str)) and not value):
-                raise self.error(index, column, type(value).__name__, "None or nothing, as only text is trained on")
+                allowed = "None or nothing, as only text is trained on: no images, videos or sounds, on any backbone"
+                raise self.error(index, column, type(value).__name__, allowed)
 
     def attended(self, row: Mapping[str, Any], index: int, length: int) -> np.ndarray:
         """Return which positions are no padding, as a boolean array; all of them without an `attention_mask`.

@@ -9,7 +9,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments, resolve
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.engine.tensor.cut import blocks_of
-from peft_mux.errors import Fault, raise_faults
+from peft_mux.errors import Fault, raise_faults, shown
 from peft_mux.hyper_parameters import ELEMENTWISE
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.backbone.families import family_of
@@ -44,12 +44,28 @@ def check_layout(
     # Called for what it refuses, like `blocks_of` below.
     family_of(backbone)
     faults = [fault for task in tasks for fault in kind_of(task.peft_config).refusals(layout, f"tasks.{task.name}")]
+    faults += _bare_parameter_faults(layout, tasks)
     sizes = sorted({replica.tp for replica in layout.replicas} - {1})
     for tp_size in sizes:
         blocks_of(backbone, tp_size)
     if sizes:
         faults += _tensor_parallel_faults(layout, args, tasks)
     raise_faults(faults)
+
+
+def _bare_parameter_faults(layout: ParallelLayout, tasks: Sequence[Task]) -> list[Fault]:
+    """Return a fault for every task that adapts bare parameters, which no part of a model knows how to hold."""
+    return [
+        Fault(
+            f"tasks.{task.name}.peft_config.target_parameters",
+            shown(targets),
+            f"None with replicas {layout}, as processes that hold a part of the model divide layers alone",
+            "Name layers in target_modules, or let every process hold the whole model (data parallelism, "
+            "shard_backbone=True).",
+        )
+        for task in tasks
+        if (targets := getattr(task.peft_config, "target_parameters", None))
+    ]
 
 
 def _sharding_faults(layout: ParallelLayout, source: BackboneSource, args: MultiTaskTrainingArguments) -> list[Fault]:

@@ -9,10 +9,13 @@ from typing import Any
 from peft import PeftConfig
 from torch import nn
 
+from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.attach import attach
 from peft_mux.modeling.adapters.injection import hidden_adapters, is_meta, own_copy, peft_refusals, seeded
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.lora.parameters import drop_unused_wrappers
 from peft_mux.modeling.adapters.tuners import Tuners
+from peft_mux.modeling.backbone.modules import modules_beside_text
 from peft_mux.modeling.registry import TaskRegistry
 
 
@@ -91,8 +94,10 @@ class Arrivals:
         _drop_heads_from_targets(model.peft_config[adapter])
         model.objectives.head.prepare(model.backbone, adapter, num_labels, seed, is_new=self._is_head_new)
         # So that names are those of a model of one PEFT type, which files are written with.
-        with self.tuners.alone(model, kind):
+        self.tuners.note(model, model.peft_config[adapter])
+        with self.tuners.alone(model, model.peft_config[adapter]):
             own = _parameters_of(model, adapter)
+        own = _reached(own, model.backbone, name)
         self._registry.adopt(name, own, are_described=is_meta(model.backbone))
 
     def register_absent(self, model: Any, name: str, config: PeftConfig) -> None:
@@ -123,16 +128,16 @@ class Arrivals:
         for name in names:
             registry.adapter_of(name)
         for name in dict.fromkeys(names):
-            kind = registry.kind_of(name)
             adapter = registry.remove(name)
             model.objectives.forget(name)
             model.stream.clear_tables()
             others = list(registry.adapters.values())
-            with self.tuners.alone(model, kind):
+            with self.tuners.alone(model, model.peft_config[adapter]):
                 # PEFT warns, and chooses by itself, where the active adapter is deleted.
                 if adapter in model.active_adapters and others:
                     model.base_model.set_adapter(others[0])
                 model.delete_adapter(adapter)
+                drop_unused_wrappers(model.backbone)
         model.active_adapter = next(iter(registry.adapters.values()), [])
         if self.tuners.is_mixed and model.active_adapter:
             model.select_adapter(model.active_adapter)
@@ -156,6 +161,23 @@ def _parameters_of(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:
     }
 
 
+def _reached(own: dict[str, nn.Parameter], backbone: Any, task: str) -> dict[str, nn.Parameter]:
+    """Return the parameters that rows of text reach; others stay as drawn, as alone, where they get no gradient.
+
+    Raises:
+        ConfigError: if there is none.
+    """
+    beside = tuple(f"base_model.model.{name}." for name in modules_beside_text(backbone))
+    reached = {key: parameter for key, parameter in own.items() if not key.startswith(beside)}
+    if own and not reached:
+        raise ConfigError(
+            f"tasks.{task}.peft_config.target_modules: got modules beside the language model alone "
+            f"({', '.join(modules_beside_text(backbone))}); allowed: some of the language model, as only rows of text "
+            "are trained on, which never reach the others."
+        )
+    return reached
+
+
 @contextmanager
 def _forgetting(model: Any, adapter: str) -> Iterator[None]:
     """Leave nothing of an adapter whose injection fails."""
@@ -172,4 +194,6 @@ def _drop_heads_from_targets(config: Any) -> None:
     targets = getattr(config, "target_modules", None)
     if isinstance(targets, set):
         parts = (".modules_to_save.", ".original_module")
-        config.target_modules = {name for name in targets if not any(part in name for part in parts)}
+        own = {name for name in targets if not any(part in name for part in parts)}
+        # Where PEFT resolves "all-linear" by the ends of names it finds frozen layers within those of other tasks.
+        config.target_modules = own - {"base_layer"}

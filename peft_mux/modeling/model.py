@@ -16,7 +16,6 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.modeling import multiplexed_pass
 from peft_mux.modeling.adapters import files, injection
-from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.arrivals import Arrivals
 from peft_mux.modeling.attention.packed import AttentionStream, register_attention
 from peft_mux.modeling.backbone.checks import check_backbone
@@ -300,11 +299,11 @@ class MultiTaskPeftModel(PeftModel):
 
     def alone(self, adapter: str) -> AbstractContextManager[None]:
         """Let the model be what PEFT made of it for the PEFT type of an adapter (internal id), in the `with` block."""
-        return self._arrivals.tuners.alone(self, kind_of(self.peft_config[adapter]))
+        return self._arrivals.tuners.alone(self, self.peft_config[adapter])
 
     def merge_and_unload_adapter(self, adapter: str) -> Any:
         """Return the backbone with one adapter (internal id) merged in; as in PEFT, all are gone afterwards."""
-        tuner = self._arrivals.tuners.leave_alone(self, kind_of(self.peft_config[adapter]))
+        tuner = self._arrivals.tuners.leave_alone(self, self.peft_config[adapter])
         return tuner.merge_and_unload(adapter_names=[adapter])
 
     def unload(self) -> Any:

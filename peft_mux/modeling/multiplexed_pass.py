@@ -16,6 +16,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.attention.packed import ATTENTION_NAME, AttentionStream
 from peft_mux.modeling.backbone.checks import position_offset
+from peft_mux.modeling.backbone.modules import without_head
 from peft_mux.modeling.interface import MultiplexedModel
 from peft_mux.modeling.objectives.head import OutputHead
 from peft_mux.modeling.objectives.objective import Statistics
@@ -99,7 +100,7 @@ def hidden_states(
     if hasattr(model.backbone.config, "use_cache"):
         arguments["use_cache"] = False
     with head.bypassed(model.backbone):
-        return model.backbone.base_model(**arguments).last_hidden_state[0]
+        return without_head(model.backbone)(**arguments).last_hidden_state[0]
 
 
 def enable_checkpointing(backbone: Any, contexts: Callable[[], tuple[Any, Any]], arguments: Mapping[str, Any]) -> None:

@@ -37,6 +37,7 @@ def task_load(
     *,
     cut: CutLayers | None = None,
     chain_tokens: int | None = None,
+    routed_share: float = 1.0,
 ) -> TaskLoad:
     """Return what the planner needs to know of a task.
 
@@ -48,6 +49,7 @@ def task_load(
         cut: the layers that tensor parallelism cuts, and its adapters with them; none by default.
         chain_tokens: bound of a pass in tokens, where longer rows are cut into chains. The passes of a chain are held
             at once, and short rows fill them, so a row counts as that many whole passes.
+        routed_share: part of the experts of a mixture that a token passes through.
     """
     rows = run.loader.sample_lengths
     longest = max(rows, default=0)
@@ -61,7 +63,7 @@ def task_load(
         name=run.name,
         lengths=lengths,
         num_targets=max(1, round(sum(lengths) * _share_of_targets(run))),
-        adapters=_adapter_loads(kind, shapes, num_layers, cut or {}),
+        adapters=_adapter_loads(kind, shapes, num_layers, cut or {}, routed_share),
         trainable_parameters=_num_elements(shapes),
         num_steps=run.num_steps,
         priority=run.task.priority,
@@ -110,10 +112,13 @@ def _share_of_targets(run: TaskRun) -> float:
 
 
 def _adapter_loads(
-    kind: AdapterKind, shapes: ParameterShapes, num_layers: int, cut: CutLayers
+    kind: AdapterKind, shapes: ParameterShapes, num_layers: int, cut: CutLayers, routed_share: float
 ) -> tuple[AdapterLoad, ...]:
-    """Return the adapters of a mean decoder layer."""
-    found = Counter((load.rank, load.width, load.cut_width) for load in kind.loads(shapes, cut))
+    """Return the adapters of a mean decoder layer, as a token passes through them."""
+    found = Counter(
+        (max(1, round(load.rank * (routed_share if load.is_routed else 1.0))), load.width, load.cut_width)
+        for load in kind.loads(shapes, cut)
+    )
     return tuple(
         AdapterLoad(rank, width, cut_width)
         for (rank, width, cut_width), count in sorted(found.items())

@@ -212,6 +212,7 @@ class Planner:
             target.num_replicas,
             cut=self.cut_layers,
             chain_tokens=self.args.max_tokens_per_micro_batch if self.args.split_long_sequences else None,
+            routed_share=self.shape.routed_share,
         )
 
     def _target(self, devices: str | None, num_stages: int | None, devices_per_stage: int | None) -> Target:

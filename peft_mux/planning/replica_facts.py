@@ -48,7 +48,16 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
         cluster: the devices to plan for; the run's own by default.
     """
     args, shape = planner.args, planner.shape
-    loads = tuple(task_load(run, planner.shapes_of(run.name), shape.num_layers, cut=planner.cut_layers) for run in runs)
+    loads = tuple(
+        task_load(
+            run,
+            planner.shapes_of(run.name),
+            shape.num_layers,
+            cut=planner.cut_layers,
+            routed_share=shape.routed_share,
+        )
+        for run in runs
+    )
     if cluster is None:
         profile, limit = run_profile(args, shape).profile, memory_limit_bytes(args)
         device_type = args.device.type

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import transformers as tf
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from peft_mux.data.batch import IGNORE_INDEX, MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.errors import UnsupportedModelError
+from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
 
 VOCABULARY = 61
@@ -101,6 +103,85 @@ def opt(**settings: Any) -> Any:
     return tf.OPTForCausalLM(config)
 
 
+def qwen3_moe() -> Any:
+    return tf.Qwen3MoeForCausalLM(
+        tf.Qwen3MoeConfig(**GROUPED, head_dim=8, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2)
+    )
+
+
+def mixtral() -> Any:
+    return tf.MixtralForCausalLM(tf.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2))
+
+
+def olmoe() -> Any:
+    config = tf.OlmoeConfig(**GROUPED, num_experts=4, num_experts_per_tok=2, eos_token_id=None)
+    return tf.OlmoeForCausalLM(config)
+
+
+def deepseek_v3() -> Any:
+    config = tf.DeepseekV3Config(
+        **SIZE,
+        num_key_value_heads=4,
+        moe_intermediate_size=24,
+        n_routed_experts=4,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        kv_lora_rank=16,
+        q_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+    )
+    return tf.DeepseekV3ForCausalLM(config)
+
+
+def gpt_oss() -> Any:
+    config = tf.GptOssConfig(**GROUPED, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=6)
+    return tf.GptOssForCausalLM(config)
+
+
+# ------------------------------------------------------- vision and language
+
+
+TOWER = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+PIXELS = {"image_size": 8, "patch_size": 4}
+MEDIA_TOKENS = {"image_token_id": 1, "video_token_id": 1, "vision_start_token_id": 1, "vision_end_token_id": 1}
+
+
+def qwen_vl(config: Any, **vision: Any) -> Any:
+    """Return the configuration of a Qwen-VL: positions of three dimensions, which are equal for text."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    tower = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, **vision}
+    return config(text_config={**GROUPED, "head_dim": 8, "rope_parameters": rope}, vision_config=tower, **MEDIA_TOKENS)
+
+
+def qwen25_vl() -> Any:
+    return tf.Qwen2_5_VLForConditionalGeneration(qwen_vl(tf.Qwen2_5_VLConfig, fullatt_block_indexes=[0]))
+
+
+def qwen3_vl() -> Any:
+    vision = {"num_position_embeddings": 16, "deepstack_visual_indexes": [0]}
+    return tf.Qwen3VLForConditionalGeneration(qwen_vl(tf.Qwen3VLConfig, **vision))
+
+
+def llava() -> Any:
+    vision = tf.CLIPVisionConfig(**TOWER, **PIXELS)
+    config = tf.LlavaConfig(text_config=tf.LlamaConfig(**GROUPED), vision_config=vision, image_token_id=1)
+    return tf.LlavaForConditionalGeneration(config)
+
+
+def gemma3_with_images() -> Any:
+    text = tf.Gemma3TextConfig(
+        **GROUPED, head_dim=8, sliding_window=6, layer_types=["sliding_attention", "full_attention"]
+    )
+    vision = tf.SiglipVisionConfig(**TOWER, **PIXELS)
+    config = tf.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=1)
+    return tf.Gemma3ForConditionalGeneration(config)
+
+
 def bert_classifier() -> Any:
     return tf.BertForSequenceClassification(tf.BertConfig(**SIZE, **NO_BERT_DROPOUT, num_labels=3))
 
@@ -124,7 +205,14 @@ LANGUAGE_MODELS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "GPT2": (gpt2, ["c_attn"]),
     "Phi": (phi, ["q_proj", "dense"]),
     "OPT": (opt, ["q_proj", "fc1"]),
+    # On the mixtures "all-linear" adapts experts and routers as well, as PEFT has it (but for gpt-oss).
+    "Qwen3MoE": (qwen3_moe, ["q_proj", "v_proj"]),
+    "Mixtral": (mixtral, ["k_proj", "o_proj"]),
+    "OLMoE": (olmoe, ["q_proj"]),
+    "DeepseekV3": (deepseek_v3, ["q_b_proj", "kv_b_proj"]),
+    "GptOss": (gpt_oss, ["v_proj", "o_proj"]),
 }
+VISION_LANGUAGE_MODELS = {"Qwen2.5-VL": qwen25_vl, "Qwen3-VL": qwen3_vl, "Llava": llava, "Gemma3": gemma3_with_images}
 CLASSIFIERS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "Bert": (bert_classifier, ["query", "dense"]),
     "Roberta": (roberta_classifier, ["query", "value"]),
@@ -251,6 +339,47 @@ def test_a_packed_language_model_gives_every_task_the_loss_and_gradients_that_it
     assert_as_alone(filled(make), targets, rows(), language_loss)
 
 
+@pytest.mark.parametrize("architecture", VISION_LANGUAGE_MODELS)
+def test_a_model_of_images_and_text_trains_on_text_as_plain_peft_trains_it(architecture: str) -> None:
+    backbone, task_rows = filled(VISION_LANGUAGE_MODELS[architecture]), rows()
+    model = multiplexed(backbone, ["q_proj", "o_proj"])
+    output = model(packed(task_rows))
+    output.losses.sum().backward()
+    for index, (name, config) in enumerate(configs(backbone, ["q_proj", "o_proj"]).items()):
+        mine = model.task_parameters(name)
+        plain = get_peft_model(copy.deepcopy(backbone), copy.deepcopy(config)).train()
+        own = {key.replace(".default", ""): value for key, value in plain.named_parameters() if value.requires_grad}
+        with torch.no_grad():
+            for key, value in mine.items():
+                own[key].copy_(value)
+        loss = language_loss(plain, task_rows[name])
+        loss.backward()
+        assert output.losses[index].item() == pytest.approx(loss.item(), rel=1e-5)
+        # What images would pass through gets no gradient alone, so no optimizer touches it, nor its decay here.
+        assert mine.keys() == {key for key, value in own.items() if value.grad is not None}
+        assert name == "b" or len(mine) < len(own), "all-linear adapts the tower of images too"
+        for key, value in mine.items():
+            assert relative(value.grad, own[key].grad) <= 1e-5, f"{name} {key}"
+
+
+def test_adapters_that_no_row_reaches_are_saved_as_they_were_drawn(tmp_path: Path) -> None:
+    backbone = filled(llava)
+    MultiTaskPeftModel(copy.deepcopy(backbone), configs(backbone, ["q_proj"]), seeds={"a": 3}).save_pretrained(tmp_path)
+    torch.manual_seed(3)
+    plain = get_peft_model(copy.deepcopy(backbone), configs(backbone, ["q_proj"])["a"])
+    saved = load_file(tmp_path / "a" / "adapter_model.safetensors")
+    drawn = get_peft_model_state_dict(plain)
+    assert saved.keys() == drawn.keys()
+    assert any("vision_tower" in key for key in saved)
+    assert all(torch.equal(value, drawn[key]) for key, value in saved.items())
+
+
+def test_a_task_that_adapts_nothing_that_text_reaches_is_refused_by_name() -> None:
+    config = LoraConfig(target_modules=r".*vision_tower.*(k|v)_proj", task_type="CAUSAL_LM")
+    with pytest.raises(ConfigError, match=r"tasks\.a\.peft_config\.target_modules: .*vision_tower.*only rows of text"):
+        MultiTaskPeftModel(filled(llava), {"a": config})
+
+
 @pytest.mark.parametrize("architecture", CLASSIFIERS)
 def test_a_packed_classifier_gives_every_task_the_loss_and_gradients_that_it_has_alone(architecture: str) -> None:
     make, targets = CLASSIFIERS[architecture]
@@ -326,13 +455,6 @@ def mamba() -> Any:
     return tf.MambaForCausalLM(config)
 
 
-def gpt_oss() -> Any:
-    config = tf.GptOssConfig(
-        **{**GROUPED, "num_hidden_layers": 1}, head_dim=8, num_local_experts=2, num_experts_per_tok=1
-    )
-    return tf.GptOssForCausalLM(config)
-
-
 def t5() -> Any:
     config = tf.T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
     return tf.T5ForConditionalGeneration(config)
@@ -351,7 +473,6 @@ def with_layer_drop() -> Any:
     [
         (bloom, "query_key_value", "BloomForCausalLM", "attention on a path of its own"),
         (mamba, "in_proj", "MambaForCausalLM", "carry state from one sequence into the next"),
-        (gpt_oss, "q_proj", "GptOssForCausalLM", "sinks are not honoured"),
         (t5, "q", "T5ForConditionalGeneration", "encoder-decoder models have two streams"),
         (with_functional_dropout, "q_proj", "OPTForCausalLM", "global random generator"),
         (with_layer_drop, "q_proj", "OPTForCausalLM", "global random generator"),

@@ -50,7 +50,8 @@ def detach(model: nn.Module) -> None:
     # A list, as modules are replaced on the way.
     for name, module in list(model.named_modules()):
         original = getattr(module, "original_module", None) if isinstance(module, ModulesToSaveWrapper) else None
-        if isinstance(module, BaseTunerLayer):
+        # The outermost of several around one module leads to the frozen layer; those within go with it.
+        if isinstance(module, BaseTunerLayer) and not name.endswith(".base_layer"):
             original = module.get_base_layer()
         if original is not None:
             parent, _, child = name.rpartition(".")

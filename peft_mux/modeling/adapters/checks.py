@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from peft import PeftConfig
+from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
-from peft_mux.errors import Fault, closest
+from peft_mux.errors import ConfigError, Fault, closest, shown
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, find_kind, kind_of
 from peft_mux.modeling.adapters.patterns import pattern_faults
-from peft_mux.modeling.backbone.modules import adaptable_modules
+from peft_mux.modeling.backbone.modules import adaptable_modules, is_router
 
 
 def peft_config_faults(config: PeftConfig, where: str) -> list[Fault]:
@@ -44,11 +47,17 @@ def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
     faults = pattern_faults(config, [name for name, _ in backbone.named_modules()], where)
     if faults:
         return faults
+    config, faults = _completed(config, backbone, where)
+    if faults:
+        return faults
     modules = adaptable_modules(backbone)
+    faults = _router_faults(config, modules, where)
+    if faults:
+        return faults
     leaves = sorted({name.rsplit(".", 1)[-1] for name in modules})
     targets = config.target_modules
     known = f'modules of {type(backbone).__name__}: {", ".join(leaves)}; or "all-linear"'
-    if targets is None:
+    if targets is None and not getattr(config, "target_parameters", None):
         return _default_target_faults(kind, backbone, where, known)
     if isinstance(targets, str):
         # PEFT, too, looks past upper and lower case here.
@@ -56,14 +65,47 @@ def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
             return kind.width_faults(config, modules, where)
         return _pattern_faults(targets, modules, where, known)
     matched: dict[str, nn.Module] = {}
-    for target in sorted(targets):
+    for target in sorted(targets or ()):
         hits = {name: module for name, module in modules.items() if name == target or name.endswith(f".{target}")}
         matched.update(hits)
         if not hits:
             faults.append(Fault(f"{where}.target_modules", repr(target), known, closest(target, leaves)))
-    if not targets:
+    if not targets and not getattr(config, "target_parameters", None):
         faults.append(Fault(f"{where}.target_modules", "nothing", known))
     return faults + kind.width_faults(config, matched, where)
+
+
+def _completed(config: Any, backbone: Any, where: str) -> tuple[Any, list[Fault]]:
+    """Return a copy of a configuration as it will be injected, and why it cannot be."""
+    own = copy.deepcopy(config)
+    try:
+        kind_of(own).complete(own, backbone)
+    except ConfigError as error:
+        return own, [replace(fault, where=f"{where}.{fault.where}") for fault in error.faults]
+    except ValueError as error:  # of PEFT, which renames targets for some backbones
+        return own, [Fault(where, str(error), "targets that PEFT finds on this backbone")]
+    return own, []
+
+
+def _router_faults(config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
+    """Return a fault where the router of a mixture is adapted as if it were a linear layer: PEFT's fails on it."""
+    targets = config.target_modules
+    is_all = isinstance(targets, str) and targets.lower() == "all-linear"
+    for name, module in modules.items():
+        if not is_router(module):
+            continue
+        asked = copy.copy(config)
+        if is_all:
+            asked.target_modules = [name]
+        if targets is not None and check_target_module_exists(asked, name):
+            leaf = name.rsplit(".", 1)[-1]
+            others = sorted({other.rsplit(".", 1)[-1] for other, item in modules.items() if not is_router(item)})
+            allowed = f'{", ".join(others)}; or "all-linear" with exclude_modules=["{leaf}"]'
+            reason = (
+                f"{name} ({type(module).__name__}) returns several tensors, on which PEFT's layer of a matrix fails."
+            )
+            return [Fault(f"{where}.target_modules", shown(targets), allowed, reason)]
+    return []
 
 
 def _default_target_faults(kind: AdapterKind, backbone: nn.Module, where: str, known: str) -> list[Fault]:

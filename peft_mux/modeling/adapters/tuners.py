@@ -6,23 +6,31 @@ Layers of two types that adapt one module lie around one another, with the froze
     v_proj = lora.Linear(base)               v_proj = ia3.Linear(lora.Linear(base))
     v_proj = ia3.Linear(base)
 
+LoRA on bare parameters (`target_parameters`) is named after how its wrappers lie around one another, so PEFT allows one
+set of such parameters a model. Here wrappers of another set count as if they were of another type.
+
 Whatever PEFT does with an adapter (inject, delete, save, load, merge), it does inside `alone`, which shows it the
-layers of that adapter's type and no others. So names, initial weights and files are those of a model of one type.
+layers of that adapter's type and set, and no others. So names, initial weights and files are those of a model of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from peft import PeftConfig, PeftType
 from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from peft_mux.modeling.adapters.injection import is_meta
-from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, kind_of_layer
+from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, kind_of, kind_of_layer
+
+_TARGETS = "_peft_mux_targets"
+"""Under which a wrapper of a bare parameter keeps the set that it was made for."""
 
 
 class Tuners:
@@ -31,11 +39,25 @@ class Tuners:
     def __init__(self) -> None:
         """Start with the type of the first task alone."""
         self._others: dict[PeftType, Any] = {}
+        self._targets: set[frozenset[str]] = set()
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the model has had tasks of more than one PEFT type."""
-        return bool(self._others)
+        """Whether the model has had tasks of more than one PEFT type, or set of bare parameters."""
+        return bool(self._others) or len(self._targets) > 1
+
+    def note(self, model: Any, config: PeftConfig) -> None:
+        """Write down which layers of a model came with an adapter that was injected just now.
+
+        Args:
+            model: the `MultiTaskPeftModel` whose tuners these are.
+            config: the adapter's configuration, as PEFT completed it.
+        """
+        targets = _bare_targets(config)
+        self._targets |= {targets} if targets else set()
+        for layer in model.backbone.modules():
+            if isinstance(layer, ParamWrapper) and _TARGETS not in layer.__dict__:
+                setattr(layer, _TARGETS, targets)
 
     def inject(self, model: Any, kind: AdapterKind, adapter: str, config: PeftConfig) -> None:
         """Inject an adapter, with the initial weights that it would have in a model of its own.
@@ -48,14 +70,16 @@ class Tuners:
         """
         is_first_of_its_type = kind.peft_type != model.peft_type and kind.peft_type not in self._others
         if not is_first_of_its_type:
-            with self.alone(model, kind):
+            configs: Any = model.peft_config
+            others = {item for item in self._targets if item != _bare_targets(config)}
+            with self.alone(model, config, is_mixed=bool(others)), _without_targets(configs, others):
                 model.add_adapter(adapter, config, low_cpu_mem_usage=is_meta(model.backbone))
             return
         self._others[kind.peft_type] = self._new_tuner(model, kind, adapter, config)
 
     def _new_tuner(self, model: Any, kind: AdapterKind, adapter: str, config: PeftConfig) -> Any:
         backbone, configs = model.backbone, model.peft_config
-        with _layers_alone(backbone, kind):
+        with _layers_alone(backbone, _shows(config)):
             backbone.__dict__.pop("peft_config", None)  # else PEFT warns of a second tuner, which is what this is
             try:
                 tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[kind.peft_type]
@@ -70,51 +94,77 @@ class Tuners:
         return made
 
     @contextmanager
-    def alone(self, model: Any, kind: AdapterKind) -> Iterator[None]:
-        """Let a model be, for the time of the block, what PEFT made of it for the adapters of one kind.
+    def alone(self, model: Any, config: PeftConfig, *, is_mixed: bool = False) -> Iterator[None]:
+        """Let a model be, for the time of the block, what PEFT made of it for adapters such as one of them.
 
         Args:
             model: the `MultiTaskPeftModel` whose tuners these are.
-            kind: the kind whose adapters are shown.
+            config: completed configuration of an adapter; those of its type and of its bare parameters are shown.
+            is_mixed: whether the model has others, beside those that it had before.
         """
         # With one type PEFT's own view is the model as it is, and nothing has to be taken apart.
-        if not self.is_mixed:
+        if not self.is_mixed and not is_mixed:
             yield
             return
+        kind = kind_of(config)
         before = model.base_model, model.peft_type
-        with _layers_alone(model.backbone, kind):
+        with _layers_alone(model.backbone, _shows(config)):
             model.base_model, model.peft_type = self._others.get(kind.peft_type, model.base_model), kind.peft_type
             try:
                 yield
             finally:
                 model.base_model, model.peft_type = before
 
-    def leave_alone(self, model: Any, kind: AdapterKind) -> Any:
-        """Take the layers of all other kinds out of a model for good, and return PEFT's tuner of this one.
+    def leave_alone(self, model: Any, config: PeftConfig) -> Any:
+        """Take the layers of all other adapters out of a model for good, and return PEFT's tuner of this one.
 
         Args:
             model: the `MultiTaskPeftModel` whose tuners these are.
-            kind: the kind whose adapters stay.
+            config: completed configuration of the adapter whose layers stay.
         """
         if self.is_mixed:
             for name, layers in _stacks(model.backbone).items():
-                _show(model.backbone, name, layers, kind)
-        return self._others.get(kind.peft_type, model.base_model)
+                _show(model.backbone, name, layers, _shows(config))
+        return self._others.get(kind_of(config).peft_type, model.base_model)
+
+
+def _bare_targets(config: PeftConfig) -> frozenset[str]:
+    return frozenset(getattr(config, "target_parameters", None) or ())
+
+
+def _shows(config: PeftConfig) -> Callable[[Any], bool]:
+    """Return whether a layer is there in a model of this adapter alone, by the layer."""
+    kind, targets = kind_of(config), _bare_targets(config)
+    return lambda layer: kind_of_layer(layer) is kind and layer.__dict__.get(_TARGETS, targets) == targets
 
 
 @contextmanager
-def _layers_alone(backbone: nn.Module, kind: AdapterKind) -> Iterator[None]:
+def _without_targets(configs: dict[str, Any], targets: set[frozenset[str]]) -> Iterator[None]:
+    """Keep these sets of bare parameters from PEFT, which would refuse an adapter on another set beside them."""
+    before = {adapter: config for adapter, config in configs.items() if _bare_targets(config) in targets}
+    for adapter, config in before.items():
+        hidden: Any = copy.copy(config)
+        hidden.target_parameters = None
+        configs[adapter] = hidden
+    try:
+        yield
+    finally:
+        configs.update(before)
+
+
+@contextmanager
+def _layers_alone(backbone: nn.Module, shows: Callable[[Any], bool]) -> Iterator[None]:
     stacks = _stacks(backbone)
     for name, layers in stacks.items():
-        _show(backbone, name, layers, kind)
+        _show(backbone, name, layers, shows)
     try:
         yield
     finally:
         for name, layers in stacks.items():
             # What stands there now, as PEFT may have put a layer in or taken one out meanwhile.
-            now = backbone.get_submodule(name)
-            others = [layer for layer in layers if kind_of_layer(layer) is not kind]
-            _stack(backbone, name, [*others, now] if isinstance(now, BaseTunerLayer) else others)
+            now = _chain(backbone.get_submodule(name))
+            others = [layer for layer in layers if not shows(layer)]
+            _stack(backbone, name, [*others, *now])
 
 
 def _stacks(backbone: nn.Module) -> dict[str, list[Any]]:
@@ -124,30 +174,35 @@ def _stacks(backbone: nn.Module) -> dict[str, list[Any]]:
     for name, module in backbone.named_modules():
         if isinstance(module, BaseTunerLayer) and not name.startswith(inside):
             inside = (f"{name}.",)
-            layer: Any = module
-            layers = stacks.setdefault(name, [])
-            while isinstance(layer, BaseTunerLayer):
-                layers.append(layer)
-                layer = layer.base_layer
+            stacks[name] = _chain(module)
     return stacks
 
 
-def _show(backbone: nn.Module, name: str, layers: list[Any], kind: AdapterKind) -> None:
-    """Let a module be the layer of one kind around its frozen layer, or the frozen layer where there is none."""
-    shown = frozen = layers[-1].base_layer
-    for layer in layers:
-        if kind_of_layer(layer) is kind:
-            layer.base_layer, shown = frozen, layer
+def _chain(layer: Any) -> list[Any]:
+    """Return the tuner layers that lie around one another, the outermost first."""
+    layers = []
+    while isinstance(layer, BaseTunerLayer):
+        layers.append(layer)
+        layer = layer.base_layer
+    return layers
+
+
+def _show(backbone: nn.Module, name: str, layers: list[Any], shows: Callable[[Any], bool]) -> None:
+    """Let a module be some of the layers around its frozen layer, or the frozen layer where there is none of them."""
+    shown = layers[-1].base_layer
+    for layer in reversed(layers):
+        if shows(layer):
+            layer.base_layer, shown = shown, layer
     _put(backbone, name, shown)
 
 
 def _stack(backbone: nn.Module, name: str, layers: list[Any]) -> None:
-    """Put layers around their frozen one, in an order that does not depend on which came first."""
+    """Put layers, of which outer ones come first, around their frozen one; types do so in the order of their table."""
     inner = next((layer.base_layer for layer in layers if not isinstance(layer.base_layer, BaseTunerLayer)), None)
     if inner is None:
         return
-    rank = list(KINDS.values())
-    for layer in sorted(layers, key=lambda layer: rank.index(kind_of_layer(layer))):  # type: ignore[arg-type]
+    rank, innermost_first = list(KINDS.values()), layers[::-1]
+    for layer in sorted(innermost_first, key=lambda layer: rank.index(kind_of_layer(layer))):  # type: ignore[arg-type]
         layer.base_layer, inner = inner, layer
     _put(backbone, name, inner)
 

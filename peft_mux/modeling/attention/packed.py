@@ -104,6 +104,7 @@ def packed_attention(
     is_causal: bool | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     mux_stream: AttentionStream | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -120,6 +121,7 @@ def packed_attention(
         is_causal: whether a query sees earlier tokens only; by default the module's own `is_causal`.
         sliding_window: a query sees this many tokens, itself included.
         softcap: bound of the scores (Gemma 2).
+        s_aux: `[H]`, a score of each head that takes part in the softmax and leads to no value (sinks, gpt-oss).
         mux_stream: the stream and its layouts, which `MultiTaskPeftModel` passes through the model call.
         **kwargs: what else the architecture passes; refused where it would change the result.
 
@@ -144,7 +146,7 @@ def packed_attention(
         # Keys come here after rotary embedding, so that later parts read them as they are (M §3.5).
         parts.keep(mux_stream.module_names[module], key, value)
     scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scores = _Scores(scaling=scale, is_causal=bool(causal), window=sliding_window, softcap=softcap)
+    scores = _Scores(scaling=scale, is_causal=bool(causal), window=sliding_window, softcap=softcap, sinks=s_aux)
     out = _through_kernels(module, (query, key, value), mux_stream, scores, dropout)
     if parts is not None:
         parts.release_finished(mux_stream.module_names[module])
@@ -163,7 +165,13 @@ def _through_kernels(
     # Asked in every call, as dropout and dtype differ between training, evaluation and autocast.
     dtype = _computed_in(query)
     reason = varlen_support(
-        query.device, dtype, query.shape[-1], value_dim=value.shape[-1], softcap=scores.softcap, dropout=dropout
+        query.device,
+        dtype,
+        query.shape[-1],
+        value_dim=value.shape[-1],
+        softcap=scores.softcap,
+        dropout=dropout,
+        has_sinks=scores.sinks is not None,
     )
     if reason is None:
         return _through_varlen(module, qkv, mux_stream, scores, dtype)
@@ -242,12 +250,13 @@ def _through_rectangles(
 
 
 class _Scores(NamedTuple):
-    """What attention does to scores before their softmax; `window` counts the query itself."""
+    """What attention does to scores before their softmax; `window` counts the query itself, `sinks` is `[H]`."""
 
     scaling: float
     is_causal: bool
     window: int | None
     softcap: float | None
+    sinks: torch.Tensor | None = None
 
 
 class _AttentionDropout:
@@ -318,7 +327,7 @@ def _attend(
 ) -> torch.Tensor:
     """Return `[n * L, H, C']` of one rectangle."""
     mask = causal_mask(q.shape[2], k.shape[2], scores.window, q.device)
-    if scores.softcap is None and dropout is None:
+    if scores.softcap is None and scores.sinks is None and dropout is None:
         out = F.scaled_dot_product_attention(
             q,
             k,
@@ -343,7 +352,7 @@ def _attend_by_weights(
     mask: torch.Tensor | None,
     dropout: _AttentionDropout | None,
 ) -> torch.Tensor:
-    """Return `[n, H, L, C']` with the weights written out: fused attention knows neither soft-caps nor our dropout."""
+    """Return `[n, H, L, C']` with the weights written out: fused attention knows no soft-caps, sinks or our dropout."""
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         # Written out for the plain product; fused attention shares key-value heads without a copy.
@@ -356,7 +365,11 @@ def _attend_by_weights(
     if mask is not None:
         logits = logits.masked_fill(~mask, -math.inf)
     # In fp32 as the eager attention of transformers: the sum over long rows loses bits in half precision.
-    weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(q.dtype)
+    if scores.sinks is not None:
+        sinks = scores.sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        weights = torch.softmax(torch.cat([logits, sinks], dim=-1), dim=-1, dtype=torch.float32)[..., :-1].to(q.dtype)
+    else:
+        weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(q.dtype)
     if dropout is not None:
         weights = dropout(weights, rectangle)
     return weights @ v
@@ -371,8 +384,8 @@ def _refuse_unknown(module: nn.Module, attention_mask: torch.Tensor | None, kwar
     for key, value in kwargs.items():
         if isinstance(value, torch.Tensor) and key not in _HARMLESS_TENSORS:
             raise UnsupportedModelError(
-                f'{name} passes "{key}" to attention (sinks, position biases and the like), which packed attention '
-                "does not honour; allowed: plain, grouped-query, sliding-window and soft-capped attention."
+                f'{name} passes "{key}" to attention (position biases and the like), which packed attention does not '
+                "honour; allowed: plain, grouped-query, sliding-window and soft-capped attention, and sinks (s_aux)."
             )
 
 

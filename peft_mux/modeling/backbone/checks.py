@@ -55,8 +55,6 @@ def _unsupported_reason(backbone: Any) -> str | None:
         return "it computes attention on a path of its own"
     if getattr(config, "output_router_logits", False):
         return "its router loss (output_router_logits) mixes the tokens of all tasks; set it to False"
-    if any(hasattr(module, "sinks") for module in backbone.modules()):
-        return "its attention sinks are not honoured by packed attention"
     return None
 
 

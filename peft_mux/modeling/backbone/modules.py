@@ -30,6 +30,34 @@ def frozen_weight(base_layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | 
     return None, None
 
 
+def without_head(backbone: Any) -> Any:
+    """Return what a backbone computes its last hidden states with: its base model, or its decoder where it has none."""
+    base = backbone.base_model
+    # Where the attribute that `base_model_prefix` names is not there, transformers gives the whole model (Llama 4).
+    return getattr(backbone, "model", base) if base is backbone else base
+
+
+def modules_beside_text(backbone: Any) -> tuple[str, ...]:
+    """Return the names of the modules that rows of text never reach: towers and projectors of images and sounds."""
+    base, text = without_head(backbone), getattr(backbone, "get_decoder", lambda: None)()
+    if backbone.config.get_text_config() is backbone.config or text is None or text is base:
+        return ()
+    names = {module: name for name, module in backbone.named_modules()}
+    found, parent = [], base
+    # Down the way from the base model to its language model: what else hangs there is something else.
+    while parent is not text:
+        way = f"{names[text]}."
+        children = [(f"{names[parent]}.{child}", module) for child, module in parent.named_children()]
+        found += [name for name, _ in children if not way.startswith(f"{name}.")]
+        parent = next(module for name, module in children if way.startswith(f"{name}."))
+    return tuple(found)
+
+
+def is_router(module: nn.Module) -> bool:
+    """Whether a module is a router of a mixture that is written as a linear layer, but returns several tensors."""
+    return isinstance(module, nn.Linear) and "Router" in type(module).__name__
+
+
 HEAD_NAMES = ("classifier", "score")
 """Modules that PEFT trains beside the adapter for sequence classification."""
 

@@ -129,8 +129,9 @@ def _check_random_numbers(model: MultiplexedModel, batch: Any) -> None:
         raise UnsupportedModelError(
             _message(
                 model,
-                "in training it draws from the global random generator (functional dropout or layer drop), so one "
-                "task's neighbours would shift its draws; set the model's dropout and layerdrop to 0 in its config",
+                "in training it draws from the global random generator (functional dropout, layer drop or jitter of a "
+                "router), so one task's neighbours would shift its draws; set the model's dropout, layerdrop and "
+                "jitter noise to 0 in its config",
             )
         )
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -10,6 +10,10 @@ from torch import nn
 from peft_mux.modeling.backbone.modules import frozen_parameters
 from peft_mux.modeling.backbone.quantized import quantized_layers, weight_bytes
 from peft_mux.scheduler.costs.memory import ModelShape
+
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
+_CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+"""What configurations call the number of experts that a token goes to."""
 
 
 def model_shape(backbone: nn.Module, config: Any, *, dtype: torch.dtype, activation_dtype: torch.dtype) -> ModelShape:
@@ -22,23 +26,78 @@ def model_shape(backbone: nn.Module, config: Any, *, dtype: torch.dtype, activat
         activation_dtype: the dtype in which the backbone computes.
     """
     text = config.get_text_config()
-    heads = _first(text, "num_attention_heads", "n_head", default=1)
     hidden = _first(text, "hidden_size", "n_embd", "dim", default=1)
+    mlp = _mlp_widths(backbone, text, hidden)
+    heads = _first(text, "num_attention_heads", "n_head", default=1)
     channels = getattr(text, "head_dim", None) or hidden // heads
     frozen = {id(parameter): parameter for _, parameter in frozen_parameters(backbone)}
     quantized = {id(layer.weight): weight_bytes(layer, bits) for _, layer, bits in quantized_layers(backbone)}
     # A quantised weight counts packed words, not elements; its bytes come from its layer.
     plain = sum(parameter.numel() for key, parameter in frozen.items() if key not in quantized)
     return ModelShape(
-        num_layers=_first(text, "num_hidden_layers", "n_layer", "n_layers", default=1),
+        num_layers=_first(text, *_LAYERS, default=1),
         hidden_size=hidden,
-        intermediate_size=_first(text, "intermediate_size", "n_inner", "ffn_dim", "hidden_dim", default=4 * hidden),
+        intermediate_size=mlp.used,
         attention_size=heads * channels,
         key_value_size=_first(text, "num_key_value_heads", default=heads) * channels,
         vocab_size=text.vocab_size,
         backbone_bytes=plain * dtype.itemsize + sum(quantized.values()),
         activation_bytes=activation_dtype.itemsize,
+        held_intermediate_size=None if mlp.used == mlp.held else mlp.held,
+        routed_share=mlp.routed_share,
     )
+
+
+class _MlpWidths(NamedTuple):
+    """Widths inside the MLPs of a mean layer: what a token passes through, and what there is."""
+
+    used: int
+    held: int
+    routed_share: float
+
+
+def _mlp_widths(backbone: nn.Module, text: Any, hidden: int) -> _MlpWidths:
+    dense = _first(text, "intermediate_size", "n_inner", "ffn_dim", "hidden_dim", default=4 * hidden)
+    names = {name: module for name, module in backbone.named_modules() if _inner_width(module, hidden) is not None}
+    if not names:
+        return _MlpWidths(dense, dense, 1.0)
+    chosen = _first(text, *_CHOSEN_EXPERTS, default=1)
+    used = held = 0
+    for name, experts in names.items():
+        width, shared = _inner_width(experts, hidden) or 0, _shared_width(backbone, name)
+        count = len(_matrix(experts))
+        # Experts that are not sorted by token all see every token (Llama 4).
+        used += width * (chosen if hasattr(experts, "is_transposed") else count) + shared
+        held += width * count + shared
+    num_layers = max(_first(text, *_LAYERS, default=1), len(names))
+    others = dense * (num_layers - len(names))
+    count = max(len(_matrix(experts)) for experts in names.values())
+    return _MlpWidths((used + others) // num_layers, (held + others) // num_layers, min(1.0, chosen / count))
+
+
+def _matrix(experts: Any) -> torch.Tensor:
+    """Return `[E, ...]`, the second matrices of all experts, seen through adapters."""
+    return experts.down_proj
+
+
+def _inner_width(module: nn.Module, hidden: int) -> int | None:
+    """Return the width inside one expert of a module that holds several; `None` for any other module."""
+    matrix = module._parameters.get("down_proj")
+    if matrix is None or matrix.dim() != 3:
+        return None
+    # One of the two is the width of the residual stream, whichever way the matrices lie.
+    return matrix.shape[2] if matrix.shape[1] == hidden else matrix.shape[1]
+
+
+def _shared_width(backbone: nn.Module, experts: str) -> int:
+    """Return the width of the experts that every token passes through beside those of a mixture."""
+    parent = experts.replace(".base_layer", "").rpartition(".")[0]
+    linears = (
+        module
+        for name, module in backbone.get_submodule(parent).named_modules()
+        if "shared" in name and name.endswith("down_proj") and hasattr(module, "in_features")
+    )
+    return sum(int(module.in_features) for module in linears)  # type: ignore[arg-type]
 
 
 def _first(config: Any, *names: str, default: int) -> int:

@@ -14,6 +14,7 @@ class AdapterLoad:
         width: input plus output features of the linear layer.
         cut_width: the part of `width` that tensor parallelism divides: outputs of column-parallel layers, inputs of
             row-parallel ones; 0 for a layer that stays whole.
+        is_routed: whether `rank` is that of all experts of a mixture together, of which a token passes through some.
 
     Raises:
         ValueError: where rank or width is below 1, or `cut_width` is not within the width.
@@ -22,6 +23,7 @@ class AdapterLoad:
     rank: int
     width: int
     cut_width: int = 0
+    is_routed: bool = False
 
     def __post_init__(self) -> None:
         for field in ("rank", "width"):

@@ -14,13 +14,16 @@ class ModelShape:
     Attributes:
         num_layers: decoder or encoder layers.
         hidden_size: width of the residual stream.
-        intermediate_size: width inside the MLP.
+        intermediate_size: width inside the MLP; of a mixture, that of all experts of a token together.
         attention_size: query heads times channels.
         key_value_size: key-value heads times channels.
         vocab_size: rows of the output head.
         backbone_bytes: bytes of all backbone parameters and buffers as they are held.
         activation_bytes: bytes of one element of an activation.
         parts: where the bytes of the backbone lie; `None` spreads them evenly, as Eq. 5 does.
+        held_intermediate_size: width of all experts of a layer together, of which a token passes through some; `None`
+            where it passes through all that there is.
+        routed_share: part of the experts of a layer that a token passes through.
     """
 
     num_layers: int
@@ -32,6 +35,8 @@ class ModelShape:
     backbone_bytes: int
     activation_bytes: int
     parts: FrozenParts | None = None
+    held_intermediate_size: int | None = None
+    routed_share: float = 1.0
 
     def in_precision(self, factor: float) -> ModelShape:
         """Return the shape with frozen weights that take `factor` times the bytes.

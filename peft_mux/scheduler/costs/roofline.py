@@ -52,6 +52,8 @@ class Roofline:
         self.flops_per_s = device.flops_per_s * device.efficiency
         self.bytes_per_s = device.memory_bytes_per_s * _BANDWIDTH_PART
         d, i, a, k = shape.hidden_size, shape.intermediate_size, shape.attention_size, shape.key_value_size
+        # Of a mixture all experts are read in a pass of any size, and each token computes with some of them.
+        self._read_i = (shape.held_intermediate_size or i) / i
         self.linears = ((d, a), (d, k), (d, k), (a, d), (d, i), (d, i), (i, d))
 
     @property
@@ -67,15 +69,16 @@ class Roofline:
         """
         return num_bytes / self.bytes_per_s
 
-    def product_s(self, tokens: NDArray[Any], elements: int) -> NDArray[Any]:
+    def product_s(self, tokens: NDArray[Any], elements: int, held: float = 1.0) -> NDArray[Any]:
         """Return the seconds of one product of rows with a frozen matrix, on one device's share.
 
         Args:
             tokens: rows of the product.
-            elements: elements of the frozen matrix.
+            elements: elements of the frozen matrix that a row is multiplied with.
+            held: elements of the whole matrix, of which a row needs a part, over those.
         """
         # Eq. 3 divides by the devices; a product too small to fill its share takes more than that part.
-        reading = elements * self.shape.activation_bytes / self.bytes_per_s
+        reading = held * elements * self.shape.activation_bytes / self.bytes_per_s
         return np.maximum(2 * tokens * elements / self.flops_per_s, reading + self.num_devices * self.launch_s)
 
     def layer_s(self, tokens: NDArray[Any]) -> NDArray[Any]:
@@ -85,7 +88,11 @@ class Roofline:
             tokens: tokens of the stream.
         """
         # Forward and gradient of the input: frozen weights get no gradient.
-        products = sum((2 * self.product_s(tokens, d * k) for d, k in self.linears), np.zeros_like(tokens))
+        held = (1.0,) * 4 + (self._read_i,) * 3
+        products = sum(
+            (2 * self.product_s(tokens, d * k, h) for (d, k), h in zip(self.linears, held, strict=True)),
+            np.zeros_like(tokens),
+        )
         moved = _ELEMENTWISE_READS * tokens * (self.shape.hidden_size + self.shape.intermediate_size)
         return products + self.bytes_s(moved * self.shape.activation_bytes) + _LAYER_OPERATORS * self.launch_s
 

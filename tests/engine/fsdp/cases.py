@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from peft_mux.arguments import MultiTaskTrainingArguments, resolve
 from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
@@ -101,6 +101,8 @@ def backbone(shape: str) -> Any:
         )
     sizes: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": NUM_LAYERS}
     sizes |= {"intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    if shape == "mixtral":
+        return MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2))
     return LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=shape == "tied"))
 
 
@@ -112,6 +114,15 @@ def adapters(case: Case) -> dict[str, LoraConfig]:
     if case.ends:
         ends = [*ends, "wte"] if case.shape == "gpt2" else [*ends, "embed_tokens", "lm_head"]
     common: dict[str, Any] = {"init_lora_weights": "gaussian"}
+    if case.shape == "mixtral":
+        experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        return {
+            "a": LoraConfig(r=4, target_modules="all-linear", **common),
+            "b": LoraConfig(r=4, target_modules=attention, **common),
+            "c": LoraConfig(r=2, target_modules=attention, layers_to_transform=[2, 3], lora_dropout=0.2, **common),
+            "d": LoraConfig(r=3, target_modules=[], target_parameters=experts, **common),
+            "e": LoraConfig(r=6, target_modules=ends, **common),
+        }
     return {
         "a": LoraConfig(r=8, target_modules=[*attention, *mlp], lora_dropout=0.1, **common),
         "b": LoraConfig(r=4, target_modules=attention, **common),

@@ -52,9 +52,15 @@ CASES = {
     "adapted ends, recomputed, unequal passes": (2, Case("llama", ends=True, recomputes=True, few=True)),
     "a task arrives, ends unadapted": (2, Case("tied", arrives=True)),
     "a task arrives and adapts the ends": (2, Case("llama", arrives=True, ends=True)),
+    "mixtral, adapted experts and routers": (2, Case("mixtral")),
     "gpt2, chains of passes, unequal": (2, Case("gpt2", splits=True, max_tokens=20, few=True)),
 }
-SLOW = ("gpt2, recomputed activations", "tied and adapted ends, 3 processes", "a task arrives and adapts the ends")
+SLOW = (
+    "gpt2, recomputed activations",
+    "tied and adapted ends, 3 processes",
+    "a task arrives and adapts the ends",
+    "mixtral, adapted experts and routers",
+)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])

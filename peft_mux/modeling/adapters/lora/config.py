@@ -11,10 +11,11 @@ from torch import nn
 
 from peft_mux.errors import Fault, shown
 from peft_mux.modeling.adapters.field_types import FLAG, INITIALISER, PATTERN, FieldType
+from peft_mux.modeling.adapters.lora import target_parameters
 
 FIELDS = frozenset(
     "r target_modules exclude_modules lora_alpha lora_dropout use_rslora init_lora_weights layers_to_transform "
-    "layers_pattern rank_pattern alpha_pattern fan_in_fan_out".split()
+    "layers_pattern rank_pattern alpha_pattern fan_in_fan_out target_parameters".split()
 )
 """That may be set; any other field that is not at its default is refused by name."""
 
@@ -25,7 +26,6 @@ REASONS = {
     "trainable_token_indices": "it trains rows of the shared embedding",
     "use_dora": "DoRA has no multiplexed layer yet",
     "lora_bias": "a bias on lora_B has no multiplexed layer yet",
-    "target_parameters": "adapters on bare parameters (experts) have no multiplexed layer yet",
     "layer_replication": "it changes the shared backbone",
 }
 """Why some fields may not be set."""
@@ -41,6 +41,7 @@ TYPES: Mapping[str, FieldType] = {
     "init_lora_weights": INITIALISER,
     "rank_pattern": PATTERN,
     "alpha_pattern": PATTERN,
+    "target_parameters": target_parameters.NAMES,
 }
 """Of the fields that only LoRA has; those of its numbers are checked with their ranges."""
 

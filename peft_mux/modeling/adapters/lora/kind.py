@@ -7,17 +7,20 @@ from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftType
 from peft.tuners.lora import LoraLayer
+from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import nn
 
-from peft_mux.errors import Fault
+from peft_mux.errors import Fault, raise_faults
 from peft_mux.modeling.adapters.field_types import type_faults
 from peft_mux.modeling.adapters.fields import complete_heads, field_faults, task_type_faults
 from peft_mux.modeling.adapters.kind import CutLayers, CutOfLayer, ReplicaLayout, Shapes, SlabOf, register_kind
 from peft_mux.modeling.adapters.lora import config as lora_config
+from peft_mux.modeling.adapters.lora import target_parameters
 from peft_mux.modeling.adapters.lora.layer import NAME, LinearGroup, MultiplexedLinear
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
+from peft_mux.modeling.adapters.lora.parameters import MultiplexedParameters
 from peft_mux.modeling.adapters.lora.slab_layout import lora_slot
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.adapters.sliced import SlicedAdapter
@@ -62,13 +65,16 @@ class LoraKind:
         return lora_config.rank_faults(config, modules, where)
 
     def complete(self, config: Any, backbone: Any) -> None:
-        """Let a classifier's task train its head."""
+        """Let a classifier's task train its head, and name the experts of a mixture as PEFT does."""
         complete_heads(config)
+        target_parameters.convert(config, backbone)
+        raise_faults(target_parameters.parameter_faults(config, backbone))
 
     def narrow(self, config: Any, modules: Sequence[str]) -> None:
         """Let a copy of a configuration adapt the given modules and no others."""
         config.target_modules, config.exclude_modules = list(modules), None
         config.layers_to_transform = config.layers_pattern = None  # the names are those of single layers
+        config.target_parameters = None
 
     def sample_config(self, rank: int) -> PeftConfig | None:
         """Return an adapter of a rank on all linear layers."""
@@ -82,6 +88,8 @@ class LoraKind:
 
     def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
         """Return the grouped forward of a linear layer, or PEFT's own forward, sliced, of an embedding."""
+        if isinstance(module, ParamWrapper):
+            return MultiplexedParameters(module, name, stream)
         # PEFT keeps the factors of embeddings under other names, and leaves `lora_A` empty there.
         is_linear = len(getattr(module, "lora_A", ())) > 0
         return MultiplexedLinear(module, name, stream) if is_linear else SlicedAdapter(module, name, stream)
@@ -123,7 +131,8 @@ class LoraKind:
                 b = shapes[name.replace(".lora_A.", ".lora_B.")]
                 # Of each pair one factor is cut, and the other lies whole on every shard.
                 cut_width = 0 if is_row is None else a[1] if is_row else b[0]
-                found.append(AdapterLoad(a[0], a[1] + b[0], cut_width))
+                is_routed = self.site_of(name).replace(".base_layer", "").endswith(".experts")
+                found.append(AdapterLoad(a[0], a[1] + b[0], cut_width, is_routed))
         return found
 
     # ---------------------------------------------------------- parallelism
@@ -148,7 +157,9 @@ class LoraKind:
 
 def _group_siblings(parent: nn.Module, names: tuple[str, ...], stream: Stream) -> None:
     """Let the linear layers of these names, which read the same activations, be computed together."""
-    forwards = [getattr(parent, name).__dict__.get("forward") for name in names if hasattr(parent, name)]
+    # Some are `None`: latent attention has one matrix of queries or two.
+    layers = [layer for layer in (getattr(parent, name, None) for name in names) if layer is not None]
+    forwards = [layer.__dict__.get("forward") for layer in layers]
     members = [item for item in forwards if isinstance(item, MultiplexedLinear) and item.is_plain]
     # Later tasks find their layers grouped; a new group would enroll and build its tables anew.
     if len(members) > 1 and members[0].group.members != members:
