@@ -10,7 +10,7 @@ from peft import PeftConfig
 from torch import nn
 
 from peft_mux.modeling.adapters.attach import attach
-from peft_mux.modeling.adapters.injection import hidden_adapters, is_meta, own_copy, peft_refusals, seeded
+from peft_mux.modeling.adapters.injection import hidden_adapters, injecting, is_meta, own_copy
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.registry import TaskRegistry
@@ -58,7 +58,7 @@ class Arrivals:
                 for name, config in peft_configs.items():
                     own, kind = own_copy(config, model.backbone), kind_of(config)
                     adapter, seed = self._registry.next_adapter, seeds.get(name, 42)
-                    with seeded(seed), peft_refusals(name), _forgetting(model, adapter):
+                    with injecting(name, own, seed), _forgetting(model, adapter):
                         self.tuners.inject(model, kind, adapter, own)
                     self.adopt(model, name, config, num_labels.get(name), seed)
                     hide()

@@ -101,7 +101,7 @@ class MultiTaskPeftModel(PeftModel):
         first, *others = peft_configs
         seeds, num_labels = seeds or {}, num_labels or {}
         config, adapter = injection.own_copy(peft_configs[first], model), self.registry.next_adapter
-        with injection.seeded(seeds.get(first, 42)), injection.peft_refusals(first), injection.as_it_was(model, origin):
+        with injection.injecting(first, config, seeds.get(first, 42)), injection.as_it_was(model, origin):
             super().__init__(model, config, adapter, low_cpu_mem_usage=injection.is_meta(model))
         self.objectives = TaskObjectives(self.backbone)
         with injection.as_it_was(model, origin):
@@ -258,7 +258,7 @@ class MultiTaskPeftModel(PeftModel):
         Raises:
             CheckpointError: if the folder holds none, or tensors that are not of this task.
         """
-        return files.read_adapter(Path(folder), self.task_pieces(name))
+        return files.read_adapter(self, self.adapter_of(name), Path(folder), self.task_pieces(name))
 
     def load_task(self, name: str, folder: str | Path) -> None:
         """Read one task's adapter weights from a PEFT adapter folder; a `CheckpointError` if its tensors differ."""
@@ -304,7 +304,11 @@ class MultiTaskPeftModel(PeftModel):
 
     def merge_and_unload_adapter(self, adapter: str) -> Any:
         """Return the backbone with one adapter (internal id) merged in; as in PEFT, all are gone afterwards."""
-        tuner = self._arrivals.tuners.leave_alone(self, kind_of(self.peft_config[adapter]))
+        kind = kind_of(self.peft_config[adapter])
+        tuner = self._arrivals.tuners.leave_alone(self, kind)
+        form = kind.saved_form(self.backbone, adapter)
+        if form is not None:
+            form.write_plainly()
         return tuner.merge_and_unload(adapter_names=[adapter])
 
     def unload(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any, NamedTuple
 
 from peft_mux.errors import Fault, shown
@@ -91,6 +91,8 @@ def type_faults(config: Any, where: str, own: Mapping[str, FieldType], supported
 
 def _is_plain(value: object) -> bool:
     try:
+        # PEFT turns configurations within a configuration into dictionaries.
+        value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
         json.dumps(list(value) if isinstance(value, set) else value)
     except (TypeError, ValueError, RecursionError):
         return False

@@ -157,6 +157,19 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
+def injecting(name: str, config: PeftConfig, seed: int) -> Iterator[None]:
+    """Surround PEFT's injection of a task's adapter: its seed, its kind's own needs, and errors that name the task.
+
+    Args:
+        name: the task's name.
+        config: the copy of its configuration that PEFT is given.
+        seed: fixes the initial weights of the adapter.
+    """
+    with seeded(seed), peft_refusals(name), kind_of(config).injecting():
+        yield
+
+
+@contextmanager
 def peft_refusals(name: str) -> Iterator[None]:
     """Turn what PEFT itself refuses into an error that names the task."""
     try:

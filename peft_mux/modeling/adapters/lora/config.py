@@ -14,7 +14,7 @@ from peft_mux.modeling.adapters.field_types import FLAG, INITIALISER, PATTERN, F
 
 FIELDS = frozenset(
     "r target_modules exclude_modules lora_alpha lora_dropout use_rslora init_lora_weights layers_to_transform "
-    "layers_pattern rank_pattern alpha_pattern fan_in_fan_out".split()
+    "layers_pattern rank_pattern alpha_pattern fan_in_fan_out use_dora lora_bias use_bdlora corda_config lora_ga_config".split()
 )
 """That may be set; any other field that is not at its default is refused by name."""
 
@@ -31,7 +31,7 @@ REASONS = {
 """Why some fields may not be set."""
 
 
-INITIALISERS = (True, False, "gaussian", "orthogonal")
+INITIALISERS = (True, False, "gaussian", "orthogonal", "pissa", "olora", "corda", "lora_ga", "pissa_niter_4")
 """Values of `init_lora_weights` that leave the backbone's weights alone."""
 
 

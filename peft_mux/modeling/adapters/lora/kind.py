@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftType
@@ -14,10 +15,20 @@ from torch import nn
 from peft_mux.errors import Fault
 from peft_mux.modeling.adapters.field_types import type_faults
 from peft_mux.modeling.adapters.fields import complete_heads, field_faults, task_type_faults
-from peft_mux.modeling.adapters.kind import CutLayers, CutOfLayer, ReplicaLayout, Shapes, SlabOf, register_kind
+from peft_mux.modeling.adapters.kind import (
+    CutLayers,
+    CutOfLayer,
+    ReplicaLayout,
+    SavedForm,
+    Shapes,
+    SlabOf,
+    register_kind,
+)
 from peft_mux.modeling.adapters.lora import config as lora_config
+from peft_mux.modeling.adapters.lora.initial_factors import backbone_kept
 from peft_mux.modeling.adapters.lora.layer import NAME, LinearGroup, MultiplexedLinear
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
+from peft_mux.modeling.adapters.lora.saved_form import doubled_rank
 from peft_mux.modeling.adapters.lora.slab_layout import lora_slot
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.adapters.sliced import SlicedAdapter
@@ -65,6 +76,10 @@ class LoraKind:
         """Let a classifier's task train its head."""
         complete_heads(config)
 
+    def injecting(self) -> AbstractContextManager[None]:
+        """Keep initialisations from writing into the backbone's weights."""
+        return backbone_kept()
+
     def narrow(self, config: Any, modules: Sequence[str]) -> None:
         """Let a copy of a configuration adapt the given modules and no others."""
         config.target_modules, config.exclude_modules = list(modules), None
@@ -99,6 +114,7 @@ class LoraKind:
                     # A sibling is called with other activations since an adapter of another type came to its layer.
                     forward.group = LinearGroup([forward], stream)
                 forward.group.count_columns()
+                forward.find_steps()
 
     # ----------------------------------------------------------- parameters
 
@@ -113,6 +129,10 @@ class LoraKind:
     def slot(self, name: str, parameter: nn.Parameter) -> Slot:
         """Return how a parameter of a task lies in its slab: as kernels read it."""
         return lora_slot(name, parameter)
+
+    def saved_form(self, backbone: nn.Module, adapter: str) -> SavedForm | None:
+        """Return how an adapter with initial factors is saved: with twice the rank."""
+        return doubled_rank(backbone, adapter)
 
     def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:
         """Return the rank and the width of every linear layer's adapter; embeddings only look rows up."""
