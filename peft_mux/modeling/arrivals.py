@@ -12,6 +12,7 @@ from torch import nn
 from peft_mux.modeling.adapters.attach import attach
 from peft_mux.modeling.adapters.injection import hidden_adapters, injecting, is_meta, own_copy
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.own.copies import hidden_copies
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.registry import TaskRegistry
 
@@ -58,7 +59,7 @@ class Arrivals:
                 for name, config in peft_configs.items():
                     own, kind = own_copy(config, model.backbone), kind_of(config)
                     adapter, seed = self._registry.next_adapter, seeds.get(name, 42)
-                    with injecting(name, own, seed), _forgetting(model, adapter):
+                    with injecting(name, own, seed), hidden_copies(model.backbone), _forgetting(model, adapter):
                         self.tuners.inject(model, kind, adapter, own)
                     self.adopt(model, name, config, num_labels.get(name), seed)
                     hide()
@@ -171,5 +172,5 @@ def _drop_heads_from_targets(config: Any) -> None:
     """Keep other tasks' heads, which "all-linear" also finds, out of what is saved as this task's targets."""
     targets = getattr(config, "target_modules", None)
     if isinstance(targets, set):
-        parts = (".modules_to_save.", ".original_module")
+        parts = (".modules_to_save.", ".original_module", ".token_adapter")
         config.target_modules = {name for name in targets if not any(part in name for part in parts)}

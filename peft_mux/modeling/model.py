@@ -17,6 +17,7 @@ from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.modeling import multiplexed_pass
 from peft_mux.modeling.adapters import files, injection
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.own.token_rows import only_rows_of
 from peft_mux.modeling.arrivals import Arrivals
 from peft_mux.modeling.attention.packed import AttentionStream, register_attention
 from peft_mux.modeling.backbone.checks import check_backbone
@@ -88,7 +89,7 @@ class MultiTaskPeftModel(PeftModel):
         prepare_quantized(model)
         if not peft_configs:
             raise ConfigError("peft_configs: got no task; allowed: at least one task name with its PeftConfig.")
-        injection.check_configs(peft_configs, model, taken=())
+        injection.check_configs(peft_configs, model)
         register_attention()
         # Before PEFT's construction, so that `_apply` finds them whenever it is called.
         self.registry, self.stream = TaskRegistry(), Stream()
@@ -163,7 +164,8 @@ class MultiTaskPeftModel(PeftModel):
             ConfigError: naming every fault of every new task; then none is added.
         """
         if not are_checked:
-            injection.check_configs(peft_configs, self.backbone, taken=self.tasks)
+            held = {name: self.peft_config[adapter] for name, adapter in self.adapters.items()}
+            injection.check_configs(peft_configs, self.backbone, held=held)
         self._arrivals.register(self, peft_configs, seeds or {}, num_labels or {})
 
     def register_absent(self, name: str, config: PeftConfig) -> None:
@@ -298,9 +300,12 @@ class MultiTaskPeftModel(PeftModel):
         set_adapter(self.backbone, adapter)
         self.base_model.active_adapter = self.active_adapter = adapter
 
-    def alone(self, adapter: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def alone(self, adapter: str) -> Iterator[None]:
         """Let the model be what PEFT made of it for the PEFT type of an adapter (internal id), in the `with` block."""
-        return self._arrivals.tuners.alone(self, kind_of(self.peft_config[adapter]))
+        kind = kind_of(self.peft_config[adapter])
+        with self._arrivals.tuners.alone(self, kind), only_rows_of(self.backbone, adapter):
+            yield
 
     def merge_and_unload_adapter(self, adapter: str) -> Any:
         """Return the backbone with one adapter (internal id) merged in; as in PEFT, all are gone afterwards."""

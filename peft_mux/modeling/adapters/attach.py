@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 
 from peft_mux.modeling.adapters.dropout import MultiplexedDropout
 from peft_mux.modeling.adapters.kind import KINDS, kind_of_layer
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
+from peft_mux.modeling.adapters.own.copies import MultiplexedCopies
+from peft_mux.modeling.adapters.own.token_rows import MultiplexedTokenRows
 from peft_mux.modeling.stream import Stream
 
 
@@ -25,7 +28,11 @@ def attach(model: nn.Module, stream: Stream) -> None:
         if isinstance(module.__dict__.get("forward"), MultiplexedForward) or ".original_module" in name:
             continue
         kind = kind_of_layer(module)
-        if kind is not None:
+        if isinstance(module, ModulesToSaveWrapper):
+            module.forward = MultiplexedCopies(module, name, stream)
+        elif isinstance(module, TrainableTokensWrapper):
+            module.forward = MultiplexedTokenRows(module, name, stream)
+        elif kind is not None:
             forward = kind.attach(module, name, stream)
             if forward is not None:
                 # On the instance: classes and names of parameters stay PEFT's and transformers'.
@@ -49,7 +56,9 @@ def detach(model: nn.Module) -> None:
             del module.forward
     # A list, as modules are replaced on the way.
     for name, module in list(model.named_modules()):
-        original = getattr(module, "original_module", None) if isinstance(module, ModulesToSaveWrapper) else None
+        original = module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else None
+        if name.endswith(".token_adapter"):
+            continue  # gone with the wrapper around it
         if isinstance(module, BaseTunerLayer):
             original = module.get_base_layer()
         if original is not None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from peft_mux.errors import Fault, closest
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, find_kind, kind_of
+from peft_mux.modeling.adapters.own.checks import own_copy_faults
 from peft_mux.modeling.adapters.patterns import pattern_faults
 from peft_mux.modeling.backbone.modules import adaptable_modules
 
@@ -40,7 +41,12 @@ def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
         backbone: the transformers model that is to be adapted.
         where: prefix of the fields, such as `tasks.sql`.
     """
-    where, kind = f"{where}.peft_config", kind_of(config)
+    where = f"{where}.peft_config"
+    return _target_faults(config, backbone, where) or own_copy_faults(config, backbone, where)
+
+
+def _target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
+    kind = kind_of(config)
     faults = pattern_faults(config, [name for name, _ in backbone.named_modules()], where)
     if faults:
         return faults

@@ -70,4 +70,4 @@ def complete_heads(config: Any) -> None:
     """Let a task's own copy of a configuration train a classification head beside the adapter, as PEFT completes it."""
     trained = head_kind_for(config.task_type).trained_modules
     if trained:
-        config.modules_to_save = list(trained)
+        config.modules_to_save = [*trained, *(set(config.modules_to_save or ()) - set(trained))]

@@ -34,13 +34,14 @@ def adapter_state(model: MultiplexedModel, adapter: str) -> dict[str, torch.Tens
     with model.alone(adapter):
         state = get_peft_model_state_dict(model, adapter_name=adapter)
         form = _saved_form(model, adapter)
+        names = [key for key, _ in model.named_parameters() if f".{adapter}." in key or key.endswith(f".{adapter}")]
     # PEFT adds the frozen embedding where it is adapted; where that is divided among processes, no process has it.
     state = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
-    trained = sum(1 for key, _ in model.named_parameters() if f".{adapter}." in key or key.endswith(f".{adapter}"))
-    missing = trained - sum(1 for key in state if not key.endswith("embed_tokens.weight"))
-    if missing > 0:
+    missing = [key for name in names if (key := saved_key(name.replace(f".{adapter}", "", 1))) not in state]
+    if missing:
         raise CheckpointError(
-            f"adapter {adapter}: PEFT selected {len(state)} tensors of the {trained} trained ones; nothing was written."
+            f"adapter {adapter}: PEFT selected {len(state)} tensors of the {len(names)} trained ones, and not "
+            f"{missing[0]}; nothing was written."
         )
     return state if form is None else form.saved(state)
 

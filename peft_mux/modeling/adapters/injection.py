@@ -17,6 +17,7 @@ from peft_mux.errors import ConfigError, Fault, raise_faults
 from peft_mux.modeling.adapters.attach import detach
 from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.own.claims import claim_faults
 from peft_mux.modeling.backbone.head_kinds import head_kind_for, head_kind_of
 from peft_mux.task_names import check_task_names, name_fault
 
@@ -24,13 +25,15 @@ _ENTRIES = ("_modules", "_parameters", "_keys")
 """Where torch's dictionaries of modules and parameters hold what is in them."""
 
 
-def check_configs(peft_configs: Mapping[str, PeftConfig], backbone: Any, taken: tuple[str, ...]) -> None:
+def check_configs(
+    peft_configs: Mapping[str, PeftConfig], backbone: Any, held: Mapping[str, PeftConfig] | None = None
+) -> None:
     """Check the adapters of new tasks: names, fields, and targets against the backbone.
 
     Args:
         peft_configs: the `PeftConfig` of each new task, by the task's name.
         backbone: the transformers model that they shall adapt.
-        taken: names of the tasks that are there already.
+        held: configurations of the tasks that are there already, by name; none by default.
 
     Raises:
         ConfigError: naming every fault of every task.
@@ -41,8 +44,9 @@ def check_configs(peft_configs: Mapping[str, PeftConfig], backbone: Any, taken: 
         faults += [fault] if fault else []
         own = peft_config_faults(config, f"tasks.{name}")
         faults += own or target_faults(config, backbone, f"tasks.{name}") + _task_type_faults(config, backbone, name)
-    raise_faults(faults)
-    check_task_names(peft_configs, taken)
+    held = held or {}
+    raise_faults(faults or claim_faults(peft_configs, held, backbone))
+    check_task_names(peft_configs, tuple(held))
 
 
 def _task_type_faults(config: PeftConfig, backbone: Any, name: str) -> list[Fault]:

@@ -23,6 +23,7 @@ from torch import nn
 
 from peft_mux.modeling.adapters.injection import is_meta
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, kind_of_layer
+from peft_mux.modeling.backbone.modules import put_module
 
 
 class Tuners:
@@ -122,7 +123,8 @@ def _stacks(backbone: nn.Module) -> dict[str, list[Any]]:
     stacks: dict[str, list[Any]] = {}
     inside: tuple[str, ...] = ()
     for name, module in backbone.named_modules():
-        if isinstance(module, BaseTunerLayer) and not name.startswith(inside):
+        # Rows of embeddings that tasks train of their own lie in a tuner layer, too, which no type's tuner holds.
+        if isinstance(module, BaseTunerLayer) and not name.startswith(inside) and not name.endswith(".token_adapter"):
             inside = (f"{name}.",)
             layer: Any = module
             layers = stacks.setdefault(name, [])
@@ -138,7 +140,7 @@ def _show(backbone: nn.Module, name: str, layers: list[Any], kind: AdapterKind) 
     for layer in layers:
         if kind_of_layer(layer) is kind:
             layer.base_layer, shown = frozen, layer
-    _put(backbone, name, shown)
+    put_module(backbone, name, shown)
 
 
 def _stack(backbone: nn.Module, name: str, layers: list[Any]) -> None:
@@ -149,9 +151,5 @@ def _stack(backbone: nn.Module, name: str, layers: list[Any]) -> None:
     rank = list(KINDS.values())
     for layer in sorted(layers, key=lambda layer: rank.index(kind_of_layer(layer))):  # type: ignore[arg-type]
         layer.base_layer, inner = inner, layer
-    _put(backbone, name, inner)
+    put_module(backbone, name, inner)
 
-
-def _put(backbone: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(backbone.get_submodule(parent), child, module)

@@ -14,7 +14,7 @@ from peft_mux.modeling.adapters.field_types import FLAG, INITIALISER, PATTERN, F
 
 FIELDS = frozenset(
     "r target_modules exclude_modules lora_alpha lora_dropout use_rslora init_lora_weights layers_to_transform "
-    "layers_pattern rank_pattern alpha_pattern fan_in_fan_out use_dora lora_bias use_bdlora corda_config lora_ga_config".split()
+    "layers_pattern rank_pattern alpha_pattern fan_in_fan_out use_dora lora_bias use_bdlora corda_config lora_ga_config modules_to_save trainable_token_indices".split()
 )
 """That may be set; any other field that is not at its default is refused by name."""
 
@@ -41,6 +41,9 @@ TYPES: Mapping[str, FieldType] = {
     "init_lora_weights": INITIALISER,
     "rank_pattern": PATTERN,
     "alpha_pattern": PATTERN,
+    "modules_to_save": FieldType(
+        lambda value: value is None or (isinstance(value, (list, tuple)) and all(isinstance(v, str) for v in value)), "a list of names"
+    ),
 }
 """Of the fields that only LoRA has; those of its numbers are checked with their ranges."""
 
