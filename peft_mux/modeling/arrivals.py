@@ -12,6 +12,7 @@ from torch import nn
 from peft_mux.modeling.adapters.attach import attach
 from peft_mux.modeling.adapters.injection import hidden_adapters, injecting, is_meta, own_copy
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.own.biases import add_biases, forget_biases, names_alone
 from peft_mux.modeling.adapters.own.copies import hidden_copies
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.registry import TaskRegistry
@@ -59,7 +60,11 @@ class Arrivals:
                 for name, config in peft_configs.items():
                     own, kind = own_copy(config, model.backbone), kind_of(config)
                     adapter, seed = self._registry.next_adapter, seeds.get(name, 42)
-                    with injecting(name, own, seed), hidden_copies(model.backbone), _forgetting(model, adapter):
+                    with (
+                        injecting(name, own, seed, model.peft_config),
+                        hidden_copies(model.backbone),
+                        _forgetting(model, adapter),
+                    ):
                         self.tuners.inject(model, kind, adapter, own)
                     self.adopt(model, name, config, num_labels.get(name), seed)
                     hide()
@@ -91,9 +96,11 @@ class Arrivals:
         # Before the configuration is saved anywhere: other tasks' heads are linear layers too.
         _drop_heads_from_targets(model.peft_config[adapter])
         model.objectives.head.prepare(model.backbone, adapter, num_labels, seed, is_new=self._is_head_new)
+        add_biases(model.peft_config[adapter], model.backbone, adapter)
         # So that names are those of a model of one PEFT type, which files are written with.
         with self.tuners.alone(model, kind):
             own = _parameters_of(model, adapter)
+            own = names_alone(own, model.peft_config[adapter], model.backbone, adapter)
         self._registry.adopt(name, own, are_described=is_meta(model.backbone))
 
     def register_absent(self, model: Any, name: str, config: PeftConfig) -> None:
@@ -128,6 +135,7 @@ class Arrivals:
             adapter = registry.remove(name)
             model.objectives.forget(name)
             model.stream.clear_tables()
+            forget_biases(model.backbone, adapter)
             others = list(registry.adapters.values())
             with self.tuners.alone(model, kind):
                 # PEFT warns, and chooses by itself, where the active adapter is deleted.

@@ -17,6 +17,7 @@ from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.modeling import multiplexed_pass
 from peft_mux.modeling.adapters import files, injection
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.own.biases import merge_biases, select_biases
 from peft_mux.modeling.adapters.own.token_rows import only_rows_of
 from peft_mux.modeling.arrivals import Arrivals
 from peft_mux.modeling.attention.packed import AttentionStream, register_attention
@@ -298,6 +299,7 @@ class MultiTaskPeftModel(PeftModel):
     def select_adapter(self, adapter: str) -> None:
         """Make the adapter of an internal id the one that plain forwards use, in the layers of every PEFT type."""
         set_adapter(self.backbone, adapter)
+        select_biases(self.backbone, adapter)
         self.base_model.active_adapter = self.active_adapter = adapter
 
     @contextmanager
@@ -314,6 +316,7 @@ class MultiTaskPeftModel(PeftModel):
         form = kind.saved_form(self.backbone, adapter)
         if form is not None:
             form.write_plainly()
+        merge_biases(self.backbone, adapter)
         return tuner.merge_and_unload(adapter_names=[adapter])
 
     def unload(self) -> Any:
@@ -413,7 +416,9 @@ class MultiTaskPeftModel(PeftModel):
     def without_adapters(self) -> Iterator[None]:
         """Switch all adapters off for the time of the `with` block."""
         with self.disable_adapter():
+            select_biases(self.backbone, None)
             yield
+        select_biases(self.backbone, self.active_adapter or None)
         # PEFT turns gradients back on for the active adapter only.
         self.mark_trainable()
 

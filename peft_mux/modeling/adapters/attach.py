@@ -10,6 +10,7 @@ from torch import nn
 from peft_mux.modeling.adapters.dropout import MultiplexedDropout
 from peft_mux.modeling.adapters.kind import KINDS, kind_of_layer
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
+from peft_mux.modeling.adapters.own.biases import MultiplexedBias, forget_biases, own_biases
 from peft_mux.modeling.adapters.own.copies import MultiplexedCopies
 from peft_mux.modeling.adapters.own.token_rows import MultiplexedTokenRows
 from peft_mux.modeling.stream import Stream
@@ -25,7 +26,10 @@ def attach(model: nn.Module, stream: Stream) -> None:
     inside_drawing_layers = _insides_of_layers_that_draw(model)
     for name, module in model.named_modules():
         # Attached before, or the backbone's own head, of which tasks train copies.
-        if isinstance(module.__dict__.get("forward"), MultiplexedForward) or ".original_module" in name:
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, MultiplexedBias) and _adds_own_biases(model, name):
+            del module.forward  # another task's adapter has come around it since
+        if isinstance(forward, MultiplexedForward) or ".original_module" in name:
             continue
         kind = kind_of_layer(module)
         if isinstance(module, ModulesToSaveWrapper):
@@ -37,10 +41,18 @@ def attach(model: nn.Module, stream: Stream) -> None:
             if forward is not None:
                 # On the instance: classes and names of parameters stay PEFT's and transformers'.
                 module.forward = forward
+        elif own_biases(module) and not _adds_own_biases(model, name):
+            module.forward = MultiplexedBias(module, name, stream)
         elif isinstance(module, nn.Dropout) and not name.startswith(inside_drawing_layers):
             module.forward = MultiplexedDropout(module, name, stream)
     for kind in KINDS.values():
         kind.arrange(model, stream)
+
+
+def _adds_own_biases(model: nn.Module, name: str) -> bool:
+    """Whether the layer around a frozen one adds what tasks have of its bias."""
+    around = model.get_submodule(name.removesuffix(".base_layer")) if name.endswith(".base_layer") else None
+    return around is not None and getattr(around.__dict__.get("forward"), "adds_own_biases", False)
 
 
 def _insides_of_layers_that_draw(model: nn.Module) -> tuple[str, ...]:
@@ -64,5 +76,6 @@ def detach(model: nn.Module) -> None:
         if original is not None:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, original)
+    forget_biases(model)
     # By this attribute PEFT takes a model for one that has adapters.
     model.__dict__.pop("peft_config", None)

@@ -11,6 +11,7 @@ from torch import nn
 
 from peft_mux.errors import Fault, closest
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, find_kind, kind_of
+from peft_mux.modeling.adapters.own.biases import bias_faults
 from peft_mux.modeling.adapters.own.checks import own_copy_faults
 from peft_mux.modeling.adapters.patterns import pattern_faults
 from peft_mux.modeling.backbone.modules import adaptable_modules
@@ -42,7 +43,8 @@ def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
         where: prefix of the fields, such as `tasks.sql`.
     """
     where = f"{where}.peft_config"
-    return _target_faults(config, backbone, where) or own_copy_faults(config, backbone, where)
+    faults = _target_faults(config, backbone, where)
+    return faults or own_copy_faults(config, backbone, where) + bias_faults(config, backbone, where)
 
 
 def _target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:

@@ -47,6 +47,32 @@ PATTERN = FieldType(
     lambda value: isinstance(value, dict) and all(_is_text(key) for key in value),
     "a dict from names of modules to numbers",
 )
+MODULES = FieldType(
+    lambda value: value is None or _are(_is_text, value, (list, set, tuple)), "a list of names of modules, or None"
+)
+BIAS = FieldType(
+    lambda value: isinstance(value, str) and value in ("none", "all", "lora_only"), "'none', 'all' or 'lora_only'"
+)
+
+
+def _are_tokens(value: object) -> bool:
+    # PEFT writes the same row twice in an order of its own.
+    return _are(_is_index, value, (list,)) and 0 < len(set(value)) == len(value)  # type: ignore[arg-type, call-overload]
+
+
+TOKENS = FieldType(
+    lambda value: (
+        value is None
+        or _are_tokens(value)
+        or (
+            isinstance(value, dict)
+            and bool(value)
+            and all(map(_is_text, value))
+            and all(map(_are_tokens, value.values()))
+        )
+    ),
+    "a list of different numbers of tokens, a dict from names of layers to such lists, or None",
+)
 
 COMMON_TYPES: Mapping[str, FieldType] = {
     "auto_mapping": FieldType(lambda value: value is None or isinstance(value, dict), "a dict or None"),

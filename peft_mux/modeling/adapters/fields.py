@@ -13,10 +13,11 @@ from typing import Any
 from peft_mux.errors import Fault, shown
 from peft_mux.modeling.backbone.head_kinds import SUPPORTED_TASK_TYPES, head_kind_for
 
-_BOOKKEEPING_FIELDS = frozenset(
+BOOKKEEPING_FIELDS = frozenset(
     "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode megatron_core "
     "qalora_group_size".split()
 )
+"""That no training reads, whatever stands in them."""
 
 
 def field_faults(config: Any, where: str, *, supported: Collection[str], reasons: Mapping[str, str]) -> list[Fault]:
@@ -30,7 +31,7 @@ def field_faults(config: Any, where: str, *, supported: Collection[str], reasons
     """
     faults = []
     for field in fields(config):
-        if field.name in supported or field.name in _BOOKKEEPING_FIELDS:
+        if field.name in supported or field.name in BOOKKEEPING_FIELDS:
             continue
         default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
         value = getattr(config, field.name)

@@ -11,10 +11,12 @@ import torch
 from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.kind import SavedForm, kind_of
+from peft_mux.modeling.adapters.own.biases import OWN, biases_unsaid
 from peft_mux.modeling.interface import MultiplexedModel
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.storage import CHECKSUMS_NAME, has_checksums, load_tensors, verify_checksums
@@ -31,19 +33,24 @@ def adapter_state(model: MultiplexedModel, adapter: str) -> dict[str, torch.Tens
     Raises:
         CheckpointError: if PEFT's selection is not exactly the adapter's parameters (peft#3584).
     """
-    with model.alone(adapter):
+    own = _parameters_of(model, adapter)
+    with model.alone(adapter), biases_unsaid([model.peft_config[adapter]]):
         state = get_peft_model_state_dict(model, adapter_name=adapter)
         form = _saved_form(model, adapter)
-        names = [key for key, _ in model.named_parameters() if f".{adapter}." in key or key.endswith(f".{adapter}")]
+    state |= {saved_key(name): parameter for name, parameter in own.items() if name.endswith(f".{OWN}")}
     # PEFT adds the frozen embedding where it is adapted; where that is divided among processes, no process has it.
     state = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
-    missing = [key for name in names if (key := saved_key(name.replace(f".{adapter}", "", 1))) not in state]
+    missing = [key for key in map(saved_key, own) if key not in state]
     if missing:
         raise CheckpointError(
-            f"adapter {adapter}: PEFT selected {len(state)} tensors of the {len(names)} trained ones, and not "
+            f"adapter {adapter}: PEFT selected {len(state)} tensors of the {len(own)} trained ones, and not "
             f"{missing[0]}; nothing was written."
         )
     return state if form is None else form.saved(state)
+
+
+def _parameters_of(model: MultiplexedModel, adapter: str) -> dict[str, nn.Parameter]:
+    return model.task_parameters(next(name for name, known in model.adapters.items() if known == adapter))
 
 
 def _saved_form(model: MultiplexedModel, adapter: str) -> SavedForm | None:
@@ -57,7 +64,8 @@ def saved_key(name: str) -> str:
         name: PEFT's own, without the adapter id.
     """
     # DoRA's magnitude was a parameter before it was a module, and its key has stayed.
-    return name.replace(".modules_to_save", "").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+    key = name.replace(".modules_to_save", "").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+    return f"{key.removesuffix(OWN)}bias" if key.endswith(f".{OWN}") else key
 
 
 def save_adapter(
@@ -128,6 +136,9 @@ def load_adapter(model: MultiplexedModel, adapter: str, folder: Path) -> None:
         )
     with model.alone(adapter):
         form = _saved_form(model, adapter)
+        for name, parameter in _parameters_of(model, adapter).items():
+            if name.endswith(f".{OWN}"):  # which PEFT would write into the backbone
+                parameter.data.copy_(state.pop(saved_key(name)))
         set_peft_model_state_dict(model, state if form is None else form.loaded(state), adapter_name=adapter)
 
 

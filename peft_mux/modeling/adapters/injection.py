@@ -17,6 +17,7 @@ from peft_mux.errors import ConfigError, Fault, raise_faults
 from peft_mux.modeling.adapters.attach import detach
 from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.own.biases import biases_unsaid
 from peft_mux.modeling.adapters.own.claims import claim_faults
 from peft_mux.modeling.backbone.head_kinds import head_kind_for, head_kind_of
 from peft_mux.task_names import check_task_names, name_fault
@@ -161,15 +162,17 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
-def injecting(name: str, config: PeftConfig, seed: int) -> Iterator[None]:
+def injecting(name: str, config: PeftConfig, seed: int, held: Mapping[str, PeftConfig] | None = None) -> Iterator[None]:
     """Surround PEFT's injection of a task's adapter: its seed, its kind's own needs, and errors that name the task.
 
     Args:
         name: the task's name.
         config: the copy of its configuration that PEFT is given.
         seed: fixes the initial weights of the adapter.
+        held: configurations of the adapters that are there already.
     """
-    with seeded(seed), peft_refusals(name), kind_of(config).injecting():
+    unsaid = biases_unsaid([config, *(held or {}).values()])
+    with seeded(seed), peft_refusals(name), kind_of(config).injecting(), unsaid:
         yield
 
 

@@ -152,4 +152,3 @@ def _stack(backbone: nn.Module, name: str, layers: list[Any]) -> None:
     for layer in sorted(layers, key=lambda layer: rank.index(kind_of_layer(layer))):  # type: ignore[arg-type]
         layer.base_layer, inner = inner, layer
     put_module(backbone, name, inner)
-

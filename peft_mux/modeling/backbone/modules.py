@@ -33,6 +33,7 @@ HEAD_NAMES = ("classifier", "score")
 
 
 _EMBEDDINGS = (nn.Embedding,)
+_OF_TASKS = re.compile(r"\.(modules_to_save|own_bias)\.")
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save|token_adapter|lora_[^.]+)\.")
 _BASE_LAYERS = re.compile(r"(\.base_layer)+$")
 
@@ -59,7 +60,7 @@ def frozen_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
     modules: list[Any] = [*tuned, *_modules_of_adapters(backbone)]
     of_adapters = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
     for name, parameter in backbone.named_parameters():
-        if id(parameter) not in of_adapters and ".modules_to_save." not in name:
+        if id(parameter) not in of_adapters and not _OF_TASKS.search(name):
             yield _plain_name(name), parameter
 
 

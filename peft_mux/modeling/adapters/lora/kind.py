@@ -59,7 +59,7 @@ class LoraKind:
 
     def faults(self, config: Any, where: str) -> list[Fault]:
         """Return what is wrong with the fields of a configuration, whatever the backbone."""
-        supported = {*lora_config.FIELDS, "init_lora_weights"}
+        supported = lora_config.FIELDS
         return [
             *field_faults(config, where, supported=supported, reasons=lora_config.REASONS),
             *type_faults(config, where, lora_config.TYPES, supported),
@@ -69,8 +69,9 @@ class LoraKind:
         ]
 
     def width_faults(self, config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
-        """Return a fault for a rank above the width of every layer."""
-        return lora_config.rank_faults(config, modules, where)
+        """Return a fault for a rank above the width of every layer, and for weights that nothing can be taken from."""
+        faults = lora_config.rank_faults(config, modules, where)
+        return faults or lora_config.weight_faults(config, modules, where)
 
     def complete(self, config: Any, backbone: Any) -> None:
         """Let a classifier's task train its head."""

@@ -20,8 +20,9 @@ from peft_mux.kernels.availability import runs_kernels
 from peft_mux.kernels.lora.group import Base
 from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, grouped_lora_slices
 from peft_mux.modeling.adapters.lora.dora import is_apart
-from peft_mux.modeling.adapters.lora.row_steps import InitialPart, RowStep, is_block_diagonal, steps_of
+from peft_mux.modeling.adapters.lora.row_steps import InitialPart, OwnBias, RowStep, is_block_diagonal, steps_of
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
+from peft_mux.modeling.adapters.own.biases import own_biases
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.backbone.quantized import base_output
 from peft_mux.modeling.slabs import round_up_to_group
@@ -33,6 +34,8 @@ NAME = "LORA"
 
 class MultiplexedLinear(MultiplexedForward):
     """The frozen linear layer once over the stream, and each task's LoRA on its own rows."""
+
+    adds_own_biases = True
 
     def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
         super().__init__(module, name, stream)
@@ -47,7 +50,8 @@ class MultiplexedLinear(MultiplexedForward):
     def find_steps(self) -> None:
         """Look anew at which adapters do more than the grouped product; needed whenever one came."""
         layer: Any = self.module
-        found = {adapter: steps_of(layer, adapter) for adapter in layer.lora_A}
+        adapters = {*layer.lora_A, *own_biases(layer.get_base_layer())}
+        found = {adapter: steps_of(layer, adapter) for adapter in adapters}
         self._steps = {adapter: steps for adapter, steps in found.items() if steps}
 
     def is_grouped(self, adapter: str) -> bool:
@@ -99,13 +103,13 @@ class MultiplexedLinear(MultiplexedForward):
         return philox.dropout(x_ND, places, dropout, segment.draw_seed(self.name), self._window)
 
     def _selected_output(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        """Return PEFT's own output, with what it does not know of: the part that initialisation left in the weight."""
+        """Return PEFT's own output, with what it does not know of: the initial part of the weight, own biases."""
         layer: Any = self.module
         if layer.disable_adapters or layer.merged:
             return y
         for adapter in layer.active_adapters:
             for step in self._steps.get(adapter, ()):
-                y = step(x, y, lambda rows: rows) if isinstance(step, InitialPart) else y
+                y = step(x, y, lambda rows: rows) if isinstance(step, InitialPart | OwnBias) else y
         return y
 
     def base(self) -> Base:

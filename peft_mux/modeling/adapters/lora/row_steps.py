@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from peft_mux.modeling.adapters.lora.dora import MagnitudeScale
 from peft_mux.modeling.adapters.lora.initial_factors import initial_factors
+from peft_mux.modeling.adapters.own.biases import own_bias_added, own_biases
 
 Drop = Callable[[torch.Tensor], torch.Tensor]
 """Returns rows `[N, D]` after the dropout of their task in this layer; the rows themselves where nothing is dropped."""
@@ -78,11 +79,23 @@ class InitialPart(NamedTuple):
         return y_NK - F.linear(F.linear(x_ND.to(y_NK.dtype), a_RD), b_KR) * self.layer.scaling[self.adapter]
 
 
+class OwnBias(NamedTuple):
+    """`bias`: the task's own in place of the frozen one, which the grouped product has added."""
+
+    layer: Any
+    adapter: str
+
+    def __call__(self, x_ND: torch.Tensor, y_NK: torch.Tensor, drop: Drop) -> torch.Tensor:
+        """Return the outputs with the task's bias."""
+        return own_bias_added(self.layer.get_base_layer(), self.adapter, y_NK)
+
+
 def steps_of(layer: Any, adapter: str) -> tuple[RowStep, ...]:
     """Return what an adapter of a layer does beyond the grouped product, in order; mostly nothing."""
     steps: list[RowStep] = []
+    own = [OwnBias(layer, adapter)] if adapter in own_biases(layer.get_base_layer()) else []
     if adapter not in layer.lora_A:
-        return ()
+        return tuple(own)
     if is_block_diagonal(layer, adapter):
         steps.append(BlockDiagonal(layer, adapter))
     if layer.lora_bias.get(adapter, False):
@@ -91,7 +104,7 @@ def steps_of(layer: Any, adapter: str) -> tuple[RowStep, ...]:
         steps.append(InitialPart(layer, adapter))
     if adapter in layer.lora_magnitude_vector:
         steps.append(MagnitudeScale(layer, adapter))
-    return tuple(steps)
+    return (*steps, *own)
 
 
 def is_block_diagonal(layer: Any, adapter: str) -> bool:

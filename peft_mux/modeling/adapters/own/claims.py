@@ -1,4 +1,4 @@
-"""Which modules several tasks want in ways that cannot lie on top of one another: adapters, copies, rows."""
+"""Which modules several tasks want in ways that cannot lie on top of one another: adapters, copies, rows, biases."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from peft_mux.errors import Fault
 from peft_mux.modeling.backbone.head_kinds import head_kind_for
 from peft_mux.modeling.backbone.modules import module_names
 
-_WAYS = {"copy": "modules_to_save", "rows": "trainable_token_indices", "adapters": "target_modules"}
+_WAYS = {"copy": "modules_to_save", "rows": "trainable_token_indices", "adapters": "target_modules", "biases": "bias"}
 """The field that asks for each way."""
 
 
@@ -48,6 +48,10 @@ def claim_faults(new: Mapping[str, PeftConfig], held: Mapping[str, PeftConfig], 
 def _claims(config: Any, names: list[str], backbone: Any, shared: set[str]) -> Iterator[tuple[str, str]]:
     own = dict(_kept(config, names, backbone))
     yield from own.items()
+    if getattr(config, "bias", "none") == "all":
+        for name in shared - own.keys():
+            if getattr(backbone.get_submodule(name), "bias", None) is not None:
+                yield name, "biases"
     targets = getattr(config, "target_modules", None)
     # Which leaves the output head out, and embeddings are not linear.
     if targets is None or (isinstance(targets, str) and targets.lower() == "all-linear"):
