@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 from peft import PeftConfig
@@ -62,7 +61,8 @@ def _target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
         # PEFT, too, looks past upper and lower case here.
         if targets.lower() == "all-linear":
             return kind.width_faults(config, modules, where)
-        return _pattern_faults(targets, modules, where, known)
+        named = {name: module for name, module in modules.items() if re.fullmatch(targets, name)}
+        return kind.width_faults(config, named, where) if named else _pattern_faults(targets, where, known)
     matched: dict[str, nn.Module] = {}
     for target in sorted(targets):
         hits = {name: module for name, module in modules.items() if name == target or name.endswith(f".{target}")}
@@ -81,7 +81,5 @@ def _default_target_faults(kind: AdapterKind, backbone: nn.Module, where: str, k
     return [Fault(f"{where}.target_modules", "None", known, f'PEFT has no default for model type "{model_type}".')]
 
 
-def _pattern_faults(pattern: str, modules: Iterable[str], where: str, known: str) -> list[Fault]:
-    if any(re.fullmatch(pattern, name) for name in modules):
-        return []
+def _pattern_faults(pattern: str, where: str, known: str) -> list[Fault]:
     return [Fault(f"{where}.target_modules", repr(pattern), known, "A string is a regular expression over full names.")]

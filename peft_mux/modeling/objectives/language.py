@@ -115,7 +115,7 @@ def _adapted_losses(
     places_M = batch.token_places.index_select(0, batch.target_rows)
     words = vocab_parallel_head(module)
     # Rounded up, as parts may differ by a word and all shards must cut the same blocks.
-    frozen = module.base_layer if isinstance(module, BaseTunerLayer) else module.original_module
+    frozen = module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else module.base_layer
     num_words = frozen.weight.shape[0] if words is None else -(-words.vocab_size // words.links.size)
     size = block_rows(num_words, hidden_MD.device.type)
     hidden_MD = hidden_MD if words is None else copy_to_tp_region(hidden_MD, words.links)

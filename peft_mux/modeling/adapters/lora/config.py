@@ -83,6 +83,9 @@ def weight_faults(config: LoraConfig, matched: Mapping[str, nn.Module], where: s
     """Return a fault for modules whose weights an initialisation cannot take from."""
     if not changes_weights(config):
         return []
+    targets = config.target_modules
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        matched = {name: module for name, module in matched.items() if not isinstance(module, nn.Embedding)}
     odd = [name for name, module in matched.items() if frozen_weight(module)[0] is None]
     if not odd:
         return []
