@@ -35,7 +35,7 @@ HEAD_NAMES = ("classifier", "score")
 _EMBEDDINGS = (nn.Embedding,)
 _OF_TASKS = re.compile(r"\.(modules_to_save|own_bias)\.")
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save|token_adapter|lora_[^.]+)\.")
-_BASE_LAYERS = re.compile(r"(\.base_layer)+$")
+_BASE_LAYERS = re.compile(r"(\.token_adapter)?(\.base_layer)+$")
 
 
 def adaptable_modules(backbone: nn.Module) -> dict[str, nn.Module]:
@@ -43,6 +43,8 @@ def adaptable_modules(backbone: nn.Module) -> dict[str, nn.Module]:
     modules: dict[str, nn.Module] = {}
     of_adapters = {id(module) for module in _modules_of_adapters(backbone)}
     for name, module in backbone.named_modules():
+        if not name.startswith(HEAD_NAMES):
+            name = name.removesuffix(".original_module")  # of which tasks train copies
         if id(module) in of_adapters or ".modules_to_save." in name or ".original_module" in name:
             continue
         if isinstance(module, (nn.Linear, Conv1D, *_EMBEDDINGS)):
