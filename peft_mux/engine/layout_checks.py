@@ -11,6 +11,7 @@ from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import Fault, raise_faults, shown
 from peft_mux.hyper_parameters import ELEMENTWISE
+from peft_mux.modeling.adapters.fields import divided_model_faults
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.backbone.families import family_of
 from peft_mux.task import Task
@@ -38,9 +39,10 @@ def check_layout(
         UnsupportedModelError: if the architecture cannot be cut.
     """
     if args.shard_backbone:
-        raise_faults(_sharding_faults(layout, source, args))
+        raise_faults([*_sharding_faults(layout, source, args), *_divided_faults(tasks, "shard_backbone=True")])
     if layout.is_data_parallel:
         return
+    raise_faults(_divided_faults(tasks, f"replicas {layout}"))
     # Called for what it refuses, like `blocks_of` below.
     family_of(backbone)
     faults = [fault for task in tasks for fault in kind_of(task.peft_config).refusals(layout, f"tasks.{task.name}")]
@@ -65,6 +67,15 @@ def _bare_parameter_faults(layout: ParallelLayout, tasks: Sequence[Task]) -> lis
         )
         for task in tasks
         if (targets := getattr(task.peft_config, "target_parameters", None))
+    ]
+
+
+def _divided_faults(tasks: Sequence[Task], layout: str) -> list[Fault]:
+    """Return what tasks ask for that needs the whole backbone in a process."""
+    return [
+        fault
+        for task in tasks
+        for fault in divided_model_faults(task.peft_config, f"tasks.{task.name}.peft_config", layout)
     ]
 
 

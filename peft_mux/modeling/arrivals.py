@@ -11,9 +11,11 @@ from torch import nn
 
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.attach import attach
-from peft_mux.modeling.adapters.injection import hidden_adapters, is_meta, own_copy, peft_refusals, seeded
+from peft_mux.modeling.adapters.injection import hidden_adapters, injecting, is_meta, own_copy
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.parameters import drop_unused_wrappers
+from peft_mux.modeling.adapters.own.biases import add_biases, forget_biases, names_alone
+from peft_mux.modeling.adapters.own.copies import hidden_copies
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.backbone.modules import modules_beside_text
 from peft_mux.modeling.registry import TaskRegistry
@@ -61,7 +63,11 @@ class Arrivals:
                 for name, config in peft_configs.items():
                     own, kind = own_copy(config, model.backbone), kind_of(config)
                     adapter, seed = self._registry.next_adapter, seeds.get(name, 42)
-                    with seeded(seed), peft_refusals(name), _forgetting(model, adapter):
+                    with (
+                        injecting(name, own, seed, model.peft_config),
+                        hidden_copies(model.backbone),
+                        _forgetting(model, adapter),
+                    ):
                         self.tuners.inject(model, kind, adapter, own)
                     self.adopt(model, name, config, num_labels.get(name), seed)
                     hide()
@@ -93,10 +99,12 @@ class Arrivals:
         # Before the configuration is saved anywhere: other tasks' heads are linear layers too.
         _drop_heads_from_targets(model.peft_config[adapter])
         model.objectives.head.prepare(model.backbone, adapter, num_labels, seed, is_new=self._is_head_new)
+        add_biases(model.peft_config[adapter], model.backbone, adapter)
         # So that names are those of a model of one PEFT type, which files are written with.
         self.tuners.note(model, model.peft_config[adapter])
         with self.tuners.alone(model, model.peft_config[adapter]):
             own = _parameters_of(model, adapter)
+            own = names_alone(own, model.peft_config[adapter], model.backbone, adapter)
         own = _reached(own, model.backbone, name)
         self._registry.adopt(name, own, are_described=is_meta(model.backbone))
 
@@ -131,6 +139,7 @@ class Arrivals:
             adapter = registry.remove(name)
             model.objectives.forget(name)
             model.stream.clear_tables()
+            forget_biases(model.backbone, adapter)
             others = list(registry.adapters.values())
             with self.tuners.alone(model, model.peft_config[adapter]):
                 # PEFT warns, and chooses by itself, where the active adapter is deleted.
@@ -193,7 +202,7 @@ def _drop_heads_from_targets(config: Any) -> None:
     """Keep other tasks' heads, which "all-linear" also finds, out of what is saved as this task's targets."""
     targets = getattr(config, "target_modules", None)
     if isinstance(targets, set):
-        parts = (".modules_to_save.", ".original_module")
+        parts = (".modules_to_save.", ".original_module", ".token_adapter")
         own = {name for name in targets if not any(part in name for part in parts)}
         # Where PEFT resolves "all-linear" by the ends of names it finds frozen layers within those of other tasks.
         config.target_modules = own - {"base_layer"}

@@ -16,6 +16,9 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.modeling import multiplexed_pass
 from peft_mux.modeling.adapters import files, injection
+from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.own.biases import merge_biases, select_biases
+from peft_mux.modeling.adapters.own.token_rows import only_rows_of
 from peft_mux.modeling.arrivals import Arrivals
 from peft_mux.modeling.attention.packed import AttentionStream, register_attention
 from peft_mux.modeling.backbone.checks import check_backbone
@@ -87,7 +90,7 @@ class MultiTaskPeftModel(PeftModel):
         prepare_quantized(model)
         if not peft_configs:
             raise ConfigError("peft_configs: got no task; allowed: at least one task name with its PeftConfig.")
-        injection.check_configs(peft_configs, model, taken=())
+        injection.check_configs(peft_configs, model)
         register_attention()
         # Before PEFT's construction, so that `_apply` finds them whenever it is called.
         self.registry, self.stream = TaskRegistry(), Stream()
@@ -100,7 +103,7 @@ class MultiTaskPeftModel(PeftModel):
         first, *others = peft_configs
         seeds, num_labels = seeds or {}, num_labels or {}
         config, adapter = injection.own_copy(peft_configs[first], model), self.registry.next_adapter
-        with injection.seeded(seeds.get(first, 42)), injection.peft_refusals(first), injection.as_it_was(model, origin):
+        with injection.injecting(first, config, seeds.get(first, 42)), injection.as_it_was(model, origin):
             super().__init__(model, config, adapter, low_cpu_mem_usage=injection.is_meta(model))
         self.objectives = TaskObjectives(self.backbone)
         with injection.as_it_was(model, origin):
@@ -162,7 +165,8 @@ class MultiTaskPeftModel(PeftModel):
             ConfigError: naming every fault of every new task; then none is added.
         """
         if not are_checked:
-            injection.check_configs(peft_configs, self.backbone, taken=self.tasks)
+            held = {name: self.peft_config[adapter] for name, adapter in self.adapters.items()}
+            injection.check_configs(peft_configs, self.backbone, held=held)
         self._arrivals.register(self, peft_configs, seeds or {}, num_labels or {})
 
     def register_absent(self, name: str, config: PeftConfig) -> None:
@@ -257,7 +261,7 @@ class MultiTaskPeftModel(PeftModel):
         Raises:
             CheckpointError: if the folder holds none, or tensors that are not of this task.
         """
-        return files.read_adapter(Path(folder), self.task_pieces(name))
+        return files.read_adapter(self, self.adapter_of(name), Path(folder), self.task_pieces(name))
 
     def load_task(self, name: str, folder: str | Path) -> None:
         """Read one task's adapter weights from a PEFT adapter folder; a `CheckpointError` if its tensors differ."""
@@ -295,15 +299,23 @@ class MultiTaskPeftModel(PeftModel):
     def select_adapter(self, adapter: str) -> None:
         """Make the adapter of an internal id the one that plain forwards use, in the layers of every PEFT type."""
         set_adapter(self.backbone, adapter)
+        select_biases(self.backbone, adapter)
         self.base_model.active_adapter = self.active_adapter = adapter
 
-    def alone(self, adapter: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def alone(self, adapter: str) -> Iterator[None]:
         """Let the model be what PEFT made of it for the PEFT type of an adapter (internal id), in the `with` block."""
-        return self._arrivals.tuners.alone(self, self.peft_config[adapter])
+        with self._arrivals.tuners.alone(self, self.peft_config[adapter]), only_rows_of(self.backbone, adapter):
+            yield
 
     def merge_and_unload_adapter(self, adapter: str) -> Any:
         """Return the backbone with one adapter (internal id) merged in; as in PEFT, all are gone afterwards."""
-        tuner = self._arrivals.tuners.leave_alone(self, self.peft_config[adapter])
+        config = self.peft_config[adapter]
+        tuner = self._arrivals.tuners.leave_alone(self, config)
+        form = kind_of(config).saved_form(self.backbone, adapter)
+        if form is not None:
+            form.write_plainly()
+        merge_biases(self.backbone, adapter)
         return tuner.merge_and_unload(adapter_names=[adapter])
 
     def unload(self) -> Any:
@@ -409,7 +421,9 @@ class MultiTaskPeftModel(PeftModel):
     def without_adapters(self) -> Iterator[None]:
         """Switch all adapters off for the time of the `with` block."""
         with self.disable_adapter():
+            select_biases(self.backbone, None)
             yield
+        select_biases(self.backbone, self.active_adapter or None)
         # PEFT turns gradients back on for the active adapter only.
         self.mark_trainable()
 

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import ModulesToSaveWrapper
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
+from peft.utils.other import TrainableTokensWrapper
 from torch import nn
 
 from peft_mux.modeling.adapters.dropout import MultiplexedDropout
 from peft_mux.modeling.adapters.kind import KINDS, kind_of_layer
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
+from peft_mux.modeling.adapters.own.biases import MultiplexedBias, forget_biases, own_biases
+from peft_mux.modeling.adapters.own.copies import MultiplexedCopies
+from peft_mux.modeling.adapters.own.token_rows import MultiplexedTokenRows
 from peft_mux.modeling.stream import Stream
 
 
@@ -22,18 +26,33 @@ def attach(model: nn.Module, stream: Stream) -> None:
     inside_drawing_layers = _insides_of_layers_that_draw(model)
     for name, module in model.named_modules():
         # Attached before, or the backbone's own head, of which tasks train copies.
-        if isinstance(module.__dict__.get("forward"), MultiplexedForward) or ".original_module" in name:
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, MultiplexedBias) and _adds_own_biases(model, name):
+            del module.forward  # another task's adapter has come around it since
+        if isinstance(forward, MultiplexedForward) or ".original_module" in name:
             continue
         kind = kind_of_layer(module)
-        if kind is not None:
+        if isinstance(module, ModulesToSaveWrapper):
+            module.forward = MultiplexedCopies(module, name, stream)
+        elif isinstance(module, TrainableTokensWrapper):
+            module.forward = MultiplexedTokenRows(module, name, stream)
+        elif kind is not None:
             forward = kind.attach(module, name, stream)
             if forward is not None:
                 # On the instance: classes and names of parameters stay PEFT's and transformers'.
                 module.forward = forward
+        elif own_biases(module) and not _adds_own_biases(model, name):
+            module.forward = MultiplexedBias(module, name, stream)
         elif isinstance(module, nn.Dropout) and not name.startswith(inside_drawing_layers):
             module.forward = MultiplexedDropout(module, name, stream)
     for kind in KINDS.values():
         kind.arrange(model, stream)
+
+
+def _adds_own_biases(model: nn.Module, name: str) -> bool:
+    """Whether the layer around a frozen one adds what tasks have of its bias."""
+    around = model.get_submodule(name.removesuffix(".base_layer")) if name.endswith(".base_layer") else None
+    return around is not None and getattr(around.__dict__.get("forward"), "adds_own_biases", False)
 
 
 def _insides_of_layers_that_draw(model: nn.Module) -> tuple[str, ...]:
@@ -49,12 +68,15 @@ def detach(model: nn.Module) -> None:
             del module.forward
     # A list, as modules are replaced on the way.
     for name, module in list(model.named_modules()):
-        original = getattr(module, "original_module", None) if isinstance(module, ModulesToSaveWrapper) else None
+        original = module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else None
+        if name.endswith(".token_adapter"):
+            continue  # gone with the wrapper around it
         # The outermost of several around one module leads to the frozen layer; those within go with it.
         if isinstance(module, BaseTunerLayer) and not name.endswith(".base_layer"):
             original = module.get_base_layer()
         if original is not None:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, original)
+    forget_biases(model)
     # By this attribute PEFT takes a model for one that has adapters.
     model.__dict__.pop("peft_config", None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,8 @@ from torch import nn
 
 from peft_mux.errors import ConfigError, Fault, closest, shown
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, find_kind, kind_of
+from peft_mux.modeling.adapters.own.biases import bias_faults
+from peft_mux.modeling.adapters.own.checks import own_copy_faults
 from peft_mux.modeling.adapters.patterns import pattern_faults
 from peft_mux.modeling.backbone.modules import adaptable_modules, is_router
 
@@ -43,7 +45,13 @@ def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
         backbone: the transformers model that is to be adapted.
         where: prefix of the fields, such as `tasks.sql`.
     """
-    where, kind = f"{where}.peft_config", kind_of(config)
+    where = f"{where}.peft_config"
+    faults = _target_faults(config, backbone, where)
+    return faults or own_copy_faults(config, backbone, where) + bias_faults(config, backbone, where)
+
+
+def _target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
+    kind = kind_of(config)
     faults = pattern_faults(config, [name for name, _ in backbone.named_modules()], where)
     if faults:
         return faults
@@ -63,7 +71,8 @@ def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
         # PEFT, too, looks past upper and lower case here.
         if targets.lower() == "all-linear":
             return kind.width_faults(config, modules, where)
-        return _pattern_faults(targets, modules, where, known)
+        named = {name: module for name, module in modules.items() if re.fullmatch(targets, name)}
+        return kind.width_faults(config, named, where) if named else _pattern_faults(targets, where, known)
     matched: dict[str, nn.Module] = {}
     for target in sorted(targets or ()):
         hits = {name: module for name, module in modules.items() if name == target or name.endswith(f".{target}")}
@@ -115,7 +124,5 @@ def _default_target_faults(kind: AdapterKind, backbone: nn.Module, where: str, k
     return [Fault(f"{where}.target_modules", "None", known, f'PEFT has no default for model type "{model_type}".')]
 
 
-def _pattern_faults(pattern: str, modules: Iterable[str], where: str, known: str) -> list[Fault]:
-    if any(re.fullmatch(pattern, name) for name in modules):
-        return []
+def _pattern_faults(pattern: str, where: str, known: str) -> list[Fault]:
     return [Fault(f"{where}.target_modules", repr(pattern), known, "A string is a regular expression over full names.")]

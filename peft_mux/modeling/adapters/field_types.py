@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import fields
+from dataclasses import asdict, fields, is_dataclass
 from typing import Any, NamedTuple
 
 from peft_mux.errors import Fault, shown
@@ -46,6 +46,32 @@ INITIALISER = FieldType(lambda value: isinstance(value, (bool, str)), "True, Fal
 PATTERN = FieldType(
     lambda value: isinstance(value, dict) and all(_is_text(key) for key in value),
     "a dict from names of modules to numbers",
+)
+MODULES = FieldType(
+    lambda value: value is None or _are(_is_text, value, (list, set, tuple)), "a list of names of modules, or None"
+)
+BIAS = FieldType(
+    lambda value: isinstance(value, str) and value in ("none", "all", "lora_only"), "'none', 'all' or 'lora_only'"
+)
+
+
+def _are_tokens(value: object) -> bool:
+    # PEFT writes the same row twice in an order of its own.
+    return _are(_is_index, value, (list,)) and 0 < len(set(value)) == len(value)  # type: ignore[arg-type, call-overload]
+
+
+TOKENS = FieldType(
+    lambda value: (
+        value is None
+        or _are_tokens(value)
+        or (
+            isinstance(value, dict)
+            and bool(value)
+            and all(map(_is_text, value))
+            and all(map(_are_tokens, value.values()))
+        )
+    ),
+    "a list of different numbers of tokens, a dict from names of layers to such lists, or None",
 )
 
 COMMON_TYPES: Mapping[str, FieldType] = {
@@ -91,6 +117,8 @@ def type_faults(config: Any, where: str, own: Mapping[str, FieldType], supported
 
 def _is_plain(value: object) -> bool:
     try:
+        # PEFT turns configurations within a configuration into dictionaries.
+        value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
         json.dumps(list(value) if isinstance(value, set) else value)
     except (TypeError, ValueError, RecursionError):
         return False

@@ -11,9 +11,12 @@ import torch
 from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from peft_mux.errors import CheckpointError
+from peft_mux.modeling.adapters.kind import SavedForm, kind_of
+from peft_mux.modeling.adapters.own.biases import OWN, biases_unsaid
 from peft_mux.modeling.interface import MultiplexedModel
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.storage import CHECKSUMS_NAME, has_checksums, load_tensors, verify_checksums
@@ -30,17 +33,28 @@ def adapter_state(model: MultiplexedModel, adapter: str) -> dict[str, torch.Tens
     Raises:
         CheckpointError: if PEFT's selection is not exactly the adapter's parameters (peft#3584).
     """
-    with model.alone(adapter):
+    own = _parameters_of(model, adapter)
+    with model.alone(adapter), biases_unsaid([model.peft_config[adapter]]):
         state = get_peft_model_state_dict(model, adapter_name=adapter)
+        form = _saved_form(model, adapter)
+    state |= {saved_key(name): parameter for name, parameter in own.items() if name.endswith(f".{OWN}")}
     # PEFT adds the frozen embedding where it is adapted; where that is divided among processes, no process has it.
     state = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
-    trained = sum(1 for key, _ in model.named_parameters() if f".{adapter}." in key or key.endswith(f".{adapter}"))
-    missing = trained - sum(1 for key in state if not key.endswith("embed_tokens.weight"))
-    if missing > 0:
+    missing = [key for key in map(saved_key, own) if key not in state]
+    if missing:
         raise CheckpointError(
-            f"adapter {adapter}: PEFT selected {len(state)} tensors of the {trained} trained ones; nothing was written."
+            f"adapter {adapter}: PEFT selected {len(state)} tensors of the {len(own)} trained ones, and not "
+            f"{missing[0]}; nothing was written."
         )
-    return state
+    return state if form is None else form.saved(state)
+
+
+def _parameters_of(model: MultiplexedModel, adapter: str) -> dict[str, nn.Parameter]:
+    return model.task_parameters(next(name for name, known in model.adapters.items() if known == adapter))
+
+
+def _saved_form(model: MultiplexedModel, adapter: str) -> SavedForm | None:
+    return kind_of(model.peft_config[adapter]).saved_form(model.backbone, adapter)
 
 
 def saved_key(name: str) -> str:
@@ -49,7 +63,9 @@ def saved_key(name: str) -> str:
     Args:
         name: PEFT's own, without the adapter id.
     """
-    return name.replace(".modules_to_save", "")
+    # DoRA's magnitude was a parameter before it was a module, and its key has stayed.
+    key = name.replace(".modules_to_save", "").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
+    return f"{key.removesuffix(OWN)}bias" if key.endswith(f".{OWN}") else key
 
 
 def save_adapter(
@@ -72,6 +88,9 @@ def save_adapter(
     config = copy.deepcopy(model.peft_config[adapter])
     # As PEFT saves it; whoever trains on sets it back.
     config.inference_mode = True
+    form = _saved_form(model, adapter)
+    if form is not None:
+        form.write_config(config)
     for name, value in vars(config).items():
         if isinstance(value, set):  # in an order of their own at every save, which would be another file
             setattr(config, name, sorted(value))
@@ -116,13 +135,21 @@ def load_adapter(model: MultiplexedModel, adapter: str, folder: Path) -> None:
             " result of others is NaN. Load an older checkpoint of the task."
         )
     with model.alone(adapter):
-        set_peft_model_state_dict(model, state, adapter_name=adapter)
+        form = _saved_form(model, adapter)
+        for name, parameter in _parameters_of(model, adapter).items():
+            if name.endswith(f".{OWN}"):  # which PEFT would write into the backbone
+                parameter.data.copy_(state.pop(saved_key(name)))
+        set_peft_model_state_dict(model, state if form is None else form.loaded(state), adapter_name=adapter)
 
 
-def read_adapter(folder: Path, pieces: Mapping[str, Piece]) -> dict[str, torch.Tensor]:
+def read_adapter(
+    model: MultiplexedModel, adapter: str, folder: Path, pieces: Mapping[str, Piece]
+) -> dict[str, torch.Tensor]:
     """Return the tensors of a saved adapter by parameter name: those that a process has a piece of.
 
     Args:
+        model: the model that holds the adapter, or a part of it.
+        adapter: internal id of the task.
         folder: the folder of the adapter, as PEFT writes it.
         pieces: what the process holds of each parameter, by PEFT name without the adapter id.
 
@@ -132,14 +159,18 @@ def read_adapter(folder: Path, pieces: Mapping[str, Piece]) -> dict[str, torch.T
     """
     # Also weights that are not finite: the step after them fails the task, as it would have without the interruption.
     state = _read_weights(folder)
+    with model.alone(adapter):
+        form = _saved_form(model, adapter)
     for name, piece in pieces.items():
-        found = state.get(saved_key(name))
-        if found is None or tuple(found.shape) != piece.shape:
+        found, key = state.get(saved_key(name)), saved_key(name)
+        shape = piece.shape if form is None else form.shape(key, piece.shape)
+        if found is None or tuple(found.shape) != shape:
             got = "nothing" if found is None else f"shape {list(found.shape)}"
             raise CheckpointError(
-                f"{folder}: got {got} for {saved_key(name)}; allowed: {list(piece.shape)}, an adapter of the same"
+                f"{folder}: got {got} for {key}; allowed: {list(shape)}, an adapter of the same"
                 " configuration on the same backbone."
             )
+    state = state if form is None else form.loaded(state)
     return {name: state[saved_key(name)] for name in pieces}
 
 

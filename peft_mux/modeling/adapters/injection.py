@@ -17,6 +17,8 @@ from peft_mux.errors import ConfigError, Fault, raise_faults
 from peft_mux.modeling.adapters.attach import detach
 from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.own.biases import biases_unsaid
+from peft_mux.modeling.adapters.own.claims import claim_faults
 from peft_mux.modeling.backbone.head_kinds import head_kind_for, head_kind_of
 from peft_mux.task_names import check_task_names, name_fault
 
@@ -24,13 +26,15 @@ _ENTRIES = ("_modules", "_parameters", "_keys")
 """Where torch's dictionaries of modules and parameters hold what is in them."""
 
 
-def check_configs(peft_configs: Mapping[str, PeftConfig], backbone: Any, taken: tuple[str, ...]) -> None:
+def check_configs(
+    peft_configs: Mapping[str, PeftConfig], backbone: Any, held: Mapping[str, PeftConfig] | None = None
+) -> None:
     """Check the adapters of new tasks: names, fields, and targets against the backbone.
 
     Args:
         peft_configs: the `PeftConfig` of each new task, by the task's name.
         backbone: the transformers model that they shall adapt.
-        taken: names of the tasks that are there already.
+        held: configurations of the tasks that are there already, by name; none by default.
 
     Raises:
         ConfigError: naming every fault of every task.
@@ -41,8 +45,9 @@ def check_configs(peft_configs: Mapping[str, PeftConfig], backbone: Any, taken: 
         faults += [fault] if fault else []
         own = peft_config_faults(config, f"tasks.{name}")
         faults += own or target_faults(config, backbone, f"tasks.{name}") + _task_type_faults(config, backbone, name)
-    raise_faults(faults)
-    check_task_names(peft_configs, taken)
+    held = held or {}
+    raise_faults(faults or claim_faults(peft_configs, held, backbone))
+    check_task_names(peft_configs, tuple(held))
 
 
 def _task_type_faults(config: PeftConfig, backbone: Any, name: str) -> list[Fault]:
@@ -154,6 +159,21 @@ def seeded(seed: int) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(state)
+
+
+@contextmanager
+def injecting(name: str, config: PeftConfig, seed: int, held: Mapping[str, PeftConfig] | None = None) -> Iterator[None]:
+    """Surround PEFT's injection of a task's adapter: its seed, its kind's own needs, and errors that name the task.
+
+    Args:
+        name: the task's name.
+        config: the copy of its configuration that PEFT is given.
+        seed: fixes the initial weights of the adapter.
+        held: configurations of the adapters that are there already.
+    """
+    unsaid = biases_unsaid([config, *(held or {}).values()])
+    with seeded(seed), peft_refusals(name), kind_of(config).injecting(), unsaid:
+        yield
 
 
 @contextmanager

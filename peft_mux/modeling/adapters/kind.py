@@ -8,6 +8,7 @@ layer without a path of its own needs no more than a `peft_mux.modeling.adapters
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
@@ -71,6 +72,30 @@ class ReplicaLayout(Protocol):
         ...
 
 
+class SavedForm(Protocol):
+    """Between what a task trains and what is written to its adapter's folder, where these differ."""
+
+    def saved(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors that are written, by key, for those of the adapter as PEFT would write it."""
+        ...
+
+    def loaded(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the tensors of the adapter for those that were written, and take on what else was written."""
+        ...
+
+    def shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of a tensor as it is written, for its key and its shape in the adapter."""
+        ...
+
+    def write_config(self, config: Any) -> None:
+        """Write into a copy of the adapter's configuration what is true of the form that is written."""
+        ...
+
+    def write_plainly(self) -> None:
+        """Let PEFT's layers hold the form that is written, for merging; training cannot go on after it."""
+        ...
+
+
 class AdapterKind(Protocol):
     """What the product asks of a PEFT type; nothing outside a kind's own room names the type.
 
@@ -127,6 +152,10 @@ class AdapterKind(Protocol):
         """
         ...
 
+    def injecting(self) -> AbstractContextManager[None]:
+        """Return what surrounds PEFT's injection of an adapter of this kind, so that the backbone stays as it is."""
+        ...
+
     def narrow(self, config: Any, modules: Sequence[str]) -> None:
         """Let a copy of a configuration adapt the given modules and no others.
 
@@ -176,6 +205,15 @@ class AdapterKind(Protocol):
 
     def slot(self, name: str, parameter: nn.Parameter) -> Slot:
         """Return how a parameter of a task lies in its slab; see `peft_mux.modeling.slabs.SlabLayout`."""
+        ...
+
+    def saved_form(self, backbone: nn.Module, adapter: str) -> SavedForm | None:
+        """Return how an adapter is saved where that is not as PEFT holds it; mostly `None`.
+
+        Args:
+            backbone: the model, as PEFT made it for adapters of this type.
+            adapter: internal id of the adapter.
+        """
         ...
 
     def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:

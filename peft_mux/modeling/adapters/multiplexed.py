@@ -28,10 +28,12 @@ class MultiplexedForward:
         name: within the backbone, as if the module were the only one that was put there.
         stream: what tells the module which rows are whose.
         original: the module's own `forward`.
+        adds_own_biases: whether it adds what tasks have of the biases of the frozen layer inside the module.
         group: the layers that are computed together with this one; `None` where there is nothing of the sort.
     """
 
     group: Any = None
+    adds_own_biases: bool = False
 
     def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
         self.module = module

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import nn
 from peft_mux.errors import Fault
 from peft_mux.modeling.adapters.field_types import type_faults
 from peft_mux.modeling.adapters.fields import complete_heads, field_faults, task_type_faults
-from peft_mux.modeling.adapters.kind import CutLayers, CutOfLayer, ReplicaLayout, Shapes, SlabOf
+from peft_mux.modeling.adapters.kind import CutLayers, CutOfLayer, ReplicaLayout, SavedForm, Shapes, SlabOf
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.slabs import Slot, plain_slot
 from peft_mux.modeling.stream import PassMaker, Stream
@@ -118,6 +119,10 @@ class SlicedKind:
         """Let a classifier's task train its head."""
         complete_heads(config)
 
+    def injecting(self) -> AbstractContextManager[None]:
+        """Return nothing: these types change nothing of the backbone."""
+        return nullcontext()
+
     def narrow(self, config: Any, modules: Sequence[str]) -> None:
         """Let a copy of a configuration adapt the given modules and no others."""
         config.target_modules = list(modules)
@@ -155,6 +160,10 @@ class SlicedKind:
     def slot(self, name: str, parameter: nn.Parameter) -> Slot:
         """Return how a parameter of a task lies in its slab: as it is."""
         return plain_slot(name, parameter)
+
+    def saved_form(self, backbone: nn.Module, adapter: str) -> SavedForm | None:
+        """Return nothing: adapters are saved as PEFT holds them."""
+        return None
 
     def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:
         """Return for each layer an adapter of rank 1 that is as wide as the layer's adapter has elements."""

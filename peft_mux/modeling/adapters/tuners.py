@@ -28,6 +28,7 @@ from torch import nn
 
 from peft_mux.modeling.adapters.injection import is_meta
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, kind_of, kind_of_layer
+from peft_mux.modeling.backbone.modules import put_module
 
 _TARGETS = "_peft_mux_targets"
 """Under which a wrapper of a bare parameter keeps the set that it was made for."""
@@ -172,7 +173,8 @@ def _stacks(backbone: nn.Module) -> dict[str, list[Any]]:
     stacks: dict[str, list[Any]] = {}
     inside: tuple[str, ...] = ()
     for name, module in backbone.named_modules():
-        if isinstance(module, BaseTunerLayer) and not name.startswith(inside):
+        # Rows of embeddings that tasks train of their own lie in a tuner layer, too, which no type's tuner holds.
+        if isinstance(module, BaseTunerLayer) and not name.startswith(inside) and not name.endswith(".token_adapter"):
             inside = (f"{name}.",)
             stacks[name] = _chain(module)
     return stacks
@@ -193,7 +195,7 @@ def _show(backbone: nn.Module, name: str, layers: list[Any], shows: Callable[[An
     for layer in reversed(layers):
         if shows(layer):
             layer.base_layer, shown = shown, layer
-    _put(backbone, name, shown)
+    put_module(backbone, name, shown)
 
 
 def _stack(backbone: nn.Module, name: str, layers: list[Any]) -> None:
@@ -204,9 +206,4 @@ def _stack(backbone: nn.Module, name: str, layers: list[Any]) -> None:
     rank, innermost_first = list(KINDS.values()), layers[::-1]
     for layer in sorted(innermost_first, key=lambda layer: rank.index(kind_of_layer(layer))):  # type: ignore[arg-type]
         layer.base_layer, inner = inner, layer
-    _put(backbone, name, inner)
-
-
-def _put(backbone: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, child = name.rpartition(".")
-    setattr(backbone.get_submodule(parent), child, module)
+    put_module(backbone, name, inner)

@@ -63,7 +63,9 @@ HEAD_NAMES = ("classifier", "score")
 
 
 _EMBEDDINGS = (nn.Embedding,)
-_BASE_LAYERS = re.compile(r"(\.base_layer)+$")
+_OF_TASKS = re.compile(r"\.(modules_to_save|own_bias)\.")
+_WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save|token_adapter|lora_[^.]+)\.")
+_BASE_LAYERS = re.compile(r"(\.token_adapter)?(\.base_layer)+$")
 
 
 def adaptable_modules(backbone: nn.Module) -> dict[str, nn.Module]:
@@ -71,6 +73,8 @@ def adaptable_modules(backbone: nn.Module) -> dict[str, nn.Module]:
     modules: dict[str, nn.Module] = {}
     of_adapters = {id(module) for module in _modules_of_adapters(backbone)}
     for name, module in backbone.named_modules():
+        if not name.startswith(HEAD_NAMES):
+            name = name.removesuffix(".original_module")  # of which tasks train copies
         if id(module) in of_adapters or ".modules_to_save." in name or ".original_module" in name:
             continue
         if isinstance(module, (nn.Linear, Conv1D, *_EMBEDDINGS)):
@@ -88,8 +92,31 @@ def frozen_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
     modules: list[Any] = [*tuned, *_modules_of_adapters(backbone)]
     of_adapters = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
     for name, parameter in backbone.named_parameters():
-        if id(parameter) not in of_adapters and ".modules_to_save." not in name:
-            yield name.replace(".base_layer", ""), parameter
+        if id(parameter) not in of_adapters and not _OF_TASKS.search(name):
+            yield _plain_name(name), parameter
+
+
+def _plain_name(name: str) -> str:
+    """Return the name of a frozen parameter as if nothing lay around its module; that of a task's head stays."""
+    name = name.replace(".token_adapter.base_layer", "").replace(".base_layer", "")
+    return name if name.startswith(HEAD_NAMES) else name.replace(".original_module", "")
+
+
+def module_names(backbone: nn.Module) -> list[str]:
+    """Return the names of a backbone's own modules, seen through what PEFT has put around them."""
+    names = [name for name, _ in backbone.named_modules() if name]
+    return [name for name in names if not is_inside_wrapper(name)]
+
+
+def is_inside_wrapper(name: str) -> bool:
+    """Whether a module lies inside of what PEFT has put around another, by its name."""
+    return _WRAPPED.search(f".{name}.") is not None
+
+
+def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of the one of a name."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
 
 
 def _modules_of_adapters(backbone: nn.Module) -> Iterator[nn.Module]:

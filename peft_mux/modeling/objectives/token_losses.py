@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -84,7 +85,7 @@ def token_losses(
 
 
 def _is_adapted(module: Any) -> bool:
-    return isinstance(module, BaseTunerLayer)
+    return isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
 
 
 def _adapted_losses(
@@ -101,7 +102,8 @@ def _adapted_losses(
     places_M = batch.token_places.index_select(0, batch.target_rows)
     words = vocab_parallel_head(module)
     # Rounded up, as parts may differ by a word and all shards must cut the same blocks.
-    num_words = module.base_layer.weight.shape[0] if words is None else -(-words.vocab_size // words.links.size)
+    frozen = module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else module.base_layer
+    num_words = frozen.weight.shape[0] if words is None else -(-words.vocab_size // words.links.size)
     size = block_rows(num_words, hidden_MD.device.type)
     hidden_MD = hidden_MD if words is None else copy_to_tp_region(hidden_MD, words.links)
 

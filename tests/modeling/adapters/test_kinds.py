@@ -54,7 +54,7 @@ def ia3(number: int) -> IA3Config:
 CASES = {
     PeftType.LORA: Case(
         lambda number: LoraConfig(r=2 + number, target_modules="all-linear"),
-        ("use_dora", True),
+        ("use_qalora", True),
         lambda: LoraConfig(r=3, target_modules="all-linear", lora_dropout=0.4),
     ),
     PeftType.IA3: Case(ia3, ("modules_to_save", ["norm"])),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -10,54 +11,89 @@ from peft import LoraConfig
 from torch import nn
 
 from peft_mux.errors import Fault, shown
-from peft_mux.modeling.adapters.field_types import FLAG, INITIALISER, PATTERN, FieldType
+from peft_mux.modeling.adapters.field_types import BIAS, FLAG, INITIALISER, MODULES, PATTERN, TOKENS, FieldType
+from peft_mux.modeling.adapters.fields import BOOKKEEPING_FIELDS
 from peft_mux.modeling.adapters.lora import target_parameters
+from peft_mux.modeling.adapters.lora.field_table import FIELD_TABLE, REFUSED_INITIALISERS, Honoured, Refused
+from peft_mux.modeling.backbone.modules import frozen_weight
 
 FIELDS = frozenset(
-    "r target_modules exclude_modules lora_alpha lora_dropout use_rslora init_lora_weights layers_to_transform "
-    "layers_pattern rank_pattern alpha_pattern fan_in_fan_out target_parameters".split()
+    name for name, entry in FIELD_TABLE.items() if isinstance(entry, Honoured) and name not in BOOKKEEPING_FIELDS
 )
 """That may be set; any other field that is not at its default is refused by name."""
 
 
 REASONS = {
-    "bias": "it trains biases of the shared backbone",
-    "modules_to_save": "it trains a copy of a backbone module; classification heads are added without it",
-    "trainable_token_indices": "it trains rows of the shared embedding",
-    "use_dora": "DoRA has no multiplexed layer yet",
-    "lora_bias": "a bias on lora_B has no multiplexed layer yet",
-    "layer_replication": "it changes the shared backbone",
+    name: f"{entry.reason}. {entry.instead.rstrip('.')}"
+    for name, entry in FIELD_TABLE.items()
+    if isinstance(entry, Refused)
 }
-"""Why some fields may not be set."""
+"""Why some fields may not be set, and what to do instead."""
 
 
-INITIALISERS = (True, False, "gaussian", "orthogonal")
-"""Values of `init_lora_weights` that leave the backbone's weights alone."""
+INITIALISERS = (True, False, "gaussian", "orthogonal", "pissa", "olora", "corda", "lora_ga")
+"""Values of `init_lora_weights`; "pissa_niter_16" and the like are read by a pattern."""
+
+_ITERATED = re.compile(r"pissa_niter_\d{1,4}")
 
 
 TYPES: Mapping[str, FieldType] = {
     "use_rslora": FLAG,
+    "use_dora": FLAG,
+    "lora_bias": FLAG,
     "fan_in_fan_out": FLAG,
     "init_lora_weights": INITIALISER,
     "rank_pattern": PATTERN,
     "alpha_pattern": PATTERN,
     "target_parameters": target_parameters.NAMES,
+    "modules_to_save": MODULES,
+    "trainable_token_indices": TOKENS,
+    "bias": BIAS,
 }
 """Of the fields that only LoRA has; those of its numbers are checked with their ranges."""
 
 
+def changes_weights(config: LoraConfig) -> bool:
+    """Whether the initialisation takes a part of the backbone's weights into the adapter."""
+    initialiser = config.init_lora_weights
+    return isinstance(initialiser, str) and initialiser.startswith(("pissa", "olora", "corda", "lora_ga"))
+
+
 def initialiser_faults(config: LoraConfig, where: str) -> list[Fault]:
     """Return a fault for an initialisation that cannot be trained with; what is neither a switch nor a name is not."""
-    if not INITIALISER.is_valid(config.init_lora_weights) or config.init_lora_weights in INITIALISERS:
+    got: Any = config.init_lora_weights
+    if not INITIALISER.is_valid(got):
         return []
-    return [
-        Fault(
-            f"{where}.init_lora_weights",
-            shown(config.init_lora_weights),
-            ", ".join(map(repr, INITIALISERS)),
-            "Initialisations that change the backbone's weights would change every other task.",
-        )
-    ]
+    faults = []
+    if changes_weights(config):
+        # PEFT cannot convert these two into a plain LoRA either.
+        for field in ("use_dora", "use_bdlora"):
+            if getattr(config, field):
+                allowed = "its default beside an initialisation that takes from the weights"
+                faults.append(
+                    Fault(f"{where}.{field}", shown(getattr(config, field)), allowed, "Leave one of them out.")
+                )
+    if got in INITIALISERS or _ITERATED.fullmatch(str(got)):
+        return faults
+    allowed = f"{', '.join(map(repr, INITIALISERS))}, or 'pissa_niter_16' and the like"
+    entry = REFUSED_INITIALISERS.get(got)
+    fix = f"Not supported: {entry.reason}. {entry.instead}" if isinstance(entry, Refused) else ""
+    return [*faults, Fault(f"{where}.init_lora_weights", shown(got), allowed, fix)]
+
+
+def weight_faults(config: LoraConfig, matched: Mapping[str, nn.Module], where: str) -> list[Fault]:
+    """Return a fault for modules whose weights an initialisation cannot take from."""
+    if not changes_weights(config):
+        return []
+    targets = config.target_modules
+    if isinstance(targets, str) and targets.lower() == "all-linear":
+        matched = {name: module for name, module in matched.items() if not isinstance(module, nn.Embedding)}
+    odd = [name for name, module in matched.items() if frozen_weight(module)[0] is None]
+    if not odd:
+        return []
+    fix = f"{odd[0]} is an embedding or quantised; leave it out of target_modules."
+    where = f"{where}.init_lora_weights"
+    return [Fault(where, shown(config.init_lora_weights), "True, False, or plain linear layers as targets", fix)]
 
 
 _GREATEST_FP32 = 3.4e38

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from peft import LoraConfig, PeftConfig, PeftType
@@ -15,12 +16,22 @@ from torch import nn
 from peft_mux.errors import Fault, raise_faults
 from peft_mux.modeling.adapters.field_types import type_faults
 from peft_mux.modeling.adapters.fields import complete_heads, field_faults, task_type_faults
-from peft_mux.modeling.adapters.kind import CutLayers, CutOfLayer, ReplicaLayout, Shapes, SlabOf, register_kind
+from peft_mux.modeling.adapters.kind import (
+    CutLayers,
+    CutOfLayer,
+    ReplicaLayout,
+    SavedForm,
+    Shapes,
+    SlabOf,
+    register_kind,
+)
 from peft_mux.modeling.adapters.lora import config as lora_config
 from peft_mux.modeling.adapters.lora import target_parameters
+from peft_mux.modeling.adapters.lora.initial_factors import backbone_kept
 from peft_mux.modeling.adapters.lora.layer import NAME, LinearGroup, MultiplexedLinear
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
 from peft_mux.modeling.adapters.lora.parameters import MultiplexedParameters
+from peft_mux.modeling.adapters.lora.saved_form import doubled_rank
 from peft_mux.modeling.adapters.lora.slab_layout import lora_slot
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.adapters.sliced import SlicedAdapter
@@ -51,7 +62,7 @@ class LoraKind:
 
     def faults(self, config: Any, where: str) -> list[Fault]:
         """Return what is wrong with the fields of a configuration, whatever the backbone."""
-        supported = {*lora_config.FIELDS, "init_lora_weights"}
+        supported = lora_config.FIELDS
         return [
             *field_faults(config, where, supported=supported, reasons=lora_config.REASONS),
             *type_faults(config, where, lora_config.TYPES, supported),
@@ -61,14 +72,19 @@ class LoraKind:
         ]
 
     def width_faults(self, config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
-        """Return a fault for a rank above the width of every layer."""
-        return lora_config.rank_faults(config, modules, where)
+        """Return a fault for a rank above the width of every layer, and for weights that nothing can be taken from."""
+        faults = lora_config.rank_faults(config, modules, where)
+        return faults or lora_config.weight_faults(config, modules, where)
 
     def complete(self, config: Any, backbone: Any) -> None:
         """Let a classifier's task train its head, and name the experts of a mixture as PEFT does."""
         complete_heads(config)
         target_parameters.convert(config, backbone)
         raise_faults(target_parameters.parameter_faults(config, backbone))
+
+    def injecting(self) -> AbstractContextManager[None]:
+        """Keep initialisations from writing into the backbone's weights."""
+        return backbone_kept()
 
     def narrow(self, config: Any, modules: Sequence[str]) -> None:
         """Let a copy of a configuration adapt the given modules and no others."""
@@ -107,6 +123,7 @@ class LoraKind:
                     # A sibling is called with other activations since an adapter of another type came to its layer.
                     forward.group = LinearGroup([forward], stream)
                 forward.group.count_columns()
+                forward.find_steps()
 
     # ----------------------------------------------------------- parameters
 
@@ -121,6 +138,10 @@ class LoraKind:
     def slot(self, name: str, parameter: nn.Parameter) -> Slot:
         """Return how a parameter of a task lies in its slab: as kernels read it."""
         return lora_slot(name, parameter)
+
+    def saved_form(self, backbone: nn.Module, adapter: str) -> SavedForm | None:
+        """Return how an adapter with initial factors is saved: with twice the rank."""
+        return doubled_rank(backbone, adapter)
 
     def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:
         """Return the rank and the width of every linear layer's adapter; embeddings only look rows up."""

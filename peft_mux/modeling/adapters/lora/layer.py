@@ -19,7 +19,10 @@ from peft_mux.kernels import philox
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.kernels.lora.group import Base
 from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, grouped_lora_slices
+from peft_mux.modeling.adapters.lora.dora import is_apart
+from peft_mux.modeling.adapters.lora.row_steps import InitialPart, OwnBias, RowStep, is_block_diagonal, steps_of
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
+from peft_mux.modeling.adapters.own.biases import own_biases
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.backbone.quantized import base_output
 from peft_mux.modeling.slabs import round_up_to_group
@@ -32,10 +35,32 @@ NAME = "LORA"
 class MultiplexedLinear(MultiplexedForward):
     """The frozen linear layer once over the stream, and each task's LoRA on its own rows."""
 
+    adds_own_biases = True
+
     def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
         super().__init__(module, name, stream)
         self.group = LinearGroup([self], stream)
         self._base = Base(None, None, 0)
+        self._steps: dict[str, tuple[RowStep, ...]] = {}
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return the layer's output; outside of a pass PEFT's own, for the adapter that is selected."""
+        y = super().__call__(x, *args, **kwargs)
+        return self._selected_output(x, y) if self._steps and self.stream.is_idle else y
+
+    def find_steps(self) -> None:
+        """Look anew at which adapters do more than the grouped product; needed whenever one came."""
+        layer: Any = self.module
+        adapters = {*layer.lora_A, *own_biases(layer.get_base_layer())}
+        found = {adapter: steps_of(layer, adapter) for adapter in adapters}
+        self._steps = {adapter: steps for adapter, steps in found.items() if steps}
+
+    def is_grouped(self, adapter: str) -> bool:
+        """Whether the grouped product computes an adapter; otherwise its steps do."""
+        layer: Any = self.module
+        if adapter not in layer.lora_A or adapter not in self._steps:
+            return adapter in layer.lora_A
+        return not is_apart(layer, adapter) and not is_block_diagonal(layer, adapter)
 
     @property
     def is_plain(self) -> bool:
@@ -50,11 +75,48 @@ class MultiplexedLinear(MultiplexedForward):
 
     def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[..., K]`."""
-        if len(self.group.members) > 1:
-            return self.group.shared_output(self, x)
+        y = self.group.shared_output(self, x) if len(self.group.members) > 1 else self.product(x)
+        return self._stepped(x, y) if self._steps else y
+
+    def product(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[..., K]` of the layer computed by itself, before the steps of its adapters."""
         layer: Any = self.module
         (y,) = self.group.outputs(x)
         return y if self.is_plain else base_output(layer.base_layer, x, self.name) + y
+
+    @torch.compiler.disable()
+    def _stepped(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return the outputs `[..., K]` after each task's own steps on its rows."""
+        layer: Any = self.module
+        segments = self.stream.segments
+        if layer.disable_adapters or not any(segment.adapter in self._steps for segment in segments):
+            return y
+        x_TD, y_TK, parts = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]), []
+        for segment in segments:
+            x_ND, y_NK = x_TD[segment.start : segment.end], y_TK[segment.start : segment.end]
+            for step in self._steps.get(segment.adapter, ()):
+                y_NK = step(x_ND, y_NK, functools.partial(self._dropped, segment))
+            parts.append(y_NK)
+        # Joined from slices and not masked: 0 * NaN would carry one task's NaN to the others.
+        return torch.cat(parts).view_as(y)
+
+    def _dropped(self, segment: RowSegment, x_ND: torch.Tensor) -> torch.Tensor:
+        """Return rows of a task after its dropout in this layer, which is drawn as the grouped product draws it."""
+        dropout = self.dropout_of(segment.adapter)
+        if dropout == 0.0:
+            return x_ND
+        places = self.stream.places[segment.start : segment.end]
+        return philox.dropout(x_ND, places, dropout, segment.draw_seed(self.name), self._window)
+
+    def _selected_output(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return PEFT's own output, with what it does not know of: the initial part of the weight, own biases."""
+        layer: Any = self.module
+        if layer.disable_adapters or layer.merged:
+            return y
+        for adapter in layer.active_adapters:
+            for step in self._steps.get(adapter, ()):
+                y = step(x, y, lambda rows: rows) if isinstance(step, InitialPart | OwnBias) else y
+        return y
 
     def base(self) -> Base:
         """Return the frozen part of the layer, as it lies now."""
@@ -66,6 +128,8 @@ class MultiplexedLinear(MultiplexedForward):
 
     def reason_against_graphs(self) -> str | None:
         """Return why no pass through this layer can be captured: its frozen weight is quantised."""
+        if self._steps:
+            return f"a task's adapter does more on its own rows than the grouped product ({self.name})"
         return None if self.is_plain else f"layers are quantised ({self.name})"
 
     def slice(self) -> LinearSlice:
@@ -77,7 +141,7 @@ class MultiplexedLinear(MultiplexedForward):
         layer: Any = self.module
         segments, factors, window = [], [], self._window
         for segment in rows:
-            if segment.adapter in layer.lora_A and not layer.disable_adapters:
+            if self.is_grouped(segment.adapter) and not layer.disable_adapters:
                 segments.append(self._segment(segment, window))
                 factors.append((layer.lora_A[segment.adapter].weight, layer.lora_B[segment.adapter].weight))
         weight, bias = frozen_weight(layer.base_layer)
@@ -105,9 +169,8 @@ class MultiplexedLinear(MultiplexedForward):
         """Whether some adapter drops elements of an input of which only some columns lie here."""
         if "input_window" not in self.module._modules["base_layer"].__dict__:  # type: ignore[union-attr]
             return False
-        layer: Any = self.module
         adapters = [segment.adapter for segment in rows]
-        return any(adapter in layer.lora_A and self.dropout_of(adapter) > 0.0 for adapter in adapters)
+        return any(self.is_grouped(adapter) and self.dropout_of(adapter) > 0.0 for adapter in adapters)
 
 
 class LinearGroup:
@@ -210,7 +273,7 @@ class LinearGroup:
         if self.are_apart:
             member.group = LinearGroup([member], self.stream)
             member.group.count_columns()
-            return member.multiplexed(x)
+            return member.product(x)
         ys = self.outputs(x)
         outputs = {id(item): y for item, y in zip(self.members, ys, strict=True)}
         y = outputs.pop(id(member))

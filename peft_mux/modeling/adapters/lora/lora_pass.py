@@ -159,7 +159,7 @@ def _adapter(
 ) -> Adapter | object | None:
     """Return where kernels find an adapter, `None` where the task has none here, or `_UNSERVED`."""
     layer = member.module
-    if adapter not in layer.lora_A:
+    if not member.is_grouped(adapter):
         return None
     weights = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     # Kernels write gradients in place, which a hook on the parameter would not see.

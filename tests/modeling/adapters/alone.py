@@ -1,0 +1,169 @@
+"""Runs of several tasks beside plain PEFT's run of each of them alone, for what tasks train beside plain LoRA."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
+
+from peft_mux import Task
+from peft_mux.modeling.slabs import decays
+from tests.invariants import mux_lab as lab
+
+IDS = torch.tensor([lab.rows(5, 1, 9, 9)[0]["input_ids"]])
+
+
+@cache
+def _gpt2() -> GPT2LMHeadModel:
+    shape = {"vocab_size": lab.VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    model = GPT2LMHeadModel(GPT2Config(**shape, **drops, bos_token_id=1, eos_token_id=2))
+    lab.fill(model, 0)
+    return model
+
+
+def tiny_gpt2() -> GPT2LMHeadModel:
+    """Return a fresh copy of a GPT-2: biases everywhere, weights as [in, out], tied embeddings."""
+    return copy.deepcopy(_gpt2())
+
+
+def tied_llama() -> Any:
+    """Return the tiny Llama with the head tied to the embedding."""
+    model = lab.tiny_llama()
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    return model
+
+
+def task(name: str, config: PeftConfig, number: int, **settings: Any) -> Task:
+    """Return a task with weight decay and rows of its own."""
+    options = {"weight_decay": 0.1, "max_steps": 4, "length": 7 + number % 3, **settings}
+    made = lab.small_task(name, data_seed=20 + number, **options)
+    return Task(**{**{field: getattr(made, field) for field in made.__dataclass_fields__}, "peft_config": config})
+
+
+@dataclass
+class Side:
+    """What plain PEFT makes of a task alone: its losses and its trained model."""
+
+    losses: list[float]
+    model: Any
+
+    @property
+    def trained(self) -> dict[str, torch.Tensor]:
+        """Trained weights, by PEFT's names without the adapter's."""
+        named = self.model.named_parameters()
+        return {name.replace(".default", ""): item.detach() for name, item in named if item.requires_grad}
+
+
+def alone(trainer: Any, one: Task, base: Callable[[], Any]) -> Side:
+    """Train a task with plain PEFT and AdamW, decaying what Trainer decays."""
+    run = trainer.table[one.name]
+    hyper = run.hyper
+    torch.manual_seed(hyper.seed)
+    model: Any = get_peft_model(base(), copy.deepcopy(one.peft_config))
+    model.train()
+    named = {name: item for name, item in model.named_parameters() if item.requires_grad}
+    groups = [
+        {"params": [item for name, item in named.items() if decays(name) is does], "weight_decay": decay}
+        for does, decay in ((True, hyper.weight_decay), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=hyper.learning_rate)
+    schedule = get_scheduler(hyper.lr_scheduler_type, optimizer, int(hyper.warmup_steps), run.num_steps)
+    losses = []
+    for step in range(run.num_steps):
+        loss = batch_loss(model, run.loader.batch(step))
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(list(named.values()), hyper.max_grad_norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    return Side(losses, model.eval())
+
+
+def batch_loss(model: Any, batch: Any) -> torch.Tensor:
+    """Return the mean loss over the targets of a global batch, one sequence at a time."""
+    losses = []
+    for sequence in batch.sequences:
+        ids = torch.tensor(sequence.input_ids)
+        logits = model(input_ids=ids[None]).logits[0]
+        losses.append(F.cross_entropy(logits[:-1], ids[1:], reduction="sum"))
+    return torch.stack(losses).sum() / sum(len(sequence.input_ids) - 1 for sequence in batch.sequences)
+
+
+@dataclass
+class Together:
+    """A finished run of several tasks, saved, and the backbone that it ran on."""
+
+    run: lab.Run
+    tasks: dict[str, Task]
+    base: Callable[[], Any]
+    folder: Path
+    before: dict[str, torch.Tensor]
+
+    def side(self, name: str) -> Side:
+        """Return plain PEFT's run of a task alone."""
+        return alone(self.run.trainer, self.tasks[name], self.base)
+
+    def loaded(self, name: str) -> torch.Tensor:
+        """Return the logits of the saved adapter in plain PEFT, on a fresh backbone."""
+        with torch.no_grad():
+            return PeftModel.from_pretrained(self.base(), str(self.folder / name)).eval()(input_ids=IDS).logits
+
+    def saved(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the saved tensors of a task."""
+        return load_file(self.folder / name / "adapter_model.safetensors")
+
+    def assert_as_alone(self, name: str, *, but: tuple[str, ...] = ()) -> Side:
+        """Assert losses, weights and outputs of plain PEFT alone, and that the saved adapter gives these outputs.
+
+        Args:
+            name: name of the task.
+            but: ends of names whose gradients are zero but for rounding, which Adam turns into steps of their own.
+        """
+        side = self.side(name)
+        lab.assert_close(self.run.losses[name], side.losses, 1e-5, name)
+        assert side.losses[0] != side.losses[-1], "it has learned something"
+        ours = {key.replace(".own_bias", ".bias"): value for key, value in self.run.weights(name).items()}
+        theirs = side.trained
+        assert ours.keys() == theirs.keys()
+        for key, weight in theirs.items():
+            if not key.endswith(but or ("nothing",)):
+                assert lab.relative(ours[key], weight) <= 1e-4, f"{name} {key}"
+        model = self.run.trainer.model.eval()
+        with torch.no_grad():
+            wanted, viewed = side.model(input_ids=IDS).logits, model.task_view(name)(input_ids=IDS).logits
+        for what, logits in (("view", viewed), ("loaded", self.loaded(name))):
+            assert lab.relative(logits, wanted) <= 1e-4, what
+        return side
+
+    def assert_backbone_unchanged(self) -> None:
+        """Assert that no bit of the shared backbone has moved."""
+        now = self.run.trainer.model.backbone.named_parameters()
+        plain = {_plain(name): item for name, item in now}
+        assert self.before.keys() <= plain.keys()
+        assert all(torch.equal(plain[name], item) for name, item in self.before.items())
+
+
+def _plain(name: str) -> str:
+    return name.replace(".token_adapter", "").replace(".base_layer", "").replace(".original_module", "")
+
+
+def together(configs: Mapping[str, PeftConfig], base: Callable[[], Any], folder: Path, **settings: Any) -> Together:
+    """Train tasks of these configurations side by side, and save them."""
+    tasks = {name: task(name, config, number, **settings) for number, (name, config) in enumerate(configs.items())}
+    model = base()
+    before = {name: item.detach().clone() for name, item in model.named_parameters()}
+    run = lab.train(list(tasks.values()), folder / "run", model=model)
+    run.trainer.model.save_pretrained(folder / "saved")
+    return Together(run, tasks, base, folder / "saved", before)

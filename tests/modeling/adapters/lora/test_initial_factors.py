@@ -1,0 +1,155 @@
+"""Initialisations that take from the backbone's weights: prepared ones, their files, resumption, and refusals."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.config import CordaConfig, LoraGAConfig
+from peft.tuners.lora.corda import preprocess_corda
+from peft.tuners.lora.loraga import preprocess_loraga
+
+from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
+from peft_mux.errors import CheckpointError, ConfigError
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import relative, tiny_llama
+from tests.modeling.adapters.alone import IDS, task
+
+TWO = ["q_proj", "down_proj"]
+PISSA = LoraConfig(r=4, target_modules=TWO, init_lora_weights="pissa")
+
+
+def corda() -> tuple[LoraConfig, Callable[[Any], None]]:
+    config = LoraConfig(
+        r=4, target_modules=TWO, init_lora_weights="corda", corda_config=CordaConfig(corda_method="kpm")
+    )
+
+    def prepare(model: Any) -> None:
+        preprocess_corda(model, config, run_model=lambda: model(IDS))
+
+    return config, prepare
+
+
+def lora_ga() -> tuple[LoraConfig, Callable[[Any], None]]:
+    config = LoraConfig(r=4, target_modules=TWO, init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig())
+
+    def prepare(model: Any) -> None:
+        preprocess_loraga(model, config, train_step=lambda: model(input_ids=IDS, labels=IDS).loss.backward())
+
+    return config, prepare
+
+
+@pytest.mark.parametrize("make", [corda, lora_ga])
+def test_initialisers_that_read_what_was_prepared_on_the_backbone(make: Callable[[], Any]) -> None:
+    config, prepare = make()
+    models = tiny_llama(), tiny_llama()
+    for model in models:
+        prepare(model)
+        model.requires_grad_(True)
+    torch.manual_seed(3)
+    judge: Any = get_peft_model(models[0], copy.deepcopy(config))
+    own = {name.replace(".default", ""): item for name, item in judge.named_parameters() if item.requires_grad}
+    mux = MultiTaskPeftModel(models[1], {"own": config}, seeds={"own": 3}, verify=False)
+    for key, item in own.items():
+        assert relative(mux.task_parameters("own")[key], item.detach()) <= 1e-6
+        noise = 0.1 * torch.randn(item.shape, generator=torch.Generator().manual_seed(len(key)))
+        with torch.no_grad():
+            item.add_(noise)
+            mux.task_parameters("own")[key].add_(noise)
+    batch = ChunkPackingCollator()([{"task": "own", "input_ids": IDS[0].tolist()}])
+    loss, wanted = mux(batch).losses[0], judge(input_ids=IDS, labels=IDS).loss
+    loss.backward()
+    wanted.backward()
+    assert abs(loss.item() - wanted.item()) <= 1e-5 * wanted.item()
+    for key, item in own.items():
+        assert relative(mux.task_parameters("own")[key].grad, item.grad) <= 1e-4, key
+    for (name, ours), theirs in zip(mux.unload().named_parameters(), tiny_llama().parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+
+
+@pytest.mark.parametrize(("make", "said"), [(corda, "preprocess_corda"), (lora_ga, "preprocess_loraga")])
+def test_without_preparation_they_are_refused_by_the_task(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tasks\.own\.peft_config: PEFT refuses it: .*{said}"):
+        MultiTaskPeftModel(tiny_llama(), {"own": make()[0]}, verify=False)
+
+
+def test_what_is_saved_is_the_lora_into_which_peft_converts(tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    judge = get_peft_model(tiny_llama(), copy.deepcopy(PISSA))
+    initial = tmp_path / "initial"
+    judge.peft_config["default"].init_lora_weights = True
+    judge.save_pretrained(str(initial))
+    model = MultiTaskPeftModel(tiny_llama(), {"own": PISSA}, seeds={"own": 3}, verify=False)
+    for each, adapter in ((judge, "default"), (model, model.adapter_of("own"))):
+        with torch.no_grad():
+            for name, item in each.named_parameters():
+                if f".{adapter}." in name:
+                    item.mul_(1.25)
+    judge.peft_config["default"].init_lora_weights = "pissa"
+    judge.save_pretrained(str(tmp_path / "theirs"), path_initial_model_for_weight_conversion=str(initial))
+    model.save_pretrained(tmp_path / "ours")
+    from safetensors.torch import load_file
+
+    theirs, ours = (
+        load_file(path / "adapter_model.safetensors") for path in (tmp_path / "theirs", tmp_path / "ours/own")
+    )
+    assert theirs.keys() == ours.keys()
+    assert all(relative(ours[key], item) <= 1e-6 for key, item in theirs.items())
+    configs = [LoraConfig.from_pretrained(str(path)) for path in (tmp_path / "theirs", tmp_path / "ours/own")]
+    fields = ("r", "lora_alpha", "init_lora_weights", "rank_pattern", "alpha_pattern", "target_modules")
+    assert all(getattr(configs[0], field) == getattr(configs[1], field) for field in fields)
+
+
+def test_a_saved_adapter_is_read_again_with_its_initial_factors(tmp_path: Path) -> None:
+    model = MultiTaskPeftModel(tiny_llama(), {"own": PISSA}, verify=False).eval()
+    with torch.no_grad():
+        for item in model.task_parameters("own").values():
+            item.mul_(1.25)
+    model.save_pretrained(tmp_path)
+    # Its initial factors are others, as if decomposed on another machine.
+    other = tiny_llama()
+    with torch.no_grad():
+        other.model.layers[0].self_attn.q_proj.weight.add_(0.01)
+    again = MultiTaskPeftModel(other, {"own": PISSA}, verify=False).eval()
+    with torch.no_grad():
+        other.model.layers[0].self_attn.q_proj.base_layer.weight.sub_(0.01)
+    again.load_task("own", tmp_path / "own")
+    wanted = model.task_view("own")(input_ids=IDS).logits
+    assert relative(again.task_view("own")(input_ids=IDS).logits, wanted) <= 1e-6
+    plain = MultiTaskPeftModel(tiny_llama(), {"own": LoraConfig(r=4, target_modules=TWO)}, verify=False)
+    with pytest.raises(CheckpointError, match="of the same configuration"):
+        plain.load_task("own", tmp_path / "own")
+
+
+def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+    configs = {
+        "initial": PISSA,
+        "dora": LoraConfig(r=2, target_modules=TWO, use_dora=True),
+        "copies": LoraConfig(r=2, target_modules=TWO, modules_to_save=["lm_head", "norm"]),
+        "rows": LoraConfig(r=2, target_modules=TWO, trainable_token_indices=[3, 4, 5]),
+        "plain": LoraConfig(r=3, target_modules="all-linear"),
+    }
+
+    def tasks() -> list[Any]:
+        return [task(name, config, number, max_steps=5) for number, (name, config) in enumerate(configs.items())]
+
+    whole = lab.train(tasks(), tmp_path / "whole")
+    stop = lab.Recorder(at_end={3: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
+    lab.train(tasks(), tmp_path / "cut", recorder=stop, save_strategy="steps", save_steps=3)
+    rest = lab.train(tasks(), tmp_path / "cut", resume=True, save_strategy="steps", save_steps=100)
+    for name in configs:
+        assert rest.losses[name] == whole.losses[name][3:], name
+        for key, item in whole.weights(name).items():
+            assert torch.equal(rest.weights(name)[key], item), key
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "embed_tokens"], r".*(q_proj|embed_tokens)"])
+def test_embeddings_cannot_be_decomposed(targets: Any) -> None:
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights="pissa")
+    with pytest.raises(ConfigError, match=r"init_lora_weights.*embed_tokens is an embedding"):
+        MultiTaskPeftModel(tiny_llama(), {"own": config}, verify=False)

@@ -1,0 +1,186 @@
+"""What adapters do beyond the grouped product, beside plain LoRA in one run, held against plain PEFT alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.config import BdLoraConfig
+from peft.tuners.lora.dora import DoraLinearLayer
+from torch import nn
+
+from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
+from peft_mux.errors import ConfigError
+from peft_mux.kernels import philox
+from peft_mux.modeling.adapters.lora.dora import MagnitudeScale
+from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import relative, tiny_llama
+from tests.modeling.adapters.alone import Together, tiny_gpt2, together
+
+TWO = ["q_proj", "down_proj"]
+CONFIGS = {
+    "dora": LoraConfig(r=4, target_modules="all-linear", use_dora=True),
+    "initial": LoraConfig(r=4, lora_alpha=7, target_modules="all-linear", init_lora_weights="pissa"),
+    "patterns": LoraConfig(
+        r=3,
+        target_modules=TWO,
+        init_lora_weights="pissa",
+        use_rslora=True,
+        rank_pattern={r"layers\.1\..*q_proj": 5},
+        alpha_pattern={"down_proj": 9},
+    ),
+    "iterated": LoraConfig(r=3, target_modules=TWO, init_lora_weights="pissa_niter_4"),
+    "orthonormal": LoraConfig(r=3, target_modules=TWO, init_lora_weights="olora", use_rslora=True),
+    "biased": LoraConfig(r=3, target_modules=TWO, lora_bias=True),
+    "blocks": LoraConfig(
+        r=4,
+        target_modules=TWO,
+        use_bdlora=BdLoraConfig(target_modules_bd_a=["q_proj"], target_modules_bd_b=["down_proj"], nblocks=2),
+    ),
+    "plain": LoraConfig(r=5, target_modules="all-linear"),
+}
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory: pytest.TempPathFactory) -> Together:
+    return together(CONFIGS, tiny_llama, tmp_path_factory.mktemp("mixed"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_task_goes_as_plain_peft_alone_and_comes_back_there(mixed: Together, name: str) -> None:
+    mixed.assert_as_alone(name)
+
+
+def test_no_task_changes_the_backbone(mixed: Together) -> None:
+    mixed.assert_backbone_unchanged()
+
+
+def test_weights_that_lie_the_other_way_round_are_decomposed_and_scaled_too(tmp_path: Path) -> None:
+    targets: dict[str, Any] = {"target_modules": ["c_fc", "c_proj"], "fan_in_fan_out": True}
+    configs = {
+        "dora": LoraConfig(r=4, use_dora=True, **targets),
+        "initial": LoraConfig(r=4, init_lora_weights="pissa", **targets),
+        "biased": LoraConfig(r=4, lora_bias=True, **targets),
+    }
+    ran = together(configs, tiny_gpt2, tmp_path, max_steps=3)
+    for name in configs:
+        ran.assert_as_alone(name)
+    ran.assert_backbone_unchanged()
+
+
+def test_norms_from_small_factors_are_those_of_the_whole_matrix() -> None:
+    torch.manual_seed(0)
+    model = get_peft_model(tiny_llama(), LoraConfig(r=3, target_modules=["up_proj"], use_dora=True))
+    layer: Any = model.get_submodule("base_model.model.model.layers.0.mlp.up_proj")
+    nn.init.normal_(layer.lora_B["default"].weight)
+    judge = DoraLinearLayer(fan_in_fan_out=False)
+    product = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+    wanted = judge.get_weight_norm(layer.base_layer.weight, product, layer.scaling["default"])
+    assert relative(MagnitudeScale(layer, "default").norms(layer.base_layer.weight), wanted) <= 1e-6
+
+
+class _PhiloxDropout(nn.Module):
+    """Drops what the task's draws drop, in plain PEFT's place."""
+
+    def __init__(self, p: float, seed: int) -> None:
+        super().__init__()
+        self.p, self.seed = p, seed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return philox.dropout(rows, torch.arange(len(rows)), self.p, self.seed).view_as(x)
+
+
+@pytest.mark.parametrize("field", ["use_dora", "lora_bias", "pissa", "use_bdlora"])
+def test_dropout_acts_where_peft_lets_it_act(field: str) -> None:
+    options: dict[str, Any] = {"lora_dropout": 0.4, "target_modules": TWO}
+    options |= {"init_lora_weights": "pissa"} if field == "pissa" else {field: True}
+    if field == "use_bdlora":
+        options[field] = BdLoraConfig(target_modules_bd_a=["q_proj"], target_modules_bd_b=["down_proj"], nblocks=2)
+    config = LoraConfig(r=4, **options)
+    other = LoraConfig(r=3, target_modules="all-linear", lora_dropout=0.3)
+    mux = MultiTaskPeftModel(tiny_llama(), {"own": config, "z": other}, seeds={"own": 3}, verify=False).train()
+    torch.manual_seed(3)
+    judge: Any = get_peft_model(tiny_llama(), copy.deepcopy(config)).train()
+    own = {name.replace(".default", ""): item for name, item in judge.named_parameters() if item.requires_grad}
+    with torch.no_grad():
+        for number, key in enumerate(sorted(own)):
+            noise = 0.1 * torch.randn(own[key].shape, generator=torch.Generator().manual_seed(number))
+            own[key].add_(noise)
+            mux.task_parameters("own")[key].add_(noise)
+    row = lab.rows(1, 1, 9, 9)[0]["input_ids"]
+    given = [{"task": name, "input_ids": row, "seed": 5} for name in ("own", "z")]
+    batch = ChunkPackingCollator()(given)
+    for name, module in judge.named_modules():
+        if name.endswith("lora_dropout"):
+            site = name.removeprefix("base_model.model.").removesuffix(".lora_dropout")
+            module["default"] = _PhiloxDropout(0.4, philox.draw_seed(5, batch.task_steps[0], site))
+    loss = mux(batch).losses[0]
+    loss.backward()
+    ids = torch.tensor([row])
+    wanted = torch.nn.functional.cross_entropy(judge(input_ids=ids).logits[0, :-1], ids[0, 1:])
+    wanted.backward()
+    assert math.isclose(loss.item(), wanted.item(), rel_tol=1e-5)
+    for key, item in own.items():
+        assert relative(mux.task_parameters("own")[key].grad, item.grad) <= 1e-4, key
+
+
+def test_nan_in_a_task_reaches_no_neighbour() -> None:
+    model = MultiTaskPeftModel(tiny_llama(), CONFIGS, verify=False)
+    rows = lab.rows(2, 1, 8, 8)[0]["input_ids"]
+    batch = ChunkPackingCollator()([{"task": name, "input_ids": rows} for name in CONFIGS])
+    healthy = model(batch).losses.detach()
+    for broken in ("dora", "initial", "biased", "blocks"):
+        kept = {key: item.detach().clone() for key, item in model.task_parameters(broken).items()}
+        with torch.no_grad():
+            for item in model.task_parameters(broken).values():
+                item.fill_(float("nan"))
+        losses = model(batch).losses
+        losses.sum().backward()
+        for index, name in enumerate(CONFIGS):
+            if name == broken:
+                assert losses[index].isnan()
+                continue
+            assert losses[index] == healthy[index]
+            assert all(item.grad.isfinite().all() for item in model.task_parameters(name).values())
+        with torch.no_grad():
+            for key, item in model.task_parameters(broken).items():
+                item.copy_(kept[key])
+        for name in CONFIGS:
+            for item in model.task_parameters(name).values():
+                item.grad = None
+
+
+def test_layers_without_such_tasks_run_no_steps() -> None:
+    model = MultiTaskPeftModel(tiny_llama(), {"a": CONFIGS["plain"], "b": CONFIGS["biased"]}, verify=False)
+    forwards = {name: module.__dict__.get("forward") for name, module in model.backbone.named_modules()}
+    linear = {name: item for name, item in forwards.items() if isinstance(item, MultiplexedLinear)}
+    stepping = {name.rpartition(".")[2] for name, item in linear.items() if item.reason_against_graphs() is not None}
+    assert stepping == set(TWO)
+    model.remove_tasks(["b"])
+
+
+def test_a_merged_task_computes_what_its_view_did() -> None:
+    for name in ("dora", "initial", "plain"):
+        model = MultiTaskPeftModel(tiny_llama(), {"x": CONFIGS["plain"], name: CONFIGS[name]}, verify=False).eval()
+        with torch.no_grad():
+            for item in model.task_parameters(name).values():
+                item.mul_(1.5)
+            ids = torch.tensor([[5, 6, 7, 8]])
+            wanted = model.task_view(name)(input_ids=ids).logits
+            merged = model.task_view(name).merge_and_unload()
+            assert relative(merged(input_ids=ids).logits, wanted) <= 1e-5
+
+
+@pytest.mark.parametrize("field", ["use_dora", "use_bdlora"])
+def test_what_peft_cannot_convert_is_refused(field: str) -> None:
+    config = LoraConfig(r=4, target_modules=TWO, init_lora_weights="pissa")
+    setattr(config, field, True if field == "use_dora" else CONFIGS["blocks"].use_bdlora)
+    with pytest.raises(ConfigError, match=rf"tasks\.a\.peft_config\.{field}.*Leave one of them out"):
+        MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False)

@@ -1,0 +1,100 @@
+"""Own rows of embeddings and tied heads, beside tasks that have none, held against plain PEFT alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+
+from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
+from peft_mux.errors import ConfigError
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import tiny_llama
+from tests.modeling.adapters.alone import Together, tied_llama, together
+
+QUERIES: dict[str, Any] = {"r": 3, "target_modules": ["q_proj"]}
+TOKENS = sorted(set(lab.rows(21, 10, 8, 8)[0]["input_ids"]))[:3]
+CONFIGS = {
+    "listed": LoraConfig(**QUERIES, trainable_token_indices=[*TOKENS, 90]),
+    "plain": LoraConfig(r=2, target_modules="all-linear"),
+    "named": LoraConfig(**QUERIES, trainable_token_indices={"embed_tokens": [4, 17, 60]}),
+    "dora": LoraConfig(r=2, target_modules=["v_proj"], use_dora=True, trainable_token_indices=[7, 8, 9, 10]),
+}
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Together:
+    base: Callable[[], Any] = tied_llama if request.param == "tied" else tiny_llama
+    return together(CONFIGS, base, tmp_path_factory.mktemp("mixed"))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_task_goes_as_plain_peft_alone_and_is_saved_as_there(mixed: Together, name: str, tmp_path: Path) -> None:
+    side = mixed.assert_as_alone(name)
+    side.model.save_pretrained(tmp_path / name)
+    there = Together(mixed.run, mixed.tasks, mixed.base, tmp_path, {})
+    assert mixed.saved(name).keys() == there.saved(name).keys()
+
+
+def test_nobody_changes_the_backbone(mixed: Together) -> None:
+    mixed.assert_backbone_unchanged()
+
+
+def test_rows_of_embedding_and_head_may_differ_where_these_are_not_tied(tmp_path: Path) -> None:
+    config = LoraConfig(**QUERIES, trainable_token_indices={"lm_head": [1, 2], "embed_tokens": [4]})
+    ran = together({"both": config, "plain": CONFIGS["plain"]}, tiny_llama, tmp_path, max_steps=3)
+    ran.assert_as_alone("both")
+    ran.assert_as_alone("plain")
+
+
+def test_nan_in_a_row_reaches_no_neighbour() -> None:
+    model = MultiTaskPeftModel(tied_llama(), CONFIGS, verify=False)
+    batch = ChunkPackingCollator()([{"task": name, "input_ids": [4, 7, *TOKENS, 9]} for name in CONFIGS])
+    healthy = model(batch).losses.detach()
+    with torch.no_grad():
+        for name, item in model.task_parameters("listed").items():
+            if "trainable_tokens" in name:
+                item.fill_(float("nan"))
+    losses = model(batch).losses
+    losses.sum().backward()
+    assert losses[0].isnan()
+    assert torch.equal(losses[1:], healthy[1:])
+    for name in ("plain", "named", "dora"):
+        assert all(item.grad.isfinite().all() for item in model.task_parameters(name).values())
+
+
+def test_a_model_with_rows_gives_its_backbone_back() -> None:
+    backbone = tied_llama()
+    before = {name: item.clone() for name, item in backbone.state_dict().items()}
+    model = MultiTaskPeftModel(backbone, CONFIGS, verify=False)
+    model.remove_tasks(["listed"])
+    back = model.unload()
+    assert back.state_dict().keys() == before.keys()
+    assert all(torch.equal(back.state_dict()[name], item) for name, item in before.items())
+
+
+@pytest.mark.parametrize(
+    ("indices", "said"),
+    [
+        ([1, 1], "different numbers of tokens"),
+        ([], "different numbers of tokens"),
+        ([-1], "different numbers of tokens"),
+        ([97], "numbers of tokens below 97"),
+        ({"embed": [1]}, "the input embedding, or the output head"),
+        ({"norm": [1]}, "the input embedding, or the output head"),
+    ],
+)
+def test_rows_that_cannot_be_trained_are_refused(indices: Any, said: str) -> None:
+    config = LoraConfig(**QUERIES, trainable_token_indices=indices)
+    with pytest.raises(ConfigError, match=rf"tasks\.a\.peft_config\.trainable_token_indices.*{said}"):
+        MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False)
+
+
+def test_copy_and_rows_of_one_module_are_refused() -> None:
+    config = LoraConfig(**QUERIES, trainable_token_indices=[1], modules_to_save=["embed_tokens"])
+    with pytest.raises(ConfigError, match="modules that are not in modules_to_save"):
+        MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False)
