@@ -59,6 +59,7 @@ TESTED_BY = {
     "use_dora": _STEPS,
     "qalora_group_size": _ANY,
     "lora_bias": _STEPS,
+    "target_parameters": f"{_HERE}/lora/test_experts.py::test_tasks_on_any_sets_of_parameters_go_as_plain_peft_goes_with_each_alone",
     "use_bdlora": _STEPS,
 }
 """Which test shows that a field is honoured, beside its file."""
@@ -73,7 +74,6 @@ REFUSED_VALUES: dict[str, Any] = {
     "monteclora_config": peft_config.MontecloraConfig(),
     "layer_replication": [(0, 2), (1, 2)],
     "runtime_config": peft_config.LoraRuntimeConfig(ephemeral_gpu_offload=True),
-    "target_parameters": ["mlp.experts.gate_up_proj"],
     "arrow_config": peft_config.ArrowConfig(),
     "kasa_config": peft_config.KasaConfig(),
     "ensure_weight_tying": True,
