@@ -99,22 +99,6 @@ def supported_schedules() -> list[str]:
     return [str(kind.value) for kind in SchedulerType if str(kind.value) not in refused]
 
 
-def supported_losses(task_type: str | None) -> list[str]:
-    """Return every `loss_type` that there is for tasks of a PEFT task type."""
-    # Only where a task is checked: the registry brings torch, which names and numbers do not need.
-    from peft_mux.modeling.backbone.head_kinds import head_kind_for
-    from peft_mux.modeling.objectives.objective import loss_types
-
-    return loss_types(head_kind_for(task_type))
-
-
-def supported_metrics(loss_type: object) -> list[str]:
-    """Return the metrics that every evaluation may give with a `loss_type`; those of all losses for unknown ones."""
-    from peft_mux.modeling.objectives.objective import metric_names
-
-    return metric_names(loss_type if isinstance(loss_type, str) else None) or metric_names()
-
-
 def _is_real(value: object) -> bool:
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

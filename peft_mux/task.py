@@ -11,13 +11,11 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from peft_mux.compat import StrEnum
-from peft_mux.errors import Fault, closest, raise_faults, shown
+from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.hyper_parameters import (
     _is_integer,
     _is_real,
     hyper_parameter_faults,
-    supported_losses,
-    supported_metrics,
     supported_optimizers,
     supported_schedules,
 )
@@ -119,8 +117,10 @@ class Task:
         preprocess_logits_for_metrics: shrinks `(logits, labels)` before they are gathered.
         early_stopping: when to stop before `max_steps`.
         callbacks: `TrainerCallback`s that see this task's own state and may stop this task alone.
-        loss_type: name of a loss of `peft_mux.modeling.objectives`: `"nll"`, the mean negative log-likelihood of the
-            target tokens, or of the classes for sequence classification.
+        objective: name of a loss of `peft_mux.modeling.objectives` (docs/losses.md), or a function of the task's own that
+            takes `TokenOutputs`; by default what the columns of the rows and the `task_type` of the adapter tell.
+        loss_type: name of a variant of that loss, as TRL has it; by default its first one.
+        objective_args: arguments of that loss by name, such as `{"beta": 0.1}`; what is left out has TRL's default.
         priority: tasks of higher priority are admitted first.
         eval_steps: evaluate every so many steps of this task; 0 for never.
         save_steps: write `<task>/checkpoint-<step>` every so many steps of this task; 0 for never.
@@ -169,7 +169,9 @@ class Task:
     preprocess_logits_for_metrics: Callable[..., Any] | None = None
     early_stopping: EarlyStopping | None = None
     callbacks: Sequence[TrainerCallback] = field(default=())
-    loss_type: str = "nll"
+    objective: str | Callable[..., Any] | None = None
+    loss_type: str | None = None
+    objective_args: dict[str, Any] | None = None
     priority: int = 0
 
     def __post_init__(self) -> None:
@@ -234,16 +236,42 @@ def _choice_faults(task: Task, where: str) -> list[Fault]:
     for name, value, options in (
         ("optim", task.optim, supported_optimizers()),
         ("lr_scheduler_type", task.lr_scheduler_type, supported_schedules()),
-        ("loss_type", task.loss_type, supported_losses(getattr(task.peft_config, "task_type", None))),
     ):
         plain = getattr(value, "value", value)
         if plain is not None and (not isinstance(plain, str) or plain not in options):
             faults.append(Fault(f"{where}.{name}", shown(plain), ", ".join(options), closest(plain, options)))
+    faults += _loss_faults(task, where)
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
         value = getattr(task, name)
         if value is not None and not callable(value):
             faults.append(Fault(f"{where}.{name}", shown(value), "a function"))
     return faults
+
+
+def _loss_faults(task: Task, where: str) -> list[Fault]:
+    # Only where a task is checked: the registry brings torch, which names and numbers do not need.
+    from peft_mux.modeling.objectives.objective import objective_faults
+
+    return objective_faults(task, where)
+
+
+def _known_metrics(task: Task) -> tuple[str, ...]:
+    """Return the metrics that every evaluation of the task gives; none where its loss is at fault."""
+    from peft_mux.modeling.objectives.objective import args_of, objective_of
+
+    try:
+        return objective_of(task).metric_names(args_of(task))
+    except ConfigError:
+        return ()
+
+
+def _has_logits(task: Task) -> bool:
+    from peft_mux.modeling.objectives.objective import objective_of
+
+    try:
+        return objective_of(task).has_logits
+    except ConfigError:
+        return True
 
 
 def _type_faults(task: Task, where: str) -> list[Fault]:
@@ -252,7 +280,7 @@ def _type_faults(task: Task, where: str) -> list[Fault]:
     # Of the fields whose default is no `None`, these are not looked at where they are `None`.
     faults = [
         Fault(f"{where}.{name}", "None", f"a value, {default!r} by default")
-        for name, default in (("loss_type", "nll"), ("priority", 0))
+        for name, default in (("priority", 0),)
         if getattr(task, name) is None
     ]
     for name, (kind, allowed) in {
@@ -284,8 +312,8 @@ def _combination_faults(task: Task, where: str) -> list[Fault]:
         if _is_integer(task.eval_steps) and task.eval_steps == 0:
             faults.append(Fault(f"{where}.eval_steps", "0", "at least 1, as early_stopping is set"))
         # What `compute_metrics` returns is only known when it is called, so only its absence is judged.
-        known = supported_metrics(getattr(task.loss_type, "value", task.loss_type))
-        if task.compute_metrics is None and task.early_stopping.metric not in known:
+        known = _known_metrics(task)
+        if known and task.compute_metrics is None and task.early_stopping.metric not in known:
             faults.append(
                 Fault(
                     f"{where}.early_stopping.metric",
@@ -294,6 +322,9 @@ def _combination_faults(task: Task, where: str) -> list[Fault]:
                     "Set compute_metrics so that it returns this metric.",
                 )
             )
+    if task.compute_metrics is not None and not _has_logits(task):
+        allowed = "None with this objective, whose rows have no labels to compare logits with"
+        faults.append(Fault(f"{where}.compute_metrics", "a function", allowed))
     if task.compute_metrics is not None and task.eval_dataset is None:
         faults.append(Fault(f"{where}.compute_metrics", "a function", "none where eval_dataset is not set"))
     is_stream = not hasattr(task.train_dataset, "__len__") and task.train_dataset is not None

@@ -9,18 +9,25 @@ A stream of two tasks, `a` with sequences of 3 and 2 tokens and `b` with one of 
     labels        a0 a0  x a1  x | b0 b0 b0  x      the token that a position predicts; x = -100
     token_places   0  1  2  3  4 |  0  1  2  3      place within the task's global batch
     cu_seqlens     0 3 5 9        task_offsets 0 5 9        sequence_offsets 0 2 3
+
+A row may be several sequences (a chosen and a rejected answer, say): data sets, plans and packing see one row of all its
+tokens; in a stream they lie side by side, and no label or attention crosses from one to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 import torch
 
 from peft_mux.data.parts import SequencePart
+
+Columns = Mapping[str, torch.Tensor]
+"""Tensors by the name of the column that they were read from."""
 
 IGNORE_INDEX = -100
 """Label of a position that carries no loss, as in torch and transformers."""
@@ -36,7 +43,11 @@ class TokenSequence:
         row: index of the row in its dataset.
         class_label: class (int) or value (float) for sequence classification, else `None`.
         token_type_ids: int64 `[L]`, which text of a pair each token is of; `None` for zeros.
-        is_one_term: whether the loss has one term for the whole sequence, as every loss with a class label has.
+        is_one_term: whether the loss has one term for the whole row, as every loss with a class label has.
+        starts: places of the row's tokens at which its second and further sequences begin; none where it is one.
+        token_columns: numbers of each token, `[L]` or `[L, K]`, by name. As labels are, they are of a token as a target,
+            not of the position that predicts it.
+        row_values: numbers of the row, by name.
     """
 
     input_ids: np.ndarray
@@ -45,6 +56,9 @@ class TokenSequence:
     class_label: int | float | None = None
     token_type_ids: np.ndarray | None = None
     is_one_term: bool = False
+    starts: tuple[int, ...] = ()
+    token_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    row_values: Mapping[str, float] = field(default_factory=dict)
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -55,13 +69,30 @@ class TokenSequence:
         """Number of loss terms: predicted tokens, or 1 where the loss is of the whole sequence."""
         if not self.can_be_split:
             return 1
-        # The first token is predicted by none, as labels are not shifted yet.
-        return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX))
+        return self.num_target_tokens
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Number of predicted tokens, whatever the loss makes of them."""
+        return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX)) if not self.starts else sum(self.target_token_counts)
+
+    @property
+    def target_token_counts(self) -> tuple[int, ...]:
+        """Number of predicted tokens of each sequence of the row."""
+        # The first token of a sequence is predicted by none, as labels are not shifted yet.
+        return tuple(
+            int(np.count_nonzero(self.labels[start + 1 : end] != IGNORE_INDEX)) for start, end in self.sequence_bounds
+        )
+
+    @property
+    def sequence_bounds(self) -> tuple[tuple[int, int], ...]:
+        """First token, and one past the last, of each sequence of the row."""
+        return tuple(pairwise((0, *self.starts, len(self.input_ids))))
 
     @property
     def can_be_split(self) -> bool:
         """Whether parts of it may lie in consecutive passes: not where one loss term is of all of its tokens."""
-        return self.class_label is None and not self.is_one_term
+        return self.class_label is None and not self.is_one_term and not self.starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +104,15 @@ class TaskBatch:
         step: index of the optimizer step of this task, from 0.
         seed: the task's seed; with `step` and a token's place it fixes every dropout draw.
         sequences: the rows, in the task's own data order.
+        totals: what losses divide by; see `batch_totals`. By default those of these rows; an evaluation, whose rows come
+            in several batches, gives those of all of them.
     """
 
     task: str
     step: int
     seed: int
     sequences: tuple[TokenSequence, ...]
+    totals: Mapping[str, float] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -117,6 +151,12 @@ class MuxBatch:
         num_padding_tokens: number of tokens that belong to no row (only where equal chunks were asked for).
         class_labels: `[S]` int64 or float32 for sequence classification, else `None`.
         token_type_ids: int64 `[1, T]`, which text of a pair each token is of; `None` for zeros.
+        sequence_target_offsets: where each sequence's positions begin among the target rows, `S + 1` numbers.
+        row_sequences: number of sequences of each row, in stream order.
+        row_offsets: where each task's rows begin among the rows, `N + 1` numbers.
+        target_columns: for each task the token columns of its rows at its targets alone, `[M_task, ...]`, by name.
+        row_values: for each task the values of its rows, float32 `[R_task]`, by name.
+        totals: for each task the sums over its global batch that losses divide by, by name (`batch_totals`).
         parts: which tokens of a row each of the S sequences is; empty where all are whole.
     """
 
@@ -137,6 +177,12 @@ class MuxBatch:
     num_padding_tokens: int = 0
     class_labels: torch.Tensor | None = None
     token_type_ids: torch.Tensor | None = None
+    sequence_target_offsets: tuple[int, ...] = ()
+    row_sequences: tuple[int, ...] = ()
+    row_offsets: tuple[int, ...] = ()
+    target_columns: tuple[Columns, ...] = ()
+    row_values: tuple[Columns, ...] = ()
+    totals: tuple[Mapping[str, float], ...] = ()
     parts: tuple[SequencePart, ...] = ()
 
     @property
@@ -190,19 +236,83 @@ class MuxBatch:
             num_padding_tokens=self.num_padding_tokens if len(indices) == len(self.task_names) else 0,
             class_labels=None if classes is None else _chosen(classes, sequences),
             token_type_ids=None if types is None else _chosen(types, tokens, dim=1),
+            **self._values_of(indices, sequences, targets),
             parts=tuple(part for start, end in sequences for part in self.parts[start:end]),
         )
+
+    def _values_of(
+        self, indices: Sequence[int], sequences: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]]
+    ) -> dict[str, Any]:
+        """Return what losses read of the rows of some tasks, by field; nothing for a batch that has none of it."""
+        if not self.row_offsets:
+            return {}
+        counts = [
+            end - start
+            for first, last in sequences
+            for start, end in pairwise(self.sequence_target_offsets[first : last + 1])
+        ]
+        assert sum(counts) == sum(end - start for start, end in targets), "sequences have the targets of their task"
+        rows = [(self.row_offsets[index], self.row_offsets[index + 1]) for index in indices]
+        return {
+            "sequence_target_offsets": (0, *accumulate(counts)),
+            "row_sequences": tuple(count for start, end in rows for count in self.row_sequences[start:end]),
+            "row_offsets": _offsets(rows),
+            "target_columns": tuple(self.target_columns[index] for index in indices),
+            "row_values": tuple(self.row_values[index] for index in indices),
+            "totals": tuple(self.totals[index] for index in indices),
+        }
 
     def to(self, device: torch.device | str) -> MuxBatch:
         """Return the batch with its tensors on `device`; to a GPU through pinned memory, without waiting."""
         # Copies from pageable memory would make the host wait; torch reuses pinned memory only after the copy.
         is_gpu = torch.device(device).type == "cuda"
-        moved = {
-            field.name: (value.pin_memory() if is_gpu and not value.is_cuda else value).to(device, non_blocking=True)
+
+        def move(value: torch.Tensor) -> torch.Tensor:
+            return (value.pin_memory() if is_gpu and not value.is_cuda else value).to(device, non_blocking=True)
+
+        moved: dict[str, Any] = {
+            field.name: move(value)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
+        for name in ("target_columns", "row_values"):
+            tasks: tuple[Columns, ...] = getattr(self, name)
+            moved[name] = tuple({key: move(value) for key, value in columns.items()} for columns in tasks)
         return replace(self, **moved)
+
+
+def batch_totals(batch: TaskBatch) -> Mapping[str, float]:
+    """Return the sums over the rows of a global batch that losses divide by.
+
+    Args:
+        batch: the rows; where it brings totals of its own, these are returned.
+
+    Returns:
+        `num_rows`; `num_target_tokens`; for rows of several sequences `num_target_tokens/<number>` of the first, second
+        and further ones (from 0); the sum of every token column over the targets, and of every row value, by its name.
+    """
+    if batch.totals is not None:
+        return batch.totals
+    totals = {"num_rows": float(len(batch.sequences)), "num_target_tokens": 0.0}
+    for sequence in batch.sequences:
+        totals["num_target_tokens"] += sequence.num_target_tokens
+        sums: dict[str, float] = dict(sequence.row_values)
+        if sequence.starts:
+            counts = sequence.target_token_counts
+            sums |= {f"num_target_tokens/{number}": count for number, count in enumerate(counts)}
+        if sequence.token_columns:
+            chosen = _target_tokens(sequence)
+            sums |= {name: float(values[chosen].sum(dtype=np.float64)) for name, values in sequence.token_columns.items()}
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
+
+
+def _target_tokens(sequence: TokenSequence) -> np.ndarray:
+    """Return which tokens of a row are predicted, as booleans `[L]`."""
+    chosen = sequence.labels != IGNORE_INDEX
+    chosen[[start for start, _ in sequence.sequence_bounds]] = False
+    return chosen
 
 
 def _chosen(tensor: torch.Tensor, bounds: Sequence[tuple[int, int]], dim: int = 0) -> torch.Tensor:

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from peft_mux.data.batch import IGNORE_INDEX, MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import IGNORE_INDEX, MuxBatch, TaskBatch, TokenSequence, batch_totals
 from peft_mux.data.chunking import chunk_size, round_up
 from peft_mux.data.packing import best_fit_decreasing
 from peft_mux.data.parts import Member, SequencePart, part_bounds
+from peft_mux.data.row_values import RowValues
 from peft_mux.errors import ConfigError, DataError
 
 
@@ -133,6 +134,7 @@ class _BatchPlaces:
     Attributes:
         places: for each task, where each sequence begins within the global batch, in data order.
         weights: for each task, 1 / number of loss terms of the global batch; 0 where it has none.
+        totals: for each task, the sums over the global batch that losses divide by.
     """
 
     def __init__(self, batches: Sequence[TaskBatch]) -> None:
@@ -143,6 +145,7 @@ class _BatchPlaces:
             self.places.append(np.cumsum(lengths) - lengths)
         # By the global batch, so that the losses of micro-batches add up to its mean however they are cut.
         self.weights = [1.0 / targets if (targets := batch.num_targets) else 0.0 for batch in batches]
+        self.totals = [batch_totals(batch) for batch in batches]
 
 
 class _MicroBatchBuilder:
@@ -158,6 +161,7 @@ class _MicroBatchBuilder:
         self.class_labels: list[int | float] = []
         self.batches: list[TaskBatch] = []
         self.weights: list[float] = []
+        self.rows = RowValues()
         self.task_offsets, self.sequence_offsets = [0], [0]
         self.num_padding_tokens = 0
 
@@ -165,21 +169,36 @@ class _MicroBatchBuilder:
         """Append the chosen sequences of a task, or parts of them."""
         for _, index, start, end in chosen:
             sequence = batch.sequences[index]
-            types = sequence.token_type_ids
-            if end < len(sequence):
-                # The target of a part's last token lies in the next micro-batch, whose labels this one does not see.
-                self.next_labels[len(self.ids)] = int(sequence.labels[end])
-            self.ids.append(sequence.input_ids[start:end])
-            self.labels.append(sequence.labels[start:end])
-            self.types.append(None if types is None else types[start:end])
-            self.first_places.append(int(layout.places[task][index]) + start)
-            self.parts.append(SequencePart(batch.task, index, start, end, len(sequence)))
+            for first, last in sequence.sequence_bounds if sequence.starts else ((start, end),):
+                self._add_sequence(sequence, first, last, int(layout.places[task][index]) + first)
+            num_tokens = len(sequence)
+            if sequence.starts:
+                # Whole by themselves: rows of several sequences are never split, and positions begin at each anew.
+                self.parts += [
+                    SequencePart(batch.task, index, 0, last - first, last - first)
+                    for first, last in sequence.sequence_bounds
+                ]
+            else:
+                self.parts.append(SequencePart(batch.task, index, start, end, num_tokens))
+            self.rows.add_row(sequence, start, end)
             if sequence.class_label is not None:
                 self.class_labels.append(sequence.class_label)
+        self.rows.end_task(layout.totals[task])
         self.batches.append(batch)
         self.weights.append(layout.weights[task])
         self.sequence_offsets.append(len(self.ids))
         self.task_offsets.append(self.task_offsets[-1] + sum(member.num_tokens for member in chosen))
+
+    def _add_sequence(self, sequence: TokenSequence, start: int, end: int, place: int) -> None:
+        """Append tokens of a row as one sequence of the stream, the first of which has a place in the global batch."""
+        types = sequence.token_type_ids
+        if end < len(sequence) and not sequence.starts:
+            # The target of a part's last token lies in the next micro-batch, whose labels this one does not see.
+            self.next_labels[len(self.ids)] = int(sequence.labels[end])
+        self.ids.append(sequence.input_ids[start:end])
+        self.labels.append(sequence.labels[start:end])
+        self.types.append(None if types is None else types[start:end])
+        self.first_places.append(place)
 
     def pad_task(self, size: int, pad_token_id: int, first_place: int) -> None:
         """Fill the last task's part up to whole chunks, as one sequence without targets."""
@@ -193,6 +212,7 @@ class _MicroBatchBuilder:
         self.first_places.append(first_place)
         # Row -1 is no row of the batch, so padding is never taken for a part of one.
         self.parts.append(SequencePart(self.batches[-1].task, -1, 0, missing, missing))
+        self.rows.add_padding()
         self.task_offsets[-1] += missing
         self.sequence_offsets[-1] += 1
         self.num_padding_tokens += missing
@@ -232,6 +252,8 @@ class _MicroBatchBuilder:
             num_padding_tokens=self.num_padding_tokens,
             class_labels=self._class_labels(),
             token_type_ids=self._token_types(),
+            sequence_target_offsets=tuple(np.searchsorted(target_rows, bounds).tolist()),
+            **self.rows.fields(),
             # Empty for whole sequences: that tells others that no micro-batches are chained.
             parts=tuple(self.parts) if has_parts else (),
         )

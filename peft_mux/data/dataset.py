@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.data.batch import IGNORE_INDEX, TokenSequence
+from peft_mux.data.batch import TokenSequence
 from peft_mux.data.formats import DataFormat, detect_format
 from peft_mux.data.tokenize import RowTokenizer, TokenizeOptions
 from peft_mux.errors import DataError, PeftMuxError
@@ -108,6 +108,7 @@ class TokenizedDataset:
         self._rows = np.fromiter((s.row for s in sequences), dtype=np.int64, count=len(sequences))
         self._classes = [s.class_label for s in sequences]
         self._types = [s.token_type_ids for s in sequences]
+        self._extras = [(s.starts, s.token_columns, s.row_values) for s in sequences]
         # One loss for all rows of a dataset, so one flag for all.
         self._is_one_term = any(s.is_one_term for s in sequences)
 
@@ -120,7 +121,8 @@ class TokenizedDataset:
         part = slice(self._offsets[index], self._offsets[index + 1])
         ids, labels = self._ids[part].astype(np.int64), self._labels[part].astype(np.int64)
         row, label, types = int(self._rows[index]), self._classes[index], self._types[index]
-        return TokenSequence(ids, labels, row, label, types, is_one_term=self._is_one_term)
+        starts, columns, values = self._extras[index]
+        return TokenSequence(ids, labels, row, label, types, self._is_one_term, starts, columns, values)
 
     @property
     def fingerprint(self) -> str:
@@ -129,6 +131,12 @@ class TokenizedDataset:
         for array in (self._offsets, self._ids, self._labels):
             digest.update(np.ascontiguousarray(array).tobytes())
         digest.update(repr(self._classes).encode())
+        # Plain rows keep the digest that they had before there was more to a row.
+        for starts, columns, values in self._extras:
+            if starts or columns or values:
+                digest.update(repr((starts, sorted(values.items()))).encode())
+                for name in sorted(columns):
+                    digest.update(name.encode() + np.ascontiguousarray(columns[name]).tobytes())
         return digest.hexdigest()
 
 
@@ -236,7 +244,7 @@ def _rows(dataset: Any, where: str) -> Iterator[Any]:
 
 def num_target_tokens(sequence: TokenSequence) -> int:
     """Return how many tokens of a row are predicted and carry loss."""
-    return int(np.count_nonzero(sequence.labels[1:] != IGNORE_INDEX))
+    return sequence.num_target_tokens
 
 
 def data_report(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from peft_mux.compat import StrEnum
 from peft_mux.errors import DataError, closest
+
+if TYPE_CHECKING:
+    from peft_mux.data.row_reader import RowReaderMaker
+    from peft_mux.data.token_columns import TokenColumn
 
 
 class DataFormat(StrEnum):
@@ -38,11 +43,17 @@ class RowForm:
         needs_label: whether each row carries a class or a value in the column `label`.
         is_one_term: whether the loss has one term for each sequence rather than for each of its target tokens; such
             sequences are never split among passes.
+        token_columns: columns of tokenised rows with a number for each token, by name.
+        reader: makes what reads the rows, where they are neither text to go on with nor text with a label.
+        marks: columns by which a task without `objective` is known to want the loss of these rows; none for none.
     """
 
     formats: tuple[DataFormat, ...]
     needs_label: bool = False
     is_one_term: bool = False
+    token_columns: Mapping[str, TokenColumn] = field(default_factory=dict, hash=False)
+    reader: RowReaderMaker | None = None
+    marks: tuple[str, ...] = ()
 
 
 LANGUAGE_ROWS = RowForm(tuple(_REQUIRED))

@@ -19,6 +19,8 @@ from peft_mux.data.chat_rows import ChatRows
 from peft_mux.data.formats import LANGUAGE_ROWS, DataFormat, RowForm, required_columns
 from peft_mux.data.labelled_rows import LabelledRows
 from peft_mux.data.length_limit import LengthLimit, RowCounts
+from peft_mux.data.row_reader import RowReader, RowTools
+from peft_mux.data.token_columns import read_columns, with_given_targets
 from peft_mux.errors import ConfigError, DataError, PeftMuxError
 from peft_mux.own_code import describe_error
 
@@ -98,6 +100,26 @@ class RowTokenizer:
             is_tokenised=data_format is DataFormat.TOKENIZED,
             num_labels=options.num_labels,
         )
+        self._column_names: tuple[str, ...] | None = None
+        self._reader = self._make_reader()
+
+    def _make_reader(self) -> RowReader | None:
+        """Return what reads the rows where their form has a reader of its own; `None` where it has none."""
+        make = self.options.row_form.reader
+        if make is None:
+            return None
+        return make(
+            RowTools(
+                data_format=self.data_format,
+                cells=self._cells,
+                limit=self._limit,
+                counts=self.counts,
+                chat_rows=self._chat_rows,
+                tokenizer=self.tokenizer,
+                prompt_completion=self._prompt_completion,
+                num_labels=self.options.num_labels,
+            )
+        )
 
     def _check(self) -> None:
         options, task = self.options, f"tasks.{self.options.task}"
@@ -139,9 +161,13 @@ class RowTokenizer:
             if column not in row:
                 raise self._cells.error(index, column, "no such column", "the same columns in every row")
         self._cells.refuse_media(row, index)
+        if self._reader is not None:
+            return self._reader.sequence(row, index)
         if self.options.row_form.needs_label:
             return self._labelled_rows.sequence(row, index)
         ids, labels = self._tokens_and_labels(row, index)
+        columns = self._token_columns(row, index)
+        labels = with_given_targets(labels, columns)
         # The first token is predicted by none, so its label does not count.
         if not np.any(labels[1:] != IGNORE_INDEX):
             self.counts.num_without_targets += 1
@@ -155,7 +181,35 @@ class RowTokenizer:
         if not np.any(labels[1:] != IGNORE_INDEX):
             self.counts.num_without_targets += 1
             return None
-        return TokenSequence(ids, labels, index, is_one_term=self.options.row_form.is_one_term)
+        # Cut at the end, as the tokens are.
+        columns = {name: values[: len(ids)] for name, values in columns.items()}
+        is_one_term = self.options.row_form.is_one_term
+        return TokenSequence(ids, labels, index, is_one_term=is_one_term, token_columns=columns)
+
+    def _token_columns(self, row: Mapping[str, Any], index: int) -> dict[str, np.ndarray]:
+        """Return the numbers that a tokenised row has for each token, by column; the same columns in every row."""
+        known = self.options.row_form.token_columns
+        if not known:
+            return {}
+        if self.data_format is not DataFormat.TOKENIZED:
+            self._refuse_columns(row, index)
+            return {}
+        length = len(self._cells.integers(row["input_ids"], index, "input_ids"))
+        columns = read_columns(known, row, index, self._cells.attended(row, index, length), self._cells)
+        if self._column_names is None:
+            self._column_names = tuple(columns)
+        for name in known:
+            if (name in columns) != (name in self._column_names):
+                got = "no such column, or None" if name not in columns else "a value"
+                raise self._cells.error(index, name, got, f'a value in all rows of "{self.where}" or in none')
+        return columns
+
+    def _refuse_columns(self, row: Mapping[str, Any], index: int) -> None:
+        for name, column in self.options.row_form.token_columns.items():
+            if column.is_required or row.get(name) is not None:
+                raise self._cells.error(
+                    index, name, f"{self.data_format} rows", f'"input_ids" beside "{name}", which is a number a token'
+                )
 
     def _tokens_and_labels(self, row: Mapping[str, Any], index: int) -> tuple[np.ndarray, np.ndarray]:
         if self.data_format is DataFormat.TOKENIZED:

@@ -26,7 +26,7 @@ from peft_mux.modeling.backbone.quantized import (
     require_bitsandbytes,
 )
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives.objective import objective_of
+from peft_mux.modeling.objectives.objective import args_of, objective_of
 from peft_mux.task import Task
 
 _HUB_OPTIONS = "revision code_revision subfolder token cache_dir local_files_only force_download proxies".split()
@@ -284,7 +284,7 @@ def _option_faults(options: object) -> list[Fault]:
 def assign_objectives(model: MultiTaskPeftModel, tasks: Iterable[Task]) -> MultiTaskPeftModel:
     """Let a model that holds some tasks train each towards its own loss, and return it."""
     for task in tasks:
-        model.objectives.assign(task.name, objective_of(task))
+        model.objectives.assign(task.name, objective_of(task), args_of(task))
     return model
 
 

@@ -28,6 +28,7 @@ import torch
 from peft_mux.data.batch import MuxBatch
 from peft_mux.modeling.key_values import Kept, KeyValueStore
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.multiplexed_pass import MuxOutput
 
 
 class _Precision(Protocol):
@@ -51,7 +52,7 @@ def pass_backward(output: torch.Tensor, gradient: torch.Tensor | None, kept: Seq
         torch.autograd.backward(tensors, gradients)
 
 
-def run_chain(model: MultiTaskPeftModel, chain: Sequence[MuxBatch], precision: _Precision) -> list[torch.Tensor]:
+def run_chain(model: MultiTaskPeftModel, chain: Sequence[MuxBatch], precision: _Precision) -> list[MuxOutput]:
     """Run the passes of a chain forward, and backward in reverse.
 
     Args:
@@ -60,7 +61,7 @@ def run_chain(model: MultiTaskPeftModel, chain: Sequence[MuxBatch], precision: _
         precision: returns the autocast context to compute in.
 
     Returns:
-        The losses `[N]` of each pass.
+        What each pass gave, without its graph.
     """
     store = model.stream.key_values
     try:
@@ -74,17 +75,16 @@ def _run(
     chain: Sequence[MuxBatch],
     precision: _Precision,
     store: KeyValueStore,
-) -> list[torch.Tensor]:
-    flights: list[tuple[torch.Tensor, list[Kept]]] = []
+) -> list[MuxOutput]:
+    flights: list[tuple[MuxOutput, list[Kept]]] = []
     for micro_batch in chain:
         with store.recording() as kept, precision():
-            flights.append((model(micro_batch.to(model.device)).losses, kept))
-    # Detached: callers keep losses beyond the backward, and must not keep the graphs with them.
-    losses = [output.detach() for output, _ in flights]
+            flights.append((model(micro_batch.to(model.device)), kept))
+    found = [output.detached() for output, _ in flights]
     while flights:
         # In reverse: later parts must have added to the gradients of kept keys and values before these go on (M section
         # 3.5).
         output, kept = flights.pop()
-        pass_backward(output, None, kept)
+        pass_backward(output.losses, None, kept)
         store.release(kept)
-    return losses
+    return found

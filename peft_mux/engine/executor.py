@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,10 +14,13 @@ from peft_mux.data.chains import chains_of, is_chained
 from peft_mux.engine.chain_pass import run_chain
 from peft_mux.engine.cuda_graphs.passes import CapturedPasses
 from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.prepasses import prepared, tasks_of
 from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.step_sums import StepSums
 from peft_mux.engine.tensor.interleaving import Chain, Interleaving
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.multiplexed_pass import MuxOutput
 from peft_mux.scheduler.plan import Plan
 
 
@@ -59,7 +63,7 @@ class Executor:
         if cuda_graphs is True:
             return CapturedPasses(self.model, self.precision)
         if cuda_graphs == "auto" and self.device.type == "cuda" and not is_in_turns:
-            return CapturedPasses(self.model, self.precision, plain=self._eager_pass)
+            return CapturedPasses(self.model, self.precision, plain=self._eager_losses)
         return None
 
     def follow(self, plan: Plan) -> None:
@@ -77,59 +81,83 @@ class Executor:
         Args:
             work: the micro-batches of this process.
         """
+        micro_batches = prepared(self, work.micro_batches, work.tasks, total=self.sync.total)
         self.sync.begin(work)
         # Also of tasks without rows here, as losses are summed over all replicas.
-        losses = {name: torch.zeros((), device=self.device) for name in work.tasks}
-        for group in self._groups(chains_of(work.micro_batches)):
+        sums = StepSums(self.model, work.tasks, self.device)
+        for group in self._groups(chains_of(micro_batches)):
             for chain, passes in zip(group, self._group_passes(group), strict=True):
-                for micro_batch, losses_N in zip(chain, passes, strict=True):
-                    for name, loss in zip(micro_batch.task_names, losses_N.unbind(), strict=True):
-                        losses[name] = losses[name] + loss
+                for micro_batch, output in zip(chain, passes, strict=True):
+                    sums.add(output)
                     # At once, so that the sum of a task that is complete hides behind the passes that are left.
                     self.sync.after_backward(micro_batch)
         stream_tokens = sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
-        return self.sync.finish(StepResult(losses, work.num_tokens, stream_tokens, work.failures))
+        result = StepResult(sums.losses, work.num_tokens, stream_tokens, work.failures)
+        failures = self.model.objectives.take_failures()
+        return self.sync.finish(replace(result, statistics=sums.statistics, loss_failures=failures))
 
     def _groups(self, chains: Sequence[Chain]) -> Sequence[Sequence[Chain]]:
         """Return the groups of chains that run together, in order."""
         return [(chain,) for chain in chains] if self.interleaving is None else self.interleaving.groups(chains)
 
-    def _group_passes(self, group: Sequence[Chain]) -> list[list[torch.Tensor]]:
-        """Run the chains of a group; return the losses of each."""
+    def _group_passes(self, group: Sequence[Chain]) -> list[list[MuxOutput]]:
+        """Run the chains of a group; return what each pass gave."""
         if self.interleaving is None:
             return [self._passes(chain) for chain in group]
         return self.interleaving.run(group, lambda index: self._passes(group[index]))
 
-    def _passes(self, chain: Sequence[MuxBatch]) -> list[torch.Tensor]:
-        """Run the micro-batches of a chain forward and backward; return the losses `[N]` of each."""
+    def _passes(self, chain: Sequence[MuxBatch]) -> list[MuxOutput]:
+        """Run the micro-batches of a chain forward and backward; return what each gave."""
         if not is_chained(chain):
             return [self._pass(micro_batch) for micro_batch in chain]
         self.model.stream.key_values.clear()  # a step that failed may have left something
         return run_chain(self.model, chain, self.precision)
 
-    def _pass(self, micro_batch: MuxBatch) -> torch.Tensor:
-        """Run one micro-batch forward and backward; return its losses `[N]`."""
+    def _pass(self, micro_batch: MuxBatch) -> MuxOutput:
+        """Run one micro-batch forward and backward."""
         replayed = None if self.captured is None else self.captured.run(micro_batch)
-        return self._eager_pass(micro_batch) if replayed is None else replayed
+        return self._eager_pass(micro_batch) if replayed is None else MuxOutput(replayed, micro_batch.task_names)
 
-    def _eager_pass(self, micro_batch: MuxBatch) -> torch.Tensor:
+    def _eager_losses(self, micro_batch: MuxBatch) -> torch.Tensor:
+        """Run one micro-batch as it is; return its losses `[N]`."""
+        return self._eager_pass(micro_batch).losses
+
+    def _eager_pass(self, micro_batch: MuxBatch) -> MuxOutput:
         """Run one micro-batch as it is."""
         with self.precision():
             output = self.model(micro_batch.to(self.device))
         # One backward for all tasks: each loss reaches its own adapters alone, so no gradient mixes (M section 3.2).
         output.losses.sum().backward()
-        return output.losses.detach()
+        return output.detached()
 
-    @torch.no_grad()
     def forward_losses(self, micro_batches: Sequence[MuxBatch]) -> dict[str, torch.Tensor]:
         """Return the loss of each task in a forward pass, summed over the micro-batches; nothing is changed."""
-        losses: dict[str, torch.Tensor] = {}
+        return self.forward_sums(micro_batches).losses
+
+    @torch.no_grad()
+    def forward_sums(self, micro_batches: Sequence[MuxBatch]) -> StepSums:
+        """Return losses and statistics of a forward pass, summed over the micro-batches; nothing is changed."""
+        tasks = tasks_of(micro_batches)
+        sums = StepSums(self.model, tasks, self.device)
+        ready = prepared(self, micro_batches, tasks)
+        with self.precision():
+            for micro_batch in ready:
+                sums.add(self.model(micro_batch.to(self.device)))
+        return sums
+
+    @torch.no_grad()
+    def forward_terms(self, micro_batches: Sequence[MuxBatch]) -> list[torch.Tensor | None]:
+        """Return the negative log-likelihoods `[M]` of the targets of each micro-batch, without gradient."""
+        found: list[torch.Tensor | None] = []
         with self.precision():
             for micro_batch in micro_batches:
-                output = self.model(micro_batch.to(self.device))
-                for name, loss in zip(output.task_names, output.losses.unbind(), strict=True):
-                    losses[name] = losses[name] + loss if name in losses else loss
-        return losses
+                self.model.prepare(micro_batch.task_names)
+                found.append(self.model.target_losses(micro_batch.to(self.device)))
+        return found
+
+    def shared(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values that were computed where the output head lies: here they are."""
+        return values
 
     def sequence_logits(self, micro_batch: MuxBatch) -> list[torch.Tensor] | None:
         """Return the logits of every sequence: `[L, V]` for language models, `[C]` for classifiers."""

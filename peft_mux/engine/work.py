@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from peft_mux.data.batch import MuxBatch
+from peft_mux.engine.step_sums import StepSums
 from peft_mux.scheduler.plan import Plan
 
 
@@ -43,6 +44,9 @@ class StepResult:
         failures: why the data of a task could not be read, passed on from the work.
         norms: gradient norm of each task over all processes, where this one holds only a part of the adapters;
             `None` where it holds all of them.
+        statistics: what is logged beside the loss of a task, `[K]` over its global batch, as device tensors in the order
+            of its loss's `statistic_names`; of tasks whose loss has some.
+        loss_failures: why the loss function of a task's own has failed, by name of the task.
     """
 
     losses: dict[str, torch.Tensor]
@@ -50,6 +54,8 @@ class StepResult:
     num_stream_tokens: int
     failures: dict[str, str] = field(default_factory=dict)
     norms: dict[str, torch.Tensor] | None = None
+    statistics: dict[str, torch.Tensor] = field(default_factory=dict)
+    loss_failures: dict[str, str] = field(default_factory=dict)
 
 
 class StepExecutor(Protocol):
@@ -79,6 +85,10 @@ class StepExecutor(Protocol):
 
     def forward_losses(self, micro_batches: Sequence[MuxBatch]) -> dict[str, torch.Tensor]:
         """Return the loss of each task in a forward pass, summed over the micro-batches; nothing is changed."""
+        ...
+
+    def forward_sums(self, micro_batches: Sequence[MuxBatch]) -> StepSums:
+        """Return losses and statistics of a forward pass, summed over the micro-batches; nothing is changed."""
         ...
 
     def sequence_logits(self, micro_batch: MuxBatch) -> list[torch.Tensor] | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from peft_mux.data.batch import TaskBatch
+from peft_mux.data.batch import TaskBatch, batch_totals
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.work import StepExecutor
 from peft_mux.errors import MetricsError
@@ -120,18 +120,32 @@ def _loss_metrics(
     share: EvaluationShare,
 ) -> dict[str, float]:
     """Return what the task's objective makes of its mean loss over all held-out rows."""
-    sums: dict[int, tuple[float, int]] = {}
+    objectives = executor.mux_model.objectives
+    objective, totals = objectives.of(task.name), _totals(executor, task, dataset)
+    sums: dict[int, tuple[float, int, list[float]]] = {}
     # A batch of several passes is packed better; where replicas share the rows, more batches are shared more evenly.
     limit = 8 * max_tokens if share.num_replicas == 1 else max_tokens
-    for number, batch in share.own_batches(_batches(task.name, dataset, limit)):
+    for number, batch in share.own_batches(_batches(task.name, dataset, limit, totals)):
         micro_batches = collator.micro_batches([batch], max_tokens=max_tokens)
-        loss = executor.forward_losses(micro_batches)[task.name].item()
+        found = executor.forward_sums(micro_batches)
+        loss = found.losses[task.name].item()
         if number is not None:
-            # Sums, not means, travel between replicas: batches have unequal numbers of terms.
-            sums[number] = loss * batch.num_targets, batch.num_targets
-    totals, counts = zip(*share.merged(sums).values(), strict=True)
-    loss = sum(totals) / sum(counts)
-    return executor.mux_model.objectives.of(task.name).metrics(loss)
+            # Sums, not means, travel between replicas: batches have unequal numbers of terms. Where losses divide by
+            # totals, those are of all rows, and what batches give is parts of the mean already.
+            count = batch.num_targets if totals is None else 1
+            sums[number] = loss * count, count, found.statistics.get(task.name, torch.zeros(0)).tolist()
+    objectives.take_failures()  # a loss function of the task's own that failed gave NaN, which is what is told here
+    losses, counts, parts = zip(*share.merged(sums).values(), strict=True)
+    loss = sum(losses) / (sum(counts) if totals is None else 1)
+    statistics = dict(zip(objectives.statistic_names(task.name), map(sum, zip(*parts, strict=True)), strict=True))
+    return objective.metrics(loss, statistics)
+
+
+def _totals(executor: StepExecutor, task: Task, dataset: Any) -> Mapping[str, float] | None:
+    """Return what the task's loss divides by, over all held-out rows; `None` where it is the number of terms alone."""
+    if not executor.mux_model.objectives.of(task.name).uses_totals and not dataset[0].token_columns:
+        return None
+    return batch_totals(TaskBatch(task.name, 0, 0, tuple(dataset[row] for row in range(len(dataset)))))
 
 
 def _own_metrics(
@@ -175,16 +189,18 @@ def _agreed(
     return next(found for found, _, _ in gathered if found is not None), max(seconds for _, _, seconds in gathered)
 
 
-def _batches(name: str, dataset: Any, limit: int) -> Iterator[TaskBatch]:
+def _batches(
+    name: str, dataset: Any, limit: int, totals: Mapping[str, float] | None = None
+) -> Iterator[TaskBatch]:
     """Yield the rows in order, in batches of at most `limit` tokens, or of one row."""
     sequences: list[Any] = []
     num_tokens = 0
     for row in range(len(dataset)):
         sequence = dataset[row]
         if sequences and num_tokens + len(sequence) > limit:
-            yield TaskBatch(name, 0, 0, tuple(sequences))
+            yield TaskBatch(name, 0, 0, tuple(sequences), totals)
             sequences, num_tokens = [], 0
         sequences.append(sequence)
         num_tokens += len(sequence)
     if sequences:
-        yield TaskBatch(name, 0, 0, tuple(sequences))
+        yield TaskBatch(name, 0, 0, tuple(sequences), totals)

@@ -25,7 +25,7 @@ from peft_mux.modeling.backbone.probe import ComputingPath, check_packing, path_
 from peft_mux.modeling.backbone.quantized import prepare_quantized
 from peft_mux.modeling.multiplexed_pass import MuxOutput
 from peft_mux.modeling.objectives.head import HeadPass
-from peft_mux.modeling.objectives.table import TaskObjectives
+from peft_mux.modeling.objectives.table import StreamLosses, TaskObjectives
 from peft_mux.modeling.registry import TaskRegistry
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.modeling.slabs import TaskSlab
@@ -358,25 +358,31 @@ class MultiTaskPeftModel(PeftModel):
             return super().forward(*args, **kwargs)
         self.prepare(mux_batch.task_names)
         with self.multiplexing(mux_batch):
-            return MuxOutput(self.losses_of(self.hidden_states(mux_batch), mux_batch), mux_batch.task_names)
+            losses = self.losses_of(self.hidden_states(mux_batch), mux_batch)
+            return MuxOutput(losses.losses_N, mux_batch.task_names, losses.statistics)
 
-    def losses_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> torch.Tensor:
-        """Return the losses `[N]` from the `[T, D]` last hidden states, while the stream is read."""
+    def losses_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> StreamLosses:
+        """Return the losses from the `[T, D]` last hidden states, while the stream is read."""
         return self.objectives.losses(hidden_TD, mux_batch, self._head_pass())
 
-    def target_losses(self, mux_batch: MuxBatch, passes: Passes, attention: AttentionStream) -> torch.Tensor:
-        """Return the loss terms `[M]`, one for each target, of tasks with one loss, for passes that are captured.
+    def target_losses(
+        self, mux_batch: MuxBatch, passes: Passes | None = None, attention: AttentionStream | None = None
+    ) -> torch.Tensor:
+        """Return the negative log-likelihood `[M]` of each target.
 
         Nothing is bound or refreshed, and nothing that is made here needs to outlive the pass.
 
         Args:
             mux_batch: the packed stream, on the model's device.
-            passes: the batch's rows, bound to adapters, for each kind of adapters that is attached.
-            attention: what attention reads of the same batch.
+            passes: the batch's rows, bound to adapters, for each kind of adapters that is attached; made by default.
+            attention: what attention reads of the same batch; made by default.
         """
         with self.multiplexing(mux_batch, passes):
-            hidden_TD = self.hidden_states(mux_batch, attention)
-            return self.objectives.terms(hidden_TD, mux_batch, self._head_pass())
+            return self.terms_of(self.hidden_states(mux_batch, attention), mux_batch)
+
+    def terms_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> torch.Tensor:
+        """Return the negative log-likelihoods `[M]` from the last hidden states, while the stream is read."""
+        return self.objectives.head.terms(hidden_TD, mux_batch, self._head_pass())
 
     @torch.no_grad()
     def sequence_logits(self, mux_batch: MuxBatch) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from peft_mux.modeling.attention.packed import ATTENTION_NAME, AttentionStream
 from peft_mux.modeling.backbone.checks import position_offset
 from peft_mux.modeling.interface import MultiplexedModel
 from peft_mux.modeling.objectives.head import OutputHead
+from peft_mux.modeling.objectives.objective import Statistics
 from peft_mux.modeling.stream import Passes
 
 
@@ -28,10 +29,16 @@ class MuxOutput:
     Attributes:
         losses: `[N]`, each task's part of its mean loss; their sum may be differentiated.
         task_names: the N tasks, in the order of `losses`.
+        statistics: for each of them what is logged beside its loss, `[K]` without gradient; `None` where there is nothing.
     """
 
     losses: torch.Tensor
     task_names: tuple[str, ...]
+    statistics: Statistics = ()
+
+    def detached(self) -> MuxOutput:
+        """Return it without the graph, which callers must not keep beyond the backward."""
+        return replace(self, losses=self.losses.detach())
 
 
 def bind(model: MultiplexedModel, tasks: Iterable[str]) -> None:

@@ -76,6 +76,9 @@ class PassMaker(Protocol):
         ...
 
 
+NO_ADAPTER = ""
+"""Adapter id that no layer knows: that of padding, and of rows in a pass without adapters."""
+
 Passes = Mapping[str, Any]
 """The pass of each kind of adapters that is attached, by the kind's name."""
 
@@ -96,6 +99,7 @@ class Stream:
         num_attention_calls: how often packed attention ran, since the stream was made.
         num_passes: how often a batch was dispatched; recomputations count.
         key_values: keys and values of long sequences, between the passes of their parts.
+        has_adapters: whether rows are bound to the adapters of their tasks; if not, to none (`without_adapters`).
 
     Args:
         makers: what makes the passes of a kind of adapters, by the kind's name; none by default.
@@ -113,6 +117,16 @@ class Stream:
         self.num_attention_calls = 0
         self.num_passes = 0
         self.key_values = KeyValueStore()
+        self.has_adapters = True
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        """Let the passes of the `with` block be those of the backbone alone: no layer knows the adapter of a row."""
+        before, self.has_adapters = self.has_adapters, False
+        try:
+            yield
+        finally:
+            self.has_adapters = before
 
     @property
     def is_idle(self) -> bool:
@@ -157,7 +171,7 @@ class Stream:
         # Recomputations count, so that layers see what a pass before has left over.
         self.num_passes += 1
         self.batch = batch
-        self.segments = _segments(batch, batch.task_offsets, adapters)
+        self.segments = self._segments(batch, batch.task_offsets, adapters)
         self.places = batch.token_places
         self.num_rows = batch.num_tokens
         # Those of before where there are some: captured launches read their tables, at their addresses.
@@ -179,7 +193,7 @@ class Stream:
             adapters: internal adapter id of each task name.
         """
         assert self.batch is not None, "rows can only be selected inside reading()"
-        with self._seeing(_segments(self.batch, offsets, adapters), places, offsets[-1]):
+        with self._seeing(self._segments(self.batch, offsets, adapters), places, offsets[-1]):
             yield self
 
     @contextmanager
@@ -205,11 +219,13 @@ class Stream:
             self.segments, self.places, self.num_rows, self.passes = before
 
 
-def _segments(batch: MuxBatch, offsets: tuple[int, ...], adapters: Mapping[str, str]) -> tuple[RowSegment, ...]:
-    return tuple(
-        RowSegment(adapters[name], start, end, seed, step)
-        for name, start, end, seed, step in zip(
-            batch.task_names, offsets[:-1], offsets[1:], batch.task_seeds, batch.task_steps, strict=True
+    def _segments(
+        self, batch: MuxBatch, offsets: tuple[int, ...], adapters: Mapping[str, str]
+    ) -> tuple[RowSegment, ...]:
+        return tuple(
+            RowSegment(adapters[name] if self.has_adapters else NO_ADAPTER, start, end, seed, step)
+            for name, start, end, seed, step in zip(
+                batch.task_names, offsets[:-1], offsets[1:], batch.task_seeds, batch.task_steps, strict=True
+            )
+            if end > start
         )
-        if end > start
-    )

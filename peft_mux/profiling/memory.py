@@ -89,7 +89,7 @@ def _description(model: MultiTaskPeftModel, dtype: torch.dtype) -> MultiTaskPeft
     configs = {name: model.peft_config[model.adapter_of(name)] for name in model.tasks}
     described = MultiTaskPeftModel(backbone, configs, verify=False)
     for name in model.tasks:
-        described.objectives.assign(name, model.objectives.of(name))
+        described.objectives.adopt(name, model.objectives)
     return described
 
 

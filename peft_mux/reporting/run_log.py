@@ -114,6 +114,7 @@ class RunLog:
             own = {"loss": loss, "grad_norm": run.last_gradient_norm}
             if run.optimizer is not None:
                 own["learning_rate"] = run.optimizer.learning_rate
+            own |= run.read_statistics()
             self.numbers(run, "train", own)
             shown.append(f"{run.name} {loss:.4f}")
             logs.update(_prefixed(run.name, own))

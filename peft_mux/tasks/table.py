@@ -101,8 +101,11 @@ class TaskTable:
         for name, norm in passed.items():
             if self._step(name, norm, is_updated=name in updated):
                 _count_step(self[name], result.num_tokens[name])
+                if name in result.statistics:
+                    self[name].statistics_mean.add(result.statistics[name])
                 self._require_rate(self[name])
-        for name, reason in result.failures.items():
+        # After the verdicts: a loss that has failed is NaN, and this says why.
+        for name, reason in {**result.failures, **result.loss_failures}.items():
             self[name].quarantine(reason)
 
     def _update_jointly(

@@ -11,10 +11,11 @@ from torch import nn
 from transformers import TrainerState
 
 from peft_mux.hyper_parameters import HyperParameters
+from peft_mux.modeling.objectives.objective import args_of, objective_of
 from peft_mux.task import Task, TaskStatus
 from peft_mux.tasks.best_metric import BestMetric
 from peft_mux.tasks.isolation import LastGood
-from peft_mux.tasks.loss_mean import LossMean
+from peft_mux.tasks.loss_mean import LossMean, StatisticsMean
 from peft_mux.tasks.optimizer import TaskOptimizer
 
 
@@ -36,6 +37,7 @@ class TaskRun:
         state: the state that Trainer would keep, for callbacks and the log history.
         best: the metric that early stopping follows.
         loss_mean: mean loss since the last log.
+        statistics_mean: means of what is logged beside the loss since the last log.
         last_loss: loss of the last step.
         last_gradient_norm: gradient norm of the last step, before clipping.
         num_tokens: tokens that the task was trained on so far.
@@ -55,6 +57,7 @@ class TaskRun:
     optimizer: TaskOptimizer | None = None
     last_good: LastGood | None = None
     loss_mean: LossMean = field(default_factory=LossMean)
+    statistics_mean: StatisticsMean = field(default_factory=StatisticsMean)
     last_loss: float = float("nan")
     last_gradient_norm: float = float("nan")
     num_tokens: int = 0
@@ -64,6 +67,10 @@ class TaskRun:
     def name(self) -> str:
         """Name of the task."""
         return self.task.name
+
+    def read_statistics(self) -> dict[str, float]:
+        """Return the means of what is logged beside the loss since this was last asked for, by name."""
+        return self.statistics_mean.read(objective_of(self.task).statistic_names(args_of(self.task)))
 
     @property
     def epoch(self) -> float | None:
@@ -97,7 +104,7 @@ class TaskRun:
         """Forget all that the task has done, except for its weights: it is about to be put back to a saved state."""
         self.end(TaskStatus.WAITING)
         self.step, self.num_tokens, self.best_weights = 0, 0, {}
-        self.best, self.loss_mean = BestMetric(self.task), LossMean()
+        self.best, self.loss_mean, self.statistics_mean = BestMetric(self.task), LossMean(), StatisticsMean()
         self.last_loss = self.last_gradient_norm = float("nan")
         self.state = TrainerState(max_steps=self.num_steps)
 

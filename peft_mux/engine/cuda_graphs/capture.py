@@ -17,13 +17,10 @@ from peft_mux.engine.cuda_graphs.graph import CannotCaptureError, Graph
 from peft_mux.engine.cuda_graphs.inputs import Shape, StaticInputs
 from peft_mux.modeling.attention.packed import AttentionStream, Layout
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.stream import RowSegment, Stream
+from peft_mux.modeling.stream import NO_ADAPTER, RowSegment, Stream
 
 Precision = Callable[[], AbstractContextManager[object]]
 """Returns the autocast context to compute in."""
-
-_NO_ADAPTER = ""
-"""Adapter id of the padding, which no layer knows."""
 
 
 class CapturedPass:
@@ -138,7 +135,7 @@ class CapturedPass:
         """Return the rows of each task, and last those of the padding."""
         columns = self._adapters, batch.task_offsets[:-1], batch.task_offsets[1:], batch.task_seeds, batch.task_steps
         tasks = [RowSegment(*row) for row in zip(*columns, strict=True)]
-        return (*tasks, RowSegment(_NO_ADAPTER, batch.num_tokens, self._inputs.shape.num_tokens, 0, 0))
+        return (*tasks, RowSegment(NO_ADAPTER, batch.num_tokens, self._inputs.shape.num_tokens, 0, 0))
 
     def _compute(self) -> None:
         """Run the pass that is captured: forward, losses, backward."""

@@ -29,7 +29,7 @@ from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.backbone.quantized import bits_of
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives.language_head import output_head
+from peft_mux.modeling.objectives.token_losses import output_head
 
 MAX_PASSES = 32
 """Graphs that are kept; of more, those that were not used for the longest time are dropped."""
@@ -202,6 +202,8 @@ class CapturedPasses:
             return f"there are none on a {self._model.device.type}"
         if batch.input_ids.device.type != "cpu":
             return "a micro-batch did not come from the host"
+        if any(batch.target_columns):
+            return "rows bring numbers for each token"
         key = self._model.stream.version, self._model.training
         # Kept, as going through all modules takes long, and they change only with the tables or the mode.
         if key not in self._model_reasons:
@@ -231,8 +233,6 @@ def reason_against(model: MultiTaskPeftModel) -> str | None:
     reason = next((objective.eager_reason for objective in objectives if objective.eager_reason), None)
     if reason is not None:
         return reason
-    if len(objectives) > 1:
-        return "tasks have losses of several kinds"
     if frozen_weight(output_head(model.backbone)[0])[0] is None:
         return "a task adapts the output head, or it is quantised"
     for name, module in model.backbone.named_modules():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 
@@ -12,7 +13,9 @@ from peft_mux.data.chains import chains_of
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp.backbone import ShardedBackbone
 from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.step_sums import StepSums
 from peft_mux.engine.work import StepResult, StepWork
+from peft_mux.modeling.multiplexed_pass import MuxOutput
 
 
 class ShardedSync(GradientSync):
@@ -90,7 +93,7 @@ class ShardedExecutor(Executor):
         super().__init__(backbone.model, bf16=bf16, sync=self._sharded_sync)
         self.backbone = backbone
 
-    def _passes(self, chain: Sequence[MuxBatch]) -> list[torch.Tensor]:
+    def _passes(self, chain: Sequence[MuxBatch]) -> list[MuxOutput]:
         """Run a chain, and take part in the passes that other processes have more of at its position.
 
         Args:
@@ -104,13 +107,23 @@ class ShardedExecutor(Executor):
         self.backbone.join_backwards(num_missing)
         return losses
 
-    def forward_losses(self, micro_batches: Sequence[MuxBatch]) -> dict[str, torch.Tensor]:
-        """Return the loss of each task in a forward pass over this process's rows; every process must call this.
+    def forward_sums(self, micro_batches: Sequence[MuxBatch]) -> StepSums:
+        """Return losses and statistics of a forward pass over this process's rows; every process must call this.
 
         Args:
-            micro_batches: micro-batches of this process; others may have more or fewer.
+            micro_batches: micro-batches of this process, of the same tasks everywhere; others may have more or fewer.
         """
-        (most,) = self.backbone.agree_on_passes([len(micro_batches)])
-        losses = super().forward_losses(micro_batches)
-        self.backbone.join_forwards(most - len(micro_batches))
-        return losses
+        with self._joined(len(micro_batches)):
+            return super().forward_sums(micro_batches)
+
+    def forward_terms(self, micro_batches: Sequence[MuxBatch]) -> list[torch.Tensor | None]:
+        """Return the negative log-likelihoods `[M]` of this process's micro-batches; every process must call this."""
+        with self._joined(len(micro_batches)):
+            return super().forward_terms(micro_batches)
+
+    @contextmanager
+    def _joined(self, num_passes: int) -> Iterator[None]:
+        """Take part in the forward passes that other processes have more of, after those of the `with` block."""
+        (most,) = self.backbone.agree_on_passes([num_passes])
+        yield
+        self.backbone.join_forwards(most - num_passes)

@@ -21,8 +21,10 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.gradients.all_reduce import BundledAllReduce, PendingBundle
 from peft_mux.engine.processes.processes import Pending, Processes
 from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.step_sums import pack, unpack
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.objectives.objective import OWN
 
 
 class GradientSync:
@@ -100,18 +102,45 @@ class GradientSync:
             self._begin_all_reduce(self._order.pop(0))
         if self.processes.is_alone or not result.losses:
             return result
-        total_N = torch.stack([loss.float() for loss in result.losses.values()])
+        figures = pack(result.losses, result.statistics)
         # All processes of a replica have the same losses, which must be counted once: by the leader.
         if not self._counts_losses:
-            total_N = torch.zeros_like(total_N)
+            figures = torch.zeros_like(figures)
         # Begun before the waits, so that it travels beside the last gradients.
-        self._sum(total_N)
+        self._sum(figures)
         for pending in self._pending:
             pending.wait()
         self._pending = []
         # After the waits, as norms are of sums. A process that holds all of a task takes them from its own pages later.
         norms = None if self.bundled is None else self.gradient_norms(list(result.losses))
-        return replace(result, losses=dict(zip(result.losses, total_N.unbind(), strict=True)), norms=norms)
+        losses, statistics = unpack(figures, result.losses, result.statistics)
+        failures = self._all_failures(result)
+        return replace(result, losses=losses, statistics=statistics, norms=norms, loss_failures=failures)
+
+    def _all_failures(self, result: StepResult) -> dict[str, str]:
+        """Return why losses of tasks' own have failed on any process, the same on all."""
+        # Only a process with rows of a task can see its function fail, and all must tell the same of it.
+        if not any(self.model.objectives.of(name).name == OWN for name in result.losses):
+            return result.loss_failures
+        found: dict[str, str] = {}
+        for own in self.processes.gather(result.loss_failures):
+            found = {**own, **found}
+        return found
+
+    def total(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum over the replicas of values that all processes of a replica have alike; all call this.
+
+        Args:
+            values: numbers of this replica; not changed.
+
+        Raises:
+            ProcessError: if another process has failed, died or hangs.
+        """
+        if self.processes.is_alone:
+            return values
+        summed = values.float().clone() if self._counts_losses else torch.zeros_like(values, dtype=torch.float32)
+        self.processes.all_reduce(summed).wait()
+        return summed
 
     @torch.no_grad()
     def gradient_norms(self, tasks: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -145,7 +174,8 @@ class GradientSync:
         """Return what `num_bytes` is after a step of these tasks and their norms.
 
         For each task the elements that this process holds together with others, in their dtype (of a page that is
-        summed as it lies, all elements), 4 bytes for its loss, and 8 for its norm where processes hold parts.
+        summed as it lies, all elements), 4 bytes for its loss and for each of its statistics, and 8 for its norm where
+        processes hold parts.
 
         Args:
             tasks: names of the tasks; where processes hold parts, of tasks that took part in a step before.
@@ -153,9 +183,13 @@ class GradientSync:
         if self.processes.is_alone or not tasks:
             return 0
         if self.bundled is not None:
-            return sum(self.bundled.cells_of(name).num_bytes for name in tasks) + 12 * len(tasks)
+            return sum(self.bundled.cells_of(name).num_bytes for name in tasks) + 12 * len(tasks) + self._statistics(tasks)
         pages = [page for name in tasks for page in self.model.task_slab(name).pages]
-        return sum(page.values.nbytes for page in pages) + 4 * len(tasks)
+        return sum(page.values.nbytes for page in pages) + 4 * len(tasks) + self._statistics(tasks)
+
+    def _statistics(self, tasks: Sequence[str]) -> int:
+        """Return the bytes of what is logged beside the losses of tasks."""
+        return 4 * sum(len(self.model.objectives.statistic_names(name)) for name in tasks)
 
     def _begin_all_reduce(self, name: str) -> None:
         """Begin to sum the gradients of a task, as pages or as bundles."""

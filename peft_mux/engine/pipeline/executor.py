@@ -14,8 +14,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
 
@@ -26,13 +26,19 @@ from peft_mux.engine.pipeline.links import PipelineLinks
 from peft_mux.engine.pipeline.messages import Key, Messages
 from peft_mux.engine.pipeline.plan import PipelinePlan, Slot
 from peft_mux.engine.pipeline.stage import StageModel, StagePass
+from peft_mux.engine.prepasses import prepared, tasks_of
 from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.step_sums import StepSums, pack, unpack
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.errors import PlanError
 from peft_mux.modeling.key_values import Kept, KeyValueStore
+from peft_mux.modeling.multiplexed_pass import MuxOutput
 from peft_mux.scheduler.pipeline.simulator import Span
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate
 from peft_mux.scheduler.plan import Plan
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +110,7 @@ class PipelineExecutor:
             )
         self._flights: dict[tuple[int, int, int], list[Flight]] = {}
         self._slots: Mapping[Slot, list[MuxBatch]] = {}
-        self._losses: dict[str, torch.Tensor] = {}
+        self._sums = StepSums(self.mux_model, (), self.device)
 
     def follow(self, plan: Plan | PipelinePlan) -> None:
         """Follow another plan from the next step on; a plan without running tasks changes nothing.
@@ -141,17 +147,20 @@ class PipelineExecutor:
             ProcessError: if another stage fails, dies, or does not answer within the time limit.
             PlanError: if the work is not of the plan.
         """
-        self.model.prepare(work.tasks)
-        self._losses = {name: torch.zeros((), device=self.device) for name in work.tasks}
         stream_tokens = sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
         with self._closing_on_failure():
+            micro_batches = prepared(self, work.micro_batches, work.tasks, total=self.sync.total)
+            self.model.prepare(work.tasks)
+            self._sums = StepSums(self.mux_model, work.tasks, self.device)
             # Within the block: it may communicate too, and a process that fails here must not leave its neighbours
             # waiting.
             self.sync.begin(work)
-            self._execute(self.plan.template, self.plan.slots(work.micro_batches))
+            self._execute(self.plan.template, self.plan.slots(micro_batches))
             # Before the sync ends: the leader of a replica is on stage 0, and only the last stage has computed losses.
-            losses = self._shared_losses(work.tasks)
-            return self.sync.finish(StepResult(losses, work.num_tokens, stream_tokens, work.failures))
+            self._share_sums()
+            result = StepResult(self._sums.losses, work.num_tokens, stream_tokens, work.failures)
+            failures = self.mux_model.objectives.take_failures()
+            return self.sync.finish(replace(result, statistics=self._sums.statistics, loss_failures=failures))
 
     def non_finite_tasks(self, micro_batches: Sequence[MuxBatch]) -> list[str]:
         """Return the tasks whose loss is not finite in a forward pass, on every process; nothing is changed.
@@ -161,21 +170,40 @@ class PipelineExecutor:
         """
         return sorted(name for name, loss in self.forward_losses(micro_batches).items() if not loss.isfinite())
 
-    @torch.no_grad()
     def forward_losses(self, micro_batches: Sequence[MuxBatch]) -> dict[str, torch.Tensor]:
         """Return the loss of each task in a forward pass, summed over the micro-batches, on every process.
 
         Raises:
             ProcessError: if another stage fails, dies, or does not answer within the time limit.
         """
-        tasks = list(dict.fromkeys(name for micro_batch in micro_batches for name in micro_batch.task_names))
-        self.model.prepare(tasks)
-        self._losses = {name: torch.zeros((), device=self.device) for name in tasks}
-        # One bucket: without backwards nothing is held, so the plan's order has nothing to gain.
-        slots = {(0, number): [micro_batch] for number, micro_batch in enumerate(micro_batches)}
+        return self.forward_sums(micro_batches).losses
+
+    @torch.no_grad()
+    def forward_sums(self, micro_batches: Sequence[MuxBatch]) -> StepSums:
+        """Return losses and statistics of a forward pass, summed over the micro-batches, on every process.
+
+        Raises:
+            ProcessError: if another stage fails, dies, or does not answer within the time limit.
+        """
+        tasks = tasks_of(micro_batches)
         with self._closing_on_failure():
-            self._execute(_forwards_only(self.plan.template, len(micro_batches)), slots)
-            return self._shared_losses(tasks)
+            ready = prepared(self, micro_batches, tasks)
+            self.model.prepare(tasks)
+            self._sums = StepSums(self.mux_model, tasks, self.device)
+            # One bucket: without backwards nothing is held, so the plan's order has nothing to gain.
+            slots = {(0, number): [micro_batch] for number, micro_batch in enumerate(ready)}
+            self._execute(_forwards_only(self.plan.template, len(ready)), slots)
+            self._share_sums()
+            return self._sums
+
+    @torch.no_grad()
+    def forward_terms(self, micro_batches: Sequence[MuxBatch]) -> list[torch.Tensor | None]:
+        """Return the negative log-likelihoods `[M]` of each on the last stage, `None` on the others, which all call this.
+
+        Raises:
+            ProcessError: if another stage fails, dies, or does not answer within the time limit.
+        """
+        return [self._through(micro_batch, self.model.target_losses) for micro_batch in micro_batches]
 
     @torch.no_grad()
     def sequence_logits(self, micro_batch: MuxBatch) -> list[torch.Tensor] | None:
@@ -184,9 +212,13 @@ class PipelineExecutor:
         Raises:
             ProcessError: if another stage fails, dies, or does not answer within the time limit.
         """
+        return self._through(micro_batch, self.model.sequence_logits)
+
+    def _through(self, micro_batch: MuxBatch, last: Callable[[MuxBatch, torch.Tensor | None], T]) -> T | None:
+        """Take a micro-batch through the pipeline without gradient; return what `last` makes of it on the last stage."""
         self.model.prepare(micro_batch.task_names)
         template, batch = _forwards_only(self.plan.template, 1), micro_batch.to(self.device)
-        logits = None
+        found = None
         with self._closing_on_failure():
             self._expect(template, {(0, 0): [micro_batch]})
             for action in template.actions[self.model.stage]:
@@ -195,12 +227,18 @@ class PipelineExecutor:
                 hidden_TD = self._take(action, 0)
                 with self.precision():
                     if target is None:
-                        logits = self.model.sequence_logits(batch, hidden_TD)
+                        found = last(batch, hidden_TD)
                     else:
                         output = self.model.forward(virtual_stage, batch, hidden_TD).output
                         self._put(action, 0, target, output.to(self.model.dtype))
             self.links.flush()
-        return logits
+        return found
+
+    def shared(self, values: torch.Tensor) -> torch.Tensor:
+        """Return values of the last stage, on every stage."""
+        values = values.float().clone()
+        self.links.broadcast(values, self.model.layout.num_stages - 1)
+        return values
 
     def gather(self, value: Any) -> list[Any]:
         """Return what every process of the run has given, by rank."""
@@ -267,7 +305,7 @@ class PipelineExecutor:
             if torch.is_grad_enabled():
                 flights.append(Flight(hidden_TD, passed, kept))
             if target is None:
-                self._add_losses(micro_batch, passed.output)
+                self._add_losses(micro_batch, passed)
             else:
                 # Both ends know one dtype, that of the residual stream; under autocast a layer may return another one.
                 output = passed.output.detach().to(self.model.dtype)
@@ -325,16 +363,15 @@ class PipelineExecutor:
 
     # ---------------------------------------------------------------- losses
 
-    def _add_losses(self, micro_batch: MuxBatch, losses: torch.Tensor) -> None:
-        for name, loss in zip(micro_batch.task_names, losses.detach().unbind(), strict=True):
-            self._losses[name] = self._losses[name] + loss
+    def _add_losses(self, micro_batch: MuxBatch, passed: StagePass) -> None:
+        self._sums.add(MuxOutput(passed.output.detach(), micro_batch.task_names, passed.statistics))
 
-    def _shared_losses(self, tasks: Sequence[str]) -> dict[str, torch.Tensor]:
-        """Return the losses of the last stage, broadcast to all stages in one message."""
-        losses = torch.stack([self._losses[name].float() for name in tasks]) if tasks else torch.zeros(0)
-        if tasks:
-            self.links.broadcast(losses, self.model.layout.num_stages - 1)
-        return dict(zip(tasks, losses.unbind(), strict=True))
+    def _share_sums(self) -> None:
+        """Take losses and statistics from the last stage, which broadcasts them to all stages in one message."""
+        sums = self._sums
+        if sums.losses:
+            figures = self.shared(pack(sums.losses, sums.statistics))
+            sums.losses, sums.statistics = unpack(figures, sums.losses, sums.statistics)
 
 
 def _forwards_only(like: PipelineTemplate, num_micro_batches: int) -> PipelineTemplate:

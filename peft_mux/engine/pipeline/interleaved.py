@@ -73,7 +73,7 @@ class InterleavedPipelineExecutor(PipelineExecutor):
                 if torch.is_grad_enabled():
                     flights.append(flight)
                 if target is None:
-                    self._add_losses(micro_batches[number], flight.passed.output)
+                    self._add_losses(micro_batches[number], flight.passed)
                 else:
                     # In the order of the action, not in that in which turns ended: the receiver has posted its receives
                     # so.

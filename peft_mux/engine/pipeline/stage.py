@@ -26,6 +26,7 @@ from peft_mux.engine.pipeline.stage_layout import StageLayout
 from peft_mux.modeling.attention.packed import AttentionStream
 from peft_mux.modeling.backbone.families import family_of
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.objectives.objective import Statistics
 from peft_mux.modeling.sharding.pass_through import NoPositions, PassThrough
 from peft_mux.modeling.stream import Passes
 
@@ -36,10 +37,12 @@ class StagePass(NamedTuple):
     Attributes:
         output: `[T, D]` hidden states; of the last virtual stage the `[N]` losses.
         passes: rows bound to adapters, by kind of adapters; kept until the backward, as compiled ones look them up.
+        statistics: of the last virtual stage, what is logged beside each loss.
     """
 
     output: torch.Tensor
     passes: Passes
+    statistics: Statistics = ()
 
 
 class StageModel:
@@ -125,9 +128,21 @@ class StageModel:
         model = self.model
         with model.multiplexing(batch), self.only(virtual_stage):
             output = self._hidden_states(batch, hidden_TD)
-            if virtual_stage == self.layout.last_virtual_stage:
-                output = self.model.losses_of(output, batch)
-            return StagePass(output, model.stream.passes)
+            if virtual_stage != self.layout.last_virtual_stage:
+                return StagePass(output, model.stream.passes)
+            losses = self.model.losses_of(output, batch)
+            return StagePass(losses.losses_N, model.stream.passes, losses.statistics)
+
+    @torch.no_grad()
+    def target_losses(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:
+        """Run a micro-batch through the last virtual stage; return as `MultiTaskPeftModel.target_losses` does.
+
+        Args:
+            batch: the micro-batch, its tensors on the device.
+            hidden_TD: `[T, D]` output of the virtual stage before; `None` where there is none.
+        """
+        with self.model.multiplexing(batch), self.only(self.layout.last_virtual_stage):
+            return self.model.terms_of(self._hidden_states(batch, hidden_TD), batch)
 
     @torch.no_grad()
     def sequence_logits(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> list[torch.Tensor]:

@@ -8,56 +8,42 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F
 
-from peft_mux.data.batch import MuxBatch
 from peft_mux.data.formats import LABELLED_ROWS
-from peft_mux.modeling.objectives.classification_head import CLASSIFICATION_HEAD, task_logits
-from peft_mux.modeling.objectives.head import HeadPass
-from peft_mux.modeling.objectives.objective import register_objective, sequence_counts
+from peft_mux.modeling.objectives.arguments import LossArgs
+from peft_mux.modeling.objectives.classification_head import CLASSIFICATION_HEAD
+from peft_mux.modeling.objectives.objective import BaseObjective, register_objective
+from peft_mux.modeling.objectives.outputs import SequenceOutputs, TaskLoss
 
 
-class ClassificationLoss:
+class ClassificationLoss(BaseObjective):
     """Negative log-likelihood of the class, or squared error of the value, one term for each sequence."""
 
     name = "classification"
-    loss_type = "nll"
+    loss_types = ("nll",)
     head = CLASSIFICATION_HEAD
     row_form = LABELLED_ROWS
-    metric_names = ("eval_loss",)
-    needs_reference = False
+    uses_totals = False
     eager_reason = "a classifier takes the loss of each task on its own"
 
-    def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
-        """Return the losses `[S]` of the sequences, sorted by task."""
-        return task_losses(task_logits(hidden_TD, batch, head), batch)
-
-    def counts(self, batch: MuxBatch) -> list[int]:
-        """Return the number of sequences of each task."""
-        return sequence_counts(batch)
-
-    def metrics(self, loss: float) -> dict[str, float]:
-        """Return the mean loss."""
-        return {"eval_loss": loss}
+    def loss(self, outputs: SequenceOutputs, args: LossArgs) -> TaskLoss:
+        """Return the mean over the sequences of the global batch."""
+        assert outputs.class_labels is not None, "a classification batch carries class labels"
+        return TaskLoss(class_terms(outputs.logits_SC, outputs.class_labels).sum() * outputs.loss_weight)
 
 
-def task_losses(logits: list[torch.Tensor], batch: MuxBatch) -> torch.Tensor:
+def class_terms(logits_SC: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the `[S]` losses: cross-entropy for classes, squared error for values.
 
     Args:
-        logits: `[S_task, C_task]` of each task, from `task_logits`.
-        batch: the micro-batch with its `class_labels`.
+        logits_SC: `[S, C]`, of one task.
+        labels: class or value of each sequence, `[S]`.
     """
-    assert batch.class_labels is not None, "a classification batch carries class labels"
-    losses = []
-    for index, task_logits_SC in enumerate(logits):
-        labels = batch.class_labels[batch.sequence_offsets[index] : batch.sequence_offsets[index + 1]]
-        # In fp32: a sum of exponentials loses too many bits in half precision.
-        scores = task_logits_SC.float()
-        # One output means a regression, as in transformers.
-        if scores.shape[1] == 1:
-            losses.append((scores[:, 0] - labels.float()) ** 2)
-        else:
-            losses.append(F.cross_entropy(scores, labels.long(), reduction="none"))
-    return torch.cat(losses)
+    # In fp32: a sum of exponentials loses too many bits in half precision.
+    scores = logits_SC.float()
+    # One output means a regression, as in transformers.
+    if scores.shape[1] == 1:
+        return (scores[:, 0] - labels.float()) ** 2
+    return F.cross_entropy(scores, labels.long(), reduction="none")
 
 
 register_objective(ClassificationLoss())

@@ -22,6 +22,7 @@ from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
 from peft_mux.modeling.backbone.modules import HEAD_NAMES
 from peft_mux.modeling.objectives.head import HeadPass, register_head
+from peft_mux.modeling.objectives.outputs import SequenceOutputs, common_fields
 
 
 class ClassificationHead:
@@ -37,6 +38,24 @@ class ClassificationHead:
     def bypassed(self, backbone: Any) -> AbstractContextManager[None]:
         """Keep the encoder from pooling; see `without_pooler`."""
         return without_pooler(backbone)
+
+    def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
+        """Refuse: no loss of classifiers is captured."""
+        raise NotImplementedError("passes of classifiers are not captured.")
+
+    def outputs(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> list[SequenceOutputs]:
+        """Return the logits of each task's own head, with the labels of its sequences."""
+        return [
+            SequenceOutputs(
+                logits_SC=own_SC,
+                class_labels=None
+                if batch.class_labels is None
+                else batch.class_labels[batch.sequence_offsets[index] : batch.sequence_offsets[index + 1]],
+                row_sequences=batch.row_sequences[batch.row_offsets[index] : batch.row_offsets[index + 1]],
+                **common_fields(batch, index),
+            )
+            for index, own_SC in enumerate(task_logits(hidden_TD, batch, head))
+        ]
 
     def logits(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> list[torch.Tensor]:
         """Return the logits `[C]` of every sequence."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -12,6 +12,7 @@ import torch
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
 from peft_mux.modeling.backbone.head_kinds import HeadKind, head_kind_of
+from peft_mux.modeling.objectives.outputs import TaskOutputs
 from peft_mux.modeling.stream import Stream
 
 
@@ -57,6 +58,22 @@ class OutputHead(Protocol):
 
     def bypassed(self, backbone: Any) -> AbstractContextManager[None]:
         """Keep the backbone's base model from computing a part of the head by itself, during the `with` block."""
+        ...
+
+    def outputs(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> Sequence[TaskOutputs]:
+        """Return what the losses of each task of a micro-batch read, computed once for all of them.
+
+        Each depends on rows of its own task only, so that nothing of one task reaches another.
+
+        Args:
+            hidden_TD: the last hidden states `[T, D]`.
+            batch: the micro-batch, its tensors on the device of the hidden states.
+            head: what the output head is computed with.
+        """
+        ...
+
+    def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
+        """Return the negative log-likelihoods `[M]` of all targets, for passes that are captured as CUDA graphs."""
         ...
 
     def logits(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> list[torch.Tensor]:

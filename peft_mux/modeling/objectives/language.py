@@ -1,142 +1,41 @@
-"""The loss of causal language models: the negative log-likelihood of every target token.
-
-Shape letters: T tokens, M rows that have a target, D hidden features.
-"""
+"""The loss of causal language models: the negative log-likelihood of every target token."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import nullcontext
-from typing import Any
 
-import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
-
-from peft_mux.data.batch import MuxBatch
 from peft_mux.data.formats import LANGUAGE_ROWS
-from peft_mux.errors import UnsupportedModelError
-from peft_mux.kernels.cross_entropy.linear import Head, block_rows, linear_cross_entropy
-from peft_mux.kernels.cross_entropy.vocab_parallel import VocabParallelCrossEntropy, vocab_parallel_linear_cross_entropy
-from peft_mux.modeling.backbone.modules import frozen_weight
-from peft_mux.modeling.objectives.head import HeadPass
-from peft_mux.modeling.objectives.language_head import LANGUAGE_HEAD, output_head
-from peft_mux.modeling.objectives.objective import register_objective, target_counts
-from peft_mux.modeling.sharding.gathering import free_after_backward, gather_before_backward, gathered
-from peft_mux.modeling.sharding.sums import copy_to_tp_region
-from peft_mux.modeling.sharding.vocabulary import vocab_parallel_head
-from peft_mux.modeling.stream import Stream
+from peft_mux.modeling.objectives.arguments import LossArgs
+from peft_mux.modeling.objectives.language_head import LANGUAGE_HEAD
+from peft_mux.modeling.objectives.objective import BaseObjective, register_objective
+from peft_mux.modeling.objectives.outputs import TaskLoss, TokenOutputs
 
 _GREATEST_EXPONENT = 700.0
 """Just below the natural logarithm of the greatest float, about 709.8."""
 
 
-class LanguageLoss:
-    """Negative log-likelihood of the next token, one term for each target."""
+class LanguageLoss(BaseObjective):
+    """Mean negative log-likelihood of the target tokens (supervised fine-tuning)."""
 
-    name = "language"
-    loss_type = "nll"
+    name = "sft"
+    loss_types = ("nll",)
     head = LANGUAGE_HEAD
     row_form = LANGUAGE_ROWS
-    metric_names = ("eval_loss", "eval_perplexity")
-    needs_reference = False
+    uses_totals = False
     eager_reason = None
 
-    def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
-        """Return the negative log-likelihoods `[M]` of the targets, sorted by task."""
-        return token_losses(hidden_TD, head.backbone, batch, head.stream, head.adapters)
+    def loss(self, outputs: TokenOutputs, args: LossArgs) -> TaskLoss:
+        """Return the sum over the targets, divided by the number of targets of the global batch."""
+        return TaskLoss(outputs.nll_M.sum() * outputs.loss_weight)
 
-    def counts(self, batch: MuxBatch) -> list[int]:
-        """Return the number of targets of each task."""
-        return target_counts(batch)
-
-    def metrics(self, loss: float) -> dict[str, float]:
+    def metrics(self, loss: float, statistics: Mapping[str, float]) -> dict[str, float]:
         """Return the mean loss and its exponential, the perplexity."""
         return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, _GREATEST_EXPONENT))}
 
-
-def token_losses(
-    hidden_TD: torch.Tensor, backbone: Any, batch: MuxBatch, stream: Stream, adapters: Mapping[str, str]
-) -> torch.Tensor:
-    """Return the negative log-likelihood of every target of a micro-batch, sorted by task.
-
-    Args:
-        hidden_TD: the last hidden states `[T, D]`.
-        backbone: the causal language model.
-        batch: micro-batch that the hidden states are of.
-        stream: the stream of the adapted layers, which holds `batch` as the micro-batch in flight.
-        adapters: internal adapter id of each task name.
-
-    Returns:
-        Negative log-likelihoods `[M]` of the M targets, in nats.
-    """
-    # Rows without a target, such as those of a prompt, never meet the output head: its logits are the widest tensor.
-    hidden_MD = hidden_TD.index_select(0, batch.target_rows)
-    targets_M = batch.labels[0].index_select(0, batch.target_rows)
-    module, scale, softcap = output_head(backbone)
-    # The backward pass makes these logits again, so it needs the head's weights once more.
-    if _is_adapted(module):
-        hidden_MD = free_after_backward(hidden_MD, module)
-        with gathered(module):
-            losses_M = _adapted_losses(hidden_MD, targets_M, module, batch, stream, adapters, (scale, softcap))
-        return gather_before_backward(losses_M, module)
-    with gathered(module):
-        weight, bias = frozen_weight(module)
-        if weight is not None:
-            head, words = Head(weight, bias, scale, softcap), vocab_parallel_head(module)
-            if words is None:
-                return linear_cross_entropy(hidden_MD, head, targets_M)
-            return vocab_parallel_linear_cross_entropy(
-                hidden_MD, head, targets_M, first=words.first, vocab_size=words.vocab_size, links=words.links
-            )
-    raise UnsupportedModelError(
-        f"the output head of {type(backbone).__name__} is a {type(module).__name__}; allowed: a linear layer."
-    )
-
-
-def _is_adapted(module: Any) -> bool:
-    return isinstance(module, BaseTunerLayer)
-
-
-def _adapted_losses(
-    hidden_MD: torch.Tensor,
-    targets_M: torch.Tensor,
-    module: Any,
-    batch: MuxBatch,
-    stream: Stream,
-    adapters: Mapping[str, str],
-    transform: tuple[float, float | None],
-) -> torch.Tensor:
-    """Return the losses `[M]` where some task adapts the head: logits are made in blocks, and again in the backward."""
-    scale, softcap = transform
-    places_M = batch.token_places.index_select(0, batch.target_rows)
-    words = vocab_parallel_head(module)
-    # Rounded up, as parts may differ by a word and all shards must cut the same blocks.
-    num_words = module.base_layer.weight.shape[0] if words is None else -(-words.vocab_size // words.links.size)
-    size = block_rows(num_words, hidden_MD.device.type)
-    hidden_MD = hidden_MD if words is None else copy_to_tp_region(hidden_MD, words.links)
-
-    def block(hidden: torch.Tensor, start: int, end: int) -> torch.Tensor:
-        offsets = tuple(min(max(offset - start, 0), end - start) for offset in batch.target_offsets)
-        alone = nullcontext() if words is None else words.local()
-        # Read anew: where a block is computed again, in the backward pass, the stream is idle or reads another batch.
-        with stream.reading(batch, adapters), stream.selected_rows(offsets, places_M[start:end], adapters), alone:
-            logits = module(hidden).float() * scale
-        if softcap is not None:
-            logits = softcap * torch.tanh(logits / softcap)
-        if words is not None:
-            return VocabParallelCrossEntropy.apply(logits, targets_M[start:end], words.first, words.links)
-        return F.cross_entropy(logits, targets_M[start:end], reduction="none")
-
-    parts = []
-    for start in range(0, len(hidden_MD), size):
-        end = min(start + size, len(hidden_MD))
-        # Recomputed block by block, so that the logits of one block alone are ever held; draws need no state.
-        parts.append(checkpoint(block, hidden_MD[start:end], start, end, use_reentrant=False, preserve_rng_state=False))
-    # An empty sum keeps the graph where no row has a target.
-    return torch.cat(parts) if parts else hidden_MD.sum(dim=1)
+    def metric_names(self, args: LossArgs) -> tuple[str, ...]:
+        """Return the names of these two."""
+        return ("eval_loss", "eval_perplexity")
 
 
 register_objective(LanguageLoss())

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
-from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.backbone.head_kinds import LANGUAGE_MODEL
 from peft_mux.modeling.objectives.head import HeadPass, register_head
+from peft_mux.modeling.objectives.outputs import TokenOutputs, common_fields
+from peft_mux.modeling.objectives.token_losses import output_head, token_losses
 from peft_mux.modeling.sharding.gathering import gathered
 
 
@@ -32,6 +34,14 @@ class LanguageHead:
         """Do nothing: base models end before the head."""
         return nullcontext()
 
+    def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
+        """Return the negative log-likelihoods `[M]` of the targets of all tasks, whatever their losses."""
+        return token_losses(hidden_TD, head.backbone, batch, head.stream, head.adapters)
+
+    def outputs(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> list[TokenOutputs]:
+        """Return each task's own targets, from one linear cross-entropy over those of all tasks."""
+        return token_outputs(self.terms(hidden_TD, batch, head), batch)
+
     def logits(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> list[torch.Tensor]:
         """Return the logits `[L, V]` of every sequence."""
         return stream_logits(hidden_TD, batch, head)
@@ -45,25 +55,6 @@ class LanguageHead:
         # Packing reorders sequences; the place of the first token within the batch tells which one it is.
         for start in micro_batch.cu_seqlens[:-1].tolist():
             yield by_place[int(micro_batch.token_places[start])]
-
-
-def output_head(backbone: Any) -> tuple[Any, float, float | None]:
-    """Return the output module of a causal language model, and the scale and soft-cap of its logits.
-
-    Raises:
-        UnsupportedModelError: if the model has no output head.
-    """
-    module = backbone.get_output_embeddings()
-    if module is None:
-        raise UnsupportedModelError(
-            f"{type(backbone).__name__} has no output embeddings; allowed: language models (AutoModelForCausalLM) "
-            "and classifiers (AutoModelForSequenceClassification)."
-        )
-    config = backbone.config
-    # Cohere multiplies its logits, Granite divides them, and Gemma 2 caps them, all outside the output module.
-    scale = float(getattr(config, "logit_scale", None) or 1.0)
-    scale /= float(getattr(config, "logits_scaling", None) or 1.0)
-    return module, scale, getattr(config, "final_logit_softcapping", None)
 
 
 def stream_logits(hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> list[torch.Tensor]:
@@ -86,6 +77,30 @@ def stream_logits(hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> l
             logits.append(rows if softcap is None else softcap * torch.tanh(rows / softcap))
             start = end
     return logits
+
+
+def token_outputs(nll_M: torch.Tensor, batch: MuxBatch) -> list[TokenOutputs]:
+    """Divide the negative log-likelihoods `[M]` of the targets of a micro-batch among its tasks."""
+    counts = [end - start for start, end in pairwise(batch.target_offsets)]
+    # Split, not masked or scattered: 0 * NaN is NaN, so a sum over all rows would carry one task's NaN to the others.
+    return [
+        TokenOutputs(
+            nll_M=own_M,
+            batch=batch,
+            index=index,
+            sequence_counts=_differences(batch, index),
+            row_sequences=batch.row_sequences[batch.row_offsets[index] : batch.row_offsets[index + 1]],
+            columns=batch.target_columns[index],
+            **common_fields(batch, index),
+        )
+        for index, own_M in enumerate(nll_M.split(counts))
+    ]
+
+
+def _differences(batch: MuxBatch, index: int) -> tuple[int, ...]:
+    """Return the number of targets of each sequence of a task."""
+    first, last = batch.sequence_offsets[index], batch.sequence_offsets[index + 1]
+    return tuple(end - start for start, end in pairwise(batch.sequence_target_offsets[first : last + 1]))
 
 
 LANGUAGE_HEAD = LanguageHead()

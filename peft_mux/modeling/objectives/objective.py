@@ -1,22 +1,25 @@
-"""`Objective`: what a loss needs to be trained towards, and all of them by name.
+"""`Objective`: one loss that a task may be trained towards, and all of them by name.
 
-A new one is a class in a file of this folder, registered there, and imported in `__init__.py`::
+Two levels. What a pass computes once for all its tasks, whatever their losses, is the `OutputHead`'s: for language
+models one linear cross-entropy over the targets of all tasks. A loss is a pure function of what that gave for *one*
+task in *one* micro-batch. A new one is a class in a file of this folder, registered there, and imported in
+`__init__.py`::
 
-    class MyLoss:
-        name, loss_type = "my-loss", "my_loss"  # a task asks for it with Task(loss_type="my_loss")
-        head, row_form = LANGUAGE_HEAD, LANGUAGE_ROWS
-        ...
+    class MyLoss(TokenObjective):
+        name, loss_types = "my-loss", ("plain",)  # a task asks for it with Task(objective="my-loss")
+
+        def loss(self, outputs: TokenOutputs, args: LossArgs) -> TaskLoss:
+            return TaskLoss(outputs.mean_over_tokens(outputs.nll_M**2))
 
     register_objective(MyLoss())
 
-A task's loss is the sum of its terms divided by their number in the task's *global* batch, so no split into
-micro-batches changes its gradient (promise 1 of the design).
-
-Shape letters: T tokens, M loss terms, N tasks, D hidden features.
+A loss divides by sums over the task's *global* batch (`outputs.totals`), so no split into micro-batches and no number
+of processes changes its gradient (promise 1 of the design).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any, Protocol
 
@@ -24,17 +27,37 @@ import torch
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.formats import RowForm
-from peft_mux.errors import ConfigError, closest
+from peft_mux.errors import Fault, closest, raise_faults, shown
 from peft_mux.modeling.backbone.head_kinds import HeadKind, head_kind_for
-from peft_mux.modeling.objectives.head import HeadPass, OutputHead
+from peft_mux.modeling.objectives.arguments import LossArgs, read_args
+from peft_mux.modeling.objectives.head import OutputHead
+from peft_mux.modeling.objectives.outputs import TaskLoss
+
+OWN = "own"
+"""Name of the entry that runs a user's own function."""
 
 
 class TrainedTask(Protocol):
     """What a task says of the loss that it is trained towards."""
 
     @property
+    def name(self) -> str:
+        """Name of the task."""
+        ...
+
+    @property
+    def objective(self) -> Any:
+        """Name of the loss, or a function of the task's own; `None` for what its rows and its adapter tell."""
+        ...
+
+    @property
     def loss_type(self) -> Any:
-        """Name of the loss among those of the task's kind of head."""
+        """Name of the variant; `None` for the first of the loss."""
+        ...
+
+    @property
+    def objective_args(self) -> Any:
+        """Arguments of the loss by name."""
         ...
 
     @property
@@ -42,19 +65,37 @@ class TrainedTask(Protocol):
         """Configuration of the adapter, whose `task_type` tells the kind of head."""
         ...
 
+    @property
+    def train_dataset(self) -> Any:
+        """The rows, whose columns tell the loss where `objective` does not."""
+        ...
+
 
 class Objective(Protocol):
-    """One loss; an entry of `OBJECTIVES`."""
+    """One loss; an entry of `OBJECTIVES`.
 
-    @property
-    def name(self) -> str:
-        """Name of the entry."""
-        ...
+    Attributes:
+        name: the `Task.objective` that asks for it.
+        loss_types: its variants by their `Task.loss_type`, the default first.
+        Args: the dataclass of its arguments.
+        reference_columns: names of token columns or row values that make the pass without adapters needless, where rows
+            bring all of them.
+        num_batch_values: how many numbers of the whole global batch it needs before its loss can be taken; then a pass
+            without gradient comes first, of which `batch_values` makes these.
+        uses_totals: whether it divides by `TaskOutputs.totals`; otherwise by the number of terms (`loss_weight`).
+        has_logits: whether `compute_metrics` may be given the logits and labels of its rows.
+        eager_reason: why a pass with it cannot be captured as a CUDA graph, as a clause; `None` where it can. Then its
+            terms are the negative log-likelihoods of the targets.
+    """
 
-    @property
-    def loss_type(self) -> str:
-        """The `Task.loss_type` that asks for it; losses of different heads may share one."""
-        ...
+    name: str
+    loss_types: tuple[str, ...]
+    Args: type[LossArgs]
+    reference_columns: tuple[str, ...]
+    num_batch_values: int
+    uses_totals: bool
+    has_logits: bool
+    eager_reason: str | None
 
     @property
     def head(self) -> OutputHead:
@@ -66,60 +107,79 @@ class Objective(Protocol):
         """The form of the rows that it reads."""
         ...
 
-    @property
-    def metric_names(self) -> tuple[str, ...]:
-        """Names of the metrics that `metrics` returns."""
+    def needs_reference(self, args: Any) -> bool:
+        """Whether it needs the log-probabilities of the backbone without adapters (`TokenOutputs`)."""
         ...
 
-    @property
-    def needs_reference(self) -> bool:
-        """Whether its terms also need the hidden states of the backbone without adapters."""
+    def statistic_names(self, args: Any) -> tuple[str, ...]:
+        """Return the names of the K statistics of `TaskLoss`, those of TRL where it has them."""
         ...
 
-    @property
-    def eager_reason(self) -> str | None:
-        """Why a pass with it cannot be captured as a CUDA graph, as a clause; `None` where it can.
-
-        Then its terms are one for each of `MuxBatch.target_rows`, and what it launches depends on their number alone.
-        """
+    def batch_values(self, outputs: Any, args: Any) -> torch.Tensor:
+        """Return `[num_batch_values]`, the part of a micro-batch in numbers of the global batch."""
         ...
 
-    def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
-        """Return the loss terms `[M]` of a micro-batch, sorted by task; each depends on rows of its own task only.
+    def loss(self, outputs: Any, args: Any) -> TaskLoss:
+        """Return the loss of one task in one micro-batch.
 
         Args:
-            hidden_TD: the last hidden states `[T, D]`.
-            batch: the micro-batch, its tensors on the device of the hidden states.
-            head: what the output head is computed with.
+            outputs: `TokenOutputs` or `SequenceOutputs`, as its head has it.
+            args: its arguments, of class `Args`.
         """
         ...
 
-    def counts(self, batch: MuxBatch) -> list[int]:
-        """Return the number of terms of each of the N tasks in a micro-batch.
-
-        Over all micro-batches of a global batch they add up to `TaskBatch.num_targets`, the divisor of the loss.
-        """
+    def metrics(self, loss: float, statistics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics of an evaluation from its mean loss, and its statistics by name."""
         ...
 
-    def metrics(self, loss: float) -> dict[str, float]:
-        """Return the metrics of an evaluation whose mean over all terms is `loss`."""
+    def metric_names(self, args: Any) -> tuple[str, ...]:
+        """Return the names of the metrics that `metrics` returns."""
         ...
+
+
+class BaseObjective:
+    """What most losses have in common; see `Objective`."""
+
+    Args: type[LossArgs] = LossArgs
+    reference_columns: tuple[str, ...] = ()
+    num_batch_values: int = 0
+    uses_totals: bool = True
+    has_logits: bool = True
+    eager_reason: str | None = "a task's loss is more than the sum over its targets"
+
+    def needs_reference(self, args: Any) -> bool:
+        """Return that it needs none."""
+        return False
+
+    def statistic_names(self, args: Any) -> tuple[str, ...]:
+        """Return that there are none."""
+        return ()
+
+    def batch_values(self, outputs: Any, args: Any) -> torch.Tensor:
+        """Refuse: there are none."""
+        raise NotImplementedError("a loss with batch values says what they are.")
+
+    def metrics(self, loss: float, statistics: Mapping[str, float]) -> dict[str, float]:
+        """Return the mean loss, and the statistics as they are."""
+        return {"eval_loss": loss} | {f"eval_{name}": value for name, value in statistics.items()}
+
+    def metric_names(self, args: Any) -> tuple[str, ...]:
+        """Return those of the loss and of the statistics."""
+        return ("eval_loss", *(f"eval_{name}" for name in self.statistic_names(args)))
 
 
 OBJECTIVES: dict[str, Objective] = {}
-"""Every loss by its name, in the order in which they were registered."""
+"""Every loss by its name, in the order in which they were registered; the first of a kind of head is its default."""
 
 
 def register_objective(objective: Objective) -> None:
     """Add a loss to `OBJECTIVES`.
 
     Raises:
-        ValueError: if its name, or its `loss_type` for the same head, is taken.
+        ValueError: if its name is taken.
     """
     if objective.name in OBJECTIVES:
         raise ValueError(f'the objective "{objective.name}" is registered already; allowed: a name of its own.')
-    if objective.loss_type in loss_types(objective.head.kind):
-        raise ValueError(f'loss_type "{objective.loss_type}" is taken for {objective.head.kind.name} tasks.')
     OBJECTIVES[objective.name] = objective
 
 
@@ -128,69 +188,152 @@ def unregister_objective(name: str) -> None:
     del OBJECTIVES[name]
 
 
-def loss_types(kind: HeadKind) -> list[str]:
-    """Return every `Task.loss_type` that there is for a kind of head."""
-    return [objective.loss_type for objective in OBJECTIVES.values() if objective.head.kind == kind]
+def objectives_of(kind: HeadKind) -> list[Objective]:
+    """Return every loss of a kind of head that a task may name, the default first."""
+    return [entry for entry in OBJECTIVES.values() if entry.head.kind == kind and entry.name != OWN]
 
 
-def metric_names(loss_type: str | None = None) -> list[str]:
-    """Return the metrics that an evaluation may give with a `Task.loss_type`, for any kind of head; all for `None`."""
-    found = [objective for objective in OBJECTIVES.values() if loss_type in (None, objective.loss_type)]
-    return list(dict.fromkeys(name for objective in found for name in objective.metric_names))
+def objective_for(kind: HeadKind) -> Objective:
+    """Return the loss of a kind of head where a task says nothing of it."""
+    return objectives_of(kind)[0]
 
 
-def objective_for(kind: HeadKind, loss_type: str | None = None) -> Objective:
-    """Return the loss of a kind of head.
-
-    Args:
-        kind: the kind of head that it reads.
-        loss_type: the `Task.loss_type` that asks for it; `None` for the first that was registered.
-
-    Raises:
-        ConfigError: if there is none.
-    """
-    for objective in OBJECTIVES.values():
-        if objective.head.kind == kind and loss_type in (None, objective.loss_type):
-            return objective
-    known = loss_types(kind)
-    hint = closest(str(loss_type), known)
-    raise ConfigError(
-        f"loss_type: got {loss_type!r} for {kind.name} tasks; allowed: {', '.join(known)}. {hint}".rstrip()
-    )
+def objective_faults(task: TrainedTask, where: str) -> list[Fault]:
+    """Return what is wrong with a task's `objective`, `loss_type` and `objective_args`, all at once."""
+    objective, faults = _find(task, where)
+    if objective is None:
+        return faults
+    loss_type, type_faults = _loss_type(objective, task, where)
+    _, more = read_args(objective.Args, _given(task), loss_type or objective.loss_types[0], f"{where}.objective_args")
+    return [*faults, *type_faults, *more]
 
 
 def objective_of(task: TrainedTask) -> Objective:
     """Return the loss that a task is trained towards.
 
-    It follows from `Task.loss_type` and the `task_type` of the adapter, and is the only place that tells a classifier
-    from a language model by what the task says.
+    Raises:
+        ConfigError: if there is none of that name for the task's kind of head.
     """
-    loss_type: Any = task.loss_type
+    objective, faults = _find(task, f"tasks.{task.name}")
+    raise_faults(faults)
+    assert objective is not None, "no loss is a fault"
+    return objective
+
+
+def args_of(task: TrainedTask) -> LossArgs:
+    """Return the arguments of the loss that a task is trained towards.
+
+    Raises:
+        ConfigError: naming every argument that cannot be used.
+    """
+    objective, where = objective_of(task), f"tasks.{task.name}"
+    loss_type, faults = _loss_type(objective, task, where)
+    raise_faults(faults)
+    args, faults = read_args(objective.Args, _given(task), loss_type or "", f"{where}.objective_args")
+    raise_faults(faults)
+    assert args is not None, "no arguments are a fault"
+    return args
+
+
+def needs_reference_pass(task: TrainedTask) -> bool:
+    """Whether a task's loss needs a pass without adapters: unless its rows bring what that would give."""
+    objective = objective_of(task)
+    has_columns = bool(objective.reference_columns) and set(objective.reference_columns) <= columns_of(task.train_dataset)
+    return objective.needs_reference(args_of(task)) and not has_columns
+
+
+def default_args(objective: Objective) -> LossArgs:
+    """Return the arguments of a loss where nothing is set.
+
+    Raises:
+        ConfigError: if one has no default.
+    """
+    args, faults = read_args(objective.Args, None, objective.loss_types[0], f"objective_args of {objective.name}")
+    raise_faults(faults)
+    assert args is not None, "no arguments are a fault"
+    return args
+
+
+def columns_of(dataset: Any) -> set[str]:
+    """Return the columns of a dataset as far as they are known without reading it; none of a stream without names."""
+    try:
+        names = getattr(dataset, "column_names", None)
+    except Exception:  # the dataset's own code, whose faults are told where rows are read
+        return set()
+    if isinstance(names, (list, tuple)):
+        return {str(name) for name in names}
+    if isinstance(dataset, (list, tuple)) and dataset and isinstance(dataset[0], Mapping):
+        return {str(name) for name in dataset[0]}
+    return set()
+
+
+def _find(task: TrainedTask, where: str) -> tuple[Objective | None, list[Fault]]:
+    """Return the loss of a task, or why there is none.
+
+    This is the only place that tells a classifier from a language model by what a task says.
+    """
     kind = head_kind_for(getattr(task.peft_config, "task_type", None))
-    return objective_for(kind, getattr(loss_type, "value", loss_type))
+    wanted: Any = getattr(task.objective, "value", task.objective)
+    if wanted is None:
+        return _default(kind, columns_of(task.train_dataset)), []
+    if callable(wanted):
+        entry = OBJECTIVES.get(OWN)
+        if entry is not None and entry.head.kind == kind:
+            return entry, []
+        fix = 'Leave the task_type of the adapter open, or "CAUSAL_LM".'
+        return None, [Fault(f"{where}.objective", f"a function for {kind.name} tasks", _listed(kind), fix)]
+    names = [entry.name for entry in objectives_of(kind)]
+    if not isinstance(wanted, str) or wanted not in names:
+        got = f"{shown(wanted)} for {kind.name} tasks"
+        hint = closest(wanted, names) if isinstance(wanted, str) else ""
+        return None, [Fault(f"{where}.objective", got, _listed(kind), hint)]
+    return OBJECTIVES[wanted], []
+
+
+def _listed(kind: HeadKind) -> str:
+    return ", ".join(entry.name for entry in objectives_of(kind))
+
+
+def _default(kind: HeadKind, columns: Iterable[str]) -> Objective:
+    """Return the loss that rows with these columns are for; the most special of several."""
+    present = set(columns)
+    fitting = [entry for entry in objectives_of(kind) if entry.row_form.marks and set(entry.row_form.marks) <= present]
+    return max(fitting, key=lambda entry: len(entry.row_form.marks), default=objective_for(kind))
+
+
+def _loss_type(objective: Objective, task: TrainedTask, where: str) -> tuple[str | None, list[Fault]]:
+    given: Any = getattr(task.loss_type, "value", task.loss_type)
+    if given is None:
+        return objective.loss_types[0], []
+    if isinstance(given, str) and given in objective.loss_types:
+        return given, []
+    allowed = f"{', '.join(objective.loss_types)} (objective {objective.name})"
+    # Most often the name of a loss that stands in the other field.
+    fix = ""
+    if isinstance(given, str):
+        fix = f'Set objective="{given}".' if given in OBJECTIVES else closest(given, list(objective.loss_types))
+    return None, [Fault(f"{where}.loss_type", shown(given), allowed, fix)]
+
+
+def _given(task: TrainedTask) -> object:
+    """Return the arguments that a task gives; a function of its own is one of them."""
+    if not callable(task.objective) or not isinstance(task.objective_args, (Mapping, type(None))):
+        return task.objective_args
+    return {**(task.objective_args or {}), "function": task.objective}
 
 
 def target_counts(batch: MuxBatch) -> list[int]:
-    """Return the number of target tokens of each task: the counts of losses that take one term of each."""
+    """Return the number of target tokens of each task."""
     return [end - start for start, end in pairwise(batch.target_offsets)]
 
 
-def sequence_counts(batch: MuxBatch) -> list[int]:
-    """Return the number of sequences of each task: the counts of losses that take one term of each."""
-    return [end - start for start, end in pairwise(batch.sequence_offsets)]
+def row_counts(batch: MuxBatch) -> list[int]:
+    """Return the number of rows of each task."""
+    return [end - start for start, end in pairwise(batch.row_offsets)]
 
 
-def per_task(losses: torch.Tensor, counts: list[int], weights: tuple[float, ...]) -> torch.Tensor:
-    """Return the weighted sum of each task's own losses.
+Statistics = tuple[torch.Tensor | None, ...]
+"""Statistics `[K]` of each task of a stream; `None` for those whose loss has none."""
 
-    Args:
-        losses: `[M]`, sorted by task.
-        counts: number of losses of each task.
-        weights: 1 / number of loss terms in each task's global batch.
-
-    Returns:
-        Sums `[N]`, one a task. What is not finite in one leaves the entries and gradients of all others untouched.
-    """
-    # Split, not masked or scattered: 0 * NaN is NaN, so a sum over all rows would carry one task's NaN to the others.
-    parts = losses.split(counts)
-    return torch.stack([part.sum() * weight for part, weight in zip(parts, weights, strict=True)])
+OwnFunction = Callable[[Any], Any]
+"""A user's own loss: takes the `TokenOutputs` of its task."""

@@ -1,19 +1,40 @@
 """`TaskObjectives`: which loss each task of a model is trained towards, and the losses of a pass.
 
-Shape letters: T tokens, N tasks, D hidden features.
+Shape letters: T tokens, M targets, N tasks, D hidden features.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import ConfigError
+from peft_mux.modeling.objectives.arguments import LossArgs
 from peft_mux.modeling.objectives.head import HeadPass, OutputHead, head_of
-from peft_mux.modeling.objectives.objective import OBJECTIVES, Objective, objective_for, per_task
+from peft_mux.modeling.objectives.objective import OBJECTIVES, Objective, Statistics, default_args, objective_for
+from peft_mux.modeling.objectives.outputs import TaskLoss, TaskOutputs
+from peft_mux.own_code import OwnCodeError
+
+
+class StreamLosses(NamedTuple):
+    """The losses of a micro-batch.
+
+    Attributes:
+        losses_N: `[N]`, each task's part of the mean over its global batch.
+        statistics: for each task its statistics `[K]`; `None` for tasks whose loss has none.
+    """
+
+    losses_N: torch.Tensor
+    statistics: Statistics
+
+
+class _Assigned(NamedTuple):
+    # A name, not an objective: it stays the same where a model is copied or sent to another process.
+    objective: str
+    args: LossArgs
 
 
 class TaskObjectives:
@@ -24,76 +45,85 @@ class TaskObjectives:
 
     Attributes:
         head: what the backbone ends in.
+        failures: by task, why its own loss function has failed since this was last asked for with `take_failures`.
     """
 
     def __init__(self, backbone: Any) -> None:
         """Begin with the first loss of the backbone's head for every task."""
         self.head: OutputHead = head_of(backbone)
-        self._default = objective_for(self.head.kind).name
-        # Names, not objectives: those stay the same where a model is copied or sent to another process.
-        self._by_task: dict[str, str] = {}
+        default = objective_for(self.head.kind)
+        self._default = _Assigned(default.name, default_args(default))
+        self._by_task: dict[str, _Assigned] = {}
+        self.failures: dict[str, str] = {}
 
-    def assign(self, task: str, objective: Objective) -> None:
+    def assign(self, task: str, objective: Objective, args: LossArgs | None = None) -> None:
         """Train a task towards another loss than the first of the head.
 
+        Args:
+            task: name of the task.
+            objective: the loss.
+            args: its arguments; by default what stands where nothing is set.
+
         Raises:
-            ConfigError: if it is a loss of another head, or needs a reference model.
+            ConfigError: if it is a loss of another head.
         """
-        where = f"tasks.{task}.loss_type: got {objective.loss_type!r}"
         if objective.head.kind != self.head.kind:
             raise ConfigError(
-                f"{where}, a loss of {objective.head.kind.name} tasks; allowed: those of {self.head.kind.name} tasks."
+                f"tasks.{task}.objective: got {objective.name!r}, a loss of {objective.head.kind.name} tasks; allowed: "
+                f"those of {self.head.kind.name} tasks."
             )
-        if objective.needs_reference:
-            raise ConfigError(f"{where}, which needs a reference model; allowed: losses of the trained model alone.")
-        self._by_task[task] = objective.name
+        self._by_task[task] = _Assigned(objective.name, default_args(objective) if args is None else args)
 
     def forget(self, task: str) -> None:
         """Drop what was assigned to a task; another task of this name begins with the first loss of the head."""
         self._by_task.pop(task, None)
+        self.failures.pop(task, None)
+
+    def adopt(self, task: str, others: TaskObjectives) -> None:
+        """Train a task towards the loss that it has in another model."""
+        self._by_task[task] = others._assigned(task)
 
     def of(self, task: str) -> Objective:
         """Return the loss of a task."""
-        return OBJECTIVES[self._by_task.get(task, self._default)]
+        return OBJECTIVES[self._assigned(task).objective]
+
+    def args_of(self, task: str) -> LossArgs:
+        """Return the arguments of a task's loss."""
+        return self._assigned(task).args
+
+    def statistic_names(self, task: str) -> tuple[str, ...]:
+        """Return the names of the statistics of a task's loss."""
+        return self.of(task).statistic_names(self.args_of(task))
 
     def of_all(self, tasks: Sequence[str]) -> list[Objective]:
         """Return the different losses of some tasks, in the order in which they come first."""
-        return [OBJECTIVES[name] for name in dict.fromkeys(self._by_task.get(task, self._default) for task in tasks)]
+        return [OBJECTIVES[name] for name in dict.fromkeys(self._assigned(task).objective for task in tasks)]
 
-    def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
-        """Return the loss terms of a micro-batch whose tasks have one loss, sorted by task.
-
-        Args:
-            hidden_TD: the last hidden states `[T, D]`.
-            batch: micro-batch that the hidden states are of.
-            head: what the output head is computed with.
-        """
-        (objective,) = self.of_all(batch.task_names)
-        return objective.terms(hidden_TD, batch, head)
-
-    def losses(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
-        """Return the losses `[N]` of a micro-batch: each task's part of the mean over its global batch.
+    def losses(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> StreamLosses:
+        """Return the losses of a micro-batch: each task's part of the mean over its global batch.
 
         Args:
             hidden_TD: the last hidden states `[T, D]`.
             batch: micro-batch that the hidden states are of.
             head: what the output head is computed with.
         """
-        objectives = self.of_all(batch.task_names)
-        if len(objectives) == 1:
-            return _losses_of(objectives[0], hidden_TD, batch, head)
-        losses: dict[str, torch.Tensor] = {}
-        for objective in objectives:
-            # Each loss sees rows of its own tasks only: a zero gradient to another's rows is NaN where a derivative is.
-            own = [index for index, name in enumerate(batch.task_names) if self.of(name) is objective]
-            part = batch.of_tasks(own)
-            offsets = batch.task_offsets
-            hidden_PD = torch.cat([hidden_TD[offsets[index] : offsets[index + 1]] for index in own])
-            with head.stream.reading(part, head.adapters):
-                losses_N = _losses_of(objective, hidden_PD, part, head)
-            losses.update(zip(part.task_names, losses_N.unbind(), strict=True))
-        return torch.stack([losses[name] for name in batch.task_names])
+        found = [self._loss(outputs) for outputs in self.head.outputs(hidden_TD, batch, head)]
+        return StreamLosses(torch.stack([one.loss for one in found]), tuple(one.statistics for one in found))
 
+    def take_failures(self) -> dict[str, str]:
+        """Return why losses of tasks' own have failed, by task, and forget it."""
+        failures, self.failures = self.failures, {}
+        return failures
 
-def _losses_of(objective: Objective, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
-    return per_task(objective.terms(hidden_TD, batch, head), objective.counts(batch), batch.loss_weights)
+    def _loss(self, outputs: TaskOutputs) -> TaskLoss:
+        """Return the loss of one task; NaN, which fails the task, where its own function has failed."""
+        objective, args = self.of(outputs.task), self.args_of(outputs.task)
+        try:
+            return objective.loss(outputs, args)
+        except OwnCodeError as error:
+            self.failures[outputs.task] = f"objective: {error}"
+            # With a graph, as a pass of this task alone would have nothing to differentiate.
+            return TaskLoss(outputs.anchor * float("nan"))
+
+    def _assigned(self, task: str) -> _Assigned:
+        return self._by_task.get(task, self._default)

@@ -22,68 +22,57 @@ from peft_mux.errors import ConfigError
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.head import HeadPass
-from peft_mux.modeling.objectives.language import token_losses
 from peft_mux.modeling.objectives.language_head import LANGUAGE_HEAD
+from peft_mux.modeling.objectives.arguments import LossArgs
 from peft_mux.modeling.objectives.objective import (
     OBJECTIVES,
+    OWN,
+    BaseObjective,
     Objective,
     objective_of,
-    per_task,
     register_objective,
-    sequence_counts,
-    target_counts,
     unregister_objective,
 )
+from peft_mux.modeling.objectives.outputs import SequenceOutputs, TaskLoss, TokenOutputs
 from peft_mux.task import EarlyStopping, Task
 from tests.invariants import mux_lab as lab
 
-NAMES = sorted(OBJECTIVES)
+NAMES = sorted(set(OBJECTIVES) - {OWN})
 NUM_CLASSES = 3
 
 
 # --------------------------------------------------------------- new losses
 
 
-class SquaredSurprise:
+class SquaredSurprise(BaseObjective):
     """A loss of language models that the package does not have: the square of each target's negative log-likelihood."""
 
     name = "squared-surprise"
-    loss_type = "squared_surprise"
+    loss_types = ("squared", "doubled")
     head = LANGUAGE_HEAD
     row_form = LANGUAGE_ROWS
-    metric_names = ("eval_loss", "eval_surprise")
-    needs_reference = False
-    eager_reason = "this loss is only tried"
 
-    def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
-        """Return the squares `[M]`."""
-        return token_losses(hidden_TD, head.backbone, batch, head.stream, head.adapters) ** 2
+    def loss(self, outputs: TokenOutputs, args: LossArgs) -> TaskLoss:
+        """Return the mean of the squares, and of what is squared as a statistic."""
+        terms_M = outputs.nll_M**2 * (2 if args.loss_type == "doubled" else 1)
+        statistics = outputs.mean_over_tokens(outputs.nll_M.detach())
+        return TaskLoss(outputs.mean_over_tokens(terms_M), statistics[None])
 
-    def counts(self, batch: MuxBatch) -> list[int]:
-        """Return the number of targets of each task."""
-        return target_counts(batch)
-
-    def metrics(self, loss: float) -> dict[str, float]:
-        """Return the mean square and its root."""
-        return {"eval_loss": loss, "eval_surprise": loss**0.5}
+    def statistic_names(self, args: LossArgs) -> tuple[str, ...]:
+        """Return the name of the mean surprise."""
+        return ("surprise",)
 
 
 class SurprisePerRow(SquaredSurprise):
     """One term for each row: the square of the sum over its targets, which no part of the row has."""
 
     name = "surprise-per-row"
-    loss_type = "surprise_per_row"
     row_form = replace(LANGUAGE_ROWS, is_one_term=True)
 
-    def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
-        """Return the squares `[S]`."""
-        losses_M = token_losses(hidden_TD, head.backbone, batch, head.stream, head.adapters)
-        owners_M = torch.bucketize(batch.target_rows, batch.cu_seqlens[1:].long(), right=True)
-        return losses_M.new_zeros(batch.num_sequences).index_add(0, owners_M, losses_M) ** 2
-
-    def counts(self, batch: MuxBatch) -> list[int]:
-        """Return the number of rows of each task."""
-        return sequence_counts(batch)
+    def loss(self, outputs: TokenOutputs, args: LossArgs) -> TaskLoss:
+        """Return the mean of the squares of the rows."""
+        sums_R = outputs.row_sums(outputs.nll_M)
+        return TaskLoss(outputs.mean_over_rows(sums_R**2), outputs.mean_over_tokens(outputs.nll_M.detach())[None])
 
 
 @pytest.fixture

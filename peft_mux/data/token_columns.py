@@ -1,0 +1,107 @@
+"""Columns of tokenised rows with a number for each token: weights, advantages, log-probabilities of a teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from peft_mux.data.batch import IGNORE_INDEX
+from peft_mux.data.cells import RowCells
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumn:
+    """What a column with a number for each token may hold.
+
+    Attributes:
+        is_required: whether every row has to have it; otherwise every row of a dataset has it, or none.
+        is_ids: whether it holds token ids; otherwise finite numbers.
+        is_wide: whether there are several numbers a token, `[L, K]`; otherwise one, `[L]`.
+        may_be_row: whether one number may stand for all tokens of the row.
+        is_non_negative: whether its numbers may not be below 0.
+        beside: another column that it comes with, of the same shape; "" for none.
+    """
+
+    is_required: bool = False
+    is_ids: bool = False
+    is_wide: bool = False
+    may_be_row: bool = False
+    is_non_negative: bool = False
+    beside: str = ""
+
+
+def read_columns(
+    columns: Mapping[str, TokenColumn], row: Mapping[str, Any], index: int, keep: np.ndarray, cells: RowCells
+) -> dict[str, np.ndarray]:
+    """Return the token columns of a tokenised row, by name: float32 or int64, `[L]` or `[L, K]`.
+
+    Args:
+        columns: the columns that the loss reads.
+        row: the row.
+        index: index of the row.
+        keep: bool, which of the row's `input_ids` are no padding; L of them.
+        cells: makes the error that names row and column.
+
+    Raises:
+        DataError: naming the row and the column that cannot be read.
+    """
+    found: dict[str, np.ndarray] = {}
+    for name, column in columns.items():
+        if row.get(name) is None:
+            if column.is_required:
+                raise cells.error(index, name, "no such column, or None", "a number for each of input_ids")
+            if column.beside and row.get(column.beside) is not None:
+                raise cells.error(index, name, "no such column, or None", f'one beside "{column.beside}"')
+            continue
+        values = _array(name, column, row[name], index, len(keep), cells)[keep]
+        _check_values(name, column, values, index, cells)
+        found[name] = values
+    for name in found:
+        other = columns[name].beside
+        if other and found[other].shape != found[name].shape:
+            got = f"shape {list(found[name].shape)}"
+            raise cells.error(index, name, got, f'{list(found[other].shape)}, as "{other}" has')
+    return found
+
+
+def with_given_targets(labels: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return labels of which tokens with `target_ids` carry the first of these, and no others carry any.
+
+    Args:
+        labels: `[L]`, of the row as it came.
+        columns: token columns of the row; without `target_ids` the labels stay as they are.
+    """
+    if "target_ids" not in columns:
+        return labels
+    # Where no weight is above 0 nothing is learnt, so the position never meets the output head.
+    is_target = (columns["target_weights"] > 0).any(axis=1)
+    return np.where(is_target, columns["target_ids"][:, 0], IGNORE_INDEX)
+
+
+def _array(name: str, column: TokenColumn, value: Any, index: int, length: int, cells: RowCells) -> np.ndarray:
+    shape = f"{length} lists of K numbers" if column.is_wide else f"{length} numbers"
+    shape += ", one for each of input_ids" + (" (or one number for all)" if column.may_be_row else "")
+    array = None
+    with suppress(ValueError, TypeError):  # numpy's, of lists of unequal lengths and of None
+        array = np.asarray(value, dtype=np.float64)
+    if array is not None and array.ndim == 0 and column.may_be_row:
+        array = np.full(length, array)
+    if array is None or array.ndim != 1 + column.is_wide or len(array) != length or array.size == 0:
+        got = f"{value!r:.60}" if array is None else f"shape {list(array.shape)}"
+        raise cells.error(index, name, got, shape)
+    return array.astype(np.int64) if column.is_ids and np.array_equal(array, np.floor(array)) else array.astype(np.float32)
+
+
+def _check_values(name: str, column: TokenColumn, values: np.ndarray, index: int, cells: RowCells) -> None:
+    if column.is_ids:
+        if values.dtype != np.int64:
+            raise cells.error(index, name, "numbers with fractions, or no numbers", "token ids")
+        cells.checked_ids(values.reshape(-1), index, name, empty_allowed=True)
+    elif not np.isfinite(values).all():
+        raise cells.error(index, name, "a number that is not finite", "finite numbers")
+    elif column.is_non_negative and values.size and float(values.min()) < 0:
+        raise cells.error(index, name, str(values.min()), "numbers of at least 0")
