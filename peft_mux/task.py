@@ -117,8 +117,8 @@ class Task:
         preprocess_logits_for_metrics: shrinks `(logits, labels)` before they are gathered.
         early_stopping: when to stop before `max_steps`.
         callbacks: `TrainerCallback`s that see this task's own state and may stop this task alone.
-        objective: name of a loss of `peft_mux.modeling.objectives` (docs/losses.md), or a function of the task's own that
-            takes `TokenOutputs`; by default what the columns of the rows and the `task_type` of the adapter tell.
+        objective: name of a loss of `peft_mux.modeling.objectives` (docs/losses.md), or a function of the task's own
+            that takes `TokenOutputs`; by default what the columns of the rows and the `task_type` of the adapter tell.
         loss_type: name of a variant of that loss, as TRL has it; by default its first one.
         objective_args: arguments of that loss by name, such as `{"beta": 0.1}`; what is left out has TRL's default.
         priority: tasks of higher priority are admitted first.

@@ -207,6 +207,7 @@ def test_faults_of_a_task_with_a_bad_name_are_still_told_by_field() -> None:
         ("lr_scheduler_type", "cosin", "cosine"),
         ("lr_scheduler_type", "linaer", "linear"),
         ("loss_type", "nl", "nll"),
+        ("objective", "sff", "sft"),
     ],
 )
 def test_a_misspelt_choice_is_refused_with_the_nearest_one(field: str, wrong: str, right: str | None) -> None:
@@ -255,7 +256,7 @@ def test_rows_without_an_order_are_refused(value: Any) -> None:
     assert "such as a list" in refusal(train_dataset=value)
 
 
-@pytest.mark.parametrize("field", ["loss_type", "priority"])
+@pytest.mark.parametrize("field", ["priority"])
 def test_a_field_that_no_run_completes_may_not_be_none(field: str) -> None:
     assert refusal(**{field: None}).startswith(f"tasks.own.{field}: got None")
 
@@ -409,7 +410,7 @@ def test_an_array_without_dimensions_is_no_dataset() -> None:
     assert "train_dataset" in refusal(train_dataset=np.array(5))
 
 
-@pytest.mark.parametrize("field", ["optim", "lr_scheduler_type", "loss_type"])
+@pytest.mark.parametrize("field", ["optim", "lr_scheduler_type", "objective", "loss_type", "objective_args"])
 def test_an_array_is_no_choice(field: str) -> None:
     assert field in refusal(**{field: np.array([1, 2])})
 

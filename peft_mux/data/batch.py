@@ -10,8 +10,8 @@ A stream of two tasks, `a` with sequences of 3 and 2 tokens and `b` with one of 
     token_places   0  1  2  3  4 |  0  1  2  3      place within the task's global batch
     cu_seqlens     0 3 5 9        task_offsets 0 5 9        sequence_offsets 0 2 3
 
-A row may be several sequences (a chosen and a rejected answer, say): data sets, plans and packing see one row of all its
-tokens; in a stream they lie side by side, and no label or attention crosses from one to the next.
+A row may be several sequences (a chosen and a rejected answer, say): datasets, plans and packing see one row of all
+its tokens; in a stream they lie side by side, and no label or attention crosses from one to the next.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class TokenSequence:
         token_type_ids: int64 `[L]`, which text of a pair each token is of; `None` for zeros.
         is_one_term: whether the loss has one term for the whole row, as every loss with a class label has.
         starts: places of the row's tokens at which its second and further sequences begin; none where it is one.
-        token_columns: numbers of each token, `[L]` or `[L, K]`, by name. As labels are, they are of a token as a target,
-            not of the position that predicts it.
+        token_columns: numbers of each token, `[L]` or `[L, K]`, by name. As labels are, they are of a token as a
+            target, not of the position that predicts it.
         row_values: numbers of the row, by name.
     """
 
@@ -74,7 +74,9 @@ class TokenSequence:
     @property
     def num_target_tokens(self) -> int:
         """Number of predicted tokens, whatever the loss makes of them."""
-        return int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX)) if not self.starts else sum(self.target_token_counts)
+        return (
+            int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX)) if not self.starts else sum(self.target_token_counts)
+        )
 
     @property
     def target_token_counts(self) -> tuple[int, ...]:
@@ -104,8 +106,8 @@ class TaskBatch:
         step: index of the optimizer step of this task, from 0.
         seed: the task's seed; with `step` and a token's place it fixes every dropout draw.
         sequences: the rows, in the task's own data order.
-        totals: what losses divide by; see `batch_totals`. By default those of these rows; an evaluation, whose rows come
-            in several batches, gives those of all of them.
+        totals: what losses divide by; see `batch_totals`. By default those of these rows; an evaluation, whose rows
+            come in several batches, gives those of all of them.
     """
 
     task: str
@@ -302,7 +304,9 @@ def batch_totals(batch: TaskBatch) -> Mapping[str, float]:
             sums |= {f"num_target_tokens/{number}": count for number, count in enumerate(counts)}
         if sequence.token_columns:
             chosen = _target_tokens(sequence)
-            sums |= {name: float(values[chosen].sum(dtype=np.float64)) for name, values in sequence.token_columns.items()}
+            sums |= {
+                name: float(values[chosen].sum(dtype=np.float64)) for name, values in sequence.token_columns.items()
+            }
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value
     return totals

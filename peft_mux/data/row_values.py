@@ -61,7 +61,9 @@ def _column(name: str, rows: list[tuple[TokenSequence, int, int]]) -> torch.Tens
         labels = sequence.labels.copy()
         labels[[first for first, _ in sequence.sequence_bounds]] = IGNORE_INDEX
         # What the positions from `start` to `end` predict: the tokens after them.
-        parts.append(sequence.token_columns[name][np.flatnonzero(labels[start + 1 : end + 1] != IGNORE_INDEX) + start + 1])
+        parts.append(
+            sequence.token_columns[name][np.flatnonzero(labels[start + 1 : end + 1] != IGNORE_INDEX) + start + 1]
+        )
     return torch.from_numpy(np.concatenate(parts))
 
 

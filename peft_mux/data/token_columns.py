@@ -93,7 +93,9 @@ def _array(name: str, column: TokenColumn, value: Any, index: int, length: int, 
     if array is None or array.ndim != 1 + column.is_wide or len(array) != length or array.size == 0:
         got = f"{value!r:.60}" if array is None else f"shape {list(array.shape)}"
         raise cells.error(index, name, got, shape)
-    return array.astype(np.int64) if column.is_ids and np.array_equal(array, np.floor(array)) else array.astype(np.float32)
+    return (
+        array.astype(np.int64) if column.is_ids and np.array_equal(array, np.floor(array)) else array.astype(np.float32)
+    )
 
 
 def _check_values(name: str, column: TokenColumn, values: np.ndarray, index: int, cells: RowCells) -> None:

@@ -44,8 +44,8 @@ class StepResult:
         failures: why the data of a task could not be read, passed on from the work.
         norms: gradient norm of each task over all processes, where this one holds only a part of the adapters;
             `None` where it holds all of them.
-        statistics: what is logged beside the loss of a task, `[K]` over its global batch, as device tensors in the order
-            of its loss's `statistic_names`; of tasks whose loss has some.
+        statistics: what is logged beside the loss of a task, `[K]` over its global batch, as device tensors in the
+            order of its loss's `statistic_names`; of tasks whose loss has some.
         loss_failures: why the loss function of a task's own has failed, by name of the task.
     """
 

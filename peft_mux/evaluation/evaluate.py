@@ -189,9 +189,7 @@ def _agreed(
     return next(found for found, _, _ in gathered if found is not None), max(seconds for _, _, seconds in gathered)
 
 
-def _batches(
-    name: str, dataset: Any, limit: int, totals: Mapping[str, float] | None = None
-) -> Iterator[TaskBatch]:
+def _batches(name: str, dataset: Any, limit: int, totals: Mapping[str, float] | None = None) -> Iterator[TaskBatch]:
     """Yield the rows in order, in batches of at most `limit` tokens, or of one row."""
     sequences: list[Any] = []
     num_tokens = 0

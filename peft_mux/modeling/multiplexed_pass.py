@@ -29,7 +29,7 @@ class MuxOutput:
     Attributes:
         losses: `[N]`, each task's part of its mean loss; their sum may be differentiated.
         task_names: the N tasks, in the order of `losses`.
-        statistics: for each of them what is logged beside its loss, `[K]` without gradient; `None` where there is nothing.
+        statistics: for each of them what is logged beside its loss, `[K]` without gradient; `None` where nothing is.
     """
 
     losses: torch.Tensor

@@ -218,7 +218,6 @@ class Stream:
         finally:
             self.segments, self.places, self.num_rows, self.passes = before
 
-
     def _segments(
         self, batch: MuxBatch, offsets: tuple[int, ...], adapters: Mapping[str, str]
     ) -> tuple[RowSegment, ...]:

@@ -183,7 +183,9 @@ class GradientSync:
         if self.processes.is_alone or not tasks:
             return 0
         if self.bundled is not None:
-            return sum(self.bundled.cells_of(name).num_bytes for name in tasks) + 12 * len(tasks) + self._statistics(tasks)
+            return (
+                sum(self.bundled.cells_of(name).num_bytes for name in tasks) + 12 * len(tasks) + self._statistics(tasks)
+            )
         pages = [page for name in tasks for page in self.model.task_slab(name).pages]
         return sum(page.values.nbytes for page in pages) + 4 * len(tasks) + self._statistics(tasks)
 

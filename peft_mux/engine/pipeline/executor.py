@@ -37,7 +37,6 @@ from peft_mux.scheduler.pipeline.simulator import Span
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate
 from peft_mux.scheduler.plan import Plan
 
-
 T = TypeVar("T")
 
 
@@ -198,7 +197,7 @@ class PipelineExecutor:
 
     @torch.no_grad()
     def forward_terms(self, micro_batches: Sequence[MuxBatch]) -> list[torch.Tensor | None]:
-        """Return the negative log-likelihoods `[M]` of each on the last stage, `None` on the others, which all call this.
+        """Return the negative log-likelihoods `[M]` of each on the last stage, `None` on the others; all call this.
 
         Raises:
             ProcessError: if another stage fails, dies, or does not answer within the time limit.
@@ -215,7 +214,7 @@ class PipelineExecutor:
         return self._through(micro_batch, self.model.sequence_logits)
 
     def _through(self, micro_batch: MuxBatch, last: Callable[[MuxBatch, torch.Tensor | None], T]) -> T | None:
-        """Take a micro-batch through the pipeline without gradient; return what `last` makes of it on the last stage."""
+        """Take a micro-batch through without gradient; return what `last` makes of it, on the last stage."""
         self.model.prepare(micro_batch.task_names)
         template, batch = _forwards_only(self.plan.template, 1), micro_batch.to(self.device)
         found = None

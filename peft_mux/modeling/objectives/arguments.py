@@ -1,4 +1,4 @@
-"""`LossArgs`: the arguments of a loss as a frozen dataclass, read from `Task.objective_args` with all faults at once."""
+"""`LossArgs`: the arguments of a loss as a frozen dataclass, read from `Task.objective_args`, all faults at once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 from peft_mux.errors import Fault, closest, shown
 
 T = TypeVar("T", bound="LossArgs")
+
+_BEYOND_FLOATS = 2**1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +102,9 @@ def _converted(value: Any, hint: Any) -> Any:
     """Return lists of a file as the tuples that a frozen dataclass holds, and whole numbers as floats."""
     if isinstance(value, list) and any(get_origin(kind) is tuple for kind in _kinds(hint)):
         return tuple(value)
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    return float(value) if is_whole and float in _kinds(hint) and int not in _kinds(hint) else value
+    if isinstance(value, int) and not isinstance(value, bool) and float in _kinds(hint) and int not in _kinds(hint):
+        return float(value) if abs(value) < _BEYOND_FLOATS else value
+    return value
 
 
 def _kinds(hint: Any) -> tuple[Any, ...]:

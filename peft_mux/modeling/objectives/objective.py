@@ -72,30 +72,53 @@ class TrainedTask(Protocol):
 
 
 class Objective(Protocol):
-    """One loss; an entry of `OBJECTIVES`.
+    """One loss; an entry of `OBJECTIVES`."""
 
-    Attributes:
-        name: the `Task.objective` that asks for it.
-        loss_types: its variants by their `Task.loss_type`, the default first.
-        Args: the dataclass of its arguments.
-        reference_columns: names of token columns or row values that make the pass without adapters needless, where rows
-            bring all of them.
-        num_batch_values: how many numbers of the whole global batch it needs before its loss can be taken; then a pass
-            without gradient comes first, of which `batch_values` makes these.
-        uses_totals: whether it divides by `TaskOutputs.totals`; otherwise by the number of terms (`loss_weight`).
-        has_logits: whether `compute_metrics` may be given the logits and labels of its rows.
-        eager_reason: why a pass with it cannot be captured as a CUDA graph, as a clause; `None` where it can. Then its
-            terms are the negative log-likelihoods of the targets.
-    """
+    @property
+    def name(self) -> str:
+        """The `Task.objective` that asks for it."""
+        ...
 
-    name: str
-    loss_types: tuple[str, ...]
-    Args: type[LossArgs]
-    reference_columns: tuple[str, ...]
-    num_batch_values: int
-    uses_totals: bool
-    has_logits: bool
-    eager_reason: str | None
+    @property
+    def loss_types(self) -> tuple[str, ...]:
+        """Its variants by their `Task.loss_type`, the default first."""
+        ...
+
+    @property
+    def Args(self) -> type[LossArgs]:
+        """The dataclass of its arguments."""
+        ...
+
+    @property
+    def reference_columns(self) -> tuple[str, ...]:
+        """Token columns or row values that make the pass without adapters needless, where rows bring all of them."""
+        ...
+
+    @property
+    def num_batch_values(self) -> int:
+        """How many numbers of the whole global batch it needs before its loss can be taken.
+
+        Then a pass without gradient comes first, of which `batch_values` makes these.
+        """
+        ...
+
+    @property
+    def uses_totals(self) -> bool:
+        """Whether it divides by `TaskOutputs.totals`; otherwise by the number of terms (`loss_weight`)."""
+        ...
+
+    @property
+    def has_logits(self) -> bool:
+        """Whether `compute_metrics` may be given the logits and labels of its rows."""
+        ...
+
+    @property
+    def eager_reason(self) -> str | None:
+        """Why a pass with it cannot be captured as a CUDA graph, as a clause; `None` where it can.
+
+        Then its terms are the negative log-likelihoods of the targets.
+        """
+        ...
 
     @property
     def head(self) -> OutputHead:
@@ -238,7 +261,9 @@ def args_of(task: TrainedTask) -> LossArgs:
 def needs_reference_pass(task: TrainedTask) -> bool:
     """Whether a task's loss needs a pass without adapters: unless its rows bring what that would give."""
     objective = objective_of(task)
-    has_columns = bool(objective.reference_columns) and set(objective.reference_columns) <= columns_of(task.train_dataset)
+    has_columns = bool(objective.reference_columns) and set(objective.reference_columns) <= columns_of(
+        task.train_dataset
+    )
     return objective.needs_reference(args_of(task)) and not has_columns
 
 

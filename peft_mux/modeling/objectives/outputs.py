@@ -45,7 +45,8 @@ class TaskOutputs:
         loss_weight: 1 / number of loss terms in the task's global batch.
         row_values: values of the rows, float32 `[R]`, by name.
         totals: sums over the task's global batch, by name: see `peft_mux.data.batch.batch_totals`.
-        batch_values: `[K]` sums over the global batch of what `Objective.batch_values` returned; `None` where it has none.
+        batch_values: `[K]` sums over the global batch of what `Objective.batch_values` returned; `None` where there
+            are none.
     """
 
     task: str

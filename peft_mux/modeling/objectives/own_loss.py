@@ -26,9 +26,9 @@ class OwnArgs(LossArgs):
     """Arguments of a function of the task's own.
 
     Attributes:
-        function: takes `TokenOutputs`; returns a scalar that is this micro-batch's part of the mean over the global batch
-            (`outputs.mean_over_rows(...)`, `outputs.mean_over_tokens(...)`), or a term of each target, `[M]`, whose mean
-            over the targets of the global batch is the loss.
+        function: takes `TokenOutputs`; returns a scalar that is this micro-batch's part of the mean over the global
+            batch (`outputs.mean_over_rows(...)`, `outputs.mean_over_tokens(...)`), or a term of each target, `[M]`,
+            whose mean over the targets of the global batch is the loss.
         needs_reference: whether `outputs.reference_logprobs_M` shall be there.
     """
 
@@ -75,8 +75,8 @@ def _checked(value: Any, outputs: TokenOutputs) -> torch.Tensor:
             return outputs.mean_over_tokens(value.float())
     got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
     raise DataError(
-        f"the objective returned {got}; allowed: a scalar of floats, or one term for each of the {num_targets} targets. "
-        "Return outputs.mean_over_rows(terms) for one term a row."
+        f"the objective returned {got}; allowed: a scalar of floats, or one term for each of the {num_targets} "
+        "targets. Return outputs.mean_over_rows(terms) for one term a row."
     )
 
 

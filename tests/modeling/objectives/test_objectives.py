@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -18,28 +18,31 @@ from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.formats import LANGUAGE_ROWS
 from peft_mux.engine.cuda_graphs.passes import reason_against
+from peft_mux.engine.executor import Executor
+from peft_mux.engine.prepasses import prepared
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives.head import HeadPass
-from peft_mux.modeling.objectives.language_head import LANGUAGE_HEAD
 from peft_mux.modeling.objectives.arguments import LossArgs
+from peft_mux.modeling.objectives.language_head import LANGUAGE_HEAD
 from peft_mux.modeling.objectives.objective import (
     OBJECTIVES,
     OWN,
     BaseObjective,
     Objective,
+    args_of,
     objective_of,
     register_objective,
     unregister_objective,
 )
-from peft_mux.modeling.objectives.outputs import SequenceOutputs, TaskLoss, TokenOutputs
+from peft_mux.modeling.objectives.outputs import TaskLoss, TokenOutputs
 from peft_mux.task import EarlyStopping, Task
 from tests.invariants import mux_lab as lab
+from tests.modeling.objectives.cases import CASES as PACKAGED
+from tests.modeling.objectives.cases import NUM_CLASSES, JudgedRow, LossCase
+from tests.modeling.objectives.toy_losses import PairLoss, judge_pairs, pair_rows
 
-NAMES = sorted(set(OBJECTIVES) - {OWN})
-NUM_CLASSES = 3
-
+CASES = [*PACKAGED, LossCase("toy-pairs", "pair", judge_pairs, {"beta": 0.3}, pair_rows)]
 
 # --------------------------------------------------------------- new losses
 
@@ -75,6 +78,14 @@ class SurprisePerRow(SquaredSurprise):
         return TaskLoss(outputs.mean_over_rows(sums_R**2), outputs.mean_over_tokens(outputs.nll_M.detach())[None])
 
 
+@pytest.fixture(autouse=True)
+def _toy() -> Iterator[None]:
+    """Registers the loss that asks for pairs, a reference and batch values."""
+    register_objective(PairLoss())
+    yield
+    unregister_objective(PairLoss.name)
+
+
 @pytest.fixture
 def added() -> Iterator[Callable[[Any], Objective]]:
     """Registers losses for the time of a test."""
@@ -93,7 +104,7 @@ def added() -> Iterator[Callable[[Any], Objective]]:
 # ----------------------------------------------------- what a test is made of
 
 
-def model_of(objective: Objective, *names: str) -> MultiTaskPeftModel:
+def model_of(objective: Objective, *names: str, args: LossArgs | None = None) -> MultiTaskPeftModel:
     """Return a float64 model with adapters that do something, and the head that the loss reads."""
     torch.manual_seed(0)
     backbone: Any = lab.tiny_llama()
@@ -109,7 +120,7 @@ def model_of(objective: Objective, *names: str) -> MultiTaskPeftModel:
     model = MultiTaskPeftModel(backbone, configs, verify=False)
     lab.fill(_Parameters(model), 2)
     for name in names:
-        model.objectives.assign(name, objective)
+        model.objectives.assign(name, objective, args)
     return model.double()
 
 
@@ -123,17 +134,9 @@ class _Parameters(torch.nn.Module):
                 self.register_parameter(f"{name}_{key}".replace(".", "_"), parameter)
 
 
-def rows_of(objective: Objective, task: str, seed: int) -> TaskBatch:
-    """Return a global batch of rows of unequal lengths, as the loss reads them."""
-    rng = np.random.default_rng(seed)
-    sequences = []
-    for index, length in enumerate((9, 4, 2, 17, 6)):
-        ids = rng.integers(1, lab.VOCABULARY, size=length)
-        labels = np.where(np.arange(length) < index, -100, ids)
-        label = int(rng.integers(NUM_CLASSES)) if objective.row_form.needs_label else None
-        one_term = objective.row_form.is_one_term
-        sequences.append(TokenSequence(ids, ids if index > 1 else labels, index, label, is_one_term=one_term))
-    return TaskBatch(task, 0, 0, tuple(sequences))
+def model_for(case: LossCase, *names: str) -> MultiTaskPeftModel:
+    """Return a model whose tasks all have the loss of a case."""
+    return model_of(case.objective, *names, args=case.loss_args)
 
 
 def streams(batches: list[TaskBatch], max_tokens: int = 1000) -> list[MuxBatch]:
@@ -141,217 +144,189 @@ def streams(batches: list[TaskBatch], max_tokens: int = 1000) -> list[MuxBatch]:
     return ChunkPackingCollator().micro_batches(batches, max_tokens=max_tokens)
 
 
-def pass_of(model: MultiTaskPeftModel, batch: MuxBatch) -> tuple[torch.Tensor, HeadPass]:
-    """Return the hidden states of a micro-batch as a leaf, and what its head is computed with."""
-    with torch.no_grad(), model.multiplexing(batch):
-        hidden_TD = model.hidden_states(batch)
-    return hidden_TD.clone().requires_grad_(), model._head_pass()
+def ready(model: MultiTaskPeftModel, batches: list[TaskBatch], max_tokens: int = 1000) -> list[MuxBatch]:
+    """Return micro-batches with what passes before theirs have to give."""
+    return list(prepared(Executor(model), streams(batches, max_tokens), [batch.task for batch in batches]))
 
 
-def terms_of(model: MultiTaskPeftModel, objective: Objective, batch: MuxBatch) -> torch.Tensor:
-    """Return the terms of a micro-batch."""
-    hidden_TD, head = pass_of(model, batch)
-    with model.multiplexing(batch):
-        return objective.terms(hidden_TD, batch, head).detach()
+def judged(model: MultiTaskPeftModel, batch: TaskBatch) -> list[JudgedRow]:
+    """Return what plain PEFT gives for every row of a task."""
+    view = model.task_view(batch.task)
 
+    def logits(row: TokenSequence) -> list[torch.Tensor]:
+        ids = [torch.tensor(row.input_ids[start:end])[None] for start, end in row.sequence_bounds]
+        return [view(input_ids=one).logits[0].double() for one in ids]
 
-def language_terms(logits: torch.Tensor, sequence: TokenSequence) -> torch.Tensor:
-    """Return what plain torch makes of one row of a language model."""
-    return F.cross_entropy(logits[:-1], torch.tensor(sequence.labels[1:]), reduction="none", ignore_index=-100)[
-        torch.tensor(sequence.labels[1:]) != -100
-    ]
-
-
-def class_terms(logits: torch.Tensor, sequence: TokenSequence) -> torch.Tensor:
-    """Return what plain torch makes of one row of a classifier."""
-    return F.cross_entropy(logits[None], torch.tensor([sequence.class_label]), reduction="none")
-
-
-REFERENCES: dict[str, Callable[[torch.Tensor, TokenSequence], torch.Tensor]] = {
-    "language": language_terms,
-    "classification": class_terms,
-}
-"""Terms of one row from the logits of the backbone alone; a loss of the package comes with an entry."""
+    with model.without_adapters(), torch.no_grad():
+        references = [logits(row) for row in batch.sequences]
+    return [JudgedRow(row, logits(row), reference) for row, reference in zip(batch.sequences, references, strict=True)]
 
 
 # ------------------------------------------------------ what every loss keeps
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_terms_are_those_of_plain_torch_in_float64_sorted_by_task(name: str) -> None:
-    objective = OBJECTIVES[name]
-    model = model_of(objective, "a", "b")
-    batches = [rows_of(objective, "a", 1), rows_of(objective, "b", 2)]
-    (batch,) = streams(batches)
-    terms = terms_of(model, objective, batch)
-    counts = objective.counts(batch)
-    assert len(terms) == sum(counts)
-    assert all(count > 0 for count in counts)
-    for task, own in zip(batches, terms.split(counts), strict=True):
-        view = model.task_view(task.task)
-        with torch.no_grad():
-            wanted = [
-                REFERENCES[name](view(input_ids=torch.tensor(row.input_ids)[None]).logits[0].double(), row)
-                for row in task.sequences
-            ]
-        assert sorted(own.tolist()) == pytest.approx(sorted(torch.cat(wanted).tolist()), rel=1e-5)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_losses_and_gradients_of_two_tasks_are_those_of_the_formula(case: LossCase) -> None:
+    model = model_for(case, "a", "b")
+    batches = [case.batch("a", 1), case.batch("b", 2)]
+    (batch,) = ready(model, batches)
+    output = model(batch)
+    output.losses.sum().backward()
+    for index, rows in enumerate(batches):
+        parameters = list(model.task_parameters(rows.task).values())
+        found = [None if one.grad is None else one.grad.clone() for one in parameters]
+        wanted = case.judge(judged(model, rows), case.loss_args)
+        assert output.losses[index].item() == pytest.approx(wanted.item(), rel=1e-6)
+        gradients = torch.autograd.grad(wanted, parameters, allow_unused=True)
+        for mine, theirs in zip(found, gradients, strict=True):
+            assert mine is not None, "all parameters have bound gradients"
+            torch.testing.assert_close(mine, torch.zeros_like(mine) if theirs is None else theirs, rtol=1e-5, atol=1e-7)
+        assert any(theirs is not None and theirs.abs().sum() > 0 for theirs in gradients)
 
 
-@pytest.mark.parametrize("max_tokens", [17, 25, 1000])
-@pytest.mark.parametrize("name", NAMES)
-def test_terms_of_all_micro_batches_are_as_many_as_the_divisor_says(name: str, max_tokens: int) -> None:
-    objective = OBJECTIVES[name]
-    batches = [rows_of(objective, "a", 1), rows_of(objective, "b", 2)]
-    totals = {"a": 0, "b": 0}
-    for batch in streams(batches, max_tokens):
-        for task, count in zip(batch.task_names, objective.counts(batch), strict=True):
-            totals[task] += count
-    assert totals == {batch.task: batch.num_targets for batch in batches}
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_split_into_micro_batches_changes_the_loss_or_a_statistic(case: LossCase) -> None:
+    model = model_for(case, "a", "b")
+    batches = [case.batch("a", 1), case.batch("b", 2)]
+    executor = Executor(model)
+    whole = executor.forward_sums(streams(batches))
+    names = case.objective.statistic_names(case.loss_args)
+    assert set(whole.statistics) == ({"a", "b"} if names else set())
+    for max_tokens in (17, 25):
+        sums = executor.forward_sums(streams(batches, max_tokens))
+        for name in "ab":
+            assert sums.losses[name].item() == pytest.approx(whole.losses[name].item(), rel=1e-6)
+            if names:
+                torch.testing.assert_close(sums.statistics[name], whole.statistics[name], rtol=1e-5, atol=1e-7)
+                assert len(sums.statistics[name]) == len(names)
+                assert sums.statistics[name].isfinite().all()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_no_split_into_micro_batches_changes_the_mean_over_the_global_batch(name: str) -> None:
-    objective = OBJECTIVES[name]
-    model = model_of(objective, "a", "b")
-    batches = [rows_of(objective, "a", 1), rows_of(objective, "b", 2)]
-    (whole,) = streams(batches)
-    means = [part.mean().item() for part in terms_of(model, objective, whole).split(objective.counts(whole))]
-    for max_tokens in (17, 25, 1000):
-        totals = {"a": 0.0, "b": 0.0}
-        for batch in streams(batches, max_tokens):
-            output = model(batch)
-            for task, loss in zip(output.task_names, output.losses.tolist(), strict=True):
-                totals[task] += loss
-        assert list(totals.values()) == pytest.approx(means, rel=1e-6)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_nan_in_rows_of_one_task_leaves_the_bits_of_the_other(name: str) -> None:
-    objective = OBJECTIVES[name]
-    model = model_of(objective, "a", "b")
-    (batch,) = streams([rows_of(objective, "a", 1), rows_of(objective, "b", 2)])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_nan_in_rows_of_one_task_leaves_the_bits_of_the_other(case: LossCase) -> None:
+    model = model_for(case, "a", "b")
+    (batch,) = ready(model, [case.batch("a", 1), case.batch("b", 2)])
+    with torch.no_grad(), model.multiplexing(batch):
+        whole_TD = model.hidden_states(batch)
 
     def run(poison: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        hidden_TD, head = pass_of(model, batch)
-        with torch.no_grad():
-            if poison:
-                hidden_TD[: batch.task_offsets[1]] = float("nan")
+        hidden_TD = whole_TD.clone()
+        hidden_TD[: batch.task_offsets[1]] += float("nan") if poison else 0.0
+        hidden_TD.requires_grad_()
         with model.multiplexing(batch):
-            losses_N = per_task(objective.terms(hidden_TD, batch, head), objective.counts(batch), batch.loss_weights)
-        (gradient,) = torch.autograd.grad(losses_N.sum(), hidden_TD)
-        return losses_N.detach(), gradient[batch.task_offsets[1] :]
+            losses = model.losses_of(hidden_TD, batch)
+        (gradient,) = torch.autograd.grad(losses.losses_N.sum(), hidden_TD)
+        others = [torch.zeros(0) if losses.statistics[1] is None else losses.statistics[1]]
+        return torch.cat([losses.losses_N.detach(), *others]), gradient[batch.task_offsets[1] :]
 
     clean, gradient = run(poison=False)
     poisoned, poisoned_gradient = run(poison=True)
     assert torch.isnan(poisoned[0])
-    assert torch.equal(clean[1], poisoned[1])
+    assert torch.equal(clean[1:], poisoned[1:])
     assert torch.equal(gradient, poisoned_gradient)
     assert gradient.abs().sum() > 0
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_sequence_has_its_own_logits_and_labels_for_metrics(name: str) -> None:
-    objective = OBJECTIVES[name]
-    model = model_of(objective, "a")
-    rows = rows_of(objective, "a", 1)
+@pytest.mark.parametrize("case", [case for case in PACKAGED if case.objective.has_logits], ids=str)
+def test_every_sequence_has_its_own_logits_and_labels_for_metrics(case: LossCase) -> None:
+    model = model_for(case, "a")
+    rows = case.batch("a", 1)
     (batch,) = streams([rows])
-    labels = list(objective.head.labels(rows, batch))
+    labels = list(case.objective.head.labels(rows, batch))
     assert len(model.sequence_logits(batch)) == len(labels) == len(rows.sequences)
-    wanted = [row.class_label if objective.row_form.needs_label else row.labels.tolist() for row in rows.sequences]
+    needs_label = case.objective.row_form.needs_label
+    wanted = [row.class_label if needs_label else row.labels.tolist() for row in rows.sequences]
     assert sorted(np.asarray(label).tolist() for label in labels) == sorted(wanted)  # type: ignore[type-var]
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_metrics_are_named_beforehand_and_finite_for_any_loss(name: str) -> None:
-    objective = OBJECTIVES[name]
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_metrics_are_named_beforehand_and_finite_for_any_loss(case: LossCase) -> None:
+    objective, args = case.objective, case.loss_args
+    names = objective.statistic_names(args)
     for loss in (0.0, 1.5, 1e6):
-        metrics = objective.metrics(loss)
-        assert tuple(metrics) == objective.metric_names
+        metrics = objective.metrics(loss, dict.fromkeys(names, 0.5))
+        assert tuple(metrics) == objective.metric_names(args)
         assert metrics["eval_loss"] == loss
         assert all(key.startswith("eval_") and np.isfinite(value) for key, value in metrics.items())
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_task_finds_the_loss_by_its_type_and_that_of_its_adapter(name: str) -> None:
-    objective = OBJECTIVES[name]
-    for task_type in objective.head.kind.task_types:
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_task_finds_the_loss_by_its_name_and_the_type_of_its_adapter(case: LossCase) -> None:
+    for task_type in case.objective.head.kind.task_types:
         config = LoraConfig(r=2, task_type=task_type)
-        task = Task(name="a", peft_config=config, train_dataset=[{}], loss_type=objective.loss_type)
-        assert objective_of(task) is objective
-        assert task.is_classification == (objective.head.kind == CLASSIFICATION)
+        task = Task(
+            name="a",
+            peft_config=config,
+            train_dataset=[{}],
+            objective=case.name,
+            loss_type=case.loss_type,
+            objective_args=case.args,
+        )
+        assert objective_of(task) is case.objective
+        assert args_of(task) == case.loss_args
+        assert task.is_classification == (case.objective.head.kind == CLASSIFICATION)
+
+
+def test_every_variant_of_every_loss_has_a_case() -> None:
+    assert {entry.name for entry in CASES if entry not in PACKAGED} == {"toy-pairs"}
+    known = [entry for entry in OBJECTIVES.values() if entry.name not in (OWN, PairLoss.name)]
+    wanted = {(entry.name, kind) for entry in known for kind in entry.loss_types}
+    assert {(case.name, case.loss_type) for case in PACKAGED} == wanted
 
 
 # ------------------------------------------------------------- the door itself
 
 
-def test_todays_losses_and_the_choices_of_a_task_are_those_of_the_registry() -> None:
-    assert NAMES == ["classification", "language"]
-    with pytest.raises(ConfigError, match="loss_type: got 'dpo'; allowed: nll"):
-        lab.small_task("a", data_seed=1, loss_type="dpo")
-
-
-def test_a_name_and_a_loss_type_of_one_head_are_given_once(added: Callable[[Any], Objective]) -> None:
+def test_a_name_is_given_once(added: Callable[[Any], Objective]) -> None:
     added(SquaredSurprise())
     with pytest.raises(ValueError, match='"squared-surprise" is registered already'):
         register_objective(SquaredSurprise())
-    other = SquaredSurprise()
-    other.name = "other"
-    with pytest.raises(ValueError, match='loss_type "squared_surprise" is taken for language-model tasks'):
-        register_objective(other)
 
 
-def test_a_loss_of_another_head_or_with_a_reference_is_refused(added: Callable[[Any], Objective]) -> None:
-    model = model_of(OBJECTIVES["language"], "a")
+def test_a_loss_of_another_head_is_refused(added: Callable[[Any], Objective]) -> None:
+    model = model_of(OBJECTIVES["sft"], "a")
     with pytest.raises(ConfigError, match="a loss of classification tasks; allowed: those of language-model tasks"):
         model.objectives.assign("a", OBJECTIVES["classification"])
-    new = SquaredSurprise()
-    new.needs_reference = True
-    with pytest.raises(ConfigError, match="needs a reference model"):
-        model.objectives.assign("a", added(new))
-    with pytest.raises(ConfigError, match="loss_type: got 'squared_surprise'; allowed: nll"):
-        Task(
-            name="c",
-            peft_config=LoraConfig(task_type="SEQ_CLS"),
-            train_dataset=[{}],
-            loss_type="squared_surprise",
-        )
+    added(SquaredSurprise())
+    config = LoraConfig(task_type="SEQ_CLS")
+    with pytest.raises(ConfigError, match="objective: got 'squared-surprise' for classification tasks; allowed: class"):
+        Task(name="c", peft_config=config, train_dataset=[{}], objective="squared-surprise")
 
 
 def test_a_task_that_comes_back_under_a_name_does_not_inherit_a_loss(added: Callable[[Any], Objective]) -> None:
     model = model_of(added(SquaredSurprise()), "a", "b")
     model.remove_tasks(["a"])
     model.register_tasks({"a": LoraConfig(r=2, target_modules=["q_proj"])})
-    assert [model.objectives.of(name).name for name in ("a", "b")] == ["language", "squared-surprise"]
+    assert [model.objectives.of(name).name for name in ("a", "b")] == ["sft", "squared-surprise"]
 
 
-def test_graphs_are_refused_for_losses_that_cannot_be_captured_and_for_several(
-    added: Callable[[Any], Objective],
-) -> None:
-    new = added(SquaredSurprise())
-    model = model_of(OBJECTIVES["language"], "a", "b")
+def test_graphs_are_refused_for_losses_that_cannot_be_captured(added: Callable[[Any], Objective]) -> None:
+    model = model_of(OBJECTIVES["sft"], "a", "b")
     assert reason_against(model) is None
-    model.objectives.assign("b", new)
-    assert reason_against(model) == "this loss is only tried"
-    SquaredSurprise.eager_reason, before = None, SquaredSurprise.eager_reason  # type: ignore[assignment]
-    try:
-        assert reason_against(model) == "tasks have losses of several kinds"
-        model.objectives.assign("a", new)
-        assert reason_against(model) is None
-    finally:
-        SquaredSurprise.eager_reason = before
+    model.objectives.assign("b", added(SquaredSurprise()))
+    assert reason_against(model) == "a task's loss is more than the sum over its targets"
 
 
 @pytest.mark.parametrize("chosen", [(0,), (1,), (0, 2), (1, 2), (0, 1, 2)])
 def test_the_stream_of_some_tasks_is_that_which_they_would_have_without_the_others(chosen: tuple[int, ...]) -> None:
-    for objective in OBJECTIVES.values():
-        batches = [rows_of(objective, name, seed) for seed, name in enumerate("abc")]
+    for case in CASES:
+        batches = [case.batch(name, seed) for seed, name in enumerate("abc")]
         (whole,) = streams(batches)
         (wanted,) = streams([batches[index] for index in chosen])
         found = whole.of_tasks(chosen)
         for field in fields(MuxBatch):
-            mine, theirs = getattr(found, field.name), getattr(wanted, field.name)
-            is_same = torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
-            assert is_same, field.name
+            assert is_same(getattr(found, field.name), getattr(wanted, field.name)), field.name
+
+
+def is_same(mine: Any, theirs: Any) -> bool:
+    """Whether two values of a field are equal, tensors within them too."""
+    if isinstance(mine, torch.Tensor):
+        return torch.equal(mine, theirs)
+    if isinstance(mine, Mapping):
+        return mine.keys() == theirs.keys() and all(is_same(mine[key], theirs[key]) for key in mine)
+    if isinstance(mine, tuple) and len(mine) == len(theirs):
+        return all(is_same(one, other) for one, other in zip(mine, theirs, strict=True))
+    return bool(mine == theirs)
 
 
 # ------------------------------------------------- a loss that comes from here
@@ -373,13 +348,13 @@ def squared_per_row(model: Any, batch: TaskBatch) -> Iterator[torch.Tensor]:
         yield loss**2 / len(batch.sequences)
 
 
-LOOPS = {"squared_surprise": squared, "surprise_per_row": squared_per_row, "nll": lab._sequence_losses}
+LOOPS = {"squared-surprise": squared, "surprise-per-row": squared_per_row, None: lab._sequence_losses}
 
 
 def assert_as_loops_say(run: lab.Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Assert that every task went as an ordinary loop with its loss would have gone."""
     for task in run.trainer.tasks:
-        monkeypatch.setattr(lab, "_sequence_losses", LOOPS[task.loss_type])
+        monkeypatch.setattr(lab, "_sequence_losses", LOOPS[task.objective])
         lab.assert_as_judged(run, {task.name: lab.judge(run.trainer, task)})
 
 
@@ -387,8 +362,8 @@ def assert_as_loops_say(run: lab.Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_two_tasks_train_towards_a_new_loss_as_an_ordinary_loop_does(
     loss: type, added: Callable[[Any], Objective], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss_type = added(loss()).loss_type
-    options: dict[str, Any] = {"loss_type": loss_type, "max_steps": 4, "learning_rate": 1e-3}
+    name = added(loss()).name
+    options: dict[str, Any] = {"objective": name, "max_steps": 4, "learning_rate": 1e-3}
     tasks = [
         lab.small_task("a", data_seed=1, **options),
         lab.small_task("b", data_seed=2, rank=2, length=7, seed=3, **options),
@@ -404,11 +379,11 @@ def test_tasks_with_different_losses_train_in_one_run_and_come_while_it_runs(
     added(SurprisePerRow())
     options: dict[str, Any] = {"max_steps": 4, "learning_rate": 1e-3}
     tasks = [
-        lab.small_task("a", data_seed=1, loss_type="squared_surprise", **options),
+        lab.small_task("a", data_seed=1, objective="squared-surprise", **options),
         lab.small_task("b", data_seed=2, length=7, **options),
-        lab.small_task("c", data_seed=3, length=9, loss_type="surprise_per_row", **options),
+        lab.small_task("c", data_seed=3, length=9, objective="surprise-per-row", **options),
     ]
-    late = lab.small_task("late", data_seed=4, length=5, loss_type="squared_surprise", **options)
+    late = lab.small_task("late", data_seed=4, length=5, objective="squared-surprise", **options)
     recorder = lab.Recorder(keep_weights=False, at_end={1: lambda trainer: trainer.register_tasks([late])})
     run = lab.train(tasks, tmp_path, recorder=recorder)
     assert [task.name for task in run.trainer.tasks] == ["a", "b", "c", "late"]
@@ -416,16 +391,18 @@ def test_tasks_with_different_losses_train_in_one_run_and_come_while_it_runs(
 
 
 def test_a_nan_of_one_loss_leaves_the_bits_of_another_in_the_same_pass(added: Callable[[Any], Objective]) -> None:
-    model = model_of(OBJECTIVES["language"], "a", "b")
+    model = model_of(OBJECTIVES["sft"], "a", "b")
     model.objectives.assign("b", added(SquaredSurprise()))
-    (batch,) = streams([rows_of(OBJECTIVES["language"], name, seed) for seed, name in enumerate("ab")])
+    (batch,) = streams([CASES[0].batch(name, seed) for seed, name in enumerate("ab")])
+    with torch.no_grad(), model.multiplexing(batch):
+        whole_TD = model.hidden_states(batch)
     found = []
     for poison in (0.0, float("nan")):
-        hidden_TD, head = pass_of(model, batch)
-        with torch.no_grad():
-            hidden_TD[: batch.task_offsets[1]] += poison
+        hidden_TD = whole_TD.clone()
+        hidden_TD[: batch.task_offsets[1]] += poison
+        hidden_TD.requires_grad_()
         with model.multiplexing(batch):
-            losses_N = model.objectives.losses(hidden_TD, batch, head)
+            losses_N = model.losses_of(hidden_TD, batch).losses_N
         (gradient,) = torch.autograd.grad(losses_N.sum(), hidden_TD)
         found.append((losses_N.detach(), gradient[batch.task_offsets[1] :]))
     (clean, gradient), (poisoned, poisoned_gradient) = found
@@ -434,16 +411,25 @@ def test_a_nan_of_one_loss_leaves_the_bits_of_another_in_the_same_pass(added: Ca
     assert torch.equal(gradient, poisoned_gradient)
 
 
-def test_a_new_loss_names_metrics_that_may_stop_its_task(added: Callable[[Any], Objective], tmp_path: Path) -> None:
+def test_statistics_of_a_loss_are_logged_beside_it_and_name_metrics_that_may_stop_a_task(
+    added: Callable[[Any], Objective], tmp_path: Path
+) -> None:
     added(SquaredSurprise())
     held_out = lab.rows(9, 4, 5, 9)
-    options: dict[str, Any] = {"eval_dataset": held_out, "eval_steps": 1, "max_steps": 2}
+    options: dict[str, Any] = {"eval_dataset": held_out, "eval_steps": 1, "max_steps": 3}
     rule = EarlyStopping(metric="eval_surprise", greater_is_better=False)
     with pytest.raises(ConfigError, match="allowed: eval_loss or eval_perplexity where"):
         lab.small_task("a", data_seed=1, early_stopping=rule, **options)
-    task = lab.small_task("a", data_seed=1, early_stopping=rule, loss_type="squared_surprise", **options)
-    run = lab.train([task], tmp_path)
+    options["objective"] = "squared-surprise"
+    task = lab.small_task("a", data_seed=1, early_stopping=rule, **options)
+    doubled = lab.small_task("b", data_seed=1, loss_type="doubled", **options)
+    arguments = {"logging_strategy": "steps", "logging_steps": 1, "max_tokens_per_micro_batch": 20}
+    run = lab.train([task, doubled], tmp_path, **arguments)
+    plain, twice = (run.trainer.table[name].state.log_history[0] for name in "ab")
+    assert plain["surprise"] > 0
+    assert twice["loss"] == pytest.approx(2 * plain["loss"])
+    assert twice["surprise"] == pytest.approx(plain["surprise"])
     metrics = run.trainer.evaluate("a")
-    (key,) = [key for key in metrics if key.endswith("eval_surprise")]
+    (surprise,) = [value for key, value in metrics.items() if key.endswith("eval_surprise")]
     (loss,) = [value for key, value in metrics.items() if key.endswith("eval_loss")]
-    assert metrics[key] == pytest.approx(loss**0.5)
+    assert 0 < surprise <= loss**0.5

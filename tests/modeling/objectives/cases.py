@@ -1,0 +1,134 @@
+"""One case for each variant of each loss: rows as the loss reads them, and the loss by its formula in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from peft_mux.data.batch import IGNORE_INDEX, TaskBatch, TokenSequence
+from peft_mux.modeling.objectives.arguments import LossArgs, read_args
+from peft_mux.modeling.objectives.objective import OBJECTIVES, Objective
+from tests.invariants import mux_lab as lab
+
+NUM_CLASSES = 3
+
+
+@dataclass(frozen=True)
+class JudgedRow:
+    """A row with what plain PEFT gives for each of its sequences.
+
+    Attributes:
+        row: the row.
+        logits: `[L, V]` of each sequence, or `[C]` for classifiers, float64 with gradient.
+        reference: the same of the backbone without adapters.
+    """
+
+    row: TokenSequence
+    logits: Sequence[torch.Tensor]
+    reference: Sequence[torch.Tensor]
+
+    def logprobs(self, number: int = 0) -> torch.Tensor:
+        """Return the log-probabilities of the targets of a sequence."""
+        return self._logprobs(self.logits[number], number)
+
+    def reference_logprobs(self, number: int = 0) -> torch.Tensor:
+        """Return the same under the backbone without adapters."""
+        return self._logprobs(self.reference[number], number)
+
+    def column(self, name: str, number: int = 0) -> torch.Tensor:
+        """Return a token column at the targets of a sequence, in float64."""
+        start, end = self.row.sequence_bounds[number]
+        chosen = self.row.labels[start + 1 : end] != IGNORE_INDEX
+        return torch.tensor(self.row.token_columns[name][start + 1 : end][chosen])
+
+    def target_logits(self, number: int = 0) -> torch.Tensor:
+        """Return the logits `[M, V]` that predict the targets of a sequence."""
+        start, end = self.row.sequence_bounds[number]
+        chosen = torch.tensor(self.row.labels[start + 1 : end] != IGNORE_INDEX)
+        return self.logits[number][:-1][chosen]
+
+    def _logprobs(self, logits: torch.Tensor, number: int) -> torch.Tensor:
+        start, end = self.row.sequence_bounds[number]
+        labels = torch.tensor(self.row.labels[start + 1 : end])
+        return -F.cross_entropy(logits[:-1], labels, reduction="none", ignore_index=-100)[labels != -100]
+
+
+Judge = Callable[[Sequence[JudgedRow], Any], torch.Tensor]
+"""Returns the loss of a global batch from its rows and the arguments of the loss."""
+
+
+@dataclass(frozen=True)
+class LossCase:
+    """One variant of a loss.
+
+    Attributes:
+        name: name of the loss.
+        loss_type: the variant.
+        judge: the loss by its formula.
+        args: arguments that are set.
+        rows: makes the rows of a global batch.
+        label: tells cases of one variant apart.
+    """
+
+    name: str
+    loss_type: str
+    judge: Judge
+    args: dict[str, Any] = field(default_factory=dict)
+    rows: Callable[[np.random.Generator, Objective], Sequence[TokenSequence]] | None = None
+    label: str = ""
+
+    def __str__(self) -> str:
+        """Return the name of the case."""
+        return "-".join(part for part in (self.name, self.loss_type, self.label) if part)
+
+    @property
+    def objective(self) -> Objective:
+        """The loss."""
+        return OBJECTIVES[self.name]
+
+    @property
+    def loss_args(self) -> LossArgs:
+        """The arguments as the loss reads them."""
+        args, faults = read_args(self.objective.Args, self.args, self.loss_type, "objective_args")
+        assert args is not None, faults
+        return args
+
+    def batch(self, task: str, seed: int) -> TaskBatch:
+        """Return a global batch of rows of unequal lengths."""
+        make = self.rows or plain_rows
+        return TaskBatch(task, 0, 0, tuple(make(np.random.default_rng(seed), self.objective)))
+
+
+def plain_rows(rng: np.random.Generator, objective: Objective) -> list[TokenSequence]:
+    """Return rows of tokens, some of whose labels are masked, with a class where the loss asks for one."""
+    sequences = []
+    for index, length in enumerate((9, 4, 2, 17, 6)):
+        ids = rng.integers(1, lab.VOCABULARY, size=length)
+        labels = np.where(np.arange(length) < index, -100, ids)
+        label = int(rng.integers(NUM_CLASSES)) if objective.row_form.needs_label else None
+        one_term = objective.row_form.is_one_term
+        sequences.append(TokenSequence(ids, ids if index > 1 else labels, index, label, is_one_term=one_term))
+    return sequences
+
+
+def mean_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
+    """Return the mean negative log-likelihood of the targets."""
+    return -torch.cat([row.logprobs() for row in rows]).mean()
+
+
+def mean_class_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
+    """Return the mean negative log-likelihood of the classes."""
+    labels = torch.tensor([row.row.class_label for row in rows])
+    return F.cross_entropy(torch.stack([row.logits[0] for row in rows]), labels)
+
+
+CASES: list[LossCase] = [
+    LossCase("sft", "nll", mean_nll),
+    LossCase("classification", "nll", mean_class_nll),
+]
+"""A loss of the package comes with a case for each of its variants."""
