@@ -1,0 +1,1 @@
+"""Losses of preferences: which of two answers is the better one, or whether one answer is good."""
