@@ -6,54 +6,32 @@ Shape letters: R rows, each a pair of answers to one prompt.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional as F
 
+from peft_mux.modeling.objectives.preference.dpo_args import DPOArgs
 from peft_mux.modeling.objectives.preference.pairs import DIVERGENCES, Pairs
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DPOArgs:
-    """Options of DPO, by their names in `trl.DPOConfig`.
-
-    Attributes:
-        beta: how strongly the reference holds the model; the regularisation `tau` of IPO.
-        label_smoothing: share of labels that is taken to be wrong: cDPO for `sigmoid`, below 0.5 for `robust`, above 0
-            for `exo_pair`.
-        loss_weights: weight of each loss where `loss_type` names several; by default 1.
-        f_divergence_type: what holds the model near the reference, a key of `DIVERGENCES`.
-        f_alpha_divergence_coef: the order of `alpha_divergence`.
-        discopop_tau: temperature of the blend of `discopop`.
-        ld_alpha: weight of tokens beyond the shorter answer's length (LD-DPO), from 0 to 1; `None` for 1.
-    """
-
-    beta: float = 0.1
-    label_smoothing: float = 0.0
-    loss_weights: Sequence[float] | None = None
-    f_divergence_type: str = "reverse_kl"
-    f_alpha_divergence_coef: float = 0.5
-    discopop_tau: float = 0.05
-    ld_alpha: float | None = None
-
-
-def dpo_losses(pairs: Pairs, loss_types: Sequence[str], args: DPOArgs) -> torch.Tensor:
+def dpo_losses(pairs: Pairs, args: DPOArgs) -> torch.Tensor:
     """Return the loss `[R]` of each pair; the loss of a batch is their mean.
 
     Args:
         pairs: log-probabilities of the answers.
-        loss_types: keys of `DPO_LOSSES`.
-        args: their options.
+        args: which losses, and their options.
     """
     score = DIVERGENCES[args.f_divergence_type]
     scores = _Scores(
         score(pairs.chosen_logratios_R, args.f_alpha_divergence_coef),
         score(pairs.rejected_logratios_R, args.f_alpha_divergence_coef),
     )
-    weights = args.loss_weights or [1.0] * len(loss_types)
-    losses = [DPO_LOSSES[name](pairs, scores, args) * weight for name, weight in zip(loss_types, weights, strict=True)]
+    weights = args.loss_weights or (1.0,) * len(args.loss_types)
+    losses = [
+        DPO_LOSSES[name](pairs, scores, args) * weight for name, weight in zip(args.loss_types, weights, strict=True)
+    ]
     return torch.stack(losses).sum(dim=0)
 
 

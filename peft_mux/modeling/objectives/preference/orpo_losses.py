@@ -6,34 +6,31 @@ Shape letters: R rows, each a pair of answers to one prompt.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.nn import functional as F
 
-from peft_mux.errors import Fault
-from peft_mux.modeling.objectives.preference.dpo_args import number_fault
+from peft_mux.modeling.objectives.arguments import LossArgs, at_least
+from peft_mux.modeling.objectives.preference.dpo_args import DISABLE_DROPOUT
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ORPOArgs:
+@dataclass(frozen=True, kw_only=True)
+class ORPOArgs(LossArgs):
     """Options of ORPO, by their names in `trl.experimental.orpo.ORPOConfig`.
 
     Attributes:
         beta: weight of the odds ratio beside the negative log-likelihood; lambda in the paper.
     """
 
-    beta: float = 0.1
+    beta: float = at_least(0, 0.1)
 
-
-def orpo_faults(args: ORPOArgs, where: str) -> list[Fault]:
-    """Return what is wrong with options.
-
-    Args:
-        args: the options.
-        where: the task, for messages: `tasks.sql`.
-    """
-    return number_fault(f"{where}.objective_args.beta", args.beta, 0, low_allowed=True)
+    refused: ClassVar[Mapping[str, str]] = {
+        "disable_dropout": DISABLE_DROPOUT,
+        "max_completion_length": "it is of encoder-decoders; max_length of the task limits prompt and answer together",
+    }
 
 
 def log_odds(chosen_R: torch.Tensor, rejected_R: torch.Tensor) -> torch.Tensor:

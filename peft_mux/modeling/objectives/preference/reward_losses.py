@@ -5,17 +5,19 @@ Shape letters: R rows, each a pair of texts.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch.nn import functional as F
 
-from peft_mux.errors import Fault
-from peft_mux.modeling.objectives.preference.dpo_args import number_fault
+from peft_mux.modeling.objectives.arguments import LossArgs, at_least
+from peft_mux.modeling.objectives.preference.dpo_args import DISABLE_DROPOUT
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RewardArgs:
+@dataclass(frozen=True, kw_only=True)
+class RewardArgs(LossArgs):
     """Options of reward modelling, by their names in `trl.RewardConfig`.
 
     Attributes:
@@ -23,20 +25,9 @@ class RewardArgs:
             mean (arXiv 2312.09244, equation 2); `None` for 0.
     """
 
-    center_rewards_coefficient: float | None = None
+    center_rewards_coefficient: float | None = at_least(0, None)
 
-
-def reward_faults(args: RewardArgs, where: str) -> list[Fault]:
-    """Return what is wrong with options.
-
-    Args:
-        args: the options.
-        where: the task, for messages: `tasks.sql`.
-    """
-    if args.center_rewards_coefficient is None:
-        return []
-    field = f"{where}.objective_args.center_rewards_coefficient"
-    return number_fault(field, args.center_rewards_coefficient, 0, low_allowed=True)
+    refused: ClassVar[Mapping[str, str]] = {"disable_dropout": DISABLE_DROPOUT}
 
 
 def reward_losses(

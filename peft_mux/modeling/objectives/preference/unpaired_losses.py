@@ -5,19 +5,21 @@ Shape letters: R rows, each one answer to one prompt.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
-from peft_mux.errors import Fault
-from peft_mux.modeling.objectives.preference.dpo_args import number_fault
+from peft_mux.modeling.objectives.arguments import LossArgs, above, at_least
+from peft_mux.modeling.objectives.preference.dpo_args import DISABLE_DROPOUT
 
 KTO_LOSSES = ("kto", "apo_zero_unpaired")
 """The losses by TRL's names; the first one measures answers by how far the model has moved on others."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KTOArgs:
+@dataclass(frozen=True, kw_only=True)
+class KTOArgs(LossArgs):
     """Options of KTO, by their names in `trl.KTOConfig`.
 
     Attributes:
@@ -26,22 +28,15 @@ class KTOArgs:
         undesirable_weight: weight of bad answers.
     """
 
-    beta: float = 0.1
-    desirable_weight: float = 1.0
-    undesirable_weight: float = 1.0
+    beta: float = above(0, 0.1)
+    desirable_weight: float = at_least(0, 1.0)
+    undesirable_weight: float = at_least(0, 1.0)
 
-
-def kto_faults(args: KTOArgs, where: str) -> list[Fault]:
-    """Return what is wrong with options.
-
-    Args:
-        args: the options.
-        where: the task, for messages: `tasks.sql`.
-    """
-    where = f"{where}.objective_args"
-    faults = number_fault(f"{where}.beta", args.beta, 0, low_allowed=False)
-    faults += number_fault(f"{where}.desirable_weight", args.desirable_weight, 0, low_allowed=True)
-    return faults + number_fault(f"{where}.undesirable_weight", args.undesirable_weight, 0, low_allowed=True)
+    refused: ClassVar[Mapping[str, str]] = {
+        "sync_ref_model": "the reference is the backbone without adapters, which stays as it is; leave it out",
+        "disable_dropout": DISABLE_DROPOUT,
+        "precompute_ref_log_probs": "rows may bring ref_logps; else they are computed",
+    }
 
 
 def kto_losses(

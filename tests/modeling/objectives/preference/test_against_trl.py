@@ -100,7 +100,7 @@ def trl_dpo(loss_types: list[str], args: DPOArgs, logps: torch.Tensor, reference
     return DPOTrainer._compute_loss(trainer, model, inputs, False), trainer._metrics["train"]
 
 
-def our_dpo(loss_types: list[str], args: DPOArgs, logps: torch.Tensor, references: torch.Tensor, lengths: torch.Tensor):
+def our_dpo(args: DPOArgs, logps: torch.Tensor, references: torch.Tensor, lengths: torch.Tensor):
     weights = torch.ones_like(logps)
     if args.ld_alpha is not None:
         shared = torch.minimum(*lengths.chunk(2)).repeat(2)
@@ -113,7 +113,7 @@ def our_dpo(loss_types: list[str], args: DPOArgs, logps: torch.Tensor, reference
         rejected_tokens,
         -logps.sum(dim=1).chunk(2)[0] * ROWS / chosen_tokens.sum(),
     )
-    return dpo_losses(pairs, loss_types, args).mean(), pairs
+    return dpo_losses(pairs, args).mean()
 
 
 VARIANTS: list[tuple[list[str], dict[str, Any]]] = [
@@ -134,12 +134,12 @@ VARIANTS: list[tuple[list[str], dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("loss_types", "options"), VARIANTS, ids=str)
 def test_losses_of_pairs_are_those_of_the_dpo_trainer(loss_types: list[str], options: Mapping[str, Any]) -> None:
-    args = DPOArgs(**options)
+    args = DPOArgs(loss_type="+".join(loss_types), **options)
     lengths = lengths_of(0, 2 * ROWS)
     references = token_logps(1, lengths, torch.float32)
     ours, theirs = (token_logps(2, lengths, torch.float32).requires_grad_() for _ in range(2))
     is_real = torch.arange(LENGTH - 1) < lengths[:, None]
-    loss, _ = our_dpo(loss_types, args, ours * is_real, references, lengths)
+    loss = our_dpo(args, ours * is_real, references, lengths)
     expected, _ = trl_dpo(loss_types, args, theirs * is_real, references, lengths)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-6)
     (gradient,) = torch.autograd.grad(loss, ours)
@@ -161,10 +161,10 @@ def test_every_loss_of_the_dpo_trainer_is_trained_towards_or_refused() -> None:
 def test_smoothed_labels_are_those_of_the_wrong_share() -> None:
     lengths = lengths_of(0, 2 * ROWS)
     logps, references = token_logps(2, lengths), token_logps(1, lengths)
-    right, _ = our_dpo(["sigmoid"], DPOArgs(), logps, references, lengths)
+    right = our_dpo(DPOArgs(), logps, references, lengths)
     swapped = [torch.cat(part.chunk(2)[::-1]) for part in (logps, references, lengths)]
-    wrong, _ = our_dpo(["sigmoid"], DPOArgs(), *swapped)
-    smoothed, _ = our_dpo(["sigmoid"], DPOArgs(label_smoothing=0.2), logps, references, lengths)
+    wrong = our_dpo(DPOArgs(), *swapped)
+    smoothed = our_dpo(DPOArgs(label_smoothing=0.2), logps, references, lengths)
     torch.testing.assert_close(smoothed, 0.8 * right + 0.2 * wrong)
 
 
