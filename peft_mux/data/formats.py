@@ -64,6 +64,7 @@ class RowForm:
         reader: makes what reads the rows, where they are neither text to go on with nor text with a label.
         view: returns a dataset of which each row makes one sequence, given a dataset and its name for messages; `None`
             where every row does.
+        num_labels: number of outputs that a head for these rows has; `None` where rows or task tell it.
         marks: columns by which a task without `objective` is known to want the loss of these rows; none for none.
     """
 
@@ -74,6 +75,7 @@ class RowForm:
     reader: RowReaderMaker | None = None
     marks: tuple[str, ...] = ()
     view: Callable[[Any, str], Any] | None = None
+    num_labels: int | None = None
 
 
 LANGUAGE_ROWS = RowForm((DataFormat.TOKENIZED, DataFormat.PROMPT_COMPLETION, DataFormat.MESSAGES, DataFormat.TEXT))

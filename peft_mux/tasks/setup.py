@@ -84,8 +84,9 @@ def make_task_runs(tasks: list[Task], args: MultiTaskTrainingArguments, tokenize
 
 def class_count(run: TaskRun) -> int | None:
     """Return the number of classes of a classification task: its own, or one more than its greatest label."""
-    if not objective_of(run.task).row_form.needs_label:
-        return None
+    form = objective_of(run.task).row_form
+    if not form.needs_label:
+        return form.num_labels
     if run.task.num_labels is not None:
         return run.task.num_labels
     dataset = getattr(run.loader, "dataset", None)

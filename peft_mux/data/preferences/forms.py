@@ -23,5 +23,5 @@ SINGLE_ROWS = RowForm(
     view=unpaired,
 )
 """An answer and whether it is good."""
-SCORED_ROWS = RowForm(_PAIRED, is_one_term=True, reader=ScoredRows, marks=("chosen", "rejected"))
+SCORED_ROWS = RowForm(_PAIRED, is_one_term=True, reader=ScoredRows, marks=("chosen", "rejected"), num_labels=1)
 """A better and a worse text, for classifiers."""

@@ -51,8 +51,8 @@ class ScoredRows:
             tools.counts.num_dropped_long += 1
             return None
         ids = np.concatenate(texts)
-        # Tokens carry no labels here, so the ids stand in for them.
-        return TokenSequence(ids, ids.copy(), index, is_one_term=True, starts=(len(texts[0]),), row_values=values)
+        # Tokens carry no labels here, so the ids stand in for them; and a value is what classifiers' rows have.
+        return TokenSequence(ids, ids.copy(), index, 0.0, is_one_term=True, starts=(len(texts[0]),), row_values=values)
 
     def _tokenised(self, row: Mapping[str, Any], index: int) -> list[np.ndarray]:
         pair: list[Answer] = [
