@@ -65,6 +65,8 @@ class RowForm:
         view: returns a dataset of which each row makes one sequence, given a dataset and its name for messages; `None`
             where every row does.
         num_labels: number of outputs that a head for these rows has; `None` where rows or task tell it.
+        arrange: returns the rows of a global batch as the loss reads them, given those of the dataset and the number of
+            tokens to which they are limited; `None` where they are the same.
         marks: columns by which a task without `objective` is known to want the loss of these rows; none for none.
     """
 
@@ -76,6 +78,7 @@ class RowForm:
     marks: tuple[str, ...] = ()
     view: Callable[[Any, str], Any] | None = None
     num_labels: int | None = None
+    arrange: Callable[[tuple[Any, ...], int], tuple[Any, ...]] | None = None
 
 
 LANGUAGE_ROWS = RowForm((DataFormat.TOKENIZED, DataFormat.PROMPT_COMPLETION, DataFormat.MESSAGES, DataFormat.TEXT))

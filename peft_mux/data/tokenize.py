@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.data.batch import IGNORE_INDEX, TokenSequence
+from peft_mux.data.batch import IGNORE_INDEX, Arrange, TokenSequence
 from peft_mux.data.cells import RowCells
 from peft_mux.data.chat_rows import ChatRows
 from peft_mux.data.formats import (
@@ -64,6 +64,12 @@ class TokenizeOptions:
     def limit(self) -> int:
         """Longest sequence that is kept whole."""
         return self.max_length if self.max_positions is None else min(self.max_length, self.max_positions)
+
+    @property
+    def arrange(self) -> Arrange | None:
+        """What makes the rows of a global batch of rows of the dataset; `None` where they are the same."""
+        arrange, limit = self.row_form.arrange, self.limit
+        return None if arrange is None else lambda rows: arrange(rows, limit)
 
 
 class RowTokenizer:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from peft_mux.data.formats import DataFormat, RowForm
+from peft_mux.data.preferences.mismatched import with_mismatched
 from peft_mux.data.preferences.odds_rows import OddsRows
 from peft_mux.data.preferences.pair_rows import PairRows
 from peft_mux.data.preferences.scored_rows import ScoredRows
@@ -23,5 +26,7 @@ SINGLE_ROWS = RowForm(
     view=unpaired,
 )
 """An answer and whether it is good."""
+KTO_ROWS = replace(SINGLE_ROWS, arrange=with_mismatched)
+"""The same, and each prompt with the answer to another."""
 SCORED_ROWS = RowForm(_PAIRED, is_one_term=True, reader=ScoredRows, marks=("chosen", "rejected"), num_labels=1)
 """A better and a worse text, for classifiers."""

@@ -140,6 +140,19 @@ class Objective(Protocol):
         """The form of the rows that it reads."""
         ...
 
+    @property
+    def prepass_sequence(self) -> int | None:
+        """Which sequence of each row, from 0, passes without gradient read alone; `None` for none."""
+        ...
+
+    def rows(self, args: Any) -> RowForm:
+        """Return the form of the rows that a variant of it reads."""
+        ...
+
+    def needs_batch_values(self, args: Any) -> bool:
+        """Whether a variant of it needs numbers of the whole global batch beforehand."""
+        ...
+
     def needs_reference(self, args: Any) -> bool:
         """Whether it needs the log-probabilities of the backbone without adapters (`TokenOutputs`)."""
         ...
@@ -173,6 +186,7 @@ class Objective(Protocol):
 class BaseObjective:
     """What most losses have in common; see `Objective`."""
 
+    row_form: RowForm
     refused_loss_types: Mapping[str, str] = {}
     takes_several: bool = False
     Args: type[LossArgs] = LossArgs
@@ -182,9 +196,19 @@ class BaseObjective:
     has_logits: bool = True
     eager_reason: str | None = "a task's loss is more than the sum over its targets"
 
+    prepass_sequence: int | None = None
+
+    def rows(self, args: Any) -> RowForm:
+        """Return one form for all variants."""
+        return self.row_form
+
     def needs_reference(self, args: Any) -> bool:
         """Return that it needs none."""
         return False
+
+    def needs_batch_values(self, args: Any) -> bool:
+        """Return whether it has any."""
+        return bool(self.num_batch_values)
 
     def statistic_names(self, args: Any) -> tuple[str, ...]:
         """Return that there are none."""

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
-from peft_mux.data.preferences.forms import KTO_ROWS, SINGLE_ROWS
 from peft_mux.data.formats import RowForm
+from peft_mux.data.preferences.forms import KTO_ROWS, SINGLE_ROWS
 from peft_mux.modeling.objectives.language_head import LANGUAGE_HEAD
 from peft_mux.modeling.objectives.objective import BaseObjective, register_objective
 from peft_mux.modeling.objectives.outputs import TaskLoss, TokenOutputs
@@ -32,3 +32,74 @@ class KTOLoss(BaseObjective):
     head = LANGUAGE_HEAD
     row_form = SINGLE_ROWS
     has_logits = False
+    num_batch_values = 2
+    prepass_sequence = 1
+
+    def rows(self, args: KTOArgs) -> RowForm:
+        """Return rows with answers to other prompts for `kto`."""
+        return KTO_ROWS if args.loss_type == "kto" else SINGLE_ROWS
+
+    def needs_reference(self, args: KTOArgs) -> bool:
+        """Return that it does."""
+        return True
+
+    def needs_batch_values(self, args: KTOArgs) -> bool:
+        """Return whether the variant measures how far the model has moved."""
+        return args.loss_type == "kto"
+
+    def statistic_names(self, args: KTOArgs) -> tuple[str, ...]:
+        """Return the rewards, the log-probabilities and how far the model has moved."""
+        return ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
+
+    def batch_values(self, outputs: TokenOutputs, args: KTOArgs) -> torch.Tensor:
+        """Return the sum over the mismatched answers of their log-ratios, and the number of these."""
+        logratios_R = outputs.sequence_sums(outputs.logprobs_M - _reference(outputs))
+        return torch.stack([logratios_R.sum(), logratios_R.new_tensor(float(len(logratios_R)))])
+
+    def loss(self, outputs: TokenOutputs, args: KTOArgs) -> TaskLoss:
+        """Return the mean over the answers of the global batch."""
+        logprobs_R = outputs.sequence_sums(outputs.logprobs_M)
+        logratios_R = logprobs_R - _answer_references(outputs)
+        desirable_R, kl = outputs.row_values["desirable"] > 0, _moved(outputs)
+        losses_R = kto_losses(logratios_R, desirable_R, kl, args)
+        rewards_R, logps_R = args.beta * logratios_R.detach(), logprobs_R.detach()
+        good = outputs.totals["desirable"]
+        bad = outputs.totals["num_rows"] - good
+        chosen, rejected = (
+            [
+                torch.where(mask_R, figure_R, 0.0).sum() / count if count else figure_R.new_tensor(0.0)
+                for figure_R in (rewards_R, logps_R)
+            ]
+            for mask_R, count in ((desirable_R, good), (~desirable_R, bad))
+        )
+        margin = chosen[0] - rejected[0]
+        figures = [
+            chosen[0],
+            rejected[0],
+            margin,
+            chosen[1],
+            rejected[1],
+            outputs.mean_over_rows(kl.expand(len(logps_R))),
+        ]
+        return TaskLoss(outputs.mean_over_rows(losses_R), torch.stack(figures))
+
+
+def _reference(outputs: TokenOutputs) -> torch.Tensor:
+    reference_M = outputs.reference_logprobs_M
+    assert reference_M is not None, "a pass without adapters comes before this loss"
+    return reference_M
+
+
+def _answer_references(outputs: TokenOutputs) -> torch.Tensor:
+    """Return the reference log-probability of each answer, as rows bring it or as computed."""
+    given = outputs.row_values.get("ref_logps")
+    return outputs.sequence_sums(_reference(outputs)) if given is None else given
+
+
+def _moved(outputs: TokenOutputs) -> torch.Tensor:
+    """Return the mean log-ratio of the mismatched answers of the global batch, at least 0; 0 where it is not measured."""
+    sums = outputs.batch_values
+    return outputs.nll_M.new_zeros(()) if sums is None else (sums[0] / sums[1]).clamp(min=0)
+
+
+register_objective(KTOLoss())
