@@ -377,7 +377,7 @@ def _chosen(tensor: torch.Tensor, bounds: Sequence[tuple[int, int]], dim: int = 
 
 
 def _chosen_columns(columns: Columns, first: int, targets: Sequence[tuple[int, int]]) -> Columns:
-    """Return a task's columns at some targets, which are numbered within the stream; `first` is the task's first one."""
+    """Return a task's columns at some targets, numbered within the stream; `first` is the number of its first one."""
     bounds = [(start - first, end - first) for start, end in targets]
     return {name: _chosen(values, bounds) for name, values in columns.items()}
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, TrainerCallback
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.demo.small_llama import make_tokenizer
@@ -214,19 +214,6 @@ def task(name: str, rows: Sequence[Mapping[str, Any]], *, is_classifier: bool = 
     }
     config = adapter(is_classifier=is_classifier)
     return Task(name=name, peft_config=config, train_dataset=[dict(row) for row in rows], **options)
-
-
-class _Losses(TrainerCallback):
-    """Writes down every task's exact loss at every step."""
-
-    def __init__(self) -> None:
-        self.trainer: Any = None
-        self.losses: dict[str, list[float]] = {}
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for run in self.trainer.table:
-            if run.last_loss is not None:
-                self.losses.setdefault(run.name, []).append(run.last_loss)
 
 
 def our_outcomes(

@@ -13,8 +13,8 @@ def with_mismatched(rows: tuple[TokenSequence, ...], limit: int) -> tuple[TokenS
     """Return the rows of a global batch, each with a second sequence: its prompt, and the answer of the row before.
 
     The first row gets the answer of the last, as in TRL's `KTOTrainer`, which rotates the answers of each batch of its
-    dataset by one. TRL takes whole answers and cuts them to the limit behind their new prompt; here an answer that was cut
-    to the limit behind its own prompt is no longer than that.
+    dataset by one. TRL takes whole answers and cuts them to the limit behind their new prompt; here an answer that was
+    cut to the limit behind its own prompt is no longer than that.
 
     Args:
         rows: rows of one sequence, with labels in the answer alone.

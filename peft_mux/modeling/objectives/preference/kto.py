@@ -9,6 +9,9 @@ Shape letters: M targets and R rows of a task in a micro-batch.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+
 import torch
 
 from peft_mux.data.formats import RowForm
@@ -22,8 +25,8 @@ from peft_mux.modeling.objectives.preference.unpaired_losses import KTO_LOSSES, 
 class KTOLoss(BaseObjective):
     """The losses of `trl.KTOTrainer` on rows with an answer and a verdict.
 
-    With `kto` it differs from TRL in batches of several processes or accumulated ones: there each micro-batch of TRL has
-    an estimate and pairs of its own, here the global batch has one.
+    With `kto` it differs from TRL where batches are of several processes or accumulated: there each micro-batch of TRL
+    has pairs and an estimate of its own, here the global batch has one.
     """
 
     name = "kto"
@@ -64,24 +67,22 @@ class KTOLoss(BaseObjective):
         losses_R = kto_losses(logratios_R, desirable_R, kl, args)
         rewards_R, logps_R = args.beta * logratios_R.detach(), logprobs_R.detach()
         good = outputs.totals["desirable"]
-        bad = outputs.totals["num_rows"] - good
-        chosen, rejected = (
-            [
-                torch.where(mask_R, figure_R, 0.0).sum() / count if count else figure_R.new_tensor(0.0)
-                for figure_R in (rewards_R, logps_R)
-            ]
-            for mask_R, count in ((desirable_R, good), (~desirable_R, bad))
+        counts = ((desirable_R, good), (~desirable_R, outputs.totals["num_rows"] - good))
+        rewards, logps = (
+            [_mean(figure_R, mask_R, count) for mask_R, count in counts] for figure_R in (rewards_R, logps_R)
         )
-        margin = chosen[0] - rejected[0]
-        figures = [
-            chosen[0],
-            rejected[0],
-            margin,
-            chosen[1],
-            rejected[1],
-            outputs.mean_over_rows(kl.expand(len(logps_R))),
-        ]
-        return TaskLoss(outputs.mean_over_rows(losses_R), torch.stack(figures))
+        moved = outputs.mean_over_rows(kl.expand(len(logps_R)))
+        statistics = torch.stack([*rewards, rewards[0] - rewards[1], *logps, moved])
+        return TaskLoss(outputs.mean_over_rows(losses_R), statistics)
+
+    def metrics(self, loss: float, statistics: Mapping[str, float]) -> dict[str, float]:
+        """Return the mean loss and the statistics, without those of good or bad answers where there are none."""
+        return super().metrics(loss, {name: value for name, value in statistics.items() if not math.isnan(value)})
+
+
+def _mean(figures_R: torch.Tensor, mask_R: torch.Tensor, count: float) -> torch.Tensor:
+    """Return this micro-batch's part of a mean over some rows of the global batch; NaN where it has none of them."""
+    return torch.where(mask_R, figures_R, 0.0).sum() / (count or math.nan)
 
 
 def _reference(outputs: TokenOutputs) -> torch.Tensor:
@@ -97,7 +98,7 @@ def _answer_references(outputs: TokenOutputs) -> torch.Tensor:
 
 
 def _moved(outputs: TokenOutputs) -> torch.Tensor:
-    """Return the mean log-ratio of the mismatched answers of the global batch, at least 0; 0 where it is not measured."""
+    """Return the mean log-ratio of the mismatched answers of the global batch, at least 0; 0 where it has none."""
     sums = outputs.batch_values
     return outputs.nll_M.new_zeros(()) if sums is None else (sums[0] / sums[1]).clamp(min=0)
 
