@@ -145,3 +145,19 @@ def test_tasks_of_five_losses_train_together_as_each_with_its_trainer_of_trl(tmp
         expected = theirs(CASES[name], tmp_path / task.name)
         lab.assert_same(together[task.name], expected)
         lab.assert_same_metrics(together[task.name], expected, CASES[name].metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["dpo", "orpo", "kto", "reward"])
+def test_held_out_rows_have_the_metrics_of_the_trainer_of_trl(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    # In whole batches: of a smaller last one, TRL takes the metrics for as much as of the others. And in one batch where
+    # a part of the loss is a mean over tokens: TRL takes it by batch, this package over all of them.
+    held_out = case.rows[-4:] if name == "orpo" else case.rows[-8:]
+    case = case._replace(options={**case.options, "held_out": held_out})
+    settings = {**case.settings, "eval_dataset": held_out}
+    task = lab.task("a", case.rows, is_classifier=case.is_classifier, **settings)
+    ours = lab.our_outcomes([task], tmp_path, is_classifier=case.is_classifier)["a"].evaluated
+    expected = theirs(case, tmp_path).evaluated
+    for metric in ("loss", *case.metrics):
+        assert ours[f"eval_{metric}"] == pytest.approx(expected[f"eval_{metric}"], rel=1e-4, abs=1e-4), metric

@@ -118,12 +118,14 @@ class Outcome:
         metrics: by step, what was logged beside the loss.
         weights: final, by PEFT's name without the adapter's.
         initial: the same before the first step.
+        evaluated: metrics of the rows that were held out, after the last step.
     """
 
     losses: list[float]
     metrics: list[Mapping[str, float]]
     weights: dict[str, torch.Tensor]
     initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    evaluated: dict[str, float] = field(default_factory=dict)
 
 
 def trl_outcome(
@@ -133,6 +135,7 @@ def trl_outcome(
     folder: Path,
     *,
     is_classifier: bool = False,
+    held_out: Sequence[Mapping[str, Any]] = (),
     **options: Any,
 ) -> Outcome:
     """Train with a trainer of TRL.
@@ -143,6 +146,7 @@ def trl_outcome(
         rows: the rows, in the order in which they are trained on.
         folder: where it may write.
         is_classifier: whether the backbone is a classifier.
+        held_out: rows to evaluate after the last step, in the same batches as the others.
         options: arguments beside those that all runs have.
     """
     losses: list[float] = []
@@ -157,6 +161,7 @@ def trl_outcome(
         output_dir=str(folder / "trl"),
         max_steps=STEPS,
         per_device_train_batch_size=BATCH,
+        per_device_eval_batch_size=BATCH,
         learning_rate=RATE,
         lr_scheduler_type="linear",
         train_sampling_strategy="sequential",
@@ -175,6 +180,7 @@ def trl_outcome(
         model=model,
         args=args,
         train_dataset=Dataset.from_list([dict(row) for row in rows]),
+        eval_dataset=Dataset.from_list([dict(row) for row in held_out]) if held_out else None,
         processing_class=copy.deepcopy(tokenizer()),
         peft_config=peft_config,
     )
@@ -186,7 +192,10 @@ def trl_outcome(
             parameter.copy_(initial[name])
     made.train()
     metrics = [entry for entry in made.state.log_history if "loss" in entry]
-    return Outcome(losses, metrics, {name: value.detach() for name, value in trained.items()}, initial)
+    count = len(losses)
+    evaluated = made.evaluate() if held_out else {}
+    final = {name: value.detach() for name, value in trained.items()}
+    return Outcome(losses[:count], metrics, final, initial, evaluated)
 
 
 def initial_weights(*, is_classifier: bool = False) -> dict[str, torch.Tensor]:
@@ -241,9 +250,15 @@ def our_outcomes(
             [entry for entry in trainer.task_states[one.name].log_history if "loss" in entry],
             lab.weights(trainer, one.name),
             recorder.before[one.name][0],
+            {} if one.eval_dataset is None else _evaluated(trainer, one.name),
         )
         for one in tasks
     }
+
+
+def _evaluated(trainer: MultiTaskTrainer, name: str) -> dict[str, float]:
+    found = trainer.evaluate()
+    return {key.removeprefix(f"{name}/"): value for key, value in found.items() if key.startswith(f"{name}/")}
 
 
 def assert_same(ours: Outcome, theirs: Outcome, tolerance: float = 1e-4) -> None:
