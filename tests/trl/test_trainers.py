@@ -151,7 +151,7 @@ def test_tasks_of_five_losses_train_together_as_each_with_its_trainer_of_trl(tmp
 @pytest.mark.parametrize("name", ["dpo", "orpo", "kto", "reward"])
 def test_held_out_rows_have_the_metrics_of_the_trainer_of_trl(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    # In whole batches: of a smaller last one, TRL takes the metrics for as much as of the others. And in one batch where
+    # In whole batches: of a smaller last one, TRL takes metrics for as much as of the others. And in one batch where
     # a part of the loss is a mean over tokens: TRL takes it by batch, this package over all of them.
     held_out = case.rows[-4:] if name == "orpo" else case.rows[-8:]
     case = case._replace(options={**case.options, "held_out": held_out})
