@@ -27,6 +27,7 @@ from tests.paths import ROOT
 _HERE = "modeling/adapters"
 _STEPS = f"{_HERE}/lora/test_row_steps.py::test_a_task_goes_as_plain_peft_alone_and_comes_back_there"
 _ALONE = "test_a_task_goes_as_plain_peft_alone_and_is_saved_as_there"
+_ON_ANY_SETS = "test_tasks_on_any_sets_of_parameters_go_as_plain_peft_goes_with_each_alone"
 _ANY = f"{_HERE}/test_field_types.py::test_any_value_in_any_field_is_trained_with_or_refused_by_name"
 _INITIAL = f"{_HERE}/lora/test_initial_factors.py"
 
@@ -59,7 +60,7 @@ TESTED_BY = {
     "use_dora": _STEPS,
     "qalora_group_size": _ANY,
     "lora_bias": _STEPS,
-    "target_parameters": f"{_HERE}/lora/test_experts.py::test_tasks_on_any_sets_of_parameters_go_as_plain_peft_goes_with_each_alone",
+    "target_parameters": f"{_HERE}/lora/test_experts.py::{_ON_ANY_SETS}",
     "use_bdlora": _STEPS,
 }
 """Which test shows that a field is honoured, beside its file."""
