@@ -149,8 +149,9 @@ def _batches(rows: Sequence[Row], max_batch_tokens: int) -> Iterator[list[Row]]:
 
 
 def _eos_tokens(backbone: Any, tokenizer: Any) -> tuple[int, ...]:
-    """Return what ends a completion: the tokens of the backbone's generation configuration, or the tokenizer's."""
-    given = getattr(backbone.generation_config, "eos_token_id", None)
-    if given is None:
-        given = getattr(tokenizer, "eos_token_id", None)
-    return () if given is None else (given,) if isinstance(given, int) else tuple(given)
+    """Return what ends a completion: tokens of the backbone's generation configuration, and the tokenizer's.
+
+    Both, as training appends the tokenizer's; `Trainer` brings the two together in the same way.
+    """
+    own = getattr(backbone.generation_config, "eos_token_id", None), getattr(tokenizer, "eos_token_id", None)
+    return tuple(token for one in own if one is not None for token in ((one,) if isinstance(one, int) else one))

@@ -38,8 +38,8 @@ class SamplingOptions:
         repetition_penalty: logits of tokens that came before, in the prompt or the completion, are divided by it where
             positive and multiplied where negative; 1 for none. It applies with and without `do_sample`.
         stop_strings: texts after which a completion ends; `Completion.text` ends before them.
-        eos_token_id: tokens that end a completion; by default those of the backbone's generation configuration, or
-            else the tokenizer's.
+        eos_token_id: tokens that end a completion; by default those of the backbone's generation configuration, and
+            the tokenizer's.
         seed: fixes the draws of a row. A row's completion is what `PeftModel.generate` gives for it alone after
             `torch.manual_seed(seed)`, whatever else is in the batch.
 
@@ -108,6 +108,12 @@ class GenerateOptions(SamplingOptions):
         """Keys of the metrics; `None` where a function of the user's makes some."""
         names = [metric for metric in self.metrics if isinstance(metric, str)]
         return tuple(f"eval_{name}" for name in names) if len(names) == len(self.metrics) else None
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """All fields as plain values, functions by their names."""
+        names = [metric if isinstance(metric, str) else getattr(metric, "__name__", "") for metric in self.metrics]
+        return {**{item.name: getattr(self, item.name) for item in fields(self)}, "metrics": names}
 
 
 def sampling_options(config: SamplingOptions | GenerationConfig | None, settings: Mapping[str, Any]) -> SamplingOptions:

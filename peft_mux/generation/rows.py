@@ -183,13 +183,13 @@ class RowMaker:
 
     def _ids(self, request: GenerationRequest, place: int) -> list[int]:
         cells, prompt = RowCells(f"prompts.{request.task}", self.vocab_size), request.prompt
-        is_chat, tokenizer = _are_messages(prompt), self.tokenizer
-        if tokenizer is None and (is_chat or isinstance(prompt, str)):
+        is_chat, has_tokenizer = _are_messages(prompt), self.tokenizer is not None
+        if not has_tokenizer and (is_chat or isinstance(prompt, str)):
             raise cells.error(place, "prompt", "text without a tokenizer", "token ids, or a processing_class")
         if isinstance(prompt, str):
-            ids = tokenizer(cells.text({"prompt": prompt}, "prompt", place))["input_ids"]
+            ids = self.tokenizer(cells.text({"prompt": prompt}, "prompt", place))["input_ids"]
         elif is_chat:
-            chat = ChatRows(cells, tokenizer, task=request.task, chat_template=None, assistant_only_loss=False)
+            chat = ChatRows(cells, self.tokenizer, task=request.task, chat_template=None, assistant_only_loss=False)
             ids = chat.encode_prompt(chat.messages({"prompt": prompt}, "prompt", place), "prompt", place)
         else:
             ids = cells.integers(prompt, place, "prompt")
