@@ -2,8 +2,7 @@
 
 All passes are those that train, `[1, T]` with rows sorted by task, so that every layer sees what it sees in training
 and adapters of any kind run as they do there. Attention alone is told more: where the keys and values of the tokens
-before lie (`peft_mux.modeling.attention.rows`). The last token of a prompt goes with the first step, so that only steps
-compute logits.
+before lie (`peft_mux.modeling.attention.rows`).
 
 Shape letters: B rows, T tokens of a pass, D hidden features, V words.
 """
@@ -11,18 +10,18 @@ Shape letters: B rows, T tokens of a pass, D hidden features, V words.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import accumulate, groupby
 
 import torch
 
 from peft_mux.data.batch import IGNORE_INDEX, MuxBatch
-from peft_mux.generation.draws import Draws
+from peft_mux.generation.draws import Drawn, Draws
 from peft_mux.generation.rows import Row, StopTexts
 from peft_mux.modeling.attention.packed import AttentionStream
 from peft_mux.modeling.attention.rows import KeyValueRows
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.language_head import output_head
+from peft_mux.modeling.stream import Passes
 
 
 class Decoding:
@@ -36,47 +35,53 @@ class Decoding:
 
     def __init__(self, model: MultiTaskPeftModel, rows: Sequence[Row], stops: StopTexts | None) -> None:
         """Compute nothing yet."""
-        self._model, self._stops = model, stops
-        self._rows = list(rows)
-        self._kept = KeyValueRows([len(row.prompt) - 1 for row in rows], model.device)
+        self._model, self._stops, self._device = model, stops, model.device
+        self._kept = KeyValueRows([len(row.prompt) for row in rows], self._device)
+        self._use(rows)
+
+    def _use(self, rows: Sequence[Row]) -> None:
+        self._rows, self._draws = list(rows), Draws(rows, self._device)
+        # What kernels need to know of these rows, gathered in their first step.
+        self._passes: Passes | None = None
 
     def run(self) -> None:
         """Append tokens to the rows until every one of them has ended."""
         self._model.prepare({row.task: None for row in self._rows})
-        self._read_prompts()
-        while self._rows:
-            self._step_until_one_ends()
-            self._drop_ended()
+        logits_BV = self._read_prompts()
+        while self._take(self._draws.next_tokens(logits_BV)):
+            logits_BV = self._step()
 
-    def _read_prompts(self) -> None:
-        """Keep the keys and values of all prompts but their last tokens."""
-        read = [row for row in self._rows if len(row.prompt) > 1]
-        if not read:
-            return
-        batch = _stream([row.task for row in read], [row.prompt[:-1] for row in read], [0] * len(read))
-        batch = batch.to(self._model.device)
-        with self._model.multiplexing(batch):
-            self._hidden_states(batch)
-
-    def _step_until_one_ends(self) -> None:
-        """Take steps of the same rows until at least one of them has ended."""
+    def _read_prompts(self) -> torch.Tensor:
+        """Keep the keys and values of all prompts, and return the logits of what follows them."""
         model, rows = self._model, self._rows
-        draws, passes = Draws(rows, model.device), None
-        batch = _newest(rows).to(model.device)
-        while not any(row.finish_reason for row in rows):
-            self._kept.next_column()
-            with model.multiplexing(batch, passes):
-                # Kept, as the rows stay the same: what kernels need to know of them is gathered once.
-                passes = model.stream.passes
-                logits_BV = self._logits(self._hidden_states(batch))
-            drawn = draws.next_tokens(logits_BV)
-            for row, token, logprob, is_finite in zip(rows, *drawn, strict=True):
-                if is_finite:
-                    row.take(token, logprob, self._stops)
-                else:
-                    row.finish_reason = "non_finite"
-            ids = torch.tensor([drawn.tokens], device=model.device)
-            batch = replace(batch, input_ids=ids, position_ids=batch.position_ids + 1)
+        batch = _stream([row.task for row in rows], [row.prompt for row in rows], [0] * len(rows)).to(self._device)
+        last = batch.cu_seqlens[1:].long() - 1
+        with model.multiplexing(batch):
+            hidden_TD = self._hidden_states(batch)
+            # The head sees the last token of each prompt alone: logits of all of them would be the largest tensor.
+            with model.stream.selected_rows(batch.sequence_offsets, batch.token_places[last], model.adapters):
+                return self._logits(hidden_TD[last])
+
+    def _step(self) -> torch.Tensor:
+        """Return the logits of what follows the newest token of each row."""
+        self._kept.next_column()
+        batch = _newest(self._rows).to(self._device)
+        with self._model.multiplexing(batch, self._passes):
+            self._passes = self._model.stream.passes
+            return self._logits(self._hidden_states(batch))
+
+    def _take(self, drawn: Drawn) -> bool:
+        """Append a token to each row, take those that have ended out of the batch, and return whether any is left."""
+        for row, token, logprob, is_finite in zip(self._rows, *drawn, strict=True):
+            if is_finite:
+                row.take(token, logprob, self._stops)
+            else:
+                row.finish_reason = "non_finite"
+        kept = [number for number, row in enumerate(self._rows) if not row.finish_reason]
+        if kept and len(kept) < len(self._rows):
+            self._kept.select(kept)
+            self._use([self._rows[number] for number in kept])
+        return bool(kept)
 
     def _hidden_states(self, batch: MuxBatch) -> torch.Tensor:
         """Return the `[T, D]` last hidden states of a batch that is multiplexed; its keys and values are kept."""
@@ -89,17 +94,10 @@ class Decoding:
         logits_BV = module(hidden_BD).float() * scale
         return logits_BV if softcap is None else softcap * torch.tanh(logits_BV / softcap)
 
-    def _drop_ended(self) -> None:
-        """Take rows that have ended out of the batch."""
-        kept = [number for number, row in enumerate(self._rows) if not row.finish_reason]
-        self._rows = [self._rows[number] for number in kept]
-        if kept:
-            self._kept.select(kept)
-
 
 def _newest(rows: Sequence[Row]) -> MuxBatch:
     """Return a stream of the newest token of each row."""
-    newest = [[(row.tokens or row.prompt)[-1]] for row in rows]
+    newest = [row.tokens[-1:] for row in rows]
     return _stream([row.task for row in rows], newest, [len(row.prompt) + len(row.tokens) - 1 for row in rows])
 
 

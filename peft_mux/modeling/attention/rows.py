@@ -23,7 +23,7 @@ class KeyValueRows:
     """Keeps the keys and values of every layer, by row.
 
     Args:
-        lengths: how many tokens of each row come in the packed stream, in which rows follow one another; may be 0.
+        lengths: how many tokens of each row come in the packed stream, in which rows follow one another.
         device: where keys and values are.
     """
 
@@ -102,8 +102,7 @@ class KeyValueRows:
     def _appended(self, layer: str, *new: torch.Tensor) -> list[torch.Tensor]:
         """Write the `[B, G, C]` keys and values of each row's newest token; return `[B, G, L, C]`, those of all."""
         last = self._num_columns - 1
-        # Where all prompts have one token, nothing was read before.
-        kept = self._layers.get(layer) or [x.new_zeros(*x.shape[:2], 0, x.shape[2]) for x in new]
+        kept = self._layers[layer]
         if kept[0].shape[2] <= last:
             kept = [torch.cat([x, x.new_zeros(*x.shape[:2], _GROWTH, x.shape[3])], dim=2) for x in kept]
         for x, newest in zip(kept, new, strict=True):
