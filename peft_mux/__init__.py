@@ -20,6 +20,9 @@ if TYPE_CHECKING:
         ProcessError,
         UnsupportedModelError,
     )
+    from peft_mux.generation.completion import Completion, GenerationRequest
+    from peft_mux.generation.generate import generate
+    from peft_mux.generation.options import GenerateOptions, SamplingOptions
     from peft_mux.modeling.model import MultiTaskPeftModel
     from peft_mux.scheduler.plan import Plan
     from peft_mux.task import EarlyStopping, Task, TaskStatus
@@ -33,9 +36,12 @@ except PackageNotFoundError:  # a checkout that is not installed
 _HOMES = {
     "CheckpointError": "errors",
     "ChunkPackingCollator": "data.collator",
+    "Completion": "generation.completion",
     "ConfigError": "errors",
     "DataError": "errors",
     "EarlyStopping": "task",
+    "GenerateOptions": "generation.options",
+    "GenerationRequest": "generation.completion",
     "MemoryBudgetError": "errors",
     "MultiTaskPeftModel": "modeling.model",
     "MultiTaskTrainer": "trainer.trainer",
@@ -45,17 +51,22 @@ _HOMES = {
     "Plan": "scheduler.plan",
     "PlanError": "errors",
     "ProcessError": "errors",
+    "SamplingOptions": "generation.options",
     "Task": "task",
     "TaskStatus": "task",
     "UnsupportedModelError": "errors",
+    "generate": "generation.generate",
 }
 
 __all__ = [
     "CheckpointError",
     "ChunkPackingCollator",
+    "Completion",
     "ConfigError",
     "DataError",
     "EarlyStopping",
+    "GenerateOptions",
+    "GenerationRequest",
     "MemoryBudgetError",
     "MultiTaskPeftModel",
     "MultiTaskTrainer",
@@ -65,10 +76,12 @@ __all__ = [
     "Plan",
     "PlanError",
     "ProcessError",
+    "SamplingOptions",
     "Task",
     "TaskStatus",
     "UnsupportedModelError",
     "__version__",
+    "generate",
 ]
 
 

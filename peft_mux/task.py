@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from peft_mux.compat import StrEnum
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
+from peft_mux.generation.options import GenerateOptions
 from peft_mux.hyper_parameters import (
     _is_integer,
     _is_real,
@@ -115,6 +116,9 @@ class Task:
         num_labels: classes of this task's head (sequence classification); by default the backbone's.
         compute_metrics: takes a `transformers.EvalPrediction`, returns a dict of numbers.
         preprocess_logits_for_metrics: shrinks `(logits, labels)` before they are gathered.
+        eval_generate: at each evaluation, complete the prompts of the held-out rows (`prompt`/`completion` or
+            `messages`) and hold the completions against what the rows ask for; `True` for `GenerateOptions()`, which
+            logs `eval_exact_match`. Tasks whose turn it is generate together, in mixed batches.
         early_stopping: when to stop before `max_steps`.
         callbacks: `TrainerCallback`s that see this task's own state and may stop this task alone.
         objective: name of a loss of `peft_mux.modeling.objectives` (docs/losses.md), or a function of the task's own
@@ -167,6 +171,7 @@ class Task:
     data_timeout_s: float | None = None
     compute_metrics: Callable[..., dict[str, float]] | None = None
     preprocess_logits_for_metrics: Callable[..., Any] | None = None
+    eval_generate: bool | GenerateOptions | None = None
     early_stopping: EarlyStopping | None = None
     callbacks: Sequence[TrainerCallback] = field(default=())
     objective: str | Callable[..., Any] | None = None
@@ -182,6 +187,18 @@ class Task:
     def is_classification(self) -> bool:
         """Whether the task trains a sequence classifier."""
         return str(getattr(self.peft_config, "task_type", None) or "").endswith("SEQ_CLS")
+
+    @property
+    def generate_options(self) -> GenerateOptions | None:
+        """What an evaluation generates; `None` for nothing."""
+        given = self.eval_generate
+        return given if isinstance(given, GenerateOptions) else GenerateOptions() if given else None
+
+    @property
+    def has_own_metrics(self) -> bool:
+        """Whether functions of the task's own take part in its evaluations."""
+        generated = self.generate_options
+        return self.compute_metrics is not None or (generated is not None and generated.metric_names is None)
 
 
 def _task_faults(task: Task) -> list[Fault]:
@@ -313,7 +330,8 @@ def _combination_faults(task: Task, where: str) -> list[Fault]:
             faults.append(Fault(f"{where}.eval_steps", "0", "at least 1, as early_stopping is set"))
         # What `compute_metrics` returns is only known when it is called, so only its absence is judged.
         known = _known_metrics(task)
-        if known and task.compute_metrics is None and task.early_stopping.metric not in known:
+        known = (*known, *((known and task.generate_options and task.generate_options.metric_names) or ()))
+        if known and not task.has_own_metrics and task.early_stopping.metric not in known:
             faults.append(
                 Fault(
                     f"{where}.early_stopping.metric",
@@ -327,12 +345,32 @@ def _combination_faults(task: Task, where: str) -> list[Fault]:
         faults.append(Fault(f"{where}.compute_metrics", "a function", allowed))
     if task.compute_metrics is not None and task.eval_dataset is None:
         faults.append(Fault(f"{where}.compute_metrics", "a function", "none where eval_dataset is not set"))
+    faults += _generation_faults(task, where)
     is_stream = not hasattr(task.train_dataset, "__len__") and task.train_dataset is not None
     if is_stream and not task.max_steps:
         faults.append(
             Fault(f"{where}.max_steps", shown(task.max_steps), "a number of steps, as a stream has no length")
         )
     return faults
+
+
+def _generation_faults(task: Task, where: str) -> list[Fault]:
+    """Return why completions of held-out prompts cannot be generated, as far as the task itself tells."""
+    given, where = task.eval_generate, f"{where}.eval_generate"
+    if given is None or given is False:
+        return []
+    if given is not True and not isinstance(given, GenerateOptions):
+        fix = "Write GenerateOptions(**options)." if isinstance(given, dict) else ""
+        return [Fault(where, shown(given), "True, False, or GenerateOptions(max_new_tokens=..., metrics=...)", fix)]
+    if task.is_classification:
+        return [Fault(where, shown(given), "None for sequence classification, which completes no text")]
+    if getattr(task.peft_config, "is_prompt_learning", False):
+        kind = type(task.peft_config).__name__
+        fix = "Generate with the saved adapter: PeftModel.from_pretrained(base, folder).generate."
+        return [Fault(where, f"{shown(given)} with {kind}", "None for adapters of virtual tokens", fix)]
+    if task.eval_dataset is None:
+        return [Fault(where, shown(given), "None where eval_dataset is not set", "Give held-out rows with prompts.")]
+    return []
 
 
 TASK_FIELDS = tuple(item.name for item in fields(Task))

@@ -29,6 +29,7 @@ ROOMS = (
     "task_names",
     "storage",
     "modeling",
+    "generation",
     "hyper_parameters",
     "task",
     "argument_fields",

@@ -16,7 +16,7 @@ from peft_mux.task import TaskStatus
 from peft_mux.tasks.task_run import TaskRun
 
 STATE_NAME = "state.json"
-_FREE_TO_CHANGE = frozenset({"eval_steps", "save_steps", "data_timeout_s"})
+_FREE_TO_CHANGE = frozenset({"eval_steps", "save_steps", "data_timeout_s", "eval_generate"})
 _NOT_OF_THE_ADAPTER = frozenset(
     {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
 )
@@ -136,6 +136,8 @@ def task_settings(run: TaskRun) -> dict[str, Any]:
     settings["peft_config"] = {key: _plain(value) for key, value in config.items() if key not in _NOT_OF_THE_ADAPTER}
     rows = getattr(getattr(run.loader, "dataset", None), "fingerprint", None)
     settings["rows"] = None if rows is None else rows
+    if run.task.generate_options is not None:
+        settings["eval_generate"] = run.task.generate_options.described
     # Through JSON, as the saved settings went: tuples become lists and keys strings before they are compared.
     return json.loads(json.dumps(settings, default=str))
 

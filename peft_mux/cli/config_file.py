@@ -23,6 +23,7 @@ from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments
 from peft_mux.cli.encoding import encoding_fault
 from peft_mux.cli.yaml_text import parse_value, read_yaml
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
+from peft_mux.generation.options import GenerateOptions
 from peft_mux.task import TASK_FIELDS, EarlyStopping, Task
 
 _TOP_KEYS = ("model", "tokenizer", "output_dir", "run", "defaults", "tasks", "model_init_kwargs")
@@ -227,6 +228,8 @@ def _make_task(name: str, settings: dict[str, Any], folder: Path) -> Task:
             own["early_stopping"] = EarlyStopping(**own["early_stopping"])
         except TypeError as error:
             raise ConfigError(f"tasks.{name}.early_stopping: {error}; allowed: metric, patience, min_delta.") from error
+    if isinstance(own.get("eval_generate"), dict):
+        own["eval_generate"] = _generate_options(name, own["eval_generate"])
     eval_rows = None
     if settings.get("eval_dataset") is not None:
         split = settings.get("eval_split", "train")
@@ -238,6 +241,16 @@ def _make_task(name: str, settings: dict[str, Any], folder: Path) -> Task:
     rows = load_rows(settings["dataset"], split, settings.get("dataset_config"), folder, f"tasks.{name}")
     peft_config = _make_peft_config(name, settings["peft"])
     return Task(name=name, peft_config=peft_config, train_dataset=rows, eval_dataset=eval_rows, **own)
+
+
+def _generate_options(name: str, settings: dict[str, Any]) -> GenerateOptions:
+    where = f"tasks.{name}.eval_generate."
+    raise_faults(_unknown_keys(settings, [item.name for item in fields(GenerateOptions)], where))
+    try:
+        return GenerateOptions(**settings)
+    except ConfigError as error:
+        raise_faults([replace(fault, where=f"{where}{fault.where}") for fault in error.faults])
+        raise
 
 
 def _make_peft_config(name: str, settings: dict[str, Any]) -> Any:

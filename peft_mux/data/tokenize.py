@@ -260,7 +260,7 @@ class RowTokenizer:
             prompt_ids, ids = self._encode(prompt_text), self._encode(prompt_text + completion_text)
         if self.options.completion_only_loss is not False:
             # The prompt is encoded once more by itself, as its tokens may merge with those of the completion.
-            start = _common_prefix(prompt_ids, ids)
+            start = common_prefix(prompt_ids, ids)
             masks.append(np.arange(len(ids)) >= start)
         return ids, masks
 
@@ -310,7 +310,7 @@ def _masked(ids: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
     return labels
 
 
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
     """Return how many leading tokens agree; where tokens merge across the border, the completion starts before it."""
     length = min(len(first), len(second))
     differing = np.flatnonzero(np.asarray(first[:length]) != np.asarray(second[:length]))

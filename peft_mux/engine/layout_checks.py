@@ -38,6 +38,7 @@ def check_layout(
         ConfigError: naming every task and field.
         UnsupportedModelError: if the architecture cannot be cut.
     """
+    raise_faults(_generation_faults(layout, args, tasks))
     if args.shard_backbone:
         raise_faults([*_sharding_faults(layout, source, args), *_divided_faults(tasks, "shard_backbone=True")])
     if layout.is_data_parallel:
@@ -76,6 +77,20 @@ def _divided_faults(tasks: Sequence[Task], layout: str) -> list[Fault]:
         fault
         for task in tasks
         for fault in divided_model_faults(task.peft_config, f"tasks.{task.name}.peft_config", layout)
+    ]
+
+
+def _generation_faults(layout: ParallelLayout, args: MultiTaskTrainingArguments, tasks: Sequence[Task]) -> list[Fault]:
+    """Return the tasks whose evaluations generate, where a process holds a part of the model only."""
+    if layout.is_data_parallel and not args.shard_backbone:
+        return []
+    got = f"replicas {layout}{' with shard_backbone=True' if args.shard_backbone else ''}"
+    allowed = "None where a process holds a part of the model"
+    fix = "Give every process the whole model, or evaluate the saved adapters with peft_mux.generate in one process."
+    return [
+        Fault(f"tasks.{task.name}.eval_generate", got, allowed, fix)
+        for task in tasks
+        if task.generate_options is not None
     ]
 
 

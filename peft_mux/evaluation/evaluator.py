@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
 
 from peft_mux.checkpoint.saver import Saver
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.work import StepExecutor
 from peft_mux.errors import ConfigError, MetricsError, ProcessError
 from peft_mux.evaluation.evaluate import EvaluationShare, evaluate_task
+from peft_mux.evaluation.generated import Answers, answer_metrics, generate_answers
 from peft_mux.own_code import Listener, OwnCodeError, describe_error, nobody
 from peft_mux.reporting.run_log import RunLog
 from peft_mux.task import TaskStatus
@@ -29,6 +32,7 @@ class TaskEvaluator:
         executor: returns what runs passes through the model as it is placed now.
         max_tokens: returns how many tokens one pass may hold now.
         share: returns which held-out rows this process evaluates now.
+        tokenizer: reads completions as text; `None` where no task generates.
     """
 
     def __init__(
@@ -40,20 +44,36 @@ class TaskEvaluator:
         executor: Callable[[], StepExecutor],
         max_tokens: Callable[[], int],
         share: Callable[[], EvaluationShare],
+        tokenizer: Any = None,
     ) -> None:
         """Evaluate nothing yet."""
-        self._collator, self._log, self._saver = collator, log, saver
+        self._collator, self._log, self._saver, self._tokenizer = collator, log, saver, tokenizer
         self._executor, self._max_tokens, self._share = executor, max_tokens, share
 
-    def metrics(self, run: TaskRun) -> dict[str, float]:
+    def generate(self, runs: Sequence[TaskRun]) -> dict[str, Answers]:
+        """Return what the tasks among `runs` that have `eval_generate` answer to their held-out prompts, by name.
+
+        They share batches, so it is called once for all tasks that are about to be evaluated.
+        """
+        if not any(run.eval_prompts for run in runs):
+            return {}
+        return generate_answers(
+            self._executor(), runs, self._tokenizer, max_tokens=self._max_tokens(), share=self._share()
+        )
+
+    def metrics(self, run: TaskRun, answers: Answers | None = None) -> dict[str, float]:
         """Return a task's metrics and change nothing; what its own functions raise comes out as it is.
+
+        Args:
+            run: the task.
+            answers: what it answers to its held-out prompts, where it has `eval_generate`; generated where `None`.
 
         Raises:
             ConfigError: if the task has no held-out rows.
             MetricsError: where there are several processes, if its own functions fail on one.
         """
         try:
-            return self._metrics(run)
+            return self._metrics(run, answers)
         except MetricsError as error:
             raised = error.__cause__
             if raised is None or isinstance(raised, OwnCodeError):
@@ -61,10 +81,10 @@ class TaskEvaluator:
         # Here and not above: within the handler it would get a context that it did not have.
         raise raised
 
-    def _metrics(self, run: TaskRun, listener: Listener = nobody) -> dict[str, float]:
+    def _metrics(self, run: TaskRun, answers: Answers | None, listener: Listener = nobody) -> dict[str, float]:
         if run.eval_data is None:
             raise ConfigError(f"tasks.{run.name}.eval_dataset: got None; allowed: held-out rows, to evaluate the task.")
-        return evaluate_task(
+        metrics = evaluate_task(
             self._executor(),
             run.task,
             run.eval_data,
@@ -75,21 +95,29 @@ class TaskEvaluator:
             arrange=run.loader.arrange,
             arranged_rows=run.hyper.train_batch_size,
         )
+        if not run.eval_prompts:
+            return metrics
+        answers = answers or self.generate([run])[run.name]
+        return {**metrics, **answer_metrics(run.task, answers, share=self._share(), listener=listener)}
 
-    def evaluate(self, run: TaskRun) -> dict[str, float]:
+    def evaluate(self, run: TaskRun, answers: Answers | None = None) -> dict[str, float]:
         """Evaluate a running task, log what came out, and stop it where its early stopping says so.
 
-        What a task's own `compute_metrics` raises fails that task and no other.
+        What a task's own functions raise (`compute_metrics`, metrics of `eval_generate`) fails that task and no other.
+
+        Args:
+            run: the task.
+            answers: what it answers to its held-out prompts, where it has `eval_generate`; generated where `None`.
 
         Returns:
             Metrics under `task/metric` keys; empty where the evaluation failed.
         """
         try:
-            metrics = self._metrics(run, self._log.delays.note)
+            metrics = self._metrics(run, answers, self._log.delays.note)
             is_best = run.task.early_stopping is not None and run.best.update(metrics, run.step)
         except Exception as error:
             # Everything of the evaluation but this task's own functions serves all tasks; a fault there is ours.
-            is_own = run.task.compute_metrics is not None and not isinstance(error, ProcessError)
+            is_own = run.task.has_own_metrics and not isinstance(error, ProcessError)
             if not is_own and not isinstance(error, ConfigError):
                 raise
             _logger.warning('the evaluation of task "%s" failed', run.name, exc_info=True)
@@ -97,6 +125,8 @@ class TaskEvaluator:
             run.quarantine(f"evaluation failed: {reason}")
             return {}
         logs = self._log.evaluation(run, metrics)
+        if answers is not None:
+            self._log_answers(run, answers)
         self._log.callbacks[run.name].call("on_evaluate", metrics=dict(metrics))
         if is_best:
             # Kept before it is saved: a failed write must not cost the best weights.
@@ -106,6 +136,16 @@ class TaskEvaluator:
         if run.best.is_exhausted and not run.status.is_final:
             _stop_early(run, metrics["eval_loss"])
         return logs
+
+    def _log_answers(self, run: TaskRun, answers: Answers) -> None:
+        """Show and write down the first few answers."""
+        options = run.task.generate_options
+        assert options is not None, "tasks have answers where they generate"
+        texts = zip(answers.prompts, answers.completions, answers.references, strict=True)
+        for prompt, completion, reference in islice(texts, options.num_logged):
+            self._log.say(f"{run.name}: ...{prompt[-60:]!r} -> {completion[:60]!r} (wanted: {reference[:60]!r})")
+            row = {"prompt": prompt, "completion": completion, "reference": reference}
+            self._log.event("completion", task=run.name, step=run.step, **row)
 
 
 def _stop_early(run: TaskRun, loss: float) -> None:

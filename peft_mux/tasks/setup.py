@@ -18,6 +18,7 @@ from peft_mux.data.streams.loader import StreamLoader
 from peft_mux.data.streams.read_ahead import ReadAhead
 from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.errors import ConfigError, DataError
+from peft_mux.generation.prompts import PromptReader, PromptRow
 from peft_mux.hyper_parameters import MOST_STEPS, HyperParameters
 from peft_mux.modeling.backbone.checks import max_positions
 from peft_mux.modeling.objectives.objective import args_of, objective_of
@@ -46,10 +47,12 @@ def make_task_run(task: Task, args: MultiTaskTrainingArguments, tokenizer: Any, 
     _warn_of_left_out_rows(loader.report)
     num_steps = _num_steps(task, hyper, loader)
     check_optimizer(task.name, hyper, num_steps, args)
-    eval_data = None
+    eval_data, eval_prompts = None, ()
     if task.eval_dataset is not None:
-        eval_data = _eval_rows(task, hyper, options, tokenizer)
+        rows = _held_out_rows(task, hyper)
+        eval_data = tokenize_dataset(rows, options=options, tokenizer=tokenizer, split="eval_dataset")
         _warn_of_left_out_rows(eval_data.report)
+        eval_prompts = _eval_prompts(task, rows, options, tokenizer)
     return TaskRun(
         task=task,
         hyper=hyper,
@@ -59,6 +62,7 @@ def make_task_run(task: Task, args: MultiTaskTrainingArguments, tokenizer: Any, 
         state=TrainerState(max_steps=num_steps),
         best=BestMetric(task),
         status=TaskStatus.WAITING,
+        eval_prompts=eval_prompts,
     )
 
 
@@ -141,14 +145,32 @@ def _loader(task: Task, hyper: HyperParameters, options: TokenizeOptions, tokeni
     return loader
 
 
-def _eval_rows(task: Task, hyper: HyperParameters, options: TokenizeOptions, tokenizer: Any) -> TokenizedDataset:
+def _held_out_rows(task: Task, hyper: HyperParameters) -> Any:
     rows = task.eval_dataset
     if not hasattr(rows, "__len__"):
         # Every evaluation goes through all held-out rows, so a stream of them is read once and kept.
         where = f"tasks.{task.name}.eval_dataset"
         with _naming(where):
             rows = ReadAhead(_all_rows(rows), where=where, timeout_s=hyper.data_timeout_s).take()
-    return tokenize_dataset(rows, options=options, tokenizer=tokenizer, split="eval_dataset")
+    return rows
+
+
+def _eval_prompts(task: Task, rows: Any, options: TokenizeOptions, tokenizer: Any) -> tuple[PromptRow, ...]:
+    """Return the prompts that evaluations complete; say which rows are too long for that."""
+    generated = task.generate_options
+    if generated is None:
+        return ()
+    room = None if options.max_positions is None else options.max_positions - generated.max_new_tokens
+    reader = PromptReader(options, tokenizer)
+    found = reader.read(rows, limit=generated.num_rows, max_tokens=room)
+    if reader.num_too_long:
+        warnings.warn(
+            f"tasks.{task.name}.eval_generate: {reader.num_too_long:,} held-out prompts left out, as no "
+            f"{generated.max_new_tokens:,} tokens fit behind them. Lower max_new_tokens.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return found
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import TrainerState
 
+from peft_mux.generation.prompts import PromptRow
 from peft_mux.hyper_parameters import HyperParameters
 from peft_mux.modeling.objectives.objective import args_of, objective_of
 from peft_mux.task import Task, TaskStatus
@@ -42,6 +43,7 @@ class TaskRun:
         last_gradient_norm: gradient norm of the last step, before clipping.
         num_tokens: tokens that the task was trained on so far.
         best_weights: weights of the best evaluation, on the CPU; empty without early stopping.
+        eval_prompts: prompts of held-out rows that each evaluation completes; none without `eval_generate`.
     """
 
     task: Task
@@ -62,6 +64,7 @@ class TaskRun:
     last_gradient_norm: float = float("nan")
     num_tokens: int = 0
     best_weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    eval_prompts: tuple[PromptRow, ...] = ()
 
     @property
     def name(self) -> str:

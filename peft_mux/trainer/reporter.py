@@ -14,6 +14,7 @@ from peft_mux.reporting.metrics_file import read_metrics
 from peft_mux.reporting.plots import plot_losses
 from peft_mux.reporting.report import RankRecord, report_table
 from peft_mux.task import TaskStatus
+from peft_mux.tasks.task_run import TaskRun
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run
 from peft_mux.trainer.world import World
@@ -52,12 +53,21 @@ class Reporter:
         # Reset before callbacks are called, which may wish for the next one.
         everybody = self._run.control.should_evaluate
         self._run.control.should_evaluate = False
+        due = {name for name in names if self._is_due(self._run.table[name], everybody=everybody)}
+        # All tasks at once, before the first one is evaluated: their completions share batches.
+        answers = self._evaluator.generate([self._run.table[name] for name in names if name in due])
         for name in names:
             run = self._run.table[name]
-            if run.status is TaskStatus.RUNNING and run.eval_data is not None and (run.is_evaluation_due or everybody):
-                self._run.callbacks.call("on_evaluate", self._evaluator.evaluate(run))
+            # Asked again, as callbacks of the tasks before may have ended this one.
+            if name in due and run.status is TaskStatus.RUNNING:
+                self._run.callbacks.call("on_evaluate", self._evaluator.evaluate(run, answers.get(name)))
             if run.status is TaskStatus.RUNNING and self._run.log.callbacks[name].control.should_training_stop:
                 run.end(TaskStatus.STOPPED_EARLY, "stopped by a callback of the task")
+
+    @staticmethod
+    def _is_due(run: TaskRun, *, everybody: bool) -> bool:
+        is_evaluated = run.status is TaskStatus.RUNNING and run.eval_data is not None
+        return is_evaluated and (run.is_evaluation_due or everybody)
 
     def finish(self, seconds: float, waited_s: float, num_tokens: int, num_steps: int) -> TrainOutput:
         """Log and return what training came to, and call `on_train_end`; all processes call this.

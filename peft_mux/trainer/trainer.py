@@ -149,6 +149,7 @@ class MultiTaskTrainer(Trainer):
             executor=lambda: placement.placed.executor,
             max_tokens=lambda: plans.max_tokens,
             share=lambda: placement.row_share,
+            tokenizer=source.tokenizer,
         )
         lifecycle = Lifecycle(run, placement, plans)
         self._membership = Membership(run, world, placement, plans, lifecycle)
@@ -314,7 +315,12 @@ class MultiTaskTrainer(Trainer):
         self._placement.materialise(self._plans.plan_stages)
         held_out = [run for run in self.table if run.eval_data is not None]
         runs = held_out if task is None else [self._membership.run_of(task)]
-        return {f"{run.name}/{key}": value for run in runs for key, value in self._evaluator.metrics(run).items()}
+        answers = self._evaluator.generate(runs)
+        return {
+            f"{run.name}/{key}": value
+            for run in runs
+            for key, value in self._evaluator.metrics(run, answers.get(run.name)).items()
+        }
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write every task's adapter, each at the root of its sub-folder, loadable by plain PEFT."""

@@ -15,6 +15,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.cli.config_file import read_config
 from peft_mux.cli.main import main
 from peft_mux.errors import ConfigError
+from peft_mux.generation.options import GenerateOptions
 from peft_mux.task import EarlyStopping, Task
 
 ROWS = [{"prompt": f"say {n}", "completion": f" n{n}"} for n in range(6)]
@@ -167,6 +168,15 @@ def test_set_replaces_adds_and_makes_sections(folder: Path) -> None:
     assert third.max_steps == 2
 
 
+def test_what_evaluations_generate_is_a_section_or_true(folder: Path) -> None:
+    given = "tasks.math.eval_generate={max_new_tokens: 8, metrics: [f1, contains], num_rows: 3, stop_strings: ['.']}"
+    config = read_config(write(folder, good(folder)), [given, "tasks.math.eval_generate.seed=5"])
+    wanted = GenerateOptions(max_new_tokens=8, metrics=["f1", "contains"], num_rows=3, stop_strings=["."], seed=5)
+    assert config.tasks[1].generate_options == wanted
+    config = read_config(write(folder, good(folder)), ["tasks.math.eval_generate=true"])
+    assert config.tasks[1].generate_options == GenerateOptions()
+
+
 @pytest.mark.parametrize("override", ["learning_rate", "=3"])
 def test_set_without_key_or_value_is_refused_with_an_example(override: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"--set: got .*allowed: key=value, such as tasks\.sql"):
@@ -260,6 +270,11 @@ def test_faults_of_all_tasks_are_told_at_once(folder: Path) -> None:
             r"tasks\.math\.early_stopping: .*patient.*allowed: metric, patience",
         ),
         ("tasks.math.early_stopping={patience: 0}", r"early_stopping\.patience: got 0"),
+        ("tasks.math.eval_generate={top_p: 2}", r"tasks\.math\.eval_generate\.top_p: got 2"),
+        ("tasks.math.eval_generate={metric: f1}", r'tasks\.math\.eval_generate\.metric: got an unknown key.*"metrics"'),
+        ("tasks.math.eval_generate={metrics: [f2]}", r"tasks\.math\.eval_generate\.metrics: got 'f2'"),
+        ("tasks.math.eval_generate=3", r"tasks\.math\.eval_generate: got 3; allowed: True, False, or GenerateOptions"),
+        ("tasks.sql.eval_generate=true", r"tasks\.sql\.eval_generate: got True; allowed: None where eval_dataset"),
         ("tasks.sql.peft.type=lorra", r'tasks\.sql\.peft\.type: got \'lorra\'.*Did you mean "lora"'),
         ("tasks.sql.dataset=null", r"tasks\.sql\.dataset: got None; allowed: a \.jsonl"),
         ("tasks.sql.dataset=tasks.yaml", r"tasks\.sql\.dataset: got 'tasks\.yaml'; allowed: \.jsonl"),

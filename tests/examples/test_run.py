@@ -97,6 +97,16 @@ def test_the_adapters_of_the_quickstart_are_plain_peft(quickstart: tuple[str, Pa
     assert printed.rstrip().endswith(("-> ' happy'", "-> ' unhappy'"))
 
 
+def test_the_adapters_of_the_quickstart_answer_together(quickstart: tuple[str, Path], tmp_path: Path) -> None:
+    _, folder = quickstart
+    printed = run_example(
+        "generate.py", "--model", str(folder / "backbone"), "--run", str(folder / "run"), folder=tmp_path
+    )
+    rows = re.findall(r"^(\w+) .* -> '(.*?)' \(wanted '(.*?)'\)", printed, flags=re.MULTILINE)
+    assert [row[0] for row in rows] == ["mood", "mood", "kind", "kind", "action", "action"]
+    assert sum(text.strip(" .") == wanted.strip(" .") for _, text, wanted in rows) >= 5
+
+
 @pytest.mark.slow
 def test_the_quickstart_takes_a_model_of_the_readers_own(small_model: Path, tmp_path: Path) -> None:
     arguments = ("--model", str(small_model), "--output-dir", str(tmp_path / "out"), "--max-steps", "2")

@@ -22,7 +22,11 @@ def reporter_of(run: Run, calls: Calls, *, num_ranks: int = 1) -> Reporter:
     def records(num_tokens: int, seconds: float, waited_s: float) -> tuple[RankRecord, ...]:
         return tuple(RankRecord(rank, num_tokens, seconds, waited_s, 1, "a part") for rank in range(num_ranks))
 
-    def evaluate(own: Any) -> dict[str, float]:
+    def generate(owns: Any) -> dict[str, str]:
+        return {own.name: f"answers of {own.name}" for own in owns}
+
+    def evaluate(own: Any, answers: Any) -> dict[str, float]:
+        assert answers == f"answers of {own.name}"
         calls.note("evaluate", own.name)
         return {f"{own.name}/eval_loss": 1.0}
 
@@ -32,7 +36,7 @@ def reporter_of(run: Run, calls: Calls, *, num_ranks: int = 1) -> Reporter:
         gather_records=records, layout=ParallelLayout.of(num_ranks), records=(), processes=processes
     )
     plans: Any = FakePlans(run, calls)
-    evaluator: Any = SimpleNamespace(evaluate=evaluate)
+    evaluator: Any = SimpleNamespace(evaluate=evaluate, generate=generate)
     return Reporter(run, world, plans, evaluator)
 
 

@@ -37,6 +37,7 @@ from peft_mux.modeling.attention.rectangles import (
     copied_to,
     heads_first,
 )
+from peft_mux.modeling.attention.rows import KeyValueRows
 from peft_mux.modeling.attention.varlen import varlen_attention, varlen_support, warn_once
 from peft_mux.modeling.stream import Stream
 
@@ -53,14 +54,22 @@ class AttentionStream:
     Layouts are built once per micro-batch and shared by all layers.
     """
 
-    def __init__(self, stream: Stream, batch: MuxBatch, module_names: dict[nn.Module, str]) -> None:
+    def __init__(
+        self,
+        stream: Stream,
+        batch: MuxBatch,
+        module_names: dict[nn.Module, str],
+        rows: KeyValueRows | None = None,
+    ) -> None:
         """Bind a micro-batch.
 
         Args:
             stream: the model's stream, which counts the calls and holds keys and values of long sequences.
             batch: the micro-batch in flight.
             module_names: name of every attention module, for dropout draws and messages.
+            rows: keys and values of rows that are being completed, of which the batch is prompts or newest tokens.
         """
+        self.rows = rows
         self.stream = stream
         self.batch = batch
         self.module_names = module_names
@@ -146,6 +155,11 @@ def packed_attention(
         # Keys come here after rotary embedding, so that later parts read them as they are (M §3.5).
         parts.keep(mux_stream.module_names[module], key, value)
     scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if mux_stream.rows is not None:
+        name, options = mux_stream.module_names[module], {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
+        out = mux_stream.rows.attend(name, (query, key, value), scaling=scale, **options)
+        if out is not None:
+            return out, None
     scores = _Scores(scaling=scale, is_causal=bool(causal), window=sliding_window, softcap=softcap, sinks=s_aux)
     out = _through_kernels(module, (query, key, value), mux_stream, scores, dropout)
     if parts is not None:

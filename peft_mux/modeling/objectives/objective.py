@@ -378,7 +378,7 @@ def _loss_type(objective: Objective, task: TrainedTask, where: str) -> tuple[str
     faults = [_loss_type_fault(objective, name, where) for name in names if name not in objective.loss_types]
     if not faults and len(set(names)) < len(names):
         faults = [Fault(f"{where}.loss_type", shown(given), "each loss once", "Weigh it with loss_weights.")]
-    return (None, faults) if faults else (SEVERAL.join(names), [])
+    return (None, faults) if faults else (SEVERAL.join(map(str, names)), [])
 
 
 def _loss_type_fault(objective: Objective, given: Any, where: str) -> Fault:

@@ -1,0 +1,218 @@
+"""How completions are drawn (`SamplingOptions`), and how an evaluation generates and judges them (`GenerateOptions`).
+
+Names and meanings are those of `transformers.GenerationConfig`. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from peft_mux.errors import Fault, closest, raise_faults, shown
+from peft_mux.generation.answers import ANSWER_METRICS
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+_MOST_TOKENS = 10**6
+_FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""What only draws look at, with the values that change nothing."""
+_HARMLESS = frozenset({"transformers_version", "bos_token_id", "pad_token_id", "use_cache", "cache_implementation"})
+"""Fields of a `GenerationConfig` that every checkpoint carries and that change no completion here."""
+Options = TypeVar("Options", bound="SamplingOptions")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOptions:
+    """How the completion of a prompt is drawn; every row of a batch may have options of its own.
+
+    Attributes:
+        max_new_tokens: tokens after which a completion ends; the last one counts.
+        do_sample: draw tokens by their probabilities; otherwise the likeliest one is taken.
+        temperature: logits are divided by it before a draw.
+        top_k: draws are among this many likeliest tokens; 0 for all.
+        top_p: draws are among the fewest likeliest tokens whose probabilities add up to this.
+        min_p: draws are among tokens of at least this times the probability of the likeliest one.
+        repetition_penalty: logits of tokens that came before, in the prompt or the completion, are divided by it where
+            positive and multiplied where negative; 1 for none. It applies with and without `do_sample`.
+        stop_strings: texts after which a completion ends; `Completion.text` ends before them.
+        eos_token_id: tokens that end a completion; by default those of the backbone's generation configuration, and
+            the tokenizer's.
+        seed: fixes the draws of a row. A row's completion is what `PeftModel.generate` gives for it alone after
+            `torch.manual_seed(seed)`, whatever else is in the batch.
+
+    Raises:
+        ConfigError: naming every field that cannot be used, or would be ignored.
+    """
+
+    max_new_tokens: int = 64
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_strings: Sequence[str] = ()
+    eos_token_id: int | Sequence[int] | None = None
+    seed: int = 42
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        # As transformers takes one text or one token for a list of it.
+        if isinstance(self.stop_strings, str):
+            object.__setattr__(self, "stop_strings", (self.stop_strings,))
+        raise_faults(_sampling_faults(self))
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...] | None:
+        """The tokens that end a completion; `None` for those of the backbone."""
+        given = self.eos_token_id
+        return None if given is None else (given,) if isinstance(given, int) else tuple(given)
+
+    @property
+    def filters(self) -> tuple[float, ...]:
+        """What the scores of a row pass through before its draw; rows with equal filters pass together."""
+        return self.repetition_penalty, self.temperature, self.top_k, self.top_p, self.min_p
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOptions(SamplingOptions):
+    """What each evaluation of a task generates from its held-out prompts, and how it judges the completions.
+
+    Attributes:
+        metrics: names of `exact_match`, `contains` and `f1`, and functions that take `(prompts, completions,
+            references)`, three lists of texts, and return a dict of numbers; logged under keys that begin with `eval_`.
+        num_rows: how many held-out rows, from the first one on, are generated for; `None` for all.
+        num_logged: how many completions of each evaluation are shown in the log and written to `metrics.jsonl`.
+
+    Raises:
+        ConfigError: naming every field that cannot be used, or would be ignored.
+    """
+
+    metrics: Sequence[str | Callable[[list[str], list[str], list[str]], Mapping[str, float]]] = ("exact_match",)
+    num_rows: int | None = None
+    num_logged: int = field(default=2)
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        if isinstance(self.metrics, str) or callable(self.metrics):
+            object.__setattr__(self, "metrics", (self.metrics,))
+        # By its name: a class with slots is made anew, and `super()` would look for the one before.
+        SamplingOptions.__post_init__(self)
+        raise_faults(_judging_faults(self))
+
+    @property
+    def metric_names(self) -> tuple[str, ...] | None:
+        """Keys of the metrics; `None` where a function of the user's makes some."""
+        names = [metric for metric in self.metrics if isinstance(metric, str)]
+        return tuple(f"eval_{name}" for name in names) if len(names) == len(self.metrics) else None
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """All fields as plain values, functions by their names."""
+        names = [metric if isinstance(metric, str) else getattr(metric, "__name__", "") for metric in self.metrics]
+        return {**{item.name: getattr(self, item.name) for item in fields(self)}, "metrics": names}
+
+
+def sampling_options(config: SamplingOptions | GenerationConfig | None, settings: Mapping[str, Any]) -> SamplingOptions:
+    """Return options from what a caller has, in either form, and what replaces single fields of it.
+
+    Args:
+        config: our own options, those of transformers, or nothing for the defaults.
+        settings: fields by name.
+
+    Raises:
+        ConfigError: naming every field that is not known here.
+    """
+    known = [item.name for item in fields(SamplingOptions)]
+    if isinstance(config, SamplingOptions):
+        raise_faults(_unknown(settings, known))
+        return replace(config, **settings)
+    given = {} if config is None else _set_fields(config)
+    raise_faults(_unknown({**given, **settings}, known))
+    return SamplingOptions(**{**given, **settings})
+
+
+def _set_fields(config: Any) -> dict[str, Any]:
+    """Return the fields of a `GenerationConfig` that somebody has set and that mean something here."""
+    if not hasattr(config, "to_diff_dict"):
+        allowed = "a SamplingOptions, a transformers.GenerationConfig, or None"
+        raise_faults([Fault("generation_config", shown(config), allowed)])
+    given = config.to_diff_dict().items()
+    return {name: value for name, value in given if name not in _HARMLESS and not name.startswith("_")}
+
+
+def _unknown(given: Mapping[str, Any], known: Sequence[str]) -> list[Fault]:
+    advice = {"max_length": "Set max_new_tokens, which does not count the prompt.", "num_beams": "Draw, or be greedy."}
+    return [
+        Fault(name, shown(value), f"settings of {', '.join(known)}", advice.get(name) or closest(name, known))
+        for name, value in given.items()
+        if name not in known
+    ]
+
+
+def _sampling_faults(options: SamplingOptions) -> list[Fault]:
+    rules = {
+        "max_new_tokens": (_is_integer(options.max_new_tokens, 1), f"an integer from 1 to {_MOST_TOKENS}"),
+        "do_sample": (isinstance(options.do_sample, bool), "True or False"),
+        "temperature": (_is_real(options.temperature) and options.temperature > 0, "a finite number above 0"),
+        "top_k": (_is_integer(options.top_k, 0), "an integer of at least 0"),
+        "top_p": (_is_real(options.top_p) and 0 < options.top_p <= 1, "a number above 0, at most 1"),
+        "min_p": (_is_real(options.min_p) and 0 <= options.min_p <= 1, "a number from 0 to 1"),
+        "repetition_penalty": (
+            _is_real(options.repetition_penalty) and options.repetition_penalty > 0,
+            "a finite number above 0",
+        ),
+        "stop_strings": (_is_list(options.stop_strings, _is_text), "texts of at least one character"),
+        "eos_token_id": (_is_eos(options.eos_token_id), "a token id, a list of them, or None"),
+        "seed": (_is_integer(options.seed, 0, 2**63 - 1), "an integer in [0, 2**63)"),
+    }
+    faults = [
+        Fault(name, shown(getattr(options, name)), allowed) for name, (is_fine, allowed) in rules.items() if not is_fine
+    ]
+    if not faults and not options.do_sample:
+        unused = {name: getattr(options, name) for name, idle in _FILTERS.items() if getattr(options, name) != idle}
+        got = ", ".join(f"{name}={value}" for name, value in unused.items())
+        if unused:
+            faults.append(Fault("do_sample", f"False beside {got}", "True with these", "Set do_sample=True."))
+    return faults
+
+
+def _judging_faults(options: GenerateOptions) -> list[Fault]:
+    faults = []
+    allowed = f"{', '.join(ANSWER_METRICS)}, or functions of (prompts, completions, references)"
+    if not isinstance(options.metrics, (list, tuple)):
+        faults.append(Fault("metrics", shown(options.metrics), f"a list of {allowed}"))
+    else:
+        faults += [
+            Fault("metrics", shown(metric), allowed, closest(metric, ANSWER_METRICS))  # type: ignore[arg-type]
+            for metric in options.metrics
+            if not callable(metric) and (not isinstance(metric, str) or metric not in ANSWER_METRICS)
+        ]
+    if options.num_rows is not None and not _is_integer(options.num_rows, 1):
+        faults.append(Fault("num_rows", shown(options.num_rows), "an integer of at least 1, or None for all rows"))
+    if not _is_integer(options.num_logged, 0):
+        faults.append(Fault("num_logged", shown(options.num_logged), "an integer of at least 0"))
+    return faults
+
+
+def _is_integer(value: object, least: int, most: int = _MOST_TOKENS) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and bool(value)
+
+
+def _is_eos(value: object) -> bool:
+    return value is None or _is_integer(value, 0) or (bool(value) and _is_list(value, lambda one: _is_integer(one, 0)))
+
+
+def _is_list(value: object, is_fine: Callable[[object], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(is_fine, value))

@@ -1,0 +1,236 @@
+"""Mixed batches against plain PEFT: `PeftModel.from_pretrained(base, folder).generate`, one prompt at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, MissConfig, PeftType
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from peft_mux import Completion, GenerationRequest, MultiTaskPeftModel, SamplingOptions, generate
+from peft_mux.modeling.adapters.sliced import SlicedKind
+from tests.generation.judge import Judge, held, prompts
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import VOCABULARY, tiny_llama
+from tests.modeling.adapters.toy_kind import ToyKind, registered
+from tests.modeling.test_architectures import LANGUAGE_MODELS, filled
+from tests.modeling.test_architectures import VOCABULARY as SMALL_VOCABULARY
+
+LENGTHS = {"a": (1, 9, 14), "b": (12, 3)}
+TOKENS = 12
+
+
+def by_task(found: list[Completion]) -> dict[str, list[tuple[int, ...]]]:
+    tokens: dict[str, list[tuple[int, ...]]] = {}
+    for one in found:
+        tokens.setdefault(one.task, []).append(one.token_ids)
+    return tokens
+
+
+def loras(*names: str) -> dict[str, LoraConfig]:
+    return {name: LoraConfig(r=2 + 2 * number, target_modules="all-linear") for number, name in enumerate(names)}
+
+
+def given(seed: int = 0) -> dict[str, list[list[int]]]:
+    return {name: prompts(seed + ord(name), lengths, VOCABULARY) for name, lengths in LENGTHS.items()}
+
+
+@pytest.fixture(scope="module")
+def model() -> MultiTaskPeftModel:
+    return held(tiny_llama(), loras("a", "b"))
+
+
+@pytest.mark.parametrize("architecture", LANGUAGE_MODELS)
+def test_greedy_completions_of_a_mixed_batch_are_those_of_each_adapter_alone(architecture: str, tmp_path: Path) -> None:
+    make, targets = LANGUAGE_MODELS[architecture]
+    backbone = filled(make).eval()
+    model = held(backbone, {name: LoraConfig(r=2 + rank, target_modules=targets) for rank, name in enumerate(LENGTHS)})
+    rows = {name: prompts(ord(name), lengths, SMALL_VOCABULARY) for name, lengths in LENGTHS.items()}
+    found = generate(model, rows, max_new_tokens=TOKENS)
+    judge = Judge(backbone, model, tmp_path)
+    assert by_task(generate(model, {"b": rows["a"]}, max_new_tokens=TOKENS))["b"] != by_task(found)["a"]
+    for name, tokens in by_task(found).items():
+        assert tokens == judge.completions(name, rows[name], do_sample=False, max_new_tokens=TOKENS)
+    for one in found:
+        np.testing.assert_allclose(one.logprobs, judge.logprobs(one), atol=1e-4)
+
+
+def test_adapters_of_all_kinds_generate_side_by_side_embeddings_and_the_head_included(tmp_path: Path) -> None:
+    configs = {
+        "lora": LoraConfig(r=4, target_modules="all-linear"),
+        "head": LoraConfig(r=4, target_modules=["q_proj", "lm_head"]),
+        "words": LoraConfig(r=4, target_modules=["embed_tokens", "v_proj"]),
+        "ia3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        "miss": MissConfig(r=2, target_modules=["q_proj", "down_proj"]),
+    }
+    miss = SlicedKind(PeftType.MISS, fields=("r", "mini_r", "miss_dropout", "init_weights"))
+    with registered(ToyKind(), miss):
+        model = held(tiny_llama(), configs)
+        rows = {name: prompts(len(name), (5, 8), VOCABULARY) for name in configs}
+        found = by_task(generate(model, rows, max_new_tokens=TOKENS))
+        judge = Judge(tiny_llama(), model, tmp_path)
+    for name, tokens in found.items():
+        assert tokens == judge.completions(name, rows[name], do_sample=False, max_new_tokens=TOKENS), name
+
+
+SAMPLED: list[dict[str, Any]] = [
+    {"do_sample": True},
+    {"do_sample": True, "temperature": 0.6, "top_k": 7},
+    {"do_sample": True, "temperature": 1.5, "top_p": 0.8},
+    {"do_sample": True, "min_p": 0.2, "repetition_penalty": 1.4},
+    {"repetition_penalty": 1.7},
+    {"do_sample": True, "eos_token_id": list(range(3, 40))},
+]
+
+
+def test_rows_with_options_and_seeds_of_their_own_draw_what_plain_peft_draws(
+    model: MultiTaskPeftModel, tmp_path: Path
+) -> None:
+    judge, requests, wanted = Judge(tiny_llama(), model, tmp_path), [], []
+    for number, settings in enumerate(SAMPLED):
+        for task, rows in given(number).items():
+            requests += [
+                GenerationRequest(
+                    task=task, prompt=row, options=SamplingOptions(max_new_tokens=TOKENS, **settings), seed=7 + number
+                )
+                for row in rows
+            ]
+            plain = {"do_sample": False, "top_k": 0, **settings}
+            seeds = [7 + number] * len(rows)
+            wanted += judge.completions(task, rows, seeds=seeds, max_new_tokens=TOKENS, **plain)
+    found = generate(model, requests)
+    assert [one.token_ids for one in found] == wanted
+    assert len(set(wanted)) > len(wanted) // 2
+    assert {one.finish_reason for one in found} == {"stop", "length"}
+    for one in found:
+        np.testing.assert_allclose(one.logprobs, judge.logprobs(one), atol=1e-4)
+
+
+def test_a_row_is_the_same_alone_in_any_order_and_however_batches_are_cut(model: MultiTaskPeftModel) -> None:
+    settings: dict[str, Any] = {"do_sample": True, "temperature": 1.2, "max_new_tokens": TOKENS}
+    requests = [
+        GenerationRequest(task=task, prompt=row, seed=5 + number)
+        for task, rows in given().items()
+        for number, row in enumerate(rows)
+    ]
+    together = generate(model, requests, **settings)
+    alone = [one for request in requests for one in generate(model, [request], **settings)]
+    assert [one.token_ids for one in alone] == [one.token_ids for one in together]
+    backwards = generate(model, requests[::-1], **settings)
+    small = generate(model, requests, max_batch_tokens=30, **settings)
+    assert [one.token_ids for one in backwards[::-1]] == [one.token_ids for one in together]
+    assert [one.token_ids for one in small] == [one.token_ids for one in together]
+    assert [one.seed for one in together] == [5, 6, 7, 5, 6]
+
+
+def test_seeds_of_rows_that_have_none_count_on_within_their_task(model: MultiTaskPeftModel) -> None:
+    row = given()["a"][1]
+    found = generate(model, {"a": [row, row], "b": [row]}, do_sample=True, max_new_tokens=TOKENS, seed=3)
+    assert [one.seed for one in found] == [3, 4, 3]
+    assert found[0].token_ids != found[1].token_ids
+    assert found[0].token_ids != found[2].token_ids
+
+
+def test_nan_of_one_adapter_ends_its_own_rows_alone() -> None:
+    healthy, sick = (held(tiny_llama(), loras("a", "b", "c")) for _ in range(2))
+    with torch.no_grad():
+        next(iter(sick.task_parameters("b").values())).fill_(float("nan"))
+    rows = {**given(), "c": given(9)["a"]}
+    settings: dict[str, Any] = {"do_sample": True, "max_new_tokens": TOKENS}
+    well, found = (generate(one, rows, **settings) for one in (healthy, sick))
+    for one, other in zip(well, found, strict=True):
+        if one.task == "b":
+            assert (other.finish_reason, other.token_ids, other.logprobs) == ("non_finite", (), ())
+        else:
+            assert other.token_ids == one.token_ids
+            np.testing.assert_allclose(other.logprobs, one.logprobs, atol=1e-4)
+
+
+def test_a_model_in_the_midst_of_training_generates_and_trains_on_as_if_it_had_not(tmp_path: Path) -> None:
+    tasks = [lab.small_task(name, data_seed=ord(name), lora_dropout=0.2, max_steps=6) for name in "ab"]
+    seen: list[tuple[list[Completion], bool]] = []
+    rows = given()
+
+    def complete(trainer: Any) -> None:
+        trainer.save_model(str(tmp_path / "then"))
+        found = generate(trainer.model, rows, max_new_tokens=TOKENS, do_sample=True)
+        seen.append((found, trainer.model.training))
+
+    losses = []
+    for name, actions in (("plain", {}), ("generating", {3: complete})):
+        recorder = lab.Recorder(at_end=actions)
+        trainer = lab.make_trainer(tasks, tmp_path / name, recorder=recorder)
+        trainer.train()
+        losses.append((recorder.losses, recorder.digests))
+    assert losses[0] == losses[1]
+    ((found, is_training),) = seen
+    assert is_training
+    saved = MultiTaskPeftModel.from_pretrained(tiny_llama(), tmp_path / "then")
+    judge = Judge(tiny_llama(), saved, tmp_path / "judge")
+    for name, tokens in by_task(found).items():
+        settings = {"do_sample": True, "top_k": 0, "max_new_tokens": TOKENS}
+        seeds = [42 + number for number in range(len(rows[name]))]
+        assert tokens == judge.completions(name, rows[name], seeds=seeds, **settings)
+
+
+@pytest.fixture(scope="module")
+def stories(shared_data: Path) -> tuple[Any, Any]:
+    folder = shared_data / "stories260K"
+    return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+
+STORIES = {"tim": ["Once upon a time", "Lily"], "tom": ["The big red dog was", "One day, a boy named Tom went to the"]}
+
+
+def test_real_text_is_that_of_each_adapter_alone_and_ends_at_stop_strings(
+    stories: tuple[Any, Any], tmp_path: Path
+) -> None:
+    backbone, tokenizer = stories
+    model = held(backbone, loras(*STORIES), scale=0.02)
+    judge = Judge(backbone, model, tmp_path)
+    found = generate(model, STORIES, processing_class=tokenizer, max_new_tokens=60)
+    for one, prompt in zip(found, [row for rows in STORIES.values() for row in rows], strict=True):
+        assert list(one.prompt_token_ids) == tokenizer(prompt)["input_ids"]
+        assert [one.token_ids] == judge.completions(
+            one.task, [one.prompt_token_ids], do_sample=False, max_new_tokens=60
+        )
+        assert one.text == tokenizer.decode(one.token_ids, skip_special_tokens=True)
+    assert len({one.text for one in found}) == len(found)
+    cut = generate(model, STORIES, processing_class=tokenizer, max_new_tokens=60, stop_strings=[".", "never there"])
+    for one, whole in zip(cut, found, strict=True):
+        assert whole.text is not None
+        assert "." in whole.text
+        assert one.text == whole.text.partition(".")[0]
+        assert one.finish_reason == "stop"
+        assert one.token_ids == whole.token_ids[: len(one.token_ids)]
+        assert "." in tokenizer.decode(one.token_ids)
+        assert "." not in tokenizer.decode(one.token_ids[:-1])
+
+
+def test_messages_go_through_the_chat_template(stories: tuple[Any, Any]) -> None:
+    backbone, tokenizer = stories
+    tokenizer = type(tokenizer).from_pretrained(tokenizer.name_or_path)
+    tokenizer.chat_template = (
+        "{% for message in messages %}<{{ message.role }}> {{ message.content }} {% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    model = held(backbone, loras("a"))
+    (found,) = generate(
+        model, {"a": [[{"role": "user", "content": "Hi"}]]}, processing_class=tokenizer, max_new_tokens=3
+    )
+    assert list(found.prompt_token_ids) == tokenizer("<user> Hi <assistant>", add_special_tokens=False)["input_ids"]
+
+
+def test_a_configuration_of_transformers_says_the_same_as_its_fields(model: MultiTaskPeftModel) -> None:
+    config = GenerationConfig(do_sample=True, temperature=0.7, top_k=5, max_new_tokens=9, bos_token_id=1)
+    found = generate(model, given(), generation_config=config, seed=8)
+    assert found == generate(model, given(), do_sample=True, temperature=0.7, top_k=5, max_new_tokens=9, seed=8)
+
+
+def test_no_prompts_give_no_completions(model: MultiTaskPeftModel) -> None:
+    assert generate(model, {}) == []
+    assert generate(model, {"a": []}) == []

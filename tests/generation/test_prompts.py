@@ -1,0 +1,97 @@
+"""Prompts of held-out rows: they end where training's loss begins, and rows without one are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from peft_mux.data.batch import IGNORE_INDEX
+from peft_mux.data.dataset import tokenize_dataset
+from peft_mux.data.tokenize import TokenizeOptions
+from peft_mux.errors import DataError
+from peft_mux.generation.prompts import PromptReader, PromptRow
+from tests.data.test_tokenize import TEMPLATE, WORDS, words_tokenizer
+
+PAIR = {"prompt": "the cat sat on a", "completion": " mat"}
+CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat home"}]
+
+
+def read(rows: list[Any], *, limit: int | None = None, max_tokens: int | None = None) -> tuple[PromptRow, ...]:
+    return reader().read(rows, limit=limit, max_tokens=max_tokens)
+
+
+def reader(**settings: Any) -> PromptReader:
+    options = TokenizeOptions(task="own", max_length=64, vocab_size=len(WORDS), chat_template=TEMPLATE, **settings)
+    return PromptReader(options, words_tokenizer())
+
+
+def words(row: PromptRow) -> str:
+    return " ".join(WORDS[token] for token in row.ids)
+
+
+@pytest.mark.parametrize(
+    ("row", "prompt", "reference"),
+    [
+        (PAIR, "the cat sat on a", " mat"),
+        ({"prompt": CHAT[:1], "completion": CHAT[1:]}, "user : the cat assistant :", "sat home"),
+        ({"messages": CHAT}, "user : the cat assistant :", "sat home"),
+        (
+            {"messages": [*CHAT, *CHAT]},
+            "user : the cat assistant : sat home <eos> user : the cat assistant :",
+            "sat home",
+        ),
+        (
+            {"messages": [CHAT[0], {"role": "assistant", "content": [{"type": "text", "text": "ran"}]}]},
+            "user : the cat assistant :",
+            "ran",
+        ),
+    ],
+)
+def test_a_prompt_ends_where_the_answer_begins(row: dict[str, Any], prompt: str, reference: str) -> None:
+    (found,) = read([row])
+    assert words(found) == prompt
+    assert found.reference == reference
+
+
+def test_the_loss_of_training_begins_at_the_token_after_the_prompt() -> None:
+    options = TokenizeOptions(task="own", max_length=64, vocab_size=len(WORDS))
+    sequence = tokenize_dataset([PAIR], options=options, tokenizer=words_tokenizer())[0]
+    (found,) = read([PAIR])
+    assert tuple(sequence.input_ids[: len(found.ids)]) == found.ids
+    assert (sequence.labels[: len(found.ids)] == IGNORE_INDEX).all()
+    assert sequence.labels[len(found.ids)] != IGNORE_INDEX
+
+
+def test_rows_beyond_the_limit_are_not_read_and_long_prompts_are_left_out_and_counted() -> None:
+    assert len(read([PAIR, PAIR, 3], limit=2)) == 2
+    one = reader()
+    kept = one.read([PAIR, {**PAIR, "prompt": "the cat"}], limit=None, max_tokens=3)
+    assert [row.prompt for row in kept] == ["the cat"]
+    assert one.num_too_long == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (
+            {"text": "the cat"},
+            "tasks.own.eval_generate: got held-out rows of text, which have no prompts; allowed: rows",
+        ),
+        ({"input_ids": [3, 4]}, "got held-out rows of tokenized, which have no prompts"),
+        ({"messages": CHAT[:1]}, "row 0 column messages: got 1 messages, the last of them of 'user'"),
+        ({"messages": CHAT[::-1]}, "got 2 messages, the last of them of 'user'; allowed: an answer of the assistant"),
+        ({"prompt": "", "completion": " mat"}, "row 0 column prompt: got no tokens"),
+    ],
+)
+def test_rows_without_a_prompt_are_refused(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        read([row])
+    assert said in str(caught.value)
+
+
+def test_prompts_behind_which_nothing_fits_and_runs_without_a_tokenizer_are_refused() -> None:
+    with pytest.raises(DataError, match=r"shortest has more than 2 tokens; allowed: .* Lower max_new_tokens"):
+        read([PAIR], max_tokens=2)
+    with pytest.raises(DataError, match=r"tasks\.own\.eval_generate: got no tokenizer"):
+        PromptReader(TokenizeOptions(task="own", max_length=64), None)
