@@ -1,7 +1,7 @@
 """Imports a module of ours as soon as another one was imported, so that `import peft_mux` itself stays light.
 
-PEFT has to know our methods before it reads a file of theirs, yet importing PEFT takes seconds. So whoever imports PEFT,
-before us or after us, finds our methods there, and nobody waits for what he does not use.
+PEFT has to know our methods before it reads a file of theirs, yet importing PEFT takes seconds. So whoever imports
+PEFT, before us or after us, finds our methods there, and nobody waits for what he does not use.
 """
 
 from __future__ import annotations

@@ -112,11 +112,35 @@ def keep_mask(
     # The window may begin amid the eight columns of a call: whole calls are drawn, and what lies outside is cut off.
     last_call = -(-(window.first + num_columns) // _DRAWS_PER_CALL)
     columns = torch.arange(first_call, last_call, device=places.device)
-    words = philox(seed, places[:, None] * calls_per_row + columns)
+    draws = _draws(seed, places[:, None] * calls_per_row + columns)
+    return draws[:, skipped : skipped + num_columns] >= drop_threshold(probability)
+
+
+def uniform(seed: int, num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:
+    """Return numbers in (0, 1) for a matrix that belongs to a task, such as noise on its weights.
+
+    Args:
+        seed: 64-bit key of the draws, from `draw_seed`.
+        num_rows: height of the matrix.
+        num_columns: width of the matrix.
+        device: where to draw; any one draws the same.
+
+    Returns:
+        fp32 `[num_rows, num_columns]`, each an odd multiple of 2**-17, so that none is 0 or 1.
+    """
+    if device.type == "meta":
+        return torch.empty(num_rows, num_columns, device=device)
+    num_calls = -(-num_rows * num_columns // _DRAWS_PER_CALL)
+    draws = _draws(seed, torch.arange(num_calls, device=device)[None])
+    return draws.flatten()[: num_rows * num_columns].view(num_rows, num_columns).float().add_(0.5).div_(65536.0)
+
+
+def _draws(seed: int, counters: torch.Tensor) -> torch.Tensor:
+    """Return eight 16-bit draws for each counter of `[L, C]`, side by side: int64 `[L, 8 C]`."""
+    words = philox(seed, counters)
     # Neighbouring columns take the lower and then the upper half of words 0 to 3, as the kernels do.
     draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
-    draws = draws.permute(1, 2, 0, 3).reshape(len(places), len(columns) * _DRAWS_PER_CALL)
-    return draws[:, skipped : skipped + num_columns] >= drop_threshold(probability)
+    return draws.permute(1, 2, 0, 3).reshape(len(counters), counters.shape[1] * _DRAWS_PER_CALL)
 
 
 def dropout(

@@ -26,6 +26,7 @@ from peft_mux.modeling.backbone.quantized import prepare_quantized
 from peft_mux.modeling.multiplexed_pass import MuxOutput
 from peft_mux.modeling.objectives.head import HeadPass
 from peft_mux.modeling.objectives.table import TaskObjectives
+from peft_mux.modeling.penalties import with_penalties
 from peft_mux.modeling.registry import TaskRegistry
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.modeling.slabs import TaskSlab
@@ -304,7 +305,10 @@ class MultiTaskPeftModel(PeftModel):
 
     def merge_and_unload_adapter(self, adapter: str) -> Any:
         """Return the backbone with one adapter (internal id) merged in; as in PEFT, all are gone afterwards."""
-        tuner = self._arrivals.tuners.leave_alone(self, kind_of(self.peft_config[adapter]))
+        kind = kind_of(self.peft_config[adapter])
+        # Before anything is taken apart: some adapters cannot be merged.
+        self._arrivals.tuners.of(self, kind)._check_merge_allowed()
+        tuner = self._arrivals.tuners.leave_alone(self, kind)
         return tuner.merge_and_unload(adapter_names=[adapter])
 
     def unload(self) -> Any:
@@ -361,8 +365,12 @@ class MultiTaskPeftModel(PeftModel):
             return MuxOutput(self.losses_of(self.hidden_states(mux_batch), mux_batch), mux_batch.task_names)
 
     def losses_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> torch.Tensor:
-        """Return the losses `[N]` from the `[T, D]` last hidden states, while the stream is read."""
-        return self.objectives.losses(hidden_TD, mux_batch, self._head_pass())
+        """Return the losses `[N]` from the `[T, D]` last hidden states, while the stream is read.
+
+        In training, penalties of adapters are in them (`peft_mux.modeling.penalties`).
+        """
+        losses_N = self.objectives.losses(hidden_TD, mux_batch, self._head_pass())
+        return with_penalties(losses_N, mux_batch, self.registry, self.peft_config) if self.training else losses_N
 
     def target_losses(self, mux_batch: MuxBatch, passes: Passes, attention: AttentionStream) -> torch.Tensor:
         """Return the loss terms `[M]`, one for each target, of tasks with one loss, for passes that are captured.

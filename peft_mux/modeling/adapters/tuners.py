@@ -83,7 +83,7 @@ class Tuners:
             return
         before = model.base_model, model.peft_type
         with _layers_alone(model.backbone, kind):
-            model.base_model, model.peft_type = self._others.get(kind.peft_type, model.base_model), kind.peft_type
+            model.base_model, model.peft_type = self.of(model, kind), kind.peft_type
             try:
                 yield
             finally:
@@ -99,6 +99,15 @@ class Tuners:
         if self.is_mixed:
             for name, layers in _stacks(model.backbone).items():
                 _show(model.backbone, name, layers, kind)
+        return self.of(model, kind)
+
+    def of(self, model: Any, kind: AdapterKind) -> Any:
+        """Return PEFT's tuner of the adapters of one kind.
+
+        Args:
+            model: the `MultiTaskPeftModel` whose tuners these are.
+            kind: the kind whose adapters it holds.
+        """
         return self._others.get(kind.peft_type, model.base_model)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional, Union
 
 from peft import PeftConfig
 
@@ -50,18 +49,18 @@ class BottleneckConfig(PeftConfig):
         32
     """
 
-    bottleneck_size: Optional[int] = None
-    reduction_factor: Optional[float] = None
+    bottleneck_size: int | None = None
+    reduction_factor: float | None = None
     non_linearity: str = "gelu"
     adapter_dropout: float = 0.0
     down_bias: bool = True
     up_bias: bool = True
     init_weights: bool = True
-    target_modules: Optional[Union[list[str], set[str], str]] = None
-    exclude_modules: Optional[Union[list[str], set[str], str]] = None
-    layers_to_transform: Optional[Union[list[int], int]] = None
-    layers_pattern: Optional[Union[list[str], str]] = None
-    modules_to_save: Optional[list[str]] = field(default=None)
+    target_modules: list[str] | set[str] | str | None = None
+    exclude_modules: list[str] | set[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    modules_to_save: list[str] | None = field(default=None)
 
     def __post_init__(self) -> None:
         """Check the fields, and name the type."""

@@ -92,6 +92,7 @@ class BottleneckLinear(nn.Module, BottleneckLayer):
         return y + sum(self._added(y, name).to(y.dtype) for name in self.active_adapters if name in self.non_linearity)
 
     def _added(self, y: torch.Tensor, adapter: str) -> torch.Tensor:
-        down, up = self.bottleneck_down[adapter], self.bottleneck_up[adapter]
+        down: Any = self.bottleneck_down[adapter]
+        up = self.bottleneck_up[adapter]
         read = self.bottleneck_dropout[adapter](self._cast_input_dtype(y, down.weight.dtype))
         return up(ACTIVATIONS[self.non_linearity[adapter]](down(read)))

@@ -63,8 +63,8 @@ def _out_features(target: Any, name: str) -> int:
     if isinstance(target, Conv1D):
         return target.nf
     raise ConfigError(
-        f"BottleneckConfig.target_modules: got {name} ({type(target).__name__}); allowed: linear layers, whose output a "
-        "bottleneck reads."
+        f"BottleneckConfig.target_modules: got {name} ({type(target).__name__}); allowed: linear layers, whose output"
+        " a bottleneck reads."
     )
 
 

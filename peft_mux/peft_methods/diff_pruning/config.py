@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Optional, Union
+from typing import Any
 
 from peft import PeftConfig
 
@@ -21,8 +21,8 @@ MOST_KEPT = 0.5
 class DiffPruningConfig(PeftConfig):
     """Configuration of Diff Pruning (Guo et al., 2021, "Parameter-Efficient Transfer Learning with Diff Pruning").
 
-    A targeted weight `W` becomes `W + z * w`. The gates `z` in [0, 1] are drawn from a hard-concrete distribution, whose
-    location `alpha` is learned beside `w` (section 3.1); the number of open gates that is to be expected, times
+    A targeted weight `W` becomes `W + z * w`. The gates `z` in [0, 1] are drawn from a hard-concrete distribution,
+    whose location `alpha` is learned beside `w` (section 3.1); the number of open gates that is to be expected, times
     `l0_weight`, is added to the task's loss. In evaluation the gates are those of no noise. `DiffPruningModel.prune`
     keeps the elements of greatest magnitude over all targets (section 3.3), for serving.
 
@@ -58,12 +58,12 @@ class DiffPruningConfig(PeftConfig):
     alpha_init: float = 5.0
     concrete_lower: float = -1.5
     concrete_upper: float = 1.5
-    target_modules: Optional[Union[list[str], set[str], str]] = None
-    exclude_modules: Optional[Union[list[str], set[str], str]] = None
-    layers_to_transform: Optional[Union[list[int], int]] = None
-    layers_pattern: Optional[Union[list[str], str]] = None
-    modules_to_save: Optional[list[str]] = field(default=None)
-    kept: Optional[dict[str, int]] = field(default=None)
+    target_modules: list[str] | set[str] | str | None = None
+    exclude_modules: list[str] | set[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    modules_to_save: list[str] | None = field(default=None)
+    kept: dict[str, int] | None = field(default=None)
 
     def __post_init__(self) -> None:
         """Check the fields, and name the type."""

@@ -85,7 +85,7 @@ class DiffPruningLayer(BaseTunerLayer):
         """Return the trained tensors of an adapter; `None` for one that was pruned, or has nothing here."""
         if adapter not in self.diff_pruning_delta:
             return None
-        rows = self.diff_pruning_row_alpha[adapter] if adapter in self.diff_pruning_row_alpha else None
+        rows = self.diff_pruning_row_alpha.get(adapter)
         return Relaxed(self.diff_pruning_delta[adapter], self.diff_pruning_alpha[adapter], rows)
 
     def draw(self, adapter: str) -> Draws:
@@ -105,7 +105,8 @@ class DiffPruningLayer(BaseTunerLayer):
         parts = self.parts_of(adapter)
         if parts is not None:
             return gated_delta(parts, self.stretches[adapter], draws)
-        values, places = self.diff_pruning_values[adapter], self.diff_pruning_places[adapter]
+        values: torch.Tensor = self.diff_pruning_values[adapter]
+        places: Any = self.diff_pruning_places[adapter]
         flat = values.new_zeros(self.shape[0] * self.shape[1]).index_put((places.long(),), values)
         return flat.view(self.shape)
 
@@ -121,8 +122,8 @@ class DiffPruningLayer(BaseTunerLayer):
         weight = getattr(self.get_base_layer(), "weight", None)
         if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
             raise ConfigError(
-                f"merge: got a DIFF_PRUNING adapter on {type(self.get_base_layer()).__name__}, whose weight is quantised;"
-                " allowed: weights in full precision. Load the backbone unquantised, and merge there."
+                f"merge: got a DIFF_PRUNING adapter on {type(self.get_base_layer()).__name__}, whose weight is"
+                " quantised; allowed: weights in full precision. Load the backbone unquantised, and merge there."
             )
         delta_KD = self.delta(adapter).detach().to(weight.dtype)
         return delta_KD.t() if isinstance(self.get_base_layer(), Conv1D) else delta_KD
@@ -142,7 +143,9 @@ class DiffPruningLayer(BaseTunerLayer):
                 base: Any = self.get_base_layer()
                 merged = base.weight.data + self.get_delta_weight(adapter)
                 if safe_merge and not bool(torch.isfinite(merged).all()):
-                    raise ConfigError(f"merge: got adapter {adapter!r} with numbers that are not finite; nothing merged.")
+                    raise ConfigError(
+                        f"merge: got adapter {adapter!r} with numbers that are not finite; nothing merged."
+                    )
                 base.weight.data = merged
                 self.merged_adapters.append(adapter)
 

@@ -111,8 +111,8 @@ def _shape(target: Any, name: str) -> tuple[int, int]:
     if isinstance(target, Conv1D):
         return target.nf, target.nx
     raise ConfigError(
-        f"DiffPruningConfig.target_modules: got {name} ({type(target).__name__}); allowed: linear layers, to whose weight"
-        " a difference can be added."
+        f"DiffPruningConfig.target_modules: got {name} ({type(target).__name__}); allowed: linear layers, to whose"
+        " weight a difference can be added."
     )
 
 
