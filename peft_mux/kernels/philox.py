@@ -82,10 +82,10 @@ def philox(seed: int, counters: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(words: torch.Tensor, constant: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the high and low 32 bits of a 32 x 32 bit product, without overflowing int64."""
-    low_part = (words & 0xFFFF) * constant
-    high_part = (words >> 16) * constant + (low_part >> 16)
-    return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)
+    """Return the high and low 32 bits of a 32 x 32 bit product."""
+    # Of 64 bits, which int64 holds as they are: it wraps around, and only the sign is lost, which the mask takes off.
+    product = words * constant
+    return (product >> 32) & _MASK, product & _MASK
 
 
 def keep_mask(
@@ -112,7 +112,10 @@ def keep_mask(
     # The window may begin amid the eight columns of a call: whole calls are drawn, and what lies outside is cut off.
     last_call = -(-(window.first + num_columns) // _DRAWS_PER_CALL)
     columns = torch.arange(first_call, last_call, device=places.device)
-    draws = _draws(seed, places[:, None] * calls_per_row + columns)
+    words = philox(seed, places[:, None] * calls_per_row + columns)
+    # Neighbouring columns take the lower and then the upper half of words 0 to 3, as the kernels do.
+    draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
+    draws = draws.permute(1, 2, 0, 3).reshape(len(places), len(columns) * _DRAWS_PER_CALL)
     return draws[:, skipped : skipped + num_columns] >= drop_threshold(probability)
 
 
@@ -128,19 +131,14 @@ def uniform(seed: int, num_rows: int, num_columns: int, device: torch.device) ->
     Returns:
         fp32 `[num_rows, num_columns]`, each an odd multiple of 2**-17, so that none is 0 or 1.
     """
-    if device.type == "meta":
-        return torch.empty(num_rows, num_columns, device=device)
-    num_calls = -(-num_rows * num_columns // _DRAWS_PER_CALL)
-    draws = _draws(seed, torch.arange(num_calls, device=device)[None])
-    return draws.flatten()[: num_rows * num_columns].view(num_rows, num_columns).float().add_(0.5).div_(65536.0)
-
-
-def _draws(seed: int, counters: torch.Tensor) -> torch.Tensor:
-    """Return eight 16-bit draws for each counter of `[L, C]`, side by side: int64 `[L, 8 C]`."""
-    words = philox(seed, counters)
-    # Neighbouring columns take the lower and then the upper half of words 0 to 3, as the kernels do.
-    draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
-    return draws.permute(1, 2, 0, 3).reshape(len(counters), counters.shape[1] * _DRAWS_PER_CALL)
+    size = num_rows * num_columns
+    num_calls = -(-size // _DRAWS_PER_CALL)
+    draws = torch.empty(_DRAWS_PER_CALL, num_calls, device=device)
+    if not draws.is_meta:
+        words = philox(seed, torch.arange(num_calls, device=device))
+        # In the order in which they come about: no kernel draws the same, so none is turned around for it.
+        draws[:4], draws[4:] = words & 0xFFFF, words >> 16
+    return draws.add_(0.5).div_(65536.0).flatten()[:size].view(num_rows, num_columns)
 
 
 def dropout(

@@ -41,42 +41,42 @@ class Relaxed(NamedTuple):
     row_alpha_K: torch.Tensor | None = None
 
 
-class Draws(NamedTuple):
-    """Numbers in (0, 1) that gates are drawn with.
+class Noise(NamedTuple):
+    """What moves the locations of gates when they are drawn: `log u - log(1 - u)`, for `u` uniform in (0, 1).
 
     Attributes:
-        uniform_KD: one for each element.
-        uniform_K: one for each row; `None` where rows have no gate.
+        noise_KD: one for each element.
+        noise_K: one for each row; `None` where rows have no gate.
     """
 
-    uniform_KD: torch.Tensor
-    uniform_K: torch.Tensor | None = None
+    noise_KD: torch.Tensor
+    noise_K: torch.Tensor | None = None
 
 
-def gates(alpha: torch.Tensor, stretch: Stretch, uniform: torch.Tensor | None = None) -> torch.Tensor:
+def gates(alpha: torch.Tensor, stretch: Stretch, noise: torch.Tensor | None = None) -> torch.Tensor:
     """Return gates in [0, 1] of the shape of `alpha`.
 
     Args:
         alpha: their locations.
         stretch: the interval of the distribution.
-        uniform: numbers in (0, 1) to draw with, of the same shape; `None` for the gates of no noise.
+        noise: what moves them, of the same shape; `None` for nothing.
     """
-    location = alpha if uniform is None else alpha + torch.logit(uniform)
+    location = alpha if noise is None else alpha + noise
     return (torch.sigmoid(location) * (stretch.upper - stretch.lower) + stretch.lower).clamp(0.0, 1.0)
 
 
-def gated_delta(parts: Relaxed, stretch: Stretch, draws: Draws | None = None) -> torch.Tensor:
+def gated_delta(parts: Relaxed, stretch: Stretch, noise: Noise | None = None) -> torch.Tensor:
     """Return what is added to the weight: `[K, D]`.
 
     Args:
         parts: the trained tensors.
         stretch: the interval of the distribution.
-        draws: what the gates are drawn with; `None` for those of no noise.
+        noise: what the gates are drawn with; `None` for those of no noise.
     """
-    delta_KD = parts.delta_KD * gates(parts.alpha_KD, stretch, None if draws is None else draws.uniform_KD)
+    delta_KD = parts.delta_KD * gates(parts.alpha_KD, stretch, None if noise is None else noise.noise_KD)
     if parts.row_alpha_K is None:
         return delta_KD
-    rows_K = gates(parts.row_alpha_K, stretch, None if draws is None else draws.uniform_K)
+    rows_K = gates(parts.row_alpha_K, stretch, None if noise is None else noise.noise_K)
     return delta_KD * rows_K[:, None]
 
 

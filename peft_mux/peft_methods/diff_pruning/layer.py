@@ -15,7 +15,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_mux.errors import ConfigError
 from peft_mux.peft_methods.diff_pruning.config import DiffPruningConfig
-from peft_mux.peft_methods.diff_pruning.gates import Draws, Relaxed, Stretch, expected_l0, gated_delta
+from peft_mux.peft_methods.diff_pruning.gates import Noise, Relaxed, Stretch, expected_l0, gated_delta
 
 
 class DiffPruningLayer(BaseTunerLayer):
@@ -88,23 +88,22 @@ class DiffPruningLayer(BaseTunerLayer):
         rows = self.diff_pruning_row_alpha.get(adapter)
         return Relaxed(self.diff_pruning_delta[adapter], self.diff_pruning_alpha[adapter], rows)
 
-    def draw(self, adapter: str) -> Draws:
-        """Return numbers to draw an adapter's gates with, from torch's generator."""
+    def draw(self, adapter: str) -> Noise:
+        """Return what an adapter's gates are drawn with, from torch's generator."""
         alpha_KD = self.diff_pruning_alpha[adapter]
         # Away from 0 and 1, where the logit is infinite.
-        uniform_KD = torch.rand_like(alpha_KD).clamp(1e-6, 1 - 1e-6)
-        return Draws(uniform_KD, torch.rand_like(alpha_KD[:, 0]).clamp(1e-6, 1 - 1e-6))
+        return Noise(*(torch.logit(torch.rand_like(like), eps=1e-6) for like in (alpha_KD, alpha_KD[:, 0])))
 
-    def delta(self, adapter: str, draws: Draws | None = None) -> torch.Tensor:
+    def delta(self, adapter: str, noise: Noise | None = None) -> torch.Tensor:
         """Return what an adapter adds to the weight, `[K, D]`, differentiable in its tensors.
 
         Args:
             adapter: one that has something here.
-            draws: what its gates are drawn with; `None` for those of no noise.
+            noise: what its gates are drawn with; `None` for those of no noise.
         """
         parts = self.parts_of(adapter)
         if parts is not None:
-            return gated_delta(parts, self.stretches[adapter], draws)
+            return gated_delta(parts, self.stretches[adapter], noise)
         values: torch.Tensor = self.diff_pruning_values[adapter]
         places: Any = self.diff_pruning_places[adapter]
         flat = values.new_zeros(self.shape[0] * self.shape[1]).index_put((places.long(),), values)
