@@ -6,6 +6,7 @@ import copy
 import importlib
 import pickle
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,8 @@ def test_plain_peft_reads_our_files_in_a_process_that_imported_us_first(tmp_path
 
 
 @pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder on the path, whose modules are forgotten in the end."""
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield a folder on the path, whose modules are forgotten in the end."""
     before = set(sys.modules)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
