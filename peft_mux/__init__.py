@@ -6,6 +6,8 @@ import importlib
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+import peft_mux.late_imports
+
 if TYPE_CHECKING:
     from peft_mux.arguments import MultiTaskTrainingArguments
     from peft_mux.data.batch import MuxBatch
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from peft_mux.generation.generate import generate
     from peft_mux.generation.options import GenerateOptions, SamplingOptions
     from peft_mux.modeling.model import MultiTaskPeftModel
+    from peft_mux.peft_methods.bottleneck.config import BottleneckConfig
+    from peft_mux.peft_methods.diff_pruning.config import DiffPruningConfig
     from peft_mux.scheduler.plan import Plan
     from peft_mux.task import EarlyStopping, Task, TaskStatus
     from peft_mux.trainer.trainer import MultiTaskTrainer
@@ -33,12 +37,17 @@ try:
 except PackageNotFoundError:  # a checkout that is not installed
     __version__ = "0.0.0"
 
+# So that PEFT knows our methods wherever it is imported, and this costs nothing where it is not.
+peft_mux.late_imports.after_import("peft", "peft_mux.peft_methods")
+
 _HOMES = {
+    "BottleneckConfig": "peft_methods.bottleneck.config",
     "CheckpointError": "errors",
     "ChunkPackingCollator": "data.collator",
     "Completion": "generation.completion",
     "ConfigError": "errors",
     "DataError": "errors",
+    "DiffPruningConfig": "peft_methods.diff_pruning.config",
     "EarlyStopping": "task",
     "GenerateOptions": "generation.options",
     "GenerationRequest": "generation.completion",
@@ -59,11 +68,13 @@ _HOMES = {
 }
 
 __all__ = [
+    "BottleneckConfig",
     "CheckpointError",
     "ChunkPackingCollator",
     "Completion",
     "ConfigError",
     "DataError",
+    "DiffPruningConfig",
     "EarlyStopping",
     "GenerateOptions",
     "GenerationRequest",

@@ -22,8 +22,10 @@ PACKAGE = ROOT / "peft_mux"
 ROOMS = (
     "errors",
     "compat",
+    "late_imports",
     "own_code",
     "kernels",
+    "peft_methods",
     "data",
     "scheduler",
     "task_names",

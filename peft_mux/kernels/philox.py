@@ -82,10 +82,10 @@ def philox(seed: int, counters: torch.Tensor) -> torch.Tensor:
 
 
 def _multiply(words: torch.Tensor, constant: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the high and low 32 bits of a 32 x 32 bit product, without overflowing int64."""
-    low_part = (words & 0xFFFF) * constant
-    high_part = (words >> 16) * constant + (low_part >> 16)
-    return high_part >> 16, ((high_part & 0xFFFF) << 16) | (low_part & 0xFFFF)
+    """Return the high and low 32 bits of a 32 x 32 bit product."""
+    # Of 64 bits, which int64 holds as they are: it wraps around, and only the sign is lost, which the mask takes off.
+    product = words * constant
+    return (product >> 32) & _MASK, product & _MASK
 
 
 def keep_mask(
@@ -117,6 +117,28 @@ def keep_mask(
     draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
     draws = draws.permute(1, 2, 0, 3).reshape(len(places), len(columns) * _DRAWS_PER_CALL)
     return draws[:, skipped : skipped + num_columns] >= drop_threshold(probability)
+
+
+def uniform(seed: int, num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:
+    """Return numbers in (0, 1) for a matrix that belongs to a task, such as noise on its weights.
+
+    Args:
+        seed: 64-bit key of the draws, from `draw_seed`.
+        num_rows: height of the matrix.
+        num_columns: width of the matrix.
+        device: where to draw; any one draws the same.
+
+    Returns:
+        fp32 `[num_rows, num_columns]`, each an odd multiple of 2**-17, so that none is 0 or 1.
+    """
+    size = num_rows * num_columns
+    num_calls = -(-size // _DRAWS_PER_CALL)
+    draws = torch.empty(_DRAWS_PER_CALL, num_calls, device=device)
+    if not draws.is_meta:
+        words = philox(seed, torch.arange(num_calls, device=device))
+        # In the order in which they come about: no kernel draws the same, so none is turned around for it.
+        draws[:4], draws[4:] = words & 0xFFFF, words >> 16
+    return draws.add_(0.5).div_(65536.0).flatten()[:size].view(num_rows, num_columns)
 
 
 def dropout(

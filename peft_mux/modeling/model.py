@@ -28,6 +28,7 @@ from peft_mux.modeling.backbone.quantized import prepare_quantized
 from peft_mux.modeling.multiplexed_pass import MuxOutput
 from peft_mux.modeling.objectives.head import HeadPass
 from peft_mux.modeling.objectives.table import StreamLosses, TaskObjectives
+from peft_mux.modeling.penalties import with_penalties
 from peft_mux.modeling.registry import TaskRegistry
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.modeling.slabs import TaskSlab
@@ -311,6 +312,8 @@ class MultiTaskPeftModel(PeftModel):
     def merge_and_unload_adapter(self, adapter: str) -> Any:
         """Return the backbone with one adapter (internal id) merged in; as in PEFT, all are gone afterwards."""
         config = self.peft_config[adapter]
+        # Before anything is taken apart: some adapters cannot be merged.
+        self._arrivals.tuners.of(self, kind_of(config))._check_merge_allowed()
         tuner = self._arrivals.tuners.leave_alone(self, config)
         form = kind_of(config).saved_form(self.backbone, adapter)
         if form is not None:
@@ -373,8 +376,14 @@ class MultiTaskPeftModel(PeftModel):
             return MuxOutput(losses.losses_N, mux_batch.task_names, losses.statistics)
 
     def losses_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> StreamLosses:
-        """Return the losses from the `[T, D]` last hidden states, while the stream is read."""
-        return self.objectives.losses(hidden_TD, mux_batch, self._head_pass())
+        """Return the losses from the `[T, D]` last hidden states, while the stream is read.
+
+        In training, penalties of adapters are in them (`peft_mux.modeling.penalties`).
+        """
+        found = self.objectives.losses(hidden_TD, mux_batch, self._head_pass())
+        if not self.training:
+            return found
+        return found._replace(losses_N=with_penalties(found.losses_N, mux_batch, self.registry, self.peft_config))
 
     def target_losses(
         self, mux_batch: MuxBatch, passes: Passes | None = None, attention: AttentionStream | None = None

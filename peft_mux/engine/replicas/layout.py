@@ -124,6 +124,11 @@ class ParallelLayout:
         return all(replica.num_gpus == 1 for replica in self.replicas)
 
     @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether some copy's layers are cut among processes."""
+        return any(replica.tp > 1 for replica in self.replicas)
+
+    @property
     def are_alike(self) -> bool:
         """Whether all replicas have one configuration."""
         return len(set(self.replicas)) == 1

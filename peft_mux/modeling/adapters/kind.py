@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from peft import PeftConfig, PeftType
@@ -69,6 +69,11 @@ class ReplicaLayout(Protocol):
     @property
     def is_data_parallel(self) -> bool:
         """Whether every process holds the whole model."""
+        ...
+
+    @property
+    def is_tensor_parallel(self) -> bool:
+        """Whether some layers are cut among processes."""
         ...
 
 
@@ -251,6 +256,20 @@ class AdapterKind(Protocol):
         Args:
             layout: how the processes of the run share the work.
             where: prefix of the fields, such as `tasks.sql`.
+        """
+        ...
+
+
+@runtime_checkable
+class PenalisedKind(Protocol):
+    """What a kind offers besides, whose adapters are trained towards more than their task's loss."""
+
+    def penalty(self, config: Any, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return what is added to a task's loss, once in each of its steps; a scalar.
+
+        Args:
+            config: the adapter configuration of the task.
+            parameters: the task's parameters, by their PEFT names without the adapter id.
         """
         ...
 

@@ -110,7 +110,7 @@ class Tuners:
         kind = kind_of(config)
         before = model.base_model, model.peft_type
         with _layers_alone(model.backbone, _shows(config)):
-            model.base_model, model.peft_type = self._others.get(kind.peft_type, model.base_model), kind.peft_type
+            model.base_model, model.peft_type = self.of(model, kind), kind.peft_type
             try:
                 yield
             finally:
@@ -126,7 +126,16 @@ class Tuners:
         if self.is_mixed:
             for name, layers in _stacks(model.backbone).items():
                 _show(model.backbone, name, layers, _shows(config))
-        return self._others.get(kind_of(config).peft_type, model.base_model)
+        return self.of(model, kind_of(config))
+
+    def of(self, model: Any, kind: AdapterKind) -> Any:
+        """Return PEFT's tuner of the adapters of one kind.
+
+        Args:
+            model: the `MultiTaskPeftModel` whose tuners these are.
+            kind: the kind whose adapters it holds.
+        """
+        return self._others.get(kind.peft_type, model.base_model)
 
 
 def _bare_targets(config: PeftConfig) -> frozenset[str]:

@@ -1,0 +1,1 @@
+"""Diff Pruning beside other tasks: the differences of all of them on one frozen layer."""

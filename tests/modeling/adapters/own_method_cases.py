@@ -1,0 +1,83 @@
+"""Tasks of Adapter Tuning and Diff Pruning, a judge of each, and what a process of a layout does with them."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, PeftConfig, get_peft_model
+from transformers import get_scheduler
+
+from peft_mux import BottleneckConfig, DiffPruningConfig, Task
+from peft_mux.kernels import philox
+from peft_mux.peft_methods.diff_pruning.gates import Noise
+from peft_mux.peft_methods.diff_pruning.layer import DiffPruningLayer
+from tests.engine.replicas.layout_cases import LaidOut, train
+from tests.invariants import mux_lab as lab
+
+CONFIGS: dict[str, PeftConfig] = {
+    "houlsby": BottleneckConfig(bottleneck_size=6),
+    "narrow": BottleneckConfig(
+        bottleneck_size=3, non_linearity="relu", down_bias=False, target_modules=["down_proj", "v_proj"]
+    ),
+    "diff": DiffPruningConfig(target_modules=["q_proj", "down_proj"], alpha_init=1.0, l0_weight=1e-4),
+    "rows": DiffPruningConfig(target_modules=["v_proj"], structured=True, alpha_init=2.0, l0_weight=1e-3),
+    "lora": LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"]),
+}
+
+
+def tasks_of(*names: str, max_steps: int = 6, **settings: Any) -> list[Task]:
+    """Return tasks by the names of their configurations, of unequal rows."""
+    tasks = []
+    for number, name in enumerate(names or CONFIGS):
+        task = lab.small_task(name, data_seed=20 + number, length=6 + 2 * number, max_steps=max_steps, **settings)
+        tasks.append(replace(task, peft_config=copy.deepcopy(CONFIGS[name]), seed=3 + number))
+    return tasks
+
+
+def judge(trainer: Any, task: Task) -> lab.Verdict:
+    """Train one task alone with plain PEFT and an ordinary loop, on the same rows.
+
+    Gates are drawn as the task's are, by its seed, its steps and the names of its layers; the penalty is added once a
+    step.
+    """
+    run = trainer.table[task.name]
+    hyper = run.hyper
+    torch.manual_seed(hyper.seed)
+    model = get_peft_model(lab.tiny_llama(), copy.deepcopy(task.peft_config)).train()
+    is_penalised = isinstance(task.peft_config, DiffPruningConfig)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=hyper.learning_rate, weight_decay=hyper.weight_decay)
+    schedule = get_scheduler(hyper.lr_scheduler_type, optimizer, int(hyper.warmup_steps), run.num_steps)
+    losses = []
+    for step in range(run.num_steps):
+        _draw_as_of(model, hyper.seed, step)
+        loss = torch.stack(list(lab._sequence_losses(model, run.loader.batch(step)))).sum()
+        loss = loss + model.base_model.l0_penalty() if is_penalised else loss
+        loss.backward()
+        losses.append(loss.item())
+        torch.nn.utils.clip_grad_norm_(parameters, hyper.max_grad_norm)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    named = {key.replace(".default", ""): value for key, value in model.named_parameters() if value.requires_grad}
+    return lab.Verdict(losses, {key: value.detach() for key, value in named.items()})
+
+
+def _draw_as_of(model: Any, seed: int, step: int) -> None:
+    for name, layer in model.base_model.model.named_modules():
+        if isinstance(layer, DiffPruningLayer):
+            height, width = layer.shape
+            draws = [
+                philox.uniform(philox.draw_seed(seed, step, key), *shape, torch.device("cpu")).logit().half()
+                for key, shape in ((name, (height, width)), (f"{name}.rows", (1, height)))
+            ]
+            layer.draw = lambda adapter, own=draws: Noise(own[0], own[1][0])  # type: ignore[method-assign]
+
+
+def train_some(rank: int, folder: Path, names: tuple[str, ...], arguments: dict[str, Any]) -> LaidOut:
+    """Train some of the tasks in one process of a layout."""
+    return train(folder, lab.tiny_llama(), tasks_of(*names), **arguments)

@@ -1,0 +1,154 @@
+"""Our methods as plain PEFT uses them: several adapters, switched, deleted, saved, loaded, in half precision too."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftConfig, PeftModel, get_peft_model
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from peft_mux import BottleneckConfig, ConfigError, DiffPruningConfig
+from tests.invariants.mux_lab import tiny_llama
+
+IDS = torch.arange(12)[None]
+CONFIGS: dict[str, Callable[[], PeftConfig]] = {
+    "bottleneck": lambda: BottleneckConfig(bottleneck_size=4),
+    "bottleneck on all": lambda: BottleneckConfig(
+        reduction_factor=4, non_linearity="relu", target_modules="all-linear"
+    ),
+    "diff": lambda: DiffPruningConfig(target_modules=["q_proj", "down_proj"]),
+    "structured diff on all": lambda: DiffPruningConfig(target_modules="all-linear", structured=True),
+}
+EVERY = pytest.mark.parametrize("make", CONFIGS.values(), ids=CONFIGS)
+
+
+def perturb(model: Any) -> None:
+    """Move all that trains away from where it begins."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model.eval()(input_ids=IDS).logits
+
+
+@EVERY
+def test_adapters_are_added_switched_disabled_and_deleted(make: Callable[[], PeftConfig]) -> None:
+    bare = logits(tiny_llama())
+    model = get_peft_model(tiny_llama(), make())
+    assert torch.equal(logits(model), bare), "a new adapter changes nothing"
+    perturb(model)
+    first = logits(model)
+    assert not torch.allclose(first, bare)
+    model.add_adapter("second", make())
+    assert torch.equal(logits(model), first)
+    model.set_adapter("second")
+    assert torch.equal(logits(model), bare)
+    trained = [name for name, item in model.named_parameters() if item.requires_grad]
+    assert trained
+    assert all(".second" in name for name in trained)
+    model.set_adapter("default")
+    with model.disable_adapter():
+        assert torch.equal(logits(model), bare)
+    model.delete_adapter("second")
+    assert torch.equal(logits(model), first)
+    assert not any("second" in name for name in model.state_dict())
+    unloaded = model.unload()
+    assert torch.equal(logits(unloaded), bare)
+    assert [name for name, _ in unloaded.named_parameters()] == [name for name, _ in tiny_llama().named_parameters()]
+
+
+@EVERY
+def test_several_adapters_are_saved_and_loaded_side_by_side(make: Callable[[], PeftConfig], tmp_path: Path) -> None:
+    wanted = {}
+    for name in ("north", "south"):
+        torch.manual_seed(len(wanted))
+        model = get_peft_model(tiny_llama(), make())
+        perturb(model)
+        with torch.no_grad():
+            next(item for item in model.parameters() if item.requires_grad).add_(0.1 if name == "north" else 0.3)
+        wanted[name] = logits(model)
+        model.save_pretrained(str(tmp_path / name))
+    loaded = PeftModel.from_pretrained(tiny_llama(), str(tmp_path / "north"), adapter_name="north")
+    loaded.load_adapter(str(tmp_path / "south"), adapter_name="south")
+    for name in ("north", "south", "north"):
+        loaded.set_adapter(name)
+        assert torch.equal(logits(loaded), wanted[name])
+    assert not torch.equal(wanted["north"], wanted["south"])
+
+
+@EVERY
+def test_adapters_on_a_bf16_backbone_are_fp32_and_its_outputs_stay_bf16(make: Callable[[], PeftConfig]) -> None:
+    model = get_peft_model(tiny_llama().bfloat16(), make())
+    assert {item.dtype for item in model.parameters() if item.requires_grad} == {torch.float32}
+    perturb(model)
+    out = model.train()(input_ids=IDS).logits
+    assert out.dtype == torch.bfloat16
+    out.float().square().mean().backward()
+    assert all(bool(item.grad.isfinite().all()) for item in model.parameters() if item.requires_grad)
+
+
+@pytest.mark.parametrize("config", [BottleneckConfig(), DiffPruningConfig(target_modules=["c_attn", "mlp.c_proj"])])
+def test_layers_that_keep_their_weight_transposed_are_adapted_too(config: PeftConfig) -> None:
+    torch.manual_seed(0)
+    base = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=16)).eval()
+    bare = logits(base)
+    model = get_peft_model(copy.deepcopy(base), config)
+    assert torch.equal(logits(model), bare)
+    perturb(model)
+    own = logits(model)
+    assert not torch.allclose(own, bare)
+    if isinstance(config, DiffPruningConfig):
+        assert torch.allclose(logits(model.merge_and_unload()), own, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", [BottleneckConfig, DiffPruningConfig])
+def test_a_target_that_is_no_linear_layer_is_refused(make: Callable[..., PeftConfig]) -> None:
+    with pytest.raises(ConfigError, match=r"target_modules: got model\.embed_tokens \(Embedding\); allowed: linear"):
+        get_peft_model(tiny_llama(), make(target_modules=["embed_tokens"]))
+
+
+@pytest.mark.parametrize(
+    ("make", "fields", "allowed"),
+    [
+        (BottleneckConfig, {"bottleneck_size": 0}, "an integer of at least 1"),
+        (BottleneckConfig, {"bottleneck_size": True}, "an integer of at least 1"),
+        (BottleneckConfig, {"reduction_factor": 0.5}, "at least 1"),
+        (BottleneckConfig, {"reduction_factor": 10**400}, "at least 1"),
+        (BottleneckConfig, {"bottleneck_size": 8, "reduction_factor": 8}, "None where bottleneck_size is set"),
+        (BottleneckConfig, {"non_linearity": "swish"}, "'relu', 'gelu', 'silu', 'tanh'"),
+        (BottleneckConfig, {"non_linearity": ["relu"]}, "'relu', 'gelu', 'silu', 'tanh'"),
+        (BottleneckConfig, {"adapter_dropout": 1.0}, r"\[0, 1\)"),
+        (BottleneckConfig, {"up_bias": 1}, "True or False"),
+        (BottleneckConfig, {"target_modules": "x", "layers_to_transform": [0]}, "where target_modules is a string"),
+        (DiffPruningConfig, {"target_sparsity": 0.0}, "a share above 0"),
+        (DiffPruningConfig, {"target_sparsity": 0.7}, "at most 0.5"),
+        (DiffPruningConfig, {"l0_weight": -1e-9}, "at least 0"),
+        (DiffPruningConfig, {"l0_weight": float("nan")}, "at least 0"),
+        (DiffPruningConfig, {"structured": "rows"}, "True or False"),
+        (DiffPruningConfig, {"alpha_init": 1e9}, "from -50 to 50"),
+        (DiffPruningConfig, {"concrete_lower": 0.0}, "without 0"),
+        (DiffPruningConfig, {"concrete_upper": 1}, "above 1"),
+        (DiffPruningConfig, {"kept": {"x": -1}}, "what `prune` has written"),
+    ],
+)
+def test_a_field_is_refused_by_name_where_it_is_written(
+    make: Callable[..., PeftConfig], fields: dict[str, Any], allowed: str
+) -> None:
+    *_, name = fields
+    with pytest.raises(ConfigError, match=rf"^{make.__name__}\.{name}: got .*; allowed: .*{allowed}"):
+        make(**fields)
+
+
+def test_all_wrong_fields_are_named_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"(?s)3 things are wrong.*bottleneck_size.*non_linearity.*adapter_dropout"):
+        BottleneckConfig(bottleneck_size=-1, non_linearity="x", adapter_dropout=2)
