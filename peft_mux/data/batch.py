@@ -37,6 +37,7 @@ class TokenSequence:
         class_label: class (int) or value (float) for sequence classification, else `None`.
         token_type_ids: int64 `[L]`, which text of a pair each token is of; `None` for zeros.
         is_one_term: whether the loss has one term for the whole sequence, as every loss with a class label has.
+        num_virtual_tokens: how many of the first tokens stand for virtual ones (`peft_mux.data.virtual_tokens`).
     """
 
     input_ids: np.ndarray
@@ -45,6 +46,7 @@ class TokenSequence:
     class_label: int | float | None = None
     token_type_ids: np.ndarray | None = None
     is_one_term: bool = False
+    num_virtual_tokens: int = 0
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -118,6 +120,7 @@ class MuxBatch:
         class_labels: `[S]` int64 or float32 for sequence classification, else `None`.
         token_type_ids: int64 `[1, T]`, which text of a pair each token is of; `None` for zeros.
         parts: which tokens of a row each of the S sequences is; empty where all are whole.
+        virtual_tokens: virtual tokens in front of each sequence, for each of the N tasks; empty where there are none.
     """
 
     input_ids: torch.Tensor
@@ -138,6 +141,7 @@ class MuxBatch:
     class_labels: torch.Tensor | None = None
     token_type_ids: torch.Tensor | None = None
     parts: tuple[SequencePart, ...] = ()
+    virtual_tokens: tuple[int, ...] = ()
 
     @property
     def has_more(self) -> bool:
@@ -191,6 +195,7 @@ class MuxBatch:
             class_labels=None if classes is None else _chosen(classes, sequences),
             token_type_ids=None if types is None else _chosen(types, tokens, dim=1),
             parts=tuple(part for start, end in sequences for part in self.parts[start:end]),
+            virtual_tokens=tuple(self.virtual_tokens[index] for index in indices if self.virtual_tokens),
         )
 
     def to(self, device: torch.device | str) -> MuxBatch:

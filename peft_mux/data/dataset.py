@@ -110,6 +110,7 @@ class TokenizedDataset:
         self._types = [s.token_type_ids for s in sequences]
         # One loss for all rows of a dataset, so one flag for all.
         self._is_one_term = any(s.is_one_term for s in sequences)
+        self._num_virtual_tokens = max((s.num_virtual_tokens for s in sequences), default=0)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -120,7 +121,15 @@ class TokenizedDataset:
         part = slice(self._offsets[index], self._offsets[index + 1])
         ids, labels = self._ids[part].astype(np.int64), self._labels[part].astype(np.int64)
         row, label, types = int(self._rows[index]), self._classes[index], self._types[index]
-        return TokenSequence(ids, labels, row, label, types, is_one_term=self._is_one_term)
+        return TokenSequence(
+            ids,
+            labels,
+            row,
+            label,
+            types,
+            is_one_term=self._is_one_term,
+            num_virtual_tokens=self._num_virtual_tokens,
+        )
 
     @property
     def fingerprint(self) -> str:

@@ -12,6 +12,7 @@ from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import Fault, raise_faults
 from peft_mux.hyper_parameters import ELEMENTWISE
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.prompts.kind import PromptKind
 from peft_mux.modeling.backbone.families import family_of
 from peft_mux.task import Task
 
@@ -38,7 +39,7 @@ def check_layout(
         UnsupportedModelError: if the architecture cannot be cut.
     """
     if args.shard_backbone:
-        raise_faults(_sharding_faults(layout, source, args))
+        raise_faults(_sharding_faults(layout, source, args) + _sharded_prompt_faults(tasks))
     if layout.is_data_parallel:
         return
     # Called for what it refuses, like `blocks_of` below.
@@ -64,6 +65,17 @@ def _sharding_faults(layout: ParallelLayout, source: BackboneSource, args: Multi
         Fault(f"args.{name}", got, "its default beside shard_backbone=True", "Leave one of the two out.")
         for (name, got), is_fault in zip(others.items(), found, strict=True)
         if is_fault
+    ]
+
+
+def _sharded_prompt_faults(tasks: Sequence[Task]) -> list[Fault]:
+    """Return the tasks whose prompts are made, or read, outside of the units that FSDP2 gathers."""
+    kinds = [(task, kind_of(task.peft_config)) for task in tasks]
+    fix = "Leave shard_backbone out, or train LORA."
+    return [
+        Fault(f"tasks.{task.name}.peft_config", f"{kind.title} with shard_backbone=True", "types of layers", fix)
+        for task, kind in kinds
+        if isinstance(kind, PromptKind)
     ]
 
 

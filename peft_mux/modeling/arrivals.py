@@ -12,6 +12,8 @@ from torch import nn
 from peft_mux.modeling.adapters.attach import attach
 from peft_mux.modeling.adapters.injection import hidden_adapters, is_meta, own_copy, peft_refusals, seeded
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.prompts.learning import encoders_of
+from peft_mux.modeling.adapters.prompts.prompts import adopt_encoder
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.registry import TaskRegistry
 
@@ -93,6 +95,10 @@ class Arrivals:
         # So that names are those of a model of one PEFT type, which files are written with.
         with self.tuners.alone(model, kind):
             own = _parameters_of(model, adapter)
+        if adapter in (encoders := encoders_of(model)):
+            # What PEFT freezes of a prompt is no part of what is trained: CPT's words, the sink of a cartridge.
+            own = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
+            adopt_encoder(encoders[adapter], model.peft_config[adapter])
         self._registry.adopt(name, own, are_described=is_meta(model.backbone))
 
     def register_absent(self, model: Any, name: str, config: PeftConfig) -> None:
@@ -128,11 +134,7 @@ class Arrivals:
             model.objectives.forget(name)
             model.stream.clear_tables()
             others = list(registry.adapters.values())
-            with self.tuners.alone(model, kind):
-                # PEFT warns, and chooses by itself, where the active adapter is deleted.
-                if adapter in model.active_adapters and others:
-                    model.base_model.set_adapter(others[0])
-                model.delete_adapter(adapter)
+            self.tuners.delete(model, kind, adapter, others)
         model.active_adapter = next(iter(registry.adapters.values()), [])
         if self.tuners.is_mixed and model.active_adapter:
             model.select_adapter(model.active_adapter)

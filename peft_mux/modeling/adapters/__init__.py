@@ -4,3 +4,5 @@ Each kind of adapters registers itself when its file is imported here.
 """
 
 from peft_mux.modeling.adapters.lora import kind as _lora  # noqa: F401
+from peft_mux.modeling.adapters.prompts import prefix as _prefix  # noqa: F401
+from peft_mux.modeling.adapters.prompts import virtual_tokens as _virtual_tokens  # noqa: F401

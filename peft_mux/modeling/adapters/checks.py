@@ -12,6 +12,7 @@ from torch import nn
 from peft_mux.errors import Fault, closest
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, find_kind, kind_of
 from peft_mux.modeling.adapters.patterns import pattern_faults
+from peft_mux.modeling.adapters.prompts.kind import PromptKind
 from peft_mux.modeling.backbone.modules import adaptable_modules
 
 
@@ -41,6 +42,8 @@ def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
         where: prefix of the fields, such as `tasks.sql`.
     """
     where, kind = f"{where}.peft_config", kind_of(config)
+    if isinstance(kind, PromptKind):
+        return kind.backbone_faults(config, backbone, where)
     faults = pattern_faults(config, [name for name, _ in backbone.named_modules()], where)
     if faults:
         return faults

@@ -14,6 +14,15 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from peft_mux.errors import CheckpointError
+from peft_mux.modeling.adapters.prompts.kind import PREFIX
+from peft_mux.modeling.adapters.prompts.learning import encoders_of
+from peft_mux.modeling.adapters.prompts.saved import (
+    load_prompt,
+    prompt_keys,
+    prompt_state,
+    refuse_made_only,
+    saved_tensor,
+)
 from peft_mux.modeling.interface import MultiplexedModel
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.storage import CHECKSUMS_NAME, has_checksums, load_tensors, verify_checksums
@@ -30,6 +39,8 @@ def adapter_state(model: MultiplexedModel, adapter: str) -> dict[str, torch.Tens
     Raises:
         CheckpointError: if PEFT's selection is not exactly the adapter's parameters (peft#3584).
     """
+    if adapter in encoders_of(model):
+        return prompt_state(model, adapter, _prompt_parameters(model, adapter))
     with model.alone(adapter):
         state = get_peft_model_state_dict(model, adapter_name=adapter)
     # PEFT adds the frozen embedding where it is adapted; where that is divided among processes, no process has it.
@@ -41,6 +52,11 @@ def adapter_state(model: MultiplexedModel, adapter: str) -> dict[str, torch.Tens
             f"adapter {adapter}: PEFT selected {len(state)} tensors of the {trained} trained ones; nothing was written."
         )
     return state
+
+
+def _prompt_parameters(model: MultiplexedModel, adapter: str) -> Mapping[str, torch.Tensor]:
+    task = next(name for name, known in model.adapters.items() if known == adapter)
+    return model.task_parameters(task)
 
 
 def saved_key(name: str) -> str:
@@ -66,7 +82,12 @@ def save_adapter(
     Raises:
         CheckpointError: if the files cannot be written.
     """
-    state = adapter_state(model, adapter) if weights is None else {saved_key(key): weights[key] for key in weights}
+    if weights is None:
+        state = adapter_state(model, adapter)
+    elif adapter in encoders_of(model):
+        state = prompt_state(model, adapter, weights)
+    else:
+        state = {saved_key(key): weights[key] for key in weights}
     # Each tensor apart: views of one buffer share their storage, which safetensors refuses.
     state = {key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
     config = copy.deepcopy(model.peft_config[adapter])
@@ -104,6 +125,7 @@ def load_adapter(model: MultiplexedModel, adapter: str, folder: Path) -> None:
     expected = {key: value.shape for key, value in adapter_state(model, adapter).items()}
     found = {key: value.shape for key, value in state.items()}
     if expected != found:
+        refuse_made_only(found, expected, folder)
         odd = sorted(expected.keys() ^ found.keys()) or [key for key in expected if expected[key] != found[key]]
         raise CheckpointError(
             f"{folder}: got {len(found)} tensors that do not match the {len(expected)} of this adapter; first odd one: "
@@ -115,6 +137,9 @@ def load_adapter(model: MultiplexedModel, adapter: str, folder: Path) -> None:
             f"{folder / WEIGHTS_NAME}: got numbers that are not finite in {broken[0]}; allowed: finite weights, as any"
             " result of others is NaN. Load an older checkpoint of the task."
         )
+    if adapter in encoders_of(model):
+        load_prompt(model, adapter, state, _prompt_parameters(model, adapter))
+        return
     with model.alone(adapter):
         set_peft_model_state_dict(model, state, adapter_name=adapter)
 
@@ -132,15 +157,19 @@ def read_adapter(folder: Path, pieces: Mapping[str, Piece]) -> dict[str, torch.T
     """
     # Also weights that are not finite: the step after them fails the task, as it would have without the interruption.
     state = _read_weights(folder)
+    is_prompt = all(name.startswith(PREFIX) for name in pieces)
+    keys = prompt_keys(list(pieces)) if is_prompt else {name: saved_key(name) for name in pieces}
+    weights: dict[str, torch.Tensor] = {}
     for name, piece in pieces.items():
-        found = state.get(saved_key(name))
+        found = saved_tensor(state, keys[name], piece.shape)
         if found is None or tuple(found.shape) != piece.shape:
             got = "nothing" if found is None else f"shape {list(found.shape)}"
             raise CheckpointError(
-                f"{folder}: got {got} for {saved_key(name)}; allowed: {list(piece.shape)}, an adapter of the same"
+                f"{folder}: got {got} for {keys[name]}; allowed: {list(piece.shape)}, an adapter of the same"
                 " configuration on the same backbone."
             )
-    return {name: state[saved_key(name)] for name in pieces}
+        weights[name] = found
+    return weights
 
 
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:

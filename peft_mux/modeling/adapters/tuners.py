@@ -12,7 +12,7 @@ layers of that adapter's type and no others. So names, initial weights and files
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,8 @@ from torch import nn
 
 from peft_mux.modeling.adapters.injection import is_meta
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, kind_of_layer
+from peft_mux.modeling.adapters.prompts.kind import PromptKind
+from peft_mux.modeling.adapters.prompts.learning import add_prompt, as_prompts, remove_prompt
 
 
 class Tuners:
@@ -46,6 +48,10 @@ class Tuners:
             adapter: internal id of the adapter's task.
             config: the adapter's configuration; PEFT writes into it.
         """
+        if isinstance(kind, PromptKind):
+            with self.alone(model, kind):
+                add_prompt(model, adapter, config)
+            return
         is_first_of_its_type = kind.peft_type != model.peft_type and kind.peft_type not in self._others
         if not is_first_of_its_type:
             with self.alone(model, kind):
@@ -77,6 +83,10 @@ class Tuners:
             model: the `MultiTaskPeftModel` whose tuners these are.
             kind: the kind whose adapters are shown.
         """
+        if isinstance(kind, PromptKind):
+            with _layers_alone(model.backbone, kind), as_prompts(model, kind):
+                yield
+            return
         # With one type PEFT's own view is the model as it is, and nothing has to be taken apart.
         if not self.is_mixed:
             yield
@@ -88,6 +98,26 @@ class Tuners:
                 yield
             finally:
                 model.base_model, model.peft_type = before
+
+    def delete(self, model: Any, kind: AdapterKind, adapter: str, others: Sequence[str]) -> None:
+        """Take an adapter out of a model.
+
+        Args:
+            model: the `MultiTaskPeftModel` whose tuners these are.
+            kind: the kind that the adapter is of.
+            adapter: internal id of the adapter's task.
+            others: those of all other tasks.
+        """
+        if isinstance(kind, PromptKind):
+            if adapter in model.active_adapters and others:
+                model.select_adapter(others[0])
+            remove_prompt(model, adapter)
+            return
+        with self.alone(model, kind):
+            # PEFT warns, and chooses by itself, where the active adapter is deleted.
+            if adapter in model.active_adapters and others:
+                model.base_model.set_adapter(others[0])
+            model.delete_adapter(adapter)
 
     def leave_alone(self, model: Any, kind: AdapterKind) -> Any:
         """Take the layers of all other kinds out of a model for good, and return PEFT's tuner of this one.
