@@ -34,6 +34,7 @@ class PromptPass:
         Args:
             words_1TD: embeddings `[1, T, D]`, of placeholders in the rows of virtual tokens.
         """
-        assert self.rows is not None and self.embeddings is not None, "there are virtual tokens"
+        assert self.rows is not None, "there are virtual tokens"
+        assert self.embeddings is not None, "they come with their rows"
         # Copied, not masked: a task's NaN stays in its rows, and the backward takes each row's gradient as it is.
         return words_1TD[0].index_copy(0, self.rows, self.embeddings.to(words_1TD.dtype)).unsqueeze(0)

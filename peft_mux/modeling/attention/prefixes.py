@@ -98,8 +98,8 @@ class Prefixes:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or not 0 <= 2 * layer < len(self._layers[number]):
             raise UnsupportedModelError(
-                f"{type(module).__name__} has layer number {layer}, for which a prefix has no keys; allowed: models whose"
-                " attention modules are numbered from 0. Use PROMPT_TUNING, which needs no layers."
+                f"{type(module).__name__} has layer number {layer}, for which a prefix has no keys; allowed: models"
+                " whose attention modules are numbered from 0. Use PROMPT_TUNING, which needs no layers."
             )
         return layer
 
@@ -107,7 +107,7 @@ class Prefixes:
         heads, channels = prefix_GVC.shape[0], prefix_GVC.shape[2]
         if (heads, channels) != (own.shape[1], own.shape[3]):
             raise UnsupportedModelError(
-                f"{type(module).__name__} (layer {module.layer_idx}) has {own.shape[1]} heads of {own.shape[3]} channels, "
-                f"and the prefix {heads} of {channels}; allowed: models whose layers all have the heads that their "
-                "configuration tells. Use PROMPT_TUNING, which needs no layers."
+                f"{type(module).__name__} (layer {module.layer_idx}) has {own.shape[1]} heads of {own.shape[3]}"
+                f" channels, and the prefix {heads} of {channels}; allowed: models whose layers all have the heads that"
+                " their configuration tells. Use PROMPT_TUNING, which needs no layers."
             )

@@ -71,7 +71,7 @@ def encoders_of(model: Any) -> Mapping[str, nn.Module]:
     return model._modules.get("prompt_encoder") or {}
 
 
-def open_without_tuner(model: Any, backbone: nn.Module, config: PeftConfig, adapter: str) -> None:
+def open_without_tuner(model: Any, backbone: Any, config: PeftConfig, adapter: str) -> None:
     """Make a `PeftModel` whose first adapter will be a prompt: what PEFT's own constructor does, but for a tuner.
 
     Args:
@@ -112,7 +112,8 @@ def add_prompt(model: Any, adapter: str, config: PeftConfig) -> None:
         config: the prompt's configuration; PEFT writes into it.
     """
     # PEFT refuses prefixes beside checkpointing, as its cache would be written twice; here none is.
-    checkpointing = [module for module in model.base_model.modules() if getattr(module, "gradient_checkpointing", False)]
+    modules = model.base_model.modules()
+    checkpointing = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
     active = model.active_adapter
     for module in checkpointing:
         module.gradient_checkpointing = False

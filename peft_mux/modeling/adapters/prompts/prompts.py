@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from peft import CPTConfig, PeftConfig
 from torch import nn
+from torch.nn import functional
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.virtual_tokens import virtual_tokens_of_sequences
@@ -101,12 +102,15 @@ def adopt_encoder(encoder: Any, config: PeftConfig) -> None:
 
 
 def _projected(encoder: Any, indices: torch.Tensor) -> torch.Tensor:
-    weight = encoder.delta_embedding.weight
+    weight, words = encoder.delta_embedding.weight, encoder.embedding(indices).detach()
     # A description of a model has no numbers to project.
-    if not weight.is_meta:
-        with torch.no_grad():
-            weight.copy_(encoder.get_projection())
-    return encoder.embedding(indices).detach() + encoder.delta_embedding(indices)
+    projected = weight if weight.is_meta else encoder.get_projection()
+    if not torch.is_grad_enabled():
+        # Evaluating or saving changes nothing of what is trained.
+        return words + functional.embedding(indices, projected)
+    with torch.no_grad():
+        weight.copy_(projected)
+    return words + encoder.delta_embedding(indices)
 
 
 def _num_virtual_tokens(config: PeftConfig | None) -> int:
@@ -119,8 +123,9 @@ def _check_rows(batch: MuxBatch, number: int, config: PeftConfig | None) -> None
     if got != wanted:
         name = batch.task_names[number]
         raise ConfigError(
-            f'task "{name}": got rows with {got} virtual tokens; allowed: {wanted}, as many as its prompt has in this pass.'
-            " Collate with ChunkPackingCollator(virtual_labels=model.virtual_labels), and without where adapters are off."
+            f'task "{name}": got rows with {got} virtual tokens; allowed: {wanted}, as many as its prompt has in this'
+            " pass. Collate with ChunkPackingCollator(virtual_labels=model.virtual_labels), or without them where"
+            " adapters are off."
         )
 
 

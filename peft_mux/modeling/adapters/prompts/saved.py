@@ -62,10 +62,8 @@ def prompt_state(model: Any, adapter: str, parameters: Mapping[str, torch.Tensor
     keys = prompt_keys(list(parameters))
     if hasattr(config, "num_tasks"):
         return {keys[name]: value for name, value in parameters.items()}
-    # Copies, as CPT's encoder projects what it is called with.
-    values = {name.removeprefix(PREFIX): value.clone() for name, value in parameters.items()}
     device = next(encoder.parameters()).device
-    held = {name: value.to(device) for name, value in values.items()}
+    held = {name.removeprefix(PREFIX): value.to(device) for name, value in parameters.items()}
     tokens = torch.arange(config.num_virtual_tokens, device=device)[None]
     made = functional_call(encoder, held, (tokens,))[0]
     own = {key: parameters[name] for name, key in keys.items() if key != EMBEDDINGS}
@@ -102,5 +100,6 @@ def refuse_made_only(found: Collection[str], expected: Collection[str], where: o
     if set(found) == {EMBEDDINGS} and set(expected) > {EMBEDDINGS}:
         raise CheckpointError(
             f"{where}: got what the prompt's encoder made ({EMBEDDINGS}) without its parameters; allowed: a folder that"
-            " peft_mux wrote, as PEFT saves no more and the encoder cannot be had back. Load it with PEFT for inference."
+            " peft_mux wrote, as PEFT saves no more and the encoder cannot be had back. For inference, load it with"
+            " PeftModel.from_pretrained."
         )

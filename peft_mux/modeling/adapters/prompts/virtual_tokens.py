@@ -42,7 +42,7 @@ class VirtualTokensKind(PromptKind):
 
 
 class PTuningKind(VirtualTokensKind):
-    """P-tuning: embeddings go through a small network, which runs once a pass; only what it returns is saved by PEFT."""
+    """P-tuning: embeddings go through a small network, which runs once a pass; PEFT saves only what it returns."""
 
     def faults(self, config: Any, where: str) -> list[Fault]:
         """Return the faults of all prompts, and those of the encoder's fields."""
@@ -51,8 +51,9 @@ class PTuningKind(VirtualTokensKind):
         if way not in list(ways):
             faults.append(Fault(f"{where}.encoder_reparameterization_type", shown(way), "MLP or LSTM"))
         if config.encoder_dropout != 0.0:
-            why = "PEFT ignores it" if way == ways.MLP else "it draws from torch's one generator, which all tasks share"
-            faults.append(Fault(f"{where}.encoder_dropout", shown(config.encoder_dropout), "0.0", f"Not supported: {why}."))
+            why = "PEFT ignores it" if way == ways.MLP else "it would draw from a generator that all tasks share"
+            got, field = shown(config.encoder_dropout), f"{where}.encoder_dropout"
+            faults.append(Fault(field, got, "0.0", f"Not supported: {why}."))
         if way == ways.MLP and config.encoder_num_layers != 2:
             got = f"{shown(config.encoder_num_layers)} with an MLP"
             faults.append(Fault(f"{where}.encoder_num_layers", got, "2", "PEFT's MLP has a fixed number of layers."))
@@ -105,8 +106,10 @@ class CptKind(PromptKind):
         """Return what does not fit the backbone, its vocabulary above all."""
         size = backbone.config.get_text_config().vocab_size
         odd = [token for token in config.cpt_token_ids if token >= size]
-        faults = [Fault(f"{where}.cpt_token_ids", str(odd[0]), f"ids below {size}, the vocabulary's size")] if odd else []
-        return faults + super().backbone_faults(config, backbone, where)
+        faults = super().backbone_faults(config, backbone, where)
+        if odd:
+            faults.append(Fault(f"{where}.cpt_token_ids", str(odd[0]), f"ids below {size}, the vocabulary's size"))
+        return faults
 
 
 register_kind(VirtualTokensKind(PeftType.PROMPT_TUNING, _INIT_FIELDS))
