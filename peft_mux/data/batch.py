@@ -37,7 +37,7 @@ class TokenSequence:
         class_label: class (int) or value (float) for sequence classification, else `None`.
         token_type_ids: int64 `[L]`, which text of a pair each token is of; `None` for zeros.
         is_one_term: whether the loss has one term for the whole sequence, as every loss with a class label has.
-        num_virtual_tokens: how many of the first tokens stand for virtual ones (`peft_mux.data.virtual_tokens`).
+        num_virtual_tokens: how many of the first tokens stand for virtual ones (`peft_mux.data.rows.virtual_tokens`).
     """
 
     input_ids: np.ndarray

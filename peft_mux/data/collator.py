@@ -12,7 +12,7 @@ from peft_mux.data.batch import IGNORE_INDEX, MuxBatch, TaskBatch, TokenSequence
 from peft_mux.data.chunking import chunk_size, round_up
 from peft_mux.data.packing import best_fit_decreasing
 from peft_mux.data.parts import Member, SequencePart, part_bounds
-from peft_mux.data.virtual_tokens import with_virtual_tokens
+from peft_mux.data.rows.virtual_tokens import with_virtual_tokens
 from peft_mux.errors import ConfigError, DataError
 
 

@@ -19,7 +19,7 @@ from peft_mux.data.chat_rows import ChatRows
 from peft_mux.data.formats import LANGUAGE_ROWS, DataFormat, RowForm, required_columns
 from peft_mux.data.labelled_rows import LabelledRows
 from peft_mux.data.length_limit import LengthLimit, RowCounts
-from peft_mux.data.virtual_tokens import with_virtual_tokens
+from peft_mux.data.rows.virtual_tokens import with_virtual_tokens
 from peft_mux.errors import ConfigError, DataError, PeftMuxError
 from peft_mux.own_code import describe_error
 

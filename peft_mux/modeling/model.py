@@ -29,6 +29,7 @@ from peft_mux.modeling.adapters.prompts.learning import (
 from peft_mux.modeling.adapters.prompts.prompts import Prompts
 from peft_mux.modeling.arrivals import Arrivals
 from peft_mux.modeling.attention.packed import AttentionStream, register_attention
+from peft_mux.modeling.attention.prompt_pass import PromptPass
 from peft_mux.modeling.backbone.checks import check_backbone
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
 from peft_mux.modeling.backbone.probe import ComputingPath, check_packing, path_of
@@ -36,7 +37,6 @@ from peft_mux.modeling.backbone.quantized import prepare_quantized
 from peft_mux.modeling.multiplexed_pass import MuxOutput
 from peft_mux.modeling.objectives.head import HeadPass
 from peft_mux.modeling.objectives.table import TaskObjectives
-from peft_mux.modeling.prompt_pass import PromptPass
 from peft_mux.modeling.registry import TaskRegistry
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.modeling.slabs import TaskSlab

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
-from peft_mux.data.virtual_tokens import virtual_tokens_of_sequences
+from peft_mux.data.rows.virtual_tokens import virtual_tokens_of_sequences
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.backbone.head_kinds import LANGUAGE_MODEL
 from peft_mux.modeling.objectives.head import HeadPass, register_head

@@ -18,12 +18,12 @@ from torch import nn
 from torch.nn import functional
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.data.virtual_tokens import virtual_tokens_of_sequences
+from peft_mux.data.rows.virtual_tokens import virtual_tokens_of_sequences
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.prompts.learning import encoders_of, prompt_kind_of
 from peft_mux.modeling.attention.prefixes import Prefixes
+from peft_mux.modeling.attention.prompt_pass import PromptPass
 from peft_mux.modeling.attention.rectangles import copied_to
-from peft_mux.modeling.prompt_pass import PromptPass
 
 
 class Prompts:

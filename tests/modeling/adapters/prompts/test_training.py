@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
-from peft_mux import Task
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters.prompts.prompt_cases import PROMPTS, judge, task_of
 

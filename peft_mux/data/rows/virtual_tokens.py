@@ -36,7 +36,7 @@ def with_virtual_tokens(sequence: TokenSequence, labels: Sequence[int]) -> Token
     for field in fields(sequence):
         values = getattr(sequence, field.name)
         # Whatever a row says of each of its tokens; of virtual ones there is nothing to say.
-        if isinstance(values, np.ndarray) and len(values) == len(sequence):
+        if isinstance(values, np.ndarray):
             filled = np.full((len(labels), *values.shape[1:]), PLACEHOLDER_ID, dtype=values.dtype)
             before[field.name] = np.concatenate((filled, values))
     before["labels"][: len(labels)] = labels
