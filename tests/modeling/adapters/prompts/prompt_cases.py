@@ -19,7 +19,7 @@ from peft import (
     TaskType,
     get_peft_model,
 )
-from transformers import get_scheduler
+from transformers import Trainer, get_scheduler
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel, Task
 from peft_mux.data.batch import MuxBatch
@@ -119,7 +119,12 @@ def judge(trainer: MultiTaskTrainer, task: Task, backbone: Any = None) -> lab.Ve
     model, own = plain(task.peft_config, hyper.seed, backbone)
     model.train()
     parameters = list(own.values())
-    optimizer = torch.optim.AdamW(parameters, lr=hyper.learning_rate, weight_decay=hyper.weight_decay)
+    decaying = {name.replace(".default", "") for name in Trainer.get_decay_parameter_names(None, model)}  # type: ignore[arg-type]
+    groups = [
+        {"params": [own[name] for name in own if name in decaying], "weight_decay": hyper.weight_decay},
+        {"params": [own[name] for name in own if name not in decaying], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=hyper.learning_rate)
     schedule = get_scheduler(hyper.lr_scheduler_type, optimizer, int(hyper.warmup_steps), run.num_steps)
     losses = []
     for step in range(run.num_steps):
