@@ -224,7 +224,7 @@ def _through_varlen(
         layer = mux_stream.module_names[module]
         k_GKC, v_GKC, num_keys = mux_stream.parts.joined_stream(layer, qkv[1], qkv[2], scores.window)
     if mux_stream.prefixes is not None:
-        k_GKC, v_GKC, num_keys = mux_stream.prefixes.before_all(module, k_GKC, v_GKC, num_keys, scores.window)
+        k_GKC, v_GKC, num_keys = mux_stream.prefixes.before_all(module, k_GKC, v_GKC, num_keys)
     if mux_stream.parts is not None or mux_stream.prefixes is not None:
         k_TGC, v_TGC = k_GKC.transpose(0, 1), v_GKC.transpose(0, 1)
         keys = mux_stream.key_bounds(num_keys), max(num_keys)
@@ -256,7 +256,7 @@ def _through_rectangles(
             k_GKC, v_GKC = mux_stream.parts.joined(layer, rectangle.sequence, k[0], v[0], scores.window)
             k, v = k_GKC[None], v_GKC[None]
         if mux_stream.prefixes is not None:
-            k, v = mux_stream.prefixes.before(module, rectangle.first, k, v, scores.window)
+            k, v = mux_stream.prefixes.before(module, rectangle.first, k, v)
         parts.append(_attend(rectangle, q, k, v, scores, draws))
     out_PHC = torch.cat(parts) if len(parts) > 1 else parts[0]
     return ToTokens.apply(out_PHC, layout.row_of_token, layout.padding_rows).unsqueeze(0)

@@ -28,16 +28,12 @@ class Prefixes:
         of_sequence: number of the prefix of each of the S sequences of the stream; `None` for those without.
         key_values: of each prefix, the keys and values of all layers, `[2 * layers, G, V, C]`: keys of a layer before
             its values.
-        starts: place of each sequence's first token within its row, which is past 0 in a later part of a long one.
     """
 
-    def __init__(
-        self, of_sequence: Sequence[int | None], key_values: Sequence[torch.Tensor], starts: Sequence[int]
-    ) -> None:
+    def __init__(self, of_sequence: Sequence[int | None], key_values: Sequence[torch.Tensor]) -> None:
         """Take the layers apart, once for all of them."""
         self.of_sequence = tuple(of_sequence)
         self._layers = [stacked.unbind() for stacked in key_values]
-        self._starts = tuple(starts)
 
     def num_keys(self, index: int) -> int:
         """Return the number V of keys before the first token of a sequence, by its number in the stream."""
@@ -45,23 +41,24 @@ class Prefixes:
         return 0 if number is None else self._layers[number][0].shape[1]
 
     def before(
-        self, module: nn.Module, index: int, keys: torch.Tensor, values: torch.Tensor, window: int | None
+        self, module: nn.Module, index: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values behind those of their prefix, `[n, G, V + L, C]`.
+
+        Where attention slides a window, a later part of a long row has only the keys of earlier ones that it sees; then
+        the prefix is beyond the window, and stays so.
 
         Args:
             module: the attention module that attends.
             index: number in the stream of one of the n sequences, which have one prefix.
             keys: keys `[n, G, L, C]`, of earlier parts of the sequence too.
             values: values `[n, G, L, C']`.
-            window: a query sees this many tokens, itself included; a prefix that none sees is left out.
 
         Raises:
             UnsupportedModelError: if the layer has other heads than the prefix.
         """
         number = self.of_sequence[index]
-        # A later part whose first query looks back no further than the row's first token has no key of the prefix.
-        if number is None or (window is not None and self._starts[index] - window + 1 > 0):
+        if number is None:
             return keys, values
         layer = 2 * self._layer_of(module, number)
         pair = []
@@ -78,7 +75,6 @@ class Prefixes:
         keys_GKC: torch.Tensor,
         values_GKC: torch.Tensor,
         num_keys: tuple[int, ...],
-        window: int | None,
     ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
         """Return keys and values of a whole stream, those of each sequence behind its prefix, and how many each has.
 
@@ -87,10 +83,9 @@ class Prefixes:
             keys_GKC: keys of all sequences one after another, with those of earlier parts.
             values_GKC: their values.
             num_keys: number of keys of each of the S sequences.
-            window: a query sees this many tokens, itself included.
         """
         own = zip(keys_GKC.split(num_keys, dim=1), values_GKC.split(num_keys, dim=1), strict=True)
-        pairs = [self.before(module, index, k[None], v[None], window) for index, (k, v) in enumerate(own)]
+        pairs = [self.before(module, index, k[None], v[None]) for index, (k, v) in enumerate(own)]
         keys, values = (torch.cat(side, dim=2)[0] for side in zip(*pairs, strict=True))
         return keys, values, tuple(pair[0].shape[2] for pair in pairs)
 

@@ -169,8 +169,7 @@ def _prefixes(batch: MuxBatch, prefixes: Mapping[int, torch.Tensor]) -> Prefixes
         return None
     places = {number: place for place, number in enumerate(prefixes)}
     owners = [places.get(number) for number, _ in _tasks_of_sequences(batch)]
-    starts = [part.start for part in batch.parts] or [0] * batch.num_sequences
-    return Prefixes(owners, list(prefixes.values()), starts)
+    return Prefixes(owners, list(prefixes.values()))
 
 
 def _position_shift(batch: MuxBatch, prefixes: Mapping[int, torch.Tensor]) -> torch.Tensor | None:

@@ -6,6 +6,7 @@ import copy
 import math
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,9 +21,12 @@ from peft_mux.data.chains import chains_of
 from peft_mux.data.rows.virtual_tokens import with_virtual_tokens
 from peft_mux.engine.chain_pass import run_chain
 from peft_mux.errors import ConfigError, UnsupportedModelError
+from peft_mux.modeling.attention import packed as attention
+from peft_mux.modeling.attention.varlen import as_kernel, varlen_attention
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.prompts.prompt_cases import PROMPTS, config_of, packed, plain, plain_loss, rows_of
 from tests.modeling.test_architectures import LANGUAGE_MODELS, filled, mistral
+from tests.modeling.test_key_values import flash_attention
 
 ALL = (*PROMPTS, "lora")
 
@@ -54,7 +58,8 @@ def assert_as_alone(model: MultiTaskPeftModel, backbone: Any, rows: dict[str, li
         for key, item in own.items():
             assert item.grad is not None
             assert item.grad.norm() > 0 or key.endswith("lora_A.weight"), f"{form} {key}: nothing would be compared"
-            assert relative(ours[key].grad, item.grad) <= 1e-4, f"{form} {key}"
+            found: Any = ours[key].grad
+            assert relative(found, item.grad) <= 1e-4, f"{form} {key}"
 
 
 def test_a_pass_of_all_forms_gives_each_what_plain_peft_alone_gives() -> None:
@@ -212,7 +217,8 @@ def test_recomputed_activations_read_the_prompts_of_their_pass() -> None:
 def test_attention_dropout_of_a_prefix_draws_by_place_and_key_alone_together_and_in_parts() -> None:
     def model_of(*forms: str) -> MultiTaskPeftModel:
         backbone = tiny_llama()
-        for module in backbone.modules():
+        modules: list[Any] = list(backbone.modules())
+        for module in modules:
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.3
         return mux(*forms, backbone=backbone).train()
@@ -224,6 +230,33 @@ def test_attention_dropout_of_a_prefix_draws_by_place_and_key_alone_together_and
     in_parts = run_step(both, streams(both, rows, split_long_sequences=True))
     assert math.isclose(in_parts["prefix"], by_itself, rel_tol=1e-5)
     assert abs(alone.eval()(packed(alone, {"prefix": rows["prefix"]})).losses[0].item() - by_itself) > 1e-4
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_kernel_for_varying_lengths_is_told_the_keys_of_prefixes(
+    window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forms = ("prefix", "lora", "projected")
+    rows = {form: [[token % 50 + 2 for token in ids] for ids in rows_of(form, 2, 18, 44)] for form in forms}
+    make = tiny_llama if window is None else lambda: filled(mistral)
+    wanted, whole = whole_step(rows, backbone=make())
+    told: list[tuple[list[int], list[int]]] = []
+
+    def kernel(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale=1.0, window_size=(-1, -1), enable_gqa=False):
+        told.append((bounds_q.diff().tolist(), bounds_k.diff().tolist()))
+        options = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}
+        return flash_attention(q, k, v, bounds_q, bounds_k, max_q, max_k, **options)
+
+    monkeypatch.setattr(attention, "varlen_support", lambda *args, **kwargs: None)
+    monkeypatch.setattr(attention, "varlen_attention", partial(varlen_attention, kernel=as_kernel("torch", kernel)))
+    found, model = whole_step(rows, backbone=make())
+    assert found == pytest.approx(wanted, rel=1e-5)
+    assert_same_step(model, whole, 1e-4)
+    lengths = [len(ids) for own in rows.values() for ids in own]
+    assert told[0] == (lengths, [length + extra for length, extra in zip(lengths, (5, 5, 0, 0, 2, 2), strict=True)])
+    in_parts = mux(*forms, backbone=make())
+    assert run_step(in_parts, streams(in_parts, rows, split_long_sequences=True)) == pytest.approx(wanted, rel=1e-5)
+    assert_same_step(in_parts, whole, 1e-4)
 
 
 def test_in_half_precision_a_prompt_is_as_near_to_float32_as_plain_peft_is() -> None:

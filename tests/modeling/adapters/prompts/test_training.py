@@ -60,7 +60,10 @@ def test_a_prompt_arrives_in_a_run_of_lora_and_leaves_it(tmp_path: Path) -> None
     def arrive(trainer: Any) -> None:
         trainer.register_tasks(list(late.values()))
 
-    recorder = lab.Recorder(at_end={2: arrive, 4: lambda trainer: trainer.remove_task("mlp")})
+    def leave(trainer: Any) -> None:
+        trainer.remove_task("mlp")
+
+    recorder = lab.Recorder(at_end={2: arrive, 4: leave})
     run = lab.train([task_of("lora", max_steps=8)], tmp_path, recorder=recorder)
     lab.assert_close(run.losses["prefix"], judge(run.trainer, late["prefix"]).losses, 1e-5, "prefix")
     assert len(run.losses["mlp"]) == 2
