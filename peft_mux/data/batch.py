@@ -48,6 +48,7 @@ class TokenSequence:
         token_columns: numbers of each token, `[L]` or `[L, K]`, by name. As labels are, they are of a token as a
             target, not of the position that predicts it.
         row_values: numbers of the row, by name.
+        num_virtual_tokens: how many of the first tokens stand for virtual ones (`peft_mux.data.rows.virtual_tokens`).
     """
 
     input_ids: np.ndarray
@@ -59,6 +60,7 @@ class TokenSequence:
     starts: tuple[int, ...] = ()
     token_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
     row_values: Mapping[str, float] = field(default_factory=dict)
+    num_virtual_tokens: int = 0
 
     def __len__(self) -> int:
         """Return the number of tokens."""
@@ -164,6 +166,7 @@ class MuxBatch:
         row_values: for each task the values of its rows, float32 `[R_task]`, by name.
         totals: for each task the sums over its global batch that losses divide by, by name (`batch_totals`).
         parts: which tokens of a row each of the S sequences is; empty where all are whole.
+        virtual_tokens: virtual tokens in front of each sequence, for each of the N tasks; empty where there are none.
     """
 
     input_ids: torch.Tensor
@@ -190,6 +193,7 @@ class MuxBatch:
     row_values: tuple[Columns, ...] = ()
     totals: tuple[Mapping[str, float], ...] = ()
     parts: tuple[SequencePart, ...] = ()
+    virtual_tokens: tuple[int, ...] = ()
 
     @property
     def has_more(self) -> bool:
@@ -244,6 +248,7 @@ class MuxBatch:
             token_type_ids=None if types is None else _chosen(types, tokens, dim=1),
             **self._values_of(indices, sequences, targets),
             parts=tuple(part for start, end in sequences for part in self.parts[start:end]),
+            virtual_tokens=tuple(self.virtual_tokens[index] for index in indices if self.virtual_tokens),
         )
 
     def _values_of(

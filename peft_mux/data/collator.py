@@ -13,6 +13,7 @@ from peft_mux.data.chunking import chunk_size, round_up
 from peft_mux.data.packing import best_fit_decreasing
 from peft_mux.data.parts import Member, SequencePart, part_bounds
 from peft_mux.data.row_values import RowValues
+from peft_mux.data.rows.virtual_tokens import with_virtual_tokens
 from peft_mux.errors import ConfigError, DataError
 
 
@@ -27,6 +28,8 @@ class ChunkPackingCollator:
         split_long_sequences: whether to lay sequences that are longer than a micro-batch out as parts in consecutive
             ones (see `peft_mux.data.parts`); by default they get a micro-batch of their own. Sequences with a class
             stay whole.
+        virtual_labels: label of each virtual token that rows of a task begin with, by name of the task, for calls with
+            rows (`MultiTaskPeftModel.virtual_labels`); `micro_batches` gets sequences that begin with them already.
 
     Example:
         >>> collator = ChunkPackingCollator()
@@ -43,6 +46,7 @@ class ChunkPackingCollator:
         pad_to_chunks: bool = False,
         pad_token_id: int = 0,
         split_long_sequences: bool = False,
+        virtual_labels: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Keep how to pack and to pad."""
         self.chunk_size = chunk_size
@@ -50,6 +54,7 @@ class ChunkPackingCollator:
         self.pad_to_chunks = pad_to_chunks
         self.pad_token_id = pad_token_id
         self.split_long_sequences = split_long_sequences
+        self.virtual_labels = virtual_labels or {}
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> MuxBatch:
         """Collate rows of one or more tasks into one `MuxBatch`, for use in a plain `DataLoader`.
@@ -66,7 +71,10 @@ class ChunkPackingCollator:
                 name,
                 int(rows[0].get("step", 0)),
                 int(rows[0].get("seed", 0)),
-                tuple(_sequence(row, index) for index, row in enumerate(rows)),
+                tuple(
+                    with_virtual_tokens(_sequence(row, index), self.virtual_labels.get(name, ()))
+                    for index, row in enumerate(rows)
+                ),
             )
             for name, rows in grouped.items()
         ]
@@ -256,7 +264,13 @@ class _MicroBatchBuilder:
             **self.rows.fields(),
             # Empty for whole sequences: that tells others that no micro-batches are chained.
             parts=tuple(self.parts) if has_parts else (),
+            virtual_tokens=self._virtual_tokens(),
         )
+
+    def _virtual_tokens(self) -> tuple[int, ...]:
+        # One prompt for all rows of a task, so the first row tells it.
+        counts = [batch.sequences[0].num_virtual_tokens if batch.sequences else 0 for batch in self.batches]
+        return tuple(counts) if any(counts) else ()
 
     def _class_labels(self) -> torch.Tensor | None:
         if not self.class_labels:

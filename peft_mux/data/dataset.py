@@ -111,6 +111,7 @@ class TokenizedDataset:
         self._extras = [(s.starts, s.token_columns, s.row_values) for s in sequences]
         # One loss for all rows of a dataset, so one flag for all.
         self._is_one_term = any(s.is_one_term for s in sequences)
+        self._num_virtual_tokens = max((s.num_virtual_tokens for s in sequences), default=0)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -122,7 +123,18 @@ class TokenizedDataset:
         ids, labels = self._ids[part].astype(np.int64), self._labels[part].astype(np.int64)
         row, label, types = int(self._rows[index]), self._classes[index], self._types[index]
         starts, columns, values = self._extras[index]
-        return TokenSequence(ids, labels, row, label, types, self._is_one_term, starts, columns, values)
+        return TokenSequence(
+            ids,
+            labels,
+            row,
+            label,
+            types,
+            is_one_term=self._is_one_term,
+            starts=starts,
+            token_columns=columns,
+            row_values=values,
+            num_virtual_tokens=self._num_virtual_tokens,
+        )
 
     @property
     def fingerprint(self) -> str:

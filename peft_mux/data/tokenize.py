@@ -27,6 +27,7 @@ from peft_mux.data.formats import (
 from peft_mux.data.labelled_rows import LabelledRows
 from peft_mux.data.length_limit import LengthLimit, RowCounts
 from peft_mux.data.row_reader import RowReader, RowTools
+from peft_mux.data.rows.virtual_tokens import with_virtual_tokens
 from peft_mux.data.token_columns import read_columns, with_given_targets
 from peft_mux.errors import ConfigError, DataError, PeftMuxError
 from peft_mux.own_code import describe_error
@@ -46,7 +47,8 @@ class TokenizeOptions:
         row_form: the form of rows that the task's loss reads.
         num_labels: number of classes; 1 for regression, `None` where it is not known.
         vocab_size: token ids must be below it; `None` for no check.
-        max_positions: longest sequence that the backbone knows; `None` for no limit.
+        max_positions: longest row that the backbone has positions for; `None` for no limit.
+        virtual_labels: label of each virtual token that every row begins with; they count to no limit of a row.
     """
 
     task: str
@@ -59,6 +61,7 @@ class TokenizeOptions:
     num_labels: int | None = None
     vocab_size: int | None = None
     max_positions: int | None = None
+    virtual_labels: tuple[int, ...] = ()
 
     @property
     def limit(self) -> int:
@@ -169,7 +172,8 @@ class RowTokenizer:
             DataError: naming the row and the column that cannot be trained on.
         """
         try:
-            return self._sequence(row, index)
+            sequence = self._sequence(row, index)
+            return None if sequence is None else with_virtual_tokens(sequence, self.options.virtual_labels)
         except PeftMuxError:
             raise
         # Cells may be objects of any kind, which fail in ways of their own when they are read or shown.

@@ -13,6 +13,7 @@ from peft_mux.errors import Fault, raise_faults, shown
 from peft_mux.hyper_parameters import ELEMENTWISE
 from peft_mux.modeling.adapters.fields import divided_model_faults
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.prompts.kind import PromptKind
 from peft_mux.modeling.backbone.families import family_of
 from peft_mux.task import Task
 
@@ -40,7 +41,8 @@ def check_layout(
     """
     raise_faults(_generation_faults(layout, args, tasks))
     if args.shard_backbone:
-        raise_faults([*_sharding_faults(layout, source, args), *_divided_faults(tasks, "shard_backbone=True")])
+        divided = _divided_faults(tasks, "shard_backbone=True")
+        raise_faults([*_sharding_faults(layout, source, args), *_sharded_prompt_faults(tasks), *divided])
     if layout.is_data_parallel:
         return
     raise_faults(_divided_faults(tasks, f"replicas {layout}"))
@@ -106,6 +108,17 @@ def _sharding_faults(layout: ParallelLayout, source: BackboneSource, args: Multi
         Fault(f"args.{name}", got, "its default beside shard_backbone=True", "Leave one of the two out.")
         for (name, got), is_fault in zip(others.items(), found, strict=True)
         if is_fault
+    ]
+
+
+def _sharded_prompt_faults(tasks: Sequence[Task]) -> list[Fault]:
+    """Return the tasks whose prompts are made, or read, outside of the units that FSDP2 gathers."""
+    kinds = [(task, kind_of(task.peft_config)) for task in tasks]
+    fix = "Leave shard_backbone out, or train LORA."
+    return [
+        Fault(f"tasks.{task.name}.peft_config", f"{kind.title} with shard_backbone=True", "types of layers", fix)
+        for task, kind in kinds
+        if isinstance(kind, PromptKind)
     ]
 
 

@@ -85,7 +85,7 @@ class Decoding:
 
     def _hidden_states(self, batch: MuxBatch) -> torch.Tensor:
         """Return the `[T, D]` last hidden states of a batch that is multiplexed; its keys and values are kept."""
-        attention = AttentionStream(self._model.stream, batch, self._model.module_names, self._kept)
+        attention = AttentionStream(self._model.stream, batch, self._model.module_names, rows=self._kept)
         return self._model.hidden_states(batch, attention)
 
     def _logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:

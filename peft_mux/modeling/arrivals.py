@@ -16,6 +16,8 @@ from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.parameters import drop_unused_wrappers
 from peft_mux.modeling.adapters.own.biases import add_biases, forget_biases, names_alone
 from peft_mux.modeling.adapters.own.copies import hidden_copies
+from peft_mux.modeling.adapters.prompts.learning import encoders_of
+from peft_mux.modeling.adapters.prompts.prompts import adopt_encoder
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.backbone.modules import modules_beside_text
 from peft_mux.modeling.registry import TaskRegistry
@@ -106,6 +108,10 @@ class Arrivals:
             own = _parameters_of(model, adapter)
             own = names_alone(own, model.peft_config[adapter], model.backbone, adapter)
         own = _reached(own, model.backbone, name)
+        if adapter in (encoders := encoders_of(model)):
+            # What PEFT freezes of a prompt is no part of what is trained: CPT's words, the sink of a cartridge.
+            own = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
+            adopt_encoder(encoders[adapter], model.peft_config[adapter])
         self._registry.adopt(name, own, are_described=is_meta(model.backbone))
 
     def register_absent(self, model: Any, name: str, config: PeftConfig) -> None:
@@ -141,12 +147,8 @@ class Arrivals:
             model.stream.clear_tables()
             forget_biases(model.backbone, adapter)
             others = list(registry.adapters.values())
-            with self.tuners.alone(model, model.peft_config[adapter]):
-                # PEFT warns, and chooses by itself, where the active adapter is deleted.
-                if adapter in model.active_adapters and others:
-                    model.base_model.set_adapter(others[0])
-                model.delete_adapter(adapter)
-                drop_unused_wrappers(model.backbone)
+            self.tuners.delete(model, adapter, others)
+            drop_unused_wrappers(model.backbone)
         model.active_adapter = next(iter(registry.adapters.values()), [])
         if self.tuners.is_mixed and model.active_adapter:
             model.select_adapter(model.active_adapter)

@@ -11,6 +11,7 @@ from torch import nn
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.modeling.attention.packed import AttentionStream
+from peft_mux.modeling.attention.prompt_pass import PromptPass
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.modeling.stream import Passes, Stream
@@ -97,6 +98,14 @@ class MultiplexedModel(Protocol):
         """Return the backbone with one adapter merged in; all adapters are gone afterwards."""
         ...
 
+    def without_prompts(self) -> AbstractContextManager[None]:
+        """Leave learnt prompts out of the passes in the `with` block."""
+        ...
+
+    def plain_model(self, adapter: str) -> AbstractContextManager[Any]:
+        """Give, for the time of the block, what plain PEFT would run for one adapter (internal id), selected before."""
+        ...
+
     def without_adapters(self) -> AbstractContextManager[None]:
         """Switch all adapters off for the time of the `with` block."""
         ...
@@ -109,6 +118,10 @@ class MultiplexedModel(Protocol):
 
     def multiplexing(self, batch: MuxBatch, passes: Passes | None = None) -> AbstractContextManager[None]:
         """Let the attached layers and attention read `batch` for the time of the `with` block."""
+        ...
+
+    def prompt_pass(self, batch: MuxBatch) -> PromptPass | None:
+        """Return what learnt prompts bring into a pass; `None` where no task of it has one."""
         ...
 
     def hidden_states(self, batch: MuxBatch, attention: AttentionStream | None = None) -> torch.Tensor:

@@ -19,8 +19,19 @@ from peft_mux.modeling.adapters import files, injection
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.own.biases import merge_biases, select_biases
 from peft_mux.modeling.adapters.own.token_rows import only_rows_of
+from peft_mux.modeling.adapters.prompts.kind import MERGED_NOTHING
+from peft_mux.modeling.adapters.prompts.learning import (
+    encoders_of,
+    open_without_tuner,
+    plain_prompt_model,
+    prompt_kind_of,
+    with_task_ids,
+    without_layers,
+)
+from peft_mux.modeling.adapters.prompts.prompts import Prompts
 from peft_mux.modeling.arrivals import Arrivals
 from peft_mux.modeling.attention.packed import AttentionStream, register_attention
+from peft_mux.modeling.attention.prompt_pass import PromptPass
 from peft_mux.modeling.backbone.checks import check_backbone
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
 from peft_mux.modeling.backbone.probe import ComputingPath, check_packing, path_of
@@ -98,6 +109,7 @@ class MultiTaskPeftModel(PeftModel):
         self.module_names: dict[nn.Module, str] = {}
         self._arrivals = Arrivals(self.registry, is_head_new=is_head_new)
         self._origin = origin = injection.Origin(model)
+        self._prompts = Prompts()
         self._proofs: set[ComputingPath] = set()
         self._is_probed = verify is not False
         # PEFT makes its tuner with a first adapter; all further ones are added to it.
@@ -105,7 +117,11 @@ class MultiTaskPeftModel(PeftModel):
         seeds, num_labels = seeds or {}, num_labels or {}
         config, adapter = injection.own_copy(peft_configs[first], model), self.registry.next_adapter
         with injection.injecting(first, config, seeds.get(first, 42)), injection.as_it_was(model, origin):
-            super().__init__(model, config, adapter, low_cpu_mem_usage=injection.is_meta(model))
+            if prompt_kind_of(config) is None:
+                super().__init__(model, config, adapter, low_cpu_mem_usage=injection.is_meta(model))
+            else:
+                open_without_tuner(self, model, config, adapter)
+                self._arrivals.tuners.inject(self, kind_of(config), adapter, config)
         self.objectives = TaskObjectives(self.backbone)
         with injection.as_it_was(model, origin):
             self._arrivals.adopt(self, first, peft_configs[first], num_labels.get(first), seeds.get(first, 42))
@@ -119,7 +135,8 @@ class MultiTaskPeftModel(PeftModel):
     @property
     def backbone(self) -> Any:
         """The transformers model under the adapters."""
-        return self.base_model.model
+        # Seen as PEFT's model of prompts, the backbone stands by itself.
+        return self.base_model if self._is_prompt_learning else self.base_model.model
 
     @property
     def device(self) -> torch.device:
@@ -312,6 +329,11 @@ class MultiTaskPeftModel(PeftModel):
     def merge_and_unload_adapter(self, adapter: str) -> Any:
         """Return the backbone with one adapter (internal id) merged in; as in PEFT, all are gone afterwards."""
         config = self.peft_config[adapter]
+        if (kind := prompt_kind_of(config)) is not None:
+            raise ConfigError(
+                f"merge: got an adapter of {kind.title}; allowed: types that change weights, as {MERGED_NOTHING}."
+                " Load the saved adapter with PeftModel.from_pretrained."
+            )
         # Before anything is taken apart: some adapters cannot be merged.
         self._arrivals.tuners.of(self, kind_of(config))._check_merge_allowed()
         tuner = self._arrivals.tuners.leave_alone(self, config)
@@ -369,11 +391,26 @@ class MultiTaskPeftModel(PeftModel):
         require_all_layers(self, "a forward pass")
         if not isinstance(mux_batch, MuxBatch):
             args = args if mux_batch is None else (mux_batch, *args)
-            return super().forward(*args, **kwargs)
+            return self._plain_forward(*args, **kwargs)
         self.prepare(mux_batch.task_names)
         with self.multiplexing(mux_batch):
             losses = self.losses_of(self.hidden_states(mux_batch), mux_batch)
             return MuxOutput(losses.losses_N, mux_batch.task_names, losses.statistics)
+
+    def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
+        adapter = self.active_adapter
+        if self._prompts.is_off or adapter not in encoders_of(self):
+            return super().forward(*args, **kwargs)
+        with self.plain_model(adapter) as plain:
+            return plain(*args, **with_task_ids(self, adapter, args, kwargs))
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate with the active adapter, as PEFT does."""
+        adapter = self.active_adapter
+        if self._prompts.is_off or adapter not in encoders_of(self):
+            return super().generate(*args, **kwargs)
+        with self.plain_model(adapter) as plain:
+            return plain.generate(*args, **with_task_ids(self, adapter, args, kwargs))
 
     def losses_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> StreamLosses:
         """Return the losses from the `[T, D]` last hidden states, while the stream is read.
@@ -425,6 +462,47 @@ class MultiTaskPeftModel(PeftModel):
     def hidden_states(self, batch: MuxBatch, attention: AttentionStream | None = None) -> torch.Tensor:
         """Return the `[T, D]` last hidden states of a batch that is multiplexed; `attention` is made by default."""
         return multiplexed_pass.hidden_states(self, self.objectives.head, batch, attention)
+
+    # --------------------------------------------------------------- prompts
+
+    @property
+    def virtual_labels(self) -> dict[str, tuple[int, ...]]:
+        """Label of each virtual token that rows begin with, by name of the task; only of tasks with such a prompt.
+
+        What `ChunkPackingCollator(virtual_labels=...)` lays rows out by.
+        """
+        configs = {name: self.peft_config[adapter] for name, adapter in self.adapters.items()}
+        found = {name: (prompt_kind_of(config), config) for name, config in configs.items()}
+        labels = {name: kind.virtual_labels(config) for name, (kind, config) in found.items() if kind is not None}
+        return {name: of_task for name, of_task in labels.items() if of_task}
+
+    def prompt_pass(self, batch: MuxBatch) -> PromptPass | None:
+        """Return what learnt prompts bring into a pass; `None` where no task of it has one."""
+        return self._prompts.of_pass(self, batch)
+
+    def without_prompts(self) -> AbstractContextManager[None]:
+        """Leave learnt prompts out of the passes in the `with` block; their rows have no virtual tokens there."""
+        return self._prompts.switched_off()
+
+    @contextmanager
+    def plain_model(self, adapter: str) -> Iterator[Any]:
+        """Give, for the time of the block, what plain PEFT would run for one adapter (internal id), selected before."""
+        if adapter not in encoders_of(self):
+            yield self.base_model
+            return
+        with self.alone(adapter):
+            yield plain_prompt_model(self, adapter)
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Switch all adapters off for the time of the `with` block, as PEFT does; prompts too."""
+        if not encoders_of(self):
+            with super().disable_adapter():
+                yield
+            return
+        # PEFT would ask the type of the active adapter alone.
+        with without_layers(self.backbone), self.without_prompts():
+            yield
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:

@@ -93,7 +93,17 @@ def hidden_states(
     # Given and not left to the model, which would count on through the whole stream.
     position_ids = batch.position_ids + position_offset(model.backbone)
     arguments: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": position_ids}
-    arguments["mux_stream"] = attention or AttentionStream(model.stream, batch, model.module_names)
+    prefixes = None
+    # Once for the whole pass: where activations are recomputed, they read the same prompts.
+    if (prompts := model.prompt_pass(batch)) is not None:
+        assert attention is None, "passes with prompts are not captured"
+        prefixes = prompts.prefixes
+        if prompts.position_shift is not None:
+            arguments["position_ids"] = position_ids + prompts.position_shift
+        if prompts.rows is not None:
+            words_1TD = model.backbone.get_input_embeddings()(arguments.pop("input_ids"))
+            arguments["inputs_embeds"] = prompts.embedded(words_1TD)
+    arguments["mux_stream"] = attention or AttentionStream(model.stream, batch, model.module_names, prefixes)
     if batch.token_type_ids is not None:
         arguments["token_type_ids"] = batch.token_type_ids
     # A decoder would fill a cache of keys and values that nothing reads; encoders do not know the argument.

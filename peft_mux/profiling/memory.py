@@ -108,10 +108,13 @@ def _batch(model: MultiTaskPeftModel, lengths: Sequence[int]) -> MuxBatch:
     """Return a micro-batch of sequences of these lengths, of the tasks in turn, without data."""
     names = [model.tasks[number % len(model.tasks)] for number in range(len(lengths))]
     label = model.objectives.head.example_label
+    virtual = model.virtual_labels
     rows: list[dict[str, Any]] = [
-        {"task": name, "input_ids": [1] * length, "label": label} for name, length in zip(names, lengths, strict=True)
+        # The lengths count virtual tokens, of which the collator makes as many as the task has.
+        {"task": name, "input_ids": [1] * max(1, length - len(virtual.get(name, ()))), "label": label}
+        for name, length in zip(names, lengths, strict=True)
     ]
-    return ChunkPackingCollator()(rows).to("meta")
+    return ChunkPackingCollator(virtual_labels=virtual)(rows).to("meta")
 
 
 def _forward(model: MultiTaskPeftModel, batch: MuxBatch, kept: _SavedStorages) -> None:

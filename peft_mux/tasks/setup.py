@@ -20,6 +20,7 @@ from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.errors import ConfigError, DataError
 from peft_mux.generation.prompts import PromptReader, PromptRow
 from peft_mux.hyper_parameters import MOST_STEPS, HyperParameters
+from peft_mux.modeling.adapters.prompts.learning import prompt_kind_of
 from peft_mux.modeling.backbone.checks import max_positions
 from peft_mux.modeling.objectives.objective import args_of, objective_of
 from peft_mux.task import Task, TaskStatus
@@ -104,6 +105,10 @@ def class_count(run: TaskRun) -> int | None:
 
 
 def _options(task: Task, hyper: HyperParameters, args: MultiTaskTrainingArguments, config: Any) -> TokenizeOptions:
+    kind, positions = prompt_kind_of(task.peft_config), max_positions(config)
+    if kind is not None and positions is not None:
+        # Those of the prompt come before a row's; `max_length` is of the row alone, as in TRL.
+        positions -= kind.num_positions(task.peft_config)
     return TokenizeOptions(
         task=task.name,
         max_length=hyper.max_length,
@@ -114,7 +119,8 @@ def _options(task: Task, hyper: HyperParameters, args: MultiTaskTrainingArgument
         row_form=objective_of(task).rows(args_of(task)),
         num_labels=task.num_labels,
         vocab_size=config.get_text_config().vocab_size,
-        max_positions=max_positions(config),
+        max_positions=positions,
+        virtual_labels=() if kind is None else kind.virtual_labels(task.peft_config),
     )
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from peft import (
     AdaLoraConfig,
+    AdaptionPromptConfig,
     IA3Config,
     LoHaConfig,
     LoKrConfig,
@@ -22,8 +23,6 @@ from peft import (
     OFTConfig,
     PeftConfig,
     PeftModel,
-    PrefixTuningConfig,
-    PromptTuningConfig,
     VeraConfig,
     get_peft_model,
 )
@@ -715,8 +714,7 @@ UNSUPPORTED_KINDS: dict[str, Callable[[], PeftConfig]] = {
     "LOKR": lambda: LoKrConfig(target_modules=["q_proj"]),
     "OFT": lambda: OFTConfig(target_modules=["q_proj"]),
     "VERA": lambda: VeraConfig(target_modules=["q_proj"]),
-    "PREFIX_TUNING": lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
-    "PROMPT_TUNING": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
+    "ADAPTION_PROMPT": lambda: AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1),
 }
 UNSUPPORTED_FIELDS: dict[str, dict[str, Any]] = {
     "use_dora": {"use_dora": True},

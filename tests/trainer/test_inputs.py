@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from peft import LoraConfig, PrefixTuningConfig, TaskType
+from peft import AdaptionPromptConfig, LoraConfig, TaskType
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
 
@@ -185,13 +185,13 @@ def test_adapters_that_cannot_be_multiplexed_are_refused_by_field(described: str
         own_task(
             rows(1, 4, 5, 5),
             name="prefix",
-            peft_config=PrefixTuningConfig(num_virtual_tokens=4, task_type=TaskType.CAUSAL_LM),
+            peft_config=AdaptionPromptConfig(adapter_len=4, task_type=TaskType.CAUSAL_LM),
         ),
     ]
     message = refusal(described, tmp_path, *tasks, error=ConfigError)
     assert "tasks.dora.peft_config.use_dora: got True" in message
     assert "tasks.bias.peft_config.bias: got 'all'" in message
-    assert "tasks.prefix.peft_config: got PrefixTuningConfig" in message
+    assert "tasks.prefix.peft_config: got AdaptionPromptConfig" in message
 
 
 def test_a_classifier_beside_a_language_model_is_refused(described: str, tmp_path: Path) -> None:

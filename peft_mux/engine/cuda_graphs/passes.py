@@ -26,6 +26,7 @@ from peft_mux.engine.cuda_graphs.graph import CannotCaptureError, CudaGraphs, Gr
 from peft_mux.engine.cuda_graphs.inputs import Shape
 from peft_mux.engine.cuda_graphs.proof import Pass, reason_against_padding, reason_against_replay
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
+from peft_mux.modeling.adapters.prompts.learning import encoders_of
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.backbone.quantized import bits_of
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -233,6 +234,8 @@ def reason_against(model: MultiTaskPeftModel) -> str | None:
     reason = next((objective.eager_reason for objective in objectives if objective.eager_reason), None)
     if reason is not None:
         return reason
+    if encoders_of(model):
+        return "a task's prompt stands before each of its sequences"
     if frozen_weight(output_head(model.backbone)[0])[0] is None:
         return "a task adapts the output head, or it is quantised"
     for name, module in model.backbone.named_modules():

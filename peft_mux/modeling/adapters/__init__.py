@@ -9,3 +9,5 @@ from peft_mux.modeling.adapters.lora import kind as _lora  # noqa: F401
 # isort: split
 from peft_mux.modeling.adapters.bottleneck import kind as _bottleneck  # noqa: F401
 from peft_mux.modeling.adapters.diff_pruning import kind as _diff_pruning  # noqa: F401
+from peft_mux.modeling.adapters.prompts import prefix as _prefix  # noqa: F401
+from peft_mux.modeling.adapters.prompts import virtual_tokens as _virtual_tokens  # noqa: F401

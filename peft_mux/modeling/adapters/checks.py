@@ -17,6 +17,7 @@ from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, find_kind, kind_
 from peft_mux.modeling.adapters.own.biases import bias_faults
 from peft_mux.modeling.adapters.own.checks import own_copy_faults
 from peft_mux.modeling.adapters.patterns import pattern_faults
+from peft_mux.modeling.adapters.prompts.kind import PromptKind
 from peft_mux.modeling.backbone.modules import adaptable_modules, is_router
 
 
@@ -45,7 +46,9 @@ def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
         backbone: the transformers model that is to be adapted.
         where: prefix of the fields, such as `tasks.sql`.
     """
-    where = f"{where}.peft_config"
+    where, kind = f"{where}.peft_config", kind_of(config)
+    if isinstance(kind, PromptKind):
+        return kind.backbone_faults(config, backbone, where)
     faults = _target_faults(config, backbone, where)
     return faults or own_copy_faults(config, backbone, where) + bias_faults(config, backbone, where)
 

@@ -17,6 +17,14 @@ from torch.distributed.tensor import DTensor
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.kind import SavedForm, kind_of
 from peft_mux.modeling.adapters.own.biases import OWN, biases_unsaid
+from peft_mux.modeling.adapters.prompts.learning import encoders_of
+from peft_mux.modeling.adapters.prompts.saved import (
+    load_prompt,
+    prompt_keys,
+    prompt_state,
+    refuse_made_only,
+    saved_tensor,
+)
 from peft_mux.modeling.interface import MultiplexedModel
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.storage import CHECKSUMS_NAME, has_checksums, load_tensors, verify_checksums
@@ -34,6 +42,8 @@ def adapter_state(model: MultiplexedModel, adapter: str) -> dict[str, torch.Tens
         CheckpointError: if PEFT's selection is not exactly the adapter's parameters (peft#3584).
     """
     own = _parameters_of(model, adapter)
+    if adapter in encoders_of(model):
+        return prompt_state(model, adapter, own)
     with model.alone(adapter), biases_unsaid([model.peft_config[adapter]]):
         state = get_peft_model_state_dict(model, adapter_name=adapter)
         form = _saved_form(model, adapter)
@@ -82,7 +92,12 @@ def save_adapter(
     Raises:
         CheckpointError: if the files cannot be written.
     """
-    state = adapter_state(model, adapter) if weights is None else {saved_key(key): weights[key] for key in weights}
+    if weights is None:
+        state = adapter_state(model, adapter)
+    elif adapter in encoders_of(model):
+        state = prompt_state(model, adapter, weights)
+    else:
+        state = {saved_key(key): weights[key] for key in weights}
     # Each tensor apart: views of one buffer share their storage, which safetensors refuses.
     state = {key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
     config = copy.deepcopy(model.peft_config[adapter])
@@ -123,6 +138,7 @@ def load_adapter(model: MultiplexedModel, adapter: str, folder: Path) -> None:
     expected = {key: value.shape for key, value in adapter_state(model, adapter).items()}
     found = {key: value.shape for key, value in state.items()}
     if expected != found:
+        refuse_made_only(found, expected, folder)
         odd = sorted(expected.keys() ^ found.keys()) or [key for key in expected if expected[key] != found[key]]
         raise CheckpointError(
             f"{folder}: got {len(found)} tensors that do not match the {len(expected)} of this adapter; first odd one: "
@@ -134,6 +150,9 @@ def load_adapter(model: MultiplexedModel, adapter: str, folder: Path) -> None:
             f"{folder / WEIGHTS_NAME}: got numbers that are not finite in {broken[0]}; allowed: finite weights, as any"
             " result of others is NaN. Load an older checkpoint of the task."
         )
+    if adapter in encoders_of(model):
+        load_prompt(model, adapter, state, _parameters_of(model, adapter))
+        return
     with model.alone(adapter):
         form = _saved_form(model, adapter)
         for name, parameter in _parameters_of(model, adapter).items():
@@ -159,19 +178,37 @@ def read_adapter(
     """
     # Also weights that are not finite: the step after them fails the task, as it would have without the interruption.
     state = _read_weights(folder)
+    if adapter in encoders_of(model):
+        return _read_prompt(state, folder, pieces)
     with model.alone(adapter):
         form = _saved_form(model, adapter)
     for name, piece in pieces.items():
         found, key = state.get(saved_key(name)), saved_key(name)
         shape = piece.shape if form is None else form.shape(key, piece.shape)
         if found is None or tuple(found.shape) != shape:
-            got = "nothing" if found is None else f"shape {list(found.shape)}"
-            raise CheckpointError(
-                f"{folder}: got {got} for {key}; allowed: {list(shape)}, an adapter of the same"
-                " configuration on the same backbone."
-            )
+            raise _misfit(folder, key, found, shape)
     state = state if form is None else form.loaded(state)
     return {name: state[saved_key(name)] for name in pieces}
+
+
+def _read_prompt(
+    state: Mapping[str, torch.Tensor], folder: Path, pieces: Mapping[str, Piece]
+) -> dict[str, torch.Tensor]:
+    keys, weights = prompt_keys(list(pieces)), {}
+    for name, piece in pieces.items():
+        found = saved_tensor(state, keys[name], piece.shape)
+        if found is None or tuple(found.shape) != piece.shape:
+            raise _misfit(folder, keys[name], found, piece.shape)
+        weights[name] = found
+    return weights
+
+
+def _misfit(folder: Path, key: str, found: torch.Tensor | None, shape: tuple[int, ...]) -> CheckpointError:
+    got = "nothing" if found is None else f"shape {list(found.shape)}"
+    return CheckpointError(
+        f"{folder}: got {got} for {key}; allowed: {list(shape)}, an adapter of the same configuration on the same "
+        "backbone."
+    )
 
 
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:

@@ -16,7 +16,7 @@ layers of that adapter's type and set, and no others. So names, initial weights 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,8 @@ from torch import nn
 
 from peft_mux.modeling.adapters.injection import is_meta
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, kind_of, kind_of_layer
+from peft_mux.modeling.adapters.prompts.kind import PromptKind
+from peft_mux.modeling.adapters.prompts.learning import add_prompt, as_prompts, remove_prompt
 from peft_mux.modeling.backbone.modules import put_module
 
 _TARGETS = "_peft_mux_targets"
@@ -69,6 +71,10 @@ class Tuners:
             adapter: internal id of the adapter's task.
             config: the adapter's configuration; PEFT writes into it.
         """
+        if isinstance(kind, PromptKind):
+            with self.alone(model, config):
+                add_prompt(model, adapter, config)
+            return
         is_first_of_its_type = kind.peft_type != model.peft_type and kind.peft_type not in self._others
         if not is_first_of_its_type:
             configs: Any = model.peft_config
@@ -103,11 +109,15 @@ class Tuners:
             config: completed configuration of an adapter; those of its type and of its bare parameters are shown.
             is_mixed: whether the model has others, beside those that it had before.
         """
+        kind = kind_of(config)
+        if isinstance(kind, PromptKind):
+            with _layers_alone(model.backbone, _shows(config)), as_prompts(model, kind):
+                yield
+            return
         # With one type PEFT's own view is the model as it is, and nothing has to be taken apart.
         if not self.is_mixed and not is_mixed:
             yield
             return
-        kind = kind_of(config)
         before = model.base_model, model.peft_type
         with _layers_alone(model.backbone, _shows(config)):
             model.base_model, model.peft_type = self.of(model, kind), kind.peft_type
@@ -115,6 +125,26 @@ class Tuners:
                 yield
             finally:
                 model.base_model, model.peft_type = before
+
+    def delete(self, model: Any, adapter: str, others: Sequence[str]) -> None:
+        """Take an adapter out of a model.
+
+        Args:
+            model: the `MultiTaskPeftModel` whose tuners these are.
+            adapter: internal id of the adapter's task.
+            others: those of all other tasks.
+        """
+        config = model.peft_config[adapter]
+        if isinstance(kind_of(config), PromptKind):
+            if adapter in model.active_adapters and others:
+                model.select_adapter(others[0])
+            remove_prompt(model, adapter)
+            return
+        with self.alone(model, config):
+            # PEFT warns, and chooses by itself, where the active adapter is deleted.
+            if adapter in model.active_adapters and others:
+                model.base_model.set_adapter(others[0])
+            model.delete_adapter(adapter)
 
     def leave_alone(self, model: Any, config: PeftConfig) -> Any:
         """Take the layers of all other adapters out of a model for good, and return PEFT's tuner of this one.

@@ -28,6 +28,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels import philox
 from peft_mux.modeling.attention.parts import PartsInFlight, causal_mask
+from peft_mux.modeling.attention.prefixes import Prefixes
 from peft_mux.modeling.attention.rectangles import (
     Layout,
     Rectangle,
@@ -59,6 +60,7 @@ class AttentionStream:
         stream: Stream,
         batch: MuxBatch,
         module_names: dict[nn.Module, str],
+        prefixes: Prefixes | None = None,
         rows: KeyValueRows | None = None,
     ) -> None:
         """Bind a micro-batch.
@@ -67,6 +69,7 @@ class AttentionStream:
             stream: the model's stream, which counts the calls and holds keys and values of long sequences.
             batch: the micro-batch in flight.
             module_names: name of every attention module, for dropout draws and messages.
+            prefixes: learnt keys and values in front of some of the sequences.
             rows: keys and values of rows that are being completed, of which the batch is prompts or newest tokens.
         """
         self.rows = rows
@@ -75,6 +78,7 @@ class AttentionStream:
         self.module_names = module_names
         self.max_length = max(batch.sequence_lengths, default=0)
         self.parts = PartsInFlight(batch, stream.key_values) if batch.parts else None
+        self.prefixes = prefixes
         # By causality, as a model may have layers of both kinds.
         self._layouts: dict[bool, Layout] = {}
         self._key_bounds: dict[tuple[int, ...], torch.Tensor] = {}
@@ -86,7 +90,8 @@ class AttentionStream:
             step = _LENGTH_STEP if is_causal else 1
             device = self.batch.input_ids.device
             apart = () if self.parts is None else tuple(self.parts.of_sequence)
-            self._layouts[is_causal] = build_layout(self.batch.sequence_lengths, step, device, apart)
+            owners = () if self.prefixes is None else self.prefixes.of_sequence
+            self._layouts[is_causal] = build_layout(self.batch.sequence_lengths, step, device, apart, owners)
         return self._layouts[is_causal]
 
     def key_bounds(self, num_keys: tuple[int, ...]) -> torch.Tensor:
@@ -151,6 +156,7 @@ def packed_attention(
     causal, parts = getattr(module, "is_causal", True) if is_causal is None else is_causal, mux_stream.parts
     if not causal:
         _refuse_causal_options(module, has_window=sliding_window is not None, has_parts=parts is not None)
+        _refuse_prefixes(module, has_prefixes=mux_stream.prefixes is not None)
     if parts is not None:
         # Keys come here after rotary embedding, so that later parts read them as they are (M §3.5).
         parts.keep(mux_stream.module_names[module], key, value)
@@ -216,6 +222,14 @@ def _refuse_causal_options(module: nn.Module, *, has_window: bool, has_parts: bo
         )
 
 
+def _refuse_prefixes(module: nn.Module, *, has_prefixes: bool) -> None:
+    if has_prefixes:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} lets every token see every other, so nothing comes before the first; allowed:"
+            " prefixes (PREFIX_TUNING, CARTRIDGE) with causal attention. Use PROMPT_TUNING."
+        )
+
+
 def _through_varlen(
     module: nn.Module,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
@@ -226,9 +240,13 @@ def _through_varlen(
     """Attend in one call that knows where each sequence begins, computing in `dtype`; `[1, T, H, C']`."""
     q_THC, k_TGC, v_TGC = (x[0].transpose(0, 1) for x in qkv)
     bounds, longest, keys = mux_stream.batch.cu_seqlens, mux_stream.max_length, None
+    k_GKC, v_GKC, num_keys = qkv[1][0], qkv[2][0], mux_stream.batch.sequence_lengths
     if mux_stream.parts is not None:
         layer = mux_stream.module_names[module]
         k_GKC, v_GKC, num_keys = mux_stream.parts.joined_stream(layer, qkv[1], qkv[2], scores.window)
+    if mux_stream.prefixes is not None:
+        k_GKC, v_GKC, num_keys = mux_stream.prefixes.before_all(module, k_GKC, v_GKC, num_keys)
+    if mux_stream.parts is not None or mux_stream.prefixes is not None:
         k_TGC, v_TGC = k_GKC.transpose(0, 1), v_GKC.transpose(0, 1)
         keys = mux_stream.key_bounds(num_keys), max(num_keys)
     # As autocast would cast what scaled-dot-product attention is called with; only now, so that keys and values of
@@ -258,6 +276,8 @@ def _through_rectangles(
             layer = mux_stream.module_names[module]
             k_GKC, v_GKC = mux_stream.parts.joined(layer, rectangle.sequence, k[0], v[0], scores.window)
             k, v = k_GKC[None], v_GKC[None]
+        if mux_stream.prefixes is not None:
+            k, v = mux_stream.prefixes.before(module, rectangle.first, k, v)
         parts.append(_attend(rectangle, q, k, v, scores, draws))
     out_PHC = torch.cat(parts) if len(parts) > 1 else parts[0]
     return ToTokens.apply(out_PHC, layout.row_of_token, layout.padding_rows).unsqueeze(0)
@@ -292,7 +312,7 @@ class _AttentionDropout:
         for index, segment in enumerate(stream.segments):
             owner[segment.start : segment.end] = index
         self.segments = stream.segments
-        self.parts = attention.parts
+        self.parts, self.prefixes = attention.parts, attention.prefixes
         self.owner_of_row = np.full(layout.num_rows, -1)
         self.owner_of_row[layout.row_of_token_on_host] = owner
 
@@ -319,11 +339,13 @@ class _AttentionDropout:
         assert self.parts is not None, "only parts have rectangles of their own"
         part = self.parts.of_sequence[rectangle.sequence or 0]
         num_heads, _, num_keys = weights_HLK.shape
-        width = -(-part.num_tokens // _LENGTH_STEP) * _LENGTH_STEP
+        before = 0 if self.prefixes is None else self.prefixes.num_keys(rectangle.first)
+        width = before + -(-part.num_tokens // _LENGTH_STEP) * _LENGTH_STEP
         seed = self.segments[self.owner_of_row[rectangle.start]].draw_seed(self.name)
         places, window = self.places[rectangle.rows], self._window(width)
         kept = philox.keep_mask(seed, places, num_heads * width, self.probability, window)
-        kept_HLK = kept.view(-1, num_heads, width)[:, :, part.end - num_keys : part.end].transpose(0, 1)
+        last = before + part.end
+        kept_HLK = kept.view(-1, num_heads, width)[:, :, last - num_keys : last].transpose(0, 1)
         return torch.where(kept_HLK, weights_HLK * philox.keep_scale(self.probability), 0.0)
 
     def _window(self, width: int) -> philox.Window | None:

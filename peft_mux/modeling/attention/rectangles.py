@@ -20,12 +20,14 @@ class Rectangle(NamedTuple):
         num_sequences: number n of sequences.
         length: number L of tokens that each sequence takes, padding included.
         sequence: number in the stream of the one sequence that is a part of a longer one; else `None`.
+        first: number in the stream of its first sequence; all of them have the same prefix, or none.
     """
 
     start: int
     num_sequences: int
     length: int
     sequence: int | None = None
+    first: int = 0
 
     @property
     def rows(self) -> slice:
@@ -52,7 +54,11 @@ class Layout(NamedTuple):
 
 
 def build_layout(
-    lengths: tuple[int, ...], length_step: int, device: torch.device, apart: tuple[int, ...] = ()
+    lengths: tuple[int, ...],
+    length_step: int,
+    device: torch.device,
+    apart: tuple[int, ...] = (),
+    prefixes: tuple[int | None, ...] = (),
 ) -> Layout:
     """Cut a stream into rectangles of equal (rounded) length.
 
@@ -63,20 +69,23 @@ def build_layout(
         length_step: lengths are rounded up to multiples of this many tokens.
         device: where the indices are needed.
         apart: numbers of sequences that get rectangles of their own, without padding.
+        prefixes: number of each sequence's prefix (`peft_mux.modeling.attention.prefixes`); empty for none.
     """
-    members: dict[int, list[int]] = defaultdict(list)
+    members: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, length in enumerate(lengths):
         if index not in apart:
-            members[-(-length // length_step) * length_step].append(index)
+            prefix = prefixes[index] if prefixes else None
+            # Sequences with one prefix share a call, as their keys are alike in number.
+            members[-(-length // length_step) * length_step, -1 if prefix is None else prefix].append(index)
     first_row = np.empty(len(lengths), dtype=np.int64)
     rectangles, start = [], 0
-    for length, sequences in sorted(members.items()):
-        rectangles.append(Rectangle(start, len(sequences), length))
+    for (length, _), sequences in sorted(members.items()):
+        rectangles.append(Rectangle(start, len(sequences), length, first=sequences[0]))
         first_row[sequences] = start + length * np.arange(len(sequences))
         start += length * len(sequences)
     # Parts of long sequences have more keys than queries, each its own number of them: no two fit one call.
     for index in apart:
-        rectangles.append(Rectangle(start, 1, lengths[index], index))
+        rectangles.append(Rectangle(start, 1, lengths[index], index, first=index))
         first_row[index] = start
         start += lengths[index]
     sizes = np.asarray(lengths, dtype=np.int64)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
+from peft_mux.data.rows.virtual_tokens import virtual_tokens_of_sequences
 from peft_mux.modeling.backbone.head_kinds import LANGUAGE_MODEL
 from peft_mux.modeling.objectives.head import HeadPass, register_head
 from peft_mux.modeling.objectives.outputs import TokenOutputs, common_fields
@@ -50,7 +51,7 @@ class LanguageHead:
         """Yield the labels `[L]` of every sequence, not shifted, as Trainer gives them to `compute_metrics`."""
         by_place, place = {}, 0
         for sequence in batch.sequences:
-            by_place[place] = sequence.labels
+            by_place[place] = sequence.labels[sequence.num_virtual_tokens :]
             place += len(sequence)
         # Packing reorders sequences; the place of the first token within the batch tells which one it is.
         for start in micro_batch.cu_seqlens[:-1].tolist():
@@ -58,7 +59,7 @@ class LanguageHead:
 
 
 def stream_logits(hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> list[torch.Tensor]:
-    """Return the `[L, V]` logits of every sequence, computed one sequence at a time.
+    """Return the `[L, V]` logits of every sequence but its virtual tokens, computed one sequence at a time.
 
     Args:
         hidden_TD: the last hidden states `[T, D]`.
@@ -69,9 +70,9 @@ def stream_logits(hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> l
     logits, start = [], 0
     with gathered(module):
         # One by one, as logits of the whole stream would be the largest tensor of the pass.
-        for length in batch.sequence_lengths:
-            end = start + length
-            offsets = tuple(min(max(offset - start, 0), length) for offset in batch.task_offsets)
+        for length, num_virtual in zip(batch.sequence_lengths, virtual_tokens_of_sequences(batch), strict=True):
+            end, start = start + length, start + num_virtual
+            offsets = tuple(min(max(offset - start, 0), end - start) for offset in batch.task_offsets)
             with head.stream.selected_rows(offsets, batch.token_places[start:end], head.adapters):
                 rows = module(hidden_TD[start:end]).float() * scale
             logits.append(rows if softcap is None else softcap * torch.tanh(rows / softcap))

@@ -1,0 +1,1 @@
+"""What is made of rows once they are tokens."""

@@ -1,0 +1,140 @@
+"""Prompts as files: plain PEFT loads what is written here, and what it writes itself where that can be trained on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel, PromptTuningConfig, get_peft_model_state_dict
+from safetensors.torch import load_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from peft_mux import MultiTaskPeftModel
+from peft_mux.errors import CheckpointError, ConfigError
+from tests.invariants.mux_lab import tiny_llama
+from tests.modeling.adapters.prompts.prompt_cases import LM, PROMPTS, config_of, packed, plain, task_ids, trained
+
+IDS = torch.tensor([[5, 6, 7, 8, 9]])
+TRAINED_ON = ("prompt", "words", "multitask", "prefix", "cartridge")
+"""Forms of which PEFT's own file holds all that is trained."""
+
+
+def perturbed(parameters: dict[str, torch.nn.Parameter]) -> None:
+    with torch.no_grad():
+        for name in sorted(parameters):
+            generator = torch.Generator().manual_seed(sum(map(ord, name)))
+            parameters[name].add_(0.1 * torch.randn(parameters[name].shape, generator=generator))
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[MultiTaskPeftModel, Path]:
+    """Return a model of all forms, and the folder that it was saved in."""
+    folder = tmp_path_factory.mktemp("prompts")
+    model = MultiTaskPeftModel(tiny_llama(), {form: config_of(form) for form in (*PROMPTS, "lora")}, verify=False)
+    for form in model.tasks:
+        perturbed(model.task_parameters(form))
+    encoder: Any = model.prompt_encoder[model.adapter_of("cartridge")]
+    perturbed({"frozen": encoder.frozen_embedding})
+    model.eval().save_pretrained(folder)
+    return model, folder
+
+
+@pytest.mark.parametrize("form", PROMPTS)
+def test_plain_peft_loads_a_saved_prompt_and_answers_as_its_view_does(
+    form: str, saved: tuple[MultiTaskPeftModel, Path]
+) -> None:
+    model, folder = saved
+    judge: Any = PeftModel.from_pretrained(tiny_llama(), str(folder / form)).eval()
+    ids = task_ids(judge)
+    with torch.no_grad():
+        wanted = judge(input_ids=IDS, **ids).logits
+        assert torch.equal(model.task_view(form)(input_ids=IDS).logits, wanted)
+        (logits,) = model.sequence_logits(packed(model, {form: [IDS[0].tolist()]}))
+    # Of virtual tokens there are no logits.
+    assert logits.shape == (5, 97)
+    torch.testing.assert_close(logits, wanted[0, -5:], rtol=1e-4, atol=1e-5)
+    settings: Any = {"max_new_tokens": 5, "do_sample": False}
+    written = judge.generate(input_ids=IDS, **settings, **ids)
+    assert torch.equal(model.task_view(form).generate(input_ids=IDS, **settings), written)
+    assert torch.equal(model.task_view(form).generate(IDS, **settings), written)
+
+
+def test_views_of_prompts_leave_the_model_as_it_was(saved: tuple[MultiTaskPeftModel, Path]) -> None:
+    model, _ = saved
+    batch = packed(model, {"prefix": [IDS[0].tolist()], "lora": [IDS[0].tolist()]})
+    before = model(batch).losses
+    names = [name for name, _ in model.named_parameters()]
+    for form in ("prompt", "lora", "prefix"):
+        model.task_view(form)(input_ids=IDS)
+        model.task_view(form).generate(input_ids=IDS, max_new_tokens=2, do_sample=False)
+    assert torch.equal(model(batch).losses, before)
+    assert [name for name, _ in model.named_parameters()] == names
+    with pytest.raises(ConfigError, match=r"got an adapter of PROMPT_TUNING; allowed: types that change weights"):
+        model.task_view("prompt").merge_and_unload()
+    assert torch.equal(model(batch).losses, before)
+
+
+@pytest.mark.parametrize("form", PROMPTS)
+def test_a_file_holds_plain_pefts_tensors_and_what_is_needed_to_train_on(
+    form: str, saved: tuple[MultiTaskPeftModel, Path]
+) -> None:
+    model, folder = saved
+    judge, own = plain(config_of(form), 42)
+    judge.prompt_encoder["default"].load_state_dict(model.prompt_encoder[model.adapter_of(form)].state_dict())
+    wanted = get_peft_model_state_dict(judge)
+    found = load_file(folder / form / "adapter_model.safetensors")
+    if form not in TRAINED_ON:
+        assert found.keys() - wanted.keys() == own.keys()
+    else:
+        assert found.keys() == wanted.keys()
+    for key, value in wanted.items():
+        torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6)
+
+
+def test_a_model_comes_back_with_all_that_is_trained(saved: tuple[MultiTaskPeftModel, Path]) -> None:
+    model, folder = saved
+    again = MultiTaskPeftModel.from_pretrained(tiny_llama(), folder, verify=False)
+    for form in model.tasks:
+        theirs = again.task_parameters(form)
+        assert theirs.keys() == model.task_parameters(form).keys()
+        assert all(torch.equal(theirs[key], value) for key, value in model.task_parameters(form).items()), form
+    sink = "frozen_embedding"
+    ours, other = (each.prompt_encoder[each.adapter_of("cartridge")] for each in (model, again))
+    assert torch.equal(getattr(ours, sink), getattr(other, sink)), "the frozen keys of a cartridge come from its file"
+    assert not getattr(other, sink).requires_grad
+
+
+@pytest.mark.parametrize("form", PROMPTS)
+def test_a_prompt_of_plain_peft_is_trained_on_where_its_file_holds_it(form: str, tmp_path: Path) -> None:
+    judge, own = plain(config_of(form), 5)
+    perturbed(own)
+    judge.save_pretrained(tmp_path / form)
+    if form not in TRAINED_ON:
+        with pytest.raises(CheckpointError, match=r"without its parameters; allowed: a folder that peft_mux wrote"):
+            MultiTaskPeftModel.from_pretrained(tiny_llama(), tmp_path, verify=False)
+        return
+    model = MultiTaskPeftModel.from_pretrained(tiny_llama(), tmp_path, verify=False)
+    assert all(torch.equal(value, own[key]) for key, value in model.task_parameters(form).items())
+
+
+def test_words_of_a_text_are_where_a_prompt_begins(tmp_path: Path) -> None:
+    words = {f"w{number}": number for number in range(20)}
+    plain_tokenizer = Tokenizer(models.WordLevel(words, unk_token="w0"))
+    plain_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    PreTrainedTokenizerFast(tokenizer_object=plain_tokenizer).save_pretrained(tmp_path)
+    config = PromptTuningConfig(
+        task_type=LM,
+        num_virtual_tokens=5,
+        prompt_tuning_init="TEXT",
+        prompt_tuning_init_text="w7 w3",
+        tokenizer_name_or_path=str(tmp_path),
+    )
+    backbone = tiny_llama()
+    model = MultiTaskPeftModel(backbone, {"a": config}, verify=False)
+    (weight,) = model.task_parameters("a").values()
+    assert torch.equal(weight, backbone.get_input_embeddings()(torch.tensor([7, 3, 7, 3, 7])))
+    judge, _ = plain(config, 42)
+    assert torch.equal(weight, next(iter(trained(judge).values())))

@@ -1,0 +1,149 @@
+"""What prompts are not trained with is refused by name before anything is made."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import CPTConfig, PeftConfig, PeftType, TaskType
+from peft.utils.constants import TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING
+
+from peft_mux import MultiTaskPeftModel
+from peft_mux.engine.cuda_graphs.passes import reason_against
+from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.errors import ConfigError
+from peft_mux.modeling.adapters.kind import KINDS, kind_of, kind_of_parameter
+from peft_mux.modeling.adapters.prompts.kind import PromptKind
+from tests.invariants import mux_lab as lab
+from tests.modeling.adapters.prompts.prompt_cases import LM, PROMPTS, config_of, plain, task_of
+
+
+def refusal(config: PeftConfig, backbone: Any = None) -> str:
+    backbone = backbone or lab.tiny_llama()
+    before = [name for name, _ in backbone.named_modules()]
+    with pytest.raises(ConfigError) as caught:
+        MultiTaskPeftModel(backbone, {"a": config}, verify=False)
+    assert [name for name, _ in backbone.named_modules()] == before, "the backbone was touched"
+    return str(caught.value)
+
+
+FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "no tokens": ("prompt", {"num_virtual_tokens": 0}, "num_virtual_tokens: got 0; allowed: an integer of at least 1"),
+    "no number": ("prefix", {"num_virtual_tokens": None}, "num_virtual_tokens: got None; allowed: an integer of"),
+    "another width": ("prompt", {"token_dim": 48}, "token_dim: got 48; allowed: 32 or None, as the backbone is a"),
+    "another width of keys": ("prefix", {"token_dim": 32}, "token_dim: got 32; allowed: 16 or None"),
+    "other heads": ("cartridge", {"num_attention_heads": 4}, "num_attention_heads: got 4; allowed: 2 or None"),
+    "other layers": ("prefix", {"num_layers": 1}, "num_layers: got 1; allowed: 2 or None"),
+    "two submodules": ("prompt", {"num_transformer_submodules": 2}, "num_transformer_submodules: got 2; allowed: 1 or"),
+    "copies": ("prompt", {"modules_to_save": ["lm_head"]}, r"modules_to_save: got \['lm_head'\]; allowed: its default"),
+    "no task type": ("mlp", {"task_type": None}, "task_type: got None; allowed: CAUSAL_LM for P_TUNING"),
+    "a classifier": (
+        "prefix",
+        {"task_type": TaskType.SEQ_CLS},
+        "task_type: got SEQ_CLS; allowed: CAUSAL_LM for",
+    ),
+    "dropout": ("lstm", {"encoder_dropout": 0.1}, "encoder_dropout: got 0.1; allowed: 0.0. .*that all tasks share"),
+    "ignored dropout": ("mlp", {"encoder_dropout": 0.1}, "encoder_dropout: got 0.1; .*PEFT ignores it"),
+    "ignored layers": ("mlp", {"encoder_num_layers": 3}, "encoder_num_layers: got 3 with an MLP; allowed: 2"),
+    "another network": (
+        "mlp",
+        {"encoder_reparameterization_type": "GRU"},
+        "encoder_reparameterization_type: got 'GRU'; allowed: MLP or LSTM",
+    ),
+    "several tasks": ("multitask", {"num_tasks": 3}, "num_tasks: got 3; allowed: 1. Rows here carry no task_ids"),
+    "frozen": (
+        "cartridge",
+        {"num_frozen_tokens": 4},
+        "num_frozen_tokens: got 4; allowed: less than num_virtual",
+    ),
+    "zeros": ("prefix", {"init_weights": "ones"}, "init_weights: got 'ones'; allowed: None or 'zero'"),
+    "weights of tokens": (
+        "cpt",
+        {"opt_weighted_loss_type": "decay", "opt_loss_decay_factor": 0.9},
+        "opt_weighted_loss_type: got 'decay' by 0.9; .*no weights of their own",
+    ),
+    "masked rows": ("cpt", {"cpt_tokens_type_mask": [1] * 8}, "cpt_tokens_type_mask: got 1 as the highest type"),
+    "beyond the vocabulary": ("cpt", {"cpt_token_ids": [99] * 8}, "cpt_token_ids: got 99; allowed: ids below 97"),
+    "uneven": ("cpt", {"cpt_mask": [1]}, "cpt_mask: got 1 entries; allowed: 8, one for each of num_virtual_tokens"),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_a_field_that_cannot_be_trained_is_refused_by_name(case: str) -> None:
+    form, settings, message = FAULTS[case]
+    config = config_of(form)
+    for name, value in settings.items():
+        setattr(config, name, value)
+    said = refusal(config)
+    assert re.search(rf"tasks\.a\.peft_config\.{message}", said), said
+
+
+@pytest.mark.parametrize("form", ["mlp", "lstm", "multitask", "cpt", "projected", "cartridge"])
+def test_any_value_in_any_field_is_trained_with_or_refused_by_name(form: str) -> None:
+    base = lab.tiny_llama()
+    for field in fields(config_of(form)):  # type: ignore[arg-type]
+        for value in (object(), "x", -1, 2.5, [], {"a": 1}, True, float("nan")):
+            config = config_of(form)
+            setattr(config, field.name, value)
+            said = ""
+            try:
+                MultiTaskPeftModel(base, {"a": config}, verify=False).unload()
+            except ConfigError as error:
+                said = str(error)
+            assert not said or "tasks.a.peft_config" in said, f"{field.name}={value!r}: {said}"
+
+
+def test_a_context_of_odd_types_is_weighed_as_peft_does() -> None:
+    config = CPTConfig(task_type=LM, cpt_token_ids=[5, 6, 7], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[0, 4, 8])
+    kind = kind_of(config)
+    assert isinstance(kind, PromptKind)
+    assert kind.virtual_labels(config) == (-100, 6, 7)
+
+
+def test_backbones_whose_keys_peft_lays_out_anew_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING, "llama", lambda keys: keys)
+    assert "PREFIX_TUNING on a LlamaForCausalLM with keys in a layout of its own" in refusal(config_of("prefix"))
+
+
+def test_backbones_with_uneven_heads_are_refused() -> None:
+    uneven = lab.tiny_llama()
+    uneven.config.num_kv_shared_layers = 1
+    said = refusal(config_of("prefix"), uneven)
+    assert "PREFIX_TUNING on a LlamaForCausalLM with num_kv_shared_layers; allowed: backbones whose layers all" in said
+
+
+@pytest.mark.parametrize("form", PROMPTS)
+def test_every_prompt_owns_its_parameters_and_refuses_layouts_that_cut_the_model(form: str) -> None:
+    config = config_of(form)
+    kind = kind_of(config)
+    judge, own = plain(config, 0)
+    frozen = [name for name, item in judge.named_parameters() if not item.requires_grad]
+    assert all(kind.owns(name) for name in own)
+    assert not [name for name in frozen if kind.owns(name) and "prompt_encoder.default" not in name]
+    assert all(isinstance(kind_of_parameter(name), PromptKind) for name in own)
+    shapes = {name: tuple(item.shape) for name, item in own.items()}
+    loads = kind.loads(shapes, {})
+    assert sum(load.rank * load.width for load in loads) == sum(item.numel() for item in own.values())
+    assert kind.refusals(ParallelLayout.of(2), "tasks.a") == []
+    for layout in (ParallelLayout.of(2, tp=2), ParallelLayout.of(2, pp=2)):
+        (fault,) = kind.refusals(layout, "tasks.a")
+        assert fault.where == "tasks.a.peft_config"
+        assert kind.title in fault.got
+    with pytest.raises(NotImplementedError):
+        kind.narrow(config, ["q_proj"])
+
+
+def test_all_types_of_prompts_are_kinds() -> None:
+    wanted = {"PROMPT_TUNING", "P_TUNING", "MULTITASK_PROMPT_TUNING", "CPT", "PREFIX_TUNING", "CARTRIDGE"}
+    assert {kind.peft_type for kind in KINDS.values() if isinstance(kind, PromptKind)} == set(map(PeftType, wanted))
+
+
+def test_sharded_weights_are_refused_at_construction_and_graphs_say_why_not(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.prompt\.peft_config: got PROMPT_TUNING with shard_backbone=True"):
+        lab.make_trainer([task_of("prompt"), task_of("lora")], tmp_path, shard_backbone=True)
+    for form in ("prompt", "prefix"):
+        model = MultiTaskPeftModel(lab.tiny_llama(), {"lora": config_of("lora"), "a": config_of(form)}, verify=False)
+        assert reason_against(model) == "a task's prompt stands before each of its sequences"
