@@ -123,6 +123,8 @@ def add_prompt(model: Any, adapter: str, config: PeftConfig) -> None:
         model.add_adapter(adapter, config)
     finally:
         model.active_adapter = active
+        # PEFT keeps the embedding of words a second time, under a name of its own.
+        model._modules.pop("word_embeddings", None)
         for module in checkpointing:
             module.gradient_checkpointing = True
 
