@@ -12,7 +12,7 @@ from torch import nn
 from peft_mux.modeling.adapters.attach import attach
 from peft_mux.modeling.adapters.injection import hidden_adapters, is_meta, own_copy, peft_refusals, seeded
 from peft_mux.modeling.adapters.kind import kind_of
-from peft_mux.modeling.adapters.prompts.learning import encoders_of
+from peft_mux.modeling.adapters.prompts.encoders import encoders_of
 from peft_mux.modeling.adapters.prompts.prompts import adopt_encoder
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.registry import TaskRegistry

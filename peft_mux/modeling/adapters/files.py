@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from peft_mux.errors import CheckpointError
+from peft_mux.modeling.adapters.prompts.encoders import encoders_of
 from peft_mux.modeling.adapters.prompts.kind import PREFIX
-from peft_mux.modeling.adapters.prompts.learning import encoders_of
 from peft_mux.modeling.adapters.prompts.saved import (
     load_prompt,
     prompt_keys,

@@ -24,7 +24,7 @@ from torch import nn
 from peft_mux.modeling.adapters.injection import is_meta
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, kind_of_layer
 from peft_mux.modeling.adapters.prompts.kind import PromptKind
-from peft_mux.modeling.adapters.prompts.learning import add_prompt, as_prompts, remove_prompt
+from peft_mux.modeling.adapters.prompts.tuner import add_prompt, as_prompts, remove_prompt
 
 
 class Tuners:
