@@ -16,7 +16,7 @@ from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.parameters import drop_unused_wrappers
 from peft_mux.modeling.adapters.own.biases import add_biases, forget_biases, names_alone
 from peft_mux.modeling.adapters.own.copies import hidden_copies
-from peft_mux.modeling.adapters.prompts.learning import encoders_of
+from peft_mux.modeling.adapters.prompts.encoders import encoders_of
 from peft_mux.modeling.adapters.prompts.prompts import adopt_encoder
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.backbone.modules import modules_beside_text

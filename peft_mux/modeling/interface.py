@@ -102,10 +102,6 @@ class MultiplexedModel(Protocol):
         """Leave learnt prompts out of the passes in the `with` block."""
         ...
 
-    def plain_model(self, adapter: str) -> AbstractContextManager[Any]:
-        """Give, for the time of the block, what plain PEFT would run for one adapter (internal id), selected before."""
-        ...
-
     def without_adapters(self) -> AbstractContextManager[None]:
         """Switch all adapters off for the time of the `with` block."""
         ...

@@ -19,16 +19,11 @@ from peft_mux.modeling.adapters import files, injection
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.own.biases import merge_biases, select_biases
 from peft_mux.modeling.adapters.own.token_rows import only_rows_of
+from peft_mux.modeling.adapters.prompts.encoders import encoders_of, prompt_kind_of
 from peft_mux.modeling.adapters.prompts.kind import MERGED_NOTHING
-from peft_mux.modeling.adapters.prompts.learning import (
-    encoders_of,
-    open_without_tuner,
-    plain_prompt_model,
-    prompt_kind_of,
-    with_task_ids,
-    without_layers,
-)
-from peft_mux.modeling.adapters.prompts.prompts import Prompts
+from peft_mux.modeling.adapters.prompts.plain import plain_model, with_task_ids, without_layers
+from peft_mux.modeling.adapters.prompts.prompts import Prompts, virtual_labels
+from peft_mux.modeling.adapters.prompts.tuner import open_without_tuner
 from peft_mux.modeling.arrivals import Arrivals
 from peft_mux.modeling.attention.packed import AttentionStream, register_attention
 from peft_mux.modeling.attention.prompt_pass import PromptPass
@@ -398,19 +393,21 @@ class MultiTaskPeftModel(PeftModel):
             return MuxOutput(losses.losses_N, mux_batch.task_names, losses.statistics)
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        adapter = self.active_adapter
-        if self._prompts.is_off or adapter not in encoders_of(self):
+        if not self._has_active_prompt:
             return super().forward(*args, **kwargs)
-        with self.plain_model(adapter) as plain:
-            return plain(*args, **with_task_ids(self, adapter, args, kwargs))
+        with plain_model(self, self.active_adapter) as plain:
+            return plain(*args, **with_task_ids(self, self.active_adapter, args, kwargs))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with the active adapter, as PEFT does."""
-        adapter = self.active_adapter
-        if self._prompts.is_off or adapter not in encoders_of(self):
+        if not self._has_active_prompt:
             return super().generate(*args, **kwargs)
-        with self.plain_model(adapter) as plain:
-            return plain.generate(*args, **with_task_ids(self, adapter, args, kwargs))
+        with plain_model(self, self.active_adapter) as plain:
+            return plain.generate(*args, **with_task_ids(self, self.active_adapter, args, kwargs))
+
+    @property
+    def _has_active_prompt(self) -> bool:
+        return not self._prompts.is_off and self.active_adapter in encoders_of(self)
 
     def losses_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> StreamLosses:
         """Return the losses from the `[T, D]` last hidden states, while the stream is read.
@@ -471,10 +468,7 @@ class MultiTaskPeftModel(PeftModel):
 
         What `ChunkPackingCollator(virtual_labels=...)` lays rows out by.
         """
-        configs = {name: self.peft_config[adapter] for name, adapter in self.adapters.items()}
-        found = {name: (prompt_kind_of(config), config) for name, config in configs.items()}
-        labels = {name: kind.virtual_labels(config) for name, (kind, config) in found.items() if kind is not None}
-        return {name: of_task for name, of_task in labels.items() if of_task}
+        return virtual_labels({name: self.peft_config[adapter] for name, adapter in self.adapters.items()})
 
     def prompt_pass(self, batch: MuxBatch) -> PromptPass | None:
         """Return what learnt prompts bring into a pass; `None` where no task of it has one."""
@@ -483,15 +477,6 @@ class MultiTaskPeftModel(PeftModel):
     def without_prompts(self) -> AbstractContextManager[None]:
         """Leave learnt prompts out of the passes in the `with` block; their rows have no virtual tokens there."""
         return self._prompts.switched_off()
-
-    @contextmanager
-    def plain_model(self, adapter: str) -> Iterator[Any]:
-        """Give, for the time of the block, what plain PEFT would run for one adapter (internal id), selected before."""
-        if adapter not in encoders_of(self):
-            yield self.base_model
-            return
-        with self.alone(adapter):
-            yield plain_prompt_model(self, adapter)
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.prompts.learning import with_task_ids
+from peft_mux.modeling.adapters.prompts.plain import plain_model, with_task_ids
 from peft_mux.modeling.interface import MultiplexedModel
 
 
@@ -52,7 +52,7 @@ class TaskView:
         """
         require_all_layers(self._model, f'task_view("{self._name}"), a forward pass')
         with self.selected() as model:
-            with model.plain_model(self._adapter) as plain:
+            with plain_model(model, self._adapter) as plain:
                 return plain(*args, **with_task_ids(model, self._adapter, args, kwargs))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ class TaskView:
         """
         require_all_layers(self._model, f'task_view("{self._name}").generate')
         with self.selected() as model:
-            with model.plain_model(self._adapter) as plain:
+            with plain_model(model, self._adapter) as plain:
                 return plain.generate(*args, **with_task_ids(model, self._adapter, args, kwargs))
 
     def merge_and_unload(self) -> Any:

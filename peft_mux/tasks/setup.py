@@ -20,7 +20,7 @@ from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.errors import ConfigError, DataError
 from peft_mux.generation.prompts import PromptReader, PromptRow
 from peft_mux.hyper_parameters import MOST_STEPS, HyperParameters
-from peft_mux.modeling.adapters.prompts.learning import prompt_kind_of
+from peft_mux.modeling.adapters.prompts.encoders import prompt_kind_of
 from peft_mux.modeling.backbone.checks import max_positions
 from peft_mux.modeling.objectives.objective import args_of, objective_of
 from peft_mux.task import Task, TaskStatus

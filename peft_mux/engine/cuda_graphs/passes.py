@@ -26,7 +26,7 @@ from peft_mux.engine.cuda_graphs.graph import CannotCaptureError, CudaGraphs, Gr
 from peft_mux.engine.cuda_graphs.inputs import Shape
 from peft_mux.engine.cuda_graphs.proof import Pass, reason_against_padding, reason_against_replay
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
-from peft_mux.modeling.adapters.prompts.learning import encoders_of
+from peft_mux.modeling.adapters.prompts.encoders import encoders_of
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.backbone.quantized import bits_of
 from peft_mux.modeling.model import MultiTaskPeftModel

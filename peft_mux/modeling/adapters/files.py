@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.kind import SavedForm, kind_of
 from peft_mux.modeling.adapters.own.biases import OWN, biases_unsaid
-from peft_mux.modeling.adapters.prompts.learning import encoders_of
+from peft_mux.modeling.adapters.prompts.encoders import encoders_of
 from peft_mux.modeling.adapters.prompts.saved import (
     load_prompt,
     prompt_keys,

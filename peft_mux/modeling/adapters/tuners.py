@@ -29,7 +29,7 @@ from torch import nn
 from peft_mux.modeling.adapters.injection import is_meta
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, kind_of, kind_of_layer
 from peft_mux.modeling.adapters.prompts.kind import PromptKind
-from peft_mux.modeling.adapters.prompts.learning import add_prompt, as_prompts, remove_prompt
+from peft_mux.modeling.adapters.prompts.tuner import add_prompt, as_prompts, remove_prompt
 from peft_mux.modeling.backbone.modules import put_module
 
 _TARGETS = "_peft_mux_targets"

@@ -20,7 +20,7 @@ from torch.nn import functional
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.rows.virtual_tokens import virtual_tokens_of_sequences
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.prompts.learning import encoders_of, prompt_kind_of
+from peft_mux.modeling.adapters.prompts.encoders import encoders_of, prompt_kind_of
 from peft_mux.modeling.attention.prefixes import Prefixes
 from peft_mux.modeling.attention.prompt_pass import PromptPass
 from peft_mux.modeling.attention.rectangles import copied_to
@@ -76,6 +76,17 @@ class Prompts:
             return None
         rows, embeddings = _virtual_rows(batch, virtual)
         return PromptPass(rows, embeddings, _prefixes(batch, prefixes), _position_shift(batch, prefixes))
+
+
+def virtual_labels(configs: Mapping[str, PeftConfig]) -> dict[str, tuple[int, ...]]:
+    """Return the label of each virtual token that rows of a task begin with; only of tasks with such a prompt.
+
+    Args:
+        configs: the configuration of each task's adapter, by name of the task.
+    """
+    kinds = {name: prompt_kind_of(config) for name, config in configs.items()}
+    labels = {name: kind.virtual_labels(configs[name]) for name, kind in kinds.items() if kind is not None}
+    return {name: of_task for name, of_task in labels.items() if of_task}
 
 
 def encode(encoder: nn.Module, config: Any, device: torch.device) -> torch.Tensor:

@@ -14,8 +14,8 @@ import torch
 from torch.func import functional_call
 
 from peft_mux.errors import CheckpointError
+from peft_mux.modeling.adapters.prompts.encoders import encoders_of
 from peft_mux.modeling.adapters.prompts.kind import PREFIX
-from peft_mux.modeling.adapters.prompts.learning import encoders_of
 
 EMBEDDINGS = "prompt_embeddings"
 """PEFT's name of what a prompt's encoder makes."""

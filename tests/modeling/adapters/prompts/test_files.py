@@ -72,6 +72,15 @@ def test_views_of_prompts_leave_the_model_as_it_was(saved: tuple[MultiTaskPeftMo
         model.task_view(form).generate(input_ids=IDS, max_new_tokens=2, do_sample=False)
     assert torch.equal(model(batch).losses, before)
     assert [name for name, _ in model.named_parameters()] == names
+    assert not [name for name in model.state_dict() if not name.startswith(("base_model.", "prompt_encoder."))]
+    wanted = model.task_view("prefix")(input_ids=IDS).logits
+    model.select_adapter(model.adapter_of("prefix"))
+    assert torch.equal(model(input_ids=IDS).logits, wanted), "a plain forward is that of the active adapter"
+    written = model.generate(input_ids=IDS, max_new_tokens=3, do_sample=False)
+    assert torch.equal(written, model.task_view("prefix").generate(IDS, max_new_tokens=3, do_sample=False))
+    with model.disable_adapter():
+        assert torch.equal(model(input_ids=IDS).logits, tiny_llama().eval()(input_ids=IDS).logits)
+    model.mark_trainable()
     with pytest.raises(ConfigError, match=r"got an adapter of PROMPT_TUNING; allowed: types that change weights"):
         model.task_view("prompt").merge_and_unload()
     assert torch.equal(model(batch).losses, before)

@@ -30,7 +30,7 @@ def changed(task: Task, **settings: Any) -> Task:
 
 
 def test_every_prompt_beside_lora_trains_as_plain_peft_trains_it_alone(tmp_path: Path) -> None:
-    tasks = [task_of(form, weight_decay=0.1) for form in (*PROMPTS, "lora")]
+    tasks = [task_of(form, weight_decay=0.1, max_steps=5) for form in (*PROMPTS, "lora")]
     run = lab.train(tasks, tmp_path)
     lab.assert_as_judged(run, {task.name: judge(run.trainer, task) for task in tasks})
     fresh = {task.name: lab.weights(lab.make_trainer([task], tmp_path / task.name), task.name) for task in tasks}
@@ -39,6 +39,7 @@ def test_every_prompt_beside_lora_trains_as_plain_peft_trains_it_alone(tmp_path:
         assert any(not torch.equal(final[key], weight) for key, weight in weights.items()), f"{name} has not moved"
 
 
+@pytest.mark.slow
 def test_checkpointing_and_long_rows_in_parts_change_nothing(tmp_path: Path) -> None:
     def tasks() -> list[Task]:
         return [changed(task_of(form, max_steps=3), max_length=40) for form in ("prompt", "mlp", "prefix", "lora")]
@@ -72,14 +73,14 @@ def test_a_prompt_arrives_in_a_run_of_lora_and_leaves_it(tmp_path: Path) -> None
 
 def test_prompts_go_on_from_their_checkpoints_bit_by_bit(tmp_path: Path) -> None:
     def tasks() -> list[Task]:
-        return [task_of(form) for form in (*PROMPTS, "lora")]
+        return [task_of(form, max_steps=4) for form in (*PROMPTS, "lora")]
 
     whole = lab.train(tasks(), tmp_path / "whole")
-    stop = lab.Recorder(at_end={3: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
-    lab.train(tasks(), tmp_path / "cut", recorder=stop, save_strategy="steps", save_steps=3)
+    stop = lab.Recorder(at_end={2: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
+    lab.train(tasks(), tmp_path / "cut", recorder=stop, save_strategy="steps", save_steps=2)
     rest = lab.train(tasks(), tmp_path / "cut", resume=True, save_strategy="steps", save_steps=100)
     for form in (*PROMPTS, "lora"):
-        assert rest.losses[form] == whole.losses[form][3:], form
+        assert rest.losses[form] == whole.losses[form][2:], form
         final = whole.weights(form)
         assert all(torch.equal(final[key], weight) for key, weight in rest.weights(form).items()), form
 
@@ -123,9 +124,9 @@ def test_a_plan_counts_virtual_tokens(tmp_path: Path) -> None:
             warnings.filterwarnings("error", message="activations are estimated by formula")
             return trainer.plan().tokens_per_step
 
-    added = {form: tokens_of(form) - tokens_of("lora") for form in PROMPTS}
-    counts = {"prompt": 3, "words": 4, "mlp": 4, "lstm": 2, "multitask": 3, "cpt": 8}
-    assert added == {form: 8 * counts.get(form, 0) for form in PROMPTS}
+    bare = tokens_of("lora")
+    added = {form: tokens_of(form) - bare for form in ("prompt", "cpt", "prefix")}
+    assert added == {"prompt": 8 * 3, "cpt": 8 * 8, "prefix": 0}
 
 
 def test_rows_keep_as_many_tokens_as_they_may_and_positions_are_left_for_the_prompt(tmp_path: Path) -> None:

@@ -1,19 +1,16 @@
-"""Which kinds are prompts, where PEFT keeps their encoders, and how a model is seen as one of prompts alone."""
+"""How prompts join a PEFT model and leave it, and how PEFT is shown a model as one of prompts alone."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
-from peft import PeftConfig, PeftModelForCausalLM
-from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import AuxiliaryTrainingWrapper
+from peft import PeftConfig
 from torch import nn
 
-from peft_mux.modeling.adapters.kind import AdapterKind, kind_of
-from peft_mux.modeling.adapters.prompts.kind import PromptKind
+from peft_mux.modeling.adapters.kind import AdapterKind
+from peft_mux.modeling.adapters.prompts.encoders import encoders_of
 
 
 class PromptTuner(nn.Module):
@@ -58,17 +55,6 @@ class PromptTuner(nn.Module):
             if name == "model":
                 raise
             return getattr(self.model, name)
-
-
-def prompt_kind(kind: AdapterKind) -> PromptKind | None:
-    """Return a kind of adapters as one of prompts; `None` where it is none."""
-    return kind if isinstance(kind, PromptKind) else None
-
-
-def encoders_of(model: Any) -> Mapping[str, nn.Module]:
-    """Return the prompt encoders of a model, by the internal ids of their adapters."""
-    # Not by attribute, as PEFT would look through the whole model for one that is not there.
-    return model._modules.get("prompt_encoder") or {}
 
 
 def open_without_tuner(model: Any, backbone: Any, config: PeftConfig, adapter: str) -> None:
@@ -123,6 +109,8 @@ def add_prompt(model: Any, adapter: str, config: PeftConfig) -> None:
         model.add_adapter(adapter, config)
     finally:
         model.active_adapter = active
+        # PEFT keeps the embedding of words a second time, under a name of its own.
+        model._modules.pop("word_embeddings", None)
         for module in checkpointing:
             module.gradient_checkpointing = True
 
@@ -133,48 +121,3 @@ def remove_prompt(model: Any, adapter: str) -> None:
     encoders = encoders_of(model)
     if adapter in encoders:
         del encoders[adapter], model.prompt_tokens[adapter]  # type: ignore[attr-defined]
-
-
-def plain_prompt_model(model: Any, adapter: str) -> PeftModelForCausalLM:
-    """Return plain PEFT's model of one prompt, which shares all modules with a model; inside `as_prompts`.
-
-    Args:
-        model: the model that holds the prompt.
-        adapter: internal id of the prompt's task.
-    """
-    plain: Any = PeftModelForCausalLM.__new__(PeftModelForCausalLM)
-    # Its own dictionaries, so that nothing that PEFT sets there outlives the call.
-    plain.__dict__.update(model.__dict__)
-    for name in ("_modules", "_parameters", "_buffers"):
-        plain.__dict__[name] = dict(model.__dict__[name])
-    plain.__dict__.pop("forward", None)
-    plain.active_adapter = adapter
-    plain.word_embeddings = model.base_model.get_input_embeddings()
-    plain.base_model_prepare_inputs_for_generation = model.base_model.prepare_inputs_for_generation
-    return plain
-
-
-def with_task_ids(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of a plain forward, with the one task of a multitask prompt where the caller names none."""
-    rows = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
-    if not hasattr(model.peft_config[adapter], "num_tasks") or rows is None:
-        return kwargs
-    return {"task_ids": rows.new_zeros(len(rows), dtype=torch.int64), **kwargs}
-
-
-@contextmanager
-def without_layers(backbone: nn.Module) -> Iterator[None]:
-    """Switch the layers of all PEFT types off for the time of the block."""
-    layers: list[Any] = [m for m in backbone.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-
-
-def prompt_kind_of(config: PeftConfig) -> PromptKind | None:
-    """Return the kind of a configuration that was checked, if it is one of prompts."""
-    return prompt_kind(kind_of(config))
