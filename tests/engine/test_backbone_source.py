@@ -102,7 +102,9 @@ def test_an_option_that_no_model_takes_is_a_config_error(tmp_path: Path, folder:
 
 def test_a_model_of_images_and_text_is_loaded_with_its_language_head(tmp_path: Path) -> None:
     llava().save_pretrained(tmp_path / "model")
-    trainer = trainer_of(str(tmp_path / "model"), tmp_path)
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, report_to="none")
+    task = Task(name="own", peft_config=LoraConfig(target_modules=["q_proj"]), train_dataset=[{"input_ids": [3, 4]}])
+    trainer = MultiTaskTrainer(str(tmp_path / "model"), args, [task])
     assert type(trainer.model.backbone).__name__ == "LlavaForConditionalGeneration"
 
 

@@ -336,7 +336,7 @@ def test_a_sink_takes_its_part_of_the_softmax_and_leads_to_no_value() -> None:
     score = (q * k.repeat_interleave(groups, 0)).sum(-1) / q.shape[-1] ** 0.5
     sinks = torch.linspace(-1.0, 1.0, len(q))
     share = score.exp() / (score.exp() + sinks.exp())
-    torch.testing.assert_close(attend(batch, qkv, s_aux=sinks)[0, 0], share[:, None] * v.repeat_interleave(groups, 0))
+    torch.testing.assert_close(attend(batch, qkv, s_aux=sinks)[0], share[:, None] * v.repeat_interleave(groups, 0))
 
 
 def test_tensors_that_change_nothing_are_taken() -> None:
