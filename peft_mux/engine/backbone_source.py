@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.models.auto import modeling_auto
 
 from peft_mux.arguments import MultiTaskTrainingArguments, resolve
 from peft_mux.errors import ConfigError, Fault, raise_faults, shown
@@ -253,7 +254,10 @@ class BackboneSource:
     def _auto_class(self, tasks: list[Task]) -> Any:
         import transformers
 
-        return getattr(transformers, _head_kinds(tasks)[0].auto_class)
+        kind = _head_kinds(tasks)[0]
+        if kind.is_shared and _has_images(self.config):
+            return transformers.AutoModelForImageTextToText
+        return getattr(transformers, kind.auto_class)
 
     def _sized_config(self, tasks: list[Task], class_counts: dict[str, int]) -> Any:
         """Return the configuration, with the first task's number of classes for a head that is made anew."""
@@ -268,6 +272,15 @@ class BackboneSource:
             return self.model.dtype
         wanted = self.model_init_kwargs.get("dtype", torch.bfloat16 if self.args.bf16 else None)
         return wanted if isinstance(wanted, torch.dtype) else getattr(self.config, "dtype", None) or torch.float32
+
+
+def _has_images(config: Any) -> bool:
+    """Whether transformers knows a model with a language head for a configuration among those of images alone."""
+    model_type = getattr(config, "model_type", None)
+    return (
+        model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+        and model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    )
 
 
 def _option_faults(options: object) -> list[Fault]:

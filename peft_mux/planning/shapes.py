@@ -16,7 +16,7 @@ from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.adapters.kind import CutLayers
 from peft_mux.modeling.backbone.families import family_of
-from peft_mux.modeling.backbone.modules import frozen_parameters
+from peft_mux.modeling.backbone.modules import frozen_parameters, language_model
 from peft_mux.modeling.backbone.quantized import quantized_layers, weight_bytes
 from peft_mux.scheduler.costs.frozen_parts import FrozenParts
 
@@ -93,10 +93,11 @@ def _cut_names(backbone: Any) -> set[str]:
 
 def _layers_prefix(backbone: Any, num_layers: int) -> str | None:
     """Return how the names of all layers begin."""
+    text = set(language_model(backbone).modules())
     lists = (
         f"{name}."
         for name, module in backbone.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers and module in text
     )
     return next(lists, None)
 

@@ -15,6 +15,7 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.modeling.adapters.kind import LayerGroup, profiled_config
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.attention.packed import ATTENTION_NAME, packed_attention
+from peft_mux.modeling.backbone.modules import language_model
 from peft_mux.modeling.model import MultiTaskPeftModel
 
 RANKS = (4, 16, 64)
@@ -83,7 +84,7 @@ class Subject:
             # As in training: gradients are added to flat buffers, so that no measurement allocates any.
             self.model.task_slab(name).bind_gradients()
         self._groups = self.linear_groups()
-        self._layer_list = _layer_list(self.model.backbone.base_model, self.num_layers)
+        self._layer_list = _layer_list(language_model(self.model.backbone), self.num_layers)
         self.attention_call: tuple[nn.Module, tuple[torch.Size, ...], dict[str, Any]] | None = None
 
     @property

@@ -13,6 +13,7 @@ from peft import LoraConfig
 from peft_mux import ConfigError, MultiTaskTrainer, MultiTaskTrainingArguments, Task
 from peft_mux.cli.main import main
 from tests.invariants.mux_lab import rows
+from tests.modeling.test_architectures import llava
 from tests.paths import ROOT
 
 CODE = """
@@ -97,6 +98,14 @@ def test_an_option_that_no_model_takes_is_a_config_error(tmp_path: Path, folder:
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
     with pytest.raises(ConfigError, match="model"):
         trainer_of(str(folder), tmp_path, model_init_kwargs={"revision": 5, "no_such_option": object()}).train()
+
+
+def test_a_model_of_images_and_text_is_loaded_with_its_language_head(tmp_path: Path) -> None:
+    llava().save_pretrained(tmp_path / "model")
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, report_to="none")
+    task = Task(name="own", peft_config=LoraConfig(target_modules=["q_proj"]), train_dataset=[{"input_ids": [3, 4]}])
+    trainer = MultiTaskTrainer(str(tmp_path / "model"), args, [task])
+    assert type(trainer.model.backbone).__name__ == "LlavaForConditionalGeneration"
 
 
 def test_every_call_of_the_package_says_whether_code_may_run() -> None:

@@ -31,6 +31,7 @@ from torch.distributed.tensor import DTensor
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.adapters.injection import is_meta
+from peft_mux.modeling.backbone.modules import language_model
 from peft_mux.modeling.backbone.quantized import quantized_layers
 from peft_mux.modeling.model import MultiTaskPeftModel
 
@@ -310,7 +311,9 @@ def _check(model: MultiTaskPeftModel) -> None:
 def _decoder_layers(backbone: Any) -> tuple[nn.Module, ...]:
     config = backbone.config.get_text_config()
     count = next((getattr(config, key) for key in ("num_hidden_layers", "n_layer") if hasattr(config, key)), None)
-    found = [item for item in backbone.base_model.modules() if isinstance(item, nn.ModuleList) and len(item) == count]
+    found = [
+        item for item in language_model(backbone).modules() if isinstance(item, nn.ModuleList) and len(item) == count
+    ]
     if not found:
         raise UnsupportedModelError(
             f"{type(backbone).__name__} has no list of {count} decoder layers; allowed with shard_backbone=True: "

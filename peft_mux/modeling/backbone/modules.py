@@ -37,10 +37,19 @@ def without_head(backbone: Any) -> Any:
     return getattr(backbone, "model", base) if base is backbone else base
 
 
+def language_model(backbone: Any) -> Any:
+    """Return what rows of text go through: the base model, or the part of it that is a model of language."""
+    base = without_head(backbone)
+    if backbone.config.get_text_config() is backbone.config:
+        return base
+    text = backbone.get_decoder()
+    return base if text is None or text is backbone else text
+
+
 def modules_beside_text(backbone: Any) -> tuple[str, ...]:
     """Return the names of the modules that rows of text never reach: towers and projectors of images and sounds."""
-    base, text = without_head(backbone), getattr(backbone, "get_decoder", lambda: None)()
-    if backbone.config.get_text_config() is backbone.config or text is None or text is base:
+    base, text = without_head(backbone), language_model(backbone)
+    if text is base:
         return ()
     names = {module: name for name, module in backbone.named_modules()}
     found, parent = [], base

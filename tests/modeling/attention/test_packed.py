@@ -321,10 +321,22 @@ def test_a_mask_of_the_model_is_refused() -> None:
             packed_attention(Attention(), *states(4), torch.ones(4, 4), mux_stream=attention)
 
 
-@pytest.mark.parametrize("name", ["s_aux", "position_bias"])
-def test_a_tensor_that_would_change_the_scores_is_refused_by_name(name: str) -> None:
-    with pytest.raises(UnsupportedModelError, match=f'Attention passes "{name}" to attention'):
-        attend(batch_of({"a": [4]}), states(4), **{name: torch.zeros(4)})
+def test_a_tensor_that_would_change_the_scores_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match='Attention passes "position_bias" to attention'):
+        attend(batch_of({"a": [4]}), states(4), position_bias=torch.zeros(4))
+
+
+def test_a_sink_takes_its_part_of_the_softmax_and_leads_to_no_value() -> None:
+    batch, qkv = batch_of({"a": [5, 3]}), states(8)
+    without, nothing = attend(batch, qkv), torch.full((qkv[0].shape[1],), -1e4)
+    torch.testing.assert_close(attend(batch, qkv, s_aux=nothing), without)
+    # The first token of a sequence sees itself alone, so its output is its value times the share that is left.
+    q, k, v = (x[0, :, 0] for x in qkv)
+    groups = q.shape[0] // k.shape[0]
+    score = (q * k.repeat_interleave(groups, 0)).sum(-1) / q.shape[-1] ** 0.5
+    sinks = torch.linspace(-1.0, 1.0, len(q))
+    share = score.exp() / (score.exp() + sinks.exp())
+    torch.testing.assert_close(attend(batch, qkv, s_aux=sinks)[0], share[:, None] * v.repeat_interleave(groups, 0))
 
 
 def test_tensors_that_change_nothing_are_taken() -> None:

@@ -10,7 +10,16 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, OPTConfig, RobertaConfig
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    OPTConfig,
+    RobertaConfig,
+)
 
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.backbone import probe
@@ -217,6 +226,38 @@ def test_the_shape_of_gpt2_is_read_from_its_own_names() -> None:
     config = GPT2Config(vocab_size=61, n_embd=32, n_layer=3, n_head=4, n_positions=16)
     shape = model_shape(GPT2LMHeadModel(config), config, dtype=torch.float32, activation_dtype=torch.float32)
     assert (shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.attention_size) == (3, 32, 128, 32)
+
+
+def test_the_shape_of_a_mixture_tells_the_experts_of_a_token_from_all() -> None:
+    config = DeepseekV3Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        moe_intermediate_size=24,
+        n_routed_experts=8,
+        n_shared_experts=1,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=1,
+    )
+    model = DeepseekV3ForCausalLM(config)
+    before = model_shape(model, config, dtype=torch.float32, activation_dtype=torch.float32)
+    MultiTaskPeftModel(model, {"a": LoraConfig(target_modules="all-linear")}, verify=False)
+    shape = model_shape(model, config, dtype=torch.float32, activation_dtype=torch.float32)
+    assert shape == before, "adapters are seen through"
+    # One dense layer of 48; two of 24 a shared expert, and 2 of 8 experts of 24 a token.
+    assert shape.intermediate_size == (48 + 2 * (24 + 2 * 24)) // 3
+    assert shape.held_intermediate_size == (48 + 2 * (24 + 8 * 24)) // 3
+    assert shape.routed_share == 0.25
 
 
 def test_the_fingerprint_of_a_backbone_does_not_see_adapters() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 
 from peft_mux.errors import Fault, closest, shown
 from peft_mux.modeling.adapters.field_types import FieldType
-from peft_mux.modeling.backbone.modules import frozen_parameters
+from peft_mux.modeling.backbone.modules import adaptable_modules, frozen_parameters
 
 NAMES = FieldType(
     lambda value: (
@@ -54,17 +53,18 @@ def parameter_faults(config: Any, backbone: Any) -> list[Fault]:
     if not targets:
         return []
     faults = _option_faults(config, targets)
-    known = dict(frozen_parameters(backbone))
-    ends = tuple(f".{end}" for end in _names_of_embeddings(backbone))
+    known, layers = dict(frozen_parameters(backbone)), adaptable_modules(backbone)
     bare = {name for name, item in known.items() if item.dim() in (2, 3) and item.dtype in _DTYPES}
-    bare = {name for name in bare if not f".{name}".endswith(ends)}
+    bare = {name for name in bare if name.rpartition(".")[0] not in layers}
     for target in targets:
         hits = [name for name in known if name == target or name.endswith(f".{target}")]
         if not hits and target in _CONVERTED and len(targets) > 1:
             continue  # written by PEFT, whether or not this mixture has it
         if not hits or not bare.issuperset(hits):
             names = sorted({_short(name) for name in bare if known[name].dim() == 3} or {_short(name) for name in bare})
-            allowed = f"parameters in bf16, fp16 or fp32 of two or three dimensions, such as {', '.join(names)}"
+            allowed = (
+                f"parameters of two or three dimensions in fp32, bf16 or fp16 that are no layer's: {', '.join(names)}"
+            )
             faults.append(Fault("target_parameters", shown(target), allowed, _advice(target, hits, names)))
     return faults
 
@@ -83,15 +83,6 @@ def _option_faults(config: Any, targets: list[str]) -> list[Fault]:
     return faults
 
 
-def _names_of_embeddings(backbone: Any) -> Iterator[str]:
-    """Yield the names of the weights of embeddings and output head, which passes read without calling the module."""
-    modules = [backbone.get_input_embeddings(), backbone.get_output_embeddings()]
-    inner = [module.get_base_layer() if hasattr(module, "get_base_layer") else module for module in modules]
-    for name, module in backbone.named_modules():
-        if any(module is item for item in inner):
-            yield f"{name.replace('.base_layer', '')}.weight"
-
-
 def _short(name: str) -> str:
     """Return the end of a parameter's name that no layer number is in."""
     parts = name.split(".")
@@ -101,5 +92,5 @@ def _short(name: str) -> str:
 
 def _advice(target: str, hits: list[str], names: list[str]) -> str:
     if hits:
-        return f"{hits[0]} is another kind of parameter; a layer is named in target_modules."
-    return closest(target, names)
+        return f"{hits[0]} is another: layers are named in target_modules, which is the same LoRA."
+    return closest(target, names) if names else "This backbone has none; name layers in target_modules."

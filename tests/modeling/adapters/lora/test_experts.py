@@ -362,13 +362,14 @@ def test_loads_of_experts_are_marked_and_count_all_parameters() -> None:
         ),
         (
             {"target_parameters": ["norm.weight"]},
-            r"target_parameters: got 'norm\.weight';.*two or three dimensions.*another kind",
+            r"target_parameters: got 'norm\.weight';.*two or three dimensions.*norm\.weight is another",
         ),
         (
             {"target_parameters": ["embed_tokens.weight"]},
             r"target_parameters: got 'embed_tokens\.weight'.*named in target_modules",
         ),
         ({"target_parameters": ["lm_head.weight"]}, r"target_parameters: got 'lm_head\.weight'"),
+        ({"target_parameters": ["q_proj.weight"]}, r"target_parameters: got 'q_proj\.weight'.*the same LoRA"),
         ({"target_parameters": GATE_UP}, r"target_parameters: got .*a list of names of parameters"),
     ],
 )
