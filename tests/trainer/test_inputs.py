@@ -180,8 +180,8 @@ def test_a_pattern_that_matches_nothing_is_refused(described: str, tmp_path: Pat
 
 def test_adapters_that_cannot_be_multiplexed_are_refused_by_field(described: str, tmp_path: Path) -> None:
     tasks = [
-        own_task(rows(1, 4, 5, 5), name="dora", peft_config=LoraConfig(r=4, use_dora=True)),
-        own_task(rows(1, 4, 5, 5), name="bias", peft_config=LoraConfig(r=4, bias="all")),
+        own_task(rows(1, 4, 5, 5), name="qalora", peft_config=LoraConfig(r=4, use_qalora=True)),
+        own_task(rows(1, 4, 5, 5), name="bias", peft_config=LoraConfig(r=4, bias="some")),  # type: ignore[arg-type]
         own_task(
             rows(1, 4, 5, 5),
             name="prefix",
@@ -189,8 +189,8 @@ def test_adapters_that_cannot_be_multiplexed_are_refused_by_field(described: str
         ),
     ]
     message = refusal(described, tmp_path, *tasks, error=ConfigError)
-    assert "tasks.dora.peft_config.use_dora: got True" in message
-    assert "tasks.bias.peft_config.bias: got 'all'" in message
+    assert "tasks.qalora.peft_config.use_qalora: got True" in message
+    assert "tasks.bias.peft_config.bias: got 'some'" in message
     assert "tasks.prefix.peft_config: got AdaptionPromptConfig" in message
 
 

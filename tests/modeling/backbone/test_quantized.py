@@ -34,6 +34,7 @@ from tests.invariants.mux_lab import (
     Run,
     assert_as_judged,
     assert_bit_identical,
+    assert_close,
     judge,
     make_trainer,
     relative,
@@ -41,6 +42,7 @@ from tests.invariants.mux_lab import (
     train,
     weights,
 )
+from tests.modeling.adapters.alone import together
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -484,3 +486,28 @@ def test_on_a_gpu_a_task_beside_another_goes_as_alone(form: str, folder: Path, t
     for task in two_tasks():
         alone = losses([task], tmp_path / task.name)[task.name]
         mux_lab.assert_close(together[task.name], alone, 2e-2, task.name)
+
+
+def test_what_tasks_train_beside_plain_lora_goes_as_plain_peft_on_quantised_layers(
+    folder: Path, tmp_path: Path
+) -> None:
+    configs = {
+        "dora": LoraConfig(r=4, target_modules="all-linear", use_dora=True),
+        "biased": LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_bias=True),
+        "copies": LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head", "norm"]),
+        "rows": LoraConfig(r=4, target_modules=["q_proj"], trainable_token_indices=[1, 2, 3]),
+        "plain": LoraConfig(r=3, target_modules="all-linear"),
+    }
+    ran = together(configs, lambda: loaded(folder, "nf4"), tmp_path, max_steps=3)
+    for name in configs:
+        side = ran.side(name)
+        assert_close(ran.run.losses[name], side.losses, 1e-5, name)
+        # Three steps from B = 0: Adam makes whole steps of gradients that are rounding alone.
+        assert all(relative(ran.run.weights(name)[key], weight) <= 1e-3 for key, weight in side.trained.items())
+
+
+@pytest.mark.parametrize(("field", "value"), [("init_lora_weights", "pissa"), ("bias", "all")])
+def test_what_changes_weights_is_refused_on_quantised_layers(field: str, value: str, folder: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], **{field: value})
+    with pytest.raises(ConfigError, match=rf"tasks\.own\.peft_config\.{field}.*q_proj"):
+        MultiTaskPeftModel(loaded(folder, "nf4"), {"own": config}, verify=False)

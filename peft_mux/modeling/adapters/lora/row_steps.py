@@ -76,7 +76,10 @@ class InitialPart(NamedTuple):
         found = initial_factors(self.layer, self.adapter)
         assert found is not None, "only layers that were initialised so have this step"
         a_RD, b_KR = (factor.to(y_NK.dtype) for factor in found)
-        return y_NK - F.linear(F.linear(x_ND.to(y_NK.dtype), a_RD), b_KR) * self.layer.scaling[self.adapter]
+        s_NR = F.linear(x_ND.reshape(-1, x_ND.shape[-1]).to(y_NK.dtype), a_RD)
+        # Taken out within the product, without another tensor as large as the outputs.
+        rows = torch.addmm(y_NK.reshape(-1, y_NK.shape[-1]), s_NR, b_KR.t(), alpha=-self.layer.scaling[self.adapter])
+        return rows.view_as(y_NK)
 
 
 class OwnBias(NamedTuple):

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTunerLayer, check_target_module_exists
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -66,6 +66,11 @@ def own_bias_added(module: Any, adapter: str | None, y_NK: torch.Tensor) -> torc
     return y_NK + (own[adapter] - module.bias).to(y_NK.dtype) if adapter is not None and adapter in own else y_NK
 
 
+def config_says(config: Any) -> str:
+    """Return which biases a configuration asks for; of a type without such a field none."""
+    return getattr(config, "bias", "none")
+
+
 def wanted_biases(config: Any, backbone: nn.Module, adapter: str | None = None) -> dict[str, Any]:
     """Return the modules whose biases a task trains, by their names in a model of its own.
 
@@ -74,7 +79,7 @@ def wanted_biases(config: Any, backbone: nn.Module, adapter: str | None = None) 
         backbone: the transformers model, adapters injected.
         adapter: internal id of its adapter; `None` before it is injected, when those of all layers are returned.
     """
-    how = getattr(config, "bias", "none")
+    how = config_says(config)
     found = {}
     for name, module in backbone.named_modules() if how != "none" else ():
         around = backbone.get_submodule(name.removesuffix(".base_layer")) if name.endswith(".base_layer") else None
@@ -98,7 +103,12 @@ def bias_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
         where: prefix of the fields, such as `tasks.sql.peft_config`.
     """
     allowed = "biases of linear layers and of LayerNorm, not quantised"
-    for name, module in wanted_biases(config, backbone).items():
+    wanted = wanted_biases(config, backbone)
+    if config_says(config) != "all" and not isinstance(config.target_modules, str | None):
+        wanted = {name: item for name, item in wanted.items() if check_target_module_exists(config, name)}
+    if not wanted and config_says(config) != "none":
+        return [Fault(f"{where}.bias", repr(config.bias), "'none', as no such module of the backbone has a bias")]
+    for name, module in wanted.items():
         if type(module) not in (nn.Linear, Conv1D, nn.LayerNorm):
             got = f"{config.bias!r}, and {name} is a {type(module).__name__}"
             return [Fault(f"{where}.bias", got, allowed, "Leave the biases out.")]
@@ -158,7 +168,7 @@ def select_biases(backbone: nn.Module, adapter: str | None) -> None:
 @contextmanager
 def biases_unsaid(configs: Iterable[Any]) -> Iterator[None]:
     """Let PEFT read of no biases, which it would train in the backbone itself, in the `with` block."""
-    said = [(config, config.bias) for config in configs if getattr(config, "bias", "none") != "none"]
+    said = [(config, config.bias) for config in configs if config_says(config) != "none"]
     for config, _ in said:
         config.bias = "none"
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from peft_mux.errors import ConfigError
 from peft_mux.kernels import philox
 from peft_mux.modeling.adapters.lora.dora import MagnitudeScale
 from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
+from tests.children import run_script
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.alone import Together, tiny_gpt2, together
@@ -184,3 +186,38 @@ def test_what_peft_cannot_convert_is_refused(field: str) -> None:
     setattr(config, field, True if field == "use_dora" else CONFIGS["blocks"].use_bdlora)
     with pytest.raises(ConfigError, match=rf"tasks\.a\.peft_config\.{field}.*Leave one of them out"):
         MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False)
+
+
+_TWO_PROCESSES = """
+import json, os, sys
+from pathlib import Path
+from tests.invariants import mux_lab as lab
+from tests.modeling.adapters.alone import task
+from tests.modeling.adapters.lora.test_row_steps import CONFIGS, WITH_COPIES
+configs = {**CONFIGS, **WITH_COPIES}
+tasks = [task(name, config, number, max_steps=3) for number, (name, config) in enumerate(configs.items())]
+run = lab.train(tasks, Path(sys.argv[1]) / "run")
+if os.environ.get("RANK", "0") == "0":
+    (Path(sys.argv[1]) / "losses.json").write_text(json.dumps(run.losses))
+"""
+WITH_COPIES = {
+    "copies": LoraConfig(r=2, target_modules=TWO, modules_to_save=["lm_head", "norm"]),
+    "rows": LoraConfig(r=2, target_modules=TWO, trainable_token_indices=[3, 4, 5]),
+}
+
+
+@pytest.mark.slow
+def test_two_processes_train_them_to_the_result_of_one(tmp_path: Path) -> None:
+    script = tmp_path / "run.py"
+    script.write_text(_TWO_PROCESSES, encoding="utf-8")
+    losses = {}
+    for count in ("1", "2"):
+        folder = tmp_path / count
+        folder.mkdir()
+        code = f"import sys; sys.argv = ['torchrun', '--nproc_per_node', '{count}', {str(script)!r}, {str(folder)!r}]"
+        launcher = tmp_path / f"launch{count}.py"
+        launcher.write_text(f"{code}\nfrom torch.distributed.run import main\nmain()\n", encoding="utf-8")
+        run_script(launcher)
+        losses[count] = json.loads((folder / "losses.json").read_text(encoding="utf-8"))
+    for name, wanted in losses["1"].items():
+        lab.assert_close(losses["2"][name], wanted, 1e-6, name)

@@ -10,6 +10,7 @@ from peft import LoraConfig
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.errors import ConfigError
+from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.alone import Together, tiny_gpt2, together
 
 CONFIGS = {
@@ -89,3 +90,10 @@ def test_a_bias_and_a_copy_of_one_module_are_refused() -> None:
     copies = LoraConfig(r=2, target_modules=["c_fc"], modules_to_save=["ln_f"])
     with pytest.raises(ConfigError, match=r"tasks\.b\.peft_config\.bias: got transformer\.ln_f"):
         MultiTaskPeftModel(tiny_gpt2(), {"a": copies, "b": CONFIGS["all"]}, verify=False)
+
+
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_biases_of_a_backbone_without_any_are_refused(bias: str) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], bias=bias)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"tasks\.a\.peft_config\.bias: got .*no such module of the backbone"):
+        MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False)
