@@ -100,6 +100,13 @@ class DiffPruningModel(BaseTuner):
         config.kept = {name: len(own) for name, own in places.items()}
         return sum(config.kept.values())
 
+    def _check_merge_allowed(self) -> None:
+        """Refuse before anything is taken apart."""
+        super()._check_merge_allowed()
+        for layer in self.model.modules():
+            if isinstance(layer, DiffPruningLayer):
+                layer.check_mergeable()
+
     def _unpruned(self) -> str:
         configs: dict[str, Any] = self.peft_config
         return ", ".join(name for name, config in configs.items() if config.kept is None) or "one that was not pruned"
