@@ -13,6 +13,7 @@ from peft import LoraConfig, PeftModel
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from peft_mux import BottleneckConfig, ConfigError, DiffPruningConfig, MultiTaskPeftModel
+from peft_mux.checkpoint.hub import model_card
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.modeling.adapters.kind import kind_of
 from tests.engine.processes.cases import launch, values
@@ -95,6 +96,7 @@ def test_what_a_run_saves_is_plain_peft_is_pruned_there_and_merged(tmp_path: Pat
             loaded = PeftModel.from_pretrained(lab.tiny_llama(), str(tmp_path / name)).eval()
             wanted = model.task_view(name)(input_ids=ids).logits
             assert torch.equal(loaded(input_ids=ids).logits, wanted)
+            assert "import peft_mux\nfrom peft import PeftModel" in str(model_card(tmp_path / name, "me/it", 3))
         with pytest.raises(ConfigError, match="merge: got a BOTTLENECK adapter"):
             model.task_view("houlsby").merge_and_unload()
         assert model.tasks == ("diff", "houlsby")
