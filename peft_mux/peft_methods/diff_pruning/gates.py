@@ -1,4 +1,4 @@
-"""Gates of Diff Pruning: the hard-concrete distribution and how many of its draws are not zero (section 3.1 there).
+"""Gates of Diff Pruning: the hard-concrete distribution and how many of its draws are not zero.
 
     s = sigmoid(log u - log(1 - u) + alpha)        z = min(1, max(0, s * (upper - lower) + lower))
     E[z > 0] = sigmoid(alpha - log(-lower / upper))
@@ -91,7 +91,9 @@ def expected_l0(parts: Relaxed, stretch: Stretch) -> torch.Tensor:
 
 
 def greatest(deltas: Mapping[str, torch.Tensor], share: float) -> dict[str, torch.Tensor]:
-    """Return which elements are kept of each difference: those of greatest magnitude over all (section 3.3 there).
+    """Return which elements are kept of each difference: those of greatest magnitude over all.
+
+    It is the L0-ball projection of the paper.
 
     Args:
         deltas: differences by name, of any shapes.

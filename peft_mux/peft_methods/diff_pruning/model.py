@@ -70,7 +70,7 @@ class DiffPruningModel(BaseTuner):
 
     @torch.no_grad()
     def prune(self, adapter_name: str = "default", target_sparsity: float | None = None) -> int:
-        """Keep the greatest elements of an adapter's difference, and those alone (section 3.3 of the paper).
+        """Keep the greatest elements of an adapter's difference, and those alone (the L0-ball projection of the paper).
 
         Afterwards it has one trainable number for each element that was kept, at a fixed place: it can be saved, which
         writes these alone, merged, or trained further, as the paper does.

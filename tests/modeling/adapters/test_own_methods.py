@@ -190,6 +190,24 @@ def test_a_layout_trains_to_the_result_of_one_process(
             assert error <= 1e-4, f"{name} {key}: {error}"
 
 
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("diff", {"pipeline_parallel_size": 2}, "The penalty of layers on one stage does not reach the loss"),
+        ("houlsby", {"tensor_parallel_size": 2}, "Its layers are not cut"),
+    ],
+)
+def test_a_layout_that_a_type_cannot_take_is_refused_on_every_process(
+    name: str, arguments: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    for outcome in launch(2, cases.train_some, tmp_path, (name,), arguments, limit_s=120):
+        assert outcome.error.startswith("ConfigError")
+        assert f"tasks.{name}.peft_config" in outcome.error
+        assert said in outcome.error
+
+
 def test_classifiers_train_a_head_beside_a_bottleneck() -> None:
     base = lab.tiny_llama()
     base.config.num_labels, base.config.pad_token_id = 3, 0
