@@ -61,8 +61,10 @@ def gates(alpha: torch.Tensor, stretch: Stretch, noise: torch.Tensor | None = No
         stretch: the interval of the distribution.
         noise: what moves them, of the same shape; `None` for nothing.
     """
-    location = alpha if noise is None else alpha + noise
-    return (torch.sigmoid(location) * (stretch.upper - stretch.lower) + stretch.lower).clamp(0.0, 1.0)
+    # In place where autograd keeps nothing of what is written over: each tensor here is as large as a weight.
+    opened = torch.sigmoid(alpha) if noise is None else (alpha + noise).sigmoid_()
+    stretched = (opened * (stretch.upper - stretch.lower)).add_(stretch.lower)
+    return stretched.clamp(0.0, 1.0) if torch.is_grad_enabled() else stretched.clamp_(0.0, 1.0)
 
 
 def gated_delta(parts: Relaxed, stretch: Stretch, noise: Noise | None = None) -> torch.Tensor:
