@@ -18,7 +18,7 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.tasks.task_run import TaskRun
 
 _LOADING = """```python
-from peft import PeftModel
+{first}from peft import PeftModel
 from transformers import {auto_class}
 
 model = PeftModel.from_pretrained({auto_class}.from_pretrained("{base}"), "{repo_id}")
@@ -113,7 +113,10 @@ def model_card(folder: Path, repo_id: str, num_steps: int) -> ModelCard:
     )
     auto_class = "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"
     shown_base = "the base model that its owner trained it on" if is_local else f"`{base}`"
-    loading = _LOADING.format(auto_class=auto_class, base="BASE_MODEL" if is_local else base, repo_id=repo_id)
+    # PEFT knows types of our own once this package is imported.
+    first = "import peft_mux\n" if type(config).__module__.startswith("peft_mux.") else ""
+    shown_id = "BASE_MODEL" if is_local else base
+    loading = _LOADING.format(first=first, auto_class=auto_class, base=shown_id, repo_id=repo_id)
     return ModelCard(
         f"---\n{data.to_yaml()}\n---\n\n# {repo_id.rsplit('/', 1)[-1]}\n\n"
         f"A {kind} adapter for {shown_base}, fine-tuned for {num_steps} optimizer steps with peft_mux. What rows it "

@@ -49,7 +49,7 @@ class BottleneckLayer(BaseTunerLayer):
         self.bottleneck_dropout[adapter_name] = nn.Dropout(config.adapter_dropout)
         self.non_linearity[adapter_name] = config.non_linearity
         if config.init_weights:
-            # Near-identity (section 2.1 there): exactly the frozen model before the first step.
+            # Near-identity, as in the paper: exactly the frozen model before the first step.
             for parameter in self.bottleneck_up[adapter_name].parameters():
                 nn.init.zeros_(parameter)
         self._move_adapter_to_device_of_base_layer(adapter_name)

@@ -22,9 +22,9 @@ class DiffPruningConfig(PeftConfig):
     """Configuration of Diff Pruning (Guo et al., 2021, "Parameter-Efficient Transfer Learning with Diff Pruning").
 
     A targeted weight `W` becomes `W + z * w`. The gates `z` in [0, 1] are drawn from a hard-concrete distribution,
-    whose location `alpha` is learned beside `w` (section 3.1); the number of open gates that is to be expected, times
+    whose location `alpha` is learned beside `w`; the number of open gates that is to be expected, times
     `l0_weight`, is added to the task's loss. In evaluation the gates are those of no noise. `DiffPruningModel.prune`
-    keeps the elements of greatest magnitude over all targets (section 3.3), for serving.
+    keeps the elements of greatest magnitude over all targets (the L0-ball projection of the paper), for serving.
 
     While it trains, an adapter holds two numbers for each element of its targets, as the paper's does; once pruned,
     two for each element that was kept.
@@ -32,7 +32,7 @@ class DiffPruningConfig(PeftConfig):
     Args:
         target_sparsity: share of the targets' elements that pruning keeps, as the paper calls it: 0.005 is 0.5 %.
         l0_weight: weight of the penalty, for each gate that is open in expectation.
-        structured: gate each output feature as a whole beside its elements (section 3.2, with rows for groups).
+        structured: gate each output feature as a whole beside its elements ("structured" there, with rows for groups).
         alpha_init: the locations at the beginning; 5 leaves nearly all gates open.
         concrete_lower: where the stretched distribution begins, below 0.
         concrete_upper: where it ends, above 1.

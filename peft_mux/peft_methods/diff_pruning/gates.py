@@ -1,4 +1,4 @@
-"""Gates of Diff Pruning: the hard-concrete distribution and how many of its draws are not zero (section 3.1 there).
+"""Gates of Diff Pruning: the hard-concrete distribution and how many of its draws are not zero.
 
     s = sigmoid(log u - log(1 - u) + alpha)        z = min(1, max(0, s * (upper - lower) + lower))
     E[z > 0] = sigmoid(alpha - log(-lower / upper))
@@ -61,8 +61,10 @@ def gates(alpha: torch.Tensor, stretch: Stretch, noise: torch.Tensor | None = No
         stretch: the interval of the distribution.
         noise: what moves them, of the same shape; `None` for nothing.
     """
-    location = alpha if noise is None else alpha + noise
-    return (torch.sigmoid(location) * (stretch.upper - stretch.lower) + stretch.lower).clamp(0.0, 1.0)
+    # In place where autograd keeps nothing of what is written over: each tensor here is as large as a weight.
+    opened = torch.sigmoid(alpha) if noise is None else (alpha + noise).sigmoid_()
+    stretched = (opened * (stretch.upper - stretch.lower)).add_(stretch.lower)
+    return stretched.clamp(0.0, 1.0) if torch.is_grad_enabled() else stretched.clamp_(0.0, 1.0)
 
 
 def gated_delta(parts: Relaxed, stretch: Stretch, noise: Noise | None = None) -> torch.Tensor:
@@ -91,7 +93,9 @@ def expected_l0(parts: Relaxed, stretch: Stretch) -> torch.Tensor:
 
 
 def greatest(deltas: Mapping[str, torch.Tensor], share: float) -> dict[str, torch.Tensor]:
-    """Return which elements are kept of each difference: those of greatest magnitude over all (section 3.3 there).
+    """Return which elements are kept of each difference: those of greatest magnitude over all.
+
+    It is the L0-ball projection of the paper.
 
     Args:
         deltas: differences by name, of any shapes.

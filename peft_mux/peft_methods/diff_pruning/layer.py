@@ -116,16 +116,25 @@ class DiffPruningLayer(BaseTunerLayer):
 
     # ----------------------------------------------------------------- merging
 
-    def get_delta_weight(self, adapter: str) -> torch.Tensor:
-        """Return what merging an adapter adds to the frozen layer's weight, in the shape of that weight."""
+    def check_mergeable(self) -> None:
+        """Refuse a frozen weight that nothing can be added to.
+
+        Raises:
+            ConfigError: if it is quantised.
+        """
         weight = getattr(self.get_base_layer(), "weight", None)
         if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
             raise ConfigError(
                 f"merge: got a DIFF_PRUNING adapter on {type(self.get_base_layer()).__name__}, whose weight is"
                 " quantised; allowed: weights in full precision. Load the backbone unquantised, and merge there."
             )
-        delta_KD = self.delta(adapter).detach().to(weight.dtype)
-        return delta_KD.t() if isinstance(self.get_base_layer(), Conv1D) else delta_KD
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        """Return what merging an adapter adds to the frozen layer's weight, in the shape of that weight."""
+        self.check_mergeable()
+        base: Any = self.get_base_layer()
+        delta_KD = self.delta(adapter).detach().to(base.weight.dtype)
+        return delta_KD.t() if isinstance(base, Conv1D) else delta_KD
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add adapters to the frozen weight, with the gates of no noise.

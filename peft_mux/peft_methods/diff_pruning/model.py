@@ -70,7 +70,7 @@ class DiffPruningModel(BaseTuner):
 
     @torch.no_grad()
     def prune(self, adapter_name: str = "default", target_sparsity: float | None = None) -> int:
-        """Keep the greatest elements of an adapter's difference, and those alone (section 3.3 of the paper).
+        """Keep the greatest elements of an adapter's difference, and those alone (the L0-ball projection of the paper).
 
         Afterwards it has one trainable number for each element that was kept, at a fixed place: it can be saved, which
         writes these alone, merged, or trained further, as the paper does.
@@ -99,6 +99,13 @@ class DiffPruningModel(BaseTuner):
             layer.put_kept(adapter_name, delta_KD.flatten()[own.long()], own)
         config.kept = {name: len(own) for name, own in places.items()}
         return sum(config.kept.values())
+
+    def _check_merge_allowed(self) -> None:
+        """Refuse before anything is taken apart."""
+        super()._check_merge_allowed()
+        for layer in self.model.modules():
+            if isinstance(layer, DiffPruningLayer):
+                layer.check_mergeable()
 
     def _unpruned(self) -> str:
         configs: dict[str, Any] = self.peft_config

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
+from transformers import BitsAndBytesConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from peft_mux import BottleneckConfig, ConfigError, DiffPruningConfig, MultiTaskPeftModel
+from peft_mux.checkpoint.hub import model_card
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.modeling.adapters.kind import kind_of
 from tests.engine.processes.cases import launch, values
@@ -94,8 +96,10 @@ def test_what_a_run_saves_is_plain_peft_is_pruned_there_and_merged(tmp_path: Pat
             loaded = PeftModel.from_pretrained(lab.tiny_llama(), str(tmp_path / name)).eval()
             wanted = model.task_view(name)(input_ids=ids).logits
             assert torch.equal(loaded(input_ids=ids).logits, wanted)
+            assert "import peft_mux\nfrom peft import PeftModel" in str(model_card(tmp_path / name, "me/it", 3))
         with pytest.raises(ConfigError, match="merge: got a BOTTLENECK adapter"):
             model.task_view("houlsby").merge_and_unload()
+        assert model.tasks == ("diff", "houlsby")
         wanted = model.task_view("diff")(input_ids=ids).logits
         merged = model.task_view("diff").merge_and_unload()
         assert torch.allclose(merged(input_ids=ids).logits, wanted, atol=1e-5)
@@ -111,6 +115,27 @@ def test_a_bf16_run_begins_where_fp32_begins_and_stays_finite(together: lab.Run,
     for name, losses in run.losses.items():
         assert np.isfinite(losses).all()
         assert abs(losses[0] - together.losses[name][0]) <= 0.02 * together.losses[name][0], name
+
+
+def test_on_a_quantised_backbone_tasks_train_as_in_plain_peft_and_are_not_merged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("bitsandbytes")
+    lab.tiny_llama().save_pretrained(tmp_path / "base")
+    options = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")}
+    monkeypatch.setattr(
+        lab, "tiny_llama", lambda: LlamaForCausalLM.from_pretrained(tmp_path / "base", device_map="cpu", **options)
+    )
+    tasks = cases.tasks_of("houlsby", "diff", "lora", max_steps=3)
+    run = lab.train(tasks, tmp_path / "run")
+    lab.assert_as_judged(run, {task.name: cases.judge(run.trainer, task) for task in tasks})
+    model, ids = run.trainer.model.eval(), torch.arange(9)[None]
+    with torch.no_grad():
+        before = {task.name: model.task_view(task.name)(input_ids=ids).logits for task in tasks}
+        with pytest.raises(ConfigError, match="whose weight is quantised; allowed: weights in full precision"):
+            model.task_view("diff").merge_and_unload()
+        for name, logits in before.items():
+            assert torch.equal(model.task_view(name)(input_ids=ids).logits, logits), "nothing was taken apart"
 
 
 @pytest.mark.parametrize(
@@ -165,9 +190,25 @@ def test_a_layout_trains_to_the_result_of_one_process(
             assert error <= 1e-4, f"{name} {key}: {error}"
 
 
-def test_classifiers_train_a_head_beside_a_bottleneck() -> None:
-    from transformers import LlamaForSequenceClassification
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("name", "arguments", "said"),
+    [
+        ("diff", {"pipeline_parallel_size": 2}, "The penalty of layers on one stage does not reach the loss"),
+        ("houlsby", {"tensor_parallel_size": 2}, "Its layers are not cut"),
+    ],
+)
+def test_a_layout_that_a_type_cannot_take_is_refused_on_every_process(
+    name: str, arguments: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    for outcome in launch(2, cases.train_some, tmp_path, (name,), arguments, limit_s=120):
+        assert outcome.error.startswith("ConfigError")
+        assert f"tasks.{name}.peft_config" in outcome.error
+        assert said in outcome.error
 
+
+def test_classifiers_train_a_head_beside_a_bottleneck() -> None:
     base = lab.tiny_llama()
     base.config.num_labels, base.config.pad_token_id = 3, 0
     model = MultiTaskPeftModel(

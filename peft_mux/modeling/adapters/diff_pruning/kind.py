@@ -47,7 +47,7 @@ class DiffPruningKind(SlicedKind):
         return MultiplexedDiff(module, name, stream)
 
     def penalty(self, config: Any, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Return the penalty on gates that are expected to be open (section 3.1 of the paper).
+        """Return the penalty on gates that are expected to be open.
 
         Args:
             config: the adapter configuration of the task.

@@ -45,17 +45,19 @@ class MultiplexedDiff(MultiplexedForward):
         """Return what a task's gates are drawn with in this step."""
         seed = rows.draw_seed(self.name)
         drawn_for, noise = self._drawn.get(rows.adapter, (None, None))
-        if noise is None or drawn_for != seed:
-            layer: Any = self.module
+        layer: Any = self.module
+        device = layer.diff_pruning_delta[rows.adapter].device
+        # Of this step, and here: a model may be moved between two passes.
+        if noise is None or drawn_for != seed or noise.noise_KD.device != device:
             # Kept for the step, in 2 bytes an element, beside the 32 that AdamW holds of it.
-            noise = self._draw(rows, seed)
+            noise = self._draw(rows, seed, device)
             self._drawn[rows.adapter] = seed, noise
             self._drawn = {adapter: own for adapter, own in self._drawn.items() if adapter in layer.diff_pruning_delta}
         return noise
 
-    def _draw(self, rows: RowSegment, seed: int) -> Noise:
+    def _draw(self, rows: RowSegment, seed: int, device: torch.device) -> Noise:
         layer: Any = self.module
-        device, (num_rows, num_columns) = layer.diff_pruning_delta[rows.adapter].device, layer.shape
+        num_rows, num_columns = layer.shape
         uniform_KD = philox.uniform(seed, num_rows, num_columns, device)
         if rows.adapter not in layer.diff_pruning_row_alpha:
             return Noise(uniform_KD.logit_().half())
