@@ -364,10 +364,6 @@ def _generation_faults(task: Task, where: str) -> list[Fault]:
         return [Fault(where, shown(given), "True, False, or GenerateOptions(max_new_tokens=..., metrics=...)", fix)]
     if task.is_classification:
         return [Fault(where, shown(given), "None for sequence classification, which completes no text")]
-    if getattr(task.peft_config, "is_prompt_learning", False):
-        kind = type(task.peft_config).__name__
-        fix = "Generate with the saved adapter: PeftModel.from_pretrained(base, folder).generate."
-        return [Fault(where, f"{shown(given)} with {kind}", "None for adapters of virtual tokens", fix)]
     if task.eval_dataset is None:
         return [Fault(where, shown(given), "None where eval_dataset is not set", "Give held-out rows with prompts.")]
     return []

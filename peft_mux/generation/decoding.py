@@ -10,14 +10,18 @@ Shape letters: B rows, T tokens of a pass, D hidden features, V words.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate, groupby
+from typing import NamedTuple
 
 import torch
 
 from peft_mux.data.batch import IGNORE_INDEX, MuxBatch
+from peft_mux.data.rows.virtual_tokens import PLACEHOLDER_ID
 from peft_mux.generation.draws import Drawn, Draws
 from peft_mux.generation.rows import Row, StopTexts
-from peft_mux.modeling.attention.packed import AttentionStream
+from peft_mux.modeling import multiplexed_pass
+from peft_mux.modeling.adapters.prompts.encoders import prompt_kind_of
 from peft_mux.modeling.attention.rows import KeyValueRows
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.language_head import output_head
@@ -36,7 +40,10 @@ class Decoding:
     def __init__(self, model: MultiTaskPeftModel, rows: Sequence[Row], stops: StopTexts | None) -> None:
         """Compute nothing yet."""
         self._model, self._stops, self._device = model, stops, model.device
-        self._kept = KeyValueRows([len(row.prompt) for row in rows], self._device)
+        self._learnt = {row.task: learnt_prompt(model, row.task) for row in rows}
+        self._kept = KeyValueRows(
+            [self._learnt[row.task].num_positions + len(row.prompt) for row in rows], self._device
+        )
         self._use(rows)
 
     def _use(self, rows: Sequence[Row]) -> None:
@@ -54,7 +61,11 @@ class Decoding:
     def _read_prompts(self) -> torch.Tensor:
         """Keep the keys and values of all prompts, and return the logits of what follows them."""
         model, rows = self._model, self._rows
-        batch = _stream([row.task for row in rows], [row.prompt for row in rows], [0] * len(rows)).to(self._device)
+        virtual = {name: learnt.num_tokens for name, learnt in self._learnt.items()}
+        tokens = [[PLACEHOLDER_ID] * virtual[row.task] + row.prompt for row in rows]
+        batch = _stream([row.task for row in rows], tokens, [0] * len(rows)).to(self._device)
+        if any(virtual.values()):
+            batch = replace(batch, virtual_tokens=tuple(virtual[name] for name in batch.task_names))
         last = batch.cu_seqlens[1:].long() - 1
         with model.multiplexing(batch):
             hidden_TD = self._hidden_states(batch)
@@ -65,8 +76,9 @@ class Decoding:
     def _step(self) -> torch.Tensor:
         """Return the logits of what follows the newest token of each row."""
         self._kept.next_column()
-        batch = _newest(self._rows).to(self._device)
-        with self._model.multiplexing(batch, self._passes):
+        batch = self._newest().to(self._device)
+        # Learnt prompts are in what is kept: no row begins in this pass.
+        with self._model.multiplexing(batch, self._passes), self._model.without_prompts():
             self._passes = self._model.stream.passes
             return self._logits(self._hidden_states(batch))
 
@@ -85,8 +97,13 @@ class Decoding:
 
     def _hidden_states(self, batch: MuxBatch) -> torch.Tensor:
         """Return the `[T, D]` last hidden states of a batch that is multiplexed; its keys and values are kept."""
-        attention = AttentionStream(self._model.stream, batch, self._model.module_names, rows=self._kept)
-        return self._model.hidden_states(batch, attention)
+        return multiplexed_pass.hidden_states(self._model, self._model.objectives.head, batch, None, self._kept)
+
+    def _newest(self) -> MuxBatch:
+        """Return a stream of the newest token of each row."""
+        rows = self._rows
+        starts = [self._learnt[row.task].num_positions + len(row.prompt) + len(row.tokens) - 1 for row in rows]
+        return _stream([row.task for row in rows], [row.tokens[-1:] for row in rows], starts)
 
     def _logits(self, hidden_BD: torch.Tensor) -> torch.Tensor:
         """Return the fp32 logits of what follows each row's newest token."""
@@ -95,10 +112,25 @@ class Decoding:
         return logits_BV if softcap is None else softcap * torch.tanh(logits_BV / softcap)
 
 
-def _newest(rows: Sequence[Row]) -> MuxBatch:
-    """Return a stream of the newest token of each row."""
-    newest = [row.tokens[-1:] for row in rows]
-    return _stream([row.task for row in rows], newest, [len(row.prompt) + len(row.tokens) - 1 for row in rows])
+class LearntPrompt(NamedTuple):
+    """What a task puts before each of its sequences; zeros for adapters on layers.
+
+    Attributes:
+        num_tokens: rows of virtual tokens.
+        num_positions: by how much the tokens of a row are moved, by virtual tokens or by keys of a prefix.
+    """
+
+    num_tokens: int
+    num_positions: int
+
+
+def learnt_prompt(model: MultiTaskPeftModel, task: str) -> LearntPrompt:
+    """Return what a task of a model puts before each of its sequences."""
+    config = model.peft_config[model.adapter_of(task)]
+    kind = prompt_kind_of(config)
+    if kind is None:
+        return LearntPrompt(0, 0)
+    return LearntPrompt(len(kind.virtual_labels(config)), kind.num_positions(config))
 
 
 def _stream(tasks: Sequence[str], tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> MuxBatch:

@@ -9,7 +9,7 @@ import torch
 
 from peft_mux.errors import ConfigError, Fault, UnsupportedModelError, raise_faults, shown
 from peft_mux.generation.completion import Completion
-from peft_mux.generation.decoding import Decoding
+from peft_mux.generation.decoding import Decoding, learnt_prompt
 from peft_mux.generation.options import SamplingOptions, sampling_options
 from peft_mux.generation.rows import Requests, Row, RowMaker, StopTexts, as_requests
 from peft_mux.modeling.backbone.checks import max_positions
@@ -62,7 +62,7 @@ def generate(
     requests = as_requests(prompts)
     if not isinstance(max_batch_tokens, int) or max_batch_tokens < 1:
         raise_faults([Fault("max_batch_tokens", shown(max_batch_tokens), "an integer of at least 1")])
-    check_model(model, list(dict.fromkeys(request.task for request in requests)))
+    check_model(model)
     config = model.backbone.config
     maker = RowMaker(
         tasks=model.tasks,
@@ -70,7 +70,7 @@ def generate(
         options=options,
         eos=_eos_tokens(model.backbone, processing_class),
         vocab_size=config.get_text_config().vocab_size,
-        max_positions=max_positions(config),
+        max_positions=_most_tokens(model),
     )
     rows = maker.rows(requests)
     stops = None if processing_class is None else StopTexts(processing_class)
@@ -78,15 +78,20 @@ def generate(
     return [row.completion(stops) for row in rows]
 
 
-def check_model(model: Any, tasks: Sequence[str]) -> None:
-    """Refuse a model, or tasks of it, for which completions cannot be generated in mixed batches.
+def _most_tokens(model: MultiTaskPeftModel) -> dict[str, int] | None:
+    """Return how many tokens prompt and completion of each task may have; `None` for no limit."""
+    limit = max_positions(model.backbone.config)
+    return None if limit is None else {name: limit - learnt_prompt(model, name).num_positions for name in model.tasks}
+
+
+def check_model(model: Any) -> None:
+    """Refuse a model for which completions cannot be generated in mixed batches.
 
     Args:
         model: what a caller took for a model.
-        tasks: names of tasks; those that the model does not hold are passed over.
 
     Raises:
-        ConfigError: if it is no whole multi-task language model, or naming a task with virtual tokens.
+        ConfigError: if it is no whole multi-task language model.
         UnsupportedModelError: if its backbone does not generate.
     """
     if not isinstance(model, MultiTaskPeftModel):
@@ -105,14 +110,6 @@ def check_model(model: Any, tasks: Sequence[str]) -> None:
         )
     if backbone.device.type == "meta":
         raise ConfigError("generate: got a model without weights; allowed: a loaded one. Train or evaluate it first.")
-    for task in tasks:
-        held = model.peft_config[model.adapter_of(task)] if task in model.tasks else None
-        if held is not None and held.is_prompt_learning:
-            raise ConfigError(
-                f"prompts.{task}: got a {held.peft_type} adapter, whose virtual tokens are not laid out in mixed "
-                "batches; allowed: adapters on layers. Load the saved adapter with PeftModel.from_pretrained, whose "
-                "generate serves it."
-            )
 
 
 @torch.no_grad()

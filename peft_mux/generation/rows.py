@@ -134,7 +134,7 @@ class RowMaker:
         options: of requests that have none.
         eos: tokens that end a completion by default.
         vocab_size: token ids must be below it.
-        max_positions: most tokens that prompt and completion may have; `None` for no limit.
+        max_positions: most tokens that prompt and completion may have, by task; `None` for no limit.
     """
 
     tasks: tuple[str, ...]
@@ -142,7 +142,7 @@ class RowMaker:
     options: SamplingOptions
     eos: tuple[int, ...]
     vocab_size: int
-    max_positions: int | None
+    max_positions: Mapping[str, int] | None
 
     def rows(self, requests: Sequence[GenerationRequest]) -> list[Row]:
         """Return a row for each request, in the same order.
@@ -173,10 +173,11 @@ class RowMaker:
         seed = options.seed + place if request.seed is None else request.seed
         eos = options.eos_token_ids
         row = Row(request.task, self._ids(request, place), options, seed, frozenset(self.eos if eos is None else eos))
-        if self.max_positions is not None and row.max_length > self.max_positions:
+        limit = None if self.max_positions is None else self.max_positions[row.task]
+        if limit is not None and row.max_length > limit:
             raise DataError(
                 f"prompts.{row.task} row {place}: got {len(row.prompt)} tokens with max_new_tokens="
-                f"{options.max_new_tokens}; allowed: {self.max_positions} together, the backbone's positions. Shorten "
+                f"{options.max_new_tokens}; allowed: {limit} together, the backbone's positions. Shorten "
                 "the prompt, or lower max_new_tokens."
             )
         return row

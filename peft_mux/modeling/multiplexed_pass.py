@@ -15,6 +15,7 @@ import torch
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.attention.packed import ATTENTION_NAME, AttentionStream
+from peft_mux.modeling.attention.rows import KeyValueRows
 from peft_mux.modeling.backbone.checks import position_offset
 from peft_mux.modeling.backbone.modules import without_head
 from peft_mux.modeling.interface import MultiplexedModel
@@ -80,7 +81,11 @@ def multiplexing(model: MultiplexedModel, batch: MuxBatch, passes: Passes | None
 
 
 def hidden_states(
-    model: MultiplexedModel, head: OutputHead, batch: MuxBatch, attention: AttentionStream | None
+    model: MultiplexedModel,
+    head: OutputHead,
+    batch: MuxBatch,
+    attention: AttentionStream | None,
+    rows: KeyValueRows | None = None,
 ) -> torch.Tensor:
     """Return the `[T, D]` last hidden states of a batch that is multiplexed.
 
@@ -89,6 +94,7 @@ def hidden_states(
         head: what the backbone ends in; no part of it is computed.
         batch: the micro-batch, on the model's device.
         attention: the layouts of its sequences; made where `None`.
+        rows: keys and values of rows that are being completed, of which the batch is prompts or newest tokens.
     """
     # Given and not left to the model, which would count on through the whole stream.
     position_ids = batch.position_ids + position_offset(model.backbone)
@@ -103,7 +109,7 @@ def hidden_states(
         if prompts.rows is not None:
             words_1TD = model.backbone.get_input_embeddings()(arguments.pop("input_ids"))
             arguments["inputs_embeds"] = prompts.embedded(words_1TD)
-    arguments["mux_stream"] = attention or AttentionStream(model.stream, batch, model.module_names, prefixes)
+    arguments["mux_stream"] = attention or AttentionStream(model.stream, batch, model.module_names, prefixes, rows)
     if batch.token_type_ids is not None:
         arguments["token_type_ids"] = batch.token_type_ids
     # A decoder would fill a cache of keys and values that nothing reads; encoders do not know the argument.

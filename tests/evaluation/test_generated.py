@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peft import LoraConfig, PeftModel, PrefixTuningConfig
+from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig
 
 from peft_mux import ConfigError, DataError, EarlyStopping, GenerateOptions, MultiTaskPeftModel
 from peft_mux.evaluation import generated
@@ -104,6 +104,15 @@ def test_rows_messages_and_number_of_rows_are_as_asked(tmp_path: Path) -> None:
     assert cases.completions(tmp_path, "cats") == []
 
 
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_tasks_with_learnt_prompts_generate_beside_others(kind: Any, tmp_path: Path) -> None:
+    learnt = kind(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    tasks = [cases.task("cats", peft_config=learnt, max_steps=4), cases.task("dogs", max_steps=4)]
+    trainer = cases.trainer(tasks, tmp_path)
+    trainer.train()
+    assert "eval_exact_match" in cases.evaluations(trainer, "cats")[0]
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -111,7 +120,6 @@ def test_rows_messages_and_number_of_rows_are_as_asked(tmp_path: Path) -> None:
         ({"eval_generate": 3}, "tasks.cats.eval_generate: got 3; allowed: True, False, or GenerateOptions"),
         ({"eval_dataset": None}, "tasks.cats.eval_generate: got GenerateOptions("),
         ({"peft_config": LoraConfig(task_type="SEQ_CLS")}, "None for sequence classification"),
-        ({"peft_config": PrefixTuningConfig(num_virtual_tokens=3)}, "None for adapters of virtual tokens"),
         (
             {"early_stopping": EarlyStopping(metric="eval_f2")},
             "eval_loss or eval_perplexity or eval_exact_match or eval_contains or eval_f1",

@@ -163,7 +163,8 @@ def packed_attention(
     scale: float = query.shape[-1] ** -0.5 if scaling is None else scaling
     if mux_stream.rows is not None:
         name, options = mux_stream.module_names[module], {"window": sliding_window, "softcap": softcap, "sinks": s_aux}
-        out = mux_stream.rows.attend(name, (query, key, value), scaling=scale, **options)
+        pair = _with_prefixes(module, key, value, mux_stream)
+        out = mux_stream.rows.attend(name, (query, *pair), scaling=scale, **options)
         if out is not None:
             return out, None
     scores = _Scores(scaling=scale, is_causal=bool(causal), window=sliding_window, softcap=softcap, sinks=s_aux)
@@ -220,6 +221,17 @@ def _refuse_causal_options(module: nn.Module, *, has_window: bool, has_parts: bo
             f"{type(module).__name__} lets every token see every other, so long sequences cannot be split; allowed:"
             " causal attention. Set split_long_sequences=False."
         )
+
+
+def _with_prefixes(
+    module: nn.Module, key: torch.Tensor, value: torch.Tensor, mux_stream: AttentionStream
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of a stream of whole sequences, each behind its prefix."""
+    if mux_stream.prefixes is None:
+        return key, value
+    lengths = mux_stream.batch.sequence_lengths
+    k_GKC, v_GKC, _ = mux_stream.prefixes.before_all(module, key[0], value[0], lengths)
+    return k_GKC[None], v_GKC[None]
 
 
 def _refuse_prefixes(module: nn.Module, *, has_prefixes: bool) -> None:
