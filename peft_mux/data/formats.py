@@ -11,7 +11,6 @@ from peft_mux.errors import DataError, closest
 
 if TYPE_CHECKING:
     from peft_mux.data.row_reader import RowReaderMaker
-    from peft_mux.data.token_columns import TokenColumn
 
 
 class DataFormat(StrEnum):
@@ -32,6 +31,29 @@ _REQUIRED: dict[DataFormat, tuple[str, ...]] = {
 LABEL_COLUMNS = ("label", "labels")
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios", "pixel_values")
 """Columns that TRL trains vision and audio models on; rows that have something in them are refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenColumn:
+    """What a column with a number for each token may hold.
+
+    Attributes:
+        is_required: whether every row has to have it; otherwise every row of a dataset has it, or none.
+        is_ids: whether it holds token ids; otherwise finite numbers.
+        is_wide: whether there are several numbers a token, `[L, K]`; otherwise one, `[L]`.
+        may_be_row: whether one number may stand for all tokens of the row.
+        is_non_negative: whether its numbers may not be below 0.
+        beside: another column that it comes with, of the same shape; "" for none.
+        not_beside: another column that it excludes; "" for none.
+    """
+
+    is_required: bool = False
+    is_ids: bool = False
+    is_wide: bool = False
+    may_be_row: bool = False
+    is_non_negative: bool = False
+    beside: str = ""
+    not_beside: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +78,14 @@ class RowForm:
     marks: tuple[str, ...] = ()
 
 
-LANGUAGE_ROWS = RowForm(tuple(_REQUIRED))
+TARGET_COLUMNS = {
+    "weights": TokenColumn(is_non_negative=True, not_beside="target_ids"),
+    "target_ids": TokenColumn(is_ids=True, is_wide=True, beside="target_weights"),
+    "target_weights": TokenColumn(is_non_negative=True, is_wide=True, beside="target_ids"),
+}
+"""What tokenised rows may say of their targets: how much each counts, or several weighted targets for each token."""
+
+LANGUAGE_ROWS = RowForm(tuple(_REQUIRED), token_columns=TARGET_COLUMNS)
 """Text to learn to go on with."""
 LABELLED_ROWS = RowForm((DataFormat.TOKENIZED, DataFormat.TEXT), needs_label=True, is_one_term=True)
 """Text with a class or a value."""

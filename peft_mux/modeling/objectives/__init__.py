@@ -1,5 +1,5 @@
 """What tasks are trained towards: losses by name, each a file that registers itself when it is imported."""
 
-from peft_mux.modeling.objectives import classification, language, own_loss
+from peft_mux.modeling.objectives import classification, distillation, language, own_loss, policy
 
-__all__ = ["classification", "language", "own_loss"]
+__all__ = ["classification", "distillation", "language", "own_loss", "policy"]

@@ -22,6 +22,7 @@ class ClassificationLoss(BaseObjective):
     loss_types = ("nll",)
     head = CLASSIFICATION_HEAD
     row_form = LABELLED_ROWS
+    is_default = True
     uses_totals = False
     eager_reason = "a classifier takes the loss of each task on its own"
 

@@ -103,6 +103,11 @@ class Objective(Protocol):
         ...
 
     @property
+    def is_default(self) -> bool:
+        """Whether tasks of its kind of head have it where nothing tells another one."""
+        ...
+
+    @property
     def uses_totals(self) -> bool:
         """Whether it divides by `TaskOutputs.totals`; otherwise by the number of terms (`loss_weight`)."""
         ...
@@ -166,6 +171,7 @@ class BaseObjective:
     Args: type[LossArgs] = LossArgs
     reference_columns: tuple[str, ...] = ()
     num_batch_values: int = 0
+    is_default: bool = False
     uses_totals: bool = True
     has_logits: bool = True
     eager_reason: str | None = "a task's loss is more than the sum over its targets"
@@ -192,7 +198,7 @@ class BaseObjective:
 
 
 OBJECTIVES: dict[str, Objective] = {}
-"""Every loss by its name, in the order in which they were registered; the first of a kind of head is its default."""
+"""Every loss by its name, in the order in which they were registered."""
 
 
 def register_objective(objective: Objective) -> None:
@@ -213,7 +219,8 @@ def unregister_objective(name: str) -> None:
 
 def objectives_of(kind: HeadKind) -> list[Objective]:
     """Return every loss of a kind of head that a task may name, the default first."""
-    return [entry for entry in OBJECTIVES.values() if entry.head.kind == kind and entry.name != OWN]
+    found = [entry for entry in OBJECTIVES.values() if entry.head.kind == kind and entry.name != OWN]
+    return sorted(found, key=lambda entry: not entry.is_default)
 
 
 def objective_for(kind: HeadKind) -> Objective:

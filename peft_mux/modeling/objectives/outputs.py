@@ -17,6 +17,9 @@ from peft_mux.data.batch import Columns, MuxBatch
 REFERENCE = "ref_logprobs"
 """Token column with the log-probability of each target under the backbone without adapters; see `TokenOutputs`."""
 
+WORDS = ("target_ids", "teacher_ids")
+"""Token columns that name words whose log-probabilities are wanted beside that of the target."""
+
 BATCH_VALUES = "batch_values"
 """Row value under which sums over the global batch lie, which a pass before this one has made."""
 
@@ -106,6 +109,10 @@ class TokenOutputs(TaskOutputs):
     def reference_logprobs_M(self) -> torch.Tensor | None:
         """Log-probability of each target under the backbone without adapters, or as the rows bring it; else `None`."""
         return self.columns.get(REFERENCE)
+
+    def by_sequence(self, values_M: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the part of values, one for each target, that belongs to each of the S sequences."""
+        return values_M.split(list(self.sequence_counts))
 
     @property
     def row_counts(self) -> tuple[int, ...]:
