@@ -198,8 +198,13 @@ class _MicroBatchBuilder:
         if end < len(sequence) and not sequence.starts:
             # The target of a part's last token lies in the next micro-batch, whose labels this one does not see.
             self.next_labels[len(self.ids)] = int(sequence.labels[end])
+        labels = sequence.labels[start:end]
+        if sequence.labels_itself:
+            # One place further, from where all labels are shifted back; such rows are never cut.
+            self.next_labels[len(self.ids)] = int(labels[-1])
+            labels = np.concatenate(([IGNORE_INDEX], labels[:-1]))
         self.ids.append(sequence.input_ids[start:end])
-        self.labels.append(sequence.labels[start:end])
+        self.labels.append(labels)
         self.types.append(None if types is None else types[start:end])
         self.first_places.append(place)
 

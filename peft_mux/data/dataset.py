@@ -111,6 +111,7 @@ class TokenizedDataset:
         self._extras = [(s.starts, s.token_columns, s.row_values) for s in sequences]
         # One loss for all rows of a dataset, so one flag for all.
         self._is_one_term = any(s.is_one_term for s in sequences)
+        self._labels_itself = any(s.labels_itself for s in sequences)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -122,7 +123,8 @@ class TokenizedDataset:
         ids, labels = self._ids[part].astype(np.int64), self._labels[part].astype(np.int64)
         row, label, types = int(self._rows[index]), self._classes[index], self._types[index]
         starts, columns, values = self._extras[index]
-        return TokenSequence(ids, labels, row, label, types, self._is_one_term, starts, columns, values)
+        flags = self._is_one_term, starts, columns, values, self._labels_itself
+        return TokenSequence(ids, labels, row, label, types, *flags)
 
     @property
     def fingerprint(self) -> str:
@@ -134,7 +136,9 @@ class TokenizedDataset:
         # Plain rows keep the digest that they had before there was more to a row.
         for starts, columns, values in self._extras:
             if starts or columns or values:
-                digest.update(repr((starts, sorted(values.items()))).encode())
+                digest.update(
+                    repr((starts, [(name, np.asarray(values[name]).tolist()) for name in sorted(values)])).encode()
+                )
                 for name in sorted(columns):
                     digest.update(name.encode() + np.ascontiguousarray(columns[name]).tobytes())
         return digest.hexdigest()

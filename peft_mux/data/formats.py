@@ -20,6 +20,7 @@ class DataFormat(StrEnum):
     MESSAGES = "messages"
     PROMPT_COMPLETION = "prompt_completion"
     TEXT = "text"
+    WORDS = "words"
 
 
 _REQUIRED: dict[DataFormat, tuple[str, ...]] = {
@@ -27,6 +28,7 @@ _REQUIRED: dict[DataFormat, tuple[str, ...]] = {
     DataFormat.PROMPT_COMPLETION: ("prompt", "completion"),
     DataFormat.MESSAGES: ("messages",),
     DataFormat.TEXT: ("text",),
+    DataFormat.WORDS: ("tokens",),
 }
 LABEL_COLUMNS = ("label", "labels")
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios", "pixel_values")
@@ -65,6 +67,7 @@ class RowForm:
         needs_label: whether each row carries a class or a value in the column `label`.
         is_one_term: whether the loss has one term for each sequence rather than for each of its target tokens; such
             sequences are never split among passes.
+        has_token_labels: whether each row carries classes of its tokens.
         token_columns: columns of tokenised rows with a number for each token, by name.
         reader: makes what reads the rows, where they are neither text to go on with nor text with a label.
         marks: columns by which a task without `objective` is known to want the loss of these rows; none for none.
@@ -73,6 +76,7 @@ class RowForm:
     formats: tuple[DataFormat, ...]
     needs_label: bool = False
     is_one_term: bool = False
+    has_token_labels: bool = False
     token_columns: Mapping[str, TokenColumn] = field(default_factory=dict, hash=False)
     reader: RowReaderMaker | None = None
     marks: tuple[str, ...] = ()
@@ -85,7 +89,9 @@ TARGET_COLUMNS = {
 }
 """What tokenised rows may say of their targets: how much each counts, or several weighted targets for each token."""
 
-LANGUAGE_ROWS = RowForm(tuple(_REQUIRED), token_columns=TARGET_COLUMNS)
+_LANGUAGE = (DataFormat.TOKENIZED, DataFormat.PROMPT_COMPLETION, DataFormat.MESSAGES, DataFormat.TEXT)
+
+LANGUAGE_ROWS = RowForm(_LANGUAGE, token_columns=TARGET_COLUMNS)
 """Text to learn to go on with."""
 LABELLED_ROWS = RowForm((DataFormat.TOKENIZED, DataFormat.TEXT), needs_label=True, is_one_term=True)
 """Text with a class or a value."""

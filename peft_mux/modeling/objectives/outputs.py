@@ -149,11 +149,13 @@ class SequenceOutputs(TaskOutputs):
         logits_SC: `[S, C]` with gradient.
         class_labels: class (int64) or value (float32) of each sequence, `[S]`.
         row_sequences: number of sequences of each row.
+        problem_type: what the backbone's configuration says of the labels, in the words of transformers; mostly `None`.
     """
 
     logits_SC: torch.Tensor
     class_labels: torch.Tensor | None
     row_sequences: tuple[int, ...] = ()
+    problem_type: str | None = None
 
     @property
     def anchor(self) -> torch.Tensor:

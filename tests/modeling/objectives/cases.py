@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -89,11 +89,44 @@ def mean_class_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
     return F.cross_entropy(torch.stack([row.logits[0] for row in rows]), labels)
 
 
+def rows_with_a_number_for_each_class(rng: np.random.Generator, objective: Objective) -> list[TokenSequence]:
+    """Return rows with a label from 0 to 1 for each class."""
+    labels = [rng.integers(0, 2, size=NUM_CLASSES).astype(np.float32) for _ in range(5)]
+    plain = plain_rows(rng, objective)
+    return [
+        replace(row, class_label=0, row_values={"class_labels": own}) for row, own in zip(plain, labels, strict=True)
+    ]
+
+
+def multi_label(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
+    """Return the mean binary cross-entropy over rows and classes."""
+    labels = torch.tensor(np.stack([row.row.row_values["class_labels"] for row in rows])).double()
+    return F.binary_cross_entropy_with_logits(torch.stack([row.logits[0] for row in rows]), labels)
+
+
+def tagged_rows(rng: np.random.Generator, objective: Objective) -> list[TokenSequence]:
+    """Return rows with a class for each token, the first and the last one included, but for some."""
+    found = []
+    for index, length in enumerate((9, 4, 2, 17, 6)):
+        tags = rng.integers(0, NUM_CLASSES, size=length)
+        tags[1:-1][rng.random(max(length - 2, 0)) < 0.3] = -100
+        found.append(TokenSequence(rng.integers(1, lab.VOCABULARY, size=length), tags, index, labels_itself=True))
+    return found
+
+
+def mean_tag_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
+    """Return the mean negative log-likelihood of the classes of tokens, as transformers takes it."""
+    labels = torch.cat([torch.tensor(row.row.labels) for row in rows])
+    return F.cross_entropy(torch.cat([row.logits[0] for row in rows]), labels)
+
+
 CASES: list[LossCase] = [
     LossCase("sft", "nll", mean_nll),
     LossCase("sft", "nll", targets.weighted_nll, rows=targets.weighted_rows, label="weights"),
     LossCase("sft", "nll", targets.several_nll, rows=targets.rows_with_several_targets, label="several-targets"),
     LossCase("classification", "nll", mean_class_nll),
+    LossCase("classification", "nll", multi_label, rows=rows_with_a_number_for_each_class, label="multi-label"),
+    LossCase("token_classification", "nll", mean_tag_nll, rows=tagged_rows),
     *[
         LossCase("distill", kind, targets.distilled, rows=targets.taught_rows)
         for kind in ("forward_kl", "forward_kl_tail", "cross_entropy")
