@@ -13,8 +13,8 @@ from peft_mux.data.chunking import chunk_size, round_up
 from peft_mux.data.formats import TARGET_COLUMNS
 from peft_mux.data.packing import best_fit_decreasing
 from peft_mux.data.parts import Member, SequencePart, part_bounds
-from peft_mux.data.row_values import RowValues
-from peft_mux.data.token_columns import with_given_targets
+from peft_mux.data.rows.row_values import RowValues
+from peft_mux.data.rows.token_columns import with_given_targets
 from peft_mux.errors import ConfigError, DataError
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from peft_mux.compat import StrEnum
 from peft_mux.errors import DataError, closest
-
-if TYPE_CHECKING:
-    from peft_mux.data.row_reader import RowReaderMaker
 
 
 class DataFormat(StrEnum):
@@ -69,7 +66,8 @@ class RowForm:
             sequences are never split among passes.
         has_token_labels: whether each row carries classes of its tokens.
         token_columns: columns of tokenised rows with a number for each token, by name.
-        reader: makes what reads the rows, where they are neither text to go on with nor text with a label.
+        reader: makes what reads the rows, where they are neither text to go on with nor text with a label; see
+            `peft_mux.data.rows.row_reader`.
         marks: columns by which a task without `objective` is known to want the loss of these rows; none for none.
     """
 
@@ -78,7 +76,7 @@ class RowForm:
     is_one_term: bool = False
     has_token_labels: bool = False
     token_columns: Mapping[str, TokenColumn] = field(default_factory=dict, hash=False)
-    reader: RowReaderMaker | None = None
+    reader: Callable[[Any], Any] | None = None
     marks: tuple[str, ...] = ()
 
 

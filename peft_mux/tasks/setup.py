@@ -14,8 +14,8 @@ from transformers import TrainerState
 
 from peft_mux.arguments import MultiTaskTrainingArguments, resolve
 from peft_mux.data.dataset import DataReport, TokenizedDataset, open_rows, tokenize_dataset
-from peft_mux.data.labelled_rows import CLASS_LABELS
 from peft_mux.data.loader import TaskLoader
+from peft_mux.data.rows.labelled_rows import CLASS_LABELS
 from peft_mux.data.streams.loader import StreamLoader
 from peft_mux.data.streams.read_ahead import ReadAhead
 from peft_mux.data.tokenize import TokenizeOptions

@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from peft_mux.data.formats import LABELLED_ROWS
-from peft_mux.data.labelled_rows import CLASS_LABELS
+from peft_mux.data.rows.labelled_rows import CLASS_LABELS
 from peft_mux.modeling.objectives.arguments import LossArgs
 from peft_mux.modeling.objectives.classification_head import CLASSIFICATION_HEAD
 from peft_mux.modeling.objectives.objective import BaseObjective, register_objective

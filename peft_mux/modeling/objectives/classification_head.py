@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
-from peft_mux.data.labelled_rows import CLASS_LABELS
+from peft_mux.data.rows.labelled_rows import CLASS_LABELS
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
 from peft_mux.modeling.backbone.modules import HEAD_NAMES

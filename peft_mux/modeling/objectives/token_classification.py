@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
-from peft_mux.data.tagged_rows import TAGGED_ROWS
+from peft_mux.data.rows.tagged_rows import TAGGED_ROWS
 from peft_mux.modeling.backbone.head_kinds import TOKEN_CLASSIFICATION
 from peft_mux.modeling.objectives.arguments import LossArgs
 from peft_mux.modeling.objectives.classification import class_terms
