@@ -16,7 +16,7 @@ its tokens; in a stream they lie side by side, and no label or attention crosses
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -95,6 +95,10 @@ class TokenSequence:
     def can_be_split(self) -> bool:
         """Whether parts of it may lie in consecutive passes: not where one loss term is of all of its tokens."""
         return self.class_label is None and not (self.is_one_term or self.starts or self.labels_itself)
+
+
+Arrange = Callable[[tuple[TokenSequence, ...]], tuple[TokenSequence, ...]]
+"""Makes the rows of a global batch of rows of a dataset, for losses that read rows beside one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,6 +268,54 @@ class MuxBatch:
             "totals": tuple(self.totals[index] for index in indices),
         }
 
+    def of_sequences(self, kept: Sequence[bool]) -> MuxBatch:
+        """Return the stream of some of the sequences; each task keeps at least one, and none of them is padding.
+
+        Args:
+            kept: for each of the S sequences whether it stays.
+        """
+        numbers = [number for number, stays in enumerate(kept) if stays]
+        starts = (0, *accumulate(self.sequence_lengths))
+        tokens, targets = (
+            [(offsets[number], offsets[number + 1]) for number in numbers]
+            for offsets in (starts, self.sequence_target_offsets)
+        )
+        bounds, sequence_targets = _offsets(tokens), _offsets(targets)
+        # Before which sequence, of those that stay, each of the stream's would lie.
+        places = (0, *accumulate(map(int, kept)))
+        sequence_offsets = tuple(places[offset] for offset in self.sequence_offsets)
+        rows = [
+            self.target_rows[start:end] - (first - bounds[place])
+            for place, ((start, end), (first, _)) in enumerate(zip(targets, tokens, strict=True))
+        ]
+        row_bounds = [places[end] for end in accumulate(self.row_sequences)]
+        columns = tuple(
+            _chosen_columns(
+                own, self.target_offsets[index], targets[sequence_offsets[index] : sequence_offsets[index + 1]]
+            )
+            for index, own in enumerate(self.target_columns)
+        )
+        classes, types = self.class_labels, self.token_type_ids
+        return replace(
+            self,
+            input_ids=_chosen(self.input_ids, tokens, dim=1),
+            position_ids=_chosen(self.position_ids, tokens, dim=1),
+            labels=_chosen(self.labels, tokens, dim=1),
+            target_rows=torch.cat(rows),
+            target_offsets=tuple(sequence_targets[offset] for offset in sequence_offsets),
+            token_places=_chosen(self.token_places, tokens),
+            cu_seqlens=torch.tensor(bounds, dtype=self.cu_seqlens.dtype),
+            task_offsets=tuple(bounds[offset] for offset in sequence_offsets),
+            sequence_offsets=sequence_offsets,
+            sequence_lengths=tuple(self.sequence_lengths[number] for number in numbers),
+            class_labels=None if classes is None else classes[numbers],
+            token_type_ids=None if types is None else _chosen(types, tokens, dim=1),
+            sequence_target_offsets=sequence_targets,
+            row_sequences=tuple(end - start for start, end in pairwise((0, *row_bounds))),
+            target_columns=columns,
+            parts=tuple(self.parts[number] for number in numbers) if self.parts else (),
+        )
+
     def to(self, device: torch.device | str) -> MuxBatch:
         """Return the batch with its tensors on `device`; to a GPU through pinned memory, without waiting."""
         # Copies from pageable memory would make the host wait; torch reuses pinned memory only after the copy.
@@ -322,6 +374,12 @@ def _target_tokens(sequence: TokenSequence) -> np.ndarray:
 def _chosen(tensor: torch.Tensor, bounds: Sequence[tuple[int, int]], dim: int = 0) -> torch.Tensor:
     """Return the parts of a tensor between some bounds, one after another."""
     return torch.cat([tensor.narrow(dim, start, end - start) for start, end in bounds], dim=dim)
+
+
+def _chosen_columns(columns: Columns, first: int, targets: Sequence[tuple[int, int]]) -> Columns:
+    """Return a task's columns at some targets, numbered within the stream; `first` is the number of its first one."""
+    bounds = [(start - first, end - first) for start, end in targets]
+    return {name: _chosen(values, bounds) for name, values in columns.items()}
 
 
 def _offsets(bounds: Sequence[tuple[int, int]]) -> tuple[int, ...]:

@@ -185,7 +185,7 @@ class _MicroBatchBuilder:
                 self.parts.append(SequencePart(batch.task, index, start, end, num_tokens))
             self.rows.add_row(sequence, start, end)
             if sequence.class_label is not None:
-                self.class_labels.append(sequence.class_label)
+                self.class_labels += [sequence.class_label] * (1 + len(sequence.starts))
         self.rows.end_task(layout.totals[task])
         self.batches.append(batch)
         self.weights.append(layout.weights[task])

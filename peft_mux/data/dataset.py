@@ -162,7 +162,8 @@ def tokenize_dataset(
     row_tokenizer: RowTokenizer | None = None
     sequences, errors = [], []
     num_rows = 0
-    for index, row in enumerate(_rows(dataset, where)):
+    view = options.row_form.view
+    for index, row in enumerate(_rows(dataset if view is None else view(dataset, where), where)):
         num_rows += 1
         try:
             row = checked_row(row, index, where)

@@ -18,6 +18,10 @@ class DataFormat(StrEnum):
     PROMPT_COMPLETION = "prompt_completion"
     TEXT = "text"
     WORDS = "words"
+    TOKENIZED_PREFERENCE = "tokenized_preference"
+    PREFERENCE = "preference"
+    TOKENIZED_UNPAIRED = "tokenized_unpaired_preference"
+    UNPAIRED_PREFERENCE = "unpaired_preference"
 
 
 _REQUIRED: dict[DataFormat, tuple[str, ...]] = {
@@ -26,7 +30,20 @@ _REQUIRED: dict[DataFormat, tuple[str, ...]] = {
     DataFormat.MESSAGES: ("messages",),
     DataFormat.TEXT: ("text",),
     DataFormat.WORDS: ("tokens",),
+    DataFormat.TOKENIZED_PREFERENCE: ("chosen_ids", "rejected_ids"),
+    DataFormat.PREFERENCE: ("chosen", "rejected"),
+    DataFormat.TOKENIZED_UNPAIRED: ("prompt_ids", "completion_ids", "label"),
+    DataFormat.UNPAIRED_PREFERENCE: ("prompt", "completion", "label"),
 }
+TOKENIZED_FORMATS = (DataFormat.TOKENIZED, DataFormat.TOKENIZED_PREFERENCE, DataFormat.TOKENIZED_UNPAIRED)
+"""Formats of rows that need no tokenizer."""
+ANSWER_FORMATS = (
+    DataFormat.TOKENIZED_PREFERENCE,
+    DataFormat.PREFERENCE,
+    DataFormat.TOKENIZED_UNPAIRED,
+    DataFormat.UNPAIRED_PREFERENCE,
+)
+"""Formats of rows that compare answers, which say by themselves where the loss is."""
 LABEL_COLUMNS = ("label", "labels")
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios", "pixel_values")
 """Columns that TRL trains vision and audio models on; rows that have something in them are refused."""
@@ -68,6 +85,11 @@ class RowForm:
         token_columns: columns of tokenised rows with a number for each token, by name.
         reader: makes what reads the rows, where they are neither text to go on with nor text with a label; see
             `peft_mux.data.rows.row_reader`.
+        view: returns a dataset of which each row makes one sequence, given a dataset and its name for messages; `None`
+            where every row does.
+        num_labels: number of outputs that a head for these rows has; `None` where rows or task tell it.
+        arrange: returns the rows of a global batch as the loss reads them, given those of the dataset and the number of
+            tokens to which they are limited; `None` where they are the same.
         marks: columns by which a task without `objective` is known to want the loss of these rows; none for none.
     """
 
@@ -78,6 +100,9 @@ class RowForm:
     token_columns: Mapping[str, TokenColumn] = field(default_factory=dict, hash=False)
     reader: Callable[[Any], Any] | None = None
     marks: tuple[str, ...] = ()
+    view: Callable[[Any, str], Any] | None = None
+    num_labels: int | None = None
+    arrange: Callable[[tuple[Any, ...], int], tuple[Any, ...]] | None = None
 
 
 TARGET_COLUMNS = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from peft_mux.data.batch import TaskBatch, TokenSequence
+from peft_mux.data.batch import Arrange, TaskBatch, TokenSequence
 from peft_mux.data.dataset import DataReport, TokenizedDataset
 
 _ORDER_STREAM = 0x0DE7  # keeps these draws apart from others that begin with the task's seed
@@ -24,15 +24,26 @@ class TaskLoader:
         batch_size: number of rows of a global batch.
         seed: the task's seed, which fixes the order of its rows.
         shuffle: whether each epoch has an order of its own, rather than that of the dataset.
+        arrange: makes the rows of a global batch of rows of the dataset; `None` where they are the same.
     """
 
-    def __init__(self, dataset: TokenizedDataset, *, task: str, batch_size: int, seed: int, shuffle: bool) -> None:
+    def __init__(
+        self,
+        dataset: TokenizedDataset,
+        *,
+        task: str,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        arrange: Arrange | None = None,
+    ) -> None:
         """Keep what the order of rows follows from."""
         self.dataset = dataset
         self.task = task
         self.batch_size = batch_size
         self.seed = seed
         self.shuffle = shuffle
+        self.arrange = arrange
         self._order: tuple[int, np.ndarray] | None = None
 
     @property
@@ -74,4 +85,6 @@ class TaskLoader:
         """Return the global batch of an optimizer step, counted from 0 over all epochs."""
         epoch, place = divmod(step, self.steps_per_epoch)
         rows = self.order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
-        return TaskBatch(self.task, step, self.seed, tuple(self.dataset[int(row)] for row in rows))
+        sequences = tuple(self.dataset[int(row)] for row in rows)
+        arranged = sequences if self.arrange is None else self.arrange(sequences)
+        return TaskBatch(self.task, step, self.seed, arranged)

@@ -13,9 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.data.batch import IGNORE_INDEX, TokenSequence
+from peft_mux.data.batch import IGNORE_INDEX, Arrange, TokenSequence
 from peft_mux.data.cells import RowCells
-from peft_mux.data.formats import LANGUAGE_ROWS, DataFormat, RowForm, required_columns
+from peft_mux.data.formats import (
+    ANSWER_FORMATS,
+    LANGUAGE_ROWS,
+    TOKENIZED_FORMATS,
+    DataFormat,
+    RowForm,
+    required_columns,
+)
 from peft_mux.data.rows.chat_rows import ChatRows
 from peft_mux.data.rows.labelled_rows import LabelledRows
 from peft_mux.data.rows.length_limit import LengthLimit, RowCounts
@@ -57,6 +64,12 @@ class TokenizeOptions:
     def limit(self) -> int:
         """Longest sequence that is kept whole."""
         return self.max_length if self.max_positions is None else min(self.max_length, self.max_positions)
+
+    @property
+    def arrange(self) -> Arrange | None:
+        """What makes the rows of a global batch of rows of the dataset; `None` where they are the same."""
+        arrange, limit = self.row_form.arrange, self.limit
+        return None if arrange is None else lambda rows: arrange(rows, limit)
 
 
 class RowTokenizer:
@@ -123,10 +136,18 @@ class RowTokenizer:
 
     def _check(self) -> None:
         options, task = self.options, f"tasks.{self.options.task}"
-        if self.tokenizer is None and self.data_format is not DataFormat.TOKENIZED:
+        if self.tokenizer is None and self.data_format not in TOKENIZED_FORMATS:
             raise DataError(
                 f"{self.where}: got {self.data_format} rows without a tokenizer; allowed: tokenised rows, or a "
                 "processing_class. Pass processing_class=AutoTokenizer.from_pretrained(...)."
+            )
+        if self.data_format in ANSWER_FORMATS and (
+            options.completion_only_loss is not None or options.assistant_only_loss
+        ):
+            field = "assistant_only_loss" if options.assistant_only_loss else "completion_only_loss"
+            raise ConfigError(
+                f"{task}.{field}: got {getattr(options, field)} for {self.data_format} rows; allowed: none, as these "
+                "rows say by themselves where the loss is."
             )
         if options.completion_only_loss and self.data_format not in (
             DataFormat.PROMPT_COMPLETION,

@@ -62,10 +62,10 @@ def prepared(
     referring = [name for name in tasks if objectives.of(name).needs_reference(objectives.args_of(name))]
     if referring:
         ready = _with_references(executor, ready, referring)
-    counting = [name for name in tasks if objectives.of(name).num_batch_values]
+    counting = [name for name in tasks if objectives.of(name).needs_batch_values(objectives.args_of(name))]
     if counting:
         ready = _with_batch_values(executor, ready, counting, total or (lambda values: values))
-    return ready
+    return tuple(_sequences(executor.mux_model, one, counting, is_prepass=False) for one in ready)
 
 
 def tasks_of(micro_batches: Sequence[MuxBatch]) -> list[str]:
@@ -128,6 +128,7 @@ def _with_batch_values(
     sums = {name: torch.zeros(objectives.of(name).num_batch_values, device=executor.device) for name in tasks}
     chosen = [[index for index, name in enumerate(one.task_names) if name in sums] for one in micro_batches]
     parts = [_only(micro_batch, own) for micro_batch, own in zip(micro_batches, chosen, strict=True) if own]
+    parts = [_sequences(executor.mux_model, part, tasks, is_prepass=True) for part in parts]
     for part, nll_M in zip(parts, executor.forward_terms(parts), strict=True):
         for outputs in () if nll_M is None else token_outputs(nll_M, part.to(executor.device)):
             own = objectives.of(outputs.task).batch_values(outputs, objectives.args_of(outputs.task))
@@ -141,3 +142,21 @@ def _with_batch_values(
             rows[index] = {**rows[index], BATCH_VALUES: found[micro_batch.task_names[index]]}
         ready.append(replace(micro_batch, row_values=tuple(rows)) if own else micro_batch)
     return tuple(ready)
+
+
+def _sequences(model: MultiTaskPeftModel, micro_batch: MuxBatch, tasks: Sequence[str], *, is_prepass: bool) -> MuxBatch:
+    """Return a micro-batch with those sequences of the rows of some tasks that one kind of pass reads.
+
+    Args:
+        model: knows the losses.
+        micro_batch: the micro-batch; sequences of other tasks stay.
+        tasks: names of the tasks whose losses have batch values.
+        is_prepass: whether for the pass that makes these; otherwise for that of which the loss is taken.
+    """
+    kept: list[bool] = []
+    for index, name in enumerate(micro_batch.task_names):
+        first, last = micro_batch.row_offsets[index], micro_batch.row_offsets[index + 1]
+        own = model.objectives.of(name).prepass_sequence if name in tasks else None
+        for count in micro_batch.row_sequences[first:last]:
+            kept += [own is None or (place == own) == is_prepass for place in range(count)]
+    return micro_batch if all(kept) else micro_batch.of_sequences(kept)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
-from peft_mux.data.batch import TaskBatch, batch_totals
+from peft_mux.data.batch import Arrange, TaskBatch, batch_totals
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.work import StepExecutor
 from peft_mux.errors import MetricsError
@@ -70,6 +71,8 @@ def evaluate_task(
     max_tokens: int,
     share: EvaluationShare | None = None,
     listener: Listener = nobody,
+    arrange: Arrange | None = None,
+    arranged_rows: int = 1,
 ) -> dict[str, float]:
     """Return the metrics of one task on held-out rows.
 
@@ -81,6 +84,8 @@ def evaluate_task(
         max_tokens: greatest number of tokens of one pass.
         share: which of the rows this process evaluates; by default all.
         listener: told how long the task's own functions took, on the process where they took longest.
+        arrange: makes the rows of a batch of rows of the dataset; `None` where they are the same.
+        arranged_rows: number of rows of each batch where they are arranged.
 
     Returns:
         `eval_loss`, the mean over all terms of the task's loss, what else its objective makes of that, and what
@@ -96,7 +101,8 @@ def evaluate_task(
     model.eval()
     try:
         with torch.no_grad(), executor.precision():
-            metrics = _loss_metrics(executor, task, dataset, collator, max_tokens, share)
+            batches = None if arrange is None else partial(_arranged_batches, arrange, arranged_rows)
+            metrics = _loss_metrics(executor, task, dataset, collator, max_tokens, share, batches or _batches)
             own, found = None, metrics
             if task.compute_metrics is not None:
                 own = _own_metrics(executor, task, dataset, collator, max_tokens, share)
@@ -118,6 +124,7 @@ def _loss_metrics(
     collator: ChunkPackingCollator,
     max_tokens: int,
     share: EvaluationShare,
+    batches: Callable[..., Iterator[TaskBatch]],
 ) -> dict[str, float]:
     """Return what the task's objective makes of its mean loss over all held-out rows."""
     objectives = executor.mux_model.objectives
@@ -125,7 +132,7 @@ def _loss_metrics(
     sums: dict[int, tuple[float, int, list[float]]] = {}
     # A batch of several passes is packed better; where replicas share the rows, more batches are shared more evenly.
     limit = 8 * max_tokens if share.num_replicas == 1 else max_tokens
-    for number, batch in share.own_batches(_batches(task.name, dataset, limit, totals)):
+    for number, batch in share.own_batches(batches(task.name, dataset, limit, totals)):
         micro_batches = collator.micro_batches([batch], max_tokens=max_tokens)
         found = executor.forward_sums(micro_batches)
         loss = found.losses[task.name].item()
@@ -202,3 +209,12 @@ def _batches(name: str, dataset: Any, limit: int, totals: Mapping[str, float] | 
         num_tokens += len(sequence)
     if sequences:
         yield TaskBatch(name, 0, 0, tuple(sequences), totals)
+
+
+def _arranged_batches(
+    arrange: Arrange, num_rows: int, name: str, dataset: Any, limit: int, totals: Mapping[str, float] | None
+) -> Iterator[TaskBatch]:
+    """Yield the rows in order, in batches of so many rows, arranged as in training, whatever a pass may hold."""
+    for start in range(0, len(dataset), num_rows):
+        rows = tuple(dataset[row] for row in range(start, min(start + num_rows, len(dataset))))
+        yield TaskBatch(name, 0, 0, arrange(rows), totals)

@@ -72,6 +72,8 @@ class TaskEvaluator:
             max_tokens=self._max_tokens(),
             share=self._share(),
             listener=listener,
+            arrange=run.loader.arrange,
+            arranged_rows=run.hyper.train_batch_size,
         )
 
     def evaluate(self, run: TaskRun) -> dict[str, float]:

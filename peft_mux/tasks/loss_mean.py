@@ -30,22 +30,24 @@ class LossMean:
 
 
 class StatisticsMean:
-    """Means of a task's statistics since they were last read; they stay on the device until then."""
+    """Means of a task's statistics since they were last read; they stay on the device until then.
+
+    One that is not a number was of nothing in that step (rewards of good answers where all are bad) and does not count.
+    """
 
     def __init__(self) -> None:
         """Start empty."""
-        self._total: torch.Tensor | None = None
-        self._count = 0
+        self._totals: torch.Tensor | None = None
 
     def add(self, statistics_K: torch.Tensor) -> None:
         """Take the statistics `[K]` of one step in."""
-        self._total = statistics_K if self._total is None else self._total + statistics_K
-        self._count += 1
+        own = torch.stack([statistics_K.double().nan_to_num(nan=0.0), (~statistics_K.isnan()).double()])
+        self._totals = own if self._totals is None else self._totals + own
 
     def read(self, names: Sequence[str]) -> dict[str, float]:
-        """Return the means by name and start anew; nothing where nothing was added."""
-        if self._total is None:
+        """Return the means by name and start anew; nothing of what was of nothing in all steps."""
+        if self._totals is None:
             return {}
-        values = (self._total.double() / self._count).tolist()
-        self._total, self._count = None, 0
-        return dict(zip(names, values, strict=True))
+        sums, counts = self._totals.tolist()
+        self._totals = None
+        return {name: total / count for name, total, count in zip(names, sums, counts, strict=True) if count}

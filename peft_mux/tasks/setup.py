@@ -22,7 +22,7 @@ from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.errors import ConfigError, DataError
 from peft_mux.hyper_parameters import MOST_STEPS, HyperParameters
 from peft_mux.modeling.backbone.checks import max_positions
-from peft_mux.modeling.objectives.objective import objective_of
+from peft_mux.modeling.objectives.objective import args_of, objective_of
 from peft_mux.task import Task, TaskStatus
 from peft_mux.tasks.best_metric import BestMetric
 from peft_mux.tasks.optimizer_checks import check_optimizer
@@ -88,7 +88,7 @@ def class_count(run: TaskRun) -> int | None:
     """Return the number of classes of a classification task: its own, or one more than its greatest label."""
     form = objective_of(run.task).row_form
     if not (form.needs_label or form.has_token_labels):
-        return None
+        return form.num_labels
     if run.task.num_labels is not None:
         return run.task.num_labels
     dataset = getattr(run.loader, "dataset", None)
@@ -114,7 +114,7 @@ def _options(task: Task, hyper: HyperParameters, args: MultiTaskTrainingArgument
         completion_only_loss=task.completion_only_loss,
         assistant_only_loss=task.assistant_only_loss,
         chat_template=task.chat_template,
-        row_form=objective_of(task).row_form,
+        row_form=objective_of(task).rows(args_of(task)),
         num_labels=task.num_labels,
         vocab_size=config.get_text_config().vocab_size,
         max_positions=max_positions(config),
@@ -122,7 +122,15 @@ def _options(task: Task, hyper: HyperParameters, args: MultiTaskTrainingArgument
 
 
 def _loader(task: Task, hyper: HyperParameters, options: TokenizeOptions, tokenizer: Any) -> Any:
-    settings: dict[str, Any] = {"task": task.name, "batch_size": hyper.train_batch_size, "seed": hyper.seed}
+    settings: dict[str, Any] = {
+        "task": task.name,
+        "batch_size": hyper.train_batch_size,
+        "seed": hyper.seed,
+        "arrange": options.arrange,
+    }
+    if options.arrange is not None and hyper.train_batch_size < 2:
+        allowed = "at least 2, as each prompt of a batch is also read with the answer of another"
+        raise ConfigError(f"tasks.{task.name}.train_batch_size: got {hyper.train_batch_size}; allowed: {allowed}.")
     if hasattr(task.train_dataset, "__len__"):
         dataset = tokenize_dataset(task.train_dataset, options=options, tokenizer=tokenizer)
         return TaskLoader(dataset, **settings, shuffle=task.shuffle)

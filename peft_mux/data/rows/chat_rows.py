@@ -100,6 +100,43 @@ class ChatRows:
         """
         return self._apply_template(messages, column, index, wants_mask=False, add_generation_prompt=True)[0]
 
+    def render(self, messages: list[dict[str, Any]], column: str, index: int, *, is_prompt: bool = False) -> str:
+        """Return the text that the template makes of messages.
+
+        Args:
+            messages: what the template is given.
+            column: the column that they stand in, for messages.
+            index: the row that they stand in, for messages.
+            is_prompt: whether the assistant goes on from here: with an answer to the user or to a tool, or, where the
+                last message is its own, with that message.
+
+        Raises:
+            DataError: if there is no template, if it fails on these messages, or if a prompt ends in another role.
+        """
+        self._template()
+        last = messages[-1]["role"]
+        if is_prompt and last not in ("user", "tool", "assistant"):
+            raise self._cells.error(index, column, f"a last message of {last!r}", "user, tool or assistant as its role")
+        options = {"add_generation_prompt": last != "assistant", "continue_final_message": last == "assistant"}
+        return self._rendered(messages, column, index, tokenize=False, **(options if is_prompt else {}))
+
+    def _rendered(self, messages: list[dict[str, Any]], column: str, index: int, **options: Any) -> Any:
+        try:
+            return self._tokenizer.apply_chat_template(messages, chat_template=self.chat_template, **options)
+        except Exception as error:
+            # A template is code: it may refuse a role, lack a name, or make text that is none.
+            got = f"{describe_error(error)} from the chat template"
+            raise self._cells.error(index, column, got, "messages that the template takes") from error
+
+    def _template(self) -> Any:
+        template = self.chat_template or getattr(self._tokenizer, "chat_template", None)
+        if template is None:
+            raise DataError(
+                f"{self._cells.where}: got messages, but the tokenizer has no chat template; allowed: one with it, or "
+                f"tasks.{self.task}.chat_template. Take an instruct model's tokenizer, or a Jinja template."
+            )
+        return template
+
     def _apply_template(
         self,
         messages: list[dict[str, Any]],
@@ -109,12 +146,7 @@ class ChatRows:
         wants_mask: bool,
         add_generation_prompt: bool = False,
     ) -> tuple[list[int], np.ndarray | None]:
-        template = self.chat_template or getattr(self._tokenizer, "chat_template", None)
-        if template is None:
-            raise DataError(
-                f"{self._cells.where}: got messages, but the tokenizer has no chat template; allowed: one with it, or "
-                f"tasks.{self.task}.chat_template. Take an instruct model's tokenizer, or a Jinja template."
-            )
+        template = self._template()
         # transformers only warns of this, and returns a mask in which no token carries loss.
         if wants_mask and "generation" not in str(template):
             raise DataError(
@@ -122,19 +154,15 @@ class ChatRows:
                 "{% generation %} block; allowed: a template that marks what the assistant says. Set "
                 "assistant_only_loss=False, or give chat_template."
             )
-        try:
-            encoded = self._tokenizer.apply_chat_template(
-                messages,
-                chat_template=self.chat_template,
-                add_generation_prompt=add_generation_prompt,
-                return_dict=True,
-                tokenize=True,
-                return_assistant_tokens_mask=wants_mask,
-            )
-        except Exception as error:
-            # A template is code: it may refuse a role, lack a name, or make text that is none.
-            got = f"{describe_error(error)} from the chat template"
-            raise self._cells.error(index, column, got, "messages that the template takes") from error
+        encoded = self._rendered(
+            messages,
+            column,
+            index,
+            add_generation_prompt=add_generation_prompt,
+            return_dict=True,
+            tokenize=True,
+            return_assistant_tokens_mask=wants_mask,
+        )
         if not wants_mask:
             return encoded["input_ids"], None
         return encoded["input_ids"], np.asarray(encoded["assistant_masks"], dtype=bool)

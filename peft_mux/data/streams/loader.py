@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import count
 from typing import Any, NamedTuple
 
-from peft_mux.data.batch import TaskBatch, TokenSequence
+from peft_mux.data.batch import Arrange, TaskBatch, TokenSequence
 from peft_mux.data.dataset import DataReport, checked_row, data_report, num_target_tokens
 from peft_mux.data.streams.read_ahead import ReadAhead
 from peft_mux.data.tokenize import RowTokenizer
@@ -45,6 +45,7 @@ class StreamLoader:
         batch_size: number of rows of a global batch.
         seed: the task's seed, on which its dropout depends.
         timeout_s: seconds within which the rows of a step must come once they are waited for.
+        arrange: makes the rows of a global batch of rows of the stream; `None` where they are the same.
 
     Attributes:
         report: what became of the rows of all batches given so far; `None` before the first one.
@@ -62,6 +63,7 @@ class StreamLoader:
         batch_size: int,
         seed: int,
         timeout_s: float,
+        arrange: Arrange | None = None,
     ) -> None:
         """Keep the stream, and read nothing of it yet."""
         self.stream = stream
@@ -70,6 +72,7 @@ class StreamLoader:
         self.batch_size = batch_size
         self.seed = seed
         self.timeout_s = timeout_s
+        self.arrange = arrange
         self.report: DataReport | None = None
         self._open_rows = open_rows
         self._rows = self._read_from_start()
@@ -117,7 +120,8 @@ class StreamLoader:
         while rows.step < step:
             # Each step on the way has the time limit for itself: seeking is no standstill.
             rows = self._next_rows()
-        self._last = TaskBatch(self.task, step, self.seed, rows.sequences)
+        arranged = rows.sequences if self.arrange is None else self.arrange(rows.sequences)
+        self._last = TaskBatch(self.task, step, self.seed, arranged)
         self.report = rows.report
         return self._last
 

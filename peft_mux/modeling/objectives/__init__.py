@@ -6,7 +6,8 @@ from peft_mux.modeling.objectives import (
     language,
     own_loss,
     policy,
+    preference,
     token_classification,
 )
 
-__all__ = ["classification", "distillation", "language", "own_loss", "policy", "token_classification"]
+__all__ = ["classification", "distillation", "language", "own_loss", "policy", "preference", "token_classification"]

@@ -6,13 +6,15 @@ import math
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from peft_mux.errors import Fault, closest, shown
 
 T = TypeVar("T", bound="LossArgs")
 
 _BEYOND_FLOATS = 2**1000
+SEVERAL = "+"
+"""Between the names of variants that are added up, where a loss may be several at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,9 @@ class LossArgs:
     """
 
     loss_type: str = ""
+
+    refused: ClassVar[Mapping[str, str]] = {}
+    """Arguments that are known from TRL but not honoured, with the reason and what to do instead."""
 
     def faults(self, where: str) -> list[Fault]:
         """Return what is wrong with arguments beside one another; `where` is their path, `tasks.a.objective_args`."""
@@ -72,11 +77,7 @@ def read_args(kind: type[T], given: object, loss_type: str, where: str) -> tuple
         return None, [Fault(where, shown(given), "a dict of arguments by name")]
     values: Mapping[str, Any] = given or {}
     known = {item.name: item for item in fields(kind) if item.name != "loss_type" and item.init}
-    faults = [
-        Fault(f"{where}.{name}", "an unknown argument", ", ".join(known) or "none with this loss", _hint(name, known))
-        for name in values
-        if name not in known
-    ]
+    faults = [_unknown(name, values[name], kind, list(known), where) for name in values if name not in known]
     hints = get_type_hints(kind)
     read = {}
     for name, item in known.items():
@@ -94,14 +95,19 @@ def read_args(kind: type[T], given: object, loss_type: str, where: str) -> tuple
     return (None if faults else args), faults
 
 
-def _hint(name: str, known: Mapping[str, Any]) -> str:
-    return "Set Task.loss_type." if name == "loss_type" else closest(name, list(known))
+def _unknown(name: str, value: object, kind: type[LossArgs], known: list[str], where: str) -> Fault:
+    allowed = ", ".join(known) or "none with this loss"
+    if name in kind.refused:
+        return Fault(f"{where}.{name}", shown(value), allowed, f"{name} is not supported: {kind.refused[name]}.")
+    hint = "Set Task.loss_type." if name == "loss_type" else closest(name, known)
+    return Fault(f"{where}.{name}", "an unknown argument", allowed, hint)
 
 
 def _converted(value: Any, hint: Any) -> Any:
     """Return lists of a file as the tuples that a frozen dataclass holds, and whole numbers as floats."""
-    if isinstance(value, list) and any(get_origin(kind) is tuple for kind in _kinds(hint)):
-        return tuple(value)
+    tuples = [kind for kind in _kinds(hint) if get_origin(kind) is tuple]
+    if isinstance(value, (list, tuple)) and tuples:
+        return tuple(_converted(one, get_args(tuples[0])[0]) for one in value)
     if isinstance(value, int) and not isinstance(value, bool) and float in _kinds(hint) and int not in _kinds(hint):
         return float(value) if abs(value) < _BEYOND_FLOATS else value
     return value
@@ -116,16 +122,20 @@ def _fits(value: Any, item: Field[Any], hint: Any) -> bool:
         return type(None) in _kinds(hint)
     if not any(_is_of(value, kind) for kind in _kinds(hint)):
         return False
-    if isinstance(value, float) and not math.isfinite(value):
+    if not _is_finite(value):
         return False
     return bool(item.metadata.get("holds", lambda value: True)(value))
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _is_of(value: Any, kind: Any) -> bool:
     if get_origin(kind) is Literal:
         return value in get_args(kind)
     if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_is_of(one, get_args(kind)[0]) for one in value)
+        return isinstance(value, tuple) and all(_is_of(one, get_args(kind)[0]) and _is_finite(one) for one in value)
     if kind in (int, float) and isinstance(value, bool):
         return False
     return isinstance(value, kind) if isinstance(kind, type) else callable(value)

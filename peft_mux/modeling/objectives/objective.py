@@ -29,7 +29,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.formats import RowForm
 from peft_mux.errors import Fault, closest, raise_faults, shown
 from peft_mux.modeling.backbone.head_kinds import HeadKind, head_kind_for
-from peft_mux.modeling.objectives.arguments import LossArgs, read_args
+from peft_mux.modeling.objectives.arguments import SEVERAL, LossArgs, read_args
 from peft_mux.modeling.objectives.head import OutputHead
 from peft_mux.modeling.objectives.outputs import TaskLoss
 
@@ -85,6 +85,16 @@ class Objective(Protocol):
         ...
 
     @property
+    def refused_loss_types(self) -> Mapping[str, str]:
+        """Variants that are known from TRL but not trained towards, and why."""
+        ...
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether `Task.loss_type` may be a list of variants, whose losses are added up."""
+        ...
+
+    @property
     def Args(self) -> type[LossArgs]:
         """The dataclass of its arguments."""
         ...
@@ -135,6 +145,19 @@ class Objective(Protocol):
         """The form of the rows that it reads."""
         ...
 
+    @property
+    def prepass_sequence(self) -> int | None:
+        """Which sequence of each row, from 0, passes without gradient read alone; `None` for none."""
+        ...
+
+    def rows(self, args: Any) -> RowForm:
+        """Return the form of the rows that a variant of it reads."""
+        ...
+
+    def needs_batch_values(self, args: Any) -> bool:
+        """Whether a variant of it needs numbers of the whole global batch beforehand."""
+        ...
+
     def needs_reference(self, args: Any) -> bool:
         """Whether it needs the log-probabilities of the backbone without adapters (`TokenOutputs`)."""
         ...
@@ -168,6 +191,9 @@ class Objective(Protocol):
 class BaseObjective:
     """What most losses have in common; see `Objective`."""
 
+    row_form: RowForm
+    refused_loss_types: Mapping[str, str] = {}
+    takes_several: bool = False
     Args: type[LossArgs] = LossArgs
     reference_columns: tuple[str, ...] = ()
     num_batch_values: int = 0
@@ -176,9 +202,19 @@ class BaseObjective:
     has_logits: bool = True
     eager_reason: str | None = "a task's loss is more than the sum over its targets"
 
+    prepass_sequence: int | None = None
+
+    def rows(self, args: Any) -> RowForm:
+        """Return one form for all variants."""
+        return self.row_form
+
     def needs_reference(self, args: Any) -> bool:
         """Return that it needs none."""
         return False
+
+    def needs_batch_values(self, args: Any) -> bool:
+        """Return whether it has any."""
+        return bool(self.num_batch_values)
 
     def statistic_names(self, args: Any) -> tuple[str, ...]:
         """Return that there are none."""
@@ -235,7 +271,14 @@ def objective_faults(task: TrainedTask, where: str) -> list[Fault]:
         return faults
     loss_type, type_faults = _loss_type(objective, task, where)
     _, more = read_args(objective.Args, _given(task), loss_type or objective.loss_types[0], f"{where}.objective_args")
-    return [*faults, *type_faults, *more]
+    return [*faults, *type_faults, *more, *_label_faults(objective, task, where)]
+
+
+def _label_faults(objective: Objective, task: TrainedTask, where: str) -> list[Fault]:
+    needed, given = objective.row_form.num_labels, getattr(task, "num_labels", None)
+    if needed is None or given in (None, needed):
+        return []
+    return [Fault(f"{where}.num_labels", shown(given), f"{needed} or None with the objective {objective.name}")]
 
 
 def objective_of(task: TrainedTask) -> Objective:
@@ -334,17 +377,27 @@ def _default(kind: HeadKind, columns: Iterable[str]) -> Objective:
 
 
 def _loss_type(objective: Objective, task: TrainedTask, where: str) -> tuple[str | None, list[Fault]]:
+    """Return the variant that a task names, several of them joined by `SEVERAL`; or why there is none."""
     given: Any = getattr(task.loss_type, "value", task.loss_type)
     if given is None:
         return objective.loss_types[0], []
-    if isinstance(given, str) and given in objective.loss_types:
-        return given, []
+    is_list = isinstance(given, (list, tuple)) and bool(given) and objective.takes_several
+    names: list[Any] = list(given) if is_list else [given]
+    faults = [_loss_type_fault(objective, name, where) for name in names if name not in objective.loss_types]
+    if not faults and len(set(names)) < len(names):
+        faults = [Fault(f"{where}.loss_type", shown(given), "each loss once", "Weigh it with loss_weights.")]
+    return (None, faults) if faults else (SEVERAL.join(names), [])
+
+
+def _loss_type_fault(objective: Objective, given: Any, where: str) -> Fault:
     allowed = f"{', '.join(objective.loss_types)} (objective {objective.name})"
     # Most often the name of a loss that stands in the other field.
     fix = ""
-    if isinstance(given, str):
+    if isinstance(given, str) and given in objective.refused_loss_types:
+        fix = f"{given} is not supported: {objective.refused_loss_types[given]}."
+    elif isinstance(given, str):
         fix = f'Set objective="{given}".' if given in OBJECTIVES else closest(given, list(objective.loss_types))
-    return None, [Fault(f"{where}.loss_type", shown(given), allowed, fix)]
+    return Fault(f"{where}.loss_type", shown(given), allowed, fix)
 
 
 def _given(task: TrainedTask) -> object:

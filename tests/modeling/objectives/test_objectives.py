@@ -38,11 +38,13 @@ from peft_mux.modeling.objectives.objective import (
 from peft_mux.modeling.objectives.outputs import TaskLoss, TokenOutputs
 from peft_mux.task import EarlyStopping, Task
 from tests.invariants import mux_lab as lab
-from tests.modeling.objectives.cases import CASES as PACKAGED
+from tests.modeling.objectives.cases import CASES as OTHERS
 from tests.modeling.objectives.cases import NUM_CLASSES, LossCase
 from tests.modeling.objectives.judged_row import JudgedRow
+from tests.modeling.objectives.preference.cases import PREFERENCE_CASES
 from tests.modeling.objectives.toy_losses import PairLoss, judge_pairs, pair_rows
 
+PACKAGED = [*OTHERS, *PREFERENCE_CASES]
 CASES = [*PACKAGED, LossCase("toy-pairs", "pair", judge_pairs, {"beta": 0.3}, pair_rows)]
 
 BACKBONES = {CLASSIFICATION: LlamaForSequenceClassification, TOKEN_CLASSIFICATION: LlamaForTokenClassification}

@@ -1,0 +1,99 @@
+"""A run of tasks with losses of every kind over any layout of processes: what each process does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from peft import LoraConfig
+
+from peft_mux import Task
+from tests.engine.replicas.layout_cases import LaidOut, Watcher, backbone, train
+from tests.invariants import mux_lab as lab
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Trained:
+    """What a run showed to one process.
+
+    Attributes:
+        laid_out: losses, norms and adapters.
+        logs: what was logged of each task at each step beside the loss; of evaluations too.
+    """
+
+    laid_out: LaidOut
+    logs: dict[str, list[dict[str, float]]]
+
+
+def ids(rng: np.random.Generator, low: int, high: int) -> list[int]:
+    """Return a few random tokens."""
+    return rng.integers(1, lab.VOCABULARY, size=int(rng.integers(low, high + 1))).tolist()
+
+
+def pairs(seed: int, count: int) -> list[Row]:
+    """Return pairs of answers, as tokens."""
+    rng = np.random.default_rng(seed)
+    return [
+        {"prompt_ids": ids(rng, 1, 8), "chosen_ids": ids(rng, 2, 9), "rejected_ids": ids(rng, 2, 9)}
+        for _ in range(count)
+    ]
+
+
+def answers(seed: int, count: int) -> list[Row]:
+    """Return answers with a verdict, as tokens."""
+    rng = np.random.default_rng(seed)
+    return [
+        {"prompt_ids": ids(rng, 1, 8), "completion_ids": ids(rng, 2, 9), "label": place % 3 > 0}
+        for place in range(count)
+    ]
+
+
+def tasks() -> list[Task]:
+    """Return tasks of five losses, in batches and on rows of unequal sizes, some with held-out rows."""
+    held_out: dict[str, Any] = {"eval_steps": 3}
+    return [
+        _task("sft", lab.rows(1, 11, 5, 20), train_batch_size=4),
+        _task("dpo", pairs(2, 9), eval_dataset=pairs(12, 5), objective="dpo", train_batch_size=3, **held_out),
+        _task("ipo", pairs(3, 7), objective="dpo", loss_type="ipo", objective_args={"ld_alpha": 0.5}, seed=4),
+        _task("orpo", pairs(4, 8), eval_dataset=pairs(14, 4), objective="orpo", rank=2, **held_out),
+        _task("kto", answers(5, 11), eval_dataset=answers(15, 7), objective="kto", train_batch_size=5, **held_out),
+        _task("apo", answers(6, 6), objective="kto", loss_type="apo_zero_unpaired", train_batch_size=3),
+    ]
+
+
+def _task(name: str, rows: Sequence[Row], rank: int = 4, **settings: Any) -> Task:
+    options: dict[str, Any] = {"train_batch_size": 2, "learning_rate": 3e-3, "max_steps": 6, "seed": 1, **settings}
+    config = LoraConfig(r=rank, target_modules="all-linear")
+    return Task(name=name, peft_config=config, train_dataset=list(rows), **options)
+
+
+def train_all(
+    rank: int, folder: Path, model: Any, arguments: dict[str, Any], names: Sequence[str] | None = None
+) -> Trained:
+    """Train some of the tasks, by default all, on a folder's model or on one that is made here."""
+    chosen = [task for task in tasks() if names is None or task.name in names]
+    return observed(folder, model or backbone("llama"), chosen, Watcher(), **arguments)
+
+
+def observed(folder: Path, model: Any, chosen: Sequence[Task], watcher: Watcher, **arguments: Any) -> Trained:
+    """Train, and return what it showed."""
+    logging = {"logging_strategy": "steps", "logging_steps": 1}
+    laid_out = train(folder, model, chosen, watcher=watcher, **{**logging, **arguments})
+    assert watcher.trainer is not None
+    states = watcher.trainer.task_states
+    return Trained(
+        laid_out, {task.name: [_figures(entry) for entry in states[task.name].log_history] for task in chosen}
+    )
+
+
+def _figures(entry: dict[str, Any]) -> dict[str, float]:
+    """Return what is the same in every run: times and learning rates are not looked at."""
+    return {key: value for key, value in entry.items() if key.removeprefix("eval_").startswith(_FIGURES)}
+
+
+_FIGURES = ("loss", "rewards/", "logps/", "kl", "nll_loss", "log_odds")

@@ -1,0 +1,111 @@
+"""Tasks of different losses train in any layout of processes as in one, and there each as if alone."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.engine.losses import cases
+from tests.engine.losses.cases import Trained
+from tests.engine.processes.cases import launch, values
+from tests.engine.replicas.layout_cases import Watcher, backbone, saved_backbone
+from tests.invariants import mux_lab as lab
+
+SLOW = pytest.mark.slow
+NAMES = [task.name for task in cases.tasks()]
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Return what one process makes of all tasks together."""
+    return cases.train_all(0, tmp_path_factory.mktemp("one"), None, {})
+
+
+def assert_as(found: Trained, wanted: Trained, name: str, *, losses: float = 1e-5, weights: float = 1e-4) -> None:
+    """Assert that a task went the same way in two runs: losses, metrics, evaluations, adapter."""
+    lab.assert_close(found.laid_out.losses[name], wanted.laid_out.losses[name], losses, name)
+    mine, theirs = found.laid_out.adapters[name], wanted.laid_out.adapters[name]
+    assert mine.keys() == theirs.keys()
+    for key, weight in theirs.items():
+        error = np.linalg.norm(mine[key] - weight) / max(np.linalg.norm(weight), 1e-12)
+        assert error <= weights, f"{name} {key}: {error}"
+    assert len(found.logs[name]) == len(wanted.logs[name])
+    for own, other in zip(found.logs[name], wanted.logs[name], strict=True):
+        assert own.keys() == other.keys()
+        for key, value in other.items():
+            assert math.isclose(own[key], value, rel_tol=1e-4, abs_tol=2e-5), f"{name} {key}: {own[key]}, not {value}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_task_trains_in_company_as_alone(name: str, one: Trained, tmp_path: Path) -> None:
+    alone = cases.train_all(0, tmp_path, None, {"max_tokens_per_micro_batch": 1000}, [name])
+    assert_as(one, alone, name)
+    steps = [entry for entry in one.logs[name] if "loss" in entry]
+    assert len(steps) == 6
+    assert len({entry["loss"] for entry in steps}) == 6
+    # A batch of KTO may have no good answer, whose rewards are then none.
+    assert name == "sft" or sum("rewards/chosen" in entry for entry in steps) >= 5
+    assert all(math.isfinite(value) for entry in alone.logs[name] for value in entry.values())
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("world_size", "arguments"),
+    [
+        pytest.param(2, {}, id="dp2"),
+        pytest.param(3, {"replicas": "<1,2>, <1,1>"}, id="unequal replicas of stages", marks=SLOW),
+        pytest.param(2, {"pipeline_parallel_size": 2, "pipeline_schedule": "1f1b"}, id="pp2", marks=SLOW),
+        pytest.param(
+            2,
+            {"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved_1f1b"},
+            id="pp2, two chunks a process",
+            marks=SLOW,
+        ),
+        pytest.param(2, {"tensor_parallel_size": 2}, id="tp2", marks=SLOW),
+        pytest.param(2, {"tensor_parallel_size": 2, "interleaved_passes": 2}, id="tp2, passes in turns", marks=SLOW),
+        pytest.param(2, {"shard_backbone": True}, id="fsdp2", marks=SLOW),
+    ],
+)
+def test_every_loss_trains_in_a_layout_as_in_one_process(
+    world_size: int, arguments: dict[str, Any], one: Trained, tmp_path: Path
+) -> None:
+    folder = saved_backbone("llama", tmp_path / "backbone")
+    parts = values(launch(world_size, cases.train_all, tmp_path / "run", folder, arguments, limit_s=120))
+    for part in parts[1:]:
+        assert part.laid_out.losses == parts[0].laid_out.losses
+        assert part.logs == parts[0].logs
+    # A difference of two log-probabilities loses bits, which shards round in an order of their own.
+    weights = 2e-4 if "tensor_parallel_size" in arguments else 1e-4
+    for name in NAMES:
+        assert_as(parts[0], one, name, weights=weights)
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto", "orpo"])
+def test_a_task_that_turns_nan_is_quarantined_and_reaches_no_other(name: str, one: Trained, tmp_path: Path) -> None:
+    def poison(trainer: Any) -> None:
+        next(iter(trainer.model.task_parameters(name).values())).data.fill_(float("nan"))
+
+    found = cases.observed(tmp_path, backbone("llama"), cases.tasks(), Watcher(at_begin={2: poison}))
+    status, reason = found.laid_out.statuses[name]
+    assert (status, reason.split(":")[0]) == ("failed", "non_finite")
+    for other in NAMES:
+        if other != name:
+            assert_as(found, one, other)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(one: Trained, tmp_path: Path) -> None:
+    def stop(trainer: Any) -> None:
+        trainer.control.should_training_stop = True
+
+    options = {"save_strategy": "steps", "save_steps": 1}
+    cases.observed(tmp_path, backbone("llama"), cases.tasks(), Watcher(at_end={3: stop}), **options)
+    resumed = cases.observed(tmp_path, backbone("llama"), cases.tasks(), Watcher(), resume=True, **options)
+    for name in NAMES:
+        assert 0 < len(resumed.laid_out.losses[name]) < 6
+        assert resumed.laid_out.losses[name] == one.laid_out.losses[name][-len(resumed.laid_out.losses[name]) :]
+        for key, weight in one.laid_out.adapters[name].items():
+            assert np.array_equal(resumed.laid_out.adapters[name][key], weight), f"{name} {key}"

@@ -1,0 +1,139 @@
+"""What a task may say of losses of preferences: defaults read off its rows, refusals by name at construction."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+
+from peft_mux import ConfigError, Task
+from peft_mux.errors import DataError
+from peft_mux.modeling.objectives.objective import args_of, objective_of
+from tests.invariants import mux_lab as lab
+
+PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
+TOKENS = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5, 6], "rejected_ids": [7, 8]}
+ANSWER = {"prompt_ids": [1, 2], "completion_ids": [3, 4], "label": True}
+
+
+def task(row: dict[str, Any], *, is_classifier: bool = False, **settings: Any) -> Task:
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type="SEQ_CLS" if is_classifier else "CAUSAL_LM")
+    return Task(name="a", peft_config=config, train_dataset=[row] * 4, **settings)
+
+
+@pytest.mark.parametrize(
+    ("columns", "is_classifier", "objective", "loss_type"),
+    [
+        (("prompt", "chosen", "rejected"), False, "dpo", "sigmoid"),
+        (("prompt", "completion", "label"), False, "kto", "kto"),
+        (("prompt", "completion"), False, "sft", "nll"),
+        (("chosen", "rejected"), True, "reward", "bradley_terry"),
+        (("prompt", "chosen", "rejected"), True, "reward", "bradley_terry"),
+        (("text", "label"), True, "classification", "nll"),
+    ],
+)
+def test_a_task_without_an_objective_gets_that_of_its_columns(
+    columns: tuple[str, ...], is_classifier: bool, objective: str, loss_type: str
+) -> None:
+    made = task(dict.fromkeys(columns, "x"), is_classifier=is_classifier)
+    assert (objective_of(made).name, args_of(made).loss_type) == (objective, loss_type)
+
+
+def test_several_losses_of_dpo_are_added_up_by_their_names() -> None:
+    made = task(PAIR, loss_type=["sigmoid", "sft"], objective_args={"loss_weights": [1, 0.5]})
+    args: Any = args_of(made)
+    assert (args.loss_types, args.loss_weights) == (("sigmoid", "sft"), (1.0, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"loss_type": "sigmod"}, "tasks.a.loss_type: got 'sigmod'; allowed: sigmoid, .*Did you mean \"sigmoid\""),
+        ({"loss_type": "aot"}, "got 'aot'; .*aot is not supported: it sorts the answers of a whole batch"),
+        ({"loss_type": ["sigmoid", "sigmoid"]}, "allowed: each loss once"),
+        ({"loss_type": []}, r"tasks.a.loss_type: got \[\]"),
+        ({"loss_type": ["sft", 3]}, "tasks.a.loss_type: got 3"),
+        ({"loss_type": "orpo"}, 'Set objective="orpo"'),
+        ({"objective": "orpo", "loss_type": ["odds_ratio"]}, r"got \['odds_ratio'\]; allowed: odds_ratio"),
+        ({"objective_args": {"beta": 0}}, "tasks.a.objective_args.beta: got 0; allowed: a finite number above 0"),
+        ({"objective_args": {"beta": "0.1"}}, "objective_args.beta: got '0.1'"),
+        ({"objective_args": {"beta": float("inf")}}, "objective_args.beta: got inf"),
+        ({"objective_args": {"betta": 1.0}}, 'betta: got an unknown argument; .*Did you mean "beta"'),
+        ({"objective_args": {"use_weighting": True}}, "use_weighting is not supported: it needs the probabilities"),
+        ({"objective_args": {"rpo_alpha": 1.0}}, "TRL has taken it out"),
+        ({"objective_args": {"disable_dropout": False}}, "set lora_dropout=0 there"),
+        ({"objective_args": {"label_smoothing": 0.6}}, "a number from 0 to 0.5"),
+        ({"loss_type": "hinge", "objective_args": {"label_smoothing": 0.1}}, "which no loss here reads"),
+        ({"loss_type": "robust", "objective_args": {"label_smoothing": 0.5}}, "a number below 0.5"),
+        ({"loss_type": "exo_pair"}, "0 for the loss exo_pair; allowed: a number above 0"),
+        ({"objective_args": {"discopop_tau": 0.1}}, "which no loss here reads; allowed: none, or one of discopop"),
+        ({"objective_args": {"loss_weights": [1.0, 2.0]}}, "a list of 1 numbers, one for each of loss_type"),
+        ({"objective_args": {"loss_weights": [float("nan")]}}, "objective_args.loss_weights: got"),
+        (
+            {"loss_type": "apo_zero", "objective_args": {"f_divergence_type": "forward_kl"}},
+            "'forward_kl' for apo_zero; allowed: reverse_kl",
+        ),
+        ({"objective_args": {"f_divergence_type": "kl"}}, "f_divergence_type: got 'kl'; allowed: 'reverse_kl' or"),
+        ({"objective_args": {"f_alpha_divergence_coef": 0.2}}, "none unless f_divergence_type is 'alpha_divergence'"),
+        ({"objective_args": {"ld_alpha": 1.5}}, "ld_alpha: got 1.5; allowed: a number from 0 to 1"),
+        ({"loss_type": "sft", "objective_args": {"ld_alpha": 0.5}}, "which sft does not read"),
+        ({"objective": "kto", "objective_args": {"desirable_weight": -1}}, "desirable_weight: got -1"),
+        ({"objective": "reward"}, "got 'reward' for language-model tasks; allowed: .*dpo"),
+    ],
+)
+def test_what_a_loss_cannot_take_is_refused_by_name(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        task(PAIR, **{"objective": "dpo", **settings})
+
+
+@pytest.mark.parametrize(
+    ("settings", "match"),
+    [
+        ({"objective": "dpo"}, "got 'dpo' for classification tasks; allowed: .*reward"),
+        ({"objective": "reward", "num_labels": 2}, "num_labels: got 2; allowed: 1 or None with the objective reward"),
+        ({"objective_args": {"center_rewards_coefficient": -1}}, "center_rewards_coefficient: got -1"),
+        (
+            {"eval_dataset": [PAIR], "compute_metrics": lambda prediction: {}},
+            "compute_metrics: got a function; allowed: None with this objective",
+        ),
+    ],
+)
+def test_what_a_reward_cannot_take_is_refused_by_name(settings: dict[str, Any], match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        task(PAIR, is_classifier=True, **settings)
+
+
+def test_rows_without_the_columns_of_the_loss_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"train_dataset: got columns input_ids; allowed: chosen_ids \+ rejected_ids"):
+        lab.make_trainer([task({"input_ids": [1, 2, 3]}, objective="dpo")], tmp_path)
+    with pytest.raises(DataError, match=r"got columns prompt_ids, .*; allowed: prompt_ids \+ completion_ids \+ label"):
+        lab.make_trainer([task(TOKENS, objective="kto")], tmp_path)
+
+
+def test_kto_needs_two_rows_a_batch_where_it_compares_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tasks.a.train_batch_size: got 1; allowed: at least 2, as each prompt"):
+        lab.make_trainer([task(ANSWER, objective="kto", train_batch_size=1)], tmp_path)
+    single = task(ANSWER, objective="kto", loss_type="apo_zero_unpaired", train_batch_size=1, max_steps=1)
+    assert lab.train([single], tmp_path).losses["a"] == [0.5]
+
+
+def test_an_adapter_that_has_not_moved_has_no_rewards(tmp_path: Path) -> None:
+    made = task(TOKENS, objective="dpo", train_batch_size=2, max_steps=1)
+    trainer = lab.make_trainer([made], tmp_path, logging_strategy="steps", logging_steps=1)
+    trainer.train()
+    logged = next(entry for entry in trainer.task_states["a"].log_history if "loss" in entry)
+    assert logged["loss"] == pytest.approx(0.693147, rel=1e-5)
+    assert (logged["rewards/chosen"], logged["rewards/margins"], logged["rewards/accuracies"]) == (0.0, 0.0, 0.0)
+    assert logged["logps/chosen"] < 0
+
+
+def test_references_that_rows_bring_are_taken_as_they_are(tmp_path: Path) -> None:
+    row = {**TOKENS, "ref_chosen_logps": -20.0, "ref_rejected_logps": -10.0}
+    made = task(row, objective="dpo", train_batch_size=2, max_steps=1)
+    trainer = lab.make_trainer([made], tmp_path, logging_strategy="steps", logging_steps=1)
+    trainer.train()
+    logged = next(entry for entry in trainer.task_states["a"].log_history if "loss" in entry)
+    assert logged["rewards/chosen"] == pytest.approx(0.1 * (logged["logps/chosen"] + 20.0), rel=1e-5)
+    assert logged["rewards/rejected"] == pytest.approx(0.1 * (logged["logps/rejected"] + 10.0), rel=1e-5)

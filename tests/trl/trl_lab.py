@@ -1,0 +1,282 @@
+"""TRL's trainers beside this package's: one tiny Llama, one tokenizer, the same rows in the same order, fp32."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig, get_peft_model
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.demo.small_llama import make_tokenizer
+from peft_mux.task import Task
+from peft_mux.trainer.trainer import MultiTaskTrainer
+from tests.invariants import mux_lab as lab
+
+STEPS, BATCH, RATE, SEED = 5, 4, 2e-3, 3
+WORDS = "the sky is blue and the grass is green but snow is white while night is black as coal".split()
+TEMPLATE = (
+    "{% for message in messages %}{% if message.role == 'assistant' %}<a>"
+    "{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}<u>{{ message.content }}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<a>{% endif %}"
+)
+
+
+@cache
+def tokenizer() -> Any:
+    """Return a small tokenizer with a chat template that marks what the assistant says."""
+    made = make_tokenizer([" ".join(WORDS)] * 20)
+    made.chat_template = TEMPLATE
+    return made
+
+
+def _config() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=len(tokenizer()),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=tokenizer().eos_token_id,
+        pad_token_id=tokenizer().pad_token_id,
+    )
+
+
+@cache
+def _language_model() -> Any:
+    model = LlamaForCausalLM(_config())
+    lab.fill(model, 0)
+    return model
+
+
+@cache
+def _classifier() -> Any:
+    config = _config()
+    config.num_labels = 1
+    model = LlamaForSequenceClassification(config)
+    lab.fill(model, 0)
+    return model
+
+
+def backbone(*, is_classifier: bool = False) -> Any:
+    """Return a fresh copy of the language model, or of the classifier with one output."""
+    return copy.deepcopy(_classifier() if is_classifier else _language_model())
+
+
+def adapter(*, is_classifier: bool = False) -> LoraConfig:
+    """Return the adapter that both train."""
+    if is_classifier:
+        return LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], task_type="SEQ_CLS")
+    return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def words(seed: int, low: int, high: int) -> str:
+    """Return some words, separated by spaces."""
+    generator = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(low, high + 1, (1,), generator=generator))
+    return " ".join(WORDS[int(place)] for place in torch.randint(0, len(WORDS), (count,), generator=generator))
+
+
+def pairs(count: int = 18) -> list[dict[str, Any]]:
+    """Return rows of a prompt, a chosen and a rejected answer of unequal lengths."""
+    return [
+        {
+            "prompt": words(3 * place, 1, 7),
+            "chosen": " " + words(3 * place + 1, 1, 9),
+            "rejected": " " + words(3 * place + 2, 1, 9),
+        }
+        for place in range(count)
+    ]
+
+
+def answers(count: int = 18) -> list[dict[str, Any]]:
+    """Return rows of a prompt, one answer and a verdict."""
+    verdicts = [True, False, True, True, False, False, True, False]
+    return [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": verdicts[place % len(verdicts)]}
+        for place, row in enumerate(pairs(count))
+    ]
+
+
+@dataclass
+class Outcome:
+    """A finished run.
+
+    Attributes:
+        losses: by step.
+        metrics: by step, what was logged beside the loss.
+        weights: final, by PEFT's name without the adapter's.
+        initial: the same before the first step.
+        evaluated: metrics of the rows that were held out, after the last step.
+    """
+
+    losses: list[float]
+    metrics: list[Mapping[str, float]]
+    weights: dict[str, torch.Tensor]
+    initial: dict[str, torch.Tensor] = field(default_factory=dict)
+    evaluated: dict[str, float] = field(default_factory=dict)
+
+
+def trl_outcome(
+    trainer: type[Any],
+    config: type[Any],
+    rows: Sequence[Mapping[str, Any]],
+    folder: Path,
+    *,
+    is_classifier: bool = False,
+    held_out: Sequence[Mapping[str, Any]] = (),
+    **options: Any,
+) -> Outcome:
+    """Train with a trainer of TRL.
+
+    Args:
+        trainer: the trainer.
+        config: its class of arguments.
+        rows: the rows, in the order in which they are trained on.
+        folder: where it may write.
+        is_classifier: whether the backbone is a classifier.
+        held_out: rows to evaluate after the last step, in the same batches as the others.
+        options: arguments beside those that all runs have.
+    """
+    losses: list[float] = []
+
+    class Recording(trainer):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append((loss[0] if isinstance(loss, tuple) else loss).item())
+            return loss
+
+    args = config(
+        output_dir=str(folder / "trl"),
+        max_steps=STEPS,
+        per_device_train_batch_size=BATCH,
+        per_device_eval_batch_size=BATCH,
+        learning_rate=RATE,
+        lr_scheduler_type="linear",
+        train_sampling_strategy="sequential",
+        seed=SEED,
+        logging_steps=1,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        **options,
+    )
+    model, peft_config = backbone(is_classifier=is_classifier), adapter(is_classifier=is_classifier)
+    made = Recording(
+        model=model,
+        args=args,
+        train_dataset=Dataset.from_list([dict(row) for row in rows]),
+        eval_dataset=Dataset.from_list([dict(row) for row in held_out]) if held_out else None,
+        processing_class=copy.deepcopy(tokenizer()),
+        peft_config=peft_config,
+    )
+    initial = initial_weights(is_classifier=is_classifier)
+    trained = trained_parameters(made.model)
+    assert trained.keys() == initial.keys()
+    with torch.no_grad():
+        for name, parameter in trained.items():
+            parameter.copy_(initial[name])
+    made.train()
+    metrics = [entry for entry in made.state.log_history if "loss" in entry]
+    count = len(losses)
+    evaluated = made.evaluate() if held_out else {}
+    final = {name: value.detach() for name, value in trained.items()}
+    return Outcome(losses[:count], metrics, final, initial, evaluated)
+
+
+def initial_weights(*, is_classifier: bool = False) -> dict[str, torch.Tensor]:
+    """Return the weights that an adapter begins with, as plain PEFT draws them from the seed."""
+    torch.manual_seed(SEED)
+    model = get_peft_model(backbone(is_classifier=is_classifier), adapter(is_classifier=is_classifier))
+    return {name: value.detach().clone() for name, value in trained_parameters(model).items()}
+
+
+def trained_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
+    """Return the trained parameters by PEFT's names without the adapter's."""
+    return {name.replace(".default", ""): value for name, value in model.named_parameters() if value.requires_grad}
+
+
+def task(name: str, rows: Sequence[Mapping[str, Any]], *, is_classifier: bool = False, **settings: Any) -> Task:
+    """Return a task with the hyper-parameters of the runs of TRL."""
+    options: dict[str, Any] = {
+        "train_batch_size": BATCH,
+        "max_steps": STEPS,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "linear",
+        "seed": SEED,
+        "shuffle": False,
+        **settings,
+    }
+    config = adapter(is_classifier=is_classifier)
+    return Task(name=name, peft_config=config, train_dataset=[dict(row) for row in rows], **options)
+
+
+def our_outcomes(
+    tasks: Sequence[Task], folder: Path, *, is_classifier: bool = False, **arguments: Any
+) -> dict[str, Outcome]:
+    """Train tasks together with this package, and return what became of each."""
+    recorder = lab.Recorder()
+    args = MultiTaskTrainingArguments(
+        output_dir=str(folder / "ours"),
+        use_cpu=True,
+        save_strategy="no",
+        logging_steps=1,
+        disable_tqdm=True,
+        report_to="none",
+        **arguments,
+    )
+    trainer = MultiTaskTrainer(
+        backbone(is_classifier=is_classifier), args, list(tasks), processing_class=tokenizer(), callbacks=[recorder]
+    )
+    recorder.trainer = trainer
+    trainer.train()
+    return {
+        one.name: Outcome(
+            recorder.losses[one.name],
+            [entry for entry in trainer.task_states[one.name].log_history if "loss" in entry],
+            lab.weights(trainer, one.name),
+            recorder.before[one.name][0],
+            {} if one.eval_dataset is None else _evaluated(trainer, one.name),
+        )
+        for one in tasks
+    }
+
+
+def _evaluated(trainer: MultiTaskTrainer, name: str) -> dict[str, float]:
+    found = trainer.evaluate()
+    return {key.removeprefix(f"{name}/"): value for key, value in found.items() if key.startswith(f"{name}/")}
+
+
+def assert_same(ours: Outcome, theirs: Outcome, tolerance: float = 1e-4) -> None:
+    """Assert equal losses at every step and equal final weights, and that something was learnt."""
+    lab.assert_close(ours.losses, theirs.losses, tolerance, "loss")
+    assert ours.weights.keys() == theirs.weights.keys()
+    for key, weight in theirs.weights.items():
+        assert torch.equal(ours.initial[key], theirs.initial[key]), f"{key} begins elsewhere"
+        assert lab.relative(ours.weights[key], weight) <= tolerance, f"{key}: {lab.relative(ours.weights[key], weight)}"
+    moved = [key for key, weight in theirs.weights.items() if lab.relative(weight, theirs.initial[key]) > 1e-3]
+    assert moved, "nothing has moved"
+
+
+def assert_same_metrics(ours: Outcome, theirs: Outcome, names: Sequence[str]) -> None:
+    """Assert that some metrics are equal at every step."""
+    assert len(ours.metrics) == len(theirs.metrics) == STEPS
+    for step, (own, other) in enumerate(zip(ours.metrics, theirs.metrics, strict=True)):
+        for name in names:
+            assert (name in own) == (name in other), f"{name} at step {step}"
+            if name in other:
+                assert abs(own[name] - other[name]) <= 1e-4 * max(1.0, abs(other[name])), f"{name} at step {step}"
