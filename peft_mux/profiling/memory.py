@@ -121,8 +121,7 @@ def _forward(model: MultiTaskPeftModel, batch: MuxBatch, kept: _SavedStorages) -
     with hooks, model.objectives.of_made_up_rows(), model.multiplexing(batch):
         hidden_TD = model.hidden_states(batch)
         if model.objectives.head.kind.is_shared:
-            # Whatever is made of them, the log-likelihoods are what takes memory; made-up rows lack what losses read.
-            model.terms_of(hidden_TD, batch)
+            model.losses_of(hidden_TD, batch)
 
 
 class _SavedStorages:
