@@ -383,7 +383,12 @@ def _loss_type(objective: Objective, task: TrainedTask, where: str) -> tuple[str
         return objective.loss_types[0], []
     is_list = isinstance(given, (list, tuple)) and bool(given) and objective.takes_several
     names: list[Any] = list(given) if is_list else [given]
-    faults = [_loss_type_fault(objective, name, where) for name in names if name not in objective.loss_types]
+    faults = [
+        _loss_type_fault(objective, name, where)
+        for name in names
+        # Whatever stands there, also what compares element by element.
+        if not isinstance(name, str) or name not in objective.loss_types
+    ]
     if not faults and len(set(names)) < len(names):
         faults = [Fault(f"{where}.loss_type", shown(given), "each loss once", "Weigh it with loss_weights.")]
     return (None, faults) if faults else (SEVERAL.join(names), [])
