@@ -123,7 +123,7 @@ class Task:
         callbacks: `TrainerCallback`s that see this task's own state and may stop this task alone.
         objective: name of a loss of `peft_mux.modeling.objectives` (docs/losses.md), or a function of the task's own
             that takes `TokenOutputs`; by default what the columns of the rows and the `task_type` of the adapter tell.
-        loss_type: name of a variant of that loss, as TRL has it; by default its first one.
+        loss_type: name of a variant of that loss, as TRL has it; by default its first; `dpo` adds up a list of them.
         objective_args: arguments of that loss by name, such as `{"beta": 0.1}`; what is left out has TRL's default.
         priority: tasks of higher priority are admitted first.
         eval_steps: evaluate every so many steps of this task; 0 for never.
@@ -175,7 +175,7 @@ class Task:
     early_stopping: EarlyStopping | None = None
     callbacks: Sequence[TrainerCallback] = field(default=())
     objective: str | Callable[..., Any] | None = None
-    loss_type: str | None = None
+    loss_type: str | Sequence[str] | None = None
     objective_args: dict[str, Any] | None = None
     priority: int = 0
 

@@ -47,7 +47,8 @@ class TokenSequence:
         starts: places of the row's tokens at which its second and further sequences begin; none where it is one.
         token_columns: numbers of each token, `[L]` or `[L, K]`, by name. As labels are, they are of a token as a
             target, not of the position that predicts it.
-        row_values: numbers of the row, by name.
+        row_values: numbers of the row, by name; `[C]` where there are several of one name.
+        labels_itself: whether labels are of the tokens themselves, not of what the token before predicts.
         num_virtual_tokens: how many of the first tokens stand for virtual ones (`peft_mux.data.rows.virtual_tokens`).
     """
 
@@ -59,7 +60,8 @@ class TokenSequence:
     is_one_term: bool = False
     starts: tuple[int, ...] = ()
     token_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    row_values: Mapping[str, float] = field(default_factory=dict)
+    row_values: Mapping[str, float | np.ndarray] = field(default_factory=dict)
+    labels_itself: bool = False
     num_virtual_tokens: int = 0
 
     def __len__(self) -> int:
@@ -69,16 +71,14 @@ class TokenSequence:
     @property
     def num_targets(self) -> int:
         """Number of loss terms: predicted tokens, or 1 where the loss is of the whole sequence."""
-        if not self.can_be_split:
-            return 1
-        return self.num_target_tokens
+        return 1 if self.class_label is not None or self.is_one_term else self.num_target_tokens
 
     @property
     def num_target_tokens(self) -> int:
         """Number of predicted tokens, whatever the loss makes of them."""
-        return (
-            int(np.count_nonzero(self.labels[1:] != IGNORE_INDEX)) if not self.starts else sum(self.target_token_counts)
-        )
+        if self.starts:
+            return sum(self.target_token_counts)
+        return int(np.count_nonzero(self.labels[0 if self.labels_itself else 1 :] != IGNORE_INDEX))
 
     @property
     def target_token_counts(self) -> tuple[int, ...]:
@@ -96,7 +96,7 @@ class TokenSequence:
     @property
     def can_be_split(self) -> bool:
         """Whether parts of it may lie in consecutive passes: not where one loss term is of all of its tokens."""
-        return self.class_label is None and not self.is_one_term and not self.starts
+        return self.class_label is None and not (self.is_one_term or self.starts or self.labels_itself)
 
 
 Arrange = Callable[[tuple[TokenSequence, ...]], tuple[TokenSequence, ...]]
@@ -163,7 +163,7 @@ class MuxBatch:
         row_sequences: number of sequences of each row, in stream order.
         row_offsets: where each task's rows begin among the rows, `N + 1` numbers.
         target_columns: for each task the token columns of its rows at its targets alone, `[M_task, ...]`, by name.
-        row_values: for each task the values of its rows, float32 `[R_task]`, by name.
+        row_values: for each task the values of its rows, float32 `[R_task]` or `[R_task, C]`, by name.
         totals: for each task the sums over its global batch that losses divide by, by name (`batch_totals`).
         parts: which tokens of a row each of the S sequences is; empty where all are whole.
         virtual_tokens: virtual tokens in front of each sequence, for each of the N tasks; empty where there are none.
@@ -355,7 +355,7 @@ def batch_totals(batch: TaskBatch) -> Mapping[str, float]:
     totals = {"num_rows": float(len(batch.sequences)), "num_target_tokens": 0.0}
     for sequence in batch.sequences:
         totals["num_target_tokens"] += sequence.num_target_tokens
-        sums: dict[str, float] = dict(sequence.row_values)
+        sums = {name: value for name, value in sequence.row_values.items() if not isinstance(value, np.ndarray)}
         if sequence.starts:
             counts = sequence.target_token_counts
             sums |= {f"num_target_tokens/{number}": count for number, count in enumerate(counts)}

@@ -10,9 +10,11 @@ import torch
 
 from peft_mux.data.batch import IGNORE_INDEX, MuxBatch, TaskBatch, TokenSequence, batch_totals
 from peft_mux.data.chunking import chunk_size, round_up
+from peft_mux.data.formats import TARGET_COLUMNS
 from peft_mux.data.packing import best_fit_decreasing
 from peft_mux.data.parts import Member, SequencePart, part_bounds
-from peft_mux.data.row_values import RowValues
+from peft_mux.data.rows.row_values import RowValues
+from peft_mux.data.rows.token_columns import with_given_targets
 from peft_mux.data.rows.virtual_tokens import with_virtual_tokens
 from peft_mux.errors import ConfigError, DataError
 
@@ -61,7 +63,8 @@ class ChunkPackingCollator:
 
         Args:
             features: each with `input_ids`, and optionally `task` (name), `labels` (not shifted; by default the input),
-                `label` (class), `seed` and `step`.
+                `weights` a token, several `target_ids` with `target_weights` a token, `label` (class), `seed` and
+                `step`.
         """
         grouped: dict[str, list[Mapping[str, Any]]] = {}
         for feature in features:
@@ -203,8 +206,13 @@ class _MicroBatchBuilder:
         if end < len(sequence) and not sequence.starts:
             # The target of a part's last token lies in the next micro-batch, whose labels this one does not see.
             self.next_labels[len(self.ids)] = int(sequence.labels[end])
+        labels = sequence.labels[start:end]
+        if sequence.labels_itself:
+            # One place further, from where all labels are shifted back; such rows are never cut.
+            self.next_labels[len(self.ids)] = int(labels[-1])
+            labels = np.concatenate(([IGNORE_INDEX], labels[:-1]))
         self.ids.append(sequence.input_ids[start:end])
-        self.labels.append(sequence.labels[start:end])
+        self.labels.append(labels)
         self.types.append(None if types is None else types[start:end])
         self.first_places.append(place)
 
@@ -329,7 +337,13 @@ def _whole_member(batches: Sequence[TaskBatch], task: int, index: int) -> Member
 def _sequence(row: Mapping[str, Any], index: int) -> TokenSequence:
     ids = np.asarray(row["input_ids"], dtype=np.int64)
     labels = np.asarray(row.get("labels", ids), dtype=np.int64)
-    return TokenSequence(ids, labels, index, class_label=row.get("label"))
+    columns = {
+        name: np.asarray(row[name], dtype=np.int64 if column.is_ids else np.float32)
+        for name, column in TARGET_COLUMNS.items()
+        if row.get(name) is not None
+    }
+    labels = with_given_targets(labels, columns)
+    return TokenSequence(ids, labels, index, class_label=row.get("label"), token_columns=columns)
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

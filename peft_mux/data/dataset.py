@@ -112,6 +112,7 @@ class TokenizedDataset:
         # One loss for all rows of a dataset, so one flag for all.
         self._is_one_term = any(s.is_one_term for s in sequences)
         self._num_virtual_tokens = max((s.num_virtual_tokens for s in sequences), default=0)
+        self._labels_itself = any(s.labels_itself for s in sequences)
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -133,6 +134,7 @@ class TokenizedDataset:
             starts=starts,
             token_columns=columns,
             row_values=values,
+            labels_itself=self._labels_itself,
             num_virtual_tokens=self._num_virtual_tokens,
         )
 
@@ -146,7 +148,9 @@ class TokenizedDataset:
         # Plain rows keep the digest that they had before there was more to a row.
         for starts, columns, values in self._extras:
             if starts or columns or values:
-                digest.update(repr((starts, sorted(values.items()))).encode())
+                digest.update(
+                    repr((starts, [(name, np.asarray(values[name]).tolist()) for name in sorted(values)])).encode()
+                )
                 for name in sorted(columns):
                     digest.update(name.encode() + np.ascontiguousarray(columns[name]).tobytes())
         return digest.hexdigest()

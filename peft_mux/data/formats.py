@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peft_mux.compat import StrEnum
 from peft_mux.errors import DataError, closest
-
-if TYPE_CHECKING:
-    from peft_mux.data.row_reader import RowReaderMaker
-    from peft_mux.data.token_columns import TokenColumn
 
 
 class DataFormat(StrEnum):
@@ -21,6 +17,7 @@ class DataFormat(StrEnum):
     MESSAGES = "messages"
     PROMPT_COMPLETION = "prompt_completion"
     TEXT = "text"
+    WORDS = "words"
     TOKENIZED_PREFERENCE = "tokenized_preference"
     PREFERENCE = "preference"
     TOKENIZED_UNPAIRED = "tokenized_unpaired_preference"
@@ -32,6 +29,7 @@ _REQUIRED: dict[DataFormat, tuple[str, ...]] = {
     DataFormat.PROMPT_COMPLETION: ("prompt", "completion"),
     DataFormat.MESSAGES: ("messages",),
     DataFormat.TEXT: ("text",),
+    DataFormat.WORDS: ("tokens",),
     DataFormat.TOKENIZED_PREFERENCE: ("chosen_ids", "rejected_ids"),
     DataFormat.PREFERENCE: ("chosen", "rejected"),
     DataFormat.TOKENIZED_UNPAIRED: ("prompt_ids", "completion_ids", "label"),
@@ -52,6 +50,29 @@ MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios", "pixel
 
 
 @dataclass(frozen=True, slots=True)
+class TokenColumn:
+    """What a column with a number for each token may hold.
+
+    Attributes:
+        is_required: whether every row has to have it; otherwise every row of a dataset has it, or none.
+        is_ids: whether it holds token ids; otherwise finite numbers.
+        is_wide: whether there are several numbers a token, `[L, K]`; otherwise one, `[L]`.
+        may_be_row: whether one number may stand for all tokens of the row.
+        is_non_negative: whether its numbers may not be below 0.
+        beside: another column that it comes with, of the same shape; "" for none.
+        not_beside: another column that it excludes; "" for none.
+    """
+
+    is_required: bool = False
+    is_ids: bool = False
+    is_wide: bool = False
+    may_be_row: bool = False
+    is_non_negative: bool = False
+    beside: str = ""
+    not_beside: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class RowForm:
     """What a loss reads of a row, as far as the data needs to know; each of `modeling.objectives` names one.
 
@@ -60,8 +81,10 @@ class RowForm:
         needs_label: whether each row carries a class or a value in the column `label`.
         is_one_term: whether the loss has one term for each sequence rather than for each of its target tokens; such
             sequences are never split among passes.
+        has_token_labels: whether each row carries classes of its tokens.
         token_columns: columns of tokenised rows with a number for each token, by name.
-        reader: makes what reads the rows, where they are neither text to go on with nor text with a label.
+        reader: makes what reads the rows, where they are neither text to go on with nor text with a label; see
+            `peft_mux.data.rows.row_reader`.
         view: returns a dataset of which each row makes one sequence, given a dataset and its name for messages; `None`
             where every row does.
         num_labels: number of outputs that a head for these rows has; `None` where rows or task tell it.
@@ -73,15 +96,25 @@ class RowForm:
     formats: tuple[DataFormat, ...]
     needs_label: bool = False
     is_one_term: bool = False
+    has_token_labels: bool = False
     token_columns: Mapping[str, TokenColumn] = field(default_factory=dict, hash=False)
-    reader: RowReaderMaker | None = None
+    reader: Callable[[Any], Any] | None = None
     marks: tuple[str, ...] = ()
     view: Callable[[Any, str], Any] | None = None
     num_labels: int | None = None
     arrange: Callable[[tuple[Any, ...], int], tuple[Any, ...]] | None = None
 
 
-LANGUAGE_ROWS = RowForm((DataFormat.TOKENIZED, DataFormat.PROMPT_COMPLETION, DataFormat.MESSAGES, DataFormat.TEXT))
+TARGET_COLUMNS = {
+    "weights": TokenColumn(is_non_negative=True, not_beside="target_ids"),
+    "target_ids": TokenColumn(is_ids=True, is_wide=True, beside="target_weights"),
+    "target_weights": TokenColumn(is_non_negative=True, is_wide=True, beside="target_ids"),
+}
+"""What tokenised rows may say of their targets: how much each counts, or several weighted targets for each token."""
+
+_LANGUAGE = (DataFormat.TOKENIZED, DataFormat.PROMPT_COMPLETION, DataFormat.MESSAGES, DataFormat.TEXT)
+
+LANGUAGE_ROWS = RowForm(_LANGUAGE, token_columns=TARGET_COLUMNS)
 """Text to learn to go on with."""
 LABELLED_ROWS = RowForm((DataFormat.TOKENIZED, DataFormat.TEXT), needs_label=True, is_one_term=True)
 """Text with a class or a value."""

@@ -63,7 +63,7 @@ class Executor:
         if cuda_graphs is True:
             return CapturedPasses(self.model, self.precision)
         if cuda_graphs == "auto" and self.device.type == "cuda" and not is_in_turns:
-            return CapturedPasses(self.model, self.precision, plain=self._eager_losses)
+            return CapturedPasses(self.model, self.precision, plain=self._eager_pass)
         return None
 
     def follow(self, plan: Plan) -> None:
@@ -116,13 +116,13 @@ class Executor:
     def _pass(self, micro_batch: MuxBatch) -> MuxOutput:
         """Run one micro-batch forward and backward."""
         replayed = None if self.captured is None else self.captured.run(micro_batch)
-        return self._eager_pass(micro_batch) if replayed is None else MuxOutput(replayed, micro_batch.task_names)
+        return self._eager_output(micro_batch) if replayed is None else MuxOutput(replayed, micro_batch.task_names)
 
-    def _eager_losses(self, micro_batch: MuxBatch) -> torch.Tensor:
+    def _eager_pass(self, micro_batch: MuxBatch) -> torch.Tensor:
         """Run one micro-batch as it is; return its losses `[N]`."""
-        return self._eager_pass(micro_batch).losses
+        return self._eager_output(micro_batch).losses
 
-    def _eager_pass(self, micro_batch: MuxBatch) -> MuxOutput:
+    def _eager_output(self, micro_batch: MuxBatch) -> MuxOutput:
         """Run one micro-batch as it is."""
         with self.precision():
             output = self.model(micro_batch.to(self.device))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.data.formats import RowForm
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.engine.tensor.cut import blocks_of
@@ -15,6 +16,8 @@ from peft_mux.modeling.adapters.fields import divided_model_faults
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.prompts.kind import PromptKind
 from peft_mux.modeling.backbone.families import family_of
+from peft_mux.modeling.objectives.objective import columns_of, objective_of
+from peft_mux.modeling.objectives.outputs import WORDS
 from peft_mux.task import Task
 
 
@@ -41,8 +44,9 @@ def check_layout(
     """
     raise_faults(_generation_faults(layout, args, tasks))
     if args.shard_backbone:
-        divided = _divided_faults(tasks, "shard_backbone=True")
-        raise_faults([*_sharding_faults(layout, source, args), *_sharded_prompt_faults(tasks), *divided])
+        sharded = [*_sharding_faults(layout, source, args), *_sharded_prompt_faults(tasks)]
+        divided = [*_divided_faults(tasks, "shard_backbone=True"), *_word_faults("shard_backbone=True", tasks)]
+        raise_faults([*sharded, *divided])
     if layout.is_data_parallel:
         return
     raise_faults(_divided_faults(tasks, f"replicas {layout}"))
@@ -55,6 +59,7 @@ def check_layout(
         blocks_of(backbone, tp_size)
     if sizes:
         faults += _tensor_parallel_faults(layout, args, tasks)
+        faults += _word_faults(f"replicas {layout}, which divide the vocabulary", tasks)
     raise_faults(faults)
 
 
@@ -120,6 +125,25 @@ def _sharded_prompt_faults(tasks: Sequence[Task]) -> list[Fault]:
         for task, kind in kinds
         if isinstance(kind, PromptKind)
     ]
+
+
+def _word_faults(layout: str, tasks: Sequence[Task]) -> list[Fault]:
+    """Return the tasks whose rows name several words for each target, which needs the whole output head at hand."""
+    faults = []
+    for task in tasks:
+        form = objective_of(task).row_form
+        named = [name for name in WORDS if name in form.token_columns and name in _known_columns(task, form)]
+        if named:
+            got = f'rows with "{named[0]}" beside {layout}'
+            allowed = "one target for each token in this layout"
+            fix = "Give every process the whole output head (no tensor_parallel_size, no shard_backbone)."
+            faults.append(Fault(f"tasks.{task.name}.train_dataset", got, allowed, fix))
+    return faults
+
+
+def _known_columns(task: Task, form: RowForm) -> set[str]:
+    required = {name for name, column in form.token_columns.items() if column.is_required}
+    return required | columns_of(task.train_dataset)
 
 
 def _tensor_parallel_faults(

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from peft_mux.data.cells import RowCells
-from peft_mux.data.chat_rows import ChatRows
 from peft_mux.data.formats import DataFormat, detect_format
+from peft_mux.data.rows.chat_rows import ChatRows
 from peft_mux.data.tokenize import TokenizeOptions, common_prefix
 from peft_mux.errors import DataError
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from peft_mux.data.cells import RowCells
-from peft_mux.data.chat_rows import ChatRows
+from peft_mux.data.rows.chat_rows import ChatRows
 from peft_mux.errors import ConfigError, DataError, closest, shown
 from peft_mux.generation.completion import Completion, GenerationRequest, Prompt
 from peft_mux.generation.options import SamplingOptions

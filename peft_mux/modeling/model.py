@@ -33,6 +33,7 @@ from peft_mux.modeling.backbone.probe import ComputingPath, check_packing, path_
 from peft_mux.modeling.backbone.quantized import prepare_quantized
 from peft_mux.modeling.multiplexed_pass import MuxOutput
 from peft_mux.modeling.objectives.head import HeadPass
+from peft_mux.modeling.objectives.outputs import TokenOutputs
 from peft_mux.modeling.objectives.table import StreamLosses, TaskObjectives
 from peft_mux.modeling.penalties import with_penalties
 from peft_mux.modeling.registry import TaskRegistry
@@ -437,6 +438,31 @@ class MultiTaskPeftModel(PeftModel):
     def terms_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> torch.Tensor:
         """Return the negative log-likelihoods `[M]` from the last hidden states, while the stream is read."""
         return self.objectives.head.terms(hidden_TD, mux_batch, self._head_pass())
+
+    def token_logprobs(self, mux_batch: MuxBatch) -> dict[str, TokenOutputs]:
+        """Return what every target of each task has as log-probability, with gradient, for losses of one's own.
+
+        Of each task: `logprobs_M` and `nll_M` of its M targets (positions whose next token has a label), in the order
+        of its rows in the batch; `by_sequence(...)` divides them among the sequences; `columns` holds what rows bring
+        for each target (`weights`), and `word_logprobs_MK` those of several given `target_ids`.
+
+        Args:
+            mux_batch: the packed stream, on the model's device, as `ChunkPackingCollator` makes it.
+
+        Raises:
+            ConfigError: if the backbone is no language model, or this model is one of several stages of a pipeline.
+
+        Example:
+            >>> tokens = model.token_logprobs(collator(rows))["sql"]  # doctest: +SKIP
+            >>> (tokens.nll_M * my_weights_M).sum().backward()  # doctest: +SKIP
+        """
+        require_all_layers(self, "log-probabilities of tokens")
+        if not self.objectives.head.kind.is_shared:
+            raise ConfigError("token_logprobs: got a classifier; allowed: a causal language model.")
+        self.prepare(mux_batch.task_names)
+        with self.multiplexing(mux_batch):
+            found = self.objectives.head.outputs(self.hidden_states(mux_batch), mux_batch, self._head_pass())
+        return {outputs.task: outputs for outputs in found if isinstance(outputs, TokenOutputs)}
 
     @torch.no_grad()
     def sequence_logits(self, mux_batch: MuxBatch) -> list[torch.Tensor]:

@@ -9,11 +9,13 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+import numpy as np
 from transformers import TrainerState
 
 from peft_mux.arguments import MultiTaskTrainingArguments, resolve
 from peft_mux.data.dataset import DataReport, TokenizedDataset, open_rows, tokenize_dataset
 from peft_mux.data.loader import TaskLoader
+from peft_mux.data.rows.labelled_rows import CLASS_LABELS
 from peft_mux.data.streams.loader import StreamLoader
 from peft_mux.data.streams.read_ahead import ReadAhead
 from peft_mux.data.tokenize import TokenizeOptions
@@ -90,13 +92,18 @@ def make_task_runs(tasks: list[Task], args: MultiTaskTrainingArguments, tokenize
 def class_count(run: TaskRun) -> int | None:
     """Return the number of classes of a classification task: its own, or one more than its greatest label."""
     form = objective_of(run.task).row_form
-    if not form.needs_label:
+    if not (form.needs_label or form.has_token_labels):
         return form.num_labels
     if run.task.num_labels is not None:
         return run.task.num_labels
     dataset = getattr(run.loader, "dataset", None)
     if not isinstance(dataset, TokenizedDataset):
         return None
+    if form.has_token_labels:
+        return 1 + max(int(dataset[row].labels.max()) for row in range(len(dataset)))
+    several = dataset[0].row_values.get(CLASS_LABELS)
+    if several is not None:
+        return len(np.atleast_1d(several))
     labels = [dataset[row].class_label for row in range(len(dataset))]
     # Labels with fractions are targets of a regression, whose head has one output.
     if any(isinstance(label, float) for label in labels):

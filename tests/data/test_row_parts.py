@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from peft_mux.data.cells import RowCells
-from peft_mux.data.chat_rows import ChatRows
-from peft_mux.data.labelled_rows import LabelledRows
-from peft_mux.data.length_limit import LengthLimit, RowCounts
+from peft_mux.data.rows.chat_rows import ChatRows
+from peft_mux.data.rows.labelled_rows import LabelledRows
+from peft_mux.data.rows.length_limit import LengthLimit, RowCounts
 from peft_mux.errors import DataError
 
 CELLS = RowCells("tasks.own.train_dataset", vocab_size=10)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peft_mux.data.cells import RowCells
-from peft_mux.data.chat_rows import ChatRows
+from peft_mux.data.rows.chat_rows import ChatRows
 
 Said = str | list[dict[str, Any]]
 """A text or the messages of a conversation."""

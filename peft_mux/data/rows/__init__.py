@@ -1,1 +1,1 @@
-"""What is made of rows once they are tokens."""
+"""Rows of each form read into sequences, one file a form, and what they bring beside their tokens."""

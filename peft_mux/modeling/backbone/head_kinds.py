@@ -47,8 +47,15 @@ CLASSIFICATION = HeadKind(
     HEAD_NAMES,
     "Load it with AutoModelForSequenceClassification to train classifiers.",
 )
+TOKEN_CLASSIFICATION = HeadKind(
+    "token-classification",
+    ("TOKEN_CLS",),
+    "AutoModelForTokenClassification",
+    HEAD_NAMES,
+    "Load it with AutoModelForTokenClassification to train classifiers of tokens.",
+)
 LANGUAGE_MODEL = HeadKind("language-model", ("CAUSAL_LM", None), "AutoModelForCausalLM")
-HEAD_KINDS = (CLASSIFICATION, LANGUAGE_MODEL)
+HEAD_KINDS = (CLASSIFICATION, TOKEN_CLASSIFICATION, LANGUAGE_MODEL)
 """All kinds; the last is taken for backbones that name none of the others, such as `GPT2LMHeadModel`."""
 
 SUPPORTED_TASK_TYPES = tuple(task_type for kind in HEAD_KINDS for task_type in kind.task_types)

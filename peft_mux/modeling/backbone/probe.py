@@ -123,7 +123,7 @@ def _check_random_numbers(model: MultiplexedModel, batch: Any) -> None:
     model.train()
     before = _random_states(batch.input_ids.device)
     # Prompts draw nothing, and the probe's rows begin with none of their tokens.
-    with torch.no_grad(), model.without_prompts():
+    with torch.no_grad(), model.without_prompts(), model.objectives.of_made_up_rows():
         model(batch)
     after = _random_states(batch.input_ids.device)
     if any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
+from peft_mux.data.rows.labelled_rows import CLASS_LABELS
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
 from peft_mux.modeling.backbone.modules import HEAD_NAMES
@@ -52,6 +53,7 @@ class ClassificationHead:
                 if batch.class_labels is None
                 else batch.class_labels[batch.sequence_offsets[index] : batch.sequence_offsets[index + 1]],
                 row_sequences=batch.row_sequences[batch.row_offsets[index] : batch.row_offsets[index + 1]],
+                problem_type=getattr(head.backbone.config, "problem_type", None),
                 **common_fields(batch, index),
             )
             for index, own_SC in enumerate(task_logits(hidden_TD, batch, head))
@@ -62,7 +64,10 @@ class ClassificationHead:
         return [row for part in task_logits(hidden_TD, batch, head) for row in part]
 
     def labels(self, batch: TaskBatch, micro_batch: MuxBatch) -> Iterator[np.ndarray]:
-        """Yield the class or the value of every sequence."""
+        """Yield the class or the value of every sequence; its values where it has several."""
+        if CLASS_LABELS in micro_batch.row_values[0]:
+            yield from micro_batch.row_values[0][CLASS_LABELS].cpu().numpy()
+            return
         assert micro_batch.class_labels is not None, "a classification batch carries class labels"
         yield from micro_batch.class_labels.cpu().numpy()
 
@@ -139,16 +144,30 @@ def task_logits(hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> lis
         # Heads that take features drop out by themselves.
         if isinstance(dropout, nn.Module) and not takes_features:
             pooled = dropout(pooled)
-    logits = []
-    offsets = batch.sequence_offsets
+    return head_outputs(pooled.unsqueeze(1) if takes_features else pooled, batch.sequence_offsets, places, batch, head)
+
+
+def head_outputs(
+    states: torch.Tensor, offsets: tuple[int, ...], places: torch.Tensor, batch: MuxBatch, head: HeadPass
+) -> list[torch.Tensor]:
+    """Return what each task's own head makes of its rows.
+
+    Args:
+        states: rows that the heads read, sorted by task.
+        offsets: where each task's rows begin, `N + 1` numbers.
+        places: place of each row in its task's global batch.
+        batch: the micro-batch that the stream reads.
+        head: what the output head is computed with.
+    """
+    stream, adapters, logits = head.stream, head.adapters, []
+    _, wrapper = head_module(head.backbone)
     for index, name in enumerate(batch.task_names):
         # One task at a time, as heads have classes of their own: all rows before and after this task's are left out.
         rows = (0,) * (index + 1) + (offsets[index + 1] - offsets[index],) * (len(offsets) - index - 1)
         start, end = offsets[index], offsets[index + 1]
         own_head = _head_of(wrapper, adapters[name])
         with stream.selected_rows(rows, places[start:end], adapters):
-            states = pooled[start:end]
-            logits.append(own_head(states.unsqueeze(1) if takes_features else states))
+            logits.append(own_head(states[start:end]))
     return logits
 
 

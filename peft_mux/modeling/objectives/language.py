@@ -1,4 +1,8 @@
-"""The loss of causal language models: the negative log-likelihood of every target token."""
+"""The loss of causal language models: the negative log-likelihood of every target token.
+
+Rows may weigh their targets: `weights` w of a token, or several `target_ids` of a token with `target_weights`. Then the
+loss of a step is the weighted mean over its global batch, `sum(w * nll) / sum(w)`.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +26,18 @@ class LanguageLoss(BaseObjective):
     loss_types = ("nll",)
     head = LANGUAGE_HEAD
     row_form = LANGUAGE_ROWS
+    is_default = True
     uses_totals = False
     eager_reason = None
 
     def loss(self, outputs: TokenOutputs, args: LossArgs) -> TaskLoss:
-        """Return the sum over the targets, divided by the number of targets of the global batch."""
+        """Return the sum over the targets, divided by the number or the weights of the targets of the global batch."""
+        if "weights" in outputs.columns:
+            weights_M = outputs.columns["weights"]
+            return TaskLoss((outputs.nll_M * weights_M).sum() / outputs.totals["weights"])
+        if outputs.word_logprobs_MK is not None:
+            weights_MK = outputs.columns["target_weights"]
+            return TaskLoss(-(outputs.word_logprobs_MK * weights_MK).sum() / outputs.totals["target_weights"])
         return TaskLoss(outputs.nll_M.sum() * outputs.loss_weight)
 
     def metrics(self, loss: float, statistics: Mapping[str, float]) -> dict[str, float]:

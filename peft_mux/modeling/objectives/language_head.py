@@ -5,7 +5,7 @@ Shape letters: T tokens, L tokens of a sequence, V words, D hidden features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any
@@ -17,8 +17,9 @@ from peft_mux.data.batch import MuxBatch, TaskBatch
 from peft_mux.data.rows.virtual_tokens import virtual_tokens_of_sequences
 from peft_mux.modeling.backbone.head_kinds import LANGUAGE_MODEL
 from peft_mux.modeling.objectives.head import HeadPass, register_head
-from peft_mux.modeling.objectives.outputs import TokenOutputs, common_fields
+from peft_mux.modeling.objectives.outputs import WORDS, TokenOutputs, common_fields
 from peft_mux.modeling.objectives.token_losses import output_head, token_losses
+from peft_mux.modeling.objectives.word_losses import target_and_words, without_targets
 from peft_mux.modeling.sharding.gathering import gathered
 
 
@@ -40,8 +41,19 @@ class LanguageHead:
         return token_losses(hidden_TD, head.backbone, batch, head.stream, head.adapters)
 
     def outputs(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> list[TokenOutputs]:
-        """Return each task's own targets, from one linear cross-entropy over those of all tasks."""
-        return token_outputs(self.terms(hidden_TD, batch, head), batch)
+        """Return each task's own targets, from one linear cross-entropy over those of all tasks.
+
+        Tasks whose rows name several words for each target have a pass of the head of their own instead.
+        """
+        naming = [index for index, columns in enumerate(batch.target_columns) if not columns.keys().isdisjoint(WORDS)]
+        if not naming:
+            return token_outputs(self.terms(hidden_TD, batch, head), batch)
+        rest = without_targets(batch, naming)
+        nll = list(self.terms(hidden_TD, rest, head).split(_counts(rest)))
+        words: dict[int, torch.Tensor] = {}
+        for index in naming:
+            nll[index], words[index] = target_and_words(hidden_TD, batch, head, index)
+        return token_outputs(nll, batch, words)
 
     def logits(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> list[torch.Tensor]:
         """Return the logits `[L, V]` of every sequence."""
@@ -80,9 +92,16 @@ def stream_logits(hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> l
     return logits
 
 
-def token_outputs(nll_M: torch.Tensor, batch: MuxBatch) -> list[TokenOutputs]:
-    """Divide the negative log-likelihoods `[M]` of the targets of a micro-batch among its tasks."""
-    counts = [end - start for start, end in pairwise(batch.target_offsets)]
+def token_outputs(
+    nll: torch.Tensor | Sequence[torch.Tensor], batch: MuxBatch, words: Mapping[int, torch.Tensor] | None = None
+) -> list[TokenOutputs]:
+    """Return what the losses of each task of a micro-batch read.
+
+    Args:
+        nll: negative log-likelihoods `[M]` of all targets, or `[M_task]` of those of each task.
+        batch: the micro-batch.
+        words: `[M_task, K]` log-probabilities of the words that rows name, by number of the task.
+    """
     # Split, not masked or scattered: 0 * NaN is NaN, so a sum over all rows would carry one task's NaN to the others.
     return [
         TokenOutputs(
@@ -92,10 +111,16 @@ def token_outputs(nll_M: torch.Tensor, batch: MuxBatch) -> list[TokenOutputs]:
             sequence_counts=_differences(batch, index),
             row_sequences=batch.row_sequences[batch.row_offsets[index] : batch.row_offsets[index + 1]],
             columns=batch.target_columns[index],
+            word_logprobs_MK=None if words is None else words.get(index),
             **common_fields(batch, index),
         )
-        for index, own_M in enumerate(nll_M.split(counts))
+        for index, own_M in enumerate(nll.split(_counts(batch)) if isinstance(nll, torch.Tensor) else nll)
     ]
+
+
+def _counts(batch: MuxBatch) -> list[int]:
+    """Return the number of targets of each task."""
+    return [end - start for start, end in pairwise(batch.target_offsets)]
 
 
 def _differences(batch: MuxBatch, index: int) -> tuple[int, ...]:

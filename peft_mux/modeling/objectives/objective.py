@@ -113,6 +113,11 @@ class Objective(Protocol):
         ...
 
     @property
+    def is_default(self) -> bool:
+        """Whether tasks of its kind of head have it where nothing tells another one."""
+        ...
+
+    @property
     def uses_totals(self) -> bool:
         """Whether it divides by `TaskOutputs.totals`; otherwise by the number of terms (`loss_weight`)."""
         ...
@@ -192,6 +197,7 @@ class BaseObjective:
     Args: type[LossArgs] = LossArgs
     reference_columns: tuple[str, ...] = ()
     num_batch_values: int = 0
+    is_default: bool = False
     uses_totals: bool = True
     has_logits: bool = True
     eager_reason: str | None = "a task's loss is more than the sum over its targets"
@@ -228,7 +234,7 @@ class BaseObjective:
 
 
 OBJECTIVES: dict[str, Objective] = {}
-"""Every loss by its name, in the order in which they were registered; the first of a kind of head is its default."""
+"""Every loss by its name, in the order in which they were registered."""
 
 
 def register_objective(objective: Objective) -> None:
@@ -249,7 +255,8 @@ def unregister_objective(name: str) -> None:
 
 def objectives_of(kind: HeadKind) -> list[Objective]:
     """Return every loss of a kind of head that a task may name, the default first."""
-    return [entry for entry in OBJECTIVES.values() if entry.head.kind == kind and entry.name != OWN]
+    found = [entry for entry in OBJECTIVES.values() if entry.head.kind == kind and entry.name != OWN]
+    return sorted(found, key=lambda entry: not entry.is_default)
 
 
 def objective_for(kind: HeadKind) -> Objective:
@@ -374,8 +381,14 @@ def _loss_type(objective: Objective, task: TrainedTask, where: str) -> tuple[str
     given: Any = getattr(task.loss_type, "value", task.loss_type)
     if given is None:
         return objective.loss_types[0], []
-    names = list(given) if isinstance(given, (list, tuple)) and given and objective.takes_several else [given]
-    faults = [_loss_type_fault(objective, name, where) for name in names if name not in objective.loss_types]
+    is_list = isinstance(given, (list, tuple)) and bool(given) and objective.takes_several
+    names: list[Any] = list(given) if is_list else [given]
+    faults = [
+        _loss_type_fault(objective, name, where)
+        for name in names
+        # Whatever stands there, also what compares element by element.
+        if not isinstance(name, str) or name not in objective.loss_types
+    ]
     if not faults and len(set(names)) < len(names):
         faults = [Fault(f"{where}.loss_type", shown(given), "each loss once", "Weigh it with loss_weights.")]
     return (None, faults) if faults else (SEVERAL.join(map(str, names)), [])

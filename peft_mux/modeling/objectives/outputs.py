@@ -17,6 +17,9 @@ from peft_mux.data.batch import Columns, MuxBatch
 REFERENCE = "ref_logprobs"
 """Token column with the log-probability of each target under the backbone without adapters; see `TokenOutputs`."""
 
+WORDS = ("target_ids", "teacher_ids")
+"""Token columns that name words whose log-probabilities are wanted beside that of the target."""
+
 BATCH_VALUES = "batch_values"
 """Row value under which sums over the global batch lie, which a pass before this one has made."""
 
@@ -107,6 +110,10 @@ class TokenOutputs(TaskOutputs):
         """Log-probability of each target under the backbone without adapters, or as the rows bring it; else `None`."""
         return self.columns.get(REFERENCE)
 
+    def by_sequence(self, values_M: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the part of values, one for each target, that belongs to each of the S sequences."""
+        return values_M.split(list(self.sequence_counts))
+
     @property
     def row_counts(self) -> tuple[int, ...]:
         """Number of targets of each of the R rows."""
@@ -142,11 +149,13 @@ class SequenceOutputs(TaskOutputs):
         logits_SC: `[S, C]` with gradient.
         class_labels: class (int64) or value (float32) of each sequence, `[S]`.
         row_sequences: number of sequences of each row.
+        problem_type: what the backbone's configuration says of the labels, in the words of transformers; mostly `None`.
     """
 
     logits_SC: torch.Tensor
     class_labels: torch.Tensor | None
     row_sequences: tuple[int, ...] = ()
+    problem_type: str | None = None
 
     @property
     def anchor(self) -> torch.Tensor:

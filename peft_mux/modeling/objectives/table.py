@@ -5,7 +5,8 @@ Shape letters: T tokens, M targets, N tasks, D hidden features.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +56,16 @@ class TaskObjectives:
         self._default = _Assigned(default.name, default_args(default))
         self._by_task: dict[str, _Assigned] = {}
         self.failures: dict[str, str] = {}
+        self._are_rows_made_up = False
+
+    @contextmanager
+    def of_made_up_rows(self) -> Iterator[None]:
+        """Let every task have the default loss in the `with` block: rows that are made up are tokens alone."""
+        before, self._are_rows_made_up = self._are_rows_made_up, True
+        try:
+            yield
+        finally:
+            self._are_rows_made_up = before
 
     def assign(self, task: str, objective: Objective, args: LossArgs | None = None) -> None:
         """Train a task towards another loss than the first of the head.
@@ -126,4 +137,4 @@ class TaskObjectives:
             return TaskLoss(outputs.anchor * float("nan"))
 
     def _assigned(self, task: str) -> _Assigned:
-        return self._by_task.get(task, self._default)
+        return self._default if self._are_rows_made_up else self._by_task.get(task, self._default)

@@ -3,59 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
-from peft_mux.data.batch import IGNORE_INDEX, TaskBatch, TokenSequence
+from peft_mux.data.batch import TaskBatch, TokenSequence
 from peft_mux.modeling.objectives.arguments import LossArgs, read_args
 from peft_mux.modeling.objectives.objective import OBJECTIVES, Objective
 from tests.invariants import mux_lab as lab
+from tests.modeling.objectives import rollouts, targets
+from tests.modeling.objectives.judged_row import JudgedRow
 
 NUM_CLASSES = 3
-
-
-@dataclass(frozen=True)
-class JudgedRow:
-    """A row with what plain PEFT gives for each of its sequences.
-
-    Attributes:
-        row: the row.
-        logits: `[L, V]` of each sequence, or `[C]` for classifiers, float64 with gradient.
-        reference: the same of the backbone without adapters.
-    """
-
-    row: TokenSequence
-    logits: Sequence[torch.Tensor]
-    reference: Sequence[torch.Tensor]
-
-    def logprobs(self, number: int = 0) -> torch.Tensor:
-        """Return the log-probabilities of the targets of a sequence."""
-        return self._logprobs(self.logits[number], number)
-
-    def reference_logprobs(self, number: int = 0) -> torch.Tensor:
-        """Return the same under the backbone without adapters."""
-        return self._logprobs(self.reference[number], number)
-
-    def column(self, name: str, number: int = 0) -> torch.Tensor:
-        """Return a token column at the targets of a sequence, in float64."""
-        start, end = self.row.sequence_bounds[number]
-        chosen = self.row.labels[start + 1 : end] != IGNORE_INDEX
-        return torch.tensor(self.row.token_columns[name][start + 1 : end][chosen])
-
-    def target_logits(self, number: int = 0) -> torch.Tensor:
-        """Return the logits `[M, V]` that predict the targets of a sequence."""
-        start, end = self.row.sequence_bounds[number]
-        chosen = torch.tensor(self.row.labels[start + 1 : end] != IGNORE_INDEX)
-        return self.logits[number][:-1][chosen]
-
-    def _logprobs(self, logits: torch.Tensor, number: int) -> torch.Tensor:
-        start, end = self.row.sequence_bounds[number]
-        labels = torch.tensor(self.row.labels[start + 1 : end])
-        return -F.cross_entropy(logits[:-1], labels, reduction="none", ignore_index=-100)[labels != -100]
 
 
 Judge = Callable[[Sequence[JudgedRow], Any], torch.Tensor]
@@ -127,8 +89,55 @@ def mean_class_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
     return F.cross_entropy(torch.stack([row.logits[0] for row in rows]), labels)
 
 
+def rows_with_a_number_for_each_class(rng: np.random.Generator, objective: Objective) -> list[TokenSequence]:
+    """Return rows with a label from 0 to 1 for each class."""
+    labels = [rng.integers(0, 2, size=NUM_CLASSES).astype(np.float32) for _ in range(5)]
+    plain = plain_rows(rng, objective)
+    return [
+        replace(row, class_label=0, row_values={"class_labels": own}) for row, own in zip(plain, labels, strict=True)
+    ]
+
+
+def multi_label(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
+    """Return the mean binary cross-entropy over rows and classes."""
+    labels = torch.tensor(np.stack([row.row.row_values["class_labels"] for row in rows])).double()
+    return F.binary_cross_entropy_with_logits(torch.stack([row.logits[0] for row in rows]), labels)
+
+
+def tagged_rows(rng: np.random.Generator, objective: Objective) -> list[TokenSequence]:
+    """Return rows with a class for each token, the first and the last one included, but for some."""
+    found = []
+    for index, length in enumerate((9, 4, 2, 17, 6)):
+        tags = rng.integers(0, NUM_CLASSES, size=length)
+        tags[1:-1][rng.random(max(length - 2, 0)) < 0.3] = -100
+        found.append(TokenSequence(rng.integers(1, lab.VOCABULARY, size=length), tags, index, labels_itself=True))
+    return found
+
+
+def mean_tag_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
+    """Return the mean negative log-likelihood of the classes of tokens, as transformers takes it."""
+    labels = torch.cat([torch.tensor(row.row.labels) for row in rows])
+    return F.cross_entropy(torch.cat([row.logits[0] for row in rows]), labels)
+
+
 CASES: list[LossCase] = [
     LossCase("sft", "nll", mean_nll),
+    LossCase("sft", "nll", targets.weighted_nll, rows=targets.weighted_rows, label="weights"),
+    LossCase("sft", "nll", targets.several_nll, rows=targets.rows_with_several_targets, label="several-targets"),
     LossCase("classification", "nll", mean_class_nll),
+    LossCase("classification", "nll", multi_label, rows=rows_with_a_number_for_each_class, label="multi-label"),
+    LossCase("token_classification", "nll", mean_tag_nll, rows=tagged_rows),
+    *[
+        LossCase("distill", kind, targets.distilled, rows=targets.taught_rows)
+        for kind in ("forward_kl", "forward_kl_tail", "cross_entropy")
+    ],
+    LossCase("distill", "cross_entropy", targets.distilled, {"renormalize": True}, targets.taught_rows, "renormalized"),
+    *[
+        LossCase("policy", kind, rollouts.judged, rows=rollouts.rows)
+        for kind in ("grpo", "bnpo", "dapo", "ppo", "cispo", "importance_sampling")
+    ],
+    LossCase("policy", "dr_grpo", rollouts.judged, {"max_completion_length": 20, "beta": 0.1}, rollouts.rows),
+    LossCase("policy", "grpo", rollouts.judged, rollouts.SEQUENCE_LEVEL, rollouts.rows, "sequence-level"),
+    LossCase("policy", "cispo", rollouts.judged, rollouts.CISPO, rollouts.rows_with_reference, "reference"),
 ]
 """A loss of the package comes with a case for each of its variants."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch.nn import functional as F
-from transformers import LlamaForSequenceClassification
+from transformers import LlamaForSequenceClassification, LlamaForTokenClassification
 
 from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
 from peft_mux.data.collator import ChunkPackingCollator
@@ -21,7 +21,7 @@ from peft_mux.engine.cuda_graphs.passes import reason_against
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.prepasses import prepared
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
+from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.arguments import LossArgs
 from peft_mux.modeling.objectives.language_head import LANGUAGE_HEAD
@@ -39,12 +39,16 @@ from peft_mux.modeling.objectives.outputs import TaskLoss, TokenOutputs
 from peft_mux.task import EarlyStopping, Task
 from tests.invariants import mux_lab as lab
 from tests.modeling.objectives.cases import CASES as OTHERS
-from tests.modeling.objectives.cases import NUM_CLASSES, JudgedRow, LossCase
+from tests.modeling.objectives.cases import NUM_CLASSES, LossCase
+from tests.modeling.objectives.judged_row import JudgedRow
 from tests.modeling.objectives.preference.cases import PREFERENCE_CASES
 from tests.modeling.objectives.toy_losses import PairLoss, judge_pairs, pair_rows
 
 PACKAGED = [*OTHERS, *PREFERENCE_CASES]
 CASES = [*PACKAGED, LossCase("toy-pairs", "pair", judge_pairs, {"beta": 0.3}, pair_rows)]
+
+BACKBONES = {CLASSIFICATION: LlamaForSequenceClassification, TOKEN_CLASSIFICATION: LlamaForTokenClassification}
+
 
 # --------------------------------------------------------------- new losses
 
@@ -110,15 +114,15 @@ def model_of(objective: Objective, *names: str, args: LossArgs | None = None) ->
     """Return a float64 model with adapters that do something, and the head that the loss reads."""
     torch.manual_seed(0)
     backbone: Any = lab.tiny_llama()
-    if objective.head.kind == CLASSIFICATION:
+    if objective.head.kind != LANGUAGE_MODEL:
         config = backbone.config
-        config.num_labels, config.pad_token_id = NUM_CLASSES, 0
-        backbone = LlamaForSequenceClassification(config)
+        config.num_labels, config.pad_token_id, config.classifier_dropout = NUM_CLASSES, 0, 0.0
+        backbone = BACKBONES[objective.head.kind](config)
         lab.fill(backbone, 1)
     task_type = objective.head.kind.task_types[0]
     configs = {name: LoraConfig(r=2, target_modules="all-linear", task_type=task_type) for name in names}
     for config in configs.values():
-        config.exclude_modules = ["score"] if objective.head.kind == CLASSIFICATION else None
+        config.exclude_modules = ["score"] if objective.head.kind != LANGUAGE_MODEL else None
     model = MultiTaskPeftModel(backbone, configs, verify=False)
     lab.fill(_Parameters(model), 2)
     for name in names:
@@ -237,7 +241,11 @@ def test_every_sequence_has_its_own_logits_and_labels_for_metrics(case: LossCase
     labels = list(case.objective.head.labels(rows, batch))
     assert len(model.sequence_logits(batch)) == len(labels) == len(rows.sequences)
     needs_label = case.objective.row_form.needs_label
-    wanted = [row.class_label if needs_label else row.labels.tolist() for row in rows.sequences]
+    several = [row.row_values.get("class_labels", row.class_label) for row in rows.sequences]
+    wanted = [
+        np.asarray(value).tolist() if needs_label else row.labels.tolist()
+        for value, row in zip(several, rows.sequences, strict=True)
+    ]
     assert sorted(np.asarray(label).tolist() for label in labels) == sorted(wanted)  # type: ignore[type-var]
 
 

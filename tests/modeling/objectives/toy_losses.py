@@ -16,7 +16,7 @@ from peft_mux.modeling.objectives.language_head import LANGUAGE_HEAD
 from peft_mux.modeling.objectives.objective import BaseObjective, Objective
 from peft_mux.modeling.objectives.outputs import TaskLoss, TokenOutputs
 from tests.invariants import mux_lab as lab
-from tests.modeling.objectives.cases import JudgedRow
+from tests.modeling.objectives.judged_row import JudgedRow
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,8 @@ from peft_mux.data.batch import IGNORE_INDEX, TokenSequence
 from peft_mux.data.preferences.mismatched import with_mismatched
 from peft_mux.modeling.objectives.objective import Objective
 from tests.invariants import mux_lab as lab
-from tests.modeling.objectives.cases import Judge, JudgedRow, LossCase
+from tests.modeling.objectives.cases import Judge, LossCase
+from tests.modeling.objectives.judged_row import JudgedRow
 
 LENGTHS = ((5, 7), (4, 6), (9, 5), (8, 12))
 

@@ -4,34 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from peft_mux.data.batch import IGNORE_INDEX
 from peft_mux.data.cells import RowCells
-
-
-@dataclass(frozen=True, slots=True)
-class TokenColumn:
-    """What a column with a number for each token may hold.
-
-    Attributes:
-        is_required: whether every row has to have it; otherwise every row of a dataset has it, or none.
-        is_ids: whether it holds token ids; otherwise finite numbers.
-        is_wide: whether there are several numbers a token, `[L, K]`; otherwise one, `[L]`.
-        may_be_row: whether one number may stand for all tokens of the row.
-        is_non_negative: whether its numbers may not be below 0.
-        beside: another column that it comes with, of the same shape; "" for none.
-    """
-
-    is_required: bool = False
-    is_ids: bool = False
-    is_wide: bool = False
-    may_be_row: bool = False
-    is_non_negative: bool = False
-    beside: str = ""
+from peft_mux.data.formats import TokenColumn
 
 
 def read_columns(
@@ -61,6 +40,8 @@ def read_columns(
         _check_values(name, column, values, index, cells)
         found[name] = values
     for name in found:
+        if columns[name].not_beside in found:
+            raise cells.error(index, name, f'a value beside "{columns[name].not_beside}"', "one of the two")
         other = columns[name].beside
         if other and found[other].shape != found[name].shape:
             got = f"shape {list(found[name].shape)}"
@@ -69,15 +50,19 @@ def read_columns(
 
 
 def with_given_targets(labels: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return labels of which tokens with `target_ids` carry the first of these, and no others carry any.
+    """Return labels of the tokens that are learnt: those whose weight, or weights of several targets, are not all 0.
+
+    Several targets of a token are told by the first of them.
 
     Args:
         labels: `[L]`, of the row as it came.
-        columns: token columns of the row; without `target_ids` the labels stay as they are.
+        columns: token columns of the row; without `weights` or `target_ids` the labels stay as they are.
     """
+    # Where no weight is above 0 nothing is learnt, so the position never meets the output head.
+    if "weights" in columns:
+        return np.where(columns["weights"] > 0, labels, IGNORE_INDEX)
     if "target_ids" not in columns:
         return labels
-    # Where no weight is above 0 nothing is learnt, so the position never meets the output head.
     is_target = (columns["target_weights"] > 0).any(axis=1)
     return np.where(is_target, columns["target_ids"][:, 0], IGNORE_INDEX)
 

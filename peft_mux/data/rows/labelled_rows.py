@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,10 @@ import numpy as np
 from peft_mux.data.batch import TokenSequence
 from peft_mux.data.cells import RowCells
 from peft_mux.data.formats import LABEL_COLUMNS
-from peft_mux.data.length_limit import LengthLimit
+from peft_mux.data.rows.length_limit import LengthLimit
+
+CLASS_LABELS = "class_labels"
+"""Row value with a number for each class, of multi-label classification and of regressions on several values."""
 
 _BEYOND_CLASSES, _BEYOND_NUMBERS = 2**31, 2**63
 _truncation = threading.Lock()
@@ -38,6 +42,7 @@ class LabelledRows:
         self._cells = cells
         self._limit = limit
         self._tokenizer = tokenizer
+        self._num_values: int | None = None
 
     def sequence(self, row: Mapping[str, Any], index: int) -> TokenSequence | None:
         """Return the sequence of a row with its label, or `None` where the row is left out (and counted).
@@ -59,7 +64,26 @@ class LabelledRows:
             return None
         # Rows are cut at their end, so the types are cut alike.
         types = None if types is None else types[: len(kept[0])]
+        if isinstance(row[column], (list, tuple, np.ndarray)) and np.ndim(row[column]) > 0:
+            values = {CLASS_LABELS: self._labels(row[column], index, column)}
+            return TokenSequence(kept[0], kept[1], index, 0, types, row_values=values)
+        if self._num_values is not None:
+            raise self._cells.error(
+                index, column, repr(row[column]), f"a list of {self._num_values} numbers, as before"
+            )
         return TokenSequence(kept[0], kept[1], index, self._label(row[column], index, column), types)
+
+    def _labels(self, value: Any, index: int, column: str) -> np.ndarray:
+        """Return the labels of a row that has one for each class: 0 to 1, or values of a regression."""
+        with suppress(ValueError, TypeError):  # numpy's, of lists within lists and of None
+            array = np.asarray(value, dtype=np.float32)
+            count = self._num_values or self.num_labels or len(array)
+            if array.ndim == 1 and len(array) == count and count > 1 and np.isfinite(array).all():
+                self._num_values = count
+                return array
+        wanted = self._num_values or self.num_labels
+        allowed = f"{wanted} finite numbers" if wanted else "finite numbers, at least two"
+        raise self._cells.error(index, column, f"{value!r:.60}", f"a list of {allowed}, one for each class")
 
     def _token_ids(self, row: Mapping[str, Any], index: int) -> tuple[np.ndarray, np.ndarray | None]:
         ids = self._cells.integers(row["input_ids"], index, "input_ids")

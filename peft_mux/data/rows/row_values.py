@@ -68,4 +68,4 @@ def _column(name: str, rows: list[tuple[TokenSequence, int, int]]) -> torch.Tens
 
 
 def _values(name: str, rows: list[tuple[TokenSequence, int, int]]) -> torch.Tensor:
-    return torch.tensor([sequence.row_values[name] for sequence, _, _ in rows], dtype=torch.float32)
+    return torch.from_numpy(np.asarray([sequence.row_values[name] for sequence, _, _ in rows], dtype=np.float32))

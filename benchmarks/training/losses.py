@@ -1,0 +1,264 @@
+"""Times each loss: four tasks of it in one run of this package, beside TRL's trainer for one task after another.
+
+python -m benchmarks.training.losses                       about 5 minutes on one core; needs trl
+
+Both take the same rows in the same order in fp32, and the first loss of every task is checked to be the same. A process
+of its own runs each contender, on one thread. Seconds are those of the processor for a step of all four tasks, the
+least of all steps but the first; memory is what the process needs at most beyond what it held when training began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from benchmarks.paths import RESULTS, SHARED_DATA
+
+LOSSES = ("sft", "dpo", "orpo", "kto", "reward")
+NUM_TASKS, BATCH, STEPS, RATE, MAX_LENGTH = 4, 4, 4, 1e-3, 256
+
+
+def main() -> None:
+    """Run every loss with both contenders, and print a row for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--losses", nargs="+", choices=LOSSES, default=LOSSES, help="which losses")
+    parser.add_argument("--hidden-size", type=int, default=256, help="width of the Llama")
+    parser.add_argument("--layers", type=int, default=6, help="its layers")
+    parser.add_argument("--contender", choices=("ours", "trl"), help="run one of them, and print it as JSON")
+    parser.add_argument("--save", action="store_true", help="keep the result in benchmarks/results")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.contender:
+        measured = (ours if options.contender == "ours" else in_turn)(options.losses[0], options)
+        print(json.dumps(measured.__dict__))
+        return
+    rows = [(loss, *(_run(contender, loss, options) for contender in ("ours", "trl"))) for loss in options.losses]
+    print(f"{NUM_TASKS} tasks of {BATCH} rows, Llama {options.hidden_size} x {options.layers}, 1 thread, fp32")
+    print("| loss | peft_mux: s/step | TRL in turn: s/step | ratio | peft_mux: MiB | TRL, one task: MiB |")
+    print("|---|---|---|---|---|---|")
+    for loss, mine, theirs in rows:
+        same = all(abs(a - b) <= 1e-4 * abs(b) for a, b in zip(mine.first_losses, theirs.first_losses, strict=True))
+        if not same:
+            raise SystemExit(f"{loss}: first losses {mine.first_losses}, not {theirs.first_losses}: unequal work")
+        ratio = theirs.step_s / mine.step_s
+        print(f"| {loss} | {mine.step_s:.3f} | {theirs.step_s:.3f} | {ratio:.2f} | {mine.mib:.0f} | {theirs.mib:.0f} |")
+    if options.save:
+        found = {loss: {"peft_mux": mine.__dict__, "trl": theirs.__dict__} for loss, mine, theirs in rows}
+        (RESULTS / "losses.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+@dataclass
+class Measured:
+    """What a contender needed.
+
+    Attributes:
+        step_s: seconds of the processor for a step of all tasks.
+        mib: greatest memory beyond that with which training began, in MiB.
+        first_losses: of each task, before its first update.
+    """
+
+    step_s: float
+    mib: float
+    first_losses: list[float]
+
+
+def _run(contender: str, loss: str, options: argparse.Namespace) -> Measured:
+    command = [sys.executable, "-m", "benchmarks.training.losses", "--contender", contender, "--losses", loss]
+    command += ["--hidden-size", str(options.hidden_size), "--layers", str(options.layers)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stderr[-3000:])
+    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+
+
+@cache
+def texts() -> list[dict[str, str]]:
+    """Return prompts with answers; made of words where real ones are absent."""
+    path = SHARED_DATA / "text" / "openbookqa.train.jsonl"
+    count = NUM_TASKS * BATCH * STEPS
+    if path.is_file():
+        lines = path.read_text(encoding="utf-8").splitlines()[: 4 * count]
+        return [json.loads(line) for line in lines]
+    words = "the sky is blue and the grass is green but snow is white while night is black".split()
+    return [{"prompt": " ".join(words[place % 7 : 12]), "completion": words[place % 15]} for place in range(4 * count)]
+
+
+@cache
+def tokenizer() -> Any:
+    """Return a tokenizer made from the texts."""
+    from peft_mux.demo.small_llama import make_tokenizer
+
+    return make_tokenizer([row["prompt"] + row["completion"] for row in texts()])
+
+
+def backbone(loss: str, options: argparse.Namespace) -> Any:
+    """Return a small random Llama, the same at every call; with one output for rewards."""
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
+
+    config = LlamaConfig(
+        vocab_size=len(tokenizer()),
+        hidden_size=options.hidden_size,
+        intermediate_size=options.hidden_size * 3,
+        num_hidden_layers=options.layers,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        max_position_embeddings=512,
+        bos_token_id=None,
+        eos_token_id=tokenizer().eos_token_id,
+        pad_token_id=tokenizer().pad_token_id,
+        num_labels=1,
+    )
+    torch.manual_seed(0)
+    return (LlamaForSequenceClassification if loss == "reward" else LlamaForCausalLM)(config)
+
+
+def adapter(loss: str) -> Any:
+    """Return the adapter of every task."""
+    from peft import LoraConfig
+
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return LoraConfig(r=8, target_modules=targets, task_type="SEQ_CLS" if loss == "reward" else "CAUSAL_LM")
+
+
+def rows_of(loss: str, task: int) -> list[dict[str, Any]]:
+    """Return the rows of a task, as many as its steps read."""
+    given = texts()[task::NUM_TASKS][: BATCH * STEPS + 1]
+    rows: list[dict[str, Any]] = []
+    for place, row in enumerate(given[:-1]):
+        good, bad = row["completion"], f"{given[place + 1]['completion']} {row['completion']}"
+        if loss == "sft":
+            rows.append({"prompt": row["prompt"], "completion": good})
+        elif loss == "kto":
+            answer = good if place % 2 else bad
+            rows.append({"prompt": row["prompt"], "completion": answer, "label": bool(place % 2)})
+        else:
+            rows.append({"prompt": row["prompt"], "chosen": good, "rejected": bad})
+    return rows
+
+
+def resident_mib() -> float:
+    """Return the memory that this process holds now."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+
+
+def peak_mib() -> float:
+    """Return the greatest memory that this process has held."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def ours(loss: str, options: argparse.Namespace) -> Measured:
+    """Train all tasks together."""
+    from transformers import TrainerCallback
+
+    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
+
+    begins, first = [], {}
+
+    class Watch(TrainerCallback):
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            begins.append(time.process_time())
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            for run in trainer.table:
+                first.setdefault(run.name, run.last_loss)
+
+    tasks = [
+        Task(
+            name=f"task{task}",
+            peft_config=adapter(loss),
+            train_dataset=rows_of(loss, task),
+            train_batch_size=BATCH,
+            max_steps=STEPS,
+            learning_rate=RATE,
+            shuffle=False,
+            max_length=MAX_LENGTH,
+            objective=loss,
+        )
+        for task in range(NUM_TASKS)
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        args = MultiTaskTrainingArguments(
+            output_dir=folder, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True
+        )
+        trainer = MultiTaskTrainer(
+            backbone(loss, options), args, tasks, processing_class=tokenizer(), callbacks=[Watch()]
+        )
+        before = resident_mib()
+        trainer.train()
+    steps = [end - start for start, end in zip(begins[1:], begins[2:], strict=False)]
+    return Measured(min(steps), peak_mib() - before, [first[task.name] for task in tasks])
+
+
+def in_turn(loss: str, options: argparse.Namespace) -> Measured:
+    """Train one task after another with TRL's trainer."""
+    import trl
+    from datasets import Dataset
+    from transformers import TrainerCallback
+    from trl.experimental import orpo
+
+    home, name = (orpo, "ORPO") if loss == "orpo" else (trl, loss.upper() if loss != "reward" else "Reward")
+    kind, config = getattr(home, f"{name}Trainer"), getattr(home, f"{name}Config")
+    step_s, first, growth = 0.0, [], 0.0
+
+    class Watch(TrainerCallback):
+        def __init__(self) -> None:
+            self.begins: list[float] = []
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.begins.append(time.process_time())
+
+    class Recording(kind):
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(*args, **kwargs)
+            losses.append((loss[0] if isinstance(loss, tuple) else loss).detach())
+            return loss
+
+    for task in range(NUM_TASKS):
+        losses: list[torch.Tensor] = []
+        watch = Watch()
+        with tempfile.TemporaryDirectory() as folder:
+            args = config(
+                output_dir=folder,
+                max_steps=STEPS,
+                per_device_train_batch_size=BATCH,
+                learning_rate=RATE,
+                max_length=MAX_LENGTH,
+                train_sampling_strategy="sequential",
+                gradient_checkpointing=False,
+                bf16=False,
+                use_cpu=True,
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                dataloader_pin_memory=False,
+            )
+            trainer = Recording(
+                model=backbone(loss, options),
+                args=args,
+                train_dataset=Dataset.from_list(rows_of(loss, task)),
+                processing_class=tokenizer(),
+                peft_config=adapter(loss),
+                callbacks=[watch],
+            )
+            before = resident_mib()
+            trainer.train()
+        # The first task tells: later ones begin with what it has left.
+        growth = growth or peak_mib() - before
+        step_s += min(end - start for start, end in zip(watch.begins[1:], watch.begins[2:], strict=False))
+        first.append(losses[0].item())
+    return Measured(step_s, growth, first)
+
+
+if __name__ == "__main__":
+    main()
