@@ -1,4 +1,4 @@
-"""A user's own function as a loss: what it may return, that what it raises is its own affair, and the targets it sees."""
+"""A user's own function as a loss: what it may return, and that what it raises fails its task alone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BROKEN = {
     "ValueError: no reward": lambda outputs: (_ for _ in ()).throw(ValueError("no reward")),
     "RuntimeError: broken backward": lambda outputs: _BrokenBackward.apply(outputs.nll_M),
     "a tensor of shape [1, ": lambda outputs: outputs.nll_M[None],
-    "got None": lambda outputs: None,
+    "returned None": lambda outputs: None,
 }
 
 
