@@ -1,0 +1,95 @@
+"""A user's own function as a loss: what it may return, and that what it raises fails its task alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.errors import ConfigError
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.objectives.outputs import TokenOutputs
+from tests.invariants import mux_lab as lab
+
+
+class _BrokenBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, d_loss: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("broken backward")
+
+
+def _per_token(outputs: TokenOutputs) -> torch.Tensor:
+    return outputs.nll_M
+
+
+BROKEN = {
+    "ValueError: no reward": lambda outputs: (_ for _ in ()).throw(ValueError("no reward")),
+    "RuntimeError: broken backward": lambda outputs: _BrokenBackward.apply(outputs.nll_M),
+    "a tensor of shape [1, ": lambda outputs: outputs.nll_M[None],
+    "returned None": lambda outputs: None,
+}
+
+
+def test_a_function_that_returns_the_nll_trains_as_sft_does(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 3, "learning_rate": 1e-3}
+    tasks = [
+        lab.small_task("plain", data_seed=1, **options),
+        lab.small_task("own", data_seed=1, objective=_per_token, **options),
+    ]
+    run = lab.train(tasks, tmp_path, max_tokens_per_micro_batch=32)
+    lab.assert_close(run.losses["own"], run.losses["plain"], 1e-5, "own")
+
+
+@pytest.mark.parametrize("reason", BROKEN)
+def test_what_a_function_raises_or_returns_wrongly_fails_its_task_alone(reason: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_steps": 2, "learning_rate": 1e-3}
+    healthy = lab.small_task("plain", data_seed=1, **options)
+    run = lab.train([healthy, lab.small_task("own", data_seed=2, objective=BROKEN[reason], **options)], tmp_path)
+    table = run.trainer.table
+    assert table["own"].status == "failed"
+    assert "objective: " in table["own"].reason
+    assert reason in table["own"].reason
+    assert table["plain"].status == "succeeded"
+
+
+def test_wrong_arguments_are_told_all_at_once_with_the_nearest_names() -> None:
+    with pytest.raises(ConfigError) as error:
+        lab.small_task(
+            "a",
+            data_seed=1,
+            objective="policy",
+            loss_type="gpro",
+            objective_args={"epsilno": 1, "beta": -1, "delta": "x"},
+        )
+    message = str(error.value)
+    for part in ("loss_type: got 'gpro'", '"grpo"', "objective_args.epsilno", "objective_args.beta", "args.delta"):
+        assert part in message
+
+
+def test_token_logprobs_are_in_data_order_with_gradient() -> None:
+    config = lab.small_task("a", data_seed=1).peft_config
+    model = MultiTaskPeftModel(lab.tiny_llama(), {"a": config, "b": config}, verify=False)
+    rows = [
+        {"task": name, "input_ids": [3 + number, 5, 7, 9], "weights": [0, 1.0, 0, 2.0]}
+        for number in range(2)
+        for name in "ab"
+    ]
+    found = model.token_logprobs(ChunkPackingCollator()(rows))
+    for task, outputs in found.items():
+        assert outputs.sequence_counts == (2, 2)
+        assert outputs.columns["weights"].tolist() == [1, 2, 1, 2]
+        parts = outputs.by_sequence(outputs.logprobs_M)
+        for number, part in enumerate(parts):
+            ids = torch.tensor([[3 + number, 5, 7, 9]])
+            logits = model.task_view(task)(input_ids=ids).logits[0].log_softmax(dim=1)
+            wanted = torch.stack([logits[0, 5], logits[2, 9]])
+            torch.testing.assert_close(part, wanted, rtol=1e-5, atol=1e-6)
+    found["a"].nll_M.sum().backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.task_parameters("a").values())
