@@ -82,6 +82,8 @@ class Arrivals:
         kind = kind_of(config)
         adapter = self._registry.add(name, config, kind)
         # Before layers are attached, as they enroll with the maker of their kind.
+        if len(self._registry.tasks) == 1 and not self.tuners.has_begun:
+            self.tuners.begin(model, kind, adapter)
         if kind.name not in model.stream.makers:
             maker = kind.pass_maker(self._registry.slab_of_adapter)
             model.stream.makers |= {} if maker is None else {kind.name: maker}
@@ -91,7 +93,7 @@ class Arrivals:
         _drop_heads_from_targets(model.peft_config[adapter])
         model.objectives.head.prepare(model.backbone, adapter, num_labels, seed, is_new=self._is_head_new)
         # So that names are those of a model of one PEFT type, which files are written with.
-        with self.tuners.alone(model, kind):
+        with self.tuners.alone(model, kind, adapter):
             own = _parameters_of(model, adapter)
         self._registry.adopt(name, own, are_described=is_meta(model.backbone))
 
@@ -128,11 +130,12 @@ class Arrivals:
             model.objectives.forget(name)
             model.stream.clear_tables()
             others = list(registry.adapters.values())
-            with self.tuners.alone(model, kind):
+            with self.tuners.alone(model, kind, adapter):
                 # PEFT warns, and chooses by itself, where the active adapter is deleted.
                 if adapter in model.active_adapters and others:
                     model.base_model.set_adapter(others[0])
                 model.delete_adapter(adapter)
+            self.tuners.forget(model, kind, adapter)
         model.active_adapter = next(iter(registry.adapters.values()), [])
         if self.tuners.is_mixed and model.active_adapter:
             model.select_adapter(model.active_adapter)

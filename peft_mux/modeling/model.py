@@ -300,11 +300,11 @@ class MultiTaskPeftModel(PeftModel):
 
     def alone(self, adapter: str) -> AbstractContextManager[None]:
         """Let the model be what PEFT made of it for the PEFT type of an adapter (internal id), in the `with` block."""
-        return self._arrivals.tuners.alone(self, kind_of(self.peft_config[adapter]))
+        return self._arrivals.tuners.alone(self, kind_of(self.peft_config[adapter]), adapter)
 
     def merge_and_unload_adapter(self, adapter: str) -> Any:
         """Return the backbone with one adapter (internal id) merged in; as in PEFT, all are gone afterwards."""
-        tuner = self._arrivals.tuners.leave_alone(self, kind_of(self.peft_config[adapter]))
+        tuner = self._arrivals.tuners.leave_alone(self, kind_of(self.peft_config[adapter]), adapter)
         return tuner.merge_and_unload(adapter_names=[adapter])
 
     def unload(self) -> Any:

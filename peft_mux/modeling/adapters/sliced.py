@@ -81,6 +81,7 @@ class SlicedKind:
 
     draws_itself: bool = False
     can_be_cut: bool = False
+    lies_apart: bool = True
 
     def __init__(
         self,
