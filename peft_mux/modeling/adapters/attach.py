@@ -47,11 +47,15 @@ def detach(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module.__dict__.get("forward"), MultiplexedForward):
             del module.forward
+    inside = ""
     # A list, as modules are replaced on the way.
     for name, module in list(model.named_modules()):
+        # A layer of another type, or task, within one that is gone by now.
+        if inside and name.startswith(inside):
+            continue
         original = getattr(module, "original_module", None) if isinstance(module, ModulesToSaveWrapper) else None
         if isinstance(module, BaseTunerLayer):
-            original = module.get_base_layer()
+            original, inside = module.get_base_layer(), f"{name}."
         if original is not None:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, original)

@@ -6,10 +6,11 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from peft import PeftConfig
+from peft import PeftConfig, PeftType
 from torch import nn
 
 from peft_mux.errors import Fault, closest
+from peft_mux.modeling.adapters.catalogue.registry import entry_of
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, find_kind, kind_of
 from peft_mux.modeling.adapters.patterns import pattern_faults
 from peft_mux.modeling.backbone.modules import adaptable_modules
@@ -26,10 +27,18 @@ def peft_config_faults(config: PeftConfig, where: str) -> list[Fault]:
         return [Fault(f"{where}.peft_config", type(config).__name__, "a peft.PeftConfig such as LoraConfig(r=8)")]
     kind = find_kind(config)
     if kind is None:
-        supported = ", ".join(peft_type.value for peft_type in KINDS)
-        got = getattr(config.peft_type, "value", config.peft_type)
-        return [Fault(f"{where}.peft_config", f"{type(config).__name__} ({got})", f"PEFT types {supported}")]
+        return [_type_fault(config, f"{where}.peft_config")]
     return kind.faults(config, f"{where}.peft_config")
+
+
+def _type_fault(config: PeftConfig, where: str) -> Fault:
+    supported = ", ".join(peft_type.value for peft_type in KINDS)
+    got = getattr(config.peft_type, "value", config.peft_type)
+    fix = ""
+    if isinstance(config.peft_type, PeftType):
+        entry = entry_of(config.peft_type)
+        fix = f"{entry.refusal[:1].upper()}{entry.refusal[1:]}. Nearest: {', '.join(entry.nearest)}."
+    return Fault(where, f"{type(config).__name__} ({got})", f"PEFT types {supported}", fix if fix[:1] != "." else "")
 
 
 def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
@@ -44,7 +53,11 @@ def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
     faults = pattern_faults(config, [name for name, _ in backbone.named_modules()], where)
     if faults:
         return faults
-    modules = adaptable_modules(backbone)
+    own_faults = getattr(kind, "backbone_faults", None)
+    faults = own_faults(config, backbone, where) if own_faults is not None else []
+    if faults:
+        return faults
+    modules = getattr(kind, "adaptable", adaptable_modules)(backbone)
     leaves = sorted({name.rsplit(".", 1)[-1] for name in modules})
     targets = config.target_modules
     known = f'modules of {type(backbone).__name__}: {", ".join(leaves)}; or "all-linear"'

@@ -70,6 +70,11 @@ class ReplicaLayout(Protocol):
         """Whether every process holds the whole model."""
         ...
 
+    @property
+    def replicas(self) -> Sequence[Any]:
+        """The replicas, each with `tp`, the number of processes among which its layers are cut."""
+        ...
+
 
 class AdapterKind(Protocol):
     """What the product asks of a PEFT type; nothing outside a kind's own room names the type.
