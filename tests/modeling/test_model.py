@@ -15,16 +15,12 @@ import pytest
 import torch
 from peft import (
     AdaLoraConfig,
-    IA3Config,
-    LoHaConfig,
-    LoKrConfig,
     LoraConfig,
-    OFTConfig,
     PeftConfig,
     PeftModel,
+    PolyConfig,
     PrefixTuningConfig,
     PromptTuningConfig,
-    VeraConfig,
     get_peft_model,
 )
 from safetensors.torch import load_file, save_file
@@ -710,11 +706,7 @@ def test_without_adapters_the_model_is_the_backbone() -> None:
 
 UNSUPPORTED_KINDS: dict[str, Callable[[], PeftConfig]] = {
     "ADALORA": lambda: AdaLoraConfig(target_modules=["q_proj"], total_step=10),
-    "IA3": lambda: IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
-    "LOHA": lambda: LoHaConfig(target_modules=["q_proj"]),
-    "LOKR": lambda: LoKrConfig(target_modules=["q_proj"]),
-    "OFT": lambda: OFTConfig(target_modules=["q_proj"]),
-    "VERA": lambda: VeraConfig(target_modules=["q_proj"]),
+    "POLY": lambda: PolyConfig(target_modules=["q_proj"]),
     "PREFIX_TUNING": lambda: PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
     "PROMPT_TUNING": lambda: PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
 }

@@ -42,12 +42,11 @@ WEIGHT_SPACE = (
         "OFT",
         _WEIGHTS,
         "orthogonal blocks that rotate the inputs",
-        (
-            *("r", "oft_block_size", "module_dropout", "init_weights", "block_share", "use_cayley_neumann"),
-            "num_cayley_neumann_terms",
-        ),
-        reasons={"coft": "it changes its weights in the forward pass, while all passes of a step must see the same"},
-        draws=True,
+        ("r", "oft_block_size", "init_weights", "block_share", "use_cayley_neumann", "num_cayley_neumann_terms"),
+        reasons={
+            "coft": "it changes its weights in the forward pass, while all passes of a step must see the same",
+            "module_dropout": "PEFT's own layer never applies it",
+        },
     ),
     TypeEntry("HRA", _WEIGHTS, "a chain of reflections of the inputs", ("r", "apply_GS", "init_weights")),
     TypeEntry("SHIRA", _WEIGHTS, "some elements of a weight", ("r", "mask_type", "random_seed", "init_weights")),
