@@ -31,6 +31,7 @@ ADDING = (
         _SLICED,
         "a projection that takes a subspace out of the outputs, and what comes in its place",
         ("r", "decomposition_method", "init_scale", "alpha", "para", "deft_dropout", "init_weights"),
+        reads_weights=True,
     ),
     TypeEntry(
         "OSF",

@@ -39,6 +39,10 @@ _MEANINGS = {
 }
 
 
+WEIGHTS_ARE_READ = "what it begins with is computed from frozen weights"
+"""Why a type that reads weights cannot be held by a part of a model."""
+
+
 @dataclass(frozen=True)
 class TypeEntry:
     """What is known of one PEFT type.
