@@ -9,6 +9,7 @@ from typing import Any
 from peft import PeftConfig
 from torch import nn
 
+from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.attach import attach
 from peft_mux.modeling.adapters.injection import hidden_adapters, is_meta, own_copy, peft_refusals, seeded
 from peft_mux.modeling.adapters.kind import kind_of
@@ -95,6 +96,11 @@ class Arrivals:
         # So that names are those of a model of one PEFT type, which files are written with.
         with self.tuners.alone(model, kind, adapter):
             own = _parameters_of(model, adapter)
+        if not own:
+            raise ConfigError(
+                f"tasks.{name}.peft_config: got a configuration with which PEFT trains nothing; allowed: target modules"
+                " that its type can adapt, and at least one part of it that is trained."
+            )
         self._registry.adopt(name, own, are_described=is_meta(model.backbone))
 
     def register_absent(self, model: Any, name: str, config: PeftConfig) -> None:

@@ -132,15 +132,24 @@ def read_adapter(folder: Path, pieces: Mapping[str, Piece]) -> dict[str, torch.T
     """
     # Also weights that are not finite: the step after them fails the task, as it would have without the interruption.
     state = _read_weights(folder)
+    found_by_name = {name: state.get(_key_in(state, name)) for name in pieces}
     for name, piece in pieces.items():
-        found = state.get(saved_key(name))
+        found = found_by_name[name]
         if found is None or tuple(found.shape) != piece.shape:
             got = "nothing" if found is None else f"shape {list(found.shape)}"
             raise CheckpointError(
                 f"{folder}: got {got} for {saved_key(name)}; allowed: {list(piece.shape)}, an adapter of the same"
                 " configuration on the same backbone."
             )
-    return {name: state[saved_key(name)] for name in pieces}
+    return {name: tensor for name, tensor in found_by_name.items() if tensor is not None}
+
+
+def _key_in(state: Mapping[str, torch.Tensor], name: str) -> str:
+    """Return the key of a parameter in a file: what layers share has no layer's name there, but the model's."""
+    key = saved_key(name)
+    parts = key.split(".")
+    shared = (f"base_model.{'.'.join(parts[-count:])}" for count in (1, 2))
+    return next((candidate for candidate in (key, *shared) if candidate in state), key)
 
 
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:

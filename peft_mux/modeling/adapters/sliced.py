@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from torch import nn
 
 from peft_mux.errors import Fault
+from peft_mux.modeling.adapters.default_types import types_of_defaults
 from peft_mux.modeling.adapters.field_types import type_faults
 from peft_mux.modeling.adapters.fields import complete_heads, field_faults, task_type_faults
 from peft_mux.modeling.adapters.kind import CutLayers, CutOfLayer, ReplicaLayout, Shapes, SlabOf
@@ -129,6 +131,15 @@ class SlicedAdapter(MultiplexedForward):
         return any(adapter in getattr(layer, name) for name in layer.adapter_layer_names)
 
 
+def _own_faults(config: Any, where: str) -> list[Fault]:
+    """Return what PEFT says of a configuration that was changed since it was made, which PEFT itself does not see."""
+    try:
+        replace(config)
+    except (TypeError, ValueError, LookupError, ImportError) as error:
+        return [Fault(where, type(config).__name__, "what PEFT takes", f"PEFT refuses it: {error}")]
+    return []
+
+
 def _sliced(module: Any) -> SlicedAdapter | None:
     forward = module.__dict__.get("forward")
     return forward if isinstance(forward, SlicedAdapter) else None
@@ -193,6 +204,7 @@ class SlicedKind:
         self._draws = draws
         self._mark = f".{tuner.prefix}"
         self._fields, self._reasons = frozenset(fields) | _COMMON_FIELDS, reasons or {}
+        self._types = types_of_defaults(PEFT_TYPE_TO_CONFIG_MAPPING[peft_type], self._fields)
 
     # ------------------------------------------------------- configurations
 
@@ -203,7 +215,8 @@ class SlicedKind:
     def faults(self, config: Any, where: str) -> list[Fault]:
         """Return a fault for every field that is set and not supported, for the task type, and for wrong types."""
         known = field_faults(config, where, supported=self._fields, reasons=self._reasons)
-        return [*known, *task_type_faults(config, where), *type_faults(config, where, {}, self._fields)]
+        known += [*task_type_faults(config, where), *type_faults(config, where, self._types, self._fields)]
+        return known or _own_faults(config, where)
 
     def width_faults(self, config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
         """Return nothing: what does not fit, PEFT itself refuses."""

@@ -28,7 +28,6 @@ from torch import nn
 from peft_mux.modeling.adapters.injection import is_meta
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, kind_of_layer
 
-
 Owner = tuple[PeftType, str]
 """Whose a tuner and its layers are: those of a PEFT type, or of one adapter where its kind's adapters lie apart."""
 
@@ -171,7 +170,7 @@ def _mark(backbone: nn.Module, owner: Owner) -> None:
     if owner[1]:
         for module in backbone.modules():
             if isinstance(module, BaseTunerLayer) and _owner_of_layer(module) == (owner[0], ""):
-                module.__dict__[_OWNER] = owner[1]
+                setattr(module, _OWNER, owner[1])
 
 
 @contextmanager
@@ -219,7 +218,9 @@ def _stack(backbone: nn.Module, name: str, layers: list[Any]) -> None:
     if inner is None:
         return
     rank = list(KINDS)
-    for _, layer in sorted(((_owner_of_layer(layer), layer) for layer in layers), key=lambda pair: _place(pair[0], rank)):
+    for _, layer in sorted(
+        ((_owner_of_layer(layer), layer) for layer in layers), key=lambda pair: _place(pair[0], rank)
+    ):
         layer.base_layer, inner = inner, layer
     _put(backbone, name, inner)
 

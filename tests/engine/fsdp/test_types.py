@@ -11,9 +11,9 @@ from peft import PeftType
 
 from peft_mux import MultiTaskPeftModel
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.executor import Executor
 from peft_mux.engine.replicas.even_shares import EvenShares
 from peft_mux.engine.work import StepWork
-from peft_mux.engine.executor import Executor
 from peft_mux.modeling.adapters.kind import KINDS
 from tests.engine.fsdp import cases as fsdp
 from tests.engine.processes.cases import launch, values
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.distributed
 
 
 def sharded_types() -> list[PeftType]:
-    return [one for one in KINDS if one not in (PeftType.LORA, )]
+    return [one for one in KINDS if one not in (PeftType.LORA,)]
 
 
 def mux_model(types: list[str]) -> MultiTaskPeftModel:
@@ -37,8 +37,8 @@ def mux_model(types: list[str]) -> MultiTaskPeftModel:
 
 
 def one_step(model: MultiTaskPeftModel, executor: Any, rank: int, world_size: int) -> dict[str, Any]:
-    import torch
     from peft_mux.data.batch import TaskBatch, TokenSequence
+
     batches = []
     for number, name in enumerate(model.tasks):
         ids = [np.asarray(row["input_ids"]) for row in rows(number, 3, 4, 11)]

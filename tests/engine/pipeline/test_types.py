@@ -18,6 +18,7 @@ from peft_mux.engine.pipeline.stage_loading import load_stage
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.modeling.adapters.catalogue.entry import Category
 from peft_mux.modeling.adapters.catalogue.registry import category_of
+from peft_mux.modeling.adapters.files import adapter_state, saved_key
 from peft_mux.modeling.adapters.kind import KINDS
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.cases import CASES
@@ -56,8 +57,12 @@ def passed(stages: list[StageModel], batch: MuxBatch) -> torch.Tensor:
     return losses
 
 
-def test_at_least_ten_types_train_on_stages() -> None:
+def test_types_that_train_on_stages_have_no_more_in_their_files_than_the_weights_that_stages_gather() -> None:
     assert len(staged_types()) >= 10
+    model = mux_model()
+    for name in model.tasks:
+        keys = adapter_state(model, model.adapter_of(name)).keys()
+        assert keys == {saved_key(key) for key in model.task_parameters(name)}, name
 
 
 def test_two_stages_give_the_losses_and_gradients_of_the_whole_model_to_every_type() -> None:

@@ -43,7 +43,6 @@ def _case(config: str, settings: Callable[[int], dict[str, Any]], *, dropout: st
     return Case(make, dropped=dropped, **facts)
 
 
-
 _IA3_TARGETS = ["k_proj", "down_proj", "v_proj"]
 
 CASES_BY_NAME: dict[str, Case] = {

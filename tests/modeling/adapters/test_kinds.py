@@ -233,7 +233,9 @@ def _fields(task: Task) -> dict[str, Any]:
     return {name: getattr(task, name) for name in task.__dataclass_fields__}
 
 
-def test_two_tasks_of_a_new_type_train_beside_one_of_lora_as_plain_peft_trains_them_alone(toy: ToyKind, tmp_path: Path) -> None:
+def test_two_tasks_of_a_new_type_train_beside_one_of_lora_as_plain_peft_trains_them_alone(
+    toy: ToyKind, tmp_path: Path
+) -> None:
     tasks = [toy_task("toy0", 0), lab.small_task("lora", data_seed=3, max_steps=5), toy_task("toy1", 1, seed=2)]
     run = lab.train(tasks, tmp_path)
     verdicts = {task.name: lab.judge(run.trainer, task) for task in tasks}

@@ -58,6 +58,7 @@ ADDING = (
         ("r", "num_subspaces", "subspace_rank", "init_weights", "use_dynamic_rank", "svd_threshold", "random_seed"),
         reasons={"use_asa": "it freezes subspaces between steps by what their gradients were"},
         reads_weights=True,
+        needs_weights=True,
         needs="sklearn",
     ),
     TypeEntry("LN_TUNING", _SLICED, "a copy of the norms", reads_weights=True),
@@ -139,6 +140,7 @@ SHARING = (
         reasons={"runtime_offload_base_weight": "it moves frozen weights, which tasks share"},
         spans_layers="layers of one name share a basis that is computed from all of their weights",
         reads_weights=True,
+        needs_weights=True,
     ),
 )
 """Layers of one task share state; here each task has its own, as when it is alone."""

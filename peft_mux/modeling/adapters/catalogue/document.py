@@ -30,9 +30,9 @@ def _head(entries: list[TypeEntry]) -> Iterator[str]:
     yield ""
     yield f"<!-- Written by `{COMMAND}`; a test holds this page to it. -->"
     yield ""
-    yield f"Of the {len(entries)} members of `PeftType`, {trained} are trained, in one pass with tasks of any other type."
-    yield "Each task has the initial weights, losses, gradients and files that plain PEFT gives it alone; what layers of"
-    yield "an adapter share is shared within one task only."
+    yield f"Of the {len(entries)} members of `PeftType`, {trained} are trained, in one pass with tasks of any other."
+    yield "Each task has the initial weights, losses, gradients and files that plain PEFT gives it alone; what layers"
+    yield "of an adapter share is shared within one task only."
     yield ""
     for category in Category:
         yield f"* **{category.value}**: {category.meaning}"
@@ -76,8 +76,8 @@ def _fields(entries: list[TypeEntry]) -> Iterator[str]:
     yield "## What may be set"
     yield ""
     yield "Beside `target_modules`, `exclude_modules`, `layers_to_transform`, `layers_pattern`, `fan_in_fan_out` and"
-    yield "`task_type`, where the type has them. Any other field that is not at its default is refused by name. LoRA's fields"
-    yield "are told in `peft_mux/modeling/adapters/lora/config.py`."
+    yield "`task_type`, where the type has them. Any other field that is not at its default is refused by name."
+    yield "LoRA's are told in `peft_mux/modeling/adapters/lora/config.py`."
     yield ""
     for entry in sorted(entries, key=lambda entry: entry.name):
         if entry.fields or entry.reasons:

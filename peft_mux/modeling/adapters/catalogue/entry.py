@@ -1,4 +1,4 @@
-"""`TypeEntry`: all that the product says of one PEFT type: how it runs here, what of it may be set, what it is refused for.
+"""`TypeEntry`: all that the product says of one PEFT type: how it runs, what of it may be set, why it is refused.
 
 Entries know types by name, as releases of PEFT have more types or fewer; those that the installed one lacks are passed
 over. The kind that an entry stands for is made of it in `peft_mux.modeling.adapters.catalogue.kinds`.
@@ -31,11 +31,11 @@ class Category(Enum):
 
 _MEANINGS = {
     Category.FUSED: "The adapters of all tasks on a layer are one grouped product over the whole stream.",
-    Category.SLICED: "PEFT's own layer runs on the rows of each task, and adds to, or scales, what the frozen one gives.",
+    Category.SLICED: "PEFT's own layer runs on the rows of each task; it adds to what the frozen one gives.",
     Category.WEIGHT_SPACE: "PEFT's own layer runs on the rows of each task, with a weight, or a rotation of the frozen "
     "one's inputs, that it makes anew in each pass: its cost grows with the layer's size as well as with the rows.",
     Category.PROMPT: "Virtual tokens, or keys and values before the first token, of each sequence in the stream.",
-    Category.REFUSED: "A task of this type is refused at construction, with the reason and the nearest type that works.",
+    Category.REFUSED: "A task of this type is refused before anything runs, with the reason and the nearest type.",
 }
 
 
@@ -53,8 +53,9 @@ class TypeEntry:
         trains: what it trains, in a phrase.
         fields: fields of its configuration that may be set, beside those that name target modules.
         reasons: why other fields may not be set, by name.
-        spans_layers: what layers of a task share, or what an adapter's shape depends on beside its own layer; then a
-            process that holds some of the layers cannot hold it. Empty where each layer is by itself.
+        spans_layers: why a process that holds some of the layers cannot hold it, such as what layers of a task share;
+            empty where each layer is by itself.
+        needs_weights: it cannot even be described before frozen weights are loaded.
         reads_weights: its initial state is computed from frozen weights, which a part of a model does not have all of.
         draws: it draws random numbers for whole weights in training, which are made to belong to the task's step.
         needs: a package that PEFT imports for it.
@@ -69,6 +70,7 @@ class TypeEntry:
     reasons: Mapping[str, str] = field(default_factory=dict)
     spans_layers: str = ""
     reads_weights: bool = False
+    needs_weights: bool = False
     draws: bool = False
     needs: str = ""
     refusal: str = ""

@@ -65,10 +65,15 @@ class CatalogueKind(SlicedKind):
             backbone: the transformers model that is to be adapted.
             where: prefix of the fields, such as `tasks.sql.peft_config`.
         """
+        if self.entry.needs_weights and is_meta(backbone):
+            fix = "What it begins with is computed from them; load the model with from_pretrained and hand it over."
+            return [Fault(where, f"{self.title} on a model without weights", "a model that is loaded", fix)]
         if not (self.entry.reads_weights and isinstance(backbone.base_model, FSDPModule)):
             return []
         got, allowed = f"{self.title} on a backbone that is sharded", "a task of this type from the beginning of a run"
-        return [Fault(where, got, allowed, f"For {WEIGHTS_ARE_READ}; begin a run with it, or set shard_backbone=False.")]
+        return [
+            Fault(where, got, allowed, f"For {WEIGHTS_ARE_READ}; begin a run with it, or set shard_backbone=False.")
+        ]
 
 
 class NormKind(CatalogueKind):
@@ -95,18 +100,6 @@ class PveraKind(CatalogueKind):
         return forward
 
 
-class FrodKind(CatalogueKind):
-    """FRoD, whose basis is computed from all frozen weights."""
-
-    def backbone_faults(self, config: Any, backbone: Any, where: str) -> list[Fault]:
-        """Refuse backbones whose weights are not there yet."""
-        faults = super().backbone_faults(config, backbone, where)
-        if not next(backbone.parameters()).is_meta:
-            return faults
-        fix = "Its basis is computed from all of them; load the model with from_pretrained and hand it over."
-        return [*faults, Fault(where, f"{self.title} on a model without weights", "a model that is loaded", fix)]
-
-
 class ShiraKind(CatalogueKind):
     """SHiRA, which chooses at random which elements of a weight it trains."""
 
@@ -121,7 +114,7 @@ class ShiraKind(CatalogueKind):
     def complete(self, config: Any, backbone: Any) -> None:
         """Let a model without weights have its masks on the CPU: which elements they are needs none."""
         super().complete(config, backbone)
-        if next(backbone.parameters()).is_meta:
+        if is_meta(backbone):
             config.mask_fn = _mask_without_weight
 
 
@@ -139,7 +132,10 @@ class TokenKind(CatalogueKind):
         is_right = isinstance(indices, list) and bool(indices) and len(set(indices)) == len(indices)
         if is_right and all(isinstance(index, int) and 0 <= index < size for index in indices):
             return faults
-        return [*faults, Fault(f"{where}.token_indices", f"{indices!r:.80}", f"a list of different numbers in [0, {size})")]
+        return [
+            *faults,
+            Fault(f"{where}.token_indices", f"{indices!r:.80}", f"a list of different numbers in [0, {size})"),
+        ]
 
 
 def _mask_without_weight(layer: nn.Linear, r: int, **options: Any) -> torch.Tensor:
@@ -148,6 +144,11 @@ def _mask_without_weight(layer: nn.Linear, r: int, **options: Any) -> torch.Tens
     mask = torch.zeros(rows * columns)
     mask[: r * (rows + columns)] = 1.0
     return mask.view(rows, columns)
+
+
+def is_meta(backbone: nn.Module) -> bool:
+    """Whether a backbone is a description without weights."""
+    return next(backbone.parameters()).is_meta
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -159,7 +160,6 @@ _CLASSES: Mapping[str, type[CatalogueKind]] = {
     "LN_TUNING": NormKind,
     "TRAINABLE_TOKENS": TokenKind,
     "PVERA": PveraKind,
-    "FROD": FrodKind,
     "SHIRA": ShiraKind,
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from peft_mux.modeling.adapters.catalogue.entry import Category, TypeEntry
 
 _WEIGHTS = Category.WEIGHT_SPACE
+_MORE_IN_FILES = "its files hold more than its weights, which stages do not send one another"
 _DROPS = ("rank_dropout", "module_dropout")
 
 WEIGHT_SPACE = (
@@ -49,7 +50,13 @@ WEIGHT_SPACE = (
         },
     ),
     TypeEntry("HRA", _WEIGHTS, "a chain of reflections of the inputs", ("r", "apply_GS", "init_weights")),
-    TypeEntry("SHIRA", _WEIGHTS, "some elements of a weight", ("r", "mask_type", "random_seed", "init_weights")),
+    TypeEntry(
+        "SHIRA",
+        _WEIGHTS,
+        "some elements of a weight",
+        ("r", "mask_type", "random_seed", "init_weights"),
+        spans_layers=_MORE_IN_FILES,
+    ),
     TypeEntry(
         "SUPERTUNING",
         _WEIGHTS,
@@ -57,9 +64,7 @@ WEIGHT_SPACE = (
         ("sparsity", "select_top", "r", "lora_alpha", "lora_dropout", "init_weights", "save_precomputed_indices"),
         reads_weights=True,
     ),
-    TypeEntry(
-        "C3A", _WEIGHTS, "circular convolutions of blocks", ("block_size", "block_size_pattern", "init_weights")
-    ),
+    TypeEntry("C3A", _WEIGHTS, "circular convolutions of blocks", ("block_size", "block_size_pattern", "init_weights")),
     TypeEntry(
         "FOURIERFT",
         _WEIGHTS,
@@ -81,6 +86,7 @@ WEIGHT_SPACE = (
         _WEIGHTS,
         "factors, sums and biases on weight and bias",
         ("r", "config_A_B", "config_C", "config_D_E", "init_weights"),
+        spans_layers=_MORE_IN_FILES,
     ),
     TypeEntry(
         "PEANUT",

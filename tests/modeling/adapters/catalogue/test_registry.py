@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -70,10 +69,10 @@ def test_a_task_of_a_refused_type_hears_why_and_of_the_nearest_type(name: str, t
 
 
 @pytest.fixture
-def unknown_type(monkeypatch: pytest.MonkeyPatch) -> Iterator[PeftType]:
+def unknown_type(monkeypatch: pytest.MonkeyPatch) -> PeftType:
     """A type of a later PEFT, of which no entry tells."""
     monkeypatch.setattr(registry, "ENTRIES", {name: entry for name, entry in ENTRIES.items() if name != "POLY"})
-    yield PeftType.POLY
+    return PeftType.POLY
 
 
 def test_a_type_of_a_later_peft_is_refused_by_name(unknown_type: PeftType) -> None:

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, PeftType, TaskType
+from peft import PeftConfig, PeftModel, PeftType, TaskType
 from transformers import LlamaForSequenceClassification
 
 from peft_mux import MultiTaskPeftModel, Task
+from peft_mux.errors import ConfigError
+from peft_mux.modeling.adapters.catalogue.registry import entry_of
 from peft_mux.modeling.adapters.kind import KINDS
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
@@ -26,8 +28,12 @@ def task(name: str, number: int = 0, **settings: Any) -> Task:
     peft_type = PeftType[name.upper()]
     seeds = {"data_seed": len(name) + number, "seed": 1 + number}
     plain = lab.small_task(name, **{**seeds, "max_steps": 3, "length": 5 + number % 7, **settings})
-    fields = {field: getattr(plain, field) for field in plain.__dataclass_fields__}
-    return Task(**{**fields, "peft_config": CASES[peft_type].make(0)})
+    return with_config(plain, CASES[peft_type].make(0))
+
+
+def with_config(one: Task, config: PeftConfig) -> Task:
+    fields = {field: getattr(one, field) for field in one.__dataclass_fields__}
+    return Task(**{**fields, "peft_config": config})
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +58,38 @@ def test_what_is_drawn_at_random_is_the_same_alone_and_in_micro_batches(peft_typ
     name, case = peft_type.name.lower(), CASES[peft_type]
     if not case.is_random and name not in ("loha", "boft"):
         pytest.skip("what dropout modules draw is held in test_kinds.py")
-    one = task(name)
-    dropped = Task(**{**{f: getattr(one, f) for f in one.__dataclass_fields__}, "peft_config": (case.dropped or case.make)()})  # type: ignore[call-arg]
+    assert case.dropped is not None
+    dropped = with_config(task(name), case.dropped())
     alone = lab.train([dropped], tmp_path / "alone")
     other = lab.train([dropped, task("ia3", 1)], tmp_path / "split", max_tokens_per_micro_batch=16)
     lab.assert_close(other.losses[name], alone.losses[name], 1e-5, name)
 
 
+@pytest.mark.slow
+def test_a_run_of_all_types_goes_on_exactly_from_its_checkpoint(run: lab.Run, tmp_path: Path) -> None:
+    tasks = [task(name, number) for number, name in enumerate(NAMES)]
+    stop = lab.Recorder(at_end={2: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
+    lab.train(tasks, tmp_path, recorder=stop, save_strategy="steps", save_steps=2)
+    rest = lab.train(tasks, tmp_path, resume=True, save_strategy="steps", save_steps=100)
+    for name in NAMES:
+        assert rest.losses[name] == run.losses[name][2:], name
+        assert all(torch.equal(rest.weights(name)[key], item) for key, item in run.weights(name).items()), name
+
+
+@pytest.mark.slow
+def test_tasks_of_all_types_come_and_go_while_others_train(tmp_path: Path) -> None:
+    late = [task(name, number) for number, name in enumerate(NAMES) if name != "lora"]
+    at_end = {1: lambda trainer: trainer.register_tasks(late), 3: lambda trainer: trainer.remove_task("vera")}
+    first = lab.small_task("first", data_seed=1, max_steps=6)
+    recorder = lab.Recorder(at_end=at_end, keep_weights=False)
+    run = lab.train([first], tmp_path, recorder=recorder)
+    lab.assert_as_judged(run, {"first": lab.judge(run.trainer, first)})
+    for one in late:
+        if one.name not in ("vera", "pvera"):
+            lab.assert_as_judged(run, {one.name: lab.judge(run.trainer, one)})
+
+
+@pytest.mark.slow
 def test_a_task_of_nan_stays_alone_whatever_its_type() -> None:
     configs = {name: CASES[PeftType[name.upper()]].make(0) for name in NAMES}
     model = MultiTaskPeftModel(tiny_llama(), configs, verify=False).eval()
@@ -138,8 +169,8 @@ def test_a_model_without_weights_has_the_adapters_shapes(peft_type: PeftType) ->
     }
     with torch.device("meta"):
         described = type(tiny_llama())(tiny_llama().config)
-    if peft_type.name == "FROD":
-        with pytest.raises(Exception, match="FROD on a model without weights; allowed: a model that is loaded"):
+    if entry_of(peft_type).needs_weights:
+        with pytest.raises(ConfigError, match="on a model without weights; allowed: a model that is loaded"):
             MultiTaskPeftModel(described, {"a": config}, verify=False)
         return
     model = MultiTaskPeftModel(described, {"a": config}, verify=False)
@@ -154,7 +185,7 @@ def test_a_classifier_trains_its_head_beside_any_type(peft_type: PeftType) -> No
     shape.num_labels, shape.pad_token_id = 3, 0
     backbone = LlamaForSequenceClassification(shape)
     if not hasattr(config, "modules_to_save"):
-        with pytest.raises(Exception, match="task_type"):
+        with pytest.raises(ConfigError, match="task_type"):
             MultiTaskPeftModel(backbone, {"a": config}, verify=False)
         return
     model = MultiTaskPeftModel(backbone, {"a": config, "l": _classifier()}, num_labels={"a": 3, "l": 2}, verify=False)
