@@ -1,9 +1,10 @@
 """A row a PEFT type: eight tasks of it in one pass, beside plain PEFT task by task; and eight tasks of eight types.
 
 A pass is a forward and a backward over two rows of 64 tokens of each task, on a small Llama of random weights with the
-shape of a real one, on one thread. Times are of the processor, which others that share the machine do not change. Both sides begin with the same adapters and see the same rows, of one length, so
-that plain PEFT pads nothing; their losses are compared before anything is timed, and passes of both are interleaved.
-Memory is what a pass takes above what lies there before it (the peak of the resident set; Linux only).
+shape of a real one, on one thread. Times are of the processor, which others that share the machine do not change. Both
+sides begin with the same adapters and see the same rows, of one length, so that plain PEFT pads nothing; their losses
+are compared before anything is timed, and passes of both are interleaved. Memory is what a pass takes above what lies
+there before it (the peak of the resident set; Linux only).
 
     python -m benchmarks.training.peft_types --types IA3 VERA LOHA --repeats 5
 """
@@ -56,7 +57,7 @@ _SETTINGS: Mapping[str, dict[str, Any]] = {
 
 
 class Cost(NamedTuple):
-    """What one pass takes: median seconds of the processor, and peak bytes above those before it (`None` where not measured)."""
+    """What one pass takes: median seconds of the processor, and peak bytes above those before it, where measured."""
 
     seconds: float
     peak_bytes: int | None
@@ -229,7 +230,8 @@ def _mix_line(mix: Mapping[str, Any]) -> str:
     mux, alone, theirs = mix["together_s"], mix["sum_alone_s"], mix["plain_s"]
     return (
         f"\n{len(mix['types'])} tasks of {len(mix['types'])} types in one pass: {1e3 * mux:.0f} ms; the sum of their "
-        f"passes alone {1e3 * alone:.0f} ms ({alone / mux:.2f}x); plain PEFT {1e3 * theirs:.0f} ms ({theirs / mux:.2f}x)"
+        f"passes alone {1e3 * alone:.0f} ms ({alone / mux:.2f}x); plain PEFT {1e3 * theirs:.0f} ms "
+        f"({theirs / mux:.2f}x)"
     )
 
 
