@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,6 +9,7 @@ import pytest
 from peft import PeftType
 
 from peft_mux import MultiTaskPeftModel
+from peft_mux.data.batch import TaskBatch, TokenSequence
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.replicas.even_shares import EvenShares
@@ -24,10 +24,6 @@ from tests.modeling.adapters.test_kinds import perturbed
 pytestmark = pytest.mark.distributed
 
 
-def sharded_types() -> list[PeftType]:
-    return [one for one in KINDS if one not in (PeftType.LORA,)]
-
-
 def mux_model(types: list[str]) -> MultiTaskPeftModel:
     configs = {f"{name.lower()}": CASES[PeftType[name]].make(0) for name in types}
     model = MultiTaskPeftModel(tiny_llama(), configs, verify=False)
@@ -37,7 +33,6 @@ def mux_model(types: list[str]) -> MultiTaskPeftModel:
 
 
 def one_step(model: MultiTaskPeftModel, executor: Any, rank: int, world_size: int) -> dict[str, Any]:
-    from peft_mux.data.batch import TaskBatch, TokenSequence
 
     batches = []
     for number, name in enumerate(model.tasks):
@@ -59,8 +54,8 @@ def step_sharded(rank: int, types: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_two_processes_with_a_part_of_the_backbone_give_every_type_the_result_of_one(tmp_path: Path) -> None:
-    types = [one.name for one in sharded_types()]
+def test_two_processes_with_a_part_of_the_backbone_give_every_type_the_result_of_one() -> None:
+    types = [one.name for one in KINDS if one is not PeftType.LORA]
     model = mux_model(types)
     wanted = one_step(model, Executor(model), 0, 1)
     for part in values(launch(2, step_sharded, types)):

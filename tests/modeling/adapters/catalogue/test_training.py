@@ -13,7 +13,9 @@ from transformers import LlamaForSequenceClassification
 
 from peft_mux import MultiTaskPeftModel, Task
 from peft_mux.errors import ConfigError
+from peft_mux.modeling.adapters.catalogue import kinds
 from peft_mux.modeling.adapters.catalogue.registry import entry_of
+from peft_mux.modeling.adapters.checks import target_faults
 from peft_mux.modeling.adapters.kind import KINDS
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
@@ -175,6 +177,16 @@ def test_a_model_without_weights_has_the_adapters_shapes(peft_type: PeftType) ->
         return
     model = MultiTaskPeftModel(described, {"a": config}, verify=False)
     assert {key: item.shape for key, item in model.task_parameters("a").items()} == shapes
+
+
+@EVERY_TYPE
+def test_a_type_that_reads_weights_does_not_join_a_sharded_backbone(
+    peft_type: PeftType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kinds, "FSDPModule", torch.nn.Module)  # as if FSDP2 had sharded it
+    faults = target_faults(CASES[peft_type].make(0), tiny_llama(), "tasks.a")
+    assert bool(faults) is entry_of(peft_type).reads_weights
+    assert all("on a backbone that is sharded" in fault.got for fault in faults)
 
 
 @EVERY_TYPE
