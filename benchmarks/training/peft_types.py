@@ -72,7 +72,12 @@ def config_of(name: str) -> PeftConfig:
 def backbone() -> LlamaForCausalLM:
     """Return a Llama of random weights: hidden 512, 2 layers, 10 million parameters."""
     torch.manual_seed(0)
-    shape = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 2, "num_attention_heads": 8}
+    shape: dict[str, Any] = {
+        "hidden_size": 512,
+        "intermediate_size": 1408,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 8,
+    }
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, num_key_value_heads=4, **shape))
 
 
