@@ -93,6 +93,8 @@ class Arrivals:
         kind = kind_of(config)
         adapter = self._registry.add(name, config, kind)
         # Before layers are attached, as they enroll with the maker of their kind.
+        if len(self._registry.tasks) == 1 and not self.tuners.has_begun:
+            self.tuners.begin(model, kind, adapter)
         if kind.name not in model.stream.makers:
             maker = kind.pass_maker(self._registry.slab_of_adapter)
             model.stream.makers |= {} if maker is None else {kind.name: maker}
@@ -104,7 +106,7 @@ class Arrivals:
         add_biases(model.peft_config[adapter], model.backbone, adapter)
         # So that names are those of a model of one PEFT type, which files are written with.
         self.tuners.note(model, model.peft_config[adapter])
-        with self.tuners.alone(model, model.peft_config[adapter]):
+        with self.tuners.alone(model, adapter, model.peft_config[adapter]):
             own = _parameters_of(model, adapter)
             own = names_alone(own, model.peft_config[adapter], model.backbone, adapter)
         own = _reached(own, model.backbone, name)
@@ -112,6 +114,11 @@ class Arrivals:
             # What PEFT freezes of a prompt is no part of what is trained: CPT's words, the sink of a cartridge.
             own = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
             adopt_encoder(encoders[adapter], model.peft_config[adapter])
+        if not own:
+            raise ConfigError(
+                f"tasks.{name}.peft_config: got a configuration with which PEFT trains nothing; allowed: target modules"
+                " that its type can adapt, and at least one part of it that is trained."
+            )
         self._registry.adopt(name, own, are_described=is_meta(model.backbone))
 
     def register_absent(self, model: Any, name: str, config: PeftConfig) -> None:

@@ -319,7 +319,10 @@ class MultiTaskPeftModel(PeftModel):
     @contextmanager
     def alone(self, adapter: str) -> Iterator[None]:
         """Let the model be what PEFT made of it for the PEFT type of an adapter (internal id), in the `with` block."""
-        with self._arrivals.tuners.alone(self, self.peft_config[adapter]), only_rows_of(self.backbone, adapter):
+        with (
+            self._arrivals.tuners.alone(self, adapter, self.peft_config[adapter]),
+            only_rows_of(self.backbone, adapter),
+        ):
             yield
 
     def merge_and_unload_adapter(self, adapter: str) -> Any:
@@ -331,8 +334,8 @@ class MultiTaskPeftModel(PeftModel):
                 " Load the saved adapter with PeftModel.from_pretrained."
             )
         # Before anything is taken apart: some adapters cannot be merged.
-        self._arrivals.tuners.of(self, kind_of(config))._check_merge_allowed()
-        tuner = self._arrivals.tuners.leave_alone(self, config)
+        self._arrivals.tuners.of(self, kind_of(config), adapter)._check_merge_allowed()
+        tuner = self._arrivals.tuners.leave_alone(self, adapter)
         form = kind_of(config).saved_form(self.backbone, adapter)
         if form is not None:
             form.write_plainly()

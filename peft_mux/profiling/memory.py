@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.injection import is_meta
 from peft_mux.modeling.backbone.quantized import quantized_layers
 from peft_mux.modeling.backbone.shape import model_shape
@@ -62,7 +63,8 @@ def count_activation_bytes_per_token(
             kept = _SavedStorages(described)
             with _training_mode(described), state.casting(kept):
                 _forward(described, _batch(described, lengths), kept)
-    except (NotImplementedError, RuntimeError) as error:
+    # Of a kind that cannot be described without weights, too.
+    except (NotImplementedError, RuntimeError, ConfigError) as error:
         warnings.warn(
             f"activations are estimated by formula, as the forward does not run without data: {error}",
             stacklevel=2,

@@ -16,14 +16,10 @@ import torch
 from peft import (
     AdaLoraConfig,
     AdaptionPromptConfig,
-    IA3Config,
-    LoHaConfig,
-    LoKrConfig,
     LoraConfig,
-    OFTConfig,
     PeftConfig,
     PeftModel,
-    VeraConfig,
+    PolyConfig,
     get_peft_model,
 )
 from safetensors.torch import load_file, save_file
@@ -709,11 +705,7 @@ def test_without_adapters_the_model_is_the_backbone() -> None:
 
 UNSUPPORTED_KINDS: dict[str, Callable[[], PeftConfig]] = {
     "ADALORA": lambda: AdaLoraConfig(target_modules=["q_proj"], total_step=10),
-    "IA3": lambda: IA3Config(target_modules=["q_proj"], feedforward_modules=[]),
-    "LOHA": lambda: LoHaConfig(target_modules=["q_proj"]),
-    "LOKR": lambda: LoKrConfig(target_modules=["q_proj"]),
-    "OFT": lambda: OFTConfig(target_modules=["q_proj"]),
-    "VERA": lambda: VeraConfig(target_modules=["q_proj"]),
+    "POLY": lambda: PolyConfig(target_modules=["q_proj"]),
     "ADAPTION_PROMPT": lambda: AdaptionPromptConfig(task_type="CAUSAL_LM", adapter_len=2, adapter_layers=1),
 }
 UNSUPPORTED_FIELDS: dict[str, dict[str, Any]] = {

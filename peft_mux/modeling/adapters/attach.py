@@ -66,14 +66,16 @@ def detach(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module.__dict__.get("forward"), MultiplexedForward):
             del module.forward
+    inside = ""
     # A list, as modules are replaced on the way.
     for name, module in list(model.named_modules()):
+        # A layer of another type, or task, within one that is gone by now.
+        if (inside and name.startswith(inside)) or name.endswith(".token_adapter"):
+            continue
         original = module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else None
-        if name.endswith(".token_adapter"):
-            continue  # gone with the wrapper around it
-        # The outermost of several around one module leads to the frozen layer; those within go with it.
-        if isinstance(module, BaseTunerLayer) and not name.endswith(".base_layer"):
-            original = module.get_base_layer()
+        if isinstance(module, BaseTunerLayer):
+            # The outermost of several around one module leads to the frozen layer; those within go with it.
+            original, inside = module.get_base_layer(), f"{name}."
         if original is not None:
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, original)

@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from peft import PeftConfig
+from peft import PeftConfig, PeftType
 from peft.tuners.tuners_utils import check_target_module_exists
 from torch import nn
 
 from peft_mux.errors import ConfigError, Fault, closest, shown
+from peft_mux.modeling.adapters.catalogue.registry import entry_of
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, find_kind, kind_of
 from peft_mux.modeling.adapters.own.biases import bias_faults
 from peft_mux.modeling.adapters.own.checks import own_copy_faults
@@ -32,10 +33,18 @@ def peft_config_faults(config: PeftConfig, where: str) -> list[Fault]:
         return [Fault(f"{where}.peft_config", type(config).__name__, "a peft.PeftConfig such as LoraConfig(r=8)")]
     kind = find_kind(config)
     if kind is None:
-        supported = ", ".join(peft_type.value for peft_type in KINDS)
-        got = getattr(config.peft_type, "value", config.peft_type)
-        return [Fault(f"{where}.peft_config", f"{type(config).__name__} ({got})", f"PEFT types {supported}")]
+        return [_type_fault(config, f"{where}.peft_config")]
     return kind.faults(config, f"{where}.peft_config")
+
+
+def _type_fault(config: PeftConfig, where: str) -> Fault:
+    supported = ", ".join(peft_type.value for peft_type in KINDS)
+    got = getattr(config.peft_type, "value", config.peft_type)
+    fix = ""
+    if isinstance(config.peft_type, PeftType):
+        entry = entry_of(config.peft_type)
+        fix = f"{entry.refusal[:1].upper()}{entry.refusal[1:]}. Nearest: {', '.join(entry.nearest)}."
+    return Fault(where, f"{type(config).__name__} ({got})", f"PEFT types {supported}", fix if fix[:1] != "." else "")
 
 
 def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
@@ -61,7 +70,11 @@ def _target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
     config, faults = _completed(config, backbone, where)
     if faults:
         return faults
-    modules = adaptable_modules(backbone)
+    own_faults = getattr(kind, "backbone_faults", None)
+    faults = own_faults(config, backbone, where) if own_faults is not None else []
+    if faults:
+        return faults
+    modules = getattr(kind, "adaptable", adaptable_modules)(backbone)
     faults = _router_faults(config, modules, where)
     if faults:
         return faults

@@ -183,12 +183,20 @@ def read_adapter(
     with model.alone(adapter):
         form = _saved_form(model, adapter)
     for name, piece in pieces.items():
-        found, key = state.get(saved_key(name)), saved_key(name)
+        found, key = state.get(_key_in(state, name)), saved_key(name)
         shape = piece.shape if form is None else form.shape(key, piece.shape)
         if found is None or tuple(found.shape) != shape:
             raise _misfit(folder, key, found, shape)
     state = state if form is None else form.loaded(state)
-    return {name: state[saved_key(name)] for name in pieces}
+    return {name: state[_key_in(state, name)] for name in pieces}
+
+
+def _key_in(state: Mapping[str, torch.Tensor], name: str) -> str:
+    """Return the key of a parameter in a file: what layers share has no layer's name there, but the model's."""
+    key = saved_key(name)
+    parts = key.split(".")
+    shared = (f"base_model.{'.'.join(parts[-count:])}" for count in (1, 2))
+    return next((candidate for candidate in (key, *shared) if candidate in state), key)
 
 
 def _read_prompt(

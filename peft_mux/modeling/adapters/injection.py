@@ -22,6 +22,12 @@ from peft_mux.modeling.adapters.own.claims import claim_faults
 from peft_mux.modeling.backbone.head_kinds import head_kind_for, head_kind_of
 from peft_mux.task_names import check_task_names, name_fault
 
+_REFUSALS = (
+    *(TypeError, ValueError, AttributeError, LookupError, ImportError, re.error),
+    *(RuntimeError, ArithmeticError, AssertionError),
+)
+"""Errors that PEFT, and torch below it, raise for values that they cannot use."""
+
 _ENTRIES = ("_modules", "_parameters", "_keys")
 """Where torch's dictionaries of modules and parameters hold what is in them."""
 
@@ -181,6 +187,8 @@ def peft_refusals(name: str) -> Iterator[None]:
     """Turn what PEFT itself refuses into an error that names the task."""
     try:
         yield
+    except torch.OutOfMemoryError:  # a `RuntimeError` that no configuration is to blame for
+        raise
     # What a configuration of another type than it checks leads to, or a pattern that it makes of several fields.
-    except (TypeError, ValueError, AttributeError, LookupError, NotImplementedError, ImportError, re.error) as error:
+    except _REFUSALS as error:
         raise ConfigError(f"tasks.{name}.peft_config: PEFT refuses it: {error}") from error

@@ -72,6 +72,11 @@ class ReplicaLayout(Protocol):
         ...
 
     @property
+    def replicas(self) -> Sequence[Any]:
+        """The replicas, each with `tp`, the number of processes among which its layers are cut."""
+        ...
+
+    @property
     def is_tensor_parallel(self) -> bool:
         """Whether some layers are cut among processes."""
         ...
@@ -113,6 +118,11 @@ class AdapterKind(Protocol):
         draws_itself: whether its forwards draw dropout for themselves; otherwise the dropout modules inside its layers
             are given draws that belong to each task.
         can_be_cut: whether tensor parallelism can cut its adapters; then `cut_dim` and `cut` tell how.
+
+    A kind may have three things more. `lies_apart`, if true, gives each of its adapters a tuner and layers of its own
+    (`peft_mux.modeling.adapters.tuners`). `adaptable(backbone)` returns the modules that may be targets, by name, where
+    these are not linear layers and embeddings. `backbone_faults(config, backbone, where)` returns why a backbone cannot
+    have an adapter, whatever its targets.
     """
 
     peft_type: PeftType

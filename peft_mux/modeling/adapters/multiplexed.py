@@ -11,7 +11,7 @@ from torch import nn
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.stream import Stream
 
-_WRAPPING = re.compile(r"\.modules_to_save\.[^.]+|\.t\d{6}$|(\.base_layer)+$")
+_WRAPPING = re.compile(r"\.modules_to_save\.[^.]+|\.t\d{6}$|\.base_layer(?=\.|$)")
 """Parts of names on which no draw may depend: a task's internal id, and which other layers lie around this one."""
 
 

@@ -63,7 +63,7 @@ def _patterns(config: Any) -> Iterator[tuple[str, str, str, str]]:
     layers = getattr(config, "layers_pattern", None) or ()
     for value in [layers] if isinstance(layers, str) else layers:
         yield "layers_pattern", value, "match", rf"(?:^|.*?\.){value}\.(?P<idx>\d+)\."
-    for field in ("rank_pattern", "alpha_pattern"):
+    for field in ("rank_pattern", "alpha_pattern", "lambda_pattern", "n_frequency_pattern", "block_size_pattern"):
         for value in getattr(config, field, None) or ():
             yield f"{field}[{value!r:.60}]", value, "match", rf"(.*\.)?({value})$"
 

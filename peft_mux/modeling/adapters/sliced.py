@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,12 +13,13 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from torch import nn
 
 from peft_mux.errors import Fault
+from peft_mux.modeling.adapters.default_types import types_of_defaults
 from peft_mux.modeling.adapters.field_types import type_faults
 from peft_mux.modeling.adapters.fields import complete_heads, field_faults, task_type_faults
 from peft_mux.modeling.adapters.kind import CutLayers, CutOfLayer, ReplicaLayout, SavedForm, Shapes, SlabOf
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.slabs import Slot, plain_slot
-from peft_mux.modeling.stream import PassMaker, Stream
+from peft_mux.modeling.stream import PassMaker, RowSegment, Stream
 from peft_mux.scheduler.costs.loads import AdapterLoad
 
 _COMMON_FIELDS = frozenset({"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"})
@@ -26,34 +28,97 @@ _COMMON_FIELDS = frozenset({"target_modules", "exclude_modules", "layers_to_tran
 class SlicedAdapter(MultiplexedForward):
     """PEFT's own layer, task by task on its rows; for layers that treat every token by itself.
 
-    The layer may lie around a layer of another PEFT type, and dropout may lie in it: while it runs for one task, the
-    stream tells them of that task's rows alone.
+    The layer may lie around layers of other tasks and PEFT types, and dropout may lie in it: while it runs for one
+    task, the stream tells them of that task's rows alone.
+
+    Args:
+        module: the module whose `forward` this is.
+        name: the module's name within the backbone.
+        stream: what tells the module which rows are whose.
+        draws: whether the layer draws random numbers in training; then they are those of the task's step, the same in
+            all of its micro-batches.
     """
+
+    def __init__(self, module: nn.Module, name: str, stream: Stream, *, draws: bool = False) -> None:
+        super().__init__(module, name, stream)
+        self._draws = draws
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return what PEFT's layer returns for `x`, row by row of the stream where one is read."""
+        layer: Any = self.module
+        if not self.stream.is_idle:
+            return self.multiplexed(x)
+        # Layers of several tasks lie around one another, and not every type's gives way to the next by itself.
+        if layer.disable_adapters or not any(self._has(adapter) for adapter in layer.active_adapters):
+            return layer.base_layer(x, *args, **kwargs)
+        with _on_frozen_layer(layer):
+            return self.original(x, *args, **kwargs)
 
     def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
         """Return the outputs of all tasks, in stream order: `[1, T, K]` for token ids, else `[..., K]`."""
-        layer: Any = self.module
-        is_ids = not x.is_floating_point()
-        rows = self.rows(x, 1).view(1, -1) if is_ids else self.rows(x, x.shape[-1]).unsqueeze(0)
-        segments = self.stream.segments
-        here = [not layer.disable_adapters and self._has(segment.adapter) for segment in segments]
+        is_ids, segments = not x.is_floating_point(), self.stream.segments
+        rows = self._rows(x)
+        owners = [self._owner(segment.adapter) for segment in segments]
+        below = self._below
         # No task adapts this layer, so it runs once over the stream and nothing is sliced.
-        if not any(here):
-            return layer.base_layer(rows if is_ids else x)
-        before, parts = layer._active_adapter, []
-        try:
-            for segment, has_adapter in zip(segments, here, strict=True):
-                # The attribute, as PEFT's `set_adapter` would switch gradients on and off as well.
-                layer._active_adapter = [segment.adapter]
-                run = self.original if has_adapter else layer.base_layer
-                with self.stream.only(segment):
-                    parts.append(run(rows[:, segment.start : segment.end]))
-        finally:
-            layer._active_adapter = before
+        if not any(owners):
+            return below(rows if is_ids else x)
+        parts = []
+        for segment, owner in zip(segments, owners, strict=True):
+            with self.stream.only(segment):
+                part = rows[:, segment.start : segment.end]
+                parts.append(below(part) if owner is None else owner.run(part, segment))
         assert segments[-1].end == self.stream.num_rows, "the segments of a stream cover all of its rows"
         # Joined from slices and not masked: 0 * NaN would carry one task's NaN to the others.
         y = torch.cat(parts, dim=1)
         return y if is_ids else y.view(*x.shape[:-1], -1)
+
+    def run(self, rows: torch.Tensor, segment: RowSegment) -> torch.Tensor:
+        """Return what PEFT's layer gives for one task.
+
+        Args:
+            rows: the task's rows, `[1, T, D]`, or token ids `[1, T]`.
+            segment: whose rows they are.
+        """
+        layer: Any = self.module
+        before = layer._active_adapter
+        # The attribute, as PEFT's `set_adapter` would switch gradients on and off as well.
+        layer._active_adapter = [segment.adapter]
+        try:
+            with _on_frozen_layer(layer), self._drawing(rows, segment):
+                return self.original(rows)
+        finally:
+            layer._active_adapter = before
+
+    def _drawing(self, rows: torch.Tensor, segment: RowSegment) -> AbstractContextManager[None]:
+        if not (self._draws and self.module.training):
+            return nullcontext()
+        return _seeded(segment.draw_seed(self.name), rows.device)
+
+    @property
+    def _below(self) -> Any:
+        """The first module inside that is not such a layer: what rows of no task here go through."""
+        module: Any = self.module
+        while _sliced(module) is not None:
+            module = module.base_layer
+        return module
+
+    def _owner(self, adapter: str) -> SlicedAdapter | None:
+        """Return the forward of this layer, or of one inside it, that holds an adapter."""
+        module: Any = self.module
+        while (forward := _sliced(module)) is not None:
+            if not module.disable_adapters and forward._has(adapter):
+                return forward
+            module = module.base_layer
+        return None
+
+    def _rows(self, x: torch.Tensor) -> torch.Tensor:
+        if not x.is_floating_point():
+            return self.rows(x, 1).view(1, -1)
+        # Norms of single heads see `[1, T, heads, features]`.
+        if x.dim() > 3 and tuple(x.shape[:2]) == (1, self.stream.num_rows):
+            return x
+        return self.rows(x, x.shape[-1]).unsqueeze(0)
 
     def reason_against_graphs(self) -> str | None:
         """Return why no pass through this layer can be captured: how many rows a task has differs from pass to pass."""
@@ -64,6 +129,42 @@ class SlicedAdapter(MultiplexedForward):
     def _has(self, adapter: str) -> bool:
         layer: Any = self.module
         return any(adapter in getattr(layer, name) for name in layer.adapter_layer_names)
+
+
+def _own_faults(config: Any, where: str) -> list[Fault]:
+    """Return what PEFT says of a configuration that was changed since it was made, which PEFT itself does not see."""
+    try:
+        replace(config)
+    except (TypeError, ValueError, LookupError, ImportError) as error:
+        return [Fault(where, type(config).__name__, "what PEFT takes", f"PEFT refuses it: {error}")]
+    return []
+
+
+def _sliced(module: Any) -> SlicedAdapter | None:
+    forward = module.__dict__.get("forward")
+    return forward if isinstance(forward, SlicedAdapter) else None
+
+
+@contextmanager
+def _seeded(seed: int, device: torch.device) -> Iterator[None]:
+    """Let torch's generators draw from a seed, and put them back afterwards."""
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.random.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+        yield
+
+
+@contextmanager
+def _on_frozen_layer(layer: Any) -> Iterator[None]:
+    """Let a layer lie bare around the frozen one, as it does alone: some types look at what is inside them."""
+    before = layer._modules["base_layer"]
+    # Past `setattr`, which would register and check the module anew in every pass.
+    layer._modules["base_layer"] = layer.get_base_layer()
+    try:
+        yield
+    finally:
+        layer._modules["base_layer"] = before
 
 
 class SlicedKind:
@@ -77,11 +178,13 @@ class SlicedKind:
         peft_type: a type for which PEFT has a tuner.
         fields: fields of the configuration that may be set, beside those that name target modules.
         reasons: why some other fields may not be set, by name.
-        default_targets: target modules where a configuration names none, by type of the backbone.
+        default_targets: target modules where a configuration names none, by type of the backbone; PEFT's by default.
+        draws: its layers draw random numbers for whole weights in training; then they draw those of the task's step.
     """
 
     draws_itself: bool = False
     can_be_cut: bool = False
+    lies_apart: bool = True
 
     def __init__(
         self,
@@ -90,15 +193,18 @@ class SlicedKind:
         fields: Sequence[str] | frozenset[str] | set[str] = (),
         reasons: Mapping[str, str] | None = None,
         default_targets: Mapping[str, Any] | None = None,
+        draws: bool = False,
     ) -> None:
         """Look the type up in PEFT."""
         tuner = PEFT_TYPE_TO_TUNER_MAPPING[peft_type]
         self.peft_type = peft_type
         self.name = self.title = str(peft_type.value)
         self.layer_type = tuner.tuner_layer_cls
-        self.default_targets: Mapping[str, Any] = default_targets or {}
+        self.default_targets: Mapping[str, Any] = default_targets or getattr(tuner, "target_module_mapping", None) or {}
+        self._draws = draws
         self._mark = f".{tuner.prefix}"
         self._fields, self._reasons = frozenset(fields) | _COMMON_FIELDS, reasons or {}
+        self._types = types_of_defaults(PEFT_TYPE_TO_CONFIG_MAPPING[peft_type], self._fields)
 
     # ------------------------------------------------------- configurations
 
@@ -109,7 +215,8 @@ class SlicedKind:
     def faults(self, config: Any, where: str) -> list[Fault]:
         """Return a fault for every field that is set and not supported, for the task type, and for wrong types."""
         known = field_faults(config, where, supported=self._fields, reasons=self._reasons)
-        return [*known, *task_type_faults(config, where), *type_faults(config, where, {}, self._fields)]
+        known += [*task_type_faults(config, where), *type_faults(config, where, self._types, self._fields)]
+        return known or _own_faults(config, where)
 
     def width_faults(self, config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
         """Return nothing: what does not fit, PEFT itself refuses."""
@@ -142,7 +249,7 @@ class SlicedKind:
 
     def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
         """Return PEFT's own forward, sliced."""
-        return SlicedAdapter(module, name, stream)
+        return SlicedAdapter(module, name, stream, draws=self._draws)
 
     def arrange(self, model: nn.Module, stream: Stream) -> None:
         """Do nothing: each layer runs by itself."""
@@ -185,15 +292,19 @@ class SlicedKind:
         raise NotImplementedError(f"{self.title} adapters are not cut among processes.")
 
     def refusals(self, layout: ReplicaLayout, where: str) -> list[Fault]:
-        """Refuse layouts on which a process holds a part of the model."""
+        """Refuse layouts on which a process holds parts of layers: these adapters are not cut (a stage's are whole)."""
+        cuts = any(replica.tp > 1 for replica in layout.replicas)
+        return self.refuse_parts(layout, where, "its layers are not cut") if cuts else []
+
+    def refuse_parts(self, layout: ReplicaLayout, where: str, reason: str) -> list[Fault]:
+        """Return a fault where a process holds a part of the model.
+
+        Args:
+            layout: how the processes of the run share the work.
+            where: prefix of the fields, such as `tasks.sql`.
+            reason: why that cannot be, a clause.
+        """
         if layout.is_data_parallel:
             return []
-        allowed = "another PEFT type with this layout"
-        return [
-            Fault(
-                f"{where}.peft_config",
-                f"{self.title} with replicas {layout}",
-                allowed,
-                "Its layers are not cut; give every process the whole model.",
-            )
-        ]
+        got, fix = f"{self.title} with replicas {layout}", f"For {reason}; give every process the whole model."
+        return [Fault(f"{where}.peft_config", got, "another PEFT type with this layout", fix)]

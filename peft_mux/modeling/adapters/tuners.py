@@ -11,6 +11,10 @@ set of such parameters a model. Here wrappers of another set count as if they we
 
 Whatever PEFT does with an adapter (inject, delete, save, load, merge), it does inside `alone`, which shows it the
 layers of that adapter's type and set, and no others. So names, initial weights and files are those of a model of one.
+
+Many types share state between adapters (projections, banks of vectors), or take one trainable adapter alone. So a kind
+may say that its adapters lie apart (`lies_apart`): each has a tuner and layers of its own, and PEFT is shown these and
+no others. What PEFT makes of it is then what it makes of the task alone, whatever lies beside it.
 """
 
 from __future__ import annotations
@@ -35,19 +39,62 @@ from peft_mux.modeling.backbone.modules import put_module
 _TARGETS = "_peft_mux_targets"
 """Under which a wrapper of a bare parameter keeps the set that it was made for."""
 
+Owner = tuple[PeftType, str]
+"""Whose a tuner and its layers are: those of a PEFT type, or of one adapter where its kind's adapters lie apart."""
+
+_OWNER = "mux_owner"
+"""Attribute of a layer that lies apart: the internal id of the adapter that it was made for."""
+
+
+def owner_of(kind: AdapterKind, adapter: str) -> Owner:
+    """Return whose the tuner is that an adapter belongs to.
+
+    Args:
+        kind: the kind of the adapter.
+        adapter: internal id of the adapter's task.
+    """
+    return kind.peft_type, adapter if lies_apart(kind) else ""
+
+
+def lies_apart(kind: AdapterKind) -> bool:
+    """Return whether each adapter of a kind has a tuner and layers of its own."""
+    return getattr(kind, "lies_apart", False)
+
+
+def _owner_of_layer(layer: Any) -> Owner | None:
+    kind = kind_of_layer(layer)
+    return None if kind is None else (kind.peft_type, layer.__dict__.get(_OWNER, ""))
+
 
 class Tuners:
-    """PEFT's tuners of one model: that of the first task's type is PEFT's own business, further ones are held here."""
+    """PEFT's tuners of one model: that of the first task is PEFT's own business, further ones are held here."""
 
     def __init__(self) -> None:
-        """Start with the type of the first task alone."""
-        self._others: dict[PeftType, Any] = {}
+        """Start with the first task alone."""
+        self._first: Owner | None = None
+        self._others: dict[Owner, Any] = {}
         self._targets: set[frozenset[str]] = set()
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the model has had tasks of more than one PEFT type, or set of bare parameters."""
+        """Whether the model has had tuners beside the first, or more than one set of bare parameters."""
         return bool(self._others) or len(self._targets) > 1
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the first task was taken in."""
+        return self._first is not None
+
+    def begin(self, model: Any, kind: AdapterKind, adapter: str) -> None:
+        """Take in the first task, whose tuner PEFT has made; prompts have none.
+
+        Args:
+            model: the `MultiTaskPeftModel` whose tuners these are.
+            kind: the kind that the adapter is of.
+            adapter: internal id of the adapter's task.
+        """
+        self._first = owner_of(kind, adapter)
+        _mark(model.backbone, self._first)
 
     def note(self, model: Any, config: PeftConfig) -> None:
         """Write down which layers of a model came with an adapter that was injected just now.
@@ -72,21 +119,21 @@ class Tuners:
             config: the adapter's configuration; PEFT writes into it.
         """
         if isinstance(kind, PromptKind):
-            with self.alone(model, config):
+            with self.alone(model, adapter, config):
                 add_prompt(model, adapter, config)
             return
-        is_first_of_its_type = kind.peft_type != model.peft_type and kind.peft_type not in self._others
-        if not is_first_of_its_type:
+        owner = owner_of(kind, adapter)
+        if owner == self._first or owner in self._others:
             configs: Any = model.peft_config
             others = {item for item in self._targets if item != _bare_targets(config)}
-            with self.alone(model, config, is_mixed=bool(others)), _without_targets(configs, others):
+            with self.alone(model, adapter, config, is_mixed=bool(others)), _without_targets(configs, others):
                 model.add_adapter(adapter, config, low_cpu_mem_usage=is_meta(model.backbone))
             return
-        self._others[kind.peft_type] = self._new_tuner(model, kind, adapter, config)
+        self._others[owner] = self._new_tuner(model, kind, adapter, config)
 
     def _new_tuner(self, model: Any, kind: AdapterKind, adapter: str, config: PeftConfig) -> Any:
         backbone, configs = model.backbone, model.peft_config
-        with _layers_alone(backbone, _shows(config)):
+        with _layers_alone(backbone, _shows(adapter, config)):
             backbone.__dict__.pop("peft_config", None)  # else PEFT warns of a second tuner, which is what this is
             try:
                 tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[kind.peft_type]
@@ -95,23 +142,25 @@ class Tuners:
                 made._cast_adapter_dtype(adapter_name=adapter, autocast_adapter_dtype=True)
             finally:
                 backbone.peft_config = configs
+                _mark(backbone, owner_of(kind, adapter))
         # One dictionary for all tuners: PEFT looks adapters up by their ids, which no two types share.
         configs[adapter] = config
         made.peft_config = configs
         return made
 
     @contextmanager
-    def alone(self, model: Any, config: PeftConfig, *, is_mixed: bool = False) -> Iterator[None]:
-        """Let a model be, for the time of the block, what PEFT made of it for adapters such as one of them.
+    def alone(self, model: Any, adapter: str, config: PeftConfig, *, is_mixed: bool = False) -> Iterator[None]:
+        """Let a model be, for the time of the block, what PEFT made of it for an adapter and those of its tuner.
 
         Args:
             model: the `MultiTaskPeftModel` whose tuners these are.
-            config: completed configuration of an adapter; those of its type and of its bare parameters are shown.
+            adapter: internal id of the adapter's task.
+            config: completed configuration of the adapter; those of its type and of its bare parameters are shown.
             is_mixed: whether the model has others, beside those that it had before.
         """
         kind = kind_of(config)
         if isinstance(kind, PromptKind):
-            with _layers_alone(model.backbone, _shows(config)), as_prompts(model, kind):
+            with _layers_alone(model.backbone, _shows(adapter, config)), as_prompts(model, kind):
                 yield
             return
         # With one type PEFT's own view is the model as it is, and nothing has to be taken apart.
@@ -119,8 +168,8 @@ class Tuners:
             yield
             return
         before = model.base_model, model.peft_type
-        with _layers_alone(model.backbone, _shows(config)):
-            model.base_model, model.peft_type = self.of(model, kind), kind.peft_type
+        with _layers_alone(model.backbone, _shows(adapter, config)):
+            model.base_model, model.peft_type = self.of(model, kind, adapter), kind.peft_type
             try:
                 yield
             finally:
@@ -140,42 +189,64 @@ class Tuners:
                 model.select_adapter(others[0])
             remove_prompt(model, adapter)
             return
-        with self.alone(model, config):
+        with self.alone(model, adapter, config):
             # PEFT warns, and chooses by itself, where the active adapter is deleted.
             if adapter in model.active_adapters and others:
                 model.base_model.set_adapter(others[0])
             model.delete_adapter(adapter)
+        self._forget(model, owner_of(kind_of(config), adapter))
 
-    def leave_alone(self, model: Any, config: PeftConfig) -> Any:
+    def _forget(self, model: Any, owner: Owner) -> None:
+        """Let the tuner and the layers of an adapter that was deleted go, where they were that adapter's own."""
+        if owner[1]:
+            self._others.pop(owner, None)
+            for name, layers in _stacks(model.backbone).items():
+                frozen, others = layers[-1].base_layer, [one for one in layers if _owner_of_layer(one) != owner]
+                put_module(model.backbone, name, frozen)
+                if others:
+                    others[-1].base_layer = frozen
+                    _stack(model.backbone, name, others)
+
+    def leave_alone(self, model: Any, adapter: str) -> Any:
         """Take the layers of all other adapters out of a model for good, and return PEFT's tuner of this one.
 
         Args:
             model: the `MultiTaskPeftModel` whose tuners these are.
-            config: completed configuration of the adapter whose layers stay.
+            adapter: internal id of the adapter's task, whose layers stay.
         """
+        config = model.peft_config[adapter]
         if self.is_mixed:
             for name, layers in _stacks(model.backbone).items():
-                _show(model.backbone, name, layers, _shows(config))
-        return self.of(model, kind_of(config))
+                _show(model.backbone, name, layers, _shows(adapter, config))
+        return self.of(model, kind_of(config), adapter)
 
-    def of(self, model: Any, kind: AdapterKind) -> Any:
-        """Return PEFT's tuner of the adapters of one kind.
+    def of(self, model: Any, kind: AdapterKind, adapter: str) -> Any:
+        """Return PEFT's tuner of an adapter.
 
         Args:
             model: the `MultiTaskPeftModel` whose tuners these are.
-            kind: the kind whose adapters it holds.
+            kind: the kind that the adapter is of.
+            adapter: internal id of the adapter's task.
         """
-        return self._others.get(kind.peft_type, model.base_model)
+        return self._others.get(owner_of(kind, adapter), model.base_model)
+
+
+def _mark(backbone: nn.Module, owner: Owner) -> None:
+    """Write on the layers of a kind that now lie bare whose they are, where they are one adapter's own."""
+    if owner[1]:
+        for module in backbone.modules():
+            if isinstance(module, BaseTunerLayer) and _owner_of_layer(module) == (owner[0], ""):
+                setattr(module, _OWNER, owner[1])
 
 
 def _bare_targets(config: PeftConfig) -> frozenset[str]:
     return frozenset(getattr(config, "target_parameters", None) or ())
 
 
-def _shows(config: PeftConfig) -> Callable[[Any], bool]:
+def _shows(adapter: str, config: PeftConfig) -> Callable[[Any], bool]:
     """Return whether a layer is there in a model of this adapter alone, by the layer."""
-    kind, targets = kind_of(config), _bare_targets(config)
-    return lambda layer: kind_of_layer(layer) is kind and layer.__dict__.get(_TARGETS, targets) == targets
+    owner, targets = owner_of(kind_of(config), adapter), _bare_targets(config)
+    return lambda layer: _owner_of_layer(layer) == owner and layer.__dict__.get(_TARGETS, targets) == targets
 
 
 @contextmanager
@@ -238,11 +309,16 @@ def _show(backbone: nn.Module, name: str, layers: list[Any], shows: Callable[[An
 
 
 def _stack(backbone: nn.Module, name: str, layers: list[Any]) -> None:
-    """Put layers, of which outer ones come first, around their frozen one; types do so in the order of their table."""
+    """Put layers, of which outer ones come first, around their frozen one; owners do so in the order of their kinds."""
     inner = next((layer.base_layer for layer in layers if not isinstance(layer.base_layer, BaseTunerLayer)), None)
     if inner is None:
         return
-    rank, innermost_first = list(KINDS.values()), layers[::-1]
-    for layer in sorted(innermost_first, key=lambda layer: rank.index(kind_of_layer(layer))):  # type: ignore[arg-type]
+    rank, innermost_first = list(KINDS), layers[::-1]
+    for layer in sorted(innermost_first, key=lambda layer: _place(_owner_of_layer(layer), rank)):
         layer.base_layer, inner = inner, layer
     put_module(backbone, name, inner)
+
+
+def _place(owner: Owner | None, rank: list[PeftType]) -> tuple[int, str]:
+    assert owner is not None, "layers of a kind that is registered"
+    return rank.index(owner[0]), owner[1]

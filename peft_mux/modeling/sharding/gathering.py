@@ -34,7 +34,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
     Args:
         module: the layer, plain or wrapped by an adapter.
     """
-    layer = getattr(module, "base_layer", module)
+    layer = _innermost(module)
     # A plain weight is gathered already, and whoever did so will free it.
     if not isinstance(layer, FSDPModule) or not isinstance(layer.weight, DTensor):
         yield
@@ -53,7 +53,7 @@ def free_after_backward(x: torch.Tensor, module: nn.Module) -> torch.Tensor:
         x: input of the layer.
         module: the layer, plain or wrapped by an adapter.
     """
-    layer = getattr(module, "base_layer", module)
+    layer = _innermost(module)
     return _FreeInBackward.apply(x, layer) if isinstance(layer, FSDPModule) else x
 
 
@@ -64,8 +64,15 @@ def gather_before_backward(y: torch.Tensor, module: nn.Module) -> torch.Tensor:
         y: what was computed from the layer.
         module: the layer, plain or wrapped by an adapter.
     """
-    layer = getattr(module, "base_layer", module)
+    layer = _innermost(module)
     return _GatherInBackward.apply(y, layer) if isinstance(layer, FSDPModule) else y
+
+
+def _innermost(module: Any) -> Any:
+    """Return the frozen layer within adapted ones, which may lie around one another."""
+    while hasattr(module, "base_layer"):
+        module = module.base_layer
+    return module
 
 
 class _GatherInBackward(torch.autograd.Function):

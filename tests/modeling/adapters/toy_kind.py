@@ -1,4 +1,7 @@
-"""A type of adapters from one new file: PEFT's IA3, which scales what a layer gives, through its own layers."""
+"""A type of adapters from one new file: PEFT's IA3, which scales what a layer gives, through its own layers.
+
+It takes the place of the kind that the catalogue has for the type.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from typing import Any
 from peft import PeftType
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING
 
-from peft_mux.modeling.adapters.kind import AdapterKind, CutLayers, Shapes, register_kind, unregister_kind
+from peft_mux.modeling.adapters.kind import KINDS, CutLayers, Shapes, register_kind, unregister_kind
 from peft_mux.modeling.adapters.sliced import SlicedKind
 from peft_mux.scheduler.costs.loads import AdapterLoad
 
@@ -32,10 +35,15 @@ class ToyKind(SlicedKind):
 
 @contextmanager
 def registered(*kinds: Any) -> Iterator[None]:
-    """Let tasks of further types be trained for the time of the `with` block."""
-    made: list[AdapterKind] = [register_kind(kind) for kind in kinds]
+    """Let tasks of other types be trained, or of a type by another kind, for the time of the `with` block."""
+    before = {kind.peft_type: KINDS.get(kind.peft_type) for kind in kinds}
+    for kind in kinds:
+        register_kind(kind)
     try:
         yield
     finally:
-        for kind in made:
-            unregister_kind(kind.peft_type)
+        for peft_type, kind in before.items():
+            if kind is None:
+                unregister_kind(peft_type)
+            else:
+                register_kind(kind)

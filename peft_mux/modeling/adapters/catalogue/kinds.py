@@ -1,0 +1,168 @@
+"""The kinds that entries stand for: `SlicedKind`s, and a few that have something of their own to check or to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from peft import PeftType
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from peft_mux.errors import Fault
+from peft_mux.modeling.adapters.catalogue.entry import WEIGHTS_ARE_READ, Category, TypeEntry
+from peft_mux.modeling.adapters.catalogue.noise import TokenNoise
+from peft_mux.modeling.adapters.catalogue.registry import ENTRIES
+from peft_mux.modeling.adapters.kind import ReplicaLayout, register_kind
+from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
+from peft_mux.modeling.adapters.sliced import SlicedKind
+from peft_mux.modeling.backbone.head_kinds import head_kind_for
+from peft_mux.modeling.backbone.modules import adaptable_modules
+from peft_mux.modeling.stream import Stream
+
+_REASONS = {
+    "bias": "it trains the backbone's own biases, which all tasks share",
+    "modules_to_save": "it trains a copy of a backbone module",
+}
+
+
+class CatalogueKind(SlicedKind):
+    """A PEFT type that an entry tells of; see `SlicedKind`.
+
+    Args:
+        entry: what is known of the type.
+    """
+
+    def __init__(self, entry: TypeEntry) -> None:
+        """Look the type up in PEFT."""
+        super().__init__(
+            PeftType[entry.name],
+            fields=frozenset({*entry.fields, "fan_in_fan_out"}),
+            reasons={**_REASONS, **entry.reasons},
+            draws=entry.draws,
+        )
+        self.entry = entry
+
+    def faults(self, config: Any, where: str) -> list[Fault]:
+        """Return a fault for every field that is set and not supported, and for a head that PEFT would not save."""
+        faults = super().faults(config, where)
+        if head_kind_for(config.task_type).trained_modules and not hasattr(type(config), "modules_to_save"):
+            fix = "Its configuration has no modules_to_save, so that the head would be in no file."
+            faults.append(Fault(f"{where}.task_type", str(config.task_type), "CAUSAL_LM or None", fix))
+        return faults
+
+    def refusals(self, layout: ReplicaLayout, where: str) -> list[Fault]:
+        """Refuse layouts on which a process holds a part of what the type needs whole."""
+        reason = self.entry.spans_layers or (WEIGHTS_ARE_READ if self.entry.reads_weights else "")
+        return super().refusals(layout, where) if not reason else self.refuse_parts(layout, where, reason)
+
+    def backbone_faults(self, config: Any, backbone: Any, where: str) -> list[Fault]:
+        """Return why an adapter of a configuration cannot be put on a backbone, whatever its targets.
+
+        Args:
+            config: the adapter configuration of one task, which has no `faults`.
+            backbone: the transformers model that is to be adapted.
+            where: prefix of the fields, such as `tasks.sql.peft_config`.
+        """
+        if self.entry.needs_weights and is_meta(backbone):
+            fix = "What it begins with is computed from them; load the model with from_pretrained and hand it over."
+            return [Fault(where, f"{self.title} on a model without weights", "a model that is loaded", fix)]
+        if not (self.entry.reads_weights and isinstance(backbone.base_model, FSDPModule)):
+            return []
+        got, allowed = f"{self.title} on a backbone that is sharded", "a task of this type from the beginning of a run"
+        return [
+            Fault(where, got, allowed, f"For {WEIGHTS_ARE_READ}; begin a run with it, or set shard_backbone=False.")
+        ]
+
+
+class NormKind(CatalogueKind):
+    """LN tuning, which trains copies of norms."""
+
+    def adaptable(self, backbone: nn.Module) -> Mapping[str, nn.Module]:
+        """Return the modules that may be targets: everything small that has a weight and is no linear layer."""
+        others = adaptable_modules(backbone)
+        return {
+            name.replace(".base_layer", ""): module
+            for name, module in backbone.named_modules()
+            if name.replace(".base_layer", "") not in others and _is_norm(module)
+        }
+
+
+class PveraKind(CatalogueKind):
+    """PVeRA, whose layers draw noise for every token."""
+
+    def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
+        """Return PEFT's own forward, sliced, with noise that belongs to each task's tokens."""
+        forward = super().attach(module, name, stream)
+        assert forward is not None, "sliced kinds attach to every layer"
+        module._reparametrize = TokenNoise(module, forward.name, stream)  # type: ignore[assignment]
+        return forward
+
+
+class ShiraKind(CatalogueKind):
+    """SHiRA, which chooses at random which elements of a weight it trains."""
+
+    def faults(self, config: Any, where: str) -> list[Fault]:
+        """Refuse masks that a saved configuration does not tell of."""
+        faults = super().faults(config, where)
+        if not faults and config.mask_type != "random":
+            fix = "A function of yours is not in the files, so that training could not go on from them."
+            faults.append(Fault(f"{where}.mask_type", f"{config.mask_type!r:.60}", '"random"', fix))
+        return faults
+
+    def complete(self, config: Any, backbone: Any) -> None:
+        """Let a model without weights have its masks on the CPU: which elements they are needs none."""
+        super().complete(config, backbone)
+        if is_meta(backbone):
+            config.mask_fn = _mask_without_weight
+
+
+class TokenKind(CatalogueKind):
+    """Trainable tokens, which tied output heads would have to share."""
+
+    def backbone_faults(self, config: Any, backbone: Any, where: str) -> list[Fault]:
+        """Refuse backbones whose head is their embedding, and indices that are no tokens."""
+        faults = super().backbone_faults(config, backbone, where)
+        if getattr(backbone.config.get_text_config(), "tie_word_embeddings", False):
+            fix = "Its new rows would have to reach the head as well. Use LORA with target_modules=['embed_tokens']."
+            return [*faults, Fault(where, "tied embeddings", "a backbone whose head is not its token embedding", fix)]
+        size = backbone.get_input_embeddings().weight.shape[0]
+        indices = config.token_indices
+        is_right = isinstance(indices, list) and bool(indices) and len(set(indices)) == len(indices)
+        if is_right and all(isinstance(index, int) and 0 <= index < size for index in indices):
+            return faults
+        return [
+            *faults,
+            Fault(f"{where}.token_indices", f"{indices!r:.80}", f"a list of different numbers in [0, {size})"),
+        ]
+
+
+def _mask_without_weight(layer: nn.Linear, r: int, **options: Any) -> torch.Tensor:
+    """Return a mask of as many elements as SHiRA trains of a layer whose weight has no data: the first ones."""
+    rows, columns = layer.weight.shape
+    mask = torch.zeros(rows * columns)
+    mask[: r * (rows + columns)] = 1.0
+    return mask.view(rows, columns)
+
+
+def is_meta(backbone: nn.Module) -> bool:
+    """Whether a backbone is a description without weights."""
+    return next(backbone.parameters()).is_meta
+
+
+def _is_norm(module: nn.Module) -> bool:
+    own = dict(module.named_parameters(recurse=False))
+    return "weight" in own and own["weight"].dim() == 1 and not list(module.children())
+
+
+_CLASSES: Mapping[str, type[CatalogueKind]] = {
+    "LN_TUNING": NormKind,
+    "TRAINABLE_TOKENS": TokenKind,
+    "PVERA": PveraKind,
+    "SHIRA": ShiraKind,
+}
+
+for _entry in ENTRIES.values():
+    if _entry.category in (Category.SLICED, Category.WEIGHT_SPACE) and _entry.peft_type and _entry.is_importable:
+        register_kind(_CLASSES.get(_entry.name, CatalogueKind)(_entry))

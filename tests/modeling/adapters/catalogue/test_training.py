@@ -1,0 +1,211 @@
+"""All types in one run, and what their files are to plain PEFT."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftConfig, PeftModel, PeftType, TaskType
+from transformers import LlamaForSequenceClassification
+
+from peft_mux import MultiTaskPeftModel, Task
+from peft_mux.errors import ConfigError
+from peft_mux.modeling.adapters.catalogue import kinds
+from peft_mux.modeling.adapters.catalogue.registry import entry_of
+from peft_mux.modeling.adapters.checks import target_faults
+from peft_mux.modeling.adapters.kind import KINDS
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import relative, tiny_llama
+from tests.modeling.adapters.cases import CASES
+from tests.modeling.adapters.test_kinds import packed, perturbed
+
+EVERY_TYPE = pytest.mark.parametrize("peft_type", list(KINDS), ids=[one.name for one in KINDS])
+NAMES = [one.name.lower() for one in KINDS]
+
+
+def task(name: str, number: int = 0, **settings: Any) -> Task:
+    peft_type = PeftType[name.upper()]
+    seeds = {"data_seed": len(name) + number, "seed": 1 + number}
+    plain = lab.small_task(name, **{**seeds, "max_steps": 3, "length": 5 + number % 7, **settings})
+    return with_config(plain, CASES[peft_type].make(0))
+
+
+def with_config(one: Task, config: PeftConfig) -> Task:
+    fields = {field: getattr(one, field) for field in one.__dataclass_fields__}
+    return Task(**{**fields, "peft_config": config})
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> lab.Run:
+    """Every type at once, with the trainer's own planning."""
+    tasks = [task(name, number) for number, name in enumerate(NAMES)]
+    return lab.train(tasks, tmp_path_factory.mktemp("run"), recorder=lab.Recorder(keep_weights=False))
+
+
+@EVERY_TYPE
+def test_in_a_run_of_all_types_each_trains_as_plain_peft_trains_it_alone(run: lab.Run, peft_type: PeftType) -> None:
+    name = peft_type.name.lower()
+    if CASES[peft_type].is_random:
+        pytest.skip("plain PEFT draws it from the generator; the next test holds it against a run of its own")
+    verdict = lab.judge(run.trainer, task(name, NAMES.index(name)))
+    lab.assert_as_judged(run, {name: verdict})
+    assert verdict.losses[-1] != verdict.losses[0], "it has learned something"
+
+
+@EVERY_TYPE
+def test_what_is_drawn_at_random_is_the_same_alone_and_in_micro_batches(peft_type: PeftType, tmp_path: Path) -> None:
+    name, case = peft_type.name.lower(), CASES[peft_type]
+    if not case.is_random and name not in ("loha", "boft"):
+        pytest.skip("what dropout modules draw is held in test_kinds.py")
+    assert case.dropped is not None
+    dropped = with_config(task(name), case.dropped())
+    alone = lab.train([dropped], tmp_path / "alone")
+    other = lab.train([dropped, task("ia3", 1)], tmp_path / "split", max_tokens_per_micro_batch=16)
+    lab.assert_close(other.losses[name], alone.losses[name], 1e-5, name)
+
+
+@pytest.mark.slow
+def test_a_run_of_all_types_goes_on_exactly_from_its_checkpoint(run: lab.Run, tmp_path: Path) -> None:
+    tasks = [task(name, number) for number, name in enumerate(NAMES)]
+    stop = lab.Recorder(at_end={2: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
+    lab.train(tasks, tmp_path, recorder=stop, save_strategy="steps", save_steps=2)
+    rest = lab.train(tasks, tmp_path, resume=True, save_strategy="steps", save_steps=100)
+    for name in NAMES:
+        assert rest.losses[name] == run.losses[name][2:], name
+        assert all(torch.equal(rest.weights(name)[key], item) for key, item in run.weights(name).items()), name
+
+
+@pytest.mark.slow
+def test_tasks_of_all_types_come_and_go_while_others_train(tmp_path: Path) -> None:
+    late = [task(name, number) for number, name in enumerate(NAMES) if name != "lora"]
+    at_end = {1: lambda trainer: trainer.register_tasks(late), 3: lambda trainer: trainer.remove_task("vera")}
+    first = lab.small_task("first", data_seed=1, max_steps=6)
+    recorder = lab.Recorder(at_end=at_end, keep_weights=False)
+    run = lab.train([first], tmp_path, recorder=recorder)
+    lab.assert_as_judged(run, {"first": lab.judge(run.trainer, first)})
+    for one in late:
+        if one.name not in ("vera", "pvera"):
+            lab.assert_as_judged(run, {one.name: lab.judge(run.trainer, one)})
+
+
+@pytest.mark.slow
+def test_a_task_of_nan_stays_alone_whatever_its_type() -> None:
+    configs = {name: CASES[PeftType[name.upper()]].make(0) for name in NAMES}
+    model = MultiTaskPeftModel(tiny_llama(), configs, verify=False).eval()
+    batch, _ = packed(*NAMES)
+    healthy = model(batch).losses
+    for number, name in enumerate(NAMES):
+        parameter = next(iter(model.task_parameters(name).values()))
+        kept = parameter.detach().clone()
+        with torch.no_grad():
+            parameter.fill_(float("nan"))
+        model.prepare(NAMES)
+        losses = model(batch).losses
+        others = [other for other in range(len(NAMES)) if other != number]
+        assert torch.equal(losses[others], healthy[others]), f"{name} reaches its neighbours"
+        assert not torch.isfinite(losses[number]), name
+        with torch.no_grad():
+            parameter.copy_(kept)
+
+
+@EVERY_TYPE
+def test_plain_peft_merges_disables_adds_and_deletes_what_was_saved(peft_type: PeftType, tmp_path: Path) -> None:
+    model = MultiTaskPeftModel(tiny_llama(), {"a": CASES[peft_type].make(0)}, verify=False).eval()
+    perturbed(model.task_parameters("a"), 3)
+    model.save_pretrained(tmp_path)
+    ids = torch.arange(1, 10)[None]
+    with torch.no_grad():
+        bare = tiny_llama().eval()(input_ids=ids).logits
+        wanted = model.task_view("a")(input_ids=ids).logits
+        judge: Any = PeftModel.from_pretrained(tiny_llama(), str(tmp_path / "a")).eval()
+        assert torch.equal(judge(input_ids=ids).logits, wanted)
+        assert relative(wanted, bare) > 1e-5, "the adapter does something"
+        with judge.disable_adapter():
+            assert torch.equal(judge(input_ids=ids).logits, bare)
+        if peft_type.name not in ONE_ADAPTER:
+            judge.add_adapter("second", copy.deepcopy(judge.peft_config["default"]))
+            judge.delete_adapter("second")
+            assert torch.equal(judge(input_ids=ids).logits, wanted)
+        if CASES[peft_type].merges:
+            assert torch.allclose(judge.merge_and_unload()(input_ids=ids).logits, wanted, atol=1e-4)
+
+
+ONE_ADAPTER: tuple[str, ...] = ()
+"""Types of which PEFT itself cannot hold a second adapter beside a first."""
+
+
+@EVERY_TYPE
+def test_a_task_is_merged_into_the_backbone_as_plain_peft_merges_it(peft_type: PeftType) -> None:
+    if not CASES[peft_type].merges:
+        pytest.skip("PEFT does not merge it")
+    configs = {"x": CASES[PeftType.LORA].make(0), "a": CASES[peft_type].make(0), "b": CASES[peft_type].make(1)}
+    model = MultiTaskPeftModel(tiny_llama(), configs, verify=False).eval()
+    for name in model.tasks:
+        perturbed(model.task_parameters(name), 3)
+    ids = torch.arange(1, 10)[None]
+    with torch.no_grad():
+        wanted = model.task_view("a")(input_ids=ids).logits
+        merged = model.task_view("a").merge_and_unload()
+        assert torch.allclose(merged(input_ids=ids).logits, wanted, atol=1e-4)
+
+
+@EVERY_TYPE
+def test_a_model_that_is_unloaded_is_the_backbone_again(peft_type: PeftType) -> None:
+    backbone = tiny_llama()
+    configs = {"a": CASES[peft_type].make(0), "l": CASES[PeftType.LORA].make(0), "b": CASES[peft_type].make(1)}
+    found = MultiTaskPeftModel(backbone, configs, verify=False).unload().state_dict()
+    wanted = tiny_llama().state_dict()
+    assert list(found) == list(wanted)
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+@EVERY_TYPE
+def test_a_model_without_weights_has_the_adapters_shapes(peft_type: PeftType) -> None:
+    config = CASES[peft_type].make(0)
+    shapes = {
+        key: item.shape
+        for key, item in MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False).task_parameters("a").items()
+    }
+    with torch.device("meta"):
+        described = type(tiny_llama())(tiny_llama().config)
+    if entry_of(peft_type).needs_weights:
+        with pytest.raises(ConfigError, match="on a model without weights; allowed: a model that is loaded"):
+            MultiTaskPeftModel(described, {"a": config}, verify=False)
+        return
+    model = MultiTaskPeftModel(described, {"a": config}, verify=False)
+    assert {key: item.shape for key, item in model.task_parameters("a").items()} == shapes
+
+
+@EVERY_TYPE
+def test_a_type_that_reads_weights_does_not_join_a_sharded_backbone(
+    peft_type: PeftType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kinds, "FSDPModule", torch.nn.Module)  # as if FSDP2 had sharded it
+    faults = target_faults(CASES[peft_type].make(0), tiny_llama(), "tasks.a")
+    assert bool(faults) is entry_of(peft_type).reads_weights
+    assert all("on a backbone that is sharded" in fault.got for fault in faults)
+
+
+@EVERY_TYPE
+def test_a_classifier_trains_its_head_beside_any_type(peft_type: PeftType) -> None:
+    config = CASES[peft_type].make(0)
+    config.task_type = TaskType.SEQ_CLS
+    shape = copy.deepcopy(tiny_llama().config)
+    shape.num_labels, shape.pad_token_id = 3, 0
+    backbone = LlamaForSequenceClassification(shape)
+    if not hasattr(config, "modules_to_save"):
+        with pytest.raises(ConfigError, match="task_type"):
+            MultiTaskPeftModel(backbone, {"a": config}, verify=False)
+        return
+    model = MultiTaskPeftModel(backbone, {"a": config, "l": _classifier()}, num_labels={"a": 3, "l": 2}, verify=False)
+    assert model.task_parameters("a")["base_model.model.score.modules_to_save.weight"].shape[0] == 3
+    assert model.task_parameters("l")["base_model.model.score.modules_to_save.weight"].shape[0] == 2
+
+
+def _classifier() -> Any:
+    config = CASES[PeftType.LORA].make(0)
+    config.task_type = TaskType.SEQ_CLS
+    return config
