@@ -251,7 +251,7 @@ class TaskSlab:
 def decays(name: str) -> bool:
     """Whether weight decay applies to a parameter, as Trainer has it: not to biases and norms."""
     # The biases of recurrent layers are numbered: `bias_ih_l0`.
-    return not name.rpartition(".")[2].startswith("bias") and "norm" not in name.lower()
+    return "bias" not in name.rpartition(".")[2] and "norm" not in name.lower()
 
 
 def _in_order(slots: Mapping[str, Slot]) -> list[str]:

@@ -19,7 +19,7 @@ from peft_mux.kernels.cross_entropy.linear import block_rows
 from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, SegmentTables
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives import language as losses
+from peft_mux.modeling.objectives import language_head as losses
 from peft_mux.profiling import backbone as profiling
 from peft_mux.profiling import parts as profiling_parts
 from peft_mux.profiling.backbone import profile_backbone

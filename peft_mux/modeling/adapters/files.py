@@ -50,7 +50,7 @@ def adapter_state(model: MultiplexedModel, adapter: str) -> dict[str, torch.Tens
     state |= {saved_key(name): parameter for name, parameter in own.items() if name.endswith(f".{OWN}")}
     # PEFT adds the frozen embedding where it is adapted; where that is divided among processes, no process has it.
     state = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
-    missing = [key for key in map(saved_key, own) if key not in state]
+    missing = [saved_key(name) for name in own if _key_in(state, name) not in state]
     if missing:
         raise CheckpointError(
             f"adapter {adapter}: PEFT selected {len(state)} tensors of the {len(own)} trained ones, and not "

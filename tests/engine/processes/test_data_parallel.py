@@ -347,7 +347,8 @@ def test_the_sum_of_a_task_begins_after_its_last_pass_and_in_the_order_of_the_pl
         for name, page in pages.items()
     }
     processes = Listening()
-    sync = GradientSync(SimpleNamespace(task_slab=slabs.__getitem__), processes)
+    losses = SimpleNamespace(of=lambda name: SimpleNamespace(name="sft"), statistic_names=lambda name: ())
+    sync = GradientSync(SimpleNamespace(task_slab=slabs.__getitem__, objectives=losses), processes)
     passes = [SimpleNamespace(task_names=names, num_tokens=1) for names in (("a", "b"), ("b",))]
     work = StepWork(("a", "b", "c"), tuple(passes), {}, sync_order=("a", "b", "c"))
     sync.begin(work)

@@ -152,8 +152,8 @@ def test_layouts_that_a_type_cannot_be_trained_on_are_refused_by_name() -> None:
     stages, shards = ParallelLayout.of(2, pp=2), ParallelLayout.of(2, tp=2)
     bottleneck, diff = (kind_of(config) for config in (BottleneckConfig(), DiffPruningConfig()))
     assert bottleneck.refusals(stages, "tasks.a") == []
-    assert "Its layers are not cut" in str(bottleneck.refusals(shards, "tasks.a")[0])
-    assert "Its layers are not cut" in str(diff.refusals(shards, "tasks.a")[0])
+    assert "its layers are not cut" in str(bottleneck.refusals(shards, "tasks.a")[0])
+    assert "its layers are not cut" in str(diff.refusals(shards, "tasks.a")[0])
     assert "penalty of layers on one stage" in str(diff.refusals(stages, "tasks.a")[0])
 
 
@@ -196,7 +196,7 @@ def test_a_layout_trains_to_the_result_of_one_process(
     ("name", "arguments", "said"),
     [
         ("diff", {"pipeline_parallel_size": 2}, "The penalty of layers on one stage does not reach the loss"),
-        ("houlsby", {"tensor_parallel_size": 2}, "Its layers are not cut"),
+        ("houlsby", {"tensor_parallel_size": 2}, "its layers are not cut"),
     ],
 )
 def test_a_layout_that_a_type_cannot_take_is_refused_on_every_process(

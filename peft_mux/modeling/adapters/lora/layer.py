@@ -40,7 +40,6 @@ class MultiplexedLinear(MultiplexedForward):
     def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
         super().__init__(module, name, stream)
         self.group = LinearGroup([self], stream)
-        self._base = Base(None, None, 0)
         self._steps: dict[str, tuple[RowStep, ...]] = {}
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -120,11 +119,8 @@ class MultiplexedLinear(MultiplexedForward):
 
     def base(self) -> Base:
         """Return the frozen part of the layer, as it lies now."""
-        weight, bias = frozen_weight(self.base_layer)
-        # Read every time, as weights are swapped where they are gathered, and put together where they are others.
-        if weight is None or weight is not self._base.weight_KD or bias is not self._base.bias_K:
-            self._base = Base(weight, bias, self.module.out_features)  # type: ignore[arg-type]
-        return self._base
+        layer: Any = self.module
+        return Base(*frozen_weight(self.base_layer), layer.out_features)
 
     def reason_against_graphs(self) -> str | None:
         """Return why no pass through this layer can be captured: its frozen weight is quantised."""

@@ -17,13 +17,16 @@ from peft_mux.modeling.adapters.catalogue import kinds
 from peft_mux.modeling.adapters.catalogue.registry import entry_of
 from peft_mux.modeling.adapters.checks import target_faults
 from peft_mux.modeling.adapters.kind import KINDS
+from peft_mux.modeling.adapters.prompts.kind import PromptKind
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.cases import CASES
 from tests.modeling.adapters.test_kinds import packed, perturbed
 
-EVERY_TYPE = pytest.mark.parametrize("peft_type", list(KINDS), ids=[one.name for one in KINDS])
-NAMES = [one.name.lower() for one in KINDS]
+# Prompts, which have no layers, have tests of their own in `tests/modeling/adapters/prompts`.
+TYPES = [peft_type for peft_type, kind in KINDS.items() if not isinstance(kind, PromptKind)]
+EVERY_TYPE = pytest.mark.parametrize("peft_type", TYPES, ids=[one.name for one in TYPES])
+NAMES = [one.name.lower() for one in TYPES]
 
 
 def task(name: str, number: int = 0, **settings: Any) -> Task:

@@ -138,7 +138,7 @@ def run_step(model: MultiTaskPeftModel, micro_batches: list[MuxBatch]) -> dict[s
     losses: dict[str, float] = {}
     for chain in chains_of(micro_batches):
         for micro_batch, found in zip(chain, run_chain(model, chain, nullcontext), strict=True):
-            for name, loss in zip(micro_batch.task_names, found.tolist(), strict=True):
+            for name, loss in zip(micro_batch.task_names, found.losses.tolist(), strict=True):
                 losses[name] = losses.get(name, 0.0) + loss
     return losses
 
