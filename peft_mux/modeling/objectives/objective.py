@@ -24,6 +24,7 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
+from peft import PromptLearningConfig
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.formats import RowForm
@@ -270,8 +271,22 @@ def objective_faults(task: TrainedTask, where: str) -> list[Fault]:
     if objective is None:
         return faults
     loss_type, type_faults = _loss_type(objective, task, where)
-    _, more = read_args(objective.Args, _given(task), loss_type or objective.loss_types[0], f"{where}.objective_args")
-    return [*faults, *type_faults, *more, *_label_faults(objective, task, where)]
+    args, more = read_args(
+        objective.Args, _given(task), loss_type or objective.loss_types[0], f"{where}.objective_args"
+    )
+    found = [*faults, *type_faults, *more, *_label_faults(objective, task, where)]
+    return found if args is None else found + _reference_faults(objective, args, task, where)
+
+
+def _reference_faults(objective: Objective, args: LossArgs, task: TrainedTask, where: str) -> list[Fault]:
+    """Return a fault where a loss wants the backbone without a prompt: its rows have virtual tokens in them."""
+    is_prompt = isinstance(task.peft_config, PromptLearningConfig)
+    if not is_prompt or not _lacks_reference(objective, args, task):
+        return []
+    columns = " and ".join(objective.reference_columns)
+    fix = f"Bring {columns} with the rows, or train an adapter on layers such as LORA."
+    got = f"{objective.name} with {type(task.peft_config).__name__}"
+    return [Fault(f"{where}.objective", got, "losses without a reference for adapters of prompts", fix)]
 
 
 def _label_faults(objective: Objective, task: TrainedTask, where: str) -> list[Fault]:
@@ -310,11 +325,12 @@ def args_of(task: TrainedTask) -> LossArgs:
 
 def needs_reference_pass(task: TrainedTask) -> bool:
     """Whether a task's loss needs a pass without adapters: unless its rows bring what that would give."""
-    objective = objective_of(task)
-    has_columns = bool(objective.reference_columns) and set(objective.reference_columns) <= columns_of(
-        task.train_dataset
-    )
-    return objective.needs_reference(args_of(task)) and not has_columns
+    return _lacks_reference(objective_of(task), args_of(task), task)
+
+
+def _lacks_reference(objective: Objective, args: LossArgs, task: TrainedTask) -> bool:
+    wanted = set(objective.reference_columns)
+    return objective.needs_reference(args) and not (wanted and wanted <= columns_of(task.train_dataset))
 
 
 def default_args(objective: Objective) -> LossArgs:

@@ -22,6 +22,7 @@ from peft_mux.modeling.adapters.checks import peft_config_faults
 from peft_mux.modeling.adapters.kind import KINDS
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters.cases import CASES
+from tests.modeling.adapters.prompts.prompt_cases import PROMPTS, config_of
 from tests.modeling.adapters.toy_kind import ToyKind, registered
 
 EVERY_TYPE = pytest.mark.parametrize("peft_type", list(PeftType), ids=[one.name for one in PeftType])
@@ -38,7 +39,8 @@ def test_a_type_is_trained_or_refused_with_a_reason_and_a_type_that_works(peft_t
         assert entry.nearest
         assert all(PeftType[name] in KINDS for name in entry.nearest if name in PeftType.__members__)
     else:
-        assert peft_type in CASES, "a conformance case of test_kinds.py"
+        kinds_of_prompts = {config_of(form).peft_type for form in PROMPTS}
+        assert peft_type in {*CASES, *kinds_of_prompts}, "a conformance case of test_kinds.py, or a form of a prompt"
 
 
 @EVERY_TYPE

@@ -11,7 +11,7 @@ import pytest
 from peft import CPTConfig, PeftConfig, PeftType, TaskType
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING
 
-from peft_mux import MultiTaskPeftModel
+from peft_mux import MultiTaskPeftModel, Task
 from peft_mux.engine.cuda_graphs.passes import reason_against
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.errors import ConfigError
@@ -147,3 +147,12 @@ def test_sharded_weights_are_refused_at_construction_and_graphs_say_why_not(tmp_
     for form in ("prompt", "prefix"):
         model = MultiTaskPeftModel(lab.tiny_llama(), {"lora": config_of("lora"), "a": config_of(form)}, verify=False)
         assert reason_against(model) == "a task's prompt stands before each of its sequences"
+
+
+def test_a_loss_that_compares_with_the_backbone_wants_rows_that_bring_the_reference() -> None:
+    rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    with pytest.raises(ConfigError, match=r"tasks\.a\.objective: got dpo with PromptTuningConfig; .*ref_chosen_logps"):
+        Task(name="a", peft_config=config_of("prompt"), train_dataset=rows)
+    brought = [{**row, "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0} for row in rows]
+    assert Task(name="a", peft_config=config_of("prompt"), train_dataset=brought).train_dataset is brought
+    assert Task(name="a", peft_config=config_of("prompt"), train_dataset=rows, objective="orpo").objective == "orpo"
