@@ -184,7 +184,7 @@ def _make_run_config(data: dict[str, Any], folder: Path, lines: Mapping[str, int
         # Tasks are built all the same, so that one call tells all faults of a file.
         args, errors = None, _located_messages(error, lines, path, "run")
     for name, settings in data["tasks"].items():
-        merged = {**defaults, **settings, "peft": {**(defaults.get("peft") or {}), **(settings.get("peft") or {})}}
+        merged = {**defaults, **settings, "peft": _merged_peft(defaults.get("peft") or {}, settings.get("peft") or {})}
         try:
             tasks.append(_make_task(str(name), merged, folder))
         except ConfigError as error:
@@ -272,6 +272,12 @@ def _make_peft_config(name: str, settings: dict[str, Any]) -> Any:
         return config_class(**options)
     except Exception as error:  # PEFT checks little: what it raises is whatever its code comes upon
         raise ConfigError(f"tasks.{name}.peft: PEFT refuses it: {error}") from error
+
+
+def _merged_peft(defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a task's adapter; a task of another type than the defaults begins with none of theirs."""
+    kinds = [str(options.get("type", "lora")).lower() for options in (defaults, {**defaults, **own})]
+    return {**defaults, **own} if kinds[0] == kinds[1] else own
 
 
 def load_rows(source: str, split: str, config: str | None, folder: Path, where: str) -> Any:

@@ -11,6 +11,7 @@ import datasets
 import pytest
 from peft import LoraConfig
 
+from peft_mux import BottleneckConfig
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.cli.config_file import read_config
 from peft_mux.cli.main import main
@@ -135,6 +136,27 @@ def test_datasets_of_other_forms_are_loaded(kind: str, folder: Path) -> None:
     name = "saved.parquet" if kind == "parquet" else "saved"
     config = read_config(write(folder, good(folder)), [f"tasks.sql.dataset={name}"])
     assert [dict(row) for row in config.tasks[0].train_dataset] == ROWS
+
+
+def test_a_task_of_another_type_takes_no_options_of_the_defaults_and_losses_are_read_as_in_python(folder: Path) -> None:
+    text = """
+  house: {dataset: rows.jsonl, peft: {type: bottleneck, bottleneck_size: 4, target_modules: [o_proj]}}
+  pref:
+    dataset: pairs.jsonl
+    objective: dpo
+    loss_type: [ipo, sft]
+    objective_args: {beta: 0.2, loss_weights: [1, 0.1]}
+"""
+    pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    (folder / "pairs.jsonl").write_text(json.dumps(pair) + "\n", encoding="utf-8")
+    *_, house, pref = read_config(write(folder, GOOD.format(output_dir="out") + text.lstrip("\n"))).tasks
+    assert house.peft_config == BottleneckConfig(bottleneck_size=4, target_modules=["o_proj"])
+    assert pref.peft_config == LoraConfig(r=16, target_modules="all-linear")
+    assert (pref.objective, pref.loss_type, pref.objective_args) == (
+        "dpo",
+        ["ipo", "sft"],
+        {"beta": 0.2, "loss_weights": [1, 0.1]},
+    )
 
 
 def test_a_split_may_be_a_part(folder: Path) -> None:
