@@ -22,12 +22,9 @@ class MultiplexedDropout(MultiplexedForward):
         # Task by task: seeds differ, and slices keep one task's NaN from the others.
         parts = [
             philox.dropout(
-                x_TK[segment.start : segment.end],
-                self.stream.places[segment.start : segment.end],
-                dropout.p,
-                segment.draw_seed(self.name),
+                x_NK, self.stream.places[segment.start : segment.end], dropout.p, segment.draw_seed(self.name)
             )
-            for segment in self.stream.segments
+            for segment, x_NK in zip(self.stream.segments, self.by_segment(x_TK), strict=True)
         ]
         return torch.cat(parts).view_as(x)
 

@@ -57,6 +57,16 @@ class MultiplexedForward:
         """Return a clause that says why no pass through this module can be captured now; `None` where it can."""
         return None
 
+    def by_segment(self, x: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        """Return the rows of each of the stream's segments, out of all rows that modules see now.
+
+        Args:
+            x: activations, with the rows of the stream in one dimension.
+            dim: that dimension.
+        """
+        # Together and not one by one: in the backward pass each slice would make a gradient as tall as the stream.
+        return x.split([segment.end - segment.start for segment in self.stream.segments], dim)
+
     def rows(self, x: torch.Tensor, width: int) -> torch.Tensor:
         """Return `x` as `[rows, width]`, having checked that its rows are the stream's."""
         self.check_rows(x, width)

@@ -64,11 +64,9 @@ class SlicedAdapter(MultiplexedForward):
         if not any(owners):
             return below(rows if is_ids else x)
         parts = []
-        for segment, owner in zip(segments, owners, strict=True):
+        for segment, owner, part in zip(segments, owners, self.by_segment(rows, 1), strict=True):
             with self.stream.only(segment):
-                part = rows[:, segment.start : segment.end]
                 parts.append(below(part) if owner is None else owner.run(part, segment))
-        assert segments[-1].end == self.stream.num_rows, "the segments of a stream cover all of its rows"
         # Joined from slices and not masked: 0 * NaN would carry one task's NaN to the others.
         y = torch.cat(parts, dim=1)
         return y if is_ids else y.view(*x.shape[:-1], -1)

@@ -91,8 +91,7 @@ class MultiplexedLinear(MultiplexedForward):
         if layer.disable_adapters or not any(segment.adapter in self._steps for segment in segments):
             return y
         x_TD, y_TK, parts = x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1]), []
-        for segment in segments:
-            x_ND, y_NK = x_TD[segment.start : segment.end], y_TK[segment.start : segment.end]
+        for segment, x_ND, y_NK in zip(segments, self.by_segment(x_TD), self.by_segment(y_TK), strict=True):
             for step in self._steps.get(segment.adapter, ()):
                 y_NK = step(x_ND, y_NK, functools.partial(self._dropped, segment))
             parts.append(y_NK)

@@ -47,7 +47,8 @@ class MultiplexedBias(MultiplexedForward):
             return y
         y_TK = self.rows(y, y.shape[-1])
         # Joined from slices and not masked: 0 * NaN would carry one task's NaN to the others.
-        parts = [own_bias_added(self.module, item.adapter, y_TK[item.start : item.end]) for item in segments]
+        found = zip(segments, self.by_segment(y_TK), strict=True)
+        parts = [own_bias_added(self.module, segment.adapter, y_NK) for segment, y_NK in found]
         return torch.cat(parts).view_as(y)
 
     def reason_against_graphs(self) -> str | None:

@@ -26,11 +26,11 @@ class MultiplexedCopies(MultiplexedForward):
         if wrapper.disable_adapters or not any(segment.adapter in wrapper.modules_to_save for segment in segments):
             return wrapper.original_module(x)
         rows, parts = x.reshape(-1) if is_ids else x.reshape(-1, x.shape[-1]), []
-        for segment in segments:
+        for segment, part in zip(segments, self.by_segment(rows), strict=True):
             has_own = segment.adapter in wrapper.modules_to_save
             module = wrapper.modules_to_save[segment.adapter] if has_own else wrapper.original_module
             with self.stream.only(segment):
-                parts.append(module(rows[segment.start : segment.end]))
+                parts.append(module(part))
         # Joined from slices and not masked: 0 * NaN would carry one task's NaN to the others.
         y = torch.cat(parts)
         return y.view(*x.shape, -1) if is_ids else y.view(*x.shape[:-1], -1)

@@ -42,12 +42,12 @@ class MultiplexedTokenRows(MultiplexedForward):
         if wrapper.disable_adapters or not any(segment.adapter in tokens.token_indices for segment in segments):
             return y
         rows, outputs, parts = x.reshape(-1) if is_ids else x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1]), []
-        for segment in segments:
-            part = outputs[segment.start : segment.end]
+        for segment, read, part in zip(segments, self.by_segment(rows), self.by_segment(outputs), strict=True):
             if segment.adapter in tokens.token_indices:
                 own = _own_embeddings if is_ids else _own_logits
-                part = own(tokens, segment.adapter, rows[segment.start : segment.end], part)
-            parts.append(part)
+                parts.append(own(tokens, segment.adapter, read, part))
+            else:
+                parts.append(part)
         # Joined from slices and not masked: 0 * NaN would carry one task's NaN to the others.
         return torch.cat(parts).view_as(y)
 
