@@ -41,7 +41,12 @@ class Launch:
         self._runner: Any = None
 
     def __call__(
-        self, grid: tuple[int, ...], moving: tuple[torch.Tensor, ...], tables: tuple[torch.Tensor, ...]
+        self,
+        grid: tuple[int, ...],
+        moving: tuple[torch.Tensor, ...],
+        tables: tuple[torch.Tensor, ...],
+        *,
+        is_aligned: bool = False,
     ) -> None:
         """Start the kernel; all launches go through here.
 
@@ -49,16 +54,19 @@ class Launch:
             grid: number of programs in each of three dimensions.
             moving: the kernel's first arguments, tensors that lie elsewhere in each pass.
             tables: the arguments after them, tables of the pass, which begin on 16 bytes.
+            is_aligned: whether the caller knows that `moving` begin on 16 bytes, but for those that never move.
         """
-        address = 0
-        for tensor in moving:
-            address |= tensor.data_ptr()
-        if self._compiled is not None and address % _WORD_BYTES == 0:
+        if not is_aligned:
+            address = 0
+            for tensor in moving:
+                address |= tensor.data_ptr()
+            is_aligned = address % _WORD_BYTES == 0
+        if self._compiled is not None and is_aligned:
             if grid != self._grid:
                 self._grid, self._runner = grid, self._compiled[grid]
             self._runner(*moving, *tables, *self._fixed)
             return
         compiled = self._kernel[grid](*moving, *tables, *self._fixed, **self._options)
         # Triton's interpreter compiles nothing, and returns nothing.
-        if address % _WORD_BYTES == 0:
+        if is_aligned:
             self._compiled = compiled

@@ -40,7 +40,7 @@ class LoraGroupFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, anchor: torch.Tensor, call: GroupCall, dtype: torch.dtype
+        ctx: Any, x: torch.Tensor, anchor: torch.Tensor | None, call: GroupCall, dtype: torch.dtype
     ) -> tuple[torch.Tensor, ...]:
         """Compute each `y [..., K]` of `x [..., D]`; save `x` and what the call asks for."""
         ctx.call, ctx.dtype, ctx.input_dtype = call, dtype, x.dtype
@@ -58,15 +58,22 @@ class LoraGroupFunction(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
         """Return `dx`, and add to the gradients of the factors."""
-        x, saved = ctx.saved_tensors
-        dtype, input_dtype = ctx.dtype, ctx.input_dtype
-        dys = tuple(dy if dy.dtype is dtype else dy.to(dtype) for dy in dys)
-        dx = ctx.call.backward(dys, x, saved, needs_dx=ctx.needs_input_grad[0])
-        # None for the anchor: what it stands for, the factors' gradients, lies in their buffers already.
-        return dx if dx is None or input_dtype is dtype else dx.to(input_dtype), None, None, None
+        # Asked here: the decorator finds it out by a context that costs as much as a launch, in every layer.
+        return (_once_differentiable if torch.is_grad_enabled() else _gradients)(ctx, *dys)
+
+
+def _gradients(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
+    x, saved = ctx.saved_tensors
+    dtype, input_dtype = ctx.dtype, ctx.input_dtype
+    dys = tuple(dy if dy.dtype is dtype else dy.to(dtype) for dy in dys)
+    dx = ctx.call.backward(dys, x, saved, needs_dx=ctx.needs_input_grad[0])
+    # None for the anchor: what it stands for, the factors' gradients, lies in their buffers already.
+    return dx if dx is None or input_dtype is dtype else dx.to(input_dtype), None, None, None
+
+
+_once_differentiable = torch.autograd.function.once_differentiable(_gradients)
 
 
 class PassRegistry:

@@ -23,6 +23,8 @@ from peft_mux.kernels import philox
 from peft_mux.kernels.lora.factors import Factors
 from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, MAX_RANK, RankTable, SegmentTables
 
+_WORD_BYTES = 16
+"""Tensors that begin on such are read by whole words; new ones of torch's do."""
 _ROW = 16
 """Columns of a row of S come in groups of sixteen, by which Triton tells strides that it may load whole words at."""
 _COLUMNS = 8
@@ -129,9 +131,9 @@ class LoraGroup:
         """Return a number for all that decides on the launches of a pass over rows that lie like these.
 
         Returns:
-            `None` where gradients, or tables, do not fit the rows: then each launch checks for itself, and says so.
+            `None` where tables do not fit the rows, or these begin anywhere: then each launch looks for itself.
         """
-        if segments.num_rows > x_TD.shape[0]:
+        if segments.num_rows > x_TD.shape[0] or x_TD.data_ptr() % _WORD_BYTES:
             return None
         key = x_TD.dtype, x_TD.stride(), s_TC.stride(), segments.block_rows, segments.chunk_rows, segments.num_segments
         return self._layouts.setdefault(key, len(self._layouts))
@@ -210,7 +212,7 @@ class LoraGroup:
         # dS comes first, as dx and dA both read it (M Eq. 2).
         ds_TC = torch.empty_like(s_TC)
         layout = self._layout(x_TD, s_TC, segments)
-        layouts = [layout if dy.is_contiguous() else None for dy in dys_TK]
+        layouts = [layout if dy.is_contiguous() and not dy.data_ptr() % _WORD_BYTES else None for dy in dys_TK]
         for layer, dy, of_dy in zip(self.layers, dys_TK, layouts, strict=True):
             if layer is not None:
                 kernels.shrink(dy, layer.values, ds_TC, segments, layer.ranks, scaled=True, layout=of_dy)

@@ -66,20 +66,22 @@ def shrink(
         places: int64 `[T]`, place of each row in its task's global batch, to drop elements of x where the table has
             dropout; `None` for no dropout.
         module_seed: the module's half of the key, `philox.hash_seed(module_name)`.
-        layout: stands for all that decides on the launches beside `w`, where the caller knows it to be as before.
+        layout: stands for all that decides on the launches beside `w`, where the caller knows it to be as before, and
+            all tensors to begin on 16 bytes.
 
     Raises:
         ValueError: if a shape, a dtype or a layout is not as above.
     """
-    x_TD = _adjacent_columns(x_TD)
-    drop = ranks.has_dropout and places is not None
-    choices = ranks, scaled, drop, module_seed, tables.block_rows
-    launches = _prepared(_shrink_launches, choices, w, x_TD, s_TC, tables, places, layout)
+    launches = None if layout is None else w.launches.get((_shrink_launches, layout))
+    if launches is None:
+        x_TD = _adjacent_columns(x_TD)
+        choices = ranks, scaled, ranks.has_dropout and places is not None, module_seed, tables.block_rows
+        launches = _prepared(_shrink_launches, choices, w, x_TD, s_TC, tables, places, layout)
     # Without draws the argument is not read, but some tensor has to stand there.
     moving = x_TD, s_TC, tables.step_seed_G if places is None else places
     num_tiles = tables.num_tiles
     for blocks, launch in launches if num_tiles else ():
-        launch((num_tiles, blocks, 1), moving, tables.of_tiles)
+        launch((num_tiles, blocks, 1), moving, tables.of_tiles, is_aligned=layout is not None)
 
 
 def _shrink_launches(choices: tuple[Any, ...], w: Factors, x_TD: torch.Tensor, s_TC: torch.Tensor) -> list[_Blocks]:
@@ -135,21 +137,24 @@ def expand(
             where the table has dropout; `None` for no dropout.
         module_seed: the module's half of the key, `philox.hash_seed(module_name)`.
         add: whether to add to what `y_TK` holds, instead of writing it.
-        layout: stands for all that decides on the launches beside `w`, where the caller knows it to be as before.
+        layout: stands for all that decides on the launches beside `w`, where the caller knows it to be as before, and
+            all tensors to begin on 16 bytes.
 
     Raises:
         ValueError: if a shape, a dtype or a layout is not as above, or a bias is of another dtype, or would be dropped
             from.
     """
-    drop = ranks.has_dropout and places is not None
-    choices = ranks, scaled, drop, module_seed, tables.block_rows, bias is not None, add
-    launches = _prepared(_expand_launches, choices, w, y_TK, s_TC, tables, places, layout)
-    if bias is not None:
-        _check_bias(bias, y_TK, drops=drop)
+    launches = None if layout is None else w.launches.get((_expand_launches, layout))
+    if launches is None:
+        drop = ranks.has_dropout and places is not None
+        choices = ranks, scaled, drop, module_seed, tables.block_rows, bias is not None, add
+        launches = _prepared(_expand_launches, choices, w, y_TK, s_TC, tables, places, layout)
+        if bias is not None:
+            _check_bias(bias, y_TK, drops=drop)
     moving = s_TC, y_TK, w.base if bias is None else bias, tables.step_seed_G if places is None else places
     num_tiles = tables.num_tiles
     for blocks, launch in launches if num_tiles else ():
-        launch((num_tiles, blocks, 1), moving, tables.of_tiles)
+        launch((num_tiles, blocks, 1), moving, tables.of_tiles, is_aligned=layout is not None)
 
 
 def _expand_launches(choices: tuple[Any, ...], w: Factors, y_TK: torch.Tensor, s_TC: torch.Tensor) -> list[_Blocks]:
@@ -209,15 +214,18 @@ def wgrad(
             dropout; `None` for no dropout.
         module_seed: the module's half of the key, `philox.hash_seed(module_name)`.
         accumulate: whether to add to what `grad` holds, instead of writing it.
-        layout: stands for all that decides on the launches beside `w`, where the caller knows it to be as before.
+        layout: stands for all that decides on the launches beside `w`, where the caller knows it to be as before, and
+            all tensors to begin on 16 bytes.
 
     Raises:
         ValueError: if a shape, a dtype or a layout is not as above.
     """
-    x_TD = _adjacent_columns(x_TD)
-    drop = ranks.has_dropout and places is not None
-    choices = ranks, scaled, drop, module_seed, tables.block_rows, tables.chunk_rows, accumulate
-    launches = _prepared(_wgrad_launches, choices, grad, x_TD, s_TC, tables, places, layout)
+    launches = None if layout is None else grad.launches.get((_wgrad_launches, layout))
+    if launches is None:
+        x_TD = _adjacent_columns(x_TD)
+        drop = ranks.has_dropout and places is not None
+        choices = ranks, scaled, drop, module_seed, tables.block_rows, tables.chunk_rows, accumulate
+        launches = _prepared(_wgrad_launches, choices, grad, x_TD, s_TC, tables, places, layout)
     if ranks.max_rank == 0 or tables.num_segments == 0:
         return
     num_chunks, parts = tables.num_chunks, grad.base
@@ -227,7 +235,7 @@ def wgrad(
     moving = s_TC, x_TD, parts, tables.step_seed_G if places is None else places
     *of_chunks, (grid, reduction) = launches
     for blocks, launch in of_chunks if num_chunks else ():
-        launch((num_chunks, *blocks), moving, tables.of_chunks)
+        launch((num_chunks, *blocks), moving, tables.of_chunks, is_aligned=layout is not None)
     # Without any part too: an empty segment's gradient has to be written, unless it accumulates.
     if tables.has_parts or not accumulate:
         reduction((tables.num_segments, *grid), (parts,), (tables.chunk_begin,))
@@ -284,7 +292,7 @@ def _prepared(
 ) -> list[_Blocks]:
     """Return the launches that `prepare` makes, checked and made once for all tensors of one layout.
 
-    Only the number of rows is checked every time, and by the caller where he gives a `layout`.
+    Only the number of rows is checked every time.
 
     Args:
         prepare: makes the launches of a kernel.
@@ -296,10 +304,6 @@ def _prepared(
         places: int64 `[T]`, or `None`.
         layout: stands for tensors and choices that were checked before; `None` where the caller keeps no count.
     """
-    short = prepare, layout
-    launches = None if layout is None else w.launches.get(short)
-    if launches is not None:
-        return launches
     num_rows, width = x_TD.shape
     num_s_rows, num_columns = s_TC.shape
     strides = x_TD.stride(), s_TC.stride()
@@ -314,7 +318,7 @@ def _prepared(
             w.launches.clear()
         launches = w.launches[key] = prepare(choices, w, x_TD, s_TC)
     if layout is not None:
-        w.launches[short] = launches
+        w.launches[prepare, layout] = launches
     return launches
 
 

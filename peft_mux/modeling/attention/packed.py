@@ -263,7 +263,7 @@ def _through_varlen(
         keys = mux_stream.key_bounds(num_keys), max(num_keys)
     # As autocast would cast what scaled-dot-product attention is called with; only now, so that keys and values of
     # parts are kept, and their gradients added up, as the model computes them.
-    q_THC, k_TGC, v_TGC = (x.to(dtype) for x in (q_THC, k_TGC, v_TGC))
+    q_THC, k_TGC, v_TGC = (x if x.dtype is dtype else x.to(dtype) for x in (q_THC, k_TGC, v_TGC))
     options: dict[str, Any] = {"is_causal": scores.is_causal, "window": scores.window, "scaling": scores.scaling}
     return varlen_attention(q_THC, k_TGC, v_TGC, bounds, longest, keys=keys, **options).unsqueeze(0)
 

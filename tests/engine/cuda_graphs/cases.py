@@ -95,13 +95,13 @@ def _described(arguments: Any) -> list[Any]:
 
 
 def watched_launch(launch: Callable[..., None]) -> Callable[..., None]:
-    def noted(self: Any, grid: Any, moving: Any, tables: Any) -> None:
+    def noted(self: Any, grid: Any, moving: Any, tables: Any, **options: Any) -> None:
         if Watch.active is not None:
             arguments = (*moving, *tables, *self._fixed)
             addresses = [item.data_ptr() for item in arguments if isinstance(item, torch.Tensor) and item.dim() == 1]
             Watch.active.launches.append(f"{self._kernel.__name__}{grid}{addresses}{_described(arguments)}")
         with unwatched():
-            launch(self, grid, moving, tables)
+            launch(self, grid, moving, tables, **options)
 
     return noted
 

@@ -73,6 +73,19 @@ def test_tensors_that_do_not_begin_on_whole_words_are_always_bound_anew() -> Non
     assert [call[0] for call in kernel.calls] == ["bound", "bound", "bound", "straight"]
 
 
+def test_where_the_caller_knows_how_tensors_begin_nobody_looks_and_runners_are_kept_by_grid() -> None:
+    kernel, table = Kernel(), torch.zeros(4)
+    launch = kernels.Launch(kernel, Tiles(8, 4, 2), 5, SIZE=7)
+    for grid in ((3, 1, 1), (3, 1, 1), (6, 1, 1), (3, 1, 1)):
+        launch(grid, ("no tensor",), (table,), is_aligned=True)  # type: ignore[arg-type]
+    assert [call[:2] for call in kernel.calls] == [
+        ("bound", (3, 1, 1)),
+        ("straight", (3, 1, 1)),
+        ("straight", (6, 1, 1)),
+        ("straight", (3, 1, 1)),
+    ]
+
+
 def test_a_kernel_that_is_interpreted_is_bound_in_every_launch() -> None:
     kernel = Kernel(is_interpreted=True)
     launch = kernels.Launch(kernel, Tiles(8, 4, 2), 5, SIZE=7)
@@ -93,7 +106,7 @@ def test_constants_out_of_the_order_of_the_kernel_are_refused() -> None:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[kernels.Launch]:
     """Return the launches that are started from now on, which do nothing."""
     found: list[kernels.Launch] = []
-    monkeypatch.setattr(kernels.Launch, "__call__", lambda self, *arguments: found.append(self))
+    monkeypatch.setattr(kernels.Launch, "__call__", lambda self, *arguments, **options: found.append(self))
     return found
 
 

@@ -44,8 +44,10 @@ class MultiplexedLinear(MultiplexedForward):
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the layer's output; outside of a pass PEFT's own, for the adapter that is selected."""
-        y = super().__call__(x, *args, **kwargs)
-        return self._selected_output(x, y) if self._steps and self.stream.is_idle else y
+        if self.stream.batch is not None:
+            return self.multiplexed(x)
+        y = self.original(x, *args, **kwargs)
+        return self._selected_output(x, y) if self._steps else y
 
     def find_steps(self) -> None:
         """Look anew at which adapters do more than the grouped product; needed whenever one came."""
@@ -160,9 +162,14 @@ class MultiplexedLinear(MultiplexedForward):
         """Which columns of the whole input lie here, in row-parallel layers (`peft_mux.engine.tensor.parallel`)."""
         return self.base_layer.__dict__.get("input_window")  # getattr would raise and catch in every pass
 
+    @property
+    def has_window(self) -> bool:
+        """Whether some columns of the whole input lie here alone."""
+        return "input_window" in self.base_layer.__dict__
+
     def draws_in_window(self, rows: Sequence[RowSegment]) -> bool:
         """Whether some adapter drops elements of an input of which only some columns lie here."""
-        if "input_window" not in self.module._modules["base_layer"].__dict__:  # type: ignore[union-attr]
+        if not self.has_window:
             return False
         adapters = [segment.adapter for segment in rows]
         return any(self.is_grouped(adapter) and self.dropout_of(adapter) > 0.0 for adapter in adapters)
@@ -213,7 +220,7 @@ class LinearGroup:
             if layer.disable_adapters:
                 return None
             # Kernels number draws by the columns that they see, which here are not those of the whole input.
-            if member.draws_in_window(self.stream.segments):
+            if member.has_window and member.draws_in_window(self.stream.segments):
                 if runs_kernels(x.device):
                     _say_windows()
                 return None

@@ -255,7 +255,8 @@ class LoraPass:
         if tables is None or self._tables is None:
             return None
         call = _KernelCall(tables, group.bases(), self._tables, self.places)
-        return LoraGroupFunction.apply(x, self.anchor, call, dtype)
+        # Where activations want a gradient already, the anchor would only be one more edge of the graph.
+        return LoraGroupFunction.apply(x, None if x.requires_grad else self.anchor, call, dtype)
 
     def compiled_outputs(self, group: LinearGroup, x_TD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return the same as one opaque operator of a compiled graph."""
