@@ -1,6 +1,6 @@
 """The host's time of a pass on the path that CUDA takes, without a GPU: milliseconds a layer, forward and backward.
 
-    python -m benchmarks.kernels.host_time                      seconds on one core
+    python -m benchmarks.kernels.host_time                      half a minute on one core
     python -m benchmarks.kernels.host_time --before ../before   another checkout in turn, and the ratio
 
 Below a few thousand tokens a pass it is not the GPU but the host, which launches its work, that sets the speed. Here
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.kernels.host_time", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--layers", type=int, default=8, help="layers of the backbone")
+    parser.add_argument("--layers", type=int, default=32, help="layers of the backbone; an 8B Llama has 32")
     parser.add_argument("--tasks", type=int, default=8, help="tasks that share the pass, each with LoRA on all layers")
     parser.add_argument("--rank", type=int, default=16, help="rank of every adapter")
     parser.add_argument("--dropout", type=float, default=0.0, help="dropout of every adapter")
