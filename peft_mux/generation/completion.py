@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from peft_mux.generation.options import SamplingOptions
+from peft_mux.errors import Fault, raise_faults, shown
+from peft_mux.generation.options import SamplingOptions, is_seed
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text, token ids, or messages with `role` and `content`, which go through the tokenizer's chat template."""
@@ -21,12 +22,25 @@ class GenerationRequest:
         prompt: a text, token ids, or messages.
         options: how the completion is drawn; `None` for those of the call.
         seed: fixes the draws; `None` for the seed of the options plus the request's place among those of its task.
+
+    Raises:
+        ConfigError: naming every field that is of a wrong type.
     """
 
     task: str
     prompt: Prompt
     options: SamplingOptions | None = None
     seed: int | None = None
+
+    def __post_init__(self) -> None:
+        """Check what is not checked with the prompt."""
+        rules = {
+            "task": (isinstance(self.task, str), "the name of a task"),
+            "options": (isinstance(self.options, SamplingOptions | None), "SamplingOptions(...), or None"),
+            "seed": (self.seed is None or is_seed(self.seed), "an integer in [0, 2**63), or None"),
+        }
+        wrong = {name: allowed for name, (is_fine, allowed) in rules.items() if not is_fine}
+        raise_faults([Fault(name, shown(getattr(self, name)), allowed) for name, allowed in wrong.items()])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -140,8 +140,9 @@ def _set_fields(config: Any) -> dict[str, Any]:
     if not hasattr(config, "to_diff_dict"):
         allowed = "a SamplingOptions, a transformers.GenerationConfig, or None"
         raise_faults([Fault("generation_config", shown(config), allowed)])
-    given = config.to_diff_dict().items()
-    return {name: value for name, value in given if name not in _HARMLESS and not name.startswith("_")}
+    # What is off asks for nothing; transformers writes some of it where it makes this from a model's configuration.
+    given = {name: value for name, value in config.to_diff_dict().items() if value is not False}
+    return {name: value for name, value in given.items() if name not in _HARMLESS and not name.startswith("_")}
 
 
 def _unknown(given: Mapping[str, Any], known: Sequence[str]) -> list[Fault]:
@@ -167,7 +168,7 @@ def _sampling_faults(options: SamplingOptions) -> list[Fault]:
         ),
         "stop_strings": (_is_list(options.stop_strings, _is_text), "texts of at least one character"),
         "eos_token_id": (_is_eos(options.eos_token_id), "a token id, a list of them, or None"),
-        "seed": (_is_integer(options.seed, 0, 2**63 - 1), "an integer in [0, 2**63)"),
+        "seed": (is_seed(options.seed), "an integer in [0, 2**63)"),
     }
     faults = [
         Fault(name, shown(getattr(options, name)), allowed) for name, (is_fine, allowed) in rules.items() if not is_fine
@@ -196,6 +197,11 @@ def _judging_faults(options: GenerateOptions) -> list[Fault]:
     if not _is_integer(options.num_logged, 0):
         faults.append(Fault("num_logged", shown(options.num_logged), "an integer of at least 0"))
     return faults
+
+
+def is_seed(value: object) -> bool:
+    """Return whether draws may be made from a value."""
+    return _is_integer(value, 0, 2**63 - 1)
 
 
 def _is_integer(value: object, least: int, most: int = _MOST_TOKENS) -> bool:

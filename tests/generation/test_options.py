@@ -21,7 +21,7 @@ from peft_mux import (
 )
 from peft_mux.generation.options import sampling_options
 from tests.invariants.mux_lab import tiny_llama
-from tests.modeling.test_architectures import CLASSIFIERS, filled
+from tests.modeling.test_architectures import CLASSIFIERS, LANGUAGE_MODELS, filled
 
 
 @pytest.mark.parametrize(
@@ -148,6 +148,30 @@ def test_anything_but_a_whole_model_with_weights_is_refused(model: MultiTaskPeft
             generate(model, {"sql": [[3]]})
     finally:
         model.num_stages = 1
+
+
+@pytest.mark.parametrize("architecture", ["Llama", "GPT2", "Gemma2"])
+def test_what_the_makers_of_a_backbone_recommend_is_taken(architecture: str) -> None:
+    make, targets = LANGUAGE_MODELS[architecture]
+    model = MultiTaskPeftModel(filled(make), {"sql": LoraConfig(r=2, target_modules=targets)}, verify=False)
+    model.backbone.generation_config.update(do_sample=True, top_k=3)
+    found = generate(model, {"sql": [[3]]}, generation_config=model.backbone.generation_config, max_new_tokens=9)
+    assert found == generate(model, {"sql": [[3]]}, do_sample=True, top_k=3, max_new_tokens=9)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"task": ["sql"]}, "task: got ['sql']; allowed: the name of a task"),
+        ({"options": {"top_k": 3}}, "options: got {'top_k': 3}; allowed: SamplingOptions(...), or None"),
+        ({"seed": -1}, "seed: got -1; allowed: an integer in [0, 2**63), or None"),
+        ({"seed": True}, "seed: got True"),
+    ],
+)
+def test_fields_of_a_request_are_refused_by_name(fields: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        GenerationRequest(**{"task": "sql", "prompt": [3], **fields})
+    assert said in str(caught.value)
 
 
 def test_a_request_says_what_is_wrong_with_it(model: MultiTaskPeftModel) -> None:
