@@ -14,9 +14,15 @@ from peft import PeftConfig
 from peft_mux.checkpoint.run_folder import Weights
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.modeling.adapters.files import CONFIG_NAME, WEIGHTS_NAME
+from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION, head_kind_for
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.tasks.task_run import TaskRun
 
+_PIPELINES = {
+    CLASSIFICATION: "text-classification",
+    TOKEN_CLASSIFICATION: "token-classification",
+    LANGUAGE_MODEL: "text-generation",
+}
 _LOADING = """```python
 {first}from peft import PeftModel
 from transformers import {auto_class}
@@ -101,22 +107,21 @@ def model_card(folder: Path, repo_id: str, num_steps: int) -> ModelCard:
     """
     config = PeftConfig.from_pretrained(str(folder))
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    is_classifier = str(config.task_type or "").endswith("SEQ_CLS")
+    head = head_kind_for(config.task_type)
     base = config.base_model_name_or_path or ""
     # The path of a folder on this machine names no model to anybody else.
     is_local = not base or Path(base).exists() or base.startswith(("/", ".", "~"))
     data = ModelCardData(
         base_model=None if is_local else base,
         library_name="peft",
-        pipeline_tag="text-classification" if is_classifier else "text-generation",
+        pipeline_tag=_PIPELINES[head],
         tags=[kind.lower(), "peft_mux"],
     )
-    auto_class = "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"
     shown_base = "the base model that its owner trained it on" if is_local else f"`{base}`"
     # PEFT knows types of our own once this package is imported.
     first = "import peft_mux\n" if type(config).__module__.startswith("peft_mux.") else ""
     shown_id = "BASE_MODEL" if is_local else base
-    loading = _LOADING.format(first=first, auto_class=auto_class, base=shown_id, repo_id=repo_id)
+    loading = _LOADING.format(first=first, auto_class=head.auto_class, base=shown_id, repo_id=repo_id)
     return ModelCard(
         f"---\n{data.to_yaml()}\n---\n\n# {repo_id.rsplit('/', 1)[-1]}\n\n"
         f"A {kind} adapter for {shown_base}, fine-tuned for {num_steps} optimizer steps with peft_mux. What rows it "

@@ -14,6 +14,7 @@ from peft import LoraConfig, PeftModel
 from transformers import Trainer, TrainerCallback
 
 from peft_mux import ConfigError, MultiTaskTrainer, MultiTaskTrainingArguments, Task
+from peft_mux.checkpoint.hub import model_card
 from peft_mux.trainer.trainer_methods import REFUSED, WORKING
 from tests.invariants.mux_lab import Run, rows, small_task, tiny_llama, train
 
@@ -168,6 +169,23 @@ def test_a_card_does_not_tell_where_a_folder_lies_on_this_machine(
     card = hub[0].files["README.md"].decode()
     assert str(tmp_path) not in card
     assert "base_model" not in card.split("---")[1]
+
+
+@pytest.mark.parametrize(
+    ("task_type", "pipeline", "auto_class"),
+    [
+        (None, "text-generation", "AutoModelForCausalLM"),
+        ("SEQ_CLS", "text-classification", "AutoModelForSequenceClassification"),
+        ("TOKEN_CLS", "token-classification", "AutoModelForTokenClassification"),
+    ],
+)
+def test_a_card_tells_the_class_that_loads_the_backbone(
+    task_type: Any, pipeline: str, auto_class: str, tmp_path: Path
+) -> None:
+    LoraConfig(task_type=task_type).save_pretrained(str(tmp_path))
+    card = model_card(tmp_path, "me/own", 3)
+    assert card.data.pipeline_tag == pipeline
+    assert f"from transformers import {auto_class}\n" in card.text
 
 
 @pytest.mark.parametrize(
