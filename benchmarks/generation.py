@@ -3,7 +3,7 @@
 Contenders, all greedy, on the same prompts and adapters, for the same number of new tokens:
 
     task by task   one `PeftModel` with all adapters; `set_adapter`, then `generate` on the task's left-padded batch
-    adapter_names  PEFT's mixed batches: all rows in one left-padded batch (LoRA only)
+    adapter_names  PEFT's mixed batches: all rows in one left-padded batch (adapters of one type)
     mux            `peft_mux.generate`
     base           the frozen backbone's own `generate` on all rows in one batch, without adapters
 
