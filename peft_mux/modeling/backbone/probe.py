@@ -86,7 +86,8 @@ def _probe_batch(model: MultiplexedModel, task: str) -> Any:
         # Classifiers look for the last token that is no padding, so none may be drawn.
         ids[ids == pad_token_id] = (pad_token_id or 0) - 1 if (pad_token_id or 0) > 1 else vocabulary - 1
         label = model.objectives.head.example_label
-        sequences.append(TokenSequence(ids, ids, row, class_label=label))
+        # A label that every head has, be it a word or a class of each token.
+        sequences.append(TokenSequence(ids, np.zeros_like(ids), row, class_label=label))
     batch = TaskBatch(task, 0, 0, tuple(sequences))
     (micro_batch,) = ChunkPackingCollator().micro_batches([batch], max_tokens=sum(_LENGTHS))
     return micro_batch.to(model.device)

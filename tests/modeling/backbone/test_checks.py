@@ -17,6 +17,8 @@ from transformers import (
     GPT2LMHeadModel,
     LlamaConfig,
     LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    LlamaForTokenClassification,
     OPTConfig,
     RobertaConfig,
 )
@@ -171,6 +173,16 @@ def test_under_autocast_logits_are_held_to_its_precision() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_a_sound_model_passes_in_every_precision(dtype: torch.dtype) -> None:
     assert adapted(llama().to(dtype)).tasks == ("a",)
+
+
+@pytest.mark.parametrize(
+    ("make", "task_type"),
+    [(LlamaForSequenceClassification, "SEQ_CLS"), (LlamaForTokenClassification, "TOKEN_CLS")],
+)
+def test_a_sound_classifier_of_few_classes_passes(make: Any, task_type: str) -> None:
+    config = LoraConfig(r=2, target_modules=["q_proj"], task_type=task_type)
+    model = make(LlamaConfig(**SIZE, num_labels=2, pad_token_id=0))
+    assert MultiTaskPeftModel(model, {"a": config}, num_labels={"a": 3}).tasks == ("a",)
 
 
 # ------------------------------------------------------------- what is read off
