@@ -13,6 +13,7 @@ from peft_mux.generation.decoding import Decoding, learnt_prompt
 from peft_mux.generation.options import SamplingOptions, sampling_options
 from peft_mux.generation.rows import Requests, Row, RowMaker, StopTexts, as_requests
 from peft_mux.modeling.backbone.checks import max_positions
+from peft_mux.modeling.backbone.modules import language_model
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.view import require_whole
 
@@ -101,8 +102,9 @@ def check_model(model: Any) -> None:
         )
     require_whole(model, "generate")
     backbone = model.backbone
-    # Encoders look at what comes later, which no token by token completion has.
-    looks_ahead = any(getattr(module, "is_causal", True) is False for module in backbone.modules())
+    # Encoders look at what comes later, which no token by token completion has; towers of images may.
+    text_modules = language_model(backbone).modules()
+    looks_ahead = any(getattr(module, "is_causal", True) is False for module in text_modules)
     if model.is_classifier or looks_ahead or not backbone.can_generate():
         raise UnsupportedModelError(
             f"generate: got {type(backbone).__name__}; allowed: decoder-only language models (AutoModelForCausalLM). "
