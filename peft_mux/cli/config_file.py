@@ -227,7 +227,8 @@ def _make_task(name: str, settings: dict[str, Any], folder: Path) -> Task:
         try:
             own["early_stopping"] = EarlyStopping(**own["early_stopping"])
         except TypeError as error:
-            raise ConfigError(f"tasks.{name}.early_stopping: {error}; allowed: metric, patience, min_delta.") from error
+            allowed = ", ".join(item.name for item in fields(EarlyStopping))
+            raise ConfigError(f"tasks.{name}.early_stopping: {error}; allowed: {allowed}.") from error
     if isinstance(own.get("eval_generate"), dict):
         own["eval_generate"] = _generate_options(name, own["eval_generate"])
     eval_rows = None

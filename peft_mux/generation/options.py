@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from peft_mux.errors import Fault, closest, raise_faults, shown
@@ -81,6 +81,8 @@ class SamplingOptions:
 class GenerateOptions(SamplingOptions):
     """What each evaluation of a task generates from its held-out prompts, and how it judges the completions.
 
+    How they are drawn is said by the fields of `SamplingOptions`, which it has too.
+
     Attributes:
         metrics: names of `exact_match`, `contains` and `f1`, and functions that take `(prompts, completions,
             references)`, three lists of texts, and return a dict of numbers; logged under keys that begin with `eval_`.
@@ -93,7 +95,7 @@ class GenerateOptions(SamplingOptions):
 
     metrics: Sequence[str | Callable[[list[str], list[str], list[str]], Mapping[str, float]]] = ("exact_match",)
     num_rows: int | None = None
-    num_logged: int = field(default=2)
+    num_logged: int = 2
 
     def __post_init__(self) -> None:
         """Check every field."""

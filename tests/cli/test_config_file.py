@@ -289,7 +289,7 @@ def test_faults_of_all_tasks_are_told_at_once(folder: Path) -> None:
         ("tasks.math.early_stopping=3", r"tasks\.math\.early_stopping"),
         (
             "tasks.math.early_stopping={patient: 3}",
-            r"tasks\.math\.early_stopping: .*patient.*allowed: metric, patience",
+            r"tasks\.math\.early_stopping: .*patient.*allowed: metric, patience, min_delta, greater_is_better",
         ),
         ("tasks.math.early_stopping={patience: 0}", r"early_stopping\.patience: got 0"),
         ("tasks.math.eval_generate={top_p: 2}", r"tasks\.math\.eval_generate\.top_p: got 2"),
