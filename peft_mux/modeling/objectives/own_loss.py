@@ -55,14 +55,16 @@ class OwnLoss(BaseObjective):
         Raises:
             OwnCodeError: whatever the function raises, or what is wrong with what it returns.
         """
+        words_MK = outputs.word_logprobs_MK
+        given = [outputs.nll_M] if words_MK is None else [outputs.nll_M, words_MK]
         with own_code(outputs.task, "objective"), torch.enable_grad():
-            nll_M = outputs.nll_M.detach().requires_grad_()
-            loss = _checked(args.function(replace(outputs, nll_M=nll_M)), outputs)
-            gradient_M = None
+            nll_M, *words = leaves = [values.detach().requires_grad_() for values in given]
+            own = replace(outputs, nll_M=nll_M, word_logprobs_MK=words[0] if words else None)
+            loss = _checked(args.function(own), outputs)
+            gradients = [torch.zeros_like(values) for values in leaves]
             if loss.requires_grad and outputs.nll_M.requires_grad:
-                (gradient_M,) = torch.autograd.grad(loss, nll_M, allow_unused=True)
-            gradient_M = torch.zeros_like(nll_M) if gradient_M is None else gradient_M
-        return TaskLoss(_WithGradient.apply(outputs.nll_M, loss.detach(), gradient_M))
+                gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+        return TaskLoss(_WithGradients.apply(loss.detach(), *gradients, *given))
 
 
 def _checked(value: Any, outputs: TokenOutputs) -> torch.Tensor:
@@ -80,21 +82,21 @@ def _checked(value: Any, outputs: TokenOutputs) -> torch.Tensor:
     )
 
 
-class _WithGradient(torch.autograd.Function):
-    """A number with a gradient that is known already."""
+class _WithGradients(torch.autograd.Function):
+    """A number whose gradients are known already."""
 
     @staticmethod
-    def forward(ctx: Any, nll_M: torch.Tensor, loss: torch.Tensor, gradient_M: torch.Tensor) -> torch.Tensor:
-        """Return the number."""
-        ctx.save_for_backward(gradient_M)
+    def forward(ctx: Any, loss: torch.Tensor, *gradients_and_inputs: torch.Tensor) -> torch.Tensor:
+        """Return the number; given the gradients, and after them the tensors that they are with respect to."""
+        ctx.save_for_backward(*gradients_and_inputs[: len(gradients_and_inputs) // 2])
         return loss.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_loss: torch.Tensor) -> tuple[Any, ...]:
-        """Return the gradient, times what flows into the number."""
-        (gradient_M,) = ctx.saved_tensors
-        return gradient_M * d_loss, None, None
+        """Return the gradients, times what flows into the number."""
+        gradients = ctx.saved_tensors
+        return None, *(None for _ in gradients), *(gradient * d_loss for gradient in gradients)
 
 
 register_objective(OwnLoss())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,22 @@ def test_a_function_that_returns_the_nll_trains_as_sft_does(tmp_path: Path) -> N
     ]
     run = lab.train(tasks, tmp_path, max_tokens_per_micro_batch=32)
     lab.assert_close(run.losses["own"], run.losses["plain"], 1e-5, "own")
+
+
+def _weighted_words(outputs: TokenOutputs) -> torch.Tensor:
+    assert outputs.word_logprobs_MK is not None
+    weights_MK = outputs.columns["target_weights"]
+    return -(outputs.word_logprobs_MK * weights_MK).sum() / outputs.totals["target_weights"]
+
+
+def test_a_function_of_the_words_that_rows_name_trains_as_sft_on_these_rows_does(tmp_path: Path) -> None:
+    several, weights = [[5, 6]] * 4, [[1, 0.5]] * 4
+    rows = [{"input_ids": [3 + row, 5, 7, 9], "target_ids": several, "target_weights": weights} for row in range(8)]
+    plain = lab.small_task("plain", data_seed=1, max_steps=3, learning_rate=1e-2)
+    plain = replace(plain, train_dataset=rows, eval_dataset=None)
+    run = lab.train([plain, replace(plain, name="own", objective=_weighted_words)], tmp_path)
+    lab.assert_close(run.losses["own"], run.losses["plain"], 1e-5, "own")
+    assert run.losses["own"][0] > run.losses["own"][2]
 
 
 @pytest.mark.parametrize("reason", BROKEN)
