@@ -52,7 +52,7 @@ def read_columns(
 def with_given_targets(labels: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return labels of the tokens that are learnt: those whose weight, or weights of several targets, are not all 0.
 
-    Several targets of a token are told by the first of them.
+    Several targets of a token are told by the first of them; a token that is ignored in the row stays so.
 
     Args:
         labels: `[L]`, of the row as it came.
@@ -64,7 +64,7 @@ def with_given_targets(labels: np.ndarray, columns: Mapping[str, np.ndarray]) ->
     if "target_ids" not in columns:
         return labels
     is_target = (columns["target_weights"] > 0).any(axis=1)
-    return np.where(is_target, columns["target_ids"][:, 0], IGNORE_INDEX)
+    return np.where(is_target & (labels != IGNORE_INDEX), columns["target_ids"][:, 0], IGNORE_INDEX)
 
 
 def _array(name: str, column: TokenColumn, value: Any, index: int, length: int, cells: RowCells) -> np.ndarray:

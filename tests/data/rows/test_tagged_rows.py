@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from peft_mux.data.batch import TaskBatch, batch_totals
 from peft_mux.data.dataset import tokenize_dataset
 from peft_mux.data.formats import LANGUAGE_ROWS
 from peft_mux.data.rows.tagged_rows import TAGGED_ROWS
@@ -68,3 +69,11 @@ def test_wrong_numbers_of_tokens_are_named_by_row_and_column(columns: dict[str, 
     with pytest.raises(DataError, match="row 0 column") as error:
         sequence({"input_ids": [4, 5, 6], **columns}, LANGUAGE_ROWS)
     assert told in str(error.value)
+
+
+@pytest.mark.parametrize("ignored", [{"labels": [1, -100, 2, 3]}, {"completion_mask": [1, 0, 1, 1]}])
+def test_a_token_that_the_row_ignores_is_no_target_though_it_has_several(ignored: dict[str, Any]) -> None:
+    several = {"target_ids": [[7, 8]] * 4, "target_weights": [[1, 1]] * 4}
+    found = sequence({"input_ids": [1, 2, 3, 4], **several, **ignored}, LANGUAGE_ROWS)
+    assert found.labels.tolist() == [7, -100, 7, 7]
+    assert batch_totals(TaskBatch("a", 0, 0, (found,)))["target_weights"] == 4
