@@ -34,10 +34,10 @@ class LanguageLoss(BaseObjective):
         """Return the sum over the targets, divided by the number or the weights of the targets of the global batch."""
         if "weights" in outputs.columns:
             weights_M = outputs.columns["weights"]
-            return TaskLoss((outputs.nll_M * weights_M).sum() / outputs.totals["weights"])
+            return TaskLoss((outputs.nll_M * weights_M).sum() / (outputs.totals["weights"] or 1.0))
         if outputs.word_logprobs_MK is not None:
             weights_MK = outputs.columns["target_weights"]
-            return TaskLoss(-(outputs.word_logprobs_MK * weights_MK).sum() / outputs.totals["target_weights"])
+            return TaskLoss(-(outputs.word_logprobs_MK * weights_MK).sum() / (outputs.totals["target_weights"] or 1.0))
         return TaskLoss(outputs.nll_M.sum() * outputs.loss_weight)
 
     def metrics(self, loss: float, statistics: Mapping[str, float]) -> dict[str, float]:
