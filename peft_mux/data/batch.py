@@ -355,6 +355,8 @@ def batch_totals(batch: TaskBatch) -> Mapping[str, float]:
     totals = {"num_rows": float(len(batch.sequences)), "num_target_tokens": 0.0}
     for sequence in batch.sequences:
         totals["num_target_tokens"] += sequence.num_target_tokens
+        if not (sequence.starts or sequence.token_columns or sequence.row_values):
+            continue
         sums = {name: value for name, value in sequence.row_values.items() if not isinstance(value, np.ndarray)}
         if sequence.starts:
             counts = sequence.target_token_counts

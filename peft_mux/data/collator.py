@@ -154,9 +154,17 @@ class _BatchPlaces:
             # In data order and not in that of the stream, so that packing never moves a dropout draw.
             lengths = np.fromiter((len(sequence) for sequence in batch.sequences), dtype=np.int64)
             self.places.append(np.cumsum(lengths) - lengths)
-        # By the global batch, so that the losses of micro-batches add up to its mean however they are cut.
-        self.weights = [1.0 / targets if (targets := batch.num_targets) else 0.0 for batch in batches]
         self.totals = [batch_totals(batch) for batch in batches]
+        # By the global batch, so that the losses of micro-batches add up to its mean however they are cut.
+        terms = [_num_terms(batch, totals) for batch, totals in zip(batches, self.totals, strict=True)]
+        self.weights = [1.0 / count if count else 0.0 for count in terms]
+
+
+def _num_terms(batch: TaskBatch, totals: Mapping[str, float]) -> float:
+    """Return the number of loss terms of a global batch; where each target is one, they are counted already."""
+    if batch.totals is None and all(sequence.can_be_split for sequence in batch.sequences):
+        return totals["num_target_tokens"]
+    return batch.num_targets
 
 
 class _MicroBatchBuilder:

@@ -17,6 +17,9 @@ from peft_mux.errors import DataError, PeftMuxError
 from peft_mux.own_code import describe_error
 
 _MAX_ERRORS = 10
+_Extras = tuple[tuple[int, ...], Mapping[str, np.ndarray], Mapping[str, float | np.ndarray]]
+"""What few rows have: `starts`, `token_columns` and `row_values` of `TokenSequence`."""
+_NO_EXTRAS: _Extras = ((), {}, {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +111,12 @@ class TokenizedDataset:
         self._rows = np.fromiter((s.row for s in sequences), dtype=np.int64, count=len(sequences))
         self._classes = [s.class_label for s in sequences]
         self._types = [s.token_type_ids for s in sequences]
-        self._extras = [(s.starts, s.token_columns, s.row_values) for s in sequences]
+        # By number of the row; most datasets have none, and three empty things a row are 200 bytes.
+        self._extras: dict[int, _Extras] = {
+            number: (s.starts, s.token_columns, s.row_values)
+            for number, s in enumerate(sequences)
+            if s.starts or s.token_columns or s.row_values
+        }
         # One loss for all rows of a dataset, so one flag for all.
         self._is_one_term = any(s.is_one_term for s in sequences)
         self._num_virtual_tokens = max((s.num_virtual_tokens for s in sequences), default=0)
@@ -123,7 +131,7 @@ class TokenizedDataset:
         part = slice(self._offsets[index], self._offsets[index + 1])
         ids, labels = self._ids[part].astype(np.int64), self._labels[part].astype(np.int64)
         row, label, types = int(self._rows[index]), self._classes[index], self._types[index]
-        starts, columns, values = self._extras[index]
+        starts, columns, values = self._extras.get(index, _NO_EXTRAS)
         return TokenSequence(
             ids,
             labels,
@@ -146,13 +154,12 @@ class TokenizedDataset:
             digest.update(np.ascontiguousarray(array).tobytes())
         digest.update(repr(self._classes).encode())
         # Plain rows keep the digest that they had before there was more to a row.
-        for starts, columns, values in self._extras:
-            if starts or columns or values:
-                digest.update(
-                    repr((starts, [(name, np.asarray(values[name]).tolist()) for name in sorted(values)])).encode()
-                )
-                for name in sorted(columns):
-                    digest.update(name.encode() + np.ascontiguousarray(columns[name]).tobytes())
+        for starts, columns, values in self._extras.values():
+            digest.update(
+                repr((starts, [(name, np.asarray(values[name]).tolist()) for name in sorted(values)])).encode()
+            )
+            for name in sorted(columns):
+                digest.update(name.encode() + np.ascontiguousarray(columns[name]).tobytes())
         return digest.hexdigest()
 
 

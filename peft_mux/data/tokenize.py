@@ -219,8 +219,11 @@ class RowTokenizer:
         if self.data_format is not DataFormat.TOKENIZED:
             self._refuse_columns(row, index)
             return {}
-        length = len(self._cells.integers(row["input_ids"], index, "input_ids"))
-        columns = read_columns(known, row, index, self._cells.attended(row, index, length), self._cells)
+        columns: dict[str, np.ndarray] = {}
+        if any(column.is_required or row.get(name) is not None for name, column in known.items()):
+            # Only where there are some, as it reads ids and mask once more.
+            length = len(self._cells.integers(row["input_ids"], index, "input_ids"))
+            columns = read_columns(known, row, index, self._cells.attended(row, index, length), self._cells)
         if self._column_names is None:
             self._column_names = tuple(columns)
         for name in known:

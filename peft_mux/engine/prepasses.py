@@ -63,8 +63,9 @@ def prepared(
     if referring:
         ready = _with_references(executor, ready, referring)
     counting = [name for name in tasks if objectives.of(name).needs_batch_values(objectives.args_of(name))]
-    if counting:
-        ready = _with_batch_values(executor, ready, counting, total or (lambda values: values))
+    if not counting:
+        return ready
+    ready = _with_batch_values(executor, ready, counting, total or (lambda values: values))
     return tuple(_sequences(executor.mux_model, one, counting, is_prepass=False) for one in ready)
 
 
