@@ -267,14 +267,14 @@ def _choice_faults(task: Task, where: str) -> list[Fault]:
 
 def _loss_faults(task: Task, where: str) -> list[Fault]:
     # Only where a task is checked: the registry brings torch, which names and numbers do not need.
-    from peft_mux.modeling.objectives.objective import objective_faults
+    from peft_mux.modeling.objectives.task_objective import objective_faults
 
     return objective_faults(task, where)
 
 
 def _known_metrics(task: Task) -> tuple[str, ...]:
     """Return the metrics that every evaluation of the task gives; none where its loss is at fault."""
-    from peft_mux.modeling.objectives.objective import args_of, objective_of
+    from peft_mux.modeling.objectives.task_objective import args_of, objective_of
 
     try:
         return objective_of(task).metric_names(args_of(task))
@@ -283,7 +283,7 @@ def _known_metrics(task: Task) -> tuple[str, ...]:
 
 
 def _has_logits(task: Task) -> bool:
-    from peft_mux.modeling.objectives.objective import objective_of
+    from peft_mux.modeling.objectives.task_objective import objective_of
 
     try:
         return objective_of(task).has_logits

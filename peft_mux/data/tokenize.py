@@ -49,6 +49,7 @@ class TokenizeOptions:
         vocab_size: token ids must be below it; `None` for no check.
         max_positions: longest row that the backbone has positions for; `None` for no limit.
         virtual_labels: label of each virtual token that every row begins with; they count to no limit of a row.
+        reference_columns: columns that every row has to bring, as there is no pass that would make up for them.
     """
 
     task: str
@@ -62,6 +63,7 @@ class TokenizeOptions:
     vocab_size: int | None = None
     max_positions: int | None = None
     virtual_labels: tuple[int, ...] = ()
+    reference_columns: tuple[str, ...] = ()
 
     @property
     def limit(self) -> int:
@@ -173,13 +175,23 @@ class RowTokenizer:
         """
         try:
             sequence = self._sequence(row, index)
-            return None if sequence is None else with_virtual_tokens(sequence, self.options.virtual_labels)
+            if sequence is None:
+                return None
+            self._check_references(sequence, index)
+            return with_virtual_tokens(sequence, self.options.virtual_labels)
         except PeftMuxError:
             raise
         # Cells may be objects of any kind, which fail in ways of their own when they are read or shown.
         except Exception as error:
             got = describe_error(error)
             raise DataError(f"{self.where} row {index}: got {got}; allowed: a row that can be read.") from error
+
+    def _check_references(self, sequence: TokenSequence, index: int) -> None:
+        # A column may be there and hold nothing, which the names of columns do not tell.
+        for name in self.options.reference_columns:
+            if name not in sequence.token_columns and name not in sequence.row_values:
+                allowed = "a value in every row, as a prompt has no backbone without adapters to compare with"
+                raise self._cells.error(index, name, "no such column, or None", allowed)
 
     def _sequence(self, row: Mapping[str, Any], index: int) -> TokenSequence | None:
         for column in required_columns(self.data_format):

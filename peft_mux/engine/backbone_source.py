@@ -27,7 +27,7 @@ from peft_mux.modeling.backbone.quantized import (
     require_bitsandbytes,
 )
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives.objective import args_of, objective_of
+from peft_mux.modeling.objectives.task_objective import args_of, objective_of
 from peft_mux.task import Task
 
 _HUB_OPTIONS = "revision code_revision subfolder token cache_dir local_files_only force_download proxies".split()

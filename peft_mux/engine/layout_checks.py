@@ -16,8 +16,8 @@ from peft_mux.modeling.adapters.fields import divided_model_faults
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.prompts.kind import PromptKind
 from peft_mux.modeling.backbone.families import family_of
-from peft_mux.modeling.objectives.objective import columns_of, objective_of
 from peft_mux.modeling.objectives.outputs import WORDS
+from peft_mux.modeling.objectives.task_objective import columns_of, objective_of
 from peft_mux.task import Task
 
 

@@ -24,7 +24,7 @@ from peft_mux.generation.prompts import PromptReader, PromptRow
 from peft_mux.hyper_parameters import MOST_STEPS, HyperParameters
 from peft_mux.modeling.adapters.prompts.encoders import prompt_kind_of
 from peft_mux.modeling.backbone.checks import max_positions
-from peft_mux.modeling.objectives.objective import args_of, objective_of
+from peft_mux.modeling.objectives.task_objective import args_of, given_references, objective_of
 from peft_mux.task import Task, TaskStatus
 from peft_mux.tasks.best_metric import BestMetric
 from peft_mux.tasks.optimizer_checks import check_optimizer
@@ -128,6 +128,7 @@ def _options(task: Task, hyper: HyperParameters, args: MultiTaskTrainingArgument
         vocab_size=config.get_text_config().vocab_size,
         max_positions=positions,
         virtual_labels=() if kind is None else kind.virtual_labels(task.peft_config),
+        reference_columns=given_references(task),
     )
 
 

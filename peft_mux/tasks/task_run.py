@@ -12,7 +12,7 @@ from transformers import TrainerState
 
 from peft_mux.generation.prompts import PromptRow
 from peft_mux.hyper_parameters import HyperParameters
-from peft_mux.modeling.objectives.objective import args_of, objective_of
+from peft_mux.modeling.objectives.task_objective import args_of, objective_of
 from peft_mux.task import Task, TaskStatus
 from peft_mux.tasks.best_metric import BestMetric
 from peft_mux.tasks.isolation import LastGood

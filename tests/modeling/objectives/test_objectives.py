@@ -30,12 +30,11 @@ from peft_mux.modeling.objectives.objective import (
     OWN,
     BaseObjective,
     Objective,
-    args_of,
-    objective_of,
     register_objective,
     unregister_objective,
 )
 from peft_mux.modeling.objectives.outputs import TaskLoss, TokenOutputs
+from peft_mux.modeling.objectives.task_objective import args_of, objective_of
 from peft_mux.task import EarlyStopping, Task
 from tests.invariants import mux_lab as lab
 from tests.modeling.objectives.cases import CASES as OTHERS

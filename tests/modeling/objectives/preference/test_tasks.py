@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from peft import LoraConfig
+from peft import LoraConfig, PromptTuningConfig
 
 from peft_mux import ConfigError, Task
 from peft_mux.errors import DataError
-from peft_mux.modeling.objectives.objective import args_of, objective_of
+from peft_mux.modeling.objectives.task_objective import args_of, objective_of
 from tests.invariants import mux_lab as lab
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
@@ -137,3 +137,20 @@ def test_references_that_rows_bring_are_taken_as_they_are(tmp_path: Path) -> Non
     logged = next(entry for entry in trainer.task_states["a"].log_history if "loss" in entry)
     assert logged["rewards/chosen"] == pytest.approx(0.1 * (logged["logps/chosen"] + 20.0), rel=1e-5)
     assert logged["rewards/rejected"] == pytest.approx(0.1 * (logged["logps/rejected"] + 10.0), rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto"])
+def test_a_prompt_has_no_reference_but_what_rows_bring(objective: str) -> None:
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    with pytest.raises(ConfigError, match=f"tasks.a.objective: got {objective} with PromptTuningConfig"):
+        Task(
+            name="a", peft_config=prompt, train_dataset=[ANSWER if objective == "kto" else TOKENS], objective=objective
+        )
+
+
+def test_columns_of_a_reference_that_hold_nothing_are_refused_beside_a_prompt(tmp_path: Path) -> None:
+    rows = [{**TOKENS, "ref_chosen_logps": None, "ref_rejected_logps": None}] * 4
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    made = Task(name="a", peft_config=prompt, train_dataset=rows, objective="dpo", max_steps=1)
+    with pytest.raises(DataError, match="row 0 column ref_chosen_logps: got no such column, or None; allowed: a value"):
+        lab.train([made], tmp_path)
