@@ -42,6 +42,7 @@ class LabelledRows:
         self._cells = cells
         self._limit = limit
         self._tokenizer = tokenizer
+        # Of every row as of the first one; `None` before it, 0 where rows have one class or one value.
         self._num_values: int | None = None
 
     def sequence(self, row: Mapping[str, Any], index: int) -> TokenSequence | None:
@@ -67,14 +68,17 @@ class LabelledRows:
         if isinstance(row[column], (list, tuple, np.ndarray)) and np.ndim(row[column]) > 0:
             values = {CLASS_LABELS: self._labels(row[column], index, column)}
             return TokenSequence(kept[0], kept[1], index, 0, types, row_values=values)
-        if self._num_values is not None:
+        if self._num_values:
             raise self._cells.error(
                 index, column, repr(row[column]), f"a list of {self._num_values} numbers, as before"
             )
+        self._num_values = 0
         return TokenSequence(kept[0], kept[1], index, self._label(row[column], index, column), types)
 
     def _labels(self, value: Any, index: int, column: str) -> np.ndarray:
         """Return the labels of a row that has one for each class: 0 to 1, or values of a regression."""
+        if self._num_values == 0:
+            raise self._cells.error(index, column, f"{value!r:.60}", "one class or one value, as before")
         with suppress(ValueError, TypeError):  # numpy's, of lists within lists and of None
             array = np.asarray(value, dtype=np.float32)
             count = self._num_values or self.num_labels or len(array)

@@ -1,0 +1,195 @@
+"""Which loss a task is trained towards, as its fields and the columns of its rows tell; and what is wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from peft import PromptLearningConfig
+
+from peft_mux.errors import Fault, closest, raise_faults, shown
+from peft_mux.modeling.backbone.head_kinds import HeadKind, head_kind_for
+from peft_mux.modeling.objectives.arguments import SEVERAL, LossArgs, read_args
+from peft_mux.modeling.objectives.objective import OBJECTIVES, OWN, Objective, objective_for, objectives_of
+
+
+class TrainedTask(Protocol):
+    """What a task says of the loss that it is trained towards."""
+
+    @property
+    def name(self) -> str:
+        """Name of the task."""
+        ...
+
+    @property
+    def objective(self) -> Any:
+        """Name of the loss, or a function of the task's own; `None` for what its rows and its adapter tell."""
+        ...
+
+    @property
+    def loss_type(self) -> Any:
+        """Name of the variant; `None` for the first of the loss."""
+        ...
+
+    @property
+    def objective_args(self) -> Any:
+        """Arguments of the loss by name."""
+        ...
+
+    @property
+    def peft_config(self) -> Any:
+        """Configuration of the adapter, whose `task_type` tells the kind of head."""
+        ...
+
+    @property
+    def train_dataset(self) -> Any:
+        """The rows, whose columns tell the loss where `objective` does not."""
+        ...
+
+
+def objective_faults(task: TrainedTask, where: str) -> list[Fault]:
+    """Return what is wrong with a task's `objective`, `loss_type` and `objective_args`, all at once."""
+    objective, faults = _find(task, where)
+    if objective is None:
+        return faults
+    loss_type, type_faults = _loss_type(objective, task, where)
+    args, more = read_args(
+        objective.Args, _given(task), loss_type or objective.loss_types[0], f"{where}.objective_args"
+    )
+    found = [*faults, *type_faults, *more, *_label_faults(objective, task, where)]
+    return found if args is None else found + _reference_faults(objective, args, task, where)
+
+
+def _reference_faults(objective: Objective, args: LossArgs, task: TrainedTask, where: str) -> list[Fault]:
+    """Return a fault where a loss wants the backbone without a prompt: its rows have virtual tokens in them."""
+    wanted = objective.reference_columns
+    is_brought = bool(wanted) and columns_of(task.train_dataset).issuperset(wanted)
+    if not isinstance(task.peft_config, PromptLearningConfig) or not objective.needs_reference(args) or is_brought:
+        return []
+    bring = f"Bring {' and '.join(wanted)} with the rows, or train" if wanted else "Train"
+    got = f"{objective.name} with {type(task.peft_config).__name__}"
+    allowed = "losses without a reference for adapters of prompts"
+    return [Fault(f"{where}.objective", got, allowed, f"{bring} an adapter on layers such as LORA.")]
+
+
+def _label_faults(objective: Objective, task: TrainedTask, where: str) -> list[Fault]:
+    needed, given = objective.row_form.num_labels, getattr(task, "num_labels", None)
+    if needed is None or given in (None, needed):
+        return []
+    return [Fault(f"{where}.num_labels", shown(given), f"{needed} or None with the objective {objective.name}")]
+
+
+def objective_of(task: TrainedTask) -> Objective:
+    """Return the loss that a task is trained towards.
+
+    Raises:
+        ConfigError: if there is none of that name for the task's kind of head.
+    """
+    objective, faults = _find(task, f"tasks.{task.name}")
+    raise_faults(faults)
+    assert objective is not None, "no loss is a fault"
+    return objective
+
+
+def args_of(task: TrainedTask) -> LossArgs:
+    """Return the arguments of the loss that a task is trained towards.
+
+    Raises:
+        ConfigError: naming every argument that cannot be used.
+    """
+    objective, where = objective_of(task), f"tasks.{task.name}"
+    loss_type, faults = _loss_type(objective, task, where)
+    raise_faults(faults)
+    args, faults = read_args(objective.Args, _given(task), loss_type or "", f"{where}.objective_args")
+    raise_faults(faults)
+    assert args is not None, "no arguments are a fault"
+    return args
+
+
+def given_references(task: TrainedTask) -> tuple[str, ...]:
+    """Return the columns that every row of a task has to bring: a learnt prompt has no pass without it."""
+    objective, is_prompt = objective_of(task), isinstance(task.peft_config, PromptLearningConfig)
+    return objective.reference_columns if is_prompt and objective.needs_reference(args_of(task)) else ()
+
+
+def columns_of(dataset: Any) -> set[str]:
+    """Return the columns of a dataset as far as they are known without reading it; none of a stream without names."""
+    try:
+        names = getattr(dataset, "column_names", None)
+    except Exception:  # the dataset's own code, whose faults are told where rows are read
+        return set()
+    if isinstance(names, (list, tuple)):
+        return {str(name) for name in names}
+    if isinstance(dataset, (list, tuple)) and dataset and isinstance(dataset[0], Mapping):
+        return {str(name) for name in dataset[0]}
+    return set()
+
+
+def _find(task: TrainedTask, where: str) -> tuple[Objective | None, list[Fault]]:
+    """Return the loss of a task, or why there is none.
+
+    This is the only place that tells a classifier from a language model by what a task says.
+    """
+    kind = head_kind_for(getattr(task.peft_config, "task_type", None))
+    wanted: Any = getattr(task.objective, "value", task.objective)
+    if wanted is None:
+        return _default(kind, columns_of(task.train_dataset)), []
+    if callable(wanted):
+        entry = OBJECTIVES.get(OWN)
+        if entry is not None and entry.head.kind == kind:
+            return entry, []
+        fix = 'Leave the task_type of the adapter open, or "CAUSAL_LM".'
+        return None, [Fault(f"{where}.objective", f"a function for {kind.name} tasks", _listed(kind), fix)]
+    names = [entry.name for entry in objectives_of(kind)]
+    if not isinstance(wanted, str) or wanted not in names:
+        got = f"{shown(wanted)} for {kind.name} tasks"
+        hint = closest(wanted, names) if isinstance(wanted, str) else ""
+        return None, [Fault(f"{where}.objective", got, _listed(kind), hint)]
+    return OBJECTIVES[wanted], []
+
+
+def _listed(kind: HeadKind) -> str:
+    return ", ".join(entry.name for entry in objectives_of(kind))
+
+
+def _default(kind: HeadKind, columns: Iterable[str]) -> Objective:
+    """Return the loss that rows with these columns are for; the most special of several."""
+    present = set(columns)
+    fitting = [entry for entry in objectives_of(kind) if entry.row_form.marks and set(entry.row_form.marks) <= present]
+    return max(fitting, key=lambda entry: len(entry.row_form.marks), default=objective_for(kind))
+
+
+def _loss_type(objective: Objective, task: TrainedTask, where: str) -> tuple[str | None, list[Fault]]:
+    """Return the variant that a task names, several of them joined by `SEVERAL`; or why there is none."""
+    given: Any = getattr(task.loss_type, "value", task.loss_type)
+    if given is None:
+        return objective.loss_types[0], []
+    is_list = isinstance(given, (list, tuple)) and bool(given) and objective.takes_several
+    names: list[Any] = list(given) if is_list else [given]
+    faults = [
+        _loss_type_fault(objective, name, where)
+        for name in names
+        # Whatever stands there, also what compares element by element.
+        if not isinstance(name, str) or name not in objective.loss_types
+    ]
+    if not faults and len(set(names)) < len(names):
+        faults = [Fault(f"{where}.loss_type", shown(given), "each loss once", "Weigh it with loss_weights.")]
+    return (None, faults) if faults else (SEVERAL.join(map(str, names)), [])
+
+
+def _loss_type_fault(objective: Objective, given: Any, where: str) -> Fault:
+    allowed = f"{', '.join(objective.loss_types)} (objective {objective.name})"
+    # Most often the name of a loss that stands in the other field.
+    fix = ""
+    if isinstance(given, str) and given in objective.refused_loss_types:
+        fix = f"{given} is not supported: {objective.refused_loss_types[given]}."
+    elif isinstance(given, str):
+        fix = f'Set objective="{given}".' if given in OBJECTIVES else closest(given, list(objective.loss_types))
+    return Fault(f"{where}.loss_type", shown(given), allowed, fix)
+
+
+def _given(task: TrainedTask) -> object:
+    """Return the arguments that a task gives; a function of its own is one of them."""
+    if not callable(task.objective) or not isinstance(task.objective_args, (Mapping, type(None))):
+        return task.objective_args
+    return {**(task.objective_args or {}), "function": task.objective}
