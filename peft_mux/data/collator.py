@@ -9,12 +9,13 @@ import numpy as np
 import torch
 
 from peft_mux.data.batch import IGNORE_INDEX, MuxBatch, TaskBatch, TokenSequence, batch_totals
+from peft_mux.data.cells import RowCells
 from peft_mux.data.chunking import chunk_size, round_up
 from peft_mux.data.formats import TARGET_COLUMNS
 from peft_mux.data.packing import best_fit_decreasing
 from peft_mux.data.parts import Member, SequencePart, part_bounds
 from peft_mux.data.rows.row_values import RowValues
-from peft_mux.data.rows.token_columns import with_given_targets
+from peft_mux.data.rows.token_columns import read_columns, with_given_targets
 from peft_mux.data.rows.virtual_tokens import with_virtual_tokens
 from peft_mux.errors import ConfigError, DataError
 
@@ -65,6 +66,9 @@ class ChunkPackingCollator:
             features: each with `input_ids`, and optionally `task` (name), `labels` (not shifted; by default the input),
                 `weights` a token, several `target_ids` with `target_weights` a token, `label` (class), `seed` and
                 `step`.
+
+        Raises:
+            DataError: if weights or targets cannot be read, or if some rows of a task have them and others do not.
         """
         grouped: dict[str, list[Mapping[str, Any]]] = {}
         for feature in features:
@@ -81,6 +85,8 @@ class ChunkPackingCollator:
             )
             for name, rows in grouped.items()
         ]
+        for batch in batches:
+            _check_alike(batch)
         (micro_batch,) = self.micro_batches(batches, max_tokens=sum(batch.num_tokens for batch in batches))
         return micro_batch
 
@@ -345,13 +351,17 @@ def _whole_member(batches: Sequence[TaskBatch], task: int, index: int) -> Member
 def _sequence(row: Mapping[str, Any], index: int) -> TokenSequence:
     ids = np.asarray(row["input_ids"], dtype=np.int64)
     labels = np.asarray(row.get("labels", ids), dtype=np.int64)
-    columns = {
-        name: np.asarray(row[name], dtype=np.int64 if column.is_ids else np.float32)
-        for name, column in TARGET_COLUMNS.items()
-        if row.get(name) is not None
-    }
+    columns = read_columns(TARGET_COLUMNS, row, index, np.ones(len(ids), dtype=bool), RowCells("features", None))
     labels = with_given_targets(labels, columns)
     return TokenSequence(ids, labels, index, class_label=row.get("label"), token_columns=columns)
+
+
+def _check_alike(batch: TaskBatch) -> None:
+    names = [", ".join(sequence.token_columns) or "none" for sequence in batch.sequences]
+    for row, own in enumerate(names):
+        if own != names[0]:
+            got = f"columns of tokens {own}, where the first row has {names[0]}"
+            raise DataError(f"features of {batch.task!r} row {row}: got {got}; allowed: the same in all rows.")
 
 
 def _tensor(array: np.ndarray) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -333,3 +334,18 @@ def test_a_mean_per_micro_batch_would_be_noticed(mux_model: MultiTaskPeftModel) 
             (mux_model(micro).losses.sum() / len(batches[0].sequences)).backward()
     key, parameter = next(iter(mux_model.task_parameters("a").items()))
     assert (parameter.grad - whole[f"a.{key}"]).norm() > 1e-3 * whole[f"a.{key}"].norm()
+
+
+@pytest.mark.parametrize(
+    ("second", "match"),
+    [
+        ({}, "row 1: got columns of tokens none, where the first row has weights"),
+        ({"weights": [1.0, 1.0]}, "row 1 column weights: got shape .2.; allowed: 3 numbers"),
+        ({"weights": [1.0, -1.0, 1.0]}, "row 1 column weights: got -1.0"),
+        ({"target_ids": [[1, 2]] * 3}, "row 1 column target_weights: got no such column, or None; allowed: one beside"),
+    ],
+)
+def test_weights_that_cannot_be_read_or_that_some_rows_lack_are_refused(second: dict[str, Any], match: str) -> None:
+    rows = [{"input_ids": [1, 2, 3], "weights": [1.0, 1.0, 0.5]}, {"input_ids": [4, 5, 6], **second}]
+    with pytest.raises(DataError, match=match):
+        ChunkPackingCollator()(rows)
