@@ -357,7 +357,10 @@ def _sequence(row: Mapping[str, Any], index: int) -> TokenSequence:
 
 
 def _check_alike(batch: TaskBatch) -> None:
-    names = [", ".join(sequence.token_columns) or "none" for sequence in batch.sequences]
+    names = [
+        ", ".join(f"{name} {['L', *values.shape[1:]]}" for name, values in sequence.token_columns.items()) or "none"
+        for sequence in batch.sequences
+    ]
     for row, own in enumerate(names):
         if own != names[0]:
             got = f"columns of tokens {own}, where the first row has {names[0]}"

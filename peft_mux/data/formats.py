@@ -59,6 +59,7 @@ class TokenColumn:
         is_wide: whether there are several numbers a token, `[L, K]`; otherwise one, `[L]`.
         may_be_row: whether one number may stand for all tokens of the row.
         is_non_negative: whether its numbers may not be below 0.
+        is_logprob: whether its numbers are logarithms of probabilities, so not above 0.
         beside: another column that it comes with, of the same shape; "" for none.
         not_beside: another column that it excludes; "" for none.
     """
@@ -68,6 +69,7 @@ class TokenColumn:
     is_wide: bool = False
     may_be_row: bool = False
     is_non_negative: bool = False
+    is_logprob: bool = False
     beside: str = ""
     not_beside: str = ""
 

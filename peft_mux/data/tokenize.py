@@ -118,7 +118,8 @@ class RowTokenizer:
             is_tokenised=data_format is DataFormat.TOKENIZED,
             num_labels=options.num_labels,
         )
-        self._column_names: tuple[str, ...] | None = None
+        # Of the first row, by column: how many numbers there are of a token, `()` for one.
+        self._column_widths: dict[str, tuple[int, ...]] | None = None
         self._reader = self._make_reader()
 
     def _make_reader(self) -> RowReader | None:
@@ -236,12 +237,16 @@ class RowTokenizer:
             # Only where there are some, as it reads ids and mask once more.
             length = len(self._cells.integers(row["input_ids"], index, "input_ids"))
             columns = read_columns(known, row, index, self._cells.attended(row, index, length), self._cells)
-        if self._column_names is None:
-            self._column_names = tuple(columns)
+        widths = {name: values.shape[1:] for name, values in columns.items()}
+        if self._column_widths is None:
+            self._column_widths = widths
         for name in known:
-            if (name in columns) != (name in self._column_names):
+            if (name in columns) != (name in self._column_widths):
                 got = "no such column, or None" if name not in columns else "a value"
                 raise self._cells.error(index, name, got, f'a value in all rows of "{self.where}" or in none')
+            if name in columns and widths[name] != self._column_widths[name]:
+                got, first = (*widths[name], *self._column_widths[name])
+                raise self._cells.error(index, name, f"{got} numbers a token", f"{first}, as in the first row")
         return columns
 
     def _refuse_columns(self, row: Mapping[str, Any], index: int) -> None:

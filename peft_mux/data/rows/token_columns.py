@@ -12,6 +12,9 @@ from peft_mux.data.batch import IGNORE_INDEX
 from peft_mux.data.cells import RowCells
 from peft_mux.data.formats import TokenColumn
 
+_ROUNDING = 0.01
+"""By how much a log-probability may exceed 0: half precision of another program rounds so."""
+
 
 def read_columns(
     columns: Mapping[str, TokenColumn], row: Mapping[str, Any], index: int, keep: np.ndarray, cells: RowCells
@@ -92,3 +95,5 @@ def _check_values(name: str, column: TokenColumn, values: np.ndarray, index: int
         raise cells.error(index, name, "a number that is not finite", "finite numbers")
     elif column.is_non_negative and values.size and float(values.min()) < 0:
         raise cells.error(index, name, str(values.min()), "numbers of at least 0")
+    elif column.is_logprob and values.size and float(values.max()) > _ROUNDING:
+        raise cells.error(index, name, str(values.max()), "natural logarithms of probabilities, at most 0")

@@ -78,8 +78,8 @@ class PolicyLoss(BaseObjective):
         is_one_term=True,
         token_columns={
             "advantages": TokenColumn(is_required=True, may_be_row=True),
-            "old_logprobs": TokenColumn(),
-            REFERENCE: TokenColumn(),
+            "old_logprobs": TokenColumn(is_logprob=True),
+            REFERENCE: TokenColumn(is_logprob=True),
         },
         marks=("input_ids", "advantages"),
     )
