@@ -68,7 +68,7 @@ class Arrivals:
                     with (
                         injecting(name, own, seed, model.peft_config),
                         hidden_copies(model.backbone),
-                        _forgetting(model, adapter),
+                        self._forgetting(model, adapter, own),
                     ):
                         self.tuners.inject(model, kind, adapter, own)
                     self.adopt(model, name, config, num_labels.get(name), seed)
@@ -162,6 +162,17 @@ class Arrivals:
         # Selecting an adapter has left gradients on for that one alone.
         model.mark_trainable()
 
+    @contextmanager
+    def _forgetting(self, model: Any, adapter: str, config: PeftConfig) -> Iterator[None]:
+        """Leave nothing of an adapter whose injection fails."""
+        try:
+            yield
+        except Exception:
+            self.tuners.undo(model, adapter, config, list(self._registry.adapters.values()))
+            drop_unused_wrappers(model.backbone)
+            model.mark_trainable()
+            raise
+
     def _attach(self, model: Any) -> None:
         """Multiplex layers that are newly adapted, and let all tasks train."""
         attach(model.backbone, model.stream)
@@ -194,17 +205,6 @@ def _reached(own: dict[str, nn.Parameter], backbone: Any, task: str) -> dict[str
             "are trained on, which never reach the others."
         )
     return reached
-
-
-@contextmanager
-def _forgetting(model: Any, adapter: str) -> Iterator[None]:
-    """Leave nothing of an adapter whose injection fails."""
-    try:
-        yield
-    except Exception:
-        model.peft_config.pop(adapter, None)
-        model.mark_trainable()
-        raise
 
 
 def _drop_heads_from_targets(config: Any) -> None:

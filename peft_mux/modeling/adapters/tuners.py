@@ -194,18 +194,29 @@ class Tuners:
             if adapter in model.active_adapters and others:
                 model.base_model.set_adapter(others[0])
             model.delete_adapter(adapter)
-        self._forget(model, owner_of(kind_of(config), adapter))
-
-    def _forget(self, model: Any, owner: Owner) -> None:
-        """Let the tuner and the layers of an adapter that was deleted go, where they were that adapter's own."""
+        owner = owner_of(kind_of(config), adapter)
         if owner[1]:
             self._others.pop(owner, None)
-            for name, layers in _stacks(model.backbone).items():
-                frozen, others = layers[-1].base_layer, [one for one in layers if _owner_of_layer(one) != owner]
-                put_module(model.backbone, name, frozen)
-                if others:
-                    others[-1].base_layer = frozen
-                    _stack(model.backbone, name, others)
+            _take_out(model.backbone, owner)
+
+    def undo(self, model: Any, adapter: str, config: PeftConfig, others: Sequence[str]) -> None:
+        """Take out what an injection that failed half way has left, as the next adapter has the same id.
+
+        Args:
+            model: the `MultiTaskPeftModel` whose tuners these are.
+            adapter: internal id that the adapter would have had.
+            config: the configuration that was injected.
+            others: internal ids of all tasks.
+        """
+        owner = owner_of(kind_of(config), adapter)
+        if isinstance(kind_of(config), PromptKind):
+            remove_prompt(model, adapter)
+        elif owner == self._first or owner in self._others:
+            model.peft_config[adapter] = config  # PEFT has taken it back, and asks for it
+            self.delete(model, adapter, others)
+        else:
+            model.peft_config.pop(adapter, None)
+            _take_out(model.backbone, owner)
 
     def leave_alone(self, model: Any, adapter: str) -> Any:
         """Take the layers of all other adapters out of a model for good, and return PEFT's tuner of this one.
@@ -229,6 +240,16 @@ class Tuners:
             adapter: internal id of the adapter's task.
         """
         return self._others.get(owner_of(kind, adapter), model.base_model)
+
+
+def _take_out(backbone: nn.Module, owner: Owner) -> None:
+    """Let the layers of an owner go; those of others stay around their frozen ones."""
+    for name, layers in _stacks(backbone).items():
+        frozen, others = layers[-1].base_layer, [layer for layer in layers if _owner_of_layer(layer) != owner]
+        put_module(backbone, name, frozen)
+        if others:
+            others[-1].base_layer = frozen
+            _stack(backbone, name, others)
 
 
 def _mark(backbone: nn.Module, owner: Owner) -> None:

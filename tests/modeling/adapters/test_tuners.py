@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 
 from peft_mux import MultiTaskPeftModel
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.files import WEIGHTS_NAME
+from peft_mux.modeling.adapters.files import WEIGHTS_NAME, adapter_state
+from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.backbone.fingerprint import weight_samples
 from peft_mux.modeling.backbone.modules import adaptable_modules, frozen_parameters
 from tests.invariants import mux_lab as lab
@@ -142,6 +143,42 @@ def test_a_task_that_peft_refuses_leaves_nothing_of_a_new_type() -> None:
     after = dict(model.named_parameters())
     assert before.keys() == after.keys()
     assert all(torch.equal(after[name], item) for name, item in before.items())
+
+
+@pytest.mark.parametrize(("held", "failing"), [("lora", "lora2"), ("lora", "toy"), ("toy", "lora"), ("toy", "toy")])
+def test_an_injection_that_fails_half_way_leaves_nothing_in_the_task_that_comes_next(
+    held: str, failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MultiTaskPeftModel(tiny_llama(), {"held": copy.deepcopy(CONFIGS[held])}, seeds={"held": 3})
+    before = {name: item.clone() for name, item in model.named_parameters()}
+    layer_type = kind_of(CONFIGS[failing]).layer_type
+    original, calls = layer_type.update_layer, iter(range(100))
+
+    def failing_at_the_third(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(calls) == 2:
+            raise ValueError("a layer that does not fit")
+        return original(layer, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_type, "update_layer", failing_at_the_third)
+        with pytest.raises(ConfigError, match="a layer that does not fit"):
+            model.register_tasks({"next": copy.deepcopy(CONFIGS[failing])})
+    assert {name.replace(".base_layer", "") for name, _ in model.named_parameters()} == {
+        name.replace(".base_layer", "") for name in before
+    }
+    # Of the same type, on fewer layers: those that had been adapted before the fault are no part of it.
+    config: Any = copy.deepcopy(CONFIGS[failing])
+    config.target_modules = ["o_proj"]
+    if failing == "toy":
+        config.feedforward_modules = []
+    model.register_tasks({"next": config}, seeds={"next": 5})
+    batch, rows = packed("held", "next")
+    losses = model(batch).losses
+    for loss, name, of_it, seed in zip(losses, ("held", "next"), (CONFIGS[held], config), (3, 5), strict=True):
+        judge, own = plain(of_it, seed)
+        wanted = plain_loss(judge, rows[name])
+        assert abs(loss.item() - wanted.item()) <= 1e-5 * wanted.item(), name
+        assert adapter_state(model, model.adapter_of(name)).keys() == own.keys(), name
 
 
 def test_the_backbone_under_two_types_is_the_backbone() -> None:
