@@ -46,6 +46,8 @@ _SETTINGS: Mapping[str, dict[str, Any]] = {
     "IA3": {"feedforward_modules": ["down_proj"]},
     "TRAINABLE_TOKENS": {"token_indices": list(range(64))},
     "FROD": {"progressbar": False},
+    # Plain training adds the penalty outside of the model, so its losses have none.
+    "DIFF_PRUNING": {"l0_weight": 0.0},
     "C3A": {"block_size": 64},
     "VERA": {"r": 64},
     "PVERA": {"r": 64},

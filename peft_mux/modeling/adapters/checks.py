@@ -19,7 +19,7 @@ from peft_mux.modeling.adapters.own.biases import bias_faults
 from peft_mux.modeling.adapters.own.checks import own_copy_faults
 from peft_mux.modeling.adapters.patterns import pattern_faults
 from peft_mux.modeling.adapters.prompts.kind import PromptKind
-from peft_mux.modeling.backbone.modules import adaptable_modules, is_router
+from peft_mux.modeling.backbone.modules import is_router
 
 
 def peft_config_faults(config: PeftConfig, where: str) -> list[Fault]:
@@ -70,12 +70,8 @@ def _target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
     config, faults = _completed(config, backbone, where)
     if faults:
         return faults
-    own_faults = getattr(kind, "backbone_faults", None)
-    faults = own_faults(config, backbone, where) if own_faults is not None else []
-    if faults:
-        return faults
-    modules = getattr(kind, "adaptable", adaptable_modules)(backbone)
-    faults = _router_faults(config, modules, where)
+    modules = kind.adaptable(backbone)
+    faults = kind.backbone_faults(config, backbone, where) or _router_faults(config, modules, where)
     if faults:
         return faults
     leaves = sorted({name.rsplit(".", 1)[-1] for name in modules})

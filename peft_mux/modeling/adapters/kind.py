@@ -118,11 +118,8 @@ class AdapterKind(Protocol):
         draws_itself: whether its forwards draw dropout for themselves; otherwise the dropout modules inside its layers
             are given draws that belong to each task.
         can_be_cut: whether tensor parallelism can cut its adapters; then `cut_dim` and `cut` tell how.
-
-    A kind may have three things more. `lies_apart`, if true, gives each of its adapters a tuner and layers of its own
-    (`peft_mux.modeling.adapters.tuners`). `adaptable(backbone)` returns the modules that may be targets, by name, where
-    these are not linear layers and embeddings. `backbone_faults(config, backbone, where)` returns why a backbone cannot
-    have an adapter, whatever its targets.
+        lies_apart: whether each of its adapters has a tuner and layers of its own
+            (`peft_mux.modeling.adapters.tuners`); otherwise one layer of PEFT's holds the adapters of all tasks.
     """
 
     peft_type: PeftType
@@ -132,6 +129,7 @@ class AdapterKind(Protocol):
     default_targets: Mapping[str, Any]
     draws_itself: bool
     can_be_cut: bool
+    lies_apart: bool
 
     # ------------------------------------------------------- configurations
 
@@ -146,6 +144,20 @@ class AdapterKind(Protocol):
             config: the adapter configuration of one task.
             where: prefix of the fields, such as `tasks.sql.peft_config`.
         """
+        ...
+
+    def backbone_faults(self, config: Any, backbone: Any, where: str) -> list[Fault]:
+        """Return why a backbone cannot have an adapter, whatever its targets.
+
+        Args:
+            config: the adapter configuration of one task, which has no `faults`.
+            backbone: the transformers model that is to be adapted.
+            where: prefix of the fields, such as `tasks.sql.peft_config`.
+        """
+        ...
+
+    def adaptable(self, backbone: nn.Module) -> Mapping[str, nn.Module]:
+        """Return the modules of a backbone that may be targets, by name; mostly its linear layers and embeddings."""
         ...
 
     def width_faults(self, config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:

@@ -18,6 +18,7 @@ from peft_mux.modeling.adapters.field_types import type_faults
 from peft_mux.modeling.adapters.fields import complete_heads, field_faults, task_type_faults
 from peft_mux.modeling.adapters.kind import CutLayers, CutOfLayer, ReplicaLayout, SavedForm, Shapes, SlabOf
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
+from peft_mux.modeling.backbone.modules import adaptable_modules
 from peft_mux.modeling.slabs import Slot, plain_slot
 from peft_mux.modeling.stream import PassMaker, RowSegment, Stream
 from peft_mux.scheduler.costs.loads import AdapterLoad
@@ -215,6 +216,14 @@ class SlicedKind:
         known = field_faults(config, where, supported=self._fields, reasons=self._reasons)
         known += [*task_type_faults(config, where), *type_faults(config, where, self._types, self._fields)]
         return known or _own_faults(config, where)
+
+    def backbone_faults(self, config: Any, backbone: Any, where: str) -> list[Fault]:
+        """Return nothing: what a backbone lacks shows in the modules that are targets."""
+        return []
+
+    def adaptable(self, backbone: nn.Module) -> Mapping[str, nn.Module]:
+        """Return the linear layers and embeddings of a backbone, by name."""
+        return adaptable_modules(backbone)
 
     def width_faults(self, config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
         """Return nothing: what does not fit, PEFT itself refuses."""

@@ -53,12 +53,7 @@ def owner_of(kind: AdapterKind, adapter: str) -> Owner:
         kind: the kind of the adapter.
         adapter: internal id of the adapter's task.
     """
-    return kind.peft_type, adapter if lies_apart(kind) else ""
-
-
-def lies_apart(kind: AdapterKind) -> bool:
-    """Return whether each adapter of a kind has a tuner and layers of its own."""
-    return getattr(kind, "lies_apart", False)
+    return kind.peft_type, adapter if kind.lies_apart else ""
 
 
 def _owner_of_layer(layer: Any) -> Owner | None:

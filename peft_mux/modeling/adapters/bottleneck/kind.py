@@ -24,6 +24,7 @@ class BottleneckKind(SlicedKind):
     """What the product asks of Adapter Tuning; see `peft_mux.modeling.adapters.kind.AdapterKind`."""
 
     draws_itself = True
+    lies_apart = False
 
     def __init__(self) -> None:
         """Read the fields off the configuration."""

@@ -58,13 +58,7 @@ class CatalogueKind(SlicedKind):
         return super().refusals(layout, where) if not reason else self.refuse_parts(layout, where, reason)
 
     def backbone_faults(self, config: Any, backbone: Any, where: str) -> list[Fault]:
-        """Return why an adapter of a configuration cannot be put on a backbone, whatever its targets.
-
-        Args:
-            config: the adapter configuration of one task, which has no `faults`.
-            backbone: the transformers model that is to be adapted.
-            where: prefix of the fields, such as `tasks.sql.peft_config`.
-        """
+        """Refuse backbones without the whole weights that the type begins with."""
         if self.entry.needs_weights and is_meta(backbone):
             fix = "What it begins with is computed from them; load the model with from_pretrained and hand it over."
             return [Fault(where, f"{self.title} on a model without weights", "a model that is loaded", fix)]

@@ -30,6 +30,7 @@ class DiffPruningKind(SlicedKind):
     """What the product asks of Diff Pruning; see `peft_mux.modeling.adapters.kind.AdapterKind`."""
 
     draws_itself = True
+    lies_apart = False
 
     def __init__(self) -> None:
         """Read the fields off the configuration."""

@@ -35,6 +35,7 @@ from peft_mux.modeling.adapters.lora.saved_form import doubled_rank
 from peft_mux.modeling.adapters.lora.slab_layout import lora_slot
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.adapters.sliced import SlicedAdapter
+from peft_mux.modeling.backbone.modules import adaptable_modules
 from peft_mux.modeling.slabs import Slot
 from peft_mux.modeling.stream import PassMaker, Stream
 from peft_mux.scheduler.costs.loads import AdapterLoad
@@ -53,6 +54,7 @@ class LoraKind:
     default_targets: Mapping[str, Any] = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
     draws_itself: bool = True
     can_be_cut: bool = True
+    lies_apart: bool = False
 
     # ------------------------------------------------------- configurations
 
@@ -70,6 +72,14 @@ class LoraKind:
             *task_type_faults(config, where),
             *lora_config.initialiser_faults(config, where),
         ]
+
+    def backbone_faults(self, config: Any, backbone: Any, where: str) -> list[Fault]:
+        """Return nothing: what a backbone lacks shows in the modules that are targets."""
+        return []
+
+    def adaptable(self, backbone: nn.Module) -> Mapping[str, nn.Module]:
+        """Return the linear layers and embeddings of a backbone, by name."""
+        return adaptable_modules(backbone)
 
     def width_faults(self, config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
         """Return a fault for a rank above the width of every layer, and for weights that nothing can be taken from."""

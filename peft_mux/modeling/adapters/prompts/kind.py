@@ -57,6 +57,7 @@ class PromptKind:
 
     draws_itself: bool = False
     can_be_cut: bool = False
+    lies_apart: bool = False
     layer_type: type[BaseTunerLayer] = _NoLayer
     default_targets: Mapping[str, Any] = {}
 
@@ -114,6 +115,10 @@ class PromptKind:
             got = str(getattr(config.task_type, "value", config.task_type))
             faults.append(Fault(f"{where}.task_type", got, f"CAUSAL_LM for {self.title}", fix))
         return faults
+
+    def adaptable(self, backbone: nn.Module) -> Mapping[str, nn.Module]:
+        """Return nothing: a prompt has no target modules."""
+        return {}
 
     def width_faults(self, config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
         """Return nothing: a prompt has no target modules."""

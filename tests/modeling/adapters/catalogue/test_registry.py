@@ -11,8 +11,9 @@ import peft
 import pytest
 from peft import PeftConfig, PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.tuners_utils import BaseTunerLayer
 
-from peft_mux import Task
+from peft_mux import MultiTaskPeftModel, Task
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.catalogue import registry
 from peft_mux.modeling.adapters.catalogue.document import COMMAND, page
@@ -52,6 +53,17 @@ def test_what_an_entry_lets_be_set_are_fields_of_peft(peft_type: PeftType) -> No
     assert set(entry.fields) <= known
     assert set(entry.reasons) <= known
     assert not set(entry.fields) & set(entry.reasons)
+
+
+@EVERY_TYPE
+def test_the_adapters_of_all_tasks_lie_in_one_layer_where_a_type_is_fused(peft_type: PeftType) -> None:
+    if category_of(peft_type) is not Category.FUSED:
+        return
+    make = CASES[peft_type].make
+    model = MultiTaskPeftModel(lab.tiny_llama(), {"a": make(0), "b": make(1)})
+    layers: list[Any] = [module for module in model.backbone.modules() if isinstance(module, BaseTunerLayer)]
+    assert layers
+    assert not any(isinstance(layer.base_layer, BaseTunerLayer) for layer in layers)
 
 
 def test_most_types_are_trained() -> None:
