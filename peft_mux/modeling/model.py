@@ -13,15 +13,14 @@ from peft.tuners.tuners_utils import set_adapter
 from torch import nn
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.errors import CheckpointError, ConfigError
+from peft_mux.errors import ConfigError
 from peft_mux.modeling import multiplexed_pass
-from peft_mux.modeling.adapters import files, injection
+from peft_mux.modeling.adapters import files, injection, merging
 from peft_mux.modeling.adapters.kind import kind_of
-from peft_mux.modeling.adapters.own.biases import merge_biases, select_biases
+from peft_mux.modeling.adapters.own.biases import select_biases
 from peft_mux.modeling.adapters.own.token_rows import only_rows_of
 from peft_mux.modeling.adapters.prompts.encoders import encoders_of, prompt_kind_of
-from peft_mux.modeling.adapters.prompts.kind import MERGED_NOTHING
-from peft_mux.modeling.adapters.prompts.plain import plain_model, with_task_ids, without_layers
+from peft_mux.modeling.adapters.prompts.plain import plain_forward, plain_generate, without_layers
 from peft_mux.modeling.adapters.prompts.prompts import Prompts, virtual_labels
 from peft_mux.modeling.adapters.prompts.tuner import open_without_tuner
 from peft_mux.modeling.arrivals import Arrivals
@@ -295,13 +294,8 @@ class MultiTaskPeftModel(PeftModel):
                 does not fit, or holds numbers that are not finite.
         """
         saved = files.saved_adapters(Path(model_id))
-        kwargs.setdefault("num_labels", saved.num_labels)
-        mux_model = cls(model, saved.configs, **kwargs)
-        for name, folder in saved.folders.items():
-            try:
-                mux_model.load_task(name, folder)
-            except CheckpointError as error:
-                raise CheckpointError(f'task "{name}": {error}') from error
+        mux_model = cls(model, saved.configs, **{"num_labels": saved.num_labels, **kwargs})
+        files.load_adapters(mux_model, saved)
         return mux_model
 
     # ------------------------------------------------------------------ views
@@ -327,20 +321,7 @@ class MultiTaskPeftModel(PeftModel):
 
     def merge_and_unload_adapter(self, adapter: str) -> Any:
         """Return the backbone with one adapter (internal id) merged in; as in PEFT, all are gone afterwards."""
-        config = self.peft_config[adapter]
-        if (kind := prompt_kind_of(config)) is not None:
-            raise ConfigError(
-                f"merge: got an adapter of {kind.title}; allowed: types that change weights, as {MERGED_NOTHING}."
-                " Load the saved adapter with PeftModel.from_pretrained."
-            )
-        # Before anything is taken apart: some adapters cannot be merged.
-        self._arrivals.tuners.of(self, kind_of(config), adapter)._check_merge_allowed()
-        tuner = self._arrivals.tuners.leave_alone(self, adapter)
-        form = kind_of(config).saved_form(self.backbone, adapter)
-        if form is not None:
-            form.write_plainly()
-        merge_biases(self.backbone, adapter)
-        return tuner.merge_and_unload(adapter_names=[adapter])
+        return merging.merge_and_unload(self, self._arrivals.tuners, adapter)
 
     def unload(self) -> Any:
         """Take all tasks out and return the backbone as it came, for another model; this one holds nothing any more.
@@ -397,17 +378,15 @@ class MultiTaskPeftModel(PeftModel):
             return MuxOutput(losses.losses_N, mux_batch.task_names, losses.statistics)
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._has_active_prompt:
-            return super().forward(*args, **kwargs)
-        with plain_model(self, self.active_adapter) as plain:
-            return plain(*args, **with_task_ids(self, self.active_adapter, args, kwargs))
+        if self._has_active_prompt:
+            return plain_forward(self, self.active_adapter, args, kwargs)
+        return super().forward(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with the active adapter, as PEFT does."""
-        if not self._has_active_prompt:
-            return super().generate(*args, **kwargs)
-        with plain_model(self, self.active_adapter) as plain:
-            return plain.generate(*args, **with_task_ids(self, self.active_adapter, args, kwargs))
+        if self._has_active_prompt:
+            return plain_generate(self, self.active_adapter, args, kwargs)
+        return super().generate(*args, **kwargs)
 
     @property
     def _has_active_prompt(self) -> bool:
@@ -521,12 +500,14 @@ class MultiTaskPeftModel(PeftModel):
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
         """Switch all adapters off for the time of the `with` block."""
-        with self.disable_adapter():
-            select_biases(self.backbone, None)
-            yield
-        select_biases(self.backbone, self.active_adapter or None)
-        # PEFT turns gradients back on for the active adapter only.
-        self.mark_trainable()
+        try:
+            with self.disable_adapter():
+                select_biases(self.backbone, None)
+                yield
+        finally:
+            select_biases(self.backbone, self.active_adapter or None)
+            # PEFT turns gradients back on for the active adapter only.
+            self.mark_trainable()
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """Recompute each layer's activations in the backward pass, reading the micro-batch they came from.

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.modeling.adapters.kind import PenalisedKind
 from peft_mux.modeling.registry import TaskRegistry
 
 
@@ -30,10 +29,11 @@ def with_penalties(
         registry: the tasks of the model.
         configs: adapter configurations by internal id.
     """
+    if not registry.penalised:
+        return losses_N
     losses = None
     for index, name in enumerate(batch.task_names):
-        kind: Any = registry.kind_of(name)
-        if not isinstance(kind, PenalisedKind):
+        if (kind := registry.penalised.get(name)) is None:
             continue
         share = _share_of_step(batch, index)
         if share.is_cpu and not share:  # on other devices asking would be waiting

@@ -10,7 +10,7 @@ from peft import PeftConfig
 from torch import nn
 
 from peft_mux.errors import CheckpointError, ConfigError, closest
-from peft_mux.modeling.adapters.kind import AdapterKind
+from peft_mux.modeling.adapters.kind import AdapterKind, PenalisedKind
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.modeling.slabs import TaskSlab
 
@@ -32,6 +32,7 @@ class TaskRegistry:
         adapters: internal id of each task's adapter, in the order in which the tasks came.
         pieces: what lies in this process of a parameter, by task and parameter; only where that is less than all of it,
             or the gradients of processes do not add.
+        penalised: kinds of the tasks whose adapters are trained towards more than their losses, by name of the task.
 
     Example:
         >>> registry = TaskRegistry()  # doctest: +SKIP
@@ -43,6 +44,7 @@ class TaskRegistry:
         """Start without tasks."""
         self.adapters: dict[str, str] = {}
         self.pieces: dict[tuple[str, str], Piece] = {}
+        self.penalised: dict[str, PenalisedKind] = {}
         self._entries: dict[str, _Entry] = {}
         self._parameters: dict[str, dict[str, nn.Parameter]] = {}
         self._slabs: dict[str, TaskSlab] = {}
@@ -75,6 +77,8 @@ class TaskRegistry:
         self.adapters[name] = adapter
         self._entries[name] = _Entry(adapter, kind, config.to_dict())
         self._parameters[name] = {}
+        if isinstance(kind, PenalisedKind):  # asked here and not in every pass, as it takes its time
+            self.penalised[name] = kind
         # Never counted down: an id is not given twice.
         self._num_added += 1
         return adapter
@@ -112,6 +116,7 @@ class TaskRegistry:
         adapter = self.adapter_of(name)
         del self.adapters[name], self._entries[name], self._parameters[name]
         self._slabs.pop(name, None)
+        self.penalised.pop(name, None)
         self.forget_pieces(name)
         return adapter
 

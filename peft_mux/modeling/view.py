@@ -9,7 +9,7 @@ from typing import Any
 from torch.distributed.fsdp import FSDPModule
 
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.prompts.plain import plain_model, with_task_ids
+from peft_mux.modeling.adapters.prompts.plain import plain_forward, plain_generate
 from peft_mux.modeling.interface import MultiplexedModel
 
 
@@ -52,8 +52,7 @@ class TaskView:
         """
         require_all_layers(self._model, f'task_view("{self._name}"), a forward pass')
         with self.selected() as model:
-            with plain_model(model, self._adapter) as plain:
-                return plain(*args, **with_task_ids(model, self._adapter, args, kwargs))
+            return plain_forward(model, self._adapter, args, kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with this task's adapter, as `PeftModel.generate` does.
@@ -63,8 +62,7 @@ class TaskView:
         """
         require_all_layers(self._model, f'task_view("{self._name}").generate')
         with self.selected() as model:
-            with plain_model(model, self._adapter) as plain:
-                return plain.generate(*args, **with_task_ids(model, self._adapter, args, kwargs))
+            return plain_generate(model, self._adapter, args, kwargs)
 
     def merge_and_unload(self) -> Any:
         """Return the backbone with this task's adapter merged in; as in PEFT, the adapters are gone afterwards.

@@ -437,6 +437,9 @@ def test_exactly_the_adapters_require_gradients_whatever_was_done_with_the_model
     with model.without_adapters():
         model.task_view("a")
     note("without adapters")
+    with pytest.raises(KeyError), model.without_adapters():
+        raise KeyError
+    note("a fault without adapters")
     model.save_pretrained(tmp_path)
     model.load_task("b", tmp_path / "c")
     note("saved and loaded")

@@ -275,6 +275,19 @@ def saved_adapters(root: Path) -> SavedAdapters:
     return SavedAdapters(folders, configs, labels)
 
 
+def load_adapters(model: MultiplexedModel, saved: SavedAdapters) -> None:
+    """Read the weights of all adapters of a folder into a model that was built with their configurations.
+
+    Raises:
+        CheckpointError: as `load_adapter`, with the task's name.
+    """
+    for name, folder in saved.folders.items():
+        try:
+            load_adapter(model, model.adapter_of(name), folder)
+        except CheckpointError as error:
+            raise CheckpointError(f'task "{name}": {error}') from error
+
+
 def _read_config(folder: Path) -> PeftConfig:
     """Return the configuration of a saved adapter, ready for further training."""
     path = folder / CONFIG_NAME

@@ -30,6 +30,18 @@ def plain_model(model: Any, adapter: str) -> Iterator[Any]:
         yield plain_prompt_model(model, adapter)
 
 
+def plain_forward(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what plain PEFT's forward returns for one adapter, which was selected before; see `plain_model`."""
+    with plain_model(model, adapter) as plain:
+        return plain(*args, **_with_task_ids(model, adapter, args, kwargs))
+
+
+def plain_generate(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what plain PEFT generates with one adapter, which was selected before; see `plain_model`."""
+    with plain_model(model, adapter) as plain:
+        return plain.generate(*args, **_with_task_ids(model, adapter, args, kwargs))
+
+
 def plain_prompt_model(model: Any, adapter: str) -> PeftModelForCausalLM:
     """Return plain PEFT's model of one prompt, which shares all modules with a model; inside `as_prompts`.
 
@@ -49,7 +61,7 @@ def plain_prompt_model(model: Any, adapter: str) -> PeftModelForCausalLM:
     return plain
 
 
-def with_task_ids(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_task_ids(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return arguments of a plain forward, with the one task of a multitask prompt where the caller names none."""
     rows = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
     if not hasattr(model.peft_config[adapter], "num_tasks") or rows is None:
