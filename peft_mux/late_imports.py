@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.abc
-import importlib.util
 import sys
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -33,30 +32,32 @@ class _Watcher(importlib.abc.MetaPathFinder):
 
     def __init__(self, first: str, then: str) -> None:
         self._first, self._then = first, then
-        self._is_asking = False
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         """Return how the module that is waited for is loaded; `None` for any other, and where there is none."""
-        if fullname != self._first or self._is_asking:
+        # A copy, as other threads import and ask, too, and take watchers out.
+        finders = list(sys.meta_path)
+        if fullname != self._first or self not in finders:
             return None
-        self._is_asking = True  # the finders behind this one are asked, through the same list
-        try:
-            spec = importlib.util.find_spec(fullname)
-        finally:
-            self._is_asking = False
-        if spec is not None and spec.loader is not None:
-            self._watch(spec.loader)
-        return spec
+        for finder in finders[finders.index(self) + 1 :]:
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    self._watch(spec.loader)
+                return spec
+        return None
 
     def _watch(self, loader: Any) -> None:
         execute = loader.exec_module
 
         def execute_and_follow(module: ModuleType) -> None:
-            # As the loader was: it is kept by the module, and used again where that is reloaded.
-            del loader.exec_module
+            # As the loader was: it is kept by the module, and used again where that is reloaded. Of several watchers
+            # of one module the outermost has done so already.
+            vars(loader).pop("exec_module", None)
             execute(module)
             # Only now, so that a module that fails is waited for again.
-            sys.meta_path.remove(self)
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             importlib.import_module(self._then)
 
         loader.exec_module = execute_and_follow

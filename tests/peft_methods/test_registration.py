@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
+import importlib.util
 import pickle
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,6 +95,37 @@ def test_a_module_that_fails_is_waited_for_again(modules: Path) -> None:
     path.write_text("done = True  # another length\n")
     importlib.invalidate_caches()
     importlib.import_module("late_first")
+    assert "late_second" in sys.modules
+
+
+def test_several_may_wait_for_one_module(modules: Path) -> None:
+    """As where `peft_mux` is reloaded before PEFT is imported."""
+    (modules / "late_first.py").write_text("done = True\n")
+    (modules / "late_third.py").write_text("import late_first\nassert late_first.done\n")
+    finders = list(sys.meta_path)
+    for then in ("late_second", "late_third", "late_second"):
+        after_import("late_first", then)
+    module = importlib.import_module("late_first")
+    assert {"late_second", "late_third"} <= sys.modules.keys()
+    assert sys.meta_path == finders
+    assert "exec_module" not in vars(module.__loader__)
+
+
+def test_a_thread_that_only_asks_takes_nothing_from_one_that_imports(modules: Path) -> None:
+    (modules / "late_first.py").write_text("done = True\n")
+    after_import("late_first", "late_second")
+
+    class Slow:
+        """Behind the watcher: while it asks for one thread, another one imports."""
+
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            sys.meta_path.remove(self)
+            thread = threading.Thread(target=importlib.import_module, args=(name,))
+            thread.start()
+            thread.join()
+
+    sys.meta_path.insert(1, Slow())
+    importlib.util.find_spec("late_first")
     assert "late_second" in sys.modules
 
 

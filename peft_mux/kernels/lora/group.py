@@ -130,6 +130,9 @@ class LoraGroup:
     def _layout(self, x_TD: torch.Tensor, s_TC: torch.Tensor, segments: SegmentTables) -> int | None:
         """Return a number for all that decides on the launches of a pass over rows that lie like these.
 
+        Beside it that is fixed: factors, ranks, scales and layers belong to the group; a launch that draws, or adds a
+        bias, looks for itself.
+
         Returns:
             `None` where tables do not fit the rows, or these begin anywhere: then each launch looks for itself.
         """
@@ -207,12 +210,11 @@ class LoraGroup:
         from peft_mux.kernels.lora import launch as kernels
 
         x_TD = _rows(x)
-        # Of several readers, one copy: a gradient of `expand` or `sum` has strides of 0.
-        dys_TK = [_rows(dy if dy.stride(-1) == 1 else dy.contiguous()) for dy in dys]
+        dys_TK = [_rows(dy) for dy in dys]
         # dS comes first, as dx and dA both read it (M Eq. 2).
         ds_TC = torch.empty_like(s_TC)
         layout = self._layout(x_TD, s_TC, segments)
-        layouts = [layout if dy.is_contiguous() and not dy.data_ptr() % _WORD_BYTES else None for dy in dys_TK]
+        layouts = [layout if _lies_like_new(dy, x_TD.dtype) else None for dy in dys_TK]
         for layer, dy, of_dy in zip(self.layers, dys_TK, layouts, strict=True):
             if layer is not None:
                 kernels.shrink(dy, layer.values, ds_TC, segments, layer.ranks, scaled=True, layout=of_dy)
@@ -284,8 +286,15 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Return `x [..., D]` as `[T, D]`."""
+    """Return `x [..., D]` as `[T, D]`, copied only where its columns are not adjacent: once, for all readers."""
+    # A gradient of `expand` or `sum` has strides of 0, and what follows a convolution is transposed.
+    x = x if x.stride(-1) == 1 else x.contiguous()
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
+
+
+def _lies_like_new(dy_TK: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a gradient lies as a new tensor of a dtype would, so that the layout of x tells that of its launches."""
+    return dy_TK.dtype is dtype and dy_TK.is_contiguous() and not dy_TK.data_ptr() % _WORD_BYTES
 
 
 def _check_ranks(layers: Sequence[Sequence[Adapter | None]]) -> None:

@@ -67,7 +67,7 @@ def shrink(
             dropout; `None` for no dropout.
         module_seed: the module's half of the key, `philox.hash_seed(module_name)`.
         layout: stands for all that decides on the launches beside `w`, where the caller knows it to be as before, and
-            all tensors to begin on 16 bytes.
+            all tensors to begin on 16 bytes, their columns adjacent.
 
     Raises:
         ValueError: if a shape, a dtype or a layout is not as above.
@@ -138,7 +138,7 @@ def expand(
         module_seed: the module's half of the key, `philox.hash_seed(module_name)`.
         add: whether to add to what `y_TK` holds, instead of writing it.
         layout: stands for all that decides on the launches beside `w`, where the caller knows it to be as before, and
-            all tensors to begin on 16 bytes.
+            all tensors to begin on 16 bytes, their columns adjacent.
 
     Raises:
         ValueError: if a shape, a dtype or a layout is not as above, or a bias is of another dtype, or would be dropped
@@ -215,7 +215,7 @@ def wgrad(
         module_seed: the module's half of the key, `philox.hash_seed(module_name)`.
         accumulate: whether to add to what `grad` holds, instead of writing it.
         layout: stands for all that decides on the launches beside `w`, where the caller knows it to be as before, and
-            all tensors to begin on 16 bytes.
+            all tensors to begin on 16 bytes, their columns adjacent.
 
     Raises:
         ValueError: if a shape, a dtype or a layout is not as above.
