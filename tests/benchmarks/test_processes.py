@@ -63,8 +63,8 @@ def test_ratios_are_medians_over_rounds_and_errors_are_signed() -> None:
 @pytest.mark.slow
 def test_the_benchmark_measures_every_schedule_and_sends_what_the_closed_form_says(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from benchmarks import parallel;"
-        f" parallel.RESULTS = Path({str(tmp_path)!r}); parallel.main()"
+        "import sys; from pathlib import Path; from benchmarks.processes import pipeline;"
+        f" pipeline.RESULTS = Path({str(tmp_path)!r}); pipeline.main()"
     )
     options = ["--micro-batches", "1", "2", "--rounds", "1", "--layers", "2", "--tokens", "32", "--write"]
     done = subprocess.run(
