@@ -8,7 +8,9 @@ other set of ranks that has something to sum. All have the time limit of the run
 
 from __future__ import annotations
 
+import atexit
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -108,6 +110,7 @@ class Processes:
             return
         timeout = timedelta(seconds=self.timeout_s)
         self._notices = FailureNotices(self.rank, self.world_size, patience_s=min(10.0, self.timeout_s))
+        _connected.add(self)
         with self.communicating("the start"):
             self._gloo_group = dist.new_group(backend="gloo", timeout=timeout)
             self._device_group = self._gloo_group if self.device.type == "cpu" else dist.new_group(timeout=timeout)
@@ -268,11 +271,11 @@ class Processes:
             if not self.is_alone and self._notices is not None:
                 # The notice first: once the connections break, the others look for one.
                 self._notices.post_failure(error)
-                self._close_groups()
+                self.close()
             raise
 
-    def _close_groups(self) -> None:
-        """Close the connections, so that nobody waits for this process any longer."""
+    def close(self) -> None:
+        """Close the connections through gloo, so that nobody waits for this process any longer."""
         own = (self._gloo_group, self._device_group, *self._groups.values(), *self._opened)
         groups = {id(group): group for group in own if group is not None}
         self._gloo_group, self._device_group, self._groups, self._opened = None, None, {}, []
@@ -280,3 +283,21 @@ class Processes:
         for group in groups.values():
             if "gloo" in dist.get_backend(group):
                 dist.destroy_process_group(group)
+
+
+_connected: weakref.WeakSet[Processes] = weakref.WeakSet()
+
+
+@atexit.register
+def _leave() -> None:
+    """Close connections while the interpreter is whole.
+
+    A thread of gloo lets go of the tensors of the last exchange some time after it; where that is within the end of the
+    interpreter, which these tensors need, the process aborts though all is done. Without a group its threads end.
+    """
+    if not dist.is_available():
+        return
+    for processes in list(_connected):
+        processes.close()
+    if _connected and dist.is_initialized() and "gloo" in dist.get_backend():
+        dist.destroy_process_group()
