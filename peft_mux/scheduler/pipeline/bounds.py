@@ -99,6 +99,26 @@ def lower_bound_s(buckets: Sequence[BucketLoad], *, num_chunks: int = 1) -> floa
     return max(bounds)
 
 
+def steady_lower_bound_s(buckets: Sequence[BucketLoad], *, num_chunks: int = 1) -> float:
+    """Return seconds of a step that no order can beat in the mean of several steps, even without draining between them.
+
+    Each stage has the work of every step to do, and a bucket's step begins when its step before is over.
+
+    Args:
+        buckets: the loads of all buckets; stages may differ, and so may forwards and backwards.
+        num_chunks: virtual stages of a device, as in `lower_bound_s`.
+
+    Raises:
+        ValueError: as `lower_bound_s`.
+    """
+    num_stages = checked_num_stages(buckets)
+    works = [
+        sum(one.num_micro_batches * (one.forward_s[stage] + one.backward_s[stage]) for one in buckets)
+        for stage in range(num_stages)
+    ]
+    return max(*works, *(lower_bound_s([bucket], num_chunks=num_chunks) for bucket in buckets))
+
+
 def _check(latencies_s: Sequence[float], num_micro_batches: int) -> None:
     if not latencies_s:
         raise ValueError("stage latencies are empty; allowed: seconds of each stage, one or more.")

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from peft_mux.scheduler.pipeline.load import BucketLoad, checked_num_stages, per_stage_bytes
-from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate
+from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 
 
 def check_stages(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> None:
@@ -28,14 +28,17 @@ def check_stages(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> N
 
 
 def order_faults(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> list[str]:
-    """Return every action that is missing, doubled, unknown, on a wrong stage, or a backward before its forward.
+    """Return every action that is missing, doubled, unknown, on a wrong stage, or before what it needs on its stage.
+
+    A backward needs its forward; the forwards of a bucket's step need all backwards of its step before.
 
     Args:
         template: the template that is judged.
         buckets: the loads of its buckets, in the order in which it was built.
     """
     expected = [
-        (kind, index, number, chunk)
+        (kind, Slot(index, number, step), chunk)
+        for step in range(template.num_steps)
         for chunk in range(template.num_chunks)
         for index, bucket in enumerate(buckets)
         for number in range(bucket.num_micro_batches)
@@ -48,21 +51,36 @@ def order_faults(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> l
     ]
 
 
-def _faults_of_row(stage: int, row: Sequence[Action], expected: Sequence[tuple[str, int, int, int]]) -> list[str]:
+def _faults_of_row(stage: int, row: Sequence[Action], expected: Sequence[tuple[str, Slot, int]]) -> list[str]:
     faults = [f"{action} belongs to stage {action.stage}" for action in row if action.stage != stage]
-    counts = Counter((action.kind, action.bucket, action.micro_batch, action.chunk) for action in row)
-    for kind, bucket, micro_batch, chunk in expected:
-        count = counts.pop((kind, bucket, micro_batch, chunk), 0)
+    counts = Counter((action.kind, action.slot, action.chunk) for action in row)
+    for key in expected:
+        count = counts.pop(key, 0)
         if count != 1:
-            name = Action(kind, bucket, micro_batch, stage, chunk)
+            name = _named(key, stage)
             faults.append(f"{name} is missing" if count == 0 else f"{name} is there {count} times")
-    faults += [f"{Action(*key[:3], stage, key[3])} is not of these buckets" for key in counts]
+    faults += [f"{_named(key, stage)} is not of these buckets" for key in counts]
+    return faults + _early(row)
+
+
+def _named(key: tuple[str, Slot, int], stage: int) -> Action:
+    kind, slot, chunk = key
+    return Action(kind, slot.bucket, slot.micro_batch, stage, chunk, slot.step)
+
+
+def _early(row: Sequence[Action]) -> list[str]:
+    """Return the backwards before their forwards, and the forwards before their bucket's step before is over."""
+    faults = []
     forwarded = set()
+    left = Counter((action.bucket, action.step) for action in row if action.kind == "B")
     for action in row:
-        key = action.bucket, action.micro_batch, action.chunk
         if action.kind == "F":
-            forwarded.add(key)
-        elif key not in forwarded:
+            forwarded.add((action.slot, action.chunk))
+            if left[action.bucket, action.step - 1]:
+                faults.append(f"{action} comes before the end of step {action.step - 1} of its bucket")
+            continue
+        left[action.bucket, action.step] -= 1
+        if (action.slot, action.chunk) not in forwarded:
             faults.append(f"{action} comes before its forward")
     return faults
 

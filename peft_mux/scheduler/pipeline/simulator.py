@@ -1,13 +1,17 @@
 """Execution of a pipeline template on paper: when each action runs, where devices idle, and what they hold.
 
+A template is of one iteration, or of several steps between which the pipeline is not drained.
+
 Each device runs its list in order. An action starts when its device is free and its input has arrived: a forward's
-from the stage before, a backward's from the stage after. Sends are asynchronous; each direction of a link carries one
+from the stage before, a backward's from the stage after; on the first stage a bucket's step begins when the last
+backward of its step before has ended there. Sends are asynchronous; each direction of a link carries one
 message at a time, in the order in which they were sent. As the lists fix every order, the instants follow from the
 data flow, and no tie is ever to be broken.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +25,7 @@ from peft_mux.scheduler.pipeline.bounds import (
 from peft_mux.scheduler.pipeline.checks import check_stages, memory_faults, order_faults, peak_activation_bytes
 from peft_mux.scheduler.pipeline.launch import next_virtual_stage
 from peft_mux.scheduler.pipeline.load import BucketLoad, LinkMap, per_stage_bytes
-from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate
+from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 
 __all__ = [
     "Simulation",
@@ -54,7 +58,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Simulation:
-    """One iteration of a template.
+    """One iteration of a template, or several steps of one that does not drain between them.
 
     Attributes:
         makespan_s: seconds from the first start to the last end.
@@ -63,6 +67,7 @@ class Simulation:
         bubble_s: seconds of internal bubbles of each stage: idle between its first and its last action.
         peak_bytes: the most bytes that each stage held at once, activations and static bytes.
         bucket_names: the name of each bucket, by its index.
+        num_steps: steps that were run.
     """
 
     makespan_s: float
@@ -71,6 +76,12 @@ class Simulation:
     bubble_s: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     bucket_names: tuple[str, ...]
+    num_steps: int = 1
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one of its steps, in the mean."""
+        return self.makespan_s / self.num_steps
 
     @property
     def num_stages(self) -> int:
@@ -90,7 +101,7 @@ def simulate(
     links: Link | Sequence[Link] | None = None,
     static_bytes: Sequence[int] | None = None,
 ) -> Simulation:
-    """Time one iteration of a template.
+    """Time all steps of a template.
 
     A bucket's latency on a stage is shared equally by the chunks (virtual stages) of the device. A message that its
     receiver has not taken yet counts at its sender, whose `activation_bytes` hold the output until the backward.
@@ -122,6 +133,7 @@ def simulate(
         bubble_s=tuple(_internal_bubbles_s(row) for row in run.spans),
         peak_bytes=tuple(static + peak for static, peak in zip(statics, peaks, strict=True)),
         bucket_names=tuple(bucket.name for bucket in buckets),
+        num_steps=template.num_steps,
     )
 
 
@@ -170,9 +182,9 @@ def _listed(verdict: str, faults: Sequence[str]) -> str:
 
 
 class _SimulatedRun:
-    """State of one simulated iteration.
+    """State of one simulated run of a template.
 
-    An input is known by (kind, bucket, micro-batch, chunk) on the device that waits for it.
+    An input is known by (kind, slot, chunk) on the device that waits for it.
     """
 
     def __init__(self, template: PipelineTemplate, buckets: Sequence[BucketLoad], links: LinkMap) -> None:
@@ -182,15 +194,16 @@ class _SimulatedRun:
         self._buckets = buckets
         self._links = links
         self._position = [0] * self._num_stages
-        self._arrivals: list[dict[tuple[str, int, int, int], float]] = [{} for _ in range(self._num_stages)]
+        self._arrivals: list[dict[tuple[str, Slot, int], float]] = [{} for _ in range(self._num_stages)]
+        first_row = template.actions[0]
+        self._backwards_left = Counter((a.bucket, a.step) for a in first_row if a.kind == "B" and a.chunk == 0)
         self._link_free: dict[tuple[int, int], float] = {}
         self.spans: list[list[Span]] = [[] for _ in range(self._num_stages)]
 
     def run_all(self) -> None:
         """Run every device as far as its inputs allow, until none can go on."""
-        for index, bucket in enumerate(self._buckets):
-            for number in range(bucket.num_micro_batches):
-                self._arrivals[0]["F", index, number, 0] = 0.0
+        for index in range(len(self._buckets)):
+            self._open_step(index, 0, 0.0)
         # In which order devices are advanced does not matter: their lists and the links fix every instant.
         waiting = list(range(self._num_stages))
         while waiting:
@@ -213,7 +226,7 @@ class _SimulatedRun:
         now = spans[-1].end_s if spans else 0.0
         while position < len(row):
             action = row[position]
-            arrival = arrivals.pop((action.kind, action.bucket, action.micro_batch, action.chunk), None)
+            arrival = arrivals.pop((action.kind, action.slot, action.chunk), None)
             if arrival is None:
                 break
             bucket = self._buckets[action.bucket]
@@ -235,7 +248,9 @@ class _SimulatedRun:
         target = next_virtual_stage(action.kind, action.stage, action.chunk, self._num_stages, self._num_chunks)
         if target is None:
             if action.kind == "F":
-                self._arrivals[action.stage]["B", action.bucket, action.micro_batch, action.chunk] = now
+                self._arrivals[action.stage]["B", action.slot, action.chunk] = now
+            else:
+                self._end_backward(action, now)
             return action.stage
         device, chunk = target
         arrival = now
@@ -245,5 +260,16 @@ class _SimulatedRun:
             way = (action.stage, device)
             arrival = max(now, self._link_free.get(way, 0.0)) + duration
             self._link_free[way] = arrival
-        self._arrivals[device][action.kind, action.bucket, action.micro_batch, chunk] = arrival
+        self._arrivals[device][action.kind, action.slot, chunk] = arrival
         return device
+
+    def _end_backward(self, action: Action, now: float) -> None:
+        """Let a bucket's next step begin where this was the last backward of the present one on the first stage."""
+        self._backwards_left[action.bucket, action.step] -= 1
+        if not self._backwards_left[action.bucket, action.step]:
+            self._open_step(action.bucket, action.step + 1, now)
+
+    def _open_step(self, bucket: int, step: int, now: float) -> None:
+        """Let the first stage launch a bucket's micro-batches of a step."""
+        for number in range(self._buckets[bucket].num_micro_batches):
+            self._arrivals[0]["F", Slot(bucket, number, step), 0] = now

@@ -1,4 +1,4 @@
-"""The pipeline template: what each stage runs, in order, for one iteration over all buckets (M §3.4.1, Figure 10).
+"""The pipeline template: what each stage runs, in order, over all buckets (M §3.4.1, Figure 10).
 
 A template is a value: the engine executes its lists, the simulator times them, drawings show them. Memory depends
 on the order alone, so a template that fits in simulation fits whatever the real latencies turn out to be.
@@ -18,24 +18,42 @@ forwards, which never launches later than M's rule and holds the same limits. M 
 on virtual stages: here `mux` with several chunks keeps rules 1 and 2 in the interleaved order with its bound on
 chunks in flight. Launching more eagerly there put forwards of later groups before chunks that others wait for,
 and made simulated iterations longer.
+
+A template of several steps is not drained between them, as M's is after each iteration. Adapters of tasks are disjoint,
+so that what must be over before a bucket's forwards of step k + 1 is step k of that bucket, while others may be under
+way. Its last backward on the first stage ends it on all stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from peft_mux.scheduler.costs.link import Link
-from peft_mux.scheduler.pipeline.launch import Clock, ListScheduler, Step, group_micro_batches
+from peft_mux.scheduler.pipeline.launch import Clock, Launch, ListScheduler, Move, group_micro_batches
 from peft_mux.scheduler.pipeline.load import BucketLoad, LinkMap, checked_num_stages, room_bytes
 
-__all__ = ["SCHEDULES", "Action", "BucketLoad", "PipelineTemplate", "Schedule", "build_template"]
+__all__ = ["SCHEDULES", "Action", "BucketLoad", "PipelineTemplate", "Schedule", "Slot", "build_template"]
 
 FORMAT_VERSION = 1
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "mux"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
+
+
+class Slot(NamedTuple):
+    """A micro-batch of a template.
+
+    Attributes:
+        bucket: index into the buckets as the caller gave them.
+        micro_batch: index of the micro-batch within the bucket.
+        step: step of the template, from 0.
+    """
+
+    bucket: int
+    micro_batch: int
+    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +66,7 @@ class Action:
         micro_batch: index of the micro-batch within the bucket.
         stage: the device that runs it.
         chunk: the virtual stage on that device; 0 unless virtual stages are interleaved.
+        step: step of the template, from 0; 0 in a template of one step.
     """
 
     kind: str
@@ -55,11 +74,18 @@ class Action:
     micro_batch: int
     stage: int
     chunk: int = 0
+    step: int = 0
+
+    @property
+    def slot(self) -> Slot:
+        """The micro-batch that it runs."""
+        return Slot(self.bucket, self.micro_batch, self.step)
 
     def __str__(self) -> str:
-        """Return it in short, such as F1.0 for bucket 1, micro-batch 0."""
+        """Return it in short, such as F1.0 for bucket 1, micro-batch 0; behind step 0 with the step, as F1.0+2."""
         chunk = f"/{self.chunk}" if self.chunk else ""
-        return f"{self.kind}{self.bucket}.{self.micro_batch}{chunk}"
+        step = f"+{self.step}" if self.step else ""
+        return f"{self.kind}{self.bucket}.{self.micro_batch}{chunk}{step}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,18 +97,22 @@ class PipelineTemplate:
         num_stages: S, which is the number of devices.
         num_chunks: virtual stages of each device.
         actions: the actions of each stage in the order in which it runs them, [stage][position].
+        num_steps: steps that the lists are of, which are not drained between.
 
     Raises:
-        ValueError: for an unknown schedule, or another number of lists than of stages.
+        ValueError: for an unknown schedule, less than 1 step, or another number of lists than of stages.
     """
 
     schedule: str
     num_stages: int
     num_chunks: int
     actions: tuple[tuple[Action, ...], ...]
+    num_steps: int = 1
 
     def __post_init__(self) -> None:
         _check_schedule(self.schedule, self.num_chunks)
+        if self.num_steps < 1:
+            raise ValueError(f"num_steps is {self.num_steps}; allowed: 1 or more.")
         if self.num_stages < 1 or len(self.actions) != self.num_stages:
             raise ValueError(
                 f"actions has {len(self.actions)} lists, num_stages is {self.num_stages}; allowed: one list for each"
@@ -90,13 +120,19 @@ class PipelineTemplate:
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON types; an action becomes [kind, bucket, micro_batch, chunk] in its stage's list."""
+        """Return it as JSON types; an action becomes [kind, bucket, micro_batch, chunk, step] in its stage's list.
+
+        The step is left out where there is only one.
+        """
+        width = 4 if self.num_steps == 1 else 5
         return {
             "format_version": FORMAT_VERSION,
             "schedule": self.schedule,
             "num_stages": self.num_stages,
             "num_chunks": self.num_chunks,
-            "actions": [[[a.kind, a.bucket, a.micro_batch, a.chunk] for a in row] for row in self.actions],
+            "actions": [
+                [[a.kind, a.bucket, a.micro_batch, a.chunk, a.step][:width] for a in row] for row in self.actions
+            ],
         }
 
     @classmethod
@@ -116,10 +152,11 @@ class PipelineTemplate:
             if field not in data:
                 raise ValueError(f"{field} is missing; allowed: what PipelineTemplate.to_dict wrote.")
         rows = tuple(
-            tuple(Action(kind, bucket, micro_batch, stage, chunk) for kind, bucket, micro_batch, chunk in row)
+            tuple(Action(kind, bucket, micro_batch, stage, *rest) for kind, bucket, micro_batch, *rest in row)
             for stage, row in enumerate(data["actions"])
         )
-        return cls(data["schedule"], data["num_stages"], data["num_chunks"], rows)
+        num_steps = 1 + max((action.step for row in rows for action in row), default=0)
+        return cls(data["schedule"], data["num_stages"], data["num_chunks"], rows, num_steps)
 
 
 def build_template(
@@ -130,6 +167,7 @@ def build_template(
     memory_limit_bytes: Sequence[int] | None = None,
     static_bytes: Sequence[int] | None = None,
     links: Link | Sequence[Link] | None = None,
+    num_steps: int = 1,
 ) -> PipelineTemplate:
     """Order the micro-batches of all buckets on all stages, as the schedule says (see the top of this file).
 
@@ -141,6 +179,7 @@ def build_template(
         static_bytes: bytes that lie on each stage always (weights, adapters, optimizer states); they count against the
             limit.
         links: the links between stages, which matter to the order of `mux` with one chunk alone.
+        num_steps: steps between which the pipeline is not drained.
 
     Raises:
         ValueError: for an unknown schedule, a wrong `num_chunks`, loads that disagree, or a memory limit under which
@@ -149,7 +188,7 @@ def build_template(
     num_stages = checked_num_stages(buckets)
     _check_schedule(schedule, num_chunks)
     room = room_bytes(buckets, memory_limit_bytes, static_bytes)
-    stream = _launch_stream(buckets, schedule)
+    stream = _launch_stream(buckets, schedule, num_steps)
     if schedule == "gpipe":
         # A wave fits on every stage, so that all stages run the same order.
         orders = [_waves(stream, buckets, room)] * num_stages
@@ -157,29 +196,38 @@ def build_template(
         link_map = LinkMap.of(links, num_stages, num_chunks)
         orders = _list_schedule(stream, buckets, schedule, num_chunks=num_chunks, links=link_map, room=room)
     rows = tuple(
-        tuple(Action(kind, *stream[place], stage, chunk) for kind, place, chunk in steps)
-        for stage, steps in enumerate(orders)
+        tuple(_action(kind, stream[place], stage, chunk) for kind, place, chunk in moves)
+        for stage, moves in enumerate(orders)
     )
-    return PipelineTemplate(schedule, num_stages, num_chunks, rows)
+    return PipelineTemplate(schedule, num_stages, num_chunks, rows, num_steps)
 
 
-def _launch_stream(buckets: Sequence[BucketLoad], schedule: Schedule) -> list[tuple[int, int]]:
-    """Return bucket and micro-batch of each launch, in order: the micro-batches of one bucket after another."""
+def _action(kind: str, launch: Launch, stage: int, chunk: int) -> Action:
+    return Action(kind, launch.bucket, launch.micro_batch, stage, chunk, launch.step)
+
+
+def _launch_stream(buckets: Sequence[BucketLoad], schedule: Schedule, num_steps: int) -> list[Launch]:
+    """Return the launches in order: step by step, and in each the micro-batches of one bucket after another."""
     order = range(len(buckets))
     if schedule == "mux":  # rule 1; a stable sort keeps ties in the order of buckets
         order = sorted(order, key=lambda index: -buckets[index].forward_s[0])
-    return [(index, number) for index in order for number in range(buckets[index].num_micro_batches)]
+    return [
+        Launch(index, number, step)
+        for step in range(num_steps)
+        for index in order
+        for number in range(buckets[index].num_micro_batches)
+    ]
 
 
 def _list_schedule(
-    stream: Sequence[tuple[int, int]],
+    stream: Sequence[Launch],
     buckets: Sequence[BucketLoad],
     schedule: Schedule,
     *,
     num_chunks: int,
     links: LinkMap,
     room: Sequence[int] | None,
-) -> list[list[Step]]:
+) -> list[list[Move]]:
     """Return what each device runs, in order, under the caps of 1F1B, or eagerly as M's template has it."""
     # With virtual stages, eager launches made simulated iterations longer (see the top of this file).
     is_eager = schedule == "mux" and num_chunks == 1
@@ -210,22 +258,23 @@ def _caps(num_stages: int, num_chunks: int, group_size: int) -> list[int]:
     return [2 * (num_stages - 1 - stage) + (num_chunks - 1) * group_size + 1 for stage in range(num_stages)]
 
 
-def _waves(stream: Sequence[tuple[int, int]], buckets: Sequence[BucketLoad], room: Sequence[int] | None) -> list[Step]:
-    """Return GPipe's order: all forwards, all backwards; under a limit, in waves that every stage can hold."""
-    steps: list[Step] = []
+def _waves(stream: Sequence[Launch], buckets: Sequence[BucketLoad], room: Sequence[int] | None) -> list[Move]:
+    """Return GPipe's order: all forwards of a step, all backwards; under a limit, in waves that all stages can hold."""
+    moves: list[Move] = []
     wave: list[int] = []
     held = [0] * buckets[0].num_stages
 
     def flush() -> None:
-        steps.extend(("F", place, 0) for place in wave)
-        steps.extend(("B", place, 0) for place in wave)
+        moves.extend(("F", place, 0) for place in wave)
+        moves.extend(("B", place, 0) for place in wave)
 
-    for place, (bucket, _) in enumerate(stream):
-        needs = buckets[bucket].activation_bytes
-        if room is not None and any(has + need > most for has, need, most in zip(held, needs, room, strict=True)):
+    for place, launch in enumerate(stream):
+        needs = buckets[launch.bucket].activation_bytes
+        is_full = room is not None and any(has + need > most for has, need, most in zip(held, needs, room, strict=True))
+        if is_full or (wave and stream[wave[-1]].step != launch.step):
             flush()
             wave, held = [], [0] * len(held)
         wave.append(place)
         held = [has + need for has, need in zip(held, needs, strict=True)]
     flush()
-    return steps
+    return moves
