@@ -26,6 +26,7 @@ ROOMS = (
     "own_code",
     "kernels",
     "peft_methods",
+    "packing",
     "data",
     "scheduler",
     "task_names",
@@ -204,10 +205,15 @@ def test_no_folder_holds_more_than_fifteen_files() -> None:
     assert {folder: size for folder, size in sizes.items() if size > 15} == {}
 
 
-def test_the_scheduler_imports_nothing_of_the_package_but_its_errors_and_nothing_heavy() -> None:
+def test_the_scheduler_imports_nothing_of_the_package_but_packing_and_errors_and_nothing_heavy() -> None:
     allowed = (*sys.stdlib_module_names, "numpy", "pulp", "simpy", "matplotlib")
-    own = ("peft_mux.scheduler", "peft_mux.errors", "peft_mux.compat")
+    own = ("peft_mux.scheduler", "peft_mux.packing", "peft_mux.errors", "peft_mux.compat")
     assert list(strangers(in_folder("scheduler"), (*allowed, *own))) == []
+
+
+def test_packing_imports_nothing_but_errors_and_the_standard_library() -> None:
+    allowed = (*sys.stdlib_module_names, "peft_mux.packing", "peft_mux.errors")
+    assert list(strangers(in_folder("packing"), allowed)) == []
 
 
 def test_kernels_import_only_torch_numpy_triton_and_one_another() -> None:

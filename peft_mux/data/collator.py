@@ -10,14 +10,14 @@ import torch
 
 from peft_mux.data.batch import IGNORE_INDEX, MuxBatch, TaskBatch, TokenSequence, batch_totals
 from peft_mux.data.cells import RowCells
-from peft_mux.data.chunking import chunk_size, round_up
 from peft_mux.data.formats import TARGET_COLUMNS
-from peft_mux.data.packing import best_fit_decreasing
-from peft_mux.data.parts import Member, SequencePart, part_bounds
+from peft_mux.data.parts import SequencePart
 from peft_mux.data.rows.row_values import RowValues
 from peft_mux.data.rows.token_columns import read_columns, with_given_targets
 from peft_mux.data.rows.virtual_tokens import with_virtual_tokens
 from peft_mux.errors import ConfigError, DataError
+from peft_mux.packing.chunking import round_up
+from peft_mux.packing.passes import Member, PassRules, TaskRows, cut_into_passes
 
 
 class ChunkPackingCollator:
@@ -52,11 +52,9 @@ class ChunkPackingCollator:
         virtual_labels: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Keep how to pack and to pad."""
-        self.chunk_size = chunk_size
-        self.min_chunk_size = min_chunk_size
+        self.rules = PassRules(split_long_sequences, chunk_size, min_chunk_size)
         self.pad_to_chunks = pad_to_chunks
         self.pad_token_id = pad_token_id
-        self.split_long_sequences = split_long_sequences
         self.virtual_labels = virtual_labels or {}
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> MuxBatch:
@@ -91,9 +89,14 @@ class ChunkPackingCollator:
         return micro_batch
 
     def micro_batches(
-        self, batches: Sequence[TaskBatch], *, max_tokens: int, only: Sequence[Sequence[int]] | None = None
+        self,
+        batches: Sequence[TaskBatch],
+        *,
+        max_tokens: int,
+        only: Sequence[Sequence[int]] | None = None,
+        num_passes: int | None = None,
     ) -> list[MuxBatch]:
-        """Lay out the global batches of several tasks in as few micro-batches as packing finds.
+        """Lay out the global batches of several tasks in micro-batches (`peft_mux.packing.passes`).
 
         A sequence longer than `max_tokens` is split into parts in consecutive micro-batches, or, where it shall not
         be, gets a micro-batch of its own.
@@ -103,23 +106,22 @@ class ChunkPackingCollator:
             max_tokens: largest number of tokens of a micro-batch, before any padding to chunks.
             only: indices of the sequences to lay out, for each batch; by default all. Places and loss weights are
                 those within the whole global batch either way.
+            num_passes: the number of micro-batches that is meant; by default as few as packing finds.
 
         Returns:
             Micro-batches, each sorted by task, with only the tasks that have tokens in it.
         """
         # Over the whole step even where only some are laid out, so that all processes take one size.
         size = self.size([len(sequence) for batch in batches for sequence in batch.sequences])
-        chosen = [range(len(batch.sequences)) for batch in batches] if only is None else only
-        members = [[_whole_member(batches, task, index) for task, indices in enumerate(chosen) for index in indices]]
-        # What fits into one pass keeps the order of its rows; packing is for the rest.
-        if sum(member.num_tokens for member in members[0]) > max_tokens:
-            members = _members_of_micro_batches(batches, chosen, max_tokens, size, is_split=self.split_long_sequences)
+        chosen = [None] * len(batches) if only is None else only
+        rows = [task_rows(batch, own) for batch, own in zip(batches, chosen, strict=True)]
+        members = cut_into_passes(rows, self.rules, bound=max_tokens, num_passes=num_passes)
         layout = _BatchPlaces(batches)
-        return [self._build(batches, layout, part, size) for part in members if part]
+        return [self._build(batches, layout, part, size) for part in members]
 
     def size(self, lengths: Sequence[int]) -> int:
         """Return the chunk size for sequences of these lengths."""
-        return chunk_size(lengths, minimum=self.min_chunk_size, override=self.chunk_size)
+        return self.rules.size(lengths)
 
     def _build(self, batches: Sequence[TaskBatch], layout: _BatchPlaces, members: list[Member], size: int) -> MuxBatch:
         stream = _MicroBatchBuilder()
@@ -164,6 +166,17 @@ class _BatchPlaces:
         # By the global batch, so that the losses of micro-batches add up to its mean however they are cut.
         terms = [_num_terms(batch, totals) for batch, totals in zip(batches, self.totals, strict=True)]
         self.weights = [1.0 / count if count else 0.0 for count in terms]
+
+
+def task_rows(batch: TaskBatch, only: Sequence[int] | None = None) -> TaskRows:
+    """Return what cutting a global batch into passes depends on.
+
+    Args:
+        batch: the global batch of one task.
+        only: indices of the rows that are to be cut; by default all.
+    """
+    whole = [not sequence.can_be_split for sequence in batch.sequences]
+    return TaskRows([len(sequence) for sequence in batch.sequences], only, whole)
 
 
 def _num_terms(batch: TaskBatch, totals: Mapping[str, float]) -> float:
@@ -308,44 +321,6 @@ class _MicroBatchBuilder:
             return None
         parts = [np.zeros(len(ids), np.int64) if t is None else t for ids, t in zip(self.ids, self.types, strict=True)]
         return _tensor(np.concatenate(parts))[None]
-
-
-def _members_of_micro_batches(
-    batches: Sequence[TaskBatch], chosen: Sequence[Sequence[int]], max_tokens: int, size: int, *, is_split: bool
-) -> list[list[Member]]:
-    """Pack each task's sequences, then place the packs of all tasks; returns the members of each micro-batch.
-
-    Parts of long sequences come first, one in each micro-batch, and packs take the room that they leave.
-    """
-    packs: list[list[Member]] = []
-    pack_tokens: list[int] = []
-    parts: list[Member] = []
-    alone: list[list[Member]] = []
-    for task, batch in enumerate(batches):
-        lengths = [len(sequence) for sequence in batch.sequences]
-        fitting = [index for index in chosen[task] if lengths[index] <= max_tokens]
-        for index in chosen[task]:
-            if lengths[index] > max_tokens and is_split and batch.sequences[index].can_be_split:
-                parts += [Member(task, index, *bounds) for bounds in part_bounds(lengths[index], max_tokens, size)]
-            elif lengths[index] > max_tokens:
-                alone.append([_whole_member(batches, task, index)])
-        longest = max((lengths[index] for index in fitting), default=1)
-        # Packs of about a quarter of a micro-batch let the packs of all tasks fill micro-batches well.
-        capacity = min(max_tokens, max(longest, round_up(max(max_tokens // 4, 1), size)))
-        for pack in best_fit_decreasing([lengths[index] for index in fitting], capacity):
-            packs.append([_whole_member(batches, task, fitting[item]) for item in pack])
-            pack_tokens.append(sum(lengths[fitting[item]] for item in pack))
-    placed = best_fit_decreasing(pack_tokens, max_tokens, rooms=[max_tokens - part.num_tokens for part in parts])
-    groups = [[member for pack in group for member in packs[pack]] for group in placed]
-    for part, group in zip(parts, groups, strict=False):
-        group.append(part)
-    # By task and row, so that a task's sequences lie in data order in every micro-batch.
-    return [sorted(group) for group in groups] + alone
-
-
-def _whole_member(batches: Sequence[TaskBatch], task: int, index: int) -> Member:
-    """Return all tokens of a sequence."""
-    return Member(task, index, 0, len(batches[task].sequences[index]))
 
 
 def _sequence(row: Mapping[str, Any], index: int) -> TokenSequence:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
@@ -14,10 +13,8 @@ from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.engine.work import StepWork
 from peft_mux.errors import DataError
+from peft_mux.packing.passes import passes_meant
 from peft_mux.scheduler.plan import HTask, Plan
-
-_PACKING_SLACK = 1.05
-"""By how much a pass may exceed an even share of the tokens: whole sequences do not fill passes evenly."""
 
 
 class StepSource:
@@ -133,23 +130,13 @@ class StepSource:
         # No pass, not an empty one: what the replica has to sum for the task, it sums as zeros.
         if own_tokens == 0:
             return []
-        capacity = self._capacity(htask, own_tokens)
-        if self.collator.split_long_sequences:  # evenness is no reason to cut what a pass may hold
-            longest = max(len(batch.sequences[row]) for batch, rows in zip(fused, own, strict=True) for row in rows)
-            capacity = max(capacity, min(longest, self._bound))
-        return self.collator.micro_batches(fused, max_tokens=capacity, only=own)
+        planned = htask.micro_batches * htask.tokens_per_micro_batch
+        # Batches are drawn, so a step may bring another number of tokens than the plan was made for.
+        meant = passes_meant(own_tokens, planned, htask.micro_batches)
+        return self.collator.micro_batches(fused, max_tokens=self._bound, only=own, num_passes=meant)
 
     @property
     def _bound(self) -> int:
         """Tokens that a pass of this replica may hold."""
         bound = self.plan.max_tokens_per_micro_batch
         return min(bound, self.shares.max_tokens[self._replica] or bound)
-
-    def _capacity(self, htask: HTask, num_tokens: int) -> int:
-        """Return the bound of a pass that cuts these tokens into as many even passes as the plan means."""
-        bound = self._bound
-        if not htask.tokens_per_micro_batch:
-            return bound
-        # Batches are drawn, so the plan's number of passes is scaled by this step's tokens.
-        passes = max(1, math.ceil(num_tokens / bound), round(num_tokens / htask.tokens_per_micro_batch))
-        return min(bound, math.ceil(num_tokens / passes * _PACKING_SLACK))

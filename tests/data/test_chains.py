@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from peft_mux.data.batch import IGNORE_INDEX, MuxBatch, TaskBatch, TokenSequence
 from peft_mux.data.chains import chains_of, is_chained
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.data.packing import best_fit_decreasing
-from peft_mux.data.parts import SequencePart, part_bounds
+from peft_mux.data.parts import SequencePart
+from peft_mux.packing.best_fit import best_fit_decreasing
 
 PROPERTY = settings(deadline=None, max_examples=80)
 
@@ -179,33 +179,6 @@ def test_only_the_chosen_rows_are_split() -> None:
     micro_batches = collator.micro_batches([batch], max_tokens=32, only=[[1, 2]])
     assert [part[:4] for micro in micro_batches for part in micro.parts] == [("a", 1, 0, 32), ("a", 1, 32, 60)]
     assert sum(micro.num_tokens for micro in micro_batches) == 65
-
-
-# ---------------------------------------------------------------- its pieces
-
-
-@PROPERTY
-@given(st.integers(1, 5000), st.integers(1, 400), st.sampled_from([1, 2, 16, 64, 256]))
-def test_parts_are_even_whole_chunks_within_the_bound(num_tokens: int, max_tokens: int, chunk: int) -> None:
-    bounds = part_bounds(num_tokens, max_tokens, chunk)
-    sizes = [end - start for start, end in bounds]
-    assert bounds[0][0] == 0
-    assert bounds[-1][1] == num_tokens
-    assert [start for start, _ in bounds[1:]] == [end for _, end in bounds[:-1]]
-    assert 0 < min(sizes) <= max(sizes) <= max_tokens
-    assert len(set(sizes[:-1])) <= 1, "all but the last are equal"
-    assert sizes[-1] <= sizes[0]
-    if chunk <= max_tokens:
-        assert all(size % chunk == 0 for size in sizes[:-1])
-        assert len(sizes) <= -(-num_tokens // (max_tokens // chunk * chunk))
-    else:
-        assert len(sizes) == -(-num_tokens // max_tokens)
-
-
-def test_whole_chunks_and_one_token_more() -> None:
-    assert part_bounds(64, 32, 16) == [(0, 32), (32, 64)]
-    assert part_bounds(65, 32, 16) == [(0, 32), (32, 64), (64, 65)]
-    assert part_bounds(4096, 1000, 64) == [(0, 832), (832, 1664), (1664, 2496), (2496, 3328), (3328, 4096)]
 
 
 def test_items_go_into_rooms_that_are_there_before_packs_are_opened() -> None:

@@ -23,9 +23,9 @@ import numpy as np
 
 from peft_mux.data.batch import TaskBatch
 from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.even_shares import EvenShares
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.errors import ConfigError
+from peft_mux.packing.even_shares import even_shares
 from peft_mux.scheduler.dispatching.ahead import DispatchPlanner, StepDispatch
 from peft_mux.scheduler.dispatching.bucketing import DEFAULT_NUM_BUCKETS, interval_tokens
 from peft_mux.scheduler.dispatching.deal import deal_out
@@ -132,7 +132,6 @@ class DispatchedShares:
         self._groups: tuple[ReplicaGroup, ...] = ()
         self._planner: DispatchPlanner | None = None
         self._pending: _Key | None = None
-        self._even = EvenShares(layout.num_replicas)
         self._owners: dict[tuple[str, int], np.ndarray] = {}
 
     @property
@@ -195,7 +194,7 @@ class DispatchedShares:
         """
         self._owners, self.expected_s, self.solved = {}, (), None
         if not self._is_dispatched:
-            self._even = EvenShares(self.layout.num_replicas)
+            self._owners = self._even_owners(batches)
             return
         self._known_groups()
         for batch in batches:
@@ -224,8 +223,6 @@ class DispatchedShares:
         Raises:
             ConfigError: for a sequence that no replica can hold; on every process.
         """
-        if not self._is_dispatched:
-            return self._even.divide(batches)
         if any((batch.task, batch.step) not in self._owners for batch in batches):
             self.begin(batches)
         return [
@@ -253,6 +250,15 @@ class DispatchedShares:
                 for config, limits in zip(configs, zip(*everywhere, strict=True), strict=True)
             )
         return self._groups
+
+    def _even_owners(self, batches: Sequence[TaskBatch]) -> dict[tuple[str, int], np.ndarray]:
+        """Return the replica of each sequence where replicas are alike."""
+        lengths = [[len(sequence) for sequence in batch.sequences] for batch in batches]
+        owners = [np.zeros(len(own), dtype=np.int64) for own in lengths]
+        for replica, share in enumerate(even_shares(lengths, self.layout.num_replicas)):
+            for own, rows in zip(owners, share, strict=True):
+                own[rows] = replica
+        return {(batch.task, batch.step): own for batch, own in zip(batches, owners, strict=True)}
 
     def _agreed_owners(self, batches: Sequence[TaskBatch]) -> np.ndarray:
         """Return the replica of each sequence, batch after batch, as rank 0 has it: int64 of shape `(sequences,)`."""

@@ -20,12 +20,12 @@ from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp.backbone import ShardedBackbone, gathering_mesh, shard_backbone
 from peft_mux.engine.fsdp.executor import ShardedExecutor
 from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.even_shares import EvenShares
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import Task
 from peft_mux.tasks.isolation import non_finite_reason
 from peft_mux.tasks.optimizer import TaskOptimizer
+from tests.packing.even_rows import even_rows
 
 VOCABULARY, NUM_LAYERS, NUM_STEPS = 97, 4, 3
 LENGTHS = {
@@ -192,13 +192,12 @@ def optimizer_of(model: MultiTaskPeftModel, name: str, folder: Path) -> TaskOpti
 def step_work(case: Case, step: int, names: list[str], rank: int, world_size: int) -> StepWork:
     """Return this process's rows of the global batches of a step."""
     batches = {name: task_batch(name, step) for name in names}
-    shares = EvenShares(world_size)
     micro_batches: list[MuxBatch] = []
     for htask in HTASKS:
         fused = [batches[name] for name in htask if name in batches]
         if not fused:
             continue
-        own = shares.divide(fused)
+        own = even_rows(fused, world_size)
         if case.few and world_size > 1:
             everything = [list(range(len(batch.sequences))) for batch in fused]
             nothing: list[list[int]] = [[] for _ in fused]

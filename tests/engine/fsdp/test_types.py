@@ -12,7 +12,6 @@ from peft_mux import MultiTaskPeftModel
 from peft_mux.data.batch import TaskBatch, TokenSequence
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.executor import Executor
-from peft_mux.engine.replicas.even_shares import EvenShares
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.adapters.kind import KINDS
 from peft_mux.modeling.adapters.prompts.kind import PromptKind
@@ -21,6 +20,7 @@ from tests.engine.processes.cases import launch, values
 from tests.invariants.mux_lab import rows, tiny_llama
 from tests.modeling.adapters.cases import CASES
 from tests.modeling.adapters.test_kinds import perturbed
+from tests.packing.even_rows import even_rows
 
 pytestmark = pytest.mark.distributed
 
@@ -39,7 +39,7 @@ def one_step(model: MultiTaskPeftModel, executor: Any, rank: int, world_size: in
     for number, name in enumerate(model.tasks):
         ids = [np.asarray(row["input_ids"]) for row in rows(number, 3, 4, 11)]
         batches.append(TaskBatch(name, 0, seed=1, sequences=tuple(TokenSequence(i, i, k) for k, i in enumerate(ids))))
-    own = EvenShares(world_size).divide(batches)
+    own = even_rows(batches, world_size)
     micro = ChunkPackingCollator().micro_batches(batches, max_tokens=200, only=own[rank])
     result = executor.run(StepWork(model.tasks, tuple(micro), {b.task: b.num_tokens for b in batches}))
     return {

@@ -17,10 +17,10 @@ from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.pipeline.stage_layout import StageLayout
 from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.even_shares import EvenShares
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.engine.work import StepResult, StepWork
 from tests.engine.pipeline import stage_cases
+from tests.packing.even_rows import even_rows
 
 ORDER = ("c", "a", "b", "d", "e")
 LAYOUT = ParallelLayout.of(4, pp=2)
@@ -69,11 +69,11 @@ class RecordingProcesses(Processes):
 def work_of_replica(step: int, replica: int, tasks: Sequence[str] = tuple(stage_cases.LENGTHS)) -> StepWork:
     """Return what a replica does of a step; weights of losses are those of the whole global batches."""
     batches = {name: stage_cases.random_batch(name, step, stage_cases.LENGTHS[name]) for name in tasks}
-    shares, micro_batches = EvenShares(LAYOUT.num_replicas), []
+    micro_batches = []
     for htask, most in zip(stage_cases.HTASKS, stage_cases.MAX_TOKENS, strict=True):
         fused = [batches[name] for name in htask if name in batches]
         if fused:
-            own = shares.divide(fused)[replica]
+            own = even_rows(fused, LAYOUT.num_replicas)[replica]
             micro_batches += ChunkPackingCollator().micro_batches(fused, max_tokens=most, only=own)
     sizes = {name: one.num_tokens for name, one in batches.items()}
     return StepWork(tuple(batches), tuple(micro_batches), sizes, sync_order=ORDER)

@@ -17,10 +17,8 @@ import pytest
 import torch
 
 from peft_mux import ConfigError
-from peft_mux.data.batch import TaskBatch, TokenSequence
 from peft_mux.engine.gradients.sync import GradientSync
 from peft_mux.engine.processes.processes import Pending, Processes
-from peft_mux.engine.replicas.even_shares import EvenShares
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.trainer.inputs import processes_asked_of_launcher
 from peft_mux.trainer.interrupts import stop_at_signal
@@ -302,30 +300,6 @@ def test_a_step_sends_the_adapters_once_and_nothing_of_the_backbone(tmp_path: Pa
 
 
 # ------------------------------------------------------------ without processes
-
-
-def batch(name: str, lengths: list[int]) -> TaskBatch:
-    rows = [TokenSequence(np.arange(length), np.arange(length), row) for row, length in enumerate(lengths)]
-    return TaskBatch(name, 0, 0, tuple(rows))
-
-
-def test_every_row_goes_to_one_process_and_shares_differ_by_less_than_a_row() -> None:
-    rng = np.random.default_rng(0)
-    for world_size in (1, 2, 3, 8):
-        shares = EvenShares(world_size)
-        for _ in range(3):  # hTasks of one step
-            batches = [batch(str(task), rng.integers(1, 200, size=rng.integers(1, 9)).tolist()) for task in range(4)]
-            divided = shares.divide(batches)
-            for task, own in enumerate(batches):
-                rows = sorted(row for share in divided for row in share[task])
-                assert rows == list(range(len(own.sequences)))
-        assert max(shares.num_tokens) - min(shares.num_tokens) < 200
-        assert sum(shares.num_tokens) > 0
-
-
-def test_fewer_rows_than_processes_leave_some_without() -> None:
-    divided = EvenShares(4).divide([batch("few", [5, 7])])
-    assert sorted(len(share[0]) for share in divided) == [0, 0, 1, 1]
 
 
 class Listening(Processes):

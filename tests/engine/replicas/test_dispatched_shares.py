@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from peft_mux.data.batch import TaskBatch
 from peft_mux.engine.batches_ahead import BatchesAhead
 from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
-from peft_mux.engine.replicas.even_shares import EvenShares
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.errors import ConfigError, DataError
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 from tests.engine.processes import cases as parallel_cases
 from tests.engine.replicas import dispatch_cases as cases
+from tests.packing.even_rows import even_rows
 from tests.scheduler.dispatching.cases import GivingUpSolver, RaisingSolver
 
 LAYOUT = ParallelLayout.parse(cases.LAYOUT)
@@ -178,14 +178,14 @@ def test_what_begin_decides_is_told_htask_by_htask() -> None:
     assert parts.clock.num_steps == 1
 
 
-def test_equal_replicas_divide_as_processes_always_did_and_start_anew_each_step() -> None:
+def test_equal_replicas_divide_a_step_evenly_whatever_shares_a_pass_and_start_anew_each_step() -> None:
     shares = DispatchedShares(ParallelLayout.parse("<2,1>x3"))
     for step in range(2):
         batches = cases.batches_of(cases.SKEWED, step)
-        before = EvenShares(3)
         shares.begin(batches)
-        for batch in batches:
-            assert shares.divide([batch]) == before.divide([batch])
+        divided = even_rows(batches, 3)
+        for place, batch in enumerate(batches):
+            assert shares.divide([batch]) == [[share[place]] for share in divided]
     assert shares.max_tokens == (None, None, None)
     assert not shares.looks_ahead
 

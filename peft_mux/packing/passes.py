@@ -1,0 +1,277 @@
+"""Passes: which rows of which task share a pass, in which order (M §3.5).
+
+Rows are whole, so that a step has as many passes as are meant only where there are enough rows, and no pass is exactly
+as large as another. Rows are packed task by task, and the packs put into passes by best fit, up to a little more than
+an even share of the tokens. Where that does not come out at the number that is meant, the longest row goes first, each
+into the pass of fewest tokens. Rows that are longer than a pass are cut into parts, if they may be: a *chain*.
+
+    3 tasks with rows of 5 5 | 4 4 | 3 3 tokens, bound 16
+
+    1 pass meant     5 4 3 | 5 4 3         24 tokens do not fit into one
+    4 passes meant   5 | 5 | 4 3 | 4 3
+    9 passes meant   5 | 5 | 4 | 4 | 3 | 3
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from peft_mux.packing.best_fit import best_fit_decreasing
+from peft_mux.packing.chunking import chunk_size, round_up
+
+_SLACK = 1.05
+"""By how much a pass may exceed an even share of the tokens: whole rows do not fill passes evenly."""
+_OTHER_STEP = 1.5
+"""By how much a step may have more or fewer tokens than planned, and still be cut into as many passes."""
+
+
+class Member(NamedTuple):
+    """Tokens of a row that lie in one pass.
+
+    Attributes:
+        task: index of the task among those that are cut together.
+        index: index of the row within the task's global batch.
+        start: first token within the row.
+        end: one past the last token.
+    """
+
+    task: int
+    index: int
+    start: int
+    end: int
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens that lie in the pass."""
+        return self.end - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class PassRules:
+    """What cutting depends on besides rows and bounds.
+
+    Attributes:
+        split_long_sequences: whether rows that are longer than a pass are cut into parts; by default each of them gets
+            a pass of its own.
+        chunk_size: tokens of a chunk, of which parts are whole numbers; `None` for the rule of M §3.5.
+        min_chunk_size: least chunk size of that rule.
+    """
+
+    split_long_sequences: bool = False
+    chunk_size: int | None = None
+    min_chunk_size: int = 64
+
+    def size(self, lengths: Sequence[int]) -> int:
+        """Return the chunk size for rows of these lengths.
+
+        Args:
+            lengths: tokens of each row.
+        """
+        return chunk_size(lengths, minimum=self.min_chunk_size, override=self.chunk_size)
+
+
+@dataclass(frozen=True, slots=True)
+class TaskRows:
+    """The rows of one task's global batch.
+
+    Attributes:
+        lengths: tokens of each row.
+        only: indices of the rows that are to be cut into passes; `None` for all.
+        stay_whole: whether each row is never cut, as those with a class are not; a single answer stands for all.
+    """
+
+    lengths: Sequence[int]
+    only: Sequence[int] | None = None
+    stay_whole: Sequence[bool] | bool = False
+
+    @property
+    def chosen(self) -> Sequence[int]:
+        """Indices of the rows that are to be cut into passes."""
+        return range(len(self.lengths)) if self.only is None else self.only
+
+    def stays_whole(self, index: int) -> bool:
+        """Return whether a row is never cut.
+
+        Args:
+            index: index of the row.
+        """
+        return self.stay_whole if isinstance(self.stay_whole, bool) else self.stay_whole[index]
+
+
+def cut_into_passes(
+    tasks: Sequence[TaskRows], rules: PassRules, *, bound: int, num_passes: int | None = None
+) -> list[list[Member]]:
+    """Cut rows of tasks that share their passes into passes.
+
+    Args:
+        tasks: the rows of each task.
+        rules: whether and how long rows are cut.
+        bound: the most tokens of a pass; only a row that is longer and stays whole makes a longer one.
+        num_passes: the number of passes that is meant, over which tokens are spread evenly; there are more where the
+            bound asks for more, and fewer where there are fewer rows. `None` for as few as packing finds.
+
+    Returns:
+        The members of each pass, by task and row; none is empty. The parts of a row lie in consecutive passes.
+
+    Example:
+        >>> cut = cut_into_passes([TaskRows([5, 4]), TaskRows([3])], PassRules(), bound=16, num_passes=2)
+        >>> [[(member.task, member.index) for member in members] for members in cut]
+        [[(0, 0)], [(0, 1), (1, 0)]]
+    """
+    members = [Member(task, row, 0, own.lengths[row]) for task, own in enumerate(tasks) for row in own.chosen]
+    if not members:
+        return []
+    tokens = sum(member.num_tokens for member in members)
+    if num_passes is None:
+        return _filled(tasks, members, rules, bound)
+    meant = min(len(members), max(-(-tokens // bound), num_passes))
+    capacity = min(bound, math.ceil(tokens / meant * _SLACK))
+    if rules.split_long_sequences:  # evenness is no reason to cut what a pass may hold
+        capacity = max(capacity, min(bound, max(member.num_tokens for member in members)))
+    filled = _filled(tasks, members, rules, capacity)
+    if len(filled) == meant or any(_is_part(tasks, member) for cut in filled for member in cut):
+        return filled
+    spread = _spread(members, bound, meant)
+    return spread if len(spread) == meant or len(spread) < len(filled) else filled
+
+
+def passes_meant(num_tokens: int, planned_tokens: float, planned_passes: int) -> int:
+    """Return into how many passes a step is to be cut that has other rows than the one that was planned.
+
+    As many as planned, so long as the step is of about the planned size; otherwise passes keep their size.
+
+    Args:
+        num_tokens: tokens of the rows at hand.
+        planned_tokens: tokens that the plan counted with; 0 where it knew none.
+        planned_passes: passes that it has cut them into.
+    """
+    if not planned_tokens:
+        return 1
+    ratio = num_tokens / planned_tokens
+    if 1 / _OTHER_STEP < ratio < _OTHER_STEP:
+        return planned_passes
+    return max(1, round(planned_passes * ratio))
+
+
+def chains_of_passes(tasks: Sequence[TaskRows], passes: Sequence[Sequence[Member]]) -> list[list[int]]:
+    """Return the chains: consecutive passes that hold parts of one row; a pass of whole rows is one by itself.
+
+    Args:
+        tasks: the rows of each task.
+        passes: the members of each pass, as `cut_into_passes` returns them.
+    """
+    chains: list[list[int]] = []
+    has_more = False
+    for number, members in enumerate(passes):
+        if has_more:
+            chains[-1].append(number)
+        else:
+            chains.append([number])
+        has_more = any(member.end < tasks[member.task].lengths[member.index] for member in members)
+    return chains
+
+
+def slot_of(number: int, num_passes: int, num_slots: int) -> int:
+    """Return the micro-batch of a bucket that a pass of an hTask runs in: passes are spread in order and evenly.
+
+    Args:
+        number: the pass, counted from 0.
+        num_passes: passes of the hTask.
+        num_slots: C, micro-batches of its bucket.
+    """
+    return number * num_slots // num_passes
+
+
+def part_bounds(num_tokens: int, max_tokens: int, chunk_size: int) -> list[tuple[int, int]]:
+    """Cut a sequence into parts that a pass holds, as even as whole chunks are; the last one may be short.
+
+    Where chunks are long against a pass, that can be one part more than the fewest possible.
+
+    Args:
+        num_tokens: number of tokens of the sequence.
+        max_tokens: largest number of tokens of a part.
+        chunk_size: parts are whole chunks of this many tokens, but for the last one, and for chunks that are longer
+            than a pass.
+
+    Returns:
+        Start and end of each part.
+
+    Example:
+        >>> part_bounds(11, 5, 2)
+        [(0, 4), (4, 8), (8, 11)]
+    """
+    # A chunk that no pass holds cannot be a unit; then parts are cut at any token.
+    step = chunk_size if chunk_size <= max_tokens else 1
+    # Even parts rather than full ones and a short rest: a pass costs its launches however few tokens it has.
+    num_parts = -(-num_tokens // max_tokens)
+    tokens = min(round_up(-(-num_tokens // num_parts), step), max_tokens // step * step)
+    return [(start, min(start + tokens, num_tokens)) for start in range(0, num_tokens, tokens)]
+
+
+def _is_part(tasks: Sequence[TaskRows], member: Member) -> bool:
+    return member.num_tokens < tasks[member.task].lengths[member.index]
+
+
+def _spread(members: Sequence[Member], bound: int, num_passes: int) -> list[list[Member]]:
+    """Put the longest row first, each into the pass of fewest tokens; a row that fits into none opens another."""
+    passes: list[list[Member]] = [[] for _ in range(num_passes)]
+    num_tokens = [0] * num_passes
+    # Ties by task and row, so that every process finds the same passes.
+    for member in sorted(members, key=lambda one: (-one.num_tokens, one)):
+        least = num_tokens.index(min(num_tokens))
+        if passes[least] and num_tokens[least] + member.num_tokens > bound:
+            least = len(passes)
+            passes.append([])
+            num_tokens.append(0)
+        passes[least].append(member)
+        num_tokens[least] += member.num_tokens
+    return [sorted(own) for own in passes if own]
+
+
+def _filled(
+    tasks: Sequence[TaskRows], members: Sequence[Member], rules: PassRules, capacity: int
+) -> list[list[Member]]:
+    """Pack each task's rows, then place the packs of all tasks.
+
+    Parts of long rows come first, one in each pass, and packs take the room that they leave.
+    """
+    # What fits into one pass keeps the order of its rows; packing is for the rest.
+    if sum(member.num_tokens for member in members) <= capacity:
+        return [list(members)]
+    # Over the whole step even where only some are laid out, so that all processes take one size.
+    size = rules.size([length for own in tasks for length in own.lengths])
+    packs: list[list[Member]] = []
+    parts: list[Member] = []
+    alone: list[list[Member]] = []
+    rows_of: list[list[Member]] = [[] for _ in tasks]
+    for member in members:
+        rows_of[member.task].append(member)
+    for task, (own, rows) in enumerate(zip(tasks, rows_of, strict=True)):
+        for member in rows:
+            if member.num_tokens <= capacity:
+                continue
+            if rules.split_long_sequences and not own.stays_whole(member.index):
+                bounds = part_bounds(member.num_tokens, capacity, size)
+                parts += [Member(task, member.index, start, end) for start, end in bounds]
+            else:
+                alone.append([member])
+        packs += _packs([member for member in rows if member.num_tokens <= capacity], capacity, size)
+    pack_tokens = [sum(member.num_tokens for member in pack) for pack in packs]
+    placed = best_fit_decreasing(pack_tokens, capacity, rooms=[capacity - part.num_tokens for part in parts])
+    passes = [[member for pack in group for member in packs[pack]] for group in placed]
+    for part, group in zip(parts, passes, strict=False):
+        group.append(part)
+    # By task and row, so that a task's rows lie in data order in every pass.
+    return [sorted(group) for group in passes] + alone
+
+
+def _packs(rows: Sequence[Member], capacity: int, size: int) -> list[list[Member]]:
+    """Pack the rows of one task that fit into a pass (M §3.5, first step)."""
+    longest = max((member.num_tokens for member in rows), default=1)
+    # Packs of about a quarter of a pass let the packs of all tasks fill passes well.
+    pack_capacity = min(capacity, max(longest, round_up(max(capacity // 4, 1), size)))
+    packed = best_fit_decreasing([member.num_tokens for member in rows], pack_capacity)
+    return [[rows[item] for item in pack] for pack in packed]

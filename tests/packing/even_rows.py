@@ -1,0 +1,13 @@
+"""The division of rows among equal replicas, for tests that have batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from peft_mux.data.batch import TaskBatch
+from peft_mux.packing.even_shares import even_shares
+
+
+def even_rows(batches: Sequence[TaskBatch], num_replicas: int) -> list[list[list[int]]]:
+    """Return for each replica and each batch the indices of its sequences."""
+    return even_shares([[len(sequence) for sequence in batch.sequences] for batch in batches], num_replicas)

@@ -1,0 +1,179 @@
+"""Rows of tasks that share passes: every row in one pass, as many passes as are meant, as even as whole rows are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peft_mux.packing.even_shares import even_shares
+from peft_mux.packing.passes import (
+    Member,
+    PassRules,
+    TaskRows,
+    chains_of_passes,
+    cut_into_passes,
+    part_bounds,
+    passes_meant,
+    slot_of,
+)
+
+PROPERTY = settings(deadline=None, max_examples=150)
+TASKS = st.lists(st.lists(st.integers(1, 200), max_size=12), min_size=1, max_size=5)
+
+
+def rows_of(tasks: Sequence[Sequence[int]]) -> list[TaskRows]:
+    return [TaskRows(own) for own in tasks]
+
+
+def sizes(passes: Sequence[Sequence[Member]]) -> list[int]:
+    return [sum(member.num_tokens for member in members) for members in passes]
+
+
+# ------------------------------------------------------------------- cutting
+
+
+@PROPERTY
+@given(TASKS, st.integers(1, 400), st.integers(1, 40), st.booleans())
+def test_every_token_is_in_one_pass_and_no_pass_is_larger_than_allowed_unless_one_row_is(
+    tasks: list[list[int]], bound: int, num_passes: int, is_split: bool
+) -> None:
+    rules = PassRules(split_long_sequences=is_split, min_chunk_size=8)
+    passes = cut_into_passes(rows_of(tasks), rules, bound=bound, num_passes=num_passes)
+    found = sorted(member for members in passes for member in members)
+    for task, own in enumerate(tasks):
+        for row, length in enumerate(own):
+            bounds = [(one.start, one.end) for one in found if (one.task, one.index) == (task, row)]
+            assert bounds[0][0] == 0
+            assert bounds[-1][1] == length
+            assert [start for start, _ in bounds[1:]] == [end for _, end in bounds[:-1]]
+    for members, size in zip(passes, sizes(passes), strict=True):
+        assert members == sorted(members)
+        assert size <= bound or (len(members) == 1 and not is_split)
+
+
+@PROPERTY
+@given(TASKS, st.integers(1, 40))
+def test_there_are_as_many_passes_as_are_meant_where_there_are_as_many_rows(
+    tasks: list[list[int]], num_passes: int
+) -> None:
+    passes = cut_into_passes(rows_of(tasks), PassRules(), bound=10_000, num_passes=num_passes)
+    num_rows = sum(map(len, tasks))
+    assert len(passes) == min(num_passes, num_rows)
+    if passes:
+        mean, longest = sum(sizes(passes)) / len(passes), max(max(own, default=0) for own in tasks)
+        assert max(sizes(passes)) <= max(1.05 * mean + 1, mean + longest)
+
+
+def test_the_examples_of_the_module_come_out_as_drawn() -> None:
+    tasks = [[5, 5], [4, 4], [3, 3]]
+
+    def drawn(num_passes: int) -> list[list[int]]:
+        passes = cut_into_passes(rows_of(tasks), PassRules(), bound=16, num_passes=num_passes)
+        return [[member.num_tokens for member in members] for members in passes]
+
+    assert drawn(1) == [[5, 4, 3], [5, 4, 3]]
+    assert drawn(4) == [[5], [5], [4, 3], [4, 3]]
+    assert drawn(9) == [[5], [5], [4], [4], [3], [3]]
+
+
+def test_no_row_is_cut_for_the_sake_of_evenness_and_rows_with_a_class_never() -> None:
+    rules = PassRules(split_long_sequences=True, chunk_size=4)
+    tasks = [TaskRows([30, 2, 2]), TaskRows([40], stay_whole=True)]
+    even = cut_into_passes(tasks, rules, bound=64, num_passes=6)
+    assert sorted(member.num_tokens for members in even for member in members) == [2, 2, 30, 40]
+    bounded = cut_into_passes(tasks, rules, bound=16, num_passes=1)
+    assert [40] in [[member.num_tokens for member in members] for members in bounded]
+    assert max(sizes([members for members in bounded if members[0].task == 0])) <= 16
+
+
+def test_a_replica_cuts_its_own_rows_with_the_chunks_of_the_whole_batch() -> None:
+    rules = PassRules(split_long_sequences=True, min_chunk_size=1)
+    whole = [TaskRows([48, 12], only=[0])]
+    passes = cut_into_passes(whole, rules, bound=30)
+    assert [members[0].end for members in passes] == [24, 48], "chunks of 4 divide 12 and 48"
+    assert chains_of_passes(whole, passes) == [[0, 1]]
+
+
+def test_passes_of_whole_rows_are_chains_by_themselves() -> None:
+    tasks = rows_of([[5, 5], [4]])
+    assert chains_of_passes(tasks, cut_into_passes(tasks, PassRules(), bound=5)) == [[0], [1], [2]]
+
+
+# ------------------------------------------------------------- from plan to step
+
+
+@pytest.mark.parametrize(
+    ("tokens", "planned", "passes", "meant"),
+    [
+        (100, 100.0, 8, 8),
+        (70, 100.0, 8, 8),
+        (140, 100.0, 8, 8),
+        (50, 100.0, 8, 4),
+        (200, 100.0, 8, 16),
+        (1, 100.0, 8, 1),
+        (100, 0.0, 1, 1),
+    ],
+)
+def test_a_step_of_about_the_planned_tokens_has_as_many_passes(
+    tokens: int, planned: float, passes: int, meant: int
+) -> None:
+    assert passes_meant(tokens, planned, passes) == meant
+
+
+@PROPERTY
+@given(st.integers(1, 30), st.integers(1, 30))
+def test_passes_are_spread_in_order_and_evenly_over_the_micro_batches_of_a_bucket(passes: int, slots: int) -> None:
+    places = [slot_of(number, passes, slots) for number in range(passes)]
+    assert places == sorted(places)
+    counts = [places.count(slot) for slot in range(slots)]
+    assert sum(counts) == passes
+    assert max(counts) - min(counts) <= 1
+
+
+# ------------------------------------------------------------------- replicas
+
+
+@PROPERTY
+@given(TASKS, st.integers(1, 8))
+def test_every_row_goes_to_one_replica_and_shares_differ_by_less_than_a_row(
+    tasks: list[list[int]], num_replicas: int
+) -> None:
+    shares = even_shares(tasks, num_replicas)
+    for task, own in enumerate(tasks):
+        assert sorted(row for share in shares for row in share[task]) == list(range(len(own)))
+    tokens = [sum(tasks[task][row] for task, rows in enumerate(share) for row in rows) for share in shares]
+    assert max(tokens) - min(tokens) <= max(max(own, default=0) for own in tasks)
+
+
+def test_fewer_rows_than_replicas_leave_some_without() -> None:
+    assert sorted(len(share[0]) for share in even_shares([[5, 7]], 4)) == [0, 0, 1, 1]
+
+
+# ---------------------------------------------------------------------- parts
+
+
+@PROPERTY
+@given(st.integers(1, 5000), st.integers(1, 400), st.sampled_from([1, 2, 16, 64, 256]))
+def test_parts_are_even_whole_chunks_within_the_bound(num_tokens: int, max_tokens: int, chunk: int) -> None:
+    bounds = part_bounds(num_tokens, max_tokens, chunk)
+    sizes = [end - start for start, end in bounds]
+    assert bounds[0][0] == 0
+    assert bounds[-1][1] == num_tokens
+    assert [start for start, _ in bounds[1:]] == [end for _, end in bounds[:-1]]
+    assert 0 < min(sizes) <= max(sizes) <= max_tokens
+    assert len(set(sizes[:-1])) <= 1, "all but the last are equal"
+    assert sizes[-1] <= sizes[0]
+    if chunk <= max_tokens:
+        assert all(size % chunk == 0 for size in sizes[:-1])
+        assert len(sizes) <= -(-num_tokens // (max_tokens // chunk * chunk))
+    else:
+        assert len(sizes) == -(-num_tokens // max_tokens)
+
+
+def test_whole_chunks_and_one_token_more() -> None:
+    assert part_bounds(64, 32, 16) == [(0, 32), (32, 64)]
+    assert part_bounds(65, 32, 16) == [(0, 32), (32, 64), (64, 65)]
+    assert part_bounds(4096, 1000, 64) == [(0, 832), (832, 1664), (1664, 2496), (2496, 3328), (3328, 4096)]
