@@ -8,6 +8,8 @@ import torch
 import transformers as hf
 from peft import LoraConfig
 
+from peft_mux import BottleneckConfig
+
 VOCABULARY = 512
 NUM_LABELS = 3
 _COMMON = {
@@ -90,7 +92,9 @@ def make(architecture: str, dtype: torch.dtype, device: str = "cuda") -> Any:
     return backbone.requires_grad_(False).train()
 
 
-def adapters(architecture: str, *, adapts_head: bool = False) -> dict[str, LoraConfig]:
+def adapters(
+    architecture: str, *, adapts_head: bool = False, has_bottlenecks: bool = False
+) -> dict[str, LoraConfig | BottleneckConfig]:
     """Return adapters of narrow and wide ranks, with and without dropout, on all linear layers and on some."""
     all_linear = _TARGETS.get(architecture, "all-linear")
     some = _FEW_TARGETS.get(architecture, ["q_proj", "v_proj"])
@@ -98,7 +102,12 @@ def adapters(architecture: str, *, adapts_head: bool = False) -> dict[str, LoraC
     if adapts_head:
         rows["head"] = (8, 0.0, ["q_proj", "lm_head"])
     task_type = "SEQ_CLS" if architecture == "bert" else None
-    return {
+    bottlenecks: dict[str, LoraConfig | BottleneckConfig] = {
+        "narrow": BottleneckConfig(bottleneck_size=8, non_linearity="relu", up_bias=False, target_modules=["o_proj"]),
+        "wide": BottleneckConfig(bottleneck_size=64, target_modules=["o_proj", "down_proj"]),
+        "drops": BottleneckConfig(bottleneck_size=24, adapter_dropout=0.1, non_linearity="tanh"),
+    }
+    return (bottlenecks if has_bottlenecks else {}) | {
         name: LoraConfig(r=rank, lora_dropout=dropout, target_modules=targets, task_type=task_type)
         for name, (rank, dropout, targets) in rows.items()
     }

@@ -50,6 +50,7 @@ class Case:
         checkpointing: whether activations are recomputed.
         has_chains: whether long sequences are split over passes.
         adapts_head: whether a task adapts the output head.
+        has_bottlenecks: whether there are tasks of Adapter Tuning beside those of LoRA.
         captured: whether passes are captured.
         optim: optimizer of the tasks.
         name: model of the card.
@@ -63,6 +64,7 @@ class Case:
     checkpointing: bool = False
     has_chains: bool = False
     adapts_head: bool = False
+    has_bottlenecks: bool = False
     captured: bool = False
     optim: str = "adamw_torch_fused"
     name: str = "NVIDIA H100 80GB HBM3"
@@ -132,7 +134,7 @@ def forget_the_last_card() -> None:
 
 def _model(case: Case) -> MultiTaskPeftModel:
     backbone = backbones.make(case.architecture, DTYPES[case.dtype])
-    configs = backbones.adapters(case.architecture, adapts_head=case.adapts_head)
+    configs = _adapters(case)
     is_classifier = case.architecture == "bert"
     model = MultiTaskPeftModel(
         backbone,
@@ -146,9 +148,15 @@ def _model(case: Case) -> MultiTaskPeftModel:
     return model
 
 
+def _adapters(case: Case) -> dict[str, Any]:
+    return dict(
+        backbones.adapters(case.architecture, adapts_head=case.adapts_head, has_bottlenecks=case.has_bottlenecks)
+    )
+
+
 def _batches(case: Case, step: int) -> list[TaskBatch]:
     rng = np.random.default_rng(step)
-    names = backbones.adapters(case.architecture, adapts_head=case.adapts_head)
+    names = _adapters(case)
     return [TaskBatch(name, step, 7, tuple(_rows(rng, case))) for name in names]
 
 
@@ -211,7 +219,7 @@ def _task_run(case: Case, name: str, model: MultiTaskPeftModel, args: MultiTaskT
     row = {"input_ids": [1, 2], "labels": [1, 2]}
     task = Task(
         name=name,
-        peft_config=backbones.adapters(case.architecture, adapts_head=case.adapts_head)[name],
+        peft_config=_adapters(case)[name],
         train_dataset=[row],
         learning_rate=1e-3,
         max_steps=5,

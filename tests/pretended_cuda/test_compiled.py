@@ -57,6 +57,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "llama 8B": {"architecture": "llama 8B", "dtype": "fp32", "autocast": True},
     "qwen2 7B": {"architecture": "qwen2 7B", "dtype": "bf16", "captured": True},
     "gemma2 9B": {"architecture": "gemma2 9B", "dtype": "fp16"},
+    "llama 8B with bottlenecks": {"architecture": "llama 8B", "has_bottlenecks": True},
+    "bottlenecks in fp32": {"architecture": "llama 8B", "dtype": "fp32", "has_bottlenecks": True},
     "llama 8B in fp32": {"architecture": "llama 8B", "dtype": "fp32", "adapts_head": True},
 }
 

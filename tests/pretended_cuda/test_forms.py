@@ -16,6 +16,8 @@ CASES: dict[str, dict[str, Any]] = {
     "adapted head": {"adapts_head": True},
     "captured": {"captured": True},
     "captured under autocast": {"captured": True, "dtype": "fp32", "autocast": True},
+    "bottlenecks": {"has_bottlenecks": True},
+    "captured bottlenecks": {"has_bottlenecks": True, "captured": True},
     "an old card": {"name": "Tesla T4", "capability": [7, 5], "dtype": "fp16"},
     "no driver": {"has_driver": False},
     "plain AdamW": {"optim": "adamw_torch"},
@@ -43,7 +45,7 @@ def test_attention_is_one_call_for_all_sequences(found: Found, name: str) -> Non
     assert seen["attention"][VARLEN] > 0
 
 
-@pytest.mark.parametrize("name", ["captured", "captured under autocast"])
+@pytest.mark.parametrize("name", ["captured", "captured under autocast", "captured bottlenecks"])
 def test_a_captured_pass_touches_nothing_on_the_host(found: Found, name: str) -> None:
     seen = seen_of(found, name)
     assert seen["num_captures"] > 0
@@ -71,10 +73,21 @@ def test_without_a_driver_training_goes_on_in_torch_and_says_why(found: Found) -
     assert "a first one cannot be launched (RuntimeError: 0 active drivers" in told
 
 
-def test_variants_of_a_kernel_differ_in_its_constants_only(found: Found) -> None:
+def test_bottlenecks_of_all_tasks_are_a_few_launches_a_layer(found: Found) -> None:
+    seen, plain = seen_of(found, "bottlenecks"), seen_of(found, "plain")
+    # Behind four layers: o_proj and down_proj of two blocks; each pass has one of each, however many tasks there are.
+    num_passes = 2 * seen["num_passes"]
+    for kernel in ("activate_kernel", "copy_kernel", "derivative_kernel", "sum_kernel"):
+        most = 4 * num_passes * (2 if kernel == "sum_kernel" else 1)
+        assert 0 < seen["launches"][kernel] <= most
+        assert kernel not in plain["launches"]
+
+
+@pytest.mark.parametrize("form", ["plain", "bottlenecks"])
+def test_variants_of_a_kernel_differ_in_its_constants_only(found: Found, form: str) -> None:
     # Another set of tasks would otherwise compile everything anew, for sizes that happen to be multiples of 16 or not.
     kinds: dict[str, set[str]] = {}
-    for _, kernel, arguments, _ in seen_of(found, "plain")["signatures"]:
+    for _, kernel, arguments, _ in seen_of(found, form)["signatures"]:
         runtime = [argument for argument in arguments if argument[1] != "constexpr"]
         kinds.setdefault(kernel, set()).add(str(runtime))
     assert {"shrink_kernel", "expand_kernel", "wgrad_kernel"} < set(kinds)

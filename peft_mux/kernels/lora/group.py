@@ -91,6 +91,28 @@ class _LaunchOfB(NamedTuple):
     gradients: Factors | None
 
 
+class Layouts:
+    """Numbers for how the tensors of passes lie, by which launches that were prepared are found again."""
+
+    def __init__(self) -> None:
+        """Begin without any."""
+        self._numbers: dict[tuple[Any, ...], int] = {}
+
+    def of(self, x_TD: torch.Tensor, s_TC: torch.Tensor, segments: SegmentTables) -> int | None:
+        """Return a number for all that decides on the launches of a pass over rows that lie like these.
+
+        Beside it that is fixed: factors, ranks, scales and layers belong to the group; a launch that draws, or adds a
+        bias, looks for itself.
+
+        Returns:
+            `None` where tables do not fit the rows, or these begin anywhere: then each launch looks for itself.
+        """
+        if segments.num_rows > x_TD.shape[0] or x_TD.data_ptr() % _WORD_BYTES:
+            return None
+        key = x_TD.dtype, x_TD.stride(), s_TC.stride(), segments.block_rows, segments.chunk_rows, segments.num_segments
+        return self._numbers.setdefault(key, len(self._numbers))
+
+
 class LoraGroup:
     """What the launches of a group need to know of its adapters; the same for every pass of the same tasks.
 
@@ -125,21 +147,7 @@ class LoraGroup:
             _launch_of_layer(adapters, [starts[index] for starts in columns]) for index, adapters in enumerate(layers)
         ]
         self._launches_of_a = [part for part in (self.joint, *self.apart) if part is not None]
-        self._layouts: dict[tuple[Any, ...], int] = {}
-
-    def _layout(self, x_TD: torch.Tensor, s_TC: torch.Tensor, segments: SegmentTables) -> int | None:
-        """Return a number for all that decides on the launches of a pass over rows that lie like these.
-
-        Beside it that is fixed: factors, ranks, scales and layers belong to the group; a launch that draws, or adds a
-        bias, looks for itself.
-
-        Returns:
-            `None` where tables do not fit the rows, or these begin anywhere: then each launch looks for itself.
-        """
-        if segments.num_rows > x_TD.shape[0] or x_TD.data_ptr() % _WORD_BYTES:
-            return None
-        key = x_TD.dtype, x_TD.stride(), s_TC.stride(), segments.block_rows, segments.chunk_rows, segments.num_segments
-        return self._layouts.setdefault(key, len(self._layouts))
+        self._layouts = Layouts()
 
     def forward(
         self,
@@ -162,10 +170,10 @@ class LoraGroup:
         # Imported here, as it needs Triton, without which this file has to be importable.
         from peft_mux.kernels.lora import launch as kernels
 
-        lead, x_TD = x.shape[:-1], _rows(x)
+        lead, x_TD = x.shape[:-1], rows_of(x)
         # Not zeroed: no kernel reads columns of S that its segment has not written.
         s_TC = x_TD.new_empty((x_TD.shape[0], num_columns or self.num_columns))
-        layout = self._layout(x_TD, s_TC, segments)
+        layout = self._layouts.of(x_TD, s_TC, segments)
         for part in self._launches_of_a:
             more = _arguments_of_a(part, places, layout)
             kernels.shrink(x_TD, part.values, s_TC, segments, part.ranks, scaled=False, **more)
@@ -175,7 +183,7 @@ class LoraGroup:
                 outputs.append(base.output(x))
                 continue
             y = x_TD.new_empty((*lead, base.out_features))
-            y_TK = _rows(y)
+            y_TK = rows_of(y)
             bias = None if base.bias_K is None else _cast(base.bias_K, x_TD.dtype)
             of_y = layout if bias is None else None
             # The adapters' part first: the base product adds it in its own epilogue, and no kernel has to read y.
@@ -209,12 +217,12 @@ class LoraGroup:
         """
         from peft_mux.kernels.lora import launch as kernels
 
-        x_TD = _rows(x)
-        dys_TK = [_rows(dy) for dy in dys]
+        x_TD = rows_of(x)
+        dys_TK = [rows_of(dy) for dy in dys]
         # dS comes first, as dx and dA both read it (M Eq. 2).
         ds_TC = torch.empty_like(s_TC)
-        layout = self._layout(x_TD, s_TC, segments)
-        layouts = [layout if _lies_like_new(dy, x_TD.dtype) else None for dy in dys_TK]
+        layout = self._layouts.of(x_TD, s_TC, segments)
+        layouts = [layout if lies_like_new(dy, x_TD.dtype) else None for dy in dys_TK]
         for layer, dy, of_dy in zip(self.layers, dys_TK, layouts, strict=True):
             if layer is not None:
                 kernels.shrink(dy, layer.values, ds_TC, segments, layer.ranks, scaled=True, layout=of_dy)
@@ -223,7 +231,7 @@ class LoraGroup:
             # Rows of their own, whatever the layout of x: kernels write whole words of a row.
             # The joint launch writes every row; without it, launches of single layers add to zeros.
             dx = x_TD.new_empty(x.shape) if self.joint is not None else x_TD.new_zeros(x.shape)
-            self._input_gradient(_rows(dx), dys_TK, ds_TC, bases, segments, places, layout)
+            self._input_gradient(rows_of(dx), dys_TK, ds_TC, bases, segments, places, layout)
         for part in self._launches_of_a:
             if part.gradients is not None:
                 more = _arguments_of_a(part, places, layout)
@@ -285,14 +293,14 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def rows_of(x: torch.Tensor) -> torch.Tensor:
     """Return `x [..., D]` as `[T, D]`, copied only where its columns are not adjacent: once, for all readers."""
     # A gradient of `expand` or `sum` has strides of 0, and what follows a convolution is transposed.
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _lies_like_new(dy_TK: torch.Tensor, dtype: torch.dtype) -> bool:
+def lies_like_new(dy_TK: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether a gradient lies as a new tensor of a dtype would, so that the layout of x tells that of its launches."""
     return dy_TK.dtype is dtype and dy_TK.is_contiguous() and not dy_TK.data_ptr() % _WORD_BYTES
 

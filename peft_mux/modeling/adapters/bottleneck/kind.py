@@ -9,10 +9,12 @@ from torch import nn
 
 from peft_mux.errors import Fault
 from peft_mux.modeling.adapters.bottleneck.layer import MultiplexedBottleneck
-from peft_mux.modeling.adapters.kind import CutLayers, ReplicaLayout, Shapes, register_kind
+from peft_mux.modeling.adapters.kind import CutLayers, ReplicaLayout, Shapes, SlabOf, register_kind
+from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.adapters.sliced import SlicedKind
-from peft_mux.modeling.stream import Stream
+from peft_mux.modeling.slabs import Slot, plain_slot
+from peft_mux.modeling.stream import PassMaker, Stream
 from peft_mux.peft_methods.bottleneck.config import BOTTLENECK, BottleneckConfig, bottleneck_faults
 from peft_mux.peft_methods.bottleneck.model import DEFAULT_TARGETS
 from peft_mux.scheduler.costs.loads import AdapterLoad
@@ -39,6 +41,14 @@ class BottleneckKind(SlicedKind):
     def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
         """Return the forward of all tasks' bottlenecks."""
         return MultiplexedBottleneck(module, name, stream)
+
+    def pass_maker(self, slab_of: SlabOf) -> PassMaker | None:
+        """Return what keeps the tables of one model's layers, as for LoRA."""
+        return LoraGroups(slab_of)
+
+    def slot(self, name: str, parameter: nn.Parameter) -> Slot:
+        """Return how a parameter of a task lies in its slab: `up` transposed, as kernels read it."""
+        return plain_slot(name, parameter)._replace(is_transposed=name.endswith(".bottleneck_up.weight"))
 
     def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:
         """Return for each layer an adapter as wide as `down` and `up` are; biases take no time to speak of."""

@@ -31,7 +31,7 @@ class Category(Enum):
 
 _MEANINGS = {
     Category.FUSED: "The frozen layer runs once over the whole stream, and one function adds what the adapters of all "
-    "tasks give, each on its own rows; of LoRA on a GPU that is one grouped product.",
+    "tasks give, each on its own rows; on a GPU those of LoRA and of Adapter Tuning are a few launches for all tasks.",
     Category.SLICED: "PEFT's own layer runs on the rows of each task; it adds to what the frozen one gives.",
     Category.WEIGHT_SPACE: "PEFT's own layer runs on the rows of each task, with a weight, or a rotation of the frozen "
     "one's inputs, that it makes anew in each pass: its cost grows with the layer's size as well as with the rows.",

@@ -17,9 +17,10 @@ from torch import nn
 
 from peft_mux.kernels import philox
 from peft_mux.kernels.availability import runs_kernels
-from peft_mux.kernels.lora.group import Base
+from peft_mux.kernels.lora.group import Base, LoraGroup
 from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, grouped_lora_slices
 from peft_mux.modeling.adapters.lora.dora import is_apart
+from peft_mux.modeling.adapters.lora.lora_pass import linear_tables
 from peft_mux.modeling.adapters.lora.row_steps import InitialPart, OwnBias, RowStep, is_block_diagonal, steps_of
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.adapters.own.biases import own_biases
@@ -229,6 +230,10 @@ class LinearGroup:
     def bases(self) -> list[Base]:
         """Return the frozen part of each layer."""
         return [member.base() for member in self.members]
+
+    def tables(self, *of_tasks: Any) -> LoraGroup | None:
+        """Return what launches need to know for a set of tasks; see `KernelGroup` of `lora_pass`."""
+        return linear_tables(self.members, *of_tasks)
 
     def count_columns(self) -> None:
         """Count anew what S needs: whole groups of eight ranks of each layer's greatest adapter."""

@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 
@@ -25,11 +25,86 @@ from peft_mux.kernels.lora.tables import SegmentTables
 from peft_mux.modeling.slabs import TaskSlab
 
 if TYPE_CHECKING:
-    from peft_mux.modeling.adapters.lora.layer import LinearGroup
     from peft_mux.modeling.stream import RowSegment
 
 _MAX_COMPOSITIONS = 32
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Activations that kernels read."""
+
+
+class Tables(Protocol):
+    """What the launches of a group of layers need to know, for one set of tasks; `LoraGroup` is that of linear ones."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        bases: Sequence[Base],
+        segments: SegmentTables,
+        places: torch.Tensor,
+        *,
+        num_columns: int | None,
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return each layer's output `[..., K]`, and what the backward pass needs besides `x [..., D]`."""
+        ...
+
+    def backward(
+        self,
+        dys: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        saved: torch.Tensor,
+        bases: Sequence[Base],
+        segments: SegmentTables,
+        places: torch.Tensor,
+        *,
+        needs_dx: bool,
+    ) -> torch.Tensor | None:
+        """Add to the gradients of the adapters, and return that of `x`."""
+        ...
+
+
+class KernelGroup(Protocol):
+    """Layers whose adapters are computed together by kernels.
+
+    Attributes:
+        members: the forwards of the layers.
+        number: the number by which `LoraGroups` knows the group.
+        num_columns: columns that any tasks may need for each row, beside the activations.
+    """
+
+    members: Any
+    number: int
+    num_columns: int
+
+    @property
+    def is_training(self) -> bool:
+        """Whether adapters drop out."""
+        ...
+
+    @property
+    def widths(self) -> list[int]:
+        """Output features of each layer."""
+        ...
+
+    def bases(self) -> list[Base]:
+        """Return the frozen part of each layer, as far as it is computed with the adapters."""
+        ...
+
+    def tables(
+        self,
+        adapters: tuple[str, ...],
+        slabs: Sequence[TaskSlab | None],
+        dtype: torch.dtype,
+        watched: frozenset[int],
+    ) -> Tables | None:
+        """Return what launches need to know for a set of tasks, or `None` where kernels cannot serve it.
+
+        Args:
+            adapters: internal id of each segment's task.
+            slabs: the slab of each; `None` where it has none.
+            dtype: the dtype of the activations.
+            watched: ids of parameters whose gradients have to pass through autograd.
+        """
+        ...
 
 
 class LoraGroups:
@@ -46,7 +121,7 @@ class LoraGroups:
         self._compositions: OrderedDict[tuple[Any, ...], Composition] = OrderedDict()
         self._num_enrolled = 0
         # Weakly, as groups belong to their layers, which may be regrouped or removed.
-        self._groups: weakref.WeakValueDictionary[int, LinearGroup] = weakref.WeakValueDictionary()
+        self._groups: weakref.WeakValueDictionary[int, KernelGroup] = weakref.WeakValueDictionary()
 
     def begin_pass(
         self, segments: tuple[RowSegment, ...], places: torch.Tensor, *, has_fixed_size: bool = False
@@ -63,13 +138,13 @@ class LoraGroups:
         slabs = (self._slab_of(adapter) for adapter in adapters)
         return frozenset(number for slab in slabs if slab is not None for number in slab.watched())
 
-    def enroll(self, group: LinearGroup) -> int:
+    def enroll(self, group: KernelGroup) -> int:
         """Return a number for a group of layers, by which compiled graphs find it."""
         self._num_enrolled += 1
         self._groups[self._num_enrolled] = group
         return self._num_enrolled
 
-    def group(self, number: int) -> LinearGroup:
+    def group(self, number: int) -> KernelGroup:
         """Return the group of a number."""
         return self._groups[number]
 
@@ -121,33 +196,34 @@ class Composition:
     ) -> None:
         """Start without tables."""
         self._of_tables = adapters, slabs, dtype, watched
-        self._found: dict[int, LoraGroup | None] = {}
+        self._found: dict[int, Tables | None] = {}
 
-    def tables(self, group: LinearGroup) -> LoraGroup | None:
+    def tables(self, group: KernelGroup) -> Tables | None:
         """Return what launches need to know of a group, or `None` where kernels cannot serve it."""
         number = group.number
         if number not in self._found:
-            self._found[number] = _tables(group, *self._of_tables)
+            self._found[number] = group.tables(*self._of_tables)
         return self._found[number]
 
 
-def _tables(
-    group: LinearGroup,
+def linear_tables(
+    members: Sequence[Any],
     adapters: tuple[str, ...],
     slabs: Sequence[TaskSlab | None],
     dtype: torch.dtype,
     watched: frozenset[int],
 ) -> LoraGroup | None:
+    """Return what launches need to know of linear layers that are computed together; see `KernelGroup.tables`."""
     layers = []
-    for member in group.members:
+    for member in members:
         found = [_adapter(member, name, slab, dtype, watched) for name, slab in zip(adapters, slabs, strict=True)]
         if any(item is _UNSERVED for item in found):
             return None
         layers.append([item if isinstance(item, Adapter) else None for item in found])
     try:
-        return LoraGroup(layers, [member.name for member in group.members])
+        return LoraGroup(layers, [member.name for member in members])
     except ValueError as error:
-        _say_once(str(error))
+        say_once(str(error))
         return None
 
 
@@ -163,7 +239,7 @@ def _adapter(
         return None
     weights = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
     # Kernels write gradients in place, which a hook on the parameter would not see.
-    if slab is None or dtype not in _DTYPES or any(id(weight) in watched for weight in weights):
+    if slab is None or dtype not in DTYPES or any(id(weight) in watched for weight in weights):
         return _UNSERVED
     a, b = (slab.factor(weight, dtype) for weight in weights)
     # Kernels add gradients up in fp32 only.
@@ -173,7 +249,8 @@ def _adapter(
 
 
 @functools.cache
-def _say_once(reason: str) -> None:
+def say_once(reason: str) -> None:
+    """Tell why kernels do not serve some layers, once."""
     warnings.warn(f"adapters of some layers are computed task by task: {reason}", stacklevel=2)
 
 
@@ -211,7 +288,7 @@ class LoraPass:
         self._has_fixed_size = has_fixed_size
         # The table of passes would keep a captured pass, and with it the memory of its tables, alive.
         self.handle = PASSES.add(_weakly(self._find) if has_fixed_size else self._find)
-        self.found: dict[tuple[int, torch.dtype], LoraGroup | None] = {}
+        self.found: dict[tuple[int, torch.dtype], Tables | None] = {}
         self._tables: SegmentTables | None = None
         self._watched: frozenset[int] = frozenset()
         self._compositions: dict[tuple[torch.dtype, bool], Composition] = {}
@@ -243,7 +320,7 @@ class LoraPass:
                 return f"kernels do not serve the adapters of {self._groups.group(number).members[0].name}"
         return None if self.found else "adapters are not computed by kernels"
 
-    def outputs(self, group: LinearGroup, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...] | None:
+    def outputs(self, group: KernelGroup, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...] | None:
         """Return `[..., K]` of each layer of a group through the kernels; `None` where they cannot serve it.
 
         Args:
@@ -251,14 +328,14 @@ class LoraPass:
             x: `[..., D]`, the activations that all of them read, T rows.
             dtype: the dtype to compute in.
         """
-        tables = self._tables_of(group, dtype)
+        tables = self.tables_of(group, dtype)
         if tables is None or self._tables is None:
             return None
         call = _KernelCall(tables, group.bases(), self._tables, self.places)
         # Where activations want a gradient already, the anchor would only be one more edge of the graph.
         return LoraGroupFunction.apply(x, None if x.requires_grad else self.anchor, call, dtype)
 
-    def compiled_outputs(self, group: LinearGroup, x_TD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def compiled_outputs(self, group: KernelGroup, x_TD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return the same as one opaque operator of a compiled graph."""
         x_TD = x_TD.to(dtype)
         *outputs, _ = torch.ops.peft_mux.lora_group(
@@ -268,13 +345,14 @@ class LoraPass:
 
     def _find(self, number: int, dtype: torch.dtype) -> _KernelCall | _SliceCall:
         group = self._groups.group(number)
-        tables = self._tables_of(group, dtype)
+        tables = self.tables_of(group, dtype)
         if tables is not None and self._tables is not None:
             return _KernelCall(tables, group.bases(), self._tables, self.places, group.num_columns)
         slices = [member.slice_of(self.segments) for member in group.members]
         return _SliceCall(slices, self.places, group.num_columns)
 
-    def _tables_of(self, group: LinearGroup, dtype: torch.dtype) -> LoraGroup | None:
+    def tables_of(self, group: KernelGroup, dtype: torch.dtype) -> Tables | None:
+        """Return what launches need to know of a group in this pass; `None` where kernels cannot serve it."""
         if self._tables is None:
             return None
         if not self._has_fixed_size:
@@ -285,7 +363,7 @@ class LoraPass:
             self.found[key] = self._composition(group, dtype).tables(group)
         return self.found[key]
 
-    def _composition(self, group: LinearGroup, dtype: torch.dtype) -> Composition:
+    def _composition(self, group: KernelGroup, dtype: torch.dtype) -> Composition:
         """Return the tables of the tasks of this pass, which are looked up once and not once a layer."""
         key = dtype, group.is_training
         if key not in self._compositions:
@@ -316,7 +394,7 @@ def _lengths_and_seeds(segments: Sequence[RowSegment]) -> tuple[list[int], list[
 class _KernelCall(NamedTuple):
     """A group in a pass, through the kernels."""
 
-    group: LoraGroup
+    group: Tables
     bases: Sequence[Base]
     segments: SegmentTables
     places: torch.Tensor
