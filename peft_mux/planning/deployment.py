@@ -10,31 +10,41 @@ from collections.abc import Sequence
 
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.errors import ConfigError
-from peft_mux.planning.deployment_notes import alternatives, compared_lengths, config_rows, notes_on, times_from
+from peft_mux.planning.deployment_notes import (
+    alternatives,
+    compared_lengths,
+    config_rows,
+    notes_on,
+    planned_replicas,
+    times_from,
+)
 from peft_mux.planning.loads import typical_lengths
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import LayerProfile, measured_time_model, run_facts, time_model_of
 from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
-from peft_mux.scheduler.deployment.baselines import (
-    Baseline,
-    TaskLengths,
-    joint_sample,
-    task_fused,
-)
+from peft_mux.scheduler.deployment.baselines import Baseline, task_fused
+from peft_mux.scheduler.deployment.composed.compose import ComposedDeployment, compose_deployment
 from peft_mux.scheduler.deployment.plan import DeploymentPlan
-from peft_mux.scheduler.deployment.redeployment import DEFAULT_RESTART_S, Redeployment, decide_redeployment
+from peft_mux.scheduler.deployment.redeployment import DEFAULT_RESTART_S, Redeployment, decide_redeployment, groups_of
 from peft_mux.scheduler.deployment.report import DeploymentReport
 from peft_mux.scheduler.deployment.search import plan_deployment as search_deployments
 from peft_mux.scheduler.deployment.space import candidate_configs, count_plans
+from peft_mux.scheduler.deployment.task_lengths import TaskLengths, joint_sample
 from peft_mux.scheduler.dispatching.bucketing import interval_tokens
 from peft_mux.scheduler.dispatching.dispatch import dispatch
+from peft_mux.scheduler.planner.policies import policy_named
+from peft_mux.scheduler.replicas.configs import ReplicaGroup
+from peft_mux.scheduler.replicas.costs import ReplicaFacts
+from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 from peft_mux.tasks.task_run import TaskRun
 
 _BATCHES_IN_SAMPLE = 100
 """As in L section 4.2."""
-_BUDGET_S = 20.0
-"""For solving; reports say by how much what was not solved to the end could be faster."""
+_BUDGET_S = 8.0
+"""For solving by one curve; reports say by how much what was not solved to the end could be faster."""
+_COMPOSED_BUDGET_S = 12.0
+"""For the search that prices replicas by their plans."""
 _TIME_LIMIT_S = 2.5
 """Likewise, of one deployment."""
 _PLANS_WITHOUT_PROPOSAL = 20_000
@@ -66,27 +76,28 @@ def report_deployment(
         raise ConfigError("plan --deployment: got no task that could run; allowed: one or more. Register one.")
     facts = run_facts(planner, runs, cluster)
     configs = candidate_configs(facts, num_devices)
-    time_model = measured_time_model(facts, configs, measured) if measured else time_model_of(facts, configs, runs)
-    _require_room(time_model, runs, num_devices)
+    curve = measured_time_model(facts, configs, measured) if measured else time_model_of(facts, configs, runs)
+    _require_room(curve, runs, num_devices)
     tasks = [_task_lengths(run) for run in runs]
-    lengths, global_batch = joint_sample(tasks)
-    interval = interval_tokens(max(lengths))
-    plan = _searched(lengths, global_batch, num_devices, time_model, interval=interval, workers=workers)
-    fused = _fused(tasks, num_devices, time_model, interval)
-    # Proposals assume many full micro-batches (L Appendix A); where equal replicas win, that did not hold here.
-    if fused is not None and fused.gpu_seconds < plan.gpu_seconds:
-        plan = _wider(plan, lengths, time_model, interval=interval, workers=workers)
+    interval = interval_tokens(max(length for task in tasks for length in task.lengths))
+    fused = _fused(tasks, num_devices, curve, interval)
+    single = _by_curve(tasks, num_devices, curve, fused, interval=interval, workers=workers)
+    also = [] if fused is None else [fused.deployments[0]]
+    composed = None if measured else _composed(planner, facts, tasks, single, curve, also, interval, workers)
+    plan, times = (single, curve) if composed is None else (composed.plan, composed.model)
     return DeploymentReport(
         plan=plan,
         devices=f"{num_devices} x {facts.profile.device if cluster is None else cluster.device.name}",
         times_from=times_from(facts, measured),
-        fit_error=max(fit.mean_relative_error for fit in time_model.fits.values()),
+        fit_error=max(fit.mean_relative_error for fit in curve.fits.values()),
         limit_bytes=facts.limit_bytes,
         lengths=compared_lengths(plan),
-        configs=config_rows(facts, plan, time_model, measured),
-        by_length=dispatch(plan.groups, plan.bucketing, time_model, policy="length"),
-        alternatives=alternatives(tasks, plan, time_model, interval),
-        notes=notes_on(facts, plan, fused, measured),
+        configs=config_rows(facts, plan, curve, measured),
+        by_length=dispatch(plan.groups, plan.bucketing, times, policy="length"),
+        alternatives=alternatives(tasks, plan, times, interval),
+        # Where whole plans are compared, equal replicas are among them.
+        notes=notes_on(facts, plan, fused if composed is None else None, measured),
+        planned=None if composed is None else planned_replicas(composed),
     )
 
 
@@ -109,14 +120,20 @@ def redeploy(
     facts = run_facts(planner, runs)
     # The replicas that there are too, though they may be no candidates: both plans need times from one model.
     configs = tuple(dict.fromkeys((*candidate_configs(facts, old.world_size), *old.replicas)))
-    time_model = time_model_of(facts, configs, runs)
-    _require_room(time_model, runs, old.world_size)
-    lengths, global_batch = joint_sample([_task_lengths(run) for run in runs])
-    plan = _searched(lengths, global_batch, old.world_size, time_model, interval=interval_tokens(max(lengths)))
+    curve = time_model_of(facts, configs, runs)
+    _require_room(curve, runs, old.world_size)
+    tasks = [_task_lengths(run) for run in runs]
+    lengths, global_batch = joint_sample(tasks)
+    interval = interval_tokens(max(lengths))
+    plan = _searched(lengths, global_batch, old.world_size, curve, interval=interval)
+    # What there is is priced too; replicas that hold nothing have no price.
+    also = [groups] if (groups := groups_of(old.replicas, curve)) else []
+    composed = _composed(planner, facts, tasks, plan, curve, also, interval)
+    plan, times = (plan, curve) if composed is None else (composed.plan, composed.model)
     return decide_redeployment(
         old.replicas,
         plan,
-        time_model,
+        times,
         remaining=[(run.num_steps - run.step, run.loader.tokens_per_step) for run in runs],
         restart_s=restart_s,
     )
@@ -180,6 +197,63 @@ def _searched(
             workers=workers,
             proposal=proposal,
             budget_s=_BUDGET_S,
+            time_limit_s=_TIME_LIMIT_S,
+        )
+    except ValueError as error:
+        raise ConfigError(f"plan --deployment: {error}") from error
+
+
+def _by_curve(
+    tasks: Sequence[TaskLengths],
+    num_devices: int,
+    curve: ReplicaTimeModel,
+    fused: Baseline | None,
+    *,
+    interval: int,
+    workers: int,
+) -> DeploymentPlan:
+    """Return the deployment that is fastest by the curve of a layer alone."""
+    lengths, global_batch = joint_sample(tasks)
+    plan = _searched(lengths, global_batch, num_devices, curve, interval=interval, workers=workers)
+    # Proposals assume many full micro-batches (L Appendix A); where equal replicas win, that did not hold here.
+    if fused is not None and fused.gpu_seconds < plan.gpu_seconds:
+        return _wider(plan, lengths, curve, interval=interval, workers=workers)
+    return plan
+
+
+def _composed(
+    planner: Planner,
+    facts: ReplicaFacts,
+    tasks: Sequence[TaskLengths],
+    single: DeploymentPlan,
+    curve: ReplicaTimeModel,
+    also: Sequence[tuple[ReplicaGroup, ...]],
+    interval: int,
+    workers: int = 1,
+) -> ComposedDeployment | None:
+    """Return the deployment that is fastest by the plans that its replicas run; `None` where plans have no such price.
+
+    A policy that runs a single task at a time has no plan for a step of all tasks, and so leaves the curve's.
+    """
+    args = planner.args
+    if policy_named(args.planner).runs_alone:
+        return None
+    replicas = ReplicaPlanner(
+        facts,
+        max_tokens=args.max_tokens_per_micro_batch,
+        policy=args.planner,
+        schedule=args.pipeline_schedule,  # type: ignore[arg-type]
+    )
+    try:
+        return compose_deployment(
+            tasks,
+            single,
+            curve,
+            replicas,
+            also=also,
+            budget_s=_COMPOSED_BUDGET_S,
+            interval=interval,
+            workers=workers,
             time_limit_s=_TIME_LIMIT_S,
         )
     except ValueError as error:

@@ -7,17 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peft_mux.planning.replica_facts import LayerProfile
-from peft_mux.scheduler.deployment.baselines import (
-    Baseline,
-    TaskLengths,
-    lobra_sequential,
-    task_fused,
-    task_sequential,
-)
+from peft_mux.scheduler.deployment.baselines import Baseline, lobra_sequential, task_fused, task_sequential
+from peft_mux.scheduler.deployment.composed.compose import ComposedDeployment
 from peft_mux.scheduler.deployment.plan import DeploymentPlan
-from peft_mux.scheduler.deployment.report import Alternative, ConfigRow
+from peft_mux.scheduler.deployment.report import Alternative, ConfigRow, PlannedReplicas, ReplicaRow
 from peft_mux.scheduler.deployment.space import DEFAULT_NUM_MICRO_BATCHES
+from peft_mux.scheduler.deployment.task_lengths import TaskLengths
 from peft_mux.scheduler.dispatching.dispatch import dispatch
+from peft_mux.scheduler.replicas.configs import DeployableTimeModel
 from peft_mux.scheduler.replicas.costs import ReplicaFacts, memory_tokens
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
@@ -61,7 +58,7 @@ def config_rows(
 
 
 def alternatives(
-    tasks: Sequence[TaskLengths], plan: DeploymentPlan, time_model: ReplicaTimeModel, interval: int
+    tasks: Sequence[TaskLengths], plan: DeploymentPlan, time_model: DeployableTimeModel, interval: int
 ) -> tuple[Alternative, ...]:
     """Return the baselines of L section 5.1 on the same devices."""
     num_gpus = plan.num_gpus
@@ -80,6 +77,37 @@ def alternatives(
             # That a baseline cannot hold the sequences is a result too, and stands in the table with its reason.
             found.append(Alternative(name, (), None, None, str(error)))
     return tuple(found)
+
+
+def planned_replicas(composed: ComposedDeployment) -> PlannedReplicas:
+    """Return what runs on the replicas, as the report shows it.
+
+    Args:
+        composed: the deployment, priced by the plans of its replicas.
+    """
+    rows = tuple(
+        ReplicaRow(
+            config=replica.config,
+            num_replicas=replica.num_replicas,
+            num_sequences=sum(replica.counts),
+            htasks=() if (outcome := replica.outcome) is None else tuple(htask.tasks for htask in outcome.htasks),
+            micro_batches=() if outcome is None else tuple(htask.micro_batches for htask in outcome.htasks),
+            num_buckets=0 if outcome is None else len(outcome.buckets),
+            step_s=replica.step_s,
+        )
+        for replica in composed.chosen.replicas
+    )
+    return PlannedReplicas(
+        rows=rows,
+        step_s=composed.chosen.step_s,
+        single_layout=composed.single.layout,
+        single_step_s=composed.single.step_s,
+        fit_error=composed.fit_error,
+        num_priced=composed.num_priced,
+        num_plans=composed.num_plans,
+        num_unplanned=composed.num_unplanned,
+        planning_s=composed.planning_s,
+    )
 
 
 def times_from(facts: ReplicaFacts, measured: LayerProfile | None) -> str:

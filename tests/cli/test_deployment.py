@@ -109,6 +109,8 @@ def test_a_deployment_of_other_devices_is_shown_with_its_sources_and_alternative
     for part in ("deployment  <", "max tokens", "Task-Fused", "Task-Sequential", "LobRA-Sequential", "seconds a step"):
         assert part in said
     assert "length-based dispatch" in said
+    assert "replicas by MuxTune's plans: " in said
+    assert "hTasks, each with its passes" in said
     assert not (tmp_path / "out").exists(), "a plan writes nothing"
 
 
@@ -124,6 +126,11 @@ def test_tight_memory_leads_to_unlike_replicas_that_can_be_run_as_they_are_print
     longest = max(data["plan"]["bucketing"]["boundaries"])
     assert 256 <= longest <= max(rows[config.tp, config.pp]["max_tokens"] for config in layout.replicas)
     assert data["plan"]["global_batch"] == 25
+    ways = data["planned"]
+    assert 0 < ways["step_s"] <= ways["single_step_s"]
+    assert sum(row["num_replicas"] * row["num_sequences"] for row in ways["rows"]) == sum(
+        data["plan"]["bucketing"]["counts"]
+    )
     assert data["limit_bytes"] == int(float(limit.split("=")[1]) * GIB)
 
 
@@ -152,6 +159,7 @@ def test_measured_times_of_a_layer_take_the_place_of_data_sheets(
     said = planned([str(file), *options], capsys)
     assert "times    layer times measured, from times.csv" in said
     assert said.split("deployment  ")[1].splitlines()[0] == "<1,1>x2, <2,1>x1"
+    assert "by MuxTune's plans" not in said, "layer times say nothing of what else a plan is made of"
     times.write_text("tp,seq_len\n1,64\n")
     assert "layer profile times.csv, limits.csv" in refused([str(file), *options], capsys)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from peft_mux.scheduler.deployment.search import expected_bucketing, plan_deployment
 from peft_mux.scheduler.deployment.space import configurations_that_fit
+from peft_mux.scheduler.deployment.task_lengths import TaskLengths, check_tasks, joint_sample
 from peft_mux.scheduler.dispatching.bucketing import (
     DEFAULT_INTERVAL_TOKENS,
     DEFAULT_NUM_BUCKETS,
@@ -19,23 +20,7 @@ from peft_mux.scheduler.dispatching.bucketing import (
     fixed_bucketing,
 )
 from peft_mux.scheduler.dispatching.dispatch import Policy, dispatch
-from peft_mux.scheduler.replicas.configs import ReplicaGroup, TimeModel
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
-
-
-@dataclass(frozen=True, slots=True)
-class TaskLengths:
-    """What planning needs to know of a task.
-
-    Attributes:
-        name: name of the task, for messages.
-        lengths: lengths of a sample of its sequences, in tokens.
-        batch_size: sequences of the task in one step.
-    """
-
-    name: str
-    lengths: tuple[int, ...]
-    batch_size: int
+from peft_mux.scheduler.replicas.configs import DeployableTimeModel, ReplicaGroup, TimeModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +43,7 @@ class Baseline:
 def task_fused(
     tasks: Sequence[TaskLengths],
     num_gpus: int,
-    time_model: ReplicaTimeModel,
+    time_model: DeployableTimeModel,
     *,
     num_buckets: int = DEFAULT_NUM_BUCKETS,
     interval: int = DEFAULT_INTERVAL_TOKENS,
@@ -75,7 +60,7 @@ def task_fused(
     Raises:
         ValueError: for no tasks, or lengths that no configuration supports.
     """
-    _check_tasks(tasks)
+    check_tasks(tasks)
     lengths, global_batch = joint_sample(tasks)
     groups, step_s = _best_homogeneous(lengths, global_batch, num_gpus, time_model, num_buckets, interval)
     return Baseline("Task-Fused", (groups,), (step_s,), step_s * num_gpus)
@@ -84,7 +69,7 @@ def task_fused(
 def task_sequential(
     tasks: Sequence[TaskLengths],
     num_gpus: int,
-    time_model: ReplicaTimeModel,
+    time_model: DeployableTimeModel,
     *,
     num_buckets: int = DEFAULT_NUM_BUCKETS,
     interval: int = DEFAULT_INTERVAL_TOKENS,
@@ -101,7 +86,7 @@ def task_sequential(
     Raises:
         ValueError: for no tasks, or lengths that no configuration supports.
     """
-    _check_tasks(tasks)
+    check_tasks(tasks)
     best = [
         _best_homogeneous(task.lengths, task.batch_size, num_gpus, time_model, num_buckets, interval) for task in tasks
     ]
@@ -111,7 +96,7 @@ def task_sequential(
 def lobra_sequential(
     tasks: Sequence[TaskLengths],
     num_gpus: int,
-    time_model: ReplicaTimeModel,
+    time_model: DeployableTimeModel,
     *,
     num_buckets: int = DEFAULT_NUM_BUCKETS,
     interval: int = DEFAULT_INTERVAL_TOKENS,
@@ -130,7 +115,7 @@ def lobra_sequential(
     Raises:
         ValueError: for no tasks, and for what `plan_deployment` refuses.
     """
-    _check_tasks(tasks)
+    check_tasks(tasks)
     plans = [
         plan_deployment(
             task.lengths, task.batch_size, num_gpus, time_model, num_buckets=num_buckets, interval=interval, **planning
@@ -180,7 +165,7 @@ def _best_homogeneous(
     lengths: Sequence[int],
     global_batch: int,
     num_gpus: int,
-    time_model: ReplicaTimeModel,
+    time_model: DeployableTimeModel,
     num_buckets: int,
     interval: int,
 ) -> tuple[tuple[ReplicaGroup, ...], float]:
@@ -203,31 +188,3 @@ def _one_after_another(name: str, best: Sequence[tuple[tuple[ReplicaGroup, ...],
     """Return the baseline whose tasks take turns, each with its replicas and the seconds of its step."""
     step_s = tuple(seconds for _, seconds in best)
     return Baseline(name, tuple(groups for groups, _ in best), step_s, sum(step_s) * num_gpus)
-
-
-def joint_sample(tasks: Sequence[TaskLengths]) -> tuple[list[int], int]:
-    """Return one sample of the lengths of all tasks, each in proportion to its batch, and the batch of all together.
-
-    Each task's sample is repeated in full, and the rest taken evenly along it, so that no draw takes part.
-    """
-    # As many batches as the largest sample makes, so that no sample is cut.
-    draws = max(-(-len(task.lengths) // task.batch_size) for task in tasks)
-    lengths: list[int] = []
-    for task in tasks:
-        wanted = draws * task.batch_size
-        whole, rest = divmod(wanted, len(task.lengths))
-        lengths += task.lengths * whole
-        lengths += [task.lengths[index * len(task.lengths) // rest] for index in range(rest)]
-    return lengths, sum(task.batch_size for task in tasks)
-
-
-def _check_tasks(tasks: Sequence[TaskLengths]) -> None:
-    """Refuse no tasks at all, and a task without lengths or without a batch."""
-    if not tasks:
-        raise ValueError("tasks is empty; allowed: one task or more.")
-    for task in tasks:
-        if not task.lengths or task.batch_size < 1:
-            raise ValueError(
-                f"task {task.name!r} has {len(task.lengths)} lengths and batch_size {task.batch_size}; "
-                "allowed: 1 or more of both."
-            )

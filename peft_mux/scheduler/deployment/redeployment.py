@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 
 from peft_mux.scheduler.deployment.plan import DeploymentPlan
 from peft_mux.scheduler.dispatching.dispatch import dispatch
-from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+from peft_mux.scheduler.replicas.configs import DeployableTimeModel, ParallelConfig, ReplicaGroup
 
 DEFAULT_RESTART_S = 180.0
 """L section 5.1: "consistently less than 3 minutes in practice"; what was measured should take its place."""
@@ -74,7 +73,7 @@ class Redeployment:
 def decide_redeployment(
     old: Sequence[ParallelConfig],
     plan: DeploymentPlan,
-    time_model: ReplicaTimeModel,
+    time_model: DeployableTimeModel,
     *,
     remaining: Sequence[tuple[int, float]],
     restart_s: float,
@@ -96,7 +95,7 @@ def decide_redeployment(
     """
     if not 0 <= restart_s < math.inf:
         raise ValueError(f"restart_s is {restart_s}; allowed: 0 or more. Give seconds.")
-    groups = _groups_of(old, time_model)
+    groups = groups_of(old, time_model)
     tokens_per_step = sum(tokens for _, tokens in remaining)
     tokens_left = sum(max(0, steps) * tokens for steps, tokens in remaining)
     old_layout, new_layout = _notation(old), _notation(_replica_configs(plan))
@@ -113,16 +112,21 @@ def decide_redeployment(
     )
 
 
-def _groups_of(configs: Sequence[ParallelConfig], time_model: ReplicaTimeModel) -> list[ReplicaGroup]:
-    """Return the replicas by configuration; those that hold nothing are left out."""
-    return [
+def groups_of(configs: Sequence[ParallelConfig], time_model: DeployableTimeModel) -> tuple[ReplicaGroup, ...]:
+    """Return the replicas by configuration; those that hold nothing are left out.
+
+    Args:
+        configs: the configuration of each replica, in any order.
+        time_model: knows the most tokens of a micro-batch on each configuration.
+    """
+    return tuple(
         ReplicaGroup(config, list(configs).count(config), time_model.max_tokens[config])
-        for config in dict.fromkeys(configs)
+        for config in sorted(set(configs), key=lambda config: (config.num_gpus, config))
         if config in time_model.max_tokens
-    ]
+    )
 
 
-def _step_s(groups: Sequence[ReplicaGroup], plan: DeploymentPlan, time_model: ReplicaTimeModel) -> float:
+def _step_s(groups: Sequence[ReplicaGroup], plan: DeploymentPlan, time_model: DeployableTimeModel) -> float:
     """Return the seconds of the plan's expected batch on other replicas; infinite where they cannot hold it."""
     supported = max((group.max_tokens for group in groups), default=0)
     if supported < plan.longest:

@@ -14,7 +14,7 @@ from peft_mux.scheduler.dispatching.dispatch import Dispatch
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from peft_mux.scheduler.units import bytes_text
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,74 @@ class Alternative:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplicaRow:
+    """What MuxTune's plan runs on replicas that are dispatched alike.
+
+    Attributes:
+        config: how each replica is spread over devices.
+        num_replicas: replicas that are dispatched so.
+        num_sequences: sequences of a step on each.
+        htasks: the tasks of each hTask.
+        micro_batches: passes of each hTask in a step.
+        num_buckets: buckets into which hTasks are grouped.
+        step_s: predicted seconds of a step.
+    """
+
+    config: ParallelConfig
+    num_replicas: int
+    num_sequences: int
+    htasks: tuple[tuple[str, ...], ...]
+    micro_batches: tuple[int, ...]
+    num_buckets: int
+    step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedReplicas:
+    """The deployment as MuxTune's plans price it, beside the one that a single curve chooses.
+
+    Attributes:
+        rows: what runs on the replicas.
+        step_s: predicted seconds of a step: those of the slowest replica under its plan.
+        single_layout: the replicas that the curve of a layer alone would choose.
+        single_step_s: predicted seconds of a step on these, by the same plans.
+        fit_error: mean relative error of the linear forms that the search used over the plans.
+        num_priced: deployments that were priced by whole plans.
+        num_plans: plans of single replicas that were made.
+        num_unplanned: configurations that there was no time to plan.
+        planning_s: seconds that it took.
+    """
+
+    rows: tuple[ReplicaRow, ...]
+    step_s: float
+    single_layout: str
+    single_step_s: float
+    fit_error: float
+    num_priced: int
+    num_plans: int
+    num_unplanned: int
+    planning_s: float
+
+    def lines(self) -> list[str]:
+        """Return a table of what runs on the replicas."""
+        spent = f"; no time to plan {self.num_unplanned} configurations" if self.num_unplanned else ""
+        lines = [
+            f"replicas by MuxTune's plans: {self.step_s:.4f} s a step; what one curve would deploy, "
+            f"{self.single_layout}: {self.single_step_s:.4f} s",
+            f"  {self.num_priced} deployments priced by {self.num_plans} plans in {self.planning_s:.1f} s, searched by "
+            f"forms fitted to them with a mean error of {self.fit_error:.1%}{spent}",
+            f"  {'replicas':<14} {'sequences':>9} {'seconds':>8} {'buckets':>7}  hTasks, each with its passes",
+        ]
+        for row in self.rows:
+            parts = (f"{'+'.join(names)} x{count}" for names, count in zip(row.htasks, row.micro_batches, strict=True))
+            lines.append(
+                f"  {f'{row.config}x{row.num_replicas}':<14} {row.num_sequences:>9} {row.step_s:>8.4f} "
+                f"{row.num_buckets:>7}  {', '.join(parts) or '-'}"
+            )
+        return lines
+
+
+@dataclass(frozen=True, slots=True)
 class DeploymentReport:
     """A deployment for a run's own tasks, and what stands beside it.
 
@@ -78,6 +146,8 @@ class DeploymentReport:
         by_length: the expected batch on the chosen deployment under length-based dispatch.
         alternatives: what the baselines of the paper would take.
         notes: sentences on what the report leaves out.
+        planned: what MuxTune's plans run on the replicas, by which they were chosen; `None` where the curve alone was
+            asked, as with measured layer times. Plan and alternatives then have the seconds of the fitted forms.
     """
 
     plan: DeploymentPlan
@@ -90,6 +160,7 @@ class DeploymentReport:
     by_length: Dispatch
     alternatives: tuple[Alternative, ...]
     notes: tuple[str, ...] = ()
+    planned: PlannedReplicas | None = None
 
     @property
     def replicas(self) -> str:
@@ -113,6 +184,7 @@ class DeploymentReport:
                 "",
                 self.plan.summary(),
                 "",
+                *([] if self.planned is None else [*self.planned.lines(), ""]),
                 *self._alternative_lines(),
                 *(f"note: {note}" for note in self.notes),
                 f'to run it: replicas: "{self.replicas}", on {sum(group.num_gpus for group in self.plan.groups)} '
@@ -147,6 +219,7 @@ class DeploymentReport:
                 "by_length": json.loads(self.by_length.to_json()),
                 "plan": json.loads(self.plan.to_json()),
                 "notes": self.notes,
+                "planned": None if self.planned is None else asdict(self.planned),
             }
         )
 

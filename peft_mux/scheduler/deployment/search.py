@@ -32,8 +32,7 @@ from peft_mux.scheduler.dispatching.checks import check_at_least_one
 from peft_mux.scheduler.dispatching.dispatch import DEFAULT_RELATIVE_GAP, Dispatch, dispatch
 from peft_mux.scheduler.dispatching.ilp import check_solver_name
 from peft_mux.scheduler.dispatching.problem import DispatchProblem, build_problem
-from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup, TimeModel
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+from peft_mux.scheduler.replicas.configs import DeployableTimeModel, ParallelConfig, ReplicaGroup, TimeModel
 
 DEFAULT_THRESHOLD = 0.15
 """How far above the least lower bound a deployment's own may be (L Appendix A)."""
@@ -53,7 +52,7 @@ def plan_deployment(
     lengths: Sequence[int],
     global_batch: int,
     num_gpus: int,
-    time_model: ReplicaTimeModel,
+    time_model: DeployableTimeModel,
     *,
     num_buckets: int = DEFAULT_NUM_BUCKETS,
     interval: int = DEFAULT_INTERVAL_TOKENS,
@@ -128,7 +127,7 @@ def plan_deployment(
 
 
 def _candidate_problem(
-    configs: Sequence[ParallelConfig], bucketing: Bucketing, time_model: ReplicaTimeModel
+    configs: Sequence[ParallelConfig], bucketing: Bucketing, time_model: DeployableTimeModel
 ) -> DispatchProblem:
     """Return the linear form that all deployments of these configurations share."""
     # Each candidate is a group of one replica; a deployment of them differs from this in its numbers of replicas alone.
@@ -151,7 +150,7 @@ def _expected_dispatch(
 
 
 def _statistics(
-    time_model: ReplicaTimeModel,
+    time_model: DeployableTimeModel,
     configs: Sequence[ParallelConfig],
     filtered: FilteredPlans,
     solved: SolvedPlans,
@@ -182,7 +181,7 @@ def _statistics(
 def expected_bucketing(
     lengths: Sequence[int],
     global_batch: int,
-    time_model: ReplicaTimeModel,
+    time_model: DeployableTimeModel,
     num_gpus: int,
     *,
     num_buckets: int = DEFAULT_NUM_BUCKETS,
@@ -215,7 +214,7 @@ def expected_bucketing(
 
 
 def replica_groups(
-    configs: Sequence[ParallelConfig], counts: Sequence[int] | np.ndarray, time_model: ReplicaTimeModel
+    configs: Sequence[ParallelConfig], counts: Sequence[int] | np.ndarray, time_model: DeployableTimeModel
 ) -> tuple[ReplicaGroup, ...]:
     """Return the groups of a deployment; configurations without a replica are left out.
 
@@ -232,7 +231,7 @@ def replica_groups(
 
 
 def _combined_configurations(
-    time_model: ReplicaTimeModel, num_gpus: int, longest: int, proposal: bool, max_plans: int
+    time_model: DeployableTimeModel, num_gpus: int, longest: int, proposal: bool, max_plans: int
 ) -> tuple[ParallelConfig, ...]:
     """Return the configurations that are combined; raises for too many combinations."""
     configs = configurations_that_fit(time_model, num_gpus, longest)

@@ -12,9 +12,8 @@ from functools import lru_cache
 import numpy as np
 
 from peft_mux.scheduler.dispatching.checks import check_at_least_one
-from peft_mux.scheduler.replicas.configs import ParallelConfig
+from peft_mux.scheduler.replicas.configs import DeployableTimeModel, ParallelConfig
 from peft_mux.scheduler.replicas.costs import ReplicaFacts
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
 DEFAULT_NUM_MICRO_BATCHES = 16
 """Micro-batches over which throughputs are compared: many, as L Definition 1 asks, yet few enough to count a pipeline's
@@ -47,7 +46,7 @@ def candidate_configs(facts: ReplicaFacts, num_devices: int) -> tuple[ParallelCo
 
 
 def propose_configurations(
-    time_model: ReplicaTimeModel,
+    time_model: DeployableTimeModel,
     num_gpus: int,
     lengths: Sequence[int],
     *,
@@ -88,7 +87,7 @@ def propose_configurations(
     return tuple(config for config in fitting if config in chosen)
 
 
-def configurations_that_fit(time_model: ReplicaTimeModel, num_gpus: int, longest: int) -> tuple[ParallelConfig, ...]:
+def configurations_that_fit(time_model: DeployableTimeModel, num_gpus: int, longest: int) -> tuple[ParallelConfig, ...]:
     """Return all configurations of at most `num_gpus` GPUs, by GPUs and then by tensor parallel degree.
 
     Args:
@@ -109,7 +108,7 @@ def configurations_that_fit(time_model: ReplicaTimeModel, num_gpus: int, longest
     return fitting
 
 
-def benchmark_lengths(time_model: ReplicaTimeModel, longest: int) -> tuple[int, ...]:
+def benchmark_lengths(time_model: DeployableTimeModel, longest: int) -> tuple[int, ...]:
     """Return the lengths of L Table 3: what each configuration supports, up to the first that holds `longest`."""
     limits = sorted(set(time_model.max_tokens.values()))
     return tuple(limit for index, limit in enumerate(limits) if index == 0 or limits[index - 1] < longest)

@@ -6,7 +6,7 @@ and solves nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -111,5 +111,29 @@ class TimeModel(Protocol):
             config: how the replica is spread over GPUs.
             lengths: padded length of each bucket in tokens, ascending.
             max_tokens: most tokens of a micro-batch on this replica.
+        """
+        ...
+
+
+class DeployableTimeModel(TimeModel, Protocol):
+    """A time model that knows what can be deployed; the deployment search asks for nothing else."""
+
+    @property
+    def max_tokens(self) -> Mapping[ParallelConfig, int]:
+        """Most tokens of a micro-batch by configuration, and so the longest sequence; its keys can be deployed."""
+        ...
+
+    @property
+    def configurations(self) -> tuple[ParallelConfig, ...]:
+        """What can be deployed: by GPUs, then by tensor parallel degree."""
+        ...
+
+    def throughput(self, config: ParallelConfig, length_tokens: int, num_micro_batches: int) -> float:
+        """Return tokens per GPU and second over full micro-batches of one length; 0 where none fits (L Table 3).
+
+        Args:
+            config: a configuration of `max_tokens`.
+            length_tokens: tokens of each sequence.
+            num_micro_batches: full micro-batches over which the throughput is taken.
         """
         ...

@@ -68,7 +68,7 @@ def memory_tokens(facts: ReplicaFacts, config: ParallelConfig) -> int | None:
     """
     if facts.limit_bytes is None:
         return None
-    model, limit = _memory_of(facts, config), facts.limit_bytes
+    model, limit = memory_of(facts, config), facts.limit_bytes
     tokens = min(
         model.max_tokens(facts.loads, limit, in_flight=config.pp - stage, stage=stage) for stage in range(config.pp)
     )
@@ -77,11 +77,12 @@ def memory_tokens(facts: ReplicaFacts, config: ParallelConfig) -> int | None:
 
 def least_bytes(facts: ReplicaFacts, config: ParallelConfig) -> int:
     """Return the bytes that the fullest device of a replica holds with micro-batches of one token."""
-    model = _memory_of(facts, config)
+    model = memory_of(facts, config)
     return max(model.peak_bytes(facts.loads, 1, in_flight=config.pp - stage, stage=stage) for stage in range(config.pp))
 
 
-def _memory_of(facts: ReplicaFacts, config: ParallelConfig) -> MemoryModel:
+def memory_of(facts: ReplicaFacts, config: ParallelConfig) -> MemoryModel:
+    """Return the memory model of one device of a replica, its layers cut as evenly as can be."""
     # A cut of layers that was chosen for another number of stages does not apply.
     return replace(facts.memory, num_stages=config.pp, devices_per_stage=config.tp, layers_per_stage=None)
 
@@ -127,7 +128,7 @@ def layer_times(facts: ReplicaFacts, tp: int, max_tokens: int) -> list[LayerTime
     # Below this, rounding down would make some of the lengths equal.
     longest = max(max_tokens, _LENGTH_POINTS * _SHORTEST_TOKENS)
     lengths = sorted({int(length) for length in np.geomspace(_SHORTEST_TOKENS, longest, _LENGTH_POINTS)})
-    cost = CostModel(facts.profile, facts.shape, devices_per_stage=tp, tensor_link=_tensor_link(facts, tp))
+    cost = CostModel(facts.profile, facts.shape, devices_per_stage=tp, tensor_link=tensor_link(facts, tp))
     times = []
     for length in lengths:
         # Sizes 1 and 2 are timed at every length, even where two sequences exceed M: without them the terms of Eq. 10
@@ -140,7 +141,13 @@ def layer_times(facts: ReplicaFacts, tp: int, max_tokens: int) -> list[LayerTime
     return times
 
 
-def _tensor_link(facts: ReplicaFacts, tp: int) -> Link | None:
+def tensor_link(facts: ReplicaFacts, tp: int) -> Link | None:
+    """Return the link between the devices that share every layer; `None` where none is known.
+
+    Args:
+        facts: what the costs of the run's replicas depend on.
+        tp: tensor parallel degree.
+    """
     if facts.links is None:
         return facts.profile.link
     # The shards of a layer are neighbours: they leave a node only where it has too few devices.

@@ -319,14 +319,19 @@ def _fit_degree(tp: int, measurements: list[LayerTime]) -> LayerFit:
             f"the {len(measurements)} measurements of tp {tp} do not tell {_NUM_COEFFICIENTS} terms apart; allowed: "
             "three or more lengths, each with two or more micro-batch sizes. Measure more."
         )
-    coefficients = _non_negative_least_squares(columns, np.ones(len(measurements))) / scale
+    coefficients = non_negative_least_squares(columns, np.ones(len(measurements))) / scale
     error = float(np.abs(relative @ coefficients - 1).mean())
     c1, c2, c3, c4, c5, c6 = coefficients.tolist()
     return LayerFit((c1, c2, c3, c4, c5, c6), error, len(measurements))
 
 
-def _non_negative_least_squares(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
-    """Return argmin over x >= 0 of |columns x - target|, by trying every support, the largest first."""
+def non_negative_least_squares(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
+    """Return argmin over x >= 0 of |columns x - target|, by trying every support, the largest first.
+
+    Args:
+        columns: float64 of shape `(rows, unknowns)`, of a few unknowns.
+        target: float64 of shape `(rows,)`.
+    """
     best = np.zeros(columns.shape[1])
     least = float(target @ target)
     # The optimum over x >= 0 is the unconstrained one over the terms that it does not hold at 0.

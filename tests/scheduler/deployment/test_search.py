@@ -13,13 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.deployment.baselines import (
-    TaskLengths,
-    lobra_sequential,
-    step_gpu_seconds,
-    task_fused,
-    task_sequential,
-)
+from peft_mux.scheduler.deployment.baselines import lobra_sequential, step_gpu_seconds, task_fused, task_sequential
 from peft_mux.scheduler.deployment.bounds import PlanBounds
 from peft_mux.scheduler.deployment.plan import DeploymentPlan
 from peft_mux.scheduler.deployment.search import expected_bucketing, plan_deployment
@@ -30,6 +24,7 @@ from peft_mux.scheduler.deployment.space import (
     enumerate_plans,
     propose_configurations,
 )
+from peft_mux.scheduler.deployment.task_lengths import TaskLengths
 from peft_mux.scheduler.dispatching.bucketing import Bucketing
 from peft_mux.scheduler.dispatching.problem import build_problem
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
