@@ -14,6 +14,7 @@ _Rule = tuple[Callable[[Any], bool], str]
 
 OVERLONG_POLICIES = ("truncate", "drop", "error")
 QUARANTINE_POLICIES = ("quarantine", "stop")
+FLUSHES = ("auto", "every_step")
 
 
 def _is_options(value: object) -> bool:

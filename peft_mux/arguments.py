@@ -16,6 +16,7 @@ import torch
 from transformers import TrainingArguments
 
 from peft_mux.argument_fields import (
+    FLUSHES,
     HONOURED,
     OVERLONG_POLICIES,
     QUARANTINE_POLICIES,
@@ -91,6 +92,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
             of that many passes. 1 for one after another; on GPUs it has not been measured yet.
         pipeline_schedule: template of the pipeline: "mux" over all hTasks, or a baseline: "1f1b", "gpipe",
             "interleaved_1f1b".
+        pipeline_flush: when a pipeline is drained: "every_step", or "auto" for only where something is due (a log, an
+            evaluation, a checkpoint, the end of a task) and each 8 steps, where that is predicted to be faster: then a
+            bucket's next step begins when its own is over. Results are the same.
         shard_backbone: divide the frozen weights among replicas (FSDP2), which gather each layer before they use it.
 
     Raises:
@@ -119,6 +123,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
     redeploy: bool = field(default=False, metadata={"help": "Move to better replicas when tasks come or go."})
     interleaved_passes: int = field(default=1, metadata={"help": "Passes interleaved under tensor parallelism."})
     pipeline_schedule: str = field(default="mux", metadata={"help": "mux, 1f1b, gpipe or interleaved_1f1b."})
+    pipeline_flush: str = field(default="auto", metadata={"help": "auto or every_step."})
     shard_backbone: bool = field(default=False, metadata={"help": "Divide the frozen weights among replicas (FSDP2)."})
 
     def __post_init__(self) -> None:
@@ -283,6 +288,7 @@ def _choice_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         "overlong_policy": OVERLONG_POLICIES,
         "planner": policy_names(),
         "pipeline_schedule": SCHEDULES,
+        "pipeline_flush": FLUSHES,
         "dispatch": get_args(Policy),
         "quarantine_policy": QUARANTINE_POLICIES,
         "save_strategy": ("steps", "no"),

@@ -69,6 +69,13 @@ def prepared(
     return tuple(_sequences(executor.mux_model, one, counting, is_prepass=False) for one in ready)
 
 
+def has_prepasses(model: MultiTaskPeftModel, tasks: Sequence[str]) -> bool:
+    """Return whether a loss of some task needs passes before those of its step."""
+    objectives = model.objectives
+    needs = ((objectives.of(name), objectives.args_of(name)) for name in tasks)
+    return any(one.needs_reference(args) or one.needs_batch_values(args) for one, args in needs)
+
+
 def tasks_of(micro_batches: Sequence[MuxBatch]) -> list[str]:
     """Return the tasks that have rows in micro-batches, in the order in which they come first."""
     return list(dict.fromkeys(name for micro_batch in micro_batches for name in micro_batch.task_names))

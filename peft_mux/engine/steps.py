@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.engine.batches_ahead import BatchesAhead, SteppingTask
+from peft_mux.engine.batches_ahead import BatchesAhead, Loader, SteppingTask
 from peft_mux.engine.processes.agreement import Agreement
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
@@ -83,6 +84,25 @@ class StepSource:
             sync_order=tuple(sorted(batches, key=lambda name: order.index(name) if name in order else len(order))),
         )
 
+    def window(self, tasks: Iterable[SteppingTask], num_steps: int) -> list[StepWork]:
+        """Return several steps of the given tasks, or fewer where rows cannot be read: then those before.
+
+        Args:
+            tasks: the tasks that take the steps, in stream order; none of them ends before the last one.
+            num_steps: number of steps, 1 or more.
+        """
+        own = list(tasks)
+        works: list[StepWork] = []
+        for number in range(num_steps):
+            work = self.next(_Later.of(task, number) for task in own)
+            # It is asked for again as the first step of the next window, and then tells who has failed.
+            if work.failures and works:
+                break
+            works.append(work)
+            if work.failures:
+                break
+        return works
+
     def _order(self, batches: Mapping[str, TaskBatch]) -> tuple[str, ...]:
         """Return the order in which all processes sum gradients: that of the plan, where they all have the same one.
 
@@ -140,3 +160,23 @@ class StepSource:
         """Tokens that a pass of this replica may hold."""
         bound = self.plan.max_tokens_per_micro_batch
         return min(bound, self.shares.max_tokens[self._replica] or bound)
+
+
+class _Later(NamedTuple):
+    """A task as it stands some steps later.
+
+    Attributes:
+        name: name of the task.
+        step: optimizer steps that it will have taken.
+        num_steps: optimizer steps that it takes in all.
+        loader: what reads its rows.
+    """
+
+    name: str
+    step: int
+    num_steps: int
+    loader: Loader
+
+    @classmethod
+    def of(cls, task: SteppingTask, num_steps: int) -> _Later:
+        return cls(task.name, task.step + num_steps, task.num_steps, task.loader)

@@ -14,7 +14,7 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from transformers import DefaultFlowCallback, TrainerControl, TrainerState
+from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
@@ -22,6 +22,20 @@ from peft_mux.own_code import Listener, OwnCodeError, nobody, own_code
 from peft_mux.tasks.task_run import TaskRun
 
 _logger = logging.getLogger(__name__)
+
+
+_STEP_EVENTS = (
+    "on_step_begin on_step_end on_substep_end on_pre_optimizer_step on_optimizer_step on_epoch_begin on_epoch_end"
+).split()
+
+
+def hears_steps(callback: Any) -> bool:
+    """Return whether a callback is told of single steps, at which it may look at the run or ask for something."""
+    if isinstance(callback, TaskFlowCallback):
+        return False
+    # As they are called: a callback may have been given a method of its own after it was made.
+    own = {event: getattr(getattr(callback, event, None), "__func__", None) for event in _STEP_EVENTS}
+    return any(method is not getattr(TrainerCallback, event) for event, method in own.items())
 
 
 class TaskFlowCallback(DefaultFlowCallback):

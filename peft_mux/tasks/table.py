@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -26,6 +26,30 @@ class TaskEvent:
     task: str
     status: TaskStatus
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a task's step; to be counted by `TaskTable.count`.
+
+    Attributes:
+        loss: loss of the step.
+        norm: gradient norm, before clipping.
+        reason: why the task must not step, as loss or norm is not finite; "" where both are.
+        error: what its optimizer, or a hook of it, raised; "" where it stepped, or did not get so far.
+        rate_failure: why its schedule gives no rate for another step; "" where it does.
+    """
+
+    loss: float
+    norm: float
+    reason: str = ""
+    error: str = ""
+    rate_failure: str = ""
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether the task has taken the step."""
+        return not self.reason and not self.error
 
 
 class TaskTable:
@@ -88,22 +112,54 @@ class TaskTable:
             norms = gradient_norms([self._optimizer(name) for name in names])
         else:
             norms = [result.norms[name] for name in names]
+        self.count(result, self.update(result.losses, norms))
+
+    def update(self, losses: Mapping[str, torch.Tensor], norms: list[torch.Tensor]) -> dict[str, Outcome]:
+        """Step the optimizer of every task whose loss and gradients are finite; count nothing, and end no task.
+
+        Args:
+            losses: losses of the tasks that are to step, by name.
+            norms: their gradient norms, in the same order.
+
+        Returns:
+            What came of the step of each task, by name.
+        """
         # A joint update reads the verdicts on the device and leaves out tasks that are not finite, before the host
         # knows.
-        verdicts, updated = self._update_jointly(result.losses, norms)
-        passed: dict[str, torch.Tensor] = {}
-        for name, norm, loss, norm_value in zip(names, norms, *verdicts, strict=True):
-            if not self._passes(self[name], loss, norm_value):
-                continue
-            passed[name] = norm
+        verdicts, updated = self._update_jointly(losses, norms)
+        found = {
+            name: Outcome(loss, norm, non_finite_reason(loss, norm) or "")
+            for name, loss, norm in zip(losses, *verdicts, strict=True)
+        }
         # After the verdicts: a task that was left out has taken no step.
-        joint_steps_taken([self._optimizer(name) for name in passed if name in updated])
-        for name, norm in passed.items():
-            if self._step(name, norm, is_updated=name in updated):
-                _count_step(self[name], result.num_tokens[name])
+        joint_steps_taken([self._optimizer(name) for name, one in found.items() if one.is_stepped and name in updated])
+        for (name, one), norm in zip(found.items(), norms, strict=True):
+            if one.is_stepped:
+                error = self._step(name, norm, is_updated=name in updated)
+                found[name] = replace(one, error=error, rate_failure=self._optimizer(name).failure)
+        return found
+
+    def count(self, result: StepResult, outcomes: Mapping[str, Outcome]) -> None:
+        """Count a step that `update` has taken, and quarantine the tasks that could not take it or take no other.
+
+        Args:
+            result: the step.
+            outcomes: what came of it for each task.
+        """
+        for name, one in outcomes.items():
+            run = self[name]
+            run.last_loss, run.last_gradient_norm = one.loss, one.norm
+            if one.reason:
+                run.quarantine(f"{one.reason} at step {run.step}")
+            elif one.error:
+                run.quarantine(f"the optimizer failed at step {run.step}: {one.error}")
+            else:
+                _count_step(run, result.num_tokens[name])
                 if name in result.statistics:
-                    self[name].statistics_mean.add(result.statistics[name])
-                self._require_rate(self[name])
+                    run.statistics_mean.add(result.statistics[name])
+                # A task whose schedule gives no rate for the step that it would take next.
+                if one.rate_failure and run.step < run.num_steps:
+                    run.quarantine(f"{one.rate_failure} at step {run.step}")
         # After the verdicts: a loss that has failed is NaN, and this says why.
         for name, reason in {**result.failures, **result.loss_failures}.items():
             self[name].quarantine(reason)
@@ -129,10 +185,11 @@ class TaskTable:
         values = update([page for own in pages.values() for page in own], verdicts)
         return values, {name for name, own in pages.items() if own}
 
-    def _step(self, name: str, norm: torch.Tensor, *, is_updated: bool) -> bool:
-        """Take a task's step, or the rest of one that a joint update has taken; return whether that went well.
+    def _step(self, name: str, norm: torch.Tensor, *, is_updated: bool) -> str:
+        """Take a task's step, or the rest of one that a joint update has taken.
 
-        A task whose optimizer, a hook of it or its schedule fails is quarantined.
+        Returns:
+            What its optimizer, a hook of it or its schedule raised; "" where that went well.
         """
         optimizer = self._optimizer(name)
         try:
@@ -145,23 +202,8 @@ class TaskTable:
                     optimizer.step(norm)
         except OwnCodeError as error:
             _logger.warning('the optimizer of task "%s" failed', name, exc_info=True)
-            self[name].quarantine(f"the optimizer failed at step {self[name].step}: {error}")
-            return False
-        return True
-
-    def _require_rate(self, run: TaskRun) -> None:
-        """Quarantine a task whose schedule gives no rate for the step that it would take next."""
-        failure = self._optimizer(run.name).failure
-        if failure and run.step < run.num_steps:
-            run.quarantine(f"{failure} at step {run.step}")
-
-    def _passes(self, run: TaskRun, loss: float, norm: float) -> bool:
-        """Take note of loss and norm; quarantine the task if they are not finite."""
-        run.last_loss, run.last_gradient_norm = loss, norm
-        reason = non_finite_reason(loss, norm)
-        if reason is not None:
-            run.quarantine(f"{reason} at step {run.step}")
-        return reason is None
+            return str(error) or type(error).__name__
+        return ""
 
     def collect(self) -> list[TaskEvent]:
         """End the tasks that have taken all their steps; return every change since the last call."""

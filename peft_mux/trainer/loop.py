@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from transformers.trainer_utils import TrainOutput
 
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.pipeline.executor import PipelineExecutor
+from peft_mux.engine.work import StepResult, StepWork
+from peft_mux.reporting.callbacks import hears_steps
 from peft_mux.task import TaskStatus
+from peft_mux.tasks.window import WindowSteps, steps_until_due
 from peft_mux.trainer.interrupts import stop_at_signal
 from peft_mux.trainer.lifecycle import Lifecycle
 from peft_mux.trainer.membership import Membership
@@ -97,8 +102,12 @@ class StepLoop:
         # Callbacks may have asked for tasks in on_train_begin.
         self._membership.apply_commands()
         while self._agree_on_step():
+            num_steps = self._num_steps_in_window()
             stepping = self._call_step_begin()
-            self.step()
+            if num_steps > 1:
+                self._take_window(num_steps)
+            else:
+                self.step()
             self._after_step(stepping)
             # Before processes compare their tasks: every one of them has the same ones by then, or the run ends.
             self._membership.apply_commands()
@@ -106,7 +115,9 @@ class StepLoop:
     def step(self) -> None:
         """Take one step of every running task, without anything that happens between two steps."""
         started = time.perf_counter()
-        work = self._plans.next_work()
+        self._run_step(self._plans.next_work(), started)
+
+    def _run_step(self, work: StepWork, started: float) -> None:
         result = self._placement.placed.executor.run(work)
         self._run.is_updating = True
         self._run.table.apply(result)
@@ -116,7 +127,58 @@ class StepLoop:
         self._run.is_updating = False
         self._num_stream_tokens += result.num_stream_tokens
 
+    def _take_window(self, num_steps: int) -> None:
+        """Take several steps between which a pipeline is not flushed, and in which nothing is due but at the last one.
+
+        Callbacks are told of all of them, one by one, behind the last; none of them hears single steps.
+        """
+        started, table, executor = time.perf_counter(), self._run.table, self._placement.placed.executor
+        works = self._plans.next_works(num_steps)
+        if len(works) == 1:
+            self._run_step(works[0], started)
+            return
+        assert isinstance(executor, PipelineExecutor), "others take one step at a time"
+        steps = WindowSteps(table, len(works))
+        self._run.is_updating = True
+        results = executor.run_window(works, steps.update)
+        for number, result in enumerate(results):
+            steps.count(number, result)
+            self._run.state.global_step += 1
+            self._num_stream_tokens += result.num_stream_tokens
+            if number + 1 < len(results):
+                self._run.callbacks.call("on_step_end")
+                self._call_step_begin()
+        self._run.is_updating = False
+        self._plans.record_step_time(_mean(results), (time.perf_counter() - started) / len(results))
+
     # ------------------------------------------------------------------ before a step
+
+    def _num_steps_in_window(self) -> int:
+        """Return how many steps are taken before all processes look at the run again, the same number on all."""
+        executor = self._placement.placed.executor
+        if self._run.args.pipeline_flush != "auto" or not isinstance(executor, PipelineExecutor):
+            return 1
+        # Elsewhere gradients are summed over processes. By the layout, which all know alike: unlike replicas would not
+        # all come to the exchange.
+        replicas = self._world.layout.replicas
+        if len(replicas) > 1 or any(one.tp > 1 for one in replicas):
+            return 1
+        # Callbacks are those of each process, and may be told and ask for other things on each.
+        num_steps = min(one[0] for one in self._world.processes.exchange([self._num_steps_here()]))
+        names = [run.name for run in self._run.table.running]
+        return num_steps if num_steps > 1 and executor.gains_by_windows(names) else 1
+
+    def _num_steps_here(self) -> int:
+        """Return how many steps this process could take before something of its own is due."""
+        run = self._run
+        tasks, control = run.table.running, run.control
+        callbacks = [*run.callbacks.handler.callbacks, *(one for own in tasks for one in own.task.callbacks)]
+        # A stream reads ahead of a single step.
+        has_streams = any(own.loader.steps_per_epoch is None for own in tasks)
+        is_asked = control.should_log or control.should_evaluate or control.should_save
+        if has_streams or is_asked or any(map(hears_steps, callbacks)):
+            return 1
+        return steps_until_due(tasks, run.args, run.state.global_step, last_step_s=self._world.slowest_s)
 
     def _agree_on_step(self) -> bool:
         """Return whether all processes take another step; what another process has stopped is stopped here.
@@ -212,3 +274,11 @@ class StepLoop:
             for run in self._run.table.running:
                 self._run.log.callbacks[run.name].call("on_save")
             self._run.callbacks.call("on_save")
+
+
+def _mean(results: Sequence[StepResult]) -> StepResult:
+    """Return the last of several steps with the mean tokens of all of them."""
+    names = results[-1].num_tokens
+    return replace(
+        results[-1], num_tokens={name: sum(one.num_tokens[name] for one in results) // len(results) for name in names}
+    )

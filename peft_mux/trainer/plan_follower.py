@@ -164,6 +164,17 @@ class PlanFollower:
         self._steps.prepare(run for run in running if run.name not in work.failures)
         return work
 
+    def next_works(self, num_steps: int) -> list[StepWork]:
+        """Return the next steps of all running tasks, or fewer where rows cannot be read.
+
+        Args:
+            num_steps: number of steps, within which no task ends.
+        """
+        assert self._steps is not None, "a run that has running tasks follows a plan"
+        works = self._steps.window(self._run.table.running, num_steps)
+        self._run.log.rows.step(self._run.table.running)
+        return works
+
     def drop_read_ahead(self, name: str) -> None:
         """Forget what was read early of a task that was removed."""
         self._ahead.drop(name)

@@ -162,6 +162,7 @@ NEAR_VALID: dict[str, list[Any]] = {
     "overlong_policy": ["truncate", "drop", "error"],
     "quarantine_policy": ["quarantine", "stop"],
     "pipeline_schedule": ["mux", "1f1b", "gpipe", "interleaved_1f1b"],
+    "pipeline_flush": ["auto", "every_step"],
     "dispatch": ["balanced", "length", "uniform"],
     "replicas": ["<1,1>", "<2,1>", "<1,1>x0", "<1,1>x1", "<0,1>", "1,1", "<1,1>x99999999999"],
     "memory_limit_gib": [0.001, 1, 1000, 1e-9],

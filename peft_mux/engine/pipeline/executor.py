@@ -22,19 +22,21 @@ import torch
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.chain_pass import pass_backward
 from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.pipeline.barriers import BucketBarriers, UpdateTasks
 from peft_mux.engine.pipeline.links import PipelineLinks
 from peft_mux.engine.pipeline.messages import Key, Messages
-from peft_mux.engine.pipeline.plan import PipelinePlan, Slot
+from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageModel, StagePass
-from peft_mux.engine.prepasses import prepared, tasks_of
+from peft_mux.engine.prepasses import has_prepasses, prepared, tasks_of
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.step_sums import StepSums, pack, unpack
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.errors import PlanError
 from peft_mux.modeling.key_values import Kept, KeyValueStore
 from peft_mux.modeling.multiplexed_pass import MuxOutput
+from peft_mux.modeling.objectives.objective import OWN
 from peft_mux.scheduler.pipeline.simulator import Span
-from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate
+from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 from peft_mux.scheduler.plan import Plan
 
 T = TypeVar("T")
@@ -107,9 +109,12 @@ class PipelineExecutor:
                 f"the model holds stage {model.stage}; allowed: stage {self.links.stage}, as rank {processes.rank} has"
                 " in its pipeline. Cut the model for that one."
             )
-        self._flights: dict[tuple[int, int, int], list[Flight]] = {}
+        self._flights: dict[tuple[Slot, int], list[Flight]] = {}
         self._slots: Mapping[Slot, list[MuxBatch]] = {}
-        self._sums = StepSums(self.mux_model, (), self.device)
+        # Of each step of the template; `_sums` is that of the step that the present action belongs to.
+        self._step_sums = [StepSums(self.mux_model, (), self.device)]
+        self._sums = self._step_sums[0]
+        self._barriers: BucketBarriers | None = None
 
     def follow(self, plan: Plan | PipelinePlan) -> None:
         """Follow another plan from the next step on; a plan without running tasks changes nothing.
@@ -124,6 +129,8 @@ class PipelineExecutor:
         if isinstance(plan, Plan) and plan.template is None and hasattr(self, "plan"):
             return
         self.plan = PipelinePlan.of(plan) if isinstance(plan, Plan) else plan
+        self._windows: dict[int, PipelineTemplate] = {}
+        self._gains: bool | None = None
         template, layout = self.plan.template, self.model.layout
         if (template.num_stages, template.num_chunks) != (layout.num_stages, layout.num_chunks):
             raise PlanError(
@@ -150,16 +157,81 @@ class PipelineExecutor:
         with self._closing_on_failure():
             micro_batches = prepared(self, work.micro_batches, work.tasks, total=self.sync.total)
             self.model.prepare(work.tasks)
-            self._sums = StepSums(self.mux_model, work.tasks, self.device)
+            self._begin_sums([work.tasks])
             # Within the block: it may communicate too, and a process that fails here must not leave its neighbours
             # waiting.
             self.sync.begin(work)
             self._execute(self.plan.template, self.plan.slots(micro_batches))
             # Before the sync ends: the leader of a replica is on stage 0, and only the last stage has computed losses.
             self._share_sums()
+            self._sums = self._step_sums[0]
             result = StepResult(self._sums.losses, work.num_tokens, stream_tokens, work.failures)
             failures = self.mux_model.objectives.take_failures()
             return self.sync.finish(replace(result, statistics=self._sums.statistics, loss_failures=failures))
+
+    def gains_by_windows(self, tasks: Sequence[str]) -> bool:
+        """Return whether steps of tasks can be taken without flushes between them, and are predicted to be faster so.
+
+        They can where each gradient lies in one process alone, and where no loss needs passes before those of its step,
+        or is a function of a task's own, whose failures are told at the end of each step.
+
+        Args:
+            tasks: names of the tasks that take the steps, the same on every process; all processes call this.
+
+        Raises:
+            ProcessError: if the processes do not hold the tasks together.
+        """
+        if self._gains is None:
+            self._gains = self.plan.gains_by_windows
+        gradients = self.sync.bundled
+        has_own = any(self.mux_model.objectives.of(name).name == OWN for name in tasks)
+        if not self._gains or gradients is None or has_own or has_prepasses(self.mux_model, tasks):
+            return False
+        gradients.exchange_holdings(tasks)
+        return all(len(cell.holders) == 1 for name in tasks for cell in gradients.cells_of(name).cells)
+
+    def run_window(self, works: Sequence[StepWork], update: UpdateTasks) -> list[StepResult]:
+        """Take several steps of the same tasks, between which the pipeline is not flushed.
+
+        The tasks of a bucket are updated on each stage when their own step is over, while others are under way. One
+        that must not step takes no further step, and what its passes add to its gradients is of no account.
+
+        Args:
+            works: the micro-batches of each step, in order, for tasks with which `gains_by_windows` is true.
+            update: steps tasks; called on every stage once for each step of each bucket.
+
+        Returns:
+            What came of each step, on every process.
+
+        Raises:
+            ProcessError: if another stage fails, dies, or does not answer within the time limit.
+            PlanError: if the work is not of the plan.
+        """
+        tasks, gradients = works[0].tasks, self.sync.bundled
+        assert gradients is not None, "gains_by_windows was asked"
+        template = self._windows.setdefault(len(works), self.plan.window(len(works)))
+        slots = {slot: own for step, work in enumerate(works) for slot, own in self._slots_of(work, step)}
+        buckets = [[name for name in tasks if name in self.plan.tasks_of(i)] for i in range(len(self.plan.buckets))]
+        with self._closing_on_failure():
+            self.model.prepare(tasks)
+            self._begin_sums([work.tasks for work in works])
+            self._barriers = barriers = BucketBarriers(
+                self.mux_model,
+                self.links,
+                gradients,
+                template.actions[self.model.stage],
+                num_stages=template.num_stages,
+                tasks={bucket: names for bucket, names in enumerate(buckets) if names},
+                sums=self._step_sums,
+                update=update,
+            )
+            self._execute(template, slots, {bucket: len(names) for bucket, names in enumerate(buckets) if names})
+            self._share_sums()
+            return [_result(*one) for one in zip(works, self._step_sums, barriers.norms, strict=True)]
+
+    def _slots_of(self, work: StepWork, step: int) -> Iterator[tuple[Slot, list[MuxBatch]]]:
+        self.sync.num_tokens += sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
+        yield from self.plan.slots(work.micro_batches, step).items()
 
     def non_finite_tasks(self, micro_batches: Sequence[MuxBatch]) -> list[str]:
         """Return the tasks whose loss is not finite in a forward pass, on every process; nothing is changed.
@@ -188,12 +260,12 @@ class PipelineExecutor:
         with self._closing_on_failure():
             ready = prepared(self, micro_batches, tasks)
             self.model.prepare(tasks)
-            self._sums = StepSums(self.mux_model, tasks, self.device)
+            self._begin_sums([tasks])
             # One bucket: without backwards nothing is held, so the plan's order has nothing to gain.
-            slots = {(0, number): [micro_batch] for number, micro_batch in enumerate(ready)}
+            slots = {Slot(0, number): [micro_batch] for number, micro_batch in enumerate(ready)}
             self._execute(_forwards_only(self.plan.template, len(ready)), slots)
             self._share_sums()
-            return self._sums
+            return self._step_sums[0]
 
     @torch.no_grad()
     def forward_terms(self, micro_batches: Sequence[MuxBatch]) -> list[torch.Tensor | None]:
@@ -219,7 +291,7 @@ class PipelineExecutor:
         template, batch = _forwards_only(self.plan.template, 1), micro_batch.to(self.device)
         found = None
         with self._closing_on_failure():
-            self._expect(template, {(0, 0): [micro_batch]})
+            self._expect(template, {Slot(0, 0): [micro_batch]})
             for action in template.actions[self.model.stage]:
                 virtual_stage = self.model.layout.virtual_stage(action.stage, action.chunk)
                 target = self._messages.target(action)
@@ -257,44 +329,71 @@ class PipelineExecutor:
     def _key_values(self) -> KeyValueStore:
         return self.model.model.stream.key_values
 
-    def _execute(self, template: PipelineTemplate, slots: Mapping[Slot, list[MuxBatch]]) -> None:
-        """Execute this stage's list."""
+    def _begin_sums(self, tasks: Sequence[Sequence[str]]) -> None:
+        """Begin to add up what the passes of each step give, by its tasks."""
+        self._step_sums = [StepSums(self.mux_model, own, self.device) for own in tasks]
+
+    def _execute(
+        self,
+        template: PipelineTemplate,
+        slots: Mapping[Slot, list[MuxBatch]],
+        num_tasks: Mapping[int, int] | None = None,
+    ) -> None:
+        """Execute this stage's list.
+
+        Args:
+            template: the list of each stage.
+            slots: the passes of each micro-batch of the template.
+            num_tasks: number of tasks that step with each bucket, in a window.
+        """
         stage = self.model.stage
-        self._expect(template, slots)
+        self._expect(template, slots, num_tasks)
         self.most_in_flight, spans, begin = 0, [], time.perf_counter()
         for action in template.actions[stage]:
             start = time.perf_counter()
+            self._sums = self._step_sums[action.step]
+            if self._barriers is not None:
+                self._barriers.before(action)
             (self._forward if action.kind == "F" else self._backward)(action)
             spans.append(Span(stage, action, start - begin, time.perf_counter() - begin))
             self.most_in_flight = max(self.most_in_flight, len(self._flights))
-            self._begin_sums_after(action)
+            self._end_backward(action)
             if self.on_action is not None:
                 self.on_action(action)
+        if self._barriers is not None:
+            self._barriers.finish()
         # At the end of the step alone: a wait for a send within the list could wait for a stage that waits for this
         # one.
         self.links.flush()
         self.spans = tuple(spans)
 
-    def _expect(self, template: PipelineTemplate, slots: Mapping[Slot, list[MuxBatch]]) -> None:
-        """Post the first receives of all that neighbours will send in a step."""
-        self._slots, self._flights, self._messages = slots, {}, Messages(template, slots, self.model.stage)
+    def _expect(
+        self,
+        template: PipelineTemplate,
+        slots: Mapping[Slot, list[MuxBatch]],
+        num_tasks: Mapping[int, int] | None = None,
+    ) -> None:
+        """Post the first receives of all that neighbours will send until the next flush."""
+        self._slots, self._flights, self._messages = slots, {}, Messages(template, slots, self.model.stage, num_tasks)
         self._key_values.clear()  # a step that failed may have left something
         for (kind, source), incoming in self.links.incoming.items():
             # Receives in the order of the sender's list, which the template tells; on a channel messages have no names.
             incoming.expect(self._messages.expected(kind, source, self.model.hidden_size), self.model.dtype)
         self._proven_taken = {source: self._messages.gradients_taken(source) for _, source in self.links.incoming}
 
-    def _begin_sums_after(self, action: Action) -> None:
+    def _end_backward(self, action: Action) -> None:
         """Let sums of gradients begin: the backward of chunk 0 is the last one of a micro-batch in this process."""
-        if action.kind == "B" and action.chunk == 0:
-            for micro_batch in self._slots[action.bucket, action.micro_batch]:
+        if self._barriers is not None:
+            self._barriers.after(action)
+        elif action.kind == "B" and action.chunk == 0:
+            for micro_batch in self._slots[action.slot]:
                 self.sync.after_backward(micro_batch)
 
     def _forward(self, action: Action) -> None:
         virtual_stage = self.model.layout.virtual_stage(action.stage, action.chunk)
         target = self._messages.target(action)
-        flights = self._flights[action.bucket, action.micro_batch, action.chunk] = []
-        for number, micro_batch in enumerate(self._slots[action.bucket, action.micro_batch]):
+        flights = self._flights[action.slot, action.chunk] = []
+        for number, micro_batch in enumerate(self._slots[action.slot]):
             hidden_TD = self._take(action, number)
             if hidden_TD is not None:
                 # A leaf: its gradient is what goes back to the stage before.
@@ -312,13 +411,13 @@ class PipelineExecutor:
 
     def _backward(self, action: Action) -> None:
         target, source = self._messages.target(action), self._messages.source(action)
-        flights = self._flights.pop((action.bucket, action.micro_batch, action.chunk))
+        flights = self._flights.pop((action.slot, action.chunk))
         for number in self._messages.numbers(action):
             flight = flights[number]
             output, gradient = flight.passed.output, self._take(action, number)
             if source is not None:
                 # The gradient of an output has come, so the output itself was taken: waiting for its send returns.
-                key = Key(action.bucket, action.micro_batch, number, source[1])
+                key = Key.of(action.slot, number, source[1])
                 self.links.outgoing["F", source[0]].release(key)
             gradient = torch.ones_like(output) if gradient is None else gradient.to(output.dtype)
             pass_backward(output, gradient, flight.kept)
@@ -332,7 +431,7 @@ class PipelineExecutor:
 
     def _put(self, action: Action, number: int, target: tuple[int, int], tensor: torch.Tensor) -> None:
         """Begin to send a result to the virtual stage that goes on with it."""
-        key = Key(action.bucket, action.micro_batch, number, target[1])
+        key = Key.of(action.slot, number, target[1])
         self.links.outgoing[action.kind, target[0]].put(key, tensor)
 
     def _take(self, action: Action, number: int) -> torch.Tensor | None:
@@ -340,7 +439,7 @@ class PipelineExecutor:
         source = self._messages.source(action)
         if source is None:
             return None
-        key = Key(action.bucket, action.micro_batch, number, action.chunk)
+        key = Key.of(action.slot, number, action.chunk)
         tensor = self.links.incoming[action.kind, source[0]].take(key)
         # gloo does not tell when a send was taken. That these hidden states have come proves that their sender took the
         # gradients before them in its list, so these can be freed without blocking.
@@ -359,6 +458,8 @@ class PipelineExecutor:
             self._flights.clear()  # their graphs would outlive the error
             self._key_values.clear()
             raise
+        finally:
+            self._barriers = None
 
     # ---------------------------------------------------------------- losses
 
@@ -367,10 +468,17 @@ class PipelineExecutor:
 
     def _share_sums(self) -> None:
         """Take losses and statistics from the last stage, which broadcasts them to all stages in one message."""
-        sums = self._sums
-        if sums.losses:
-            figures = self.shared(pack(sums.losses, sums.statistics))
-            sums.losses, sums.statistics = unpack(figures, sums.losses, sums.statistics)
+        steps = [sums for sums in self._step_sums if sums.losses]
+        if steps:
+            packed = [pack(sums.losses, sums.statistics) for sums in steps]
+            parts = self.shared(torch.cat(packed)).split([len(one) for one in packed])
+            for sums, figures in zip(steps, parts, strict=True):
+                sums.losses, sums.statistics = unpack(figures, sums.losses, sums.statistics)
+
+
+def _result(work: StepWork, sums: StepSums, norms: dict[str, torch.Tensor]) -> StepResult:
+    stream_tokens = sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
+    return StepResult(sums.losses, work.num_tokens, stream_tokens, work.failures, norms, sums.statistics)
 
 
 def _forwards_only(like: PipelineTemplate, num_micro_batches: int) -> PipelineTemplate:

@@ -59,12 +59,12 @@ class InterleavedPipelineExecutor(PipelineExecutor):
         self.interleaving = interleaving
 
     def _forward(self, action: Action) -> None:
-        micro_batches = self._slots[action.bucket, action.micro_batch]
+        micro_batches = self._slots[action.slot]
         if self.interleaving is None or is_chained(micro_batches):
             super()._forward(action)
             return
         target = self._messages.target(action)
-        flights = self._flights[action.bucket, action.micro_batch, action.chunk] = []
+        flights = self._flights[action.slot, action.chunk] = []
         for group in self._number_groups(range(len(micro_batches)), action):
             # All inputs before the passes run in turns: a pass that waited for a neighbour in its turn would hold the
             # baton.
@@ -89,7 +89,7 @@ class InterleavedPipelineExecutor(PipelineExecutor):
         assert self.interleaving is not None, "the caller has looked"
         virtual_stage = self.model.layout.virtual_stage(action.stage, action.chunk)
         numbers = list(inputs)
-        chains = [(self._slots[action.bucket, action.micro_batch][number],) for number in numbers]
+        chains = [(self._slots[action.slot][number],) for number in numbers]
 
         def forward(index: int) -> Flight:
             hidden_TD = inputs[numbers[index]]
@@ -103,12 +103,12 @@ class InterleavedPipelineExecutor(PipelineExecutor):
         return self.interleaving.run(chains, forward, held=self.model.only(virtual_stage))
 
     def _backward(self, action: Action) -> None:
-        slot = action.bucket, action.micro_batch
+        slot = action.slot
         if self.interleaving is None or is_chained(self._slots[slot]):
             super()._backward(action)
             return
         target = self._messages.target(action)
-        flights = self._flights.pop((*slot, action.chunk))
+        flights = self._flights.pop((slot, action.chunk))
         for group in self._number_groups(list(self._messages.numbers(action)), action):
             gradients = [self._take_gradient(action, number) for number in group]
 
@@ -130,7 +130,7 @@ class InterleavedPipelineExecutor(PipelineExecutor):
         # That the gradient has come shows that the output was taken.
         gradient, source = self._take(action, number), self._messages.source(action)
         if source is not None:
-            key = Key(action.bucket, action.micro_batch, number, source[1])
+            key = Key.of(action.slot, number, source[1])
             self.links.outgoing["F", source[0]].release(key)
         return gradient
 
@@ -144,7 +144,7 @@ class InterleavedPipelineExecutor(PipelineExecutor):
             action: the action that they belong to.
         """
         assert self.interleaving is not None, "the caller has looked"
-        micro_batches, may_repeat = self._slots[action.bucket, action.micro_batch], self.device.type == "cpu"
+        micro_batches, may_repeat = self._slots[action.slot], self.device.type == "cpu"
         groups: list[list[int]] = []
         seen: set[str] = set()
         for number in numbers:

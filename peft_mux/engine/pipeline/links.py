@@ -9,7 +9,10 @@ is known to have been taken, or when the step is over. So an action waits for it
 arrive in the order in which the sender's list sends them. The receiver posts its receives in that very order, which it
 reads off the sender's list, so the k-th receive meets the k-th send; what comes earlier than it is needed is laid
 aside. A template whose lists come to an end in simulation (`peft_mux.scheduler.pipeline.simulator.verify`), where
-messages take any time and inputs are all that is waited for, therefore comes to an end here.
+messages take any time and inputs are all that is waited for, therefore comes to an end here. So does one of several
+steps: losses and norms of a bucket's step are sent down behind its last gradient and up before the first hidden states
+of its next step (`peft_mux.engine.pipeline.barriers`), so that who waits for them waits for their sender as it would
+for these.
 
 How much lies in channels. One receive is posted ahead of the message that is needed now. An output is held by its
 sender until its gradient has come back, which the activation bytes of a template count. A gradient, `[T, D]`, is held
@@ -27,6 +30,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from peft_mux.engine.pipeline.messages import Expected
 from peft_mux.engine.processes.processes import Processes
 
 Key = Hashable
@@ -52,7 +56,7 @@ class Outgoing(Protocol):
 class Incoming(Protocol):
     """The receiver's end of a channel."""
 
-    def expect(self, messages: Iterable[tuple[Key, torch.Size]], dtype: torch.dtype) -> None:
+    def expect(self, messages: Iterable[Expected], dtype: torch.dtype) -> None:
         """Take in what will be sent, in the sender's order."""
         ...
 
@@ -112,16 +116,16 @@ class Inbox:
         """Expect nothing yet."""
         self._source, self._group, self._processes = source, group, processes
         self._what = f"the arrival of {what} from rank {source}"
-        self._expected: deque[tuple[Key, torch.Size]] = deque()
+        self._expected: deque[Expected] = deque()
         self._posted: dict[Key, tuple[torch.Tensor, Any]] = {}
         self._dtype = torch.float32
 
-    def expect(self, messages: Iterable[tuple[Key, torch.Size]], dtype: torch.dtype) -> None:
+    def expect(self, messages: Iterable[Expected], dtype: torch.dtype) -> None:
         """Take in what will be sent, in the sender's order, and post the receive of the first message.
 
         Args:
-            messages: key and shape of each message of the step.
-            dtype: dtype of all of them.
+            messages: each message until the next flush.
+            dtype: dtype of those that do not say it.
         """
         assert not self._expected, "all messages of a step are taken before the next one"
         assert not self._posted, "all messages of a step are taken before the next one"
@@ -150,9 +154,9 @@ class Inbox:
     def _post(self) -> None:
         """Post the receive of the next message on the list, if there is one."""
         if self._expected:
-            key, shape = self._expected.popleft()
+            key, shape, dtype = self._expected.popleft()
             # The shape is known from the plan, so no message has to announce it.
-            tensor = torch.empty(shape, dtype=self._dtype, device=self._processes.device)
+            tensor = torch.empty(shape, dtype=dtype or self._dtype, device=self._processes.device)
             with self._processes.communicating(self._what):
                 self._posted[key] = tensor, dist.irecv(tensor, src=self._source, group=self._group)
 
@@ -178,7 +182,7 @@ class Shelf:
     def flush(self) -> None:
         """Do nothing."""
 
-    def expect(self, messages: Iterable[tuple[Key, torch.Size]], dtype: torch.dtype) -> None:
+    def expect(self, messages: Iterable[Expected], dtype: torch.dtype) -> None:
         """Do nothing: order and shapes do not matter here."""
 
 

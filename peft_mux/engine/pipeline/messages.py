@@ -12,9 +12,8 @@ import torch
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.chains import is_chained
-from peft_mux.engine.pipeline.plan import Slot
 from peft_mux.scheduler.pipeline.launch import next_virtual_stage
-from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate
+from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 
 
 class Key(NamedTuple):
@@ -25,26 +24,92 @@ class Key(NamedTuple):
         micro_batch: number of the micro-batch within the bucket.
         number: which of the passes that the template's micro-batch stands for.
         chunk: which of the receiver's chunks the message is for.
+        step: step of the template.
     """
 
     bucket: int
     micro_batch: int
     number: int
     chunk: int
+    step: int = 0
+
+    @classmethod
+    def of(cls, slot: Slot, number: int, chunk: int) -> Key:
+        """Return the name of the message of a pass of a micro-batch of the template."""
+        return cls(slot.bucket, slot.micro_batch, number, chunk, slot.step)
+
+
+class StepEnd(NamedTuple):
+    """A bucket's step in a template of several, at whose end stages tell one another losses and norms.
+
+    Attributes:
+        bucket: bucket of the template.
+        step: step of the template.
+    """
+
+    bucket: int
+    step: int
+
+
+class StepEnds:
+    """Where in a stage's list the steps of buckets end.
+
+    Attributes:
+        after: the end of a bucket's step, by its last backward.
+        before: likewise, by the first forward of the bucket's next step.
+        last: ends of which there is no next step, in the order of `after`.
+    """
+
+    def __init__(self, row: Sequence[Action]) -> None:
+        """Read a list."""
+        backwards = {StepEnd(one.bucket, one.step): one for one in row if one.kind == "B"}
+        # In reverse, so that of all forwards of a step the first one stays.
+        forwards = {StepEnd(one.bucket, one.step): one for one in reversed(row) if one.kind == "F"}
+        self.after = {one: end for end, one in backwards.items()}
+        self.before = {one: StepEnd(end.bucket, end.step - 1) for end, one in forwards.items() if end.step > 0}
+        ended = set(self.before.values())
+        self.last = [self.after[one] for one in row if one in self.after and self.after[one] not in ended]
+
+
+class Expected(NamedTuple):
+    """A message that a stage waits for.
+
+    Attributes:
+        key: name of the message.
+        shape: its shape.
+        dtype: its dtype; `None` for that of hidden states.
+    """
+
+    key: Key | StepEnd
+    shape: torch.Size
+    dtype: torch.dtype | None = None
+
+
+FIGURES_DTYPE = torch.float64
+"""Dtype of losses and squared norms on their way: sums must not depend on the cut by more than fp32 shows."""
 
 
 class Messages:
-    """The messages of one step, as one stage sees them.
+    """The messages of a template, as one stage sees them.
 
     Args:
         template: the template that all stages follow.
         slots: passes of each micro-batch of the template.
         stage: number of the stage whose view this is.
+        num_tasks: number of tasks that step with a bucket, for buckets whose stages tell one another losses and norms
+            at the ends of their steps; none by default.
     """
 
-    def __init__(self, template: PipelineTemplate, slots: Mapping[Slot, Sequence[MuxBatch]], stage: int) -> None:
-        """Remember the step."""
+    def __init__(
+        self,
+        template: PipelineTemplate,
+        slots: Mapping[Slot, Sequence[MuxBatch]],
+        stage: int,
+        num_tasks: Mapping[int, int] | None = None,
+    ) -> None:
+        """Remember the steps."""
         self._template, self._slots, self._stage = template, slots, stage
+        self._num_tasks = num_tasks or {}
 
     def target(self, action: Action) -> tuple[int, int] | None:
         """Return the (stage, chunk) to which an action hands its result; `None` at the end of its way."""
@@ -56,29 +121,45 @@ class Messages:
 
     def numbers(self, action: Action) -> Sequence[int]:
         """Return the passes of an action in the order in which it runs them: chains backward in reverse."""
-        passes = self._slots[action.bucket, action.micro_batch]
+        passes = self._slots[action.slot]
         forward = range(len(passes))
         # A later part adds to the gradients of the keys and values of an earlier one, which therefore runs last.
         return forward[::-1] if action.kind == "B" and is_chained(passes) else forward
 
     def keys(self, action: Action, chunk: int) -> list[Key]:
         """Return the messages of an action that go to a chunk of the receiver, in order."""
-        return [Key(action.bucket, action.micro_batch, number, chunk) for number in self.numbers(action)]
+        return [Key.of(action.slot, number, chunk) for number in self.numbers(action)]
 
-    def expected(self, kind: str, source: int, width: int) -> Iterator[tuple[Key, torch.Size]]:
-        """Yield what another stage sends here, in its order, with shapes `[T, D]`.
+    def expected(self, kind: str, source: int, width: int) -> Iterator[Expected]:
+        """Yield what another stage sends here, in its order: tensors `[T, D]`, and figures `[2, N]` of N tasks.
+
+        Losses and squared norms of a bucket's step come down the pipeline behind its last gradient, and go up before
+        the first hidden states of its next step.
 
         Args:
             kind: "F" for hidden states, "B" for gradients.
             source: number of the sending stage.
             width: D, width of the hidden states.
         """
+        ends = StepEnds(self._template.actions[source]) if self._num_tasks else None
+        goes_up, comes_down = kind == "F" and source == self._stage - 1, kind == "B" and source == self._stage + 1
         for action in self._template.actions[source]:
+            if ends is not None and goes_up:
+                yield from self._figures(ends.before.get(action))
             target = self.target(action)
             if action.kind == kind and target is not None and target[0] == self._stage:
-                passes = self._slots[action.bucket, action.micro_batch]
+                passes = self._slots[action.slot]
                 for key in self.keys(action, target[1]):
-                    yield key, torch.Size((passes[key.number].num_tokens, width))
+                    yield Expected(key, torch.Size((passes[key.number].num_tokens, width)))
+            if ends is not None and comes_down:
+                yield from self._figures(ends.after.get(action))
+        if ends is not None and goes_up:
+            for end in ends.last:
+                yield from self._figures(end)
+
+    def _figures(self, end: StepEnd | None) -> Iterator[Expected]:
+        if end is not None and end.bucket in self._num_tasks:
+            yield Expected(end, torch.Size((2, self._num_tasks[end.bucket])), FIGURES_DTYPE)
 
     def gradients_taken(self, other: int) -> dict[Key, list[Key]]:
         """Return, for hidden states that come from a stage, which gradients that stage has taken by then.

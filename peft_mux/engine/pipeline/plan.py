@@ -21,11 +21,12 @@ from dataclasses import dataclass
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.chains import chains_of
 from peft_mux.errors import PlanError
-from peft_mux.scheduler.pipeline.template import PipelineTemplate
+from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.simulator import simulate
+from peft_mux.scheduler.pipeline.template import PipelineTemplate, Slot
+from peft_mux.scheduler.pipeline.window import build_window, window_step_s
 from peft_mux.scheduler.plan import Plan
-
-Slot = tuple[int, int]
-"""Bucket and micro-batch of a template."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class PipelinePlan:
         template: what each stage runs, in order.
         htasks: for each hTask, names of the tasks that share its passes.
         buckets: for each bucket of the template, indices of the hTasks in it.
+        loads: what each bucket costs, as the template was timed with; empty where that is not known.
+        link: the link between stages that the template was timed with; `None` where messages take no time.
 
     Raises:
         PlanError: if the template has another number of buckets, or a task is there twice.
@@ -44,6 +47,8 @@ class PipelinePlan:
     template: PipelineTemplate
     htasks: tuple[tuple[str, ...], ...]
     buckets: tuple[tuple[int, ...], ...]
+    loads: tuple[BucketLoad, ...] = ()
+    link: Link | None = None
 
     def __post_init__(self) -> None:
         found = {action.bucket for row in self.template.actions for action in row}
@@ -69,7 +74,8 @@ class PipelinePlan:
         """
         if plan.template is None:
             raise PlanError("the plan holds no running task; allowed: plans with at least one.")
-        return cls(plan.template, tuple(htask.tasks for htask in plan.htasks), plan.buckets)
+        htasks = tuple(htask.tasks for htask in plan.htasks)
+        return cls(plan.template, htasks, plan.buckets, plan.bucket_loads, plan.link)
 
     @classmethod
     def of_buckets(cls, template: PipelineTemplate, buckets: Sequence[Sequence[str]]) -> PipelinePlan:
@@ -81,6 +87,26 @@ class PipelinePlan:
         """
         return cls(template, tuple(map(tuple, buckets)), tuple((index,) for index in range(len(buckets))))
 
+    @property
+    def gains_by_windows(self) -> bool:
+        """Whether steps that are not flushed are predicted to be faster than steps that are."""
+        if not self.loads:
+            return False
+        flushed_s = simulate(self.template, self.loads, links=self.link).makespan_s
+        return window_step_s(self.template, self.loads, links=self.link) < flushed_s
+
+    def window(self, num_steps: int) -> PipelineTemplate:
+        """Return the template of several steps between which the pipeline is not flushed.
+
+        Args:
+            num_steps: number of steps, 1 or more.
+        """
+        return build_window(self.template, self.loads, num_steps, links=self.link)
+
+    def tasks_of(self, bucket: int) -> tuple[str, ...]:
+        """Return the names of the tasks in a bucket."""
+        return tuple(name for htask in self.buckets[bucket] for name in self.htasks[htask])
+
     def passes_per_bucket(self) -> dict[int, int]:
         """Return C, the number of micro-batches, of each bucket."""
         counts = dict.fromkeys(range(len(self.buckets)), 0)
@@ -89,11 +115,12 @@ class PipelinePlan:
             counts[action.bucket] = max(counts[action.bucket], 1 + action.micro_batch)
         return counts
 
-    def slots(self, micro_batches: Sequence[MuxBatch]) -> dict[Slot, list[MuxBatch]]:
+    def slots(self, micro_batches: Sequence[MuxBatch], step: int = 0) -> dict[Slot, list[MuxBatch]]:
         """Return which micro-batches each micro-batch of the template stands for; none for some, if they are few.
 
         Args:
             micro_batches: micro-batches of a step, each of tasks of one hTask.
+            step: number of that step in a template of several.
 
         Raises:
             PlanError: for a micro-batch of a task that is not in the plan, or of tasks of several hTasks.
@@ -103,11 +130,11 @@ class PipelinePlan:
             of_htask[self._htask_of(micro_batch)].append(micro_batch)
         counts = self.passes_per_bucket()
         slots: dict[Slot, list[MuxBatch]] = {
-            (bucket, number): [] for bucket, count in counts.items() for number in range(count)
+            Slot(bucket, number, step): [] for bucket, count in counts.items() for number in range(count)
         }
         for bucket, members in enumerate(self.buckets):
             for htask in members:
-                _spread(of_htask[htask], bucket, counts[bucket], slots)
+                _spread(of_htask[htask], Slot(bucket, 0, step), counts[bucket], slots)
         return slots
 
     def _htask_of(self, micro_batch: MuxBatch) -> int:
@@ -122,11 +149,11 @@ class PipelinePlan:
         return homes.pop()
 
 
-def _spread(passes: Sequence[MuxBatch], bucket: int, count: int, slots: Mapping[Slot, list[MuxBatch]]) -> None:
+def _spread(passes: Sequence[MuxBatch], first: Slot, count: int, slots: Mapping[Slot, list[MuxBatch]]) -> None:
     """Spread the passes of an hTask evenly over the `count` micro-batches of its bucket, chains unbroken."""
     number = 0
     for chain in chains_of(passes):
         # By the number of its first pass, and the chain as a whole: parts of a sequence must not be apart in the
         # template.
-        slots[bucket, number * count // len(passes)].extend(chain)
+        slots[first._replace(micro_batch=number * count // len(passes))].extend(chain)
         number += len(chain)

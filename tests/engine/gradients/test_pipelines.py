@@ -87,7 +87,7 @@ def run_watched(schedule: Any, num_chunks: int, work: StepWork) -> list[tuple[st
 
     def watched(action: Any) -> None:
         backward(action)
-        done = executor._slots[action.bucket, action.micro_batch]
+        done = executor._slots[action.slot]
         sync.events.append(("backward", (action.chunk, [id(micro_batch) for micro_batch in done])))
 
     executor._backward = watched  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -312,7 +312,8 @@ def make_stage(case: Case, processes: Processes, folder: Path) -> tuple[Pipeline
     size = processes.world_size
     layout = StageLayout.of(NUM_LAYERS, size, num_chunks=case.num_chunks, layers_per_stage=case.layers_per_stage)
     stage = StageModel(mux_model(case), layout, processes.rank)
-    plan = PipelinePlan(template_of(case, size), HTASKS, BUCKETS)
+    loads = tuple(loads_of(size, (1000, 700)))
+    plan = PipelinePlan(template_of(case, size), HTASKS, BUCKETS, loads)
     sync = GradientSync(stage.model, processes, ParallelLayout.of(size, pp=size))
     executor = PipelineExecutor(stage, plan, processes, bf16=case.bf16, sync=sync)
     optimizers = {name: optimizer_of(stage.model, name, folder) for name in stage.model.tasks}
@@ -341,6 +342,47 @@ def train_stage(name: str, processes: Processes, folder: Path) -> None:
         whole = gather_task(processes, layout, model.task_pieces(task), own)
         if whole is not None:
             write_state(whole, folder / f"{name}-{task}")
+    executor.links.close()
+
+
+def train_window(name: str, processes: Processes, folder: Path) -> None:
+    """Train a case as one stage in a window of all its steps, and write what was seen, as `train_stage` does."""
+    case = CASES[name]
+    executor, optimizers = make_stage(case, processes, folder)
+    model, seen = executor.model.model, Seen()
+    assert executor.sync.bundled is not None, "stages hold parts"
+    executor.sync.bundled.exchange_holdings(list(optimizers))
+
+    def update(step: int, losses: Mapping[str, torch.Tensor], norms: Mapping[str, torch.Tensor]) -> list[str]:
+        for task in set(losses) - set(seen.failures):
+            loss, norm = losses[task].item(), norms[task].item()
+            seen.losses.setdefault(task, []).append(loss)
+            seen.norms.setdefault(task, []).append(norm)
+            reason = non_finite_reason(loss, norm)
+            if reason is not None:
+                seen.failures[task] = reason
+            elif optimizers[task] is not None:
+                optimizers[task].step(norms[task])
+        if case.poison and step == 0 and POISONED in losses:
+            _poison(model)
+        return list(seen.failures)
+
+    results = executor.run_window([step_work(step, list(optimizers)) for step in range(NUM_STEPS)], update)
+    facts = {
+        "losses": seen.losses,
+        "norms": seen.norms,
+        "failures": seen.failures,
+        "results": [{task: loss.item() for task, loss in one.losses.items()} for one in results],
+        "ran": [str(span.action) for span in executor.spans],
+        "most_in_flight": executor.most_in_flight,
+    }
+    (folder / f"window-{name}-{processes.rank}.json").write_text(json.dumps(facts))
+    for task in model.tasks:
+        own = split_state(model.task_parameters(task), optimizers[task])
+        layout = ParallelLayout.of(processes.world_size, pp=processes.world_size)
+        whole = gather_task(processes, layout, model.task_pieces(task), own)
+        if whole is not None:
+            write_state(whole, folder / f"window-{name}-{task}")
     executor.links.close()
 
 
@@ -454,6 +496,7 @@ def fall(name: str, processes: Processes, folder: Path) -> None:
 
 COMMANDS: dict[str, Callable[[str, Processes, Path], None]] = {
     "train": train_stage,
+    "window": train_window,
     "memory": memory,
     "resume": resume,
     "fall": fall,

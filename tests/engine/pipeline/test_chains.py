@@ -19,7 +19,7 @@ from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.pipeline.stage_layout import StageLayout
 from peft_mux.engine.processes.processes import Processes
-from peft_mux.scheduler.pipeline.template import SCHEDULES, build_template
+from peft_mux.scheduler.pipeline.template import SCHEDULES, Slot, build_template
 from tests.engine.pipeline import chain_cases as cases
 from tests.engine.pipeline import stage_cases as stages
 from tests.engine.processes.cases import run_in_session
@@ -139,14 +139,16 @@ def test_parts_stay_in_one_micro_batch_of_their_bucket_and_both_ends_agree_on_th
     for stage, row in enumerate(plan.template.actions):
         messages = Messages(plan.template, slots, stage)
         needed = [(a.kind, key) for a in row if messages.source(a) for key in messages.keys(a, a.chunk)]
-        arriving = [(kind, key) for kind in "FB" for other in range(3) for key, _ in messages.expected(kind, other, 32)]
+        arriving = [
+            (kind, key) for kind in "FB" for other in range(3) for key, *_ in messages.expected(kind, other, 32)
+        ]
         assert sorted(needed) == sorted(arriving)
         for action in row:
             numbers = list(messages.numbers(action))
-            passes = slots[action.bucket, action.micro_batch]
+            passes = slots[action.slot]
             is_reversed = action.kind == "B" and any(one.parts for one in passes)
             assert numbers == sorted(range(len(passes)), reverse=is_reversed)
         for kind in "FB":
             for other in range(3):
-                for key, shape in messages.expected(kind, other, 32):
-                    assert shape == (slots[key.bucket, key.micro_batch][key.number].num_tokens, 32)
+                for key, shape, _ in messages.expected(kind, other, 32):
+                    assert shape == (slots[Slot(key.bucket, key.micro_batch)][key.number].num_tokens, 32)

@@ -25,7 +25,7 @@ from peft_mux.engine.pipeline.stage_loading import load_stage
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.errors import CheckpointError, PlanError, UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.scheduler.pipeline.template import PipelineTemplate, build_template
+from peft_mux.scheduler.pipeline.template import PipelineTemplate, Slot, build_template
 from tests.engine.pipeline import stage_cases as cases
 from tests.engine.processes.cases import run_in_session
 
@@ -326,10 +326,10 @@ def test_passes_are_spread_evenly_over_the_micro_batches_of_their_bucket() -> No
     slots = plan_of(2).slots(work.micro_batches)
     counts = {slot: [batch.task_names for batch in batches] for slot, batches in slots.items()}
     assert sum(map(len, counts.values())) == len(work.micro_batches)
-    assert set(counts) == {(0, k) for k in range(4)} | {(1, k) for k in range(3)}
+    assert set(counts) == {Slot(0, k) for k in range(4)} | {Slot(1, k) for k in range(3)}
     for bucket, htasks in enumerate((("abc"), ("de"))):
         for number in range(cases.NUM_SLOTS[bucket]):
-            assert all(set(names) <= set(htasks) for names in counts[bucket, number])
+            assert all(set(names) <= set(htasks) for names in counts[Slot(bucket, number)])
     with pytest.raises(PlanError, match="Dispatch the step with the plan"):
         PipelinePlan(plan_of(2).template, (("a",), ("b",), ("c",)), cases.BUCKETS).slots(work.micro_batches)
 
@@ -356,7 +356,9 @@ def test_all_that_a_stage_takes_is_on_the_lists_of_its_neighbours_and_gradients_
     for stage, row in enumerate(plan.template.actions):
         messages = Messages(plan.template, slots, stage)
         needed = [(a.kind, key) for a in row if messages.source(a) for key in messages.keys(a, a.chunk)]
-        arriving = [(kind, key) for kind in "FB" for other in range(3) for key, _ in messages.expected(kind, other, 32)]
+        arriving = [
+            (kind, key) for kind in "FB" for other in range(3) for key, *_ in messages.expected(kind, other, 32)
+        ]
         assert sorted(needed) == sorted(arriving)
         sent = [key for a in row if a.kind == "B" and (to := messages.target(a)) for key in messages.keys(a, to[1])]
         freed = [key for other in range(3) for keys in messages.gradients_taken(other).values() for key in keys]
