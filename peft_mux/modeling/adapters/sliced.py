@@ -30,7 +30,8 @@ class SlicedAdapter(MultiplexedForward):
     """PEFT's own layer, task by task on its rows; for layers that treat every token by itself.
 
     The layer may lie around layers of other tasks and PEFT types, and dropout may lie in it: while it runs for one
-    task, the stream tells them of that task's rows alone.
+    task, the stream tells them of that task's rows alone. Where all of them hand their inputs on to the frozen layer as
+    they are, that one runs once over the stream (BaseOp, M §3.2), and each layer finds its rows of the output ready.
 
     Args:
         module: the module whose `forward` this is.
@@ -38,11 +39,14 @@ class SlicedAdapter(MultiplexedForward):
         stream: what tells the module which rows are whose.
         draws: whether the layer draws random numbers in training; then they are those of the task's step, the same in
             all of its micro-batches.
+        shares_base: whether the layer calls the frozen one with the inputs that it gets itself.
     """
 
-    def __init__(self, module: nn.Module, name: str, stream: Stream, *, draws: bool = False) -> None:
+    def __init__(
+        self, module: nn.Module, name: str, stream: Stream, *, draws: bool = False, shares_base: bool = False
+    ) -> None:
         super().__init__(module, name, stream)
-        self._draws = draws
+        self._draws, self._shares_base = draws, shares_base
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return what PEFT's layer returns for `x`, row by row of the stream where one is read."""
@@ -65,26 +69,45 @@ class SlicedAdapter(MultiplexedForward):
         if not any(owners):
             return below(rows if is_ids else x)
         parts = []
-        for segment, owner, part in zip(segments, owners, self.by_segment(rows, 1), strict=True):
+        ready = self._ready(rows, below, owners)
+        for segment, owner, part, y in zip(segments, owners, self.by_segment(rows, 1), ready, strict=True):
             with self.stream.only(segment):
-                parts.append(below(part) if owner is None else owner.run(part, segment))
+                if owner is None:
+                    parts.append(below(part) if y is None else y)
+                else:
+                    parts.append(owner.run(part, segment, y))
         # Joined from slices and not masked: 0 * NaN would carry one task's NaN to the others.
         y = torch.cat(parts, dim=1)
         return y if is_ids else y.view(*x.shape[:-1], -1)
 
-    def run(self, rows: torch.Tensor, segment: RowSegment) -> torch.Tensor:
+    def _ready(
+        self, rows: torch.Tensor, below: Any, owners: Sequence[SlicedAdapter | None]
+    ) -> Sequence[torch.Tensor | None]:
+        """Return for each segment what the layer below gives, computed at once; `None` where its owner wants others."""
+        hands_on = [owner is None or owner._shares_base for owner in owners]
+        num_rows = sum(
+            segment.end - segment.start for segment, is_so in zip(self.stream.segments, hands_on, strict=True) if is_so
+        )
+        # Of the others' rows the output is of no use; where they are most of them, it would cost more than it saves.
+        if not rows.is_floating_point() or 2 * num_rows < self.stream.num_rows:
+            return (None,) * len(owners)
+        parts = self.by_segment(below(rows), 1)
+        return [part if is_so else None for part, is_so in zip(parts, hands_on, strict=True)]
+
+    def run(self, rows: torch.Tensor, segment: RowSegment, ready: torch.Tensor | None = None) -> torch.Tensor:
         """Return what PEFT's layer gives for one task.
 
         Args:
             rows: the task's rows, `[1, T, D]`, or token ids `[1, T]`.
             segment: whose rows they are.
+            ready: what the frozen layer gives for them, where that is known.
         """
         layer: Any = self.module
         before = layer._active_adapter
         # The attribute, as PEFT's `set_adapter` would switch gradients on and off as well.
         layer._active_adapter = [segment.adapter]
         try:
-            with _on_frozen_layer(layer), self._drawing(rows, segment):
+            with _on_frozen_layer(layer) as frozen, _knowing(frozen, rows, ready), self._drawing(rows, segment):
                 return self.original(rows)
         finally:
             layer._active_adapter = before
@@ -155,15 +178,32 @@ def _seeded(seed: int, device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
-def _on_frozen_layer(layer: Any) -> Iterator[None]:
+def _on_frozen_layer(layer: Any) -> Iterator[Any]:
     """Let a layer lie bare around the frozen one, as it does alone: some types look at what is inside them."""
     before = layer._modules["base_layer"]
     # Past `setattr`, which would register and check the module anew in every pass.
-    layer._modules["base_layer"] = layer.get_base_layer()
+    frozen = layer._modules["base_layer"] = layer.get_base_layer()
+    try:
+        yield frozen
+    finally:
+        layer._modules["base_layer"] = before
+
+
+@contextmanager
+def _knowing(frozen: Any, rows: torch.Tensor, output: torch.Tensor | None) -> Iterator[None]:
+    """Let a frozen layer give an output that is known already for these rows; other inputs it computes as ever."""
+    if output is None:
+        yield
+        return
+    before, original = frozen.__dict__.get("forward"), frozen.forward
+    frozen.forward = lambda x, *args, **kwargs: output if x is rows else original(x, *args, **kwargs)
     try:
         yield
     finally:
-        layer._modules["base_layer"] = before
+        if before is None:
+            del frozen.forward
+        else:
+            frozen.forward = before
 
 
 class SlicedKind:
@@ -179,6 +219,8 @@ class SlicedKind:
         reasons: why some other fields may not be set, by name.
         default_targets: target modules where a configuration names none, by type of the backbone; PEFT's by default.
         draws: its layers draw random numbers for whole weights in training; then they draw those of the task's step.
+        shares_base: its layers call the frozen ones with the inputs that they get themselves, which then run once for
+            all tasks.
     """
 
     draws_itself: bool = False
@@ -193,6 +235,7 @@ class SlicedKind:
         reasons: Mapping[str, str] | None = None,
         default_targets: Mapping[str, Any] | None = None,
         draws: bool = False,
+        shares_base: bool = False,
     ) -> None:
         """Look the type up in PEFT."""
         tuner = PEFT_TYPE_TO_TUNER_MAPPING[peft_type]
@@ -200,7 +243,7 @@ class SlicedKind:
         self.name = self.title = str(peft_type.value)
         self.layer_type = tuner.tuner_layer_cls
         self.default_targets: Mapping[str, Any] = default_targets or getattr(tuner, "target_module_mapping", None) or {}
-        self._draws = draws
+        self._draws, self._shares_base = draws, shares_base
         self._mark = f".{tuner.prefix}"
         self._fields, self._reasons = frozenset(fields) | _COMMON_FIELDS, reasons or {}
         self._types = types_of_defaults(PEFT_TYPE_TO_CONFIG_MAPPING[peft_type], self._fields)
@@ -256,7 +299,7 @@ class SlicedKind:
 
     def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
         """Return PEFT's own forward, sliced."""
-        return SlicedAdapter(module, name, stream, draws=self._draws)
+        return SlicedAdapter(module, name, stream, draws=self._draws, shares_base=self._shares_base)
 
     def arrange(self, model: nn.Module, stream: Stream) -> None:
         """Do nothing: each layer runs by itself."""

@@ -7,11 +7,27 @@ from peft_mux.modeling.adapters.catalogue.entry import Category, TypeEntry
 _SLICED = Category.SLICED
 
 ADDING = (
-    TypeEntry("IA3", _SLICED, "one factor for each feature of a layer", ("feedforward_modules", "init_ia3_weights")),
-    TypeEntry("BEFT", _SLICED, "a bias for each adapted layer", ("init_weights",)),
-    TypeEntry("ROAD", _SLICED, "rotations of pairs of output features", ("variant", "group_size", "init_weights")),
     TypeEntry(
-        "MISS", _SLICED, "a matrix shared by shards of the inputs", ("r", "mini_r", "miss_dropout", "init_weights")
+        "IA3",
+        _SLICED,
+        "one factor for each output of a layer (for each input of `feedforward_modules`, where the layer runs by task)",
+        ("feedforward_modules", "init_ia3_weights"),
+        shares_base=True,
+    ),
+    TypeEntry("BEFT", _SLICED, "a bias for each adapted layer", ("init_weights",), shares_base=True),
+    TypeEntry(
+        "ROAD",
+        _SLICED,
+        "rotations of pairs of output features",
+        ("variant", "group_size", "init_weights"),
+        shares_base=True,
+    ),
+    TypeEntry(
+        "MISS",
+        _SLICED,
+        "a matrix shared by shards of the inputs",
+        ("r", "mini_r", "miss_dropout", "init_weights"),
+        shares_base=True,
     ),
     TypeEntry(
         "GRALORA",
@@ -25,6 +41,7 @@ ADDING = (
         "low-rank factors of bounded norm, and the bound",
         ("r", "delora_lambda", "module_dropout", "init_weights", "rank_pattern", "lambda_pattern"),
         reads_weights=True,
+        shares_base=True,
     ),
     TypeEntry(
         "DEFT",
@@ -32,6 +49,7 @@ ADDING = (
         "a projection that takes a subspace out of the outputs, and what comes in its place",
         ("r", "decomposition_method", "init_scale", "alpha", "para", "deft_dropout", "init_weights"),
         reads_weights=True,
+        shares_base=True,
     ),
     TypeEntry(
         "OSF",
@@ -39,6 +57,7 @@ ADDING = (
         "the small singular values and vectors of a weight, away from the large ones",
         ("effective_rank", "rank_pattern", "init_weights"),
         reads_weights=True,
+        shares_base=True,
     ),
     TypeEntry(
         "PSOFT",
@@ -50,6 +69,7 @@ ADDING = (
             *("num_cayley_neumann_terms", "cayley_neumann_eps", "init_weights"),
         ),
         reads_weights=True,
+        shares_base=True,
     ),
     TypeEntry(
         "ADAMSS",
@@ -81,6 +101,7 @@ SHARING = (
         "two vectors a layer around frozen random projections",
         ("r", "projection_prng_key", "save_projection", "vera_dropout", "d_initial", "init_weights"),
         spans_layers=_SHARED,
+        shares_base=True,
     ),
     TypeEntry(
         "PVERA",
@@ -92,6 +113,7 @@ SHARING = (
             "generator_seed": "what training draws belongs to the task's seed, its step and the token's place",
         },
         spans_layers=_SHARED,
+        shares_base=True,
     ),
     TypeEntry(
         "RANDLORA",
@@ -102,6 +124,7 @@ SHARING = (
             *("randlora_alpha", "init_weights"),
         ),
         spans_layers=_SHARED,
+        shares_base=True,
     ),
     TypeEntry(
         "VBLORA",
@@ -110,6 +133,7 @@ SHARING = (
         ("r", "num_vectors", "vector_length", "topk", "vblora_dropout", "init_vector_bank_bound", "init_logits_std"),
         reasons={"save_only_topk_weights": "training could not go on from what is saved"},
         spans_layers="layers share the bank of vectors, which is trained",
+        shares_base=True,
     ),
     TypeEntry(
         "UNILORA",
@@ -117,6 +141,7 @@ SHARING = (
         "one vector that the low-rank factors of all layers are read from",
         ("r", "proj_seed", "theta_d_length", "unilora_dropout", "init_theta_d_bound", "init_weights", "save_indices"),
         spans_layers="layers share the one vector that is trained",
+        shares_base=True,
     ),
     TypeEntry(
         "TINYLORA",

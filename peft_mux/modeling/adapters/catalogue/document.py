@@ -37,13 +37,26 @@ def _head(entries: list[TypeEntry]) -> Iterator[str]:
     for category in Category:
         yield f"* **{category.value}**: {category.meaning}"
     yield ""
+    yield "Where the frozen layer runs once, it does so over the rows of all tasks; beside tasks of types that want it"
+    yield "by task, as long as these have at most half of the rows. LoHa and LoKr compute with their factors, where"
+    yield "that is less work than the change of the weight that they stand for."
+    yield ""
 
 
 def _table(entries: list[TypeEntry]) -> Iterator[str]:
-    yield "| type | how | what it trains | stages of a pipeline | sharded backbone |"
-    yield "|---|---|---|---|---|"
+    yield "| type | how | frozen layer runs | what it trains | stages of a pipeline | sharded backbone |"
+    yield "|---|---|---|---|---|---|"
     for entry in sorted(entries, key=lambda entry: (list(Category).index(entry.category), entry.name)):
-        yield f"| `{entry.name}` | {entry.category.value} | {entry.trains}{_needs(entry)} | {_stages(entry)} |"
+        how = f"{entry.category.value} | {_base(entry)}"
+        yield f"| `{entry.name}` | {how} | {entry.trains}{_needs(entry)} | {_stages(entry)} |"
+
+
+def _base(entry: TypeEntry) -> str:
+    """Return how often the frozen layer of an adapted one runs in a pass of several tasks."""
+    if entry.category is Category.REFUSED:
+        return ""
+    is_once = entry.shares_base or entry.category in (Category.FUSED, Category.PROMPT)
+    return "once" if is_once else "by task"
 
 
 def _needs(entry: TypeEntry) -> str:

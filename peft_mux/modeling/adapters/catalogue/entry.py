@@ -59,6 +59,8 @@ class TypeEntry:
         needs_weights: it cannot even be described before frozen weights are loaded.
         reads_weights: its initial state is computed from frozen weights, which a part of a model does not have all of.
         draws: it draws random numbers for whole weights in training, which are made to belong to the task's step.
+        shares_base: its layers call the frozen ones with the inputs that they get themselves, which then run once for
+            all tasks.
         needs: a package that PEFT imports for it.
         refusal: why tasks of this type are refused.
         nearest: names of types that work and come nearest to a refused one; the nearest first.
@@ -73,6 +75,7 @@ class TypeEntry:
     reads_weights: bool = False
     needs_weights: bool = False
     draws: bool = False
+    shares_base: bool = False
     needs: str = ""
     refusal: str = ""
     nearest: tuple[str, ...] = ()

@@ -13,10 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 from peft_mux.errors import Fault
 from peft_mux.modeling.adapters.catalogue.entry import WEIGHTS_ARE_READ, Category, TypeEntry
 from peft_mux.modeling.adapters.catalogue.noise import TokenNoise
+from peft_mux.modeling.adapters.catalogue.products import FactoredProduct
 from peft_mux.modeling.adapters.catalogue.registry import ENTRIES
 from peft_mux.modeling.adapters.kind import ReplicaLayout, register_kind
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
-from peft_mux.modeling.adapters.sliced import SlicedKind
+from peft_mux.modeling.adapters.sliced import SlicedAdapter, SlicedKind
 from peft_mux.modeling.backbone.head_kinds import head_kind_for
 from peft_mux.modeling.backbone.modules import adaptable_modules
 from peft_mux.modeling.stream import Stream
@@ -41,6 +42,7 @@ class CatalogueKind(SlicedKind):
             fields=frozenset({*entry.fields, "fan_in_fan_out"}),
             reasons={**_REASONS, **entry.reasons},
             draws=entry.draws,
+            shares_base=entry.shares_base,
         )
         self.entry = entry
 
@@ -81,6 +83,23 @@ class NormKind(CatalogueKind):
             for name, module in backbone.named_modules()
             if name.replace(".base_layer", "") not in others and _is_norm(module)
         }
+
+
+class Ia3Kind(CatalogueKind):
+    """IA3, which scales the outputs of some layers, and the inputs of those behind a nonlinearity."""
+
+    def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
+        """Return PEFT's own forward, sliced; the frozen layer runs once where outputs are scaled."""
+        return SlicedAdapter(module, name, stream, shares_base=not module.is_feedforward)
+
+
+class ProductKind(CatalogueKind):
+    """LoHa and LoKr, whose products are computed from their factors where that is less work than making a weight."""
+
+    def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
+        """Return PEFT's own forward, sliced, with another way to the same sums."""
+        module._get_delta_activations = FactoredProduct(module, stream)  # type: ignore[assignment]
+        return super().attach(module, name, stream)
 
 
 class PveraKind(CatalogueKind):
@@ -151,7 +170,10 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 _CLASSES: Mapping[str, type[CatalogueKind]] = {
+    "IA3": Ia3Kind,
     "LN_TUNING": NormKind,
+    "LOHA": ProductKind,
+    "LOKR": ProductKind,
     "TRAINABLE_TOKENS": TokenKind,
     "PVERA": PveraKind,
     "SHIRA": ShiraKind,

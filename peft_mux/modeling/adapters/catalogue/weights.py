@@ -15,6 +15,7 @@ WEIGHT_SPACE = (
         "an elementwise product of two low-rank matrices",
         ("r", "alpha", "rank_pattern", "alpha_pattern", *_DROPS, "init_weights"),
         draws=True,
+        shares_base=True,
     ),
     TypeEntry(
         "LOKR",
@@ -25,12 +26,14 @@ WEIGHT_SPACE = (
             *("decompose_both", "decompose_factor"),
         ),
         draws=True,
+        shares_base=True,
     ),
     TypeEntry(
         "HIRA",
         _WEIGHTS,
         "a low-rank matrix that multiplies the frozen weight elementwise",
         ("r", "hira_dropout", "init_weights", "rank_pattern"),
+        shares_base=True,
     ),
     TypeEntry(
         "BOFT",
@@ -70,6 +73,7 @@ WEIGHT_SPACE = (
         _WEIGHTS,
         "some Fourier coefficients of a change of the weight",
         ("n_frequency", "scaling", "random_loc_seed", "n_frequency_pattern", "init_weights"),
+        shares_base=True,
     ),
     TypeEntry(
         "WAVEFT",
@@ -80,6 +84,7 @@ WEIGHT_SPACE = (
             *("proportional_parameters", "init_weights"),
         ),
         spans_layers="how many coefficients a layer has may depend on all other layers",
+        shares_base=True,
     ),
     TypeEntry(
         "GLORA",
@@ -87,11 +92,13 @@ WEIGHT_SPACE = (
         "factors, sums and biases on weight and bias",
         ("r", "config_A_B", "config_C", "config_D_E", "init_weights"),
         spans_layers=_MORE_IN_FILES,
+        shares_base=True,
     ),
     TypeEntry(
         "PEANUT",
         _WEIGHTS,
         "a small network that makes a change of the weight of the weight",
         ("r", "depth", "act_fn", "scaling", "init_weights"),
+        shares_base=True,
     ),
 )
