@@ -209,7 +209,9 @@ class PipelineExecutor:
         """
         tasks, gradients = works[0].tasks, self.sync.bundled
         assert gradients is not None, "gains_by_windows was asked"
-        template = self._windows.setdefault(len(works), self.plan.window(len(works)))
+        if len(works) not in self._windows:
+            self._windows[len(works)] = self.plan.window(len(works))
+        template = self._windows[len(works)]
         slots = {slot: own for step, work in enumerate(works) for slot, own in self._slots_of(work, step)}
         buckets = [[name for name in tasks if name in self.plan.tasks_of(i)] for i in range(len(self.plan.buckets))]
         with self._closing_on_failure():

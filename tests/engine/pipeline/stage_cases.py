@@ -66,7 +66,7 @@ BUCKETS = ((0, 1), (2,))
 NUM_SLOTS = (4, 3)
 LENGTHS = {"a": (3, 9, 17, 5, 21, 8), "b": (12, 4, 30), "c": (7, 7, 6, 19, 2), "d": (25, 3, 11, 14), "e": (5, 40, 9)}
 MAX_TOKENS = (30, 15, 40)
-POISONED = "d"
+POISONED, ODD = "d", "a"
 
 
 @dataclass(frozen=True)
@@ -346,8 +346,12 @@ def train_stage(name: str, processes: Processes, folder: Path) -> None:
 
 
 def train_window(name: str, processes: Processes, folder: Path) -> None:
-    """Train a case as one stage in a window of all its steps, and write what was seen, as `train_stage` does."""
-    case = CASES[name]
+    """Train a case as one stage in a window of all its steps, and write what was seen, as `train_stage` does.
+
+    With "+odd" behind the name, the first update of one task fails on the last stage alone.
+    """
+    case_name, _, odd = name.partition("+")
+    case, fails_here = CASES[case_name], bool(odd) and processes.rank == processes.world_size - 1
     executor, optimizers = make_stage(case, processes, folder)
     model, seen = executor.model.model, Seen()
     assert executor.sync.bundled is not None, "stages hold parts"
@@ -359,6 +363,8 @@ def train_window(name: str, processes: Processes, folder: Path) -> None:
             seen.losses.setdefault(task, []).append(loss)
             seen.norms.setdefault(task, []).append(norm)
             reason = non_finite_reason(loss, norm)
+            if fails_here and task == ODD:
+                reason = "the optimizer failed"
             if reason is not None:
                 seen.failures[task] = reason
             elif optimizers[task] is not None:

@@ -32,7 +32,7 @@ OF_FOUR = "llama-gpipe qwen-interleaved llama-mux-limit llama-bf16".split()
 def test_steps_in_a_window_have_the_bits_of_steps_that_are_flushed(
     world: int, names: list[str], tmp_path: Path
 ) -> None:
-    items = [f"{how}:{name}" for name in names for how in ("train", "window")]
+    items = [*(f"{how}:{name}" for name in names for how in ("train", "window")), f"window:{names[0]}+odd"]
     folder = tmp_path / "run"
     run_in_session(stages.run_launches, [[{"world": world, "folder": str(folder), "items": items}]], limit_s=280)
     codes = json.loads((folder / "codes.json").read_text())
@@ -42,6 +42,20 @@ def test_steps_in_a_window_have_the_bits_of_steps_that_are_flushed(
             check_facts(name, facts(folder, name, rank), facts(folder, f"window-{name}", rank))
         for task in stages.LENGTHS:
             check_states(folder, name, task)
+    check_failure_of_one_stage(folder, names[0], world)
+
+
+def check_failure_of_one_stage(folder: Path, name: str, world: int) -> None:
+    """Assert that no stage steps a task again whose update has failed on the last one, and that nobody else notices."""
+    for rank in range(world):
+        flushed, odd = facts(folder, name, rank), facts(folder, f"window-{name}+odd", rank)
+        is_last = rank == world - 1
+        reason = "the optimizer failed" if is_last else "non_finite: gradient norm is nan"
+        assert odd["failures"] == {stages.ODD: reason}
+        assert len(odd["losses"][stages.ODD]) == (1 if is_last else 2)
+        for task in set(flushed["losses"]) - {stages.ODD}:
+            assert odd["losses"][task] == flushed["losses"][task], task
+            assert odd["norms"][task] == flushed["norms"][task], task
 
 
 def facts(folder: Path, name: str, rank: int) -> Any:
