@@ -1,0 +1,114 @@
+"""The parts of MuxTune's evaluation: end to end, breakdown, alignment, memory (M §5.2, §5.3, Fig. 13 to 17, 20)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from benchmarks.papers.runs import Contender, Measured, measure
+from benchmarks.papers.table import Row, Settings
+from benchmarks.training.audit import audit
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "pp2": {"pipeline_parallel_size": 2},
+    "tp2": {"tensor_parallel_size": 2},
+}
+PAPER_ENDS = {
+    "uniform": {"hf": "up to 2.33x", "NeMo-like": "up to 1.87x", "padded": "up to 1.64x"},
+    "nonuniform": {"hf": "2.23x", "NeMo-like": "1.83x", "padded": "1.85x"},
+}
+"""M §5.2, Figure 14, on A40 GPUs."""
+CHUNKS = (32, 64, 128)
+
+
+def end_to_end(settings: Settings, backbone: Path) -> list[Row]:
+    """Figure 14: the planner's own plan on two processes against each baseline, both mixes."""
+    rows = []
+    for layout, arguments in LAYOUTS.items():
+        contenders = [
+            Contender("mux", 2, arguments),
+            Contender("hf", 2, is_hf=True),
+            # One task after another, each through 1F1B that is drained at the end of every step.
+            Contender("NeMo-like", 2, {**arguments, "planner": "sequential", **_plain(layout)}),
+            Contender("padded", 2, {**arguments, "planner": "together", **_plain(layout)}, padded=True),
+        ]
+        for mix in ("uniform", "nonuniform"):
+            found = measure(contenders, settings.case(mix), settings.rounds, backbone)
+            rows += [
+                Row("a", f"M Fig. 14, {layout}, {mix}: against {name}", paper, _times(found, name), "x", _spread(found))
+                for name, paper in PAPER_ENDS[mix].items()
+            ]
+    return rows
+
+
+def breakdown(settings: Settings, backbone: Path) -> list[Row]:
+    """Figure 16: one technique off at a time, on a pipeline of two stages, light and heavy."""
+    own = LAYOUTS["pp2"]
+    contenders = [
+        Contender("mux", 2, own),
+        Contender("without task fusion", 2, {**own, "planner": "interleaved"}),
+        Contender("without operator orchestration", 2, {**own, "pipeline_schedule": "1f1b"}),
+        Contender("without data alignment", 2, own, padded=True),
+    ]
+    published = {
+        "light": ("-36.1%", "-30.3%", "-22.5%"),
+        "heavy": ("-6.25%", "-25.1%", "-34.3%"),
+    }
+    rows = []
+    for load, batch_size in (("light", 2), ("heavy", settings.heavy_rows)):
+        found = measure(contenders, settings.case("nonuniform", batch_size=batch_size), settings.rounds, backbone)
+        for one, paper in zip(contenders[1:], published[load], strict=True):
+            lost = 100 * (found["mux"].median_s / found[one.name].median_s - 1)
+            rows.append(Row("b", f"M Fig. 16, pp2, {load}: {one.name}", paper, lost, "%", _spread(found)))
+    return rows
+
+
+def alignment(settings: Settings, backbone: Path) -> list[Row]:
+    """Figures 20 and 13: effective tokens/s of zero padding, of packing alone, and of chunks of several sizes."""
+    own = {**LAYOUTS["pp2"], "planner": "together"}
+    contenders = [
+        Contender("zero padding", 2, own, padded=True),
+        Contender("packing only", 2, own),
+        *(Contender(f"chunks of {size}", 2, {**own, "chunk_size": size, "pad_to_chunks": True}) for size in CHUNKS),
+    ]
+    case = settings.case("nonuniform")
+    found = measure(contenders, case, settings.rounds, backbone)
+    tokens = case.workload().num_timed_tokens
+    rows = []
+    for one in contenders:
+        rate = tokens / found[one.name].median_s
+        gain = found["zero padding"].median_s / found[one.name].median_s
+        paper = "1x" if one.padded else "up to 2.57x (chunks of 128), 3.59x (of 64)" if "chunks" in one.name else "-"
+        what = f"M Fig. 20, pp2, one hTask: effective, {one.name} over zero padding ({rate:,.0f} tokens/s)"
+        rows.append(Row("c", what, paper, gain, "x", _spread(found)))
+    return rows
+
+
+def memory(settings: Settings, backbone: Path) -> list[Row]:
+    """Figure 17: peak memory of more and more tasks against a backbone for each task, and a padded joint batch."""
+    rows = []
+    for number in settings.task_numbers:
+        case = settings.case("nonuniform", num_tasks=number)
+        found = {name: audit(name, case, 1) for name in ("mux", "hf", "padded")}
+        for what, taken, paper in (
+            ("a backbone for each task (computed)", found["hf"].replicated_bytes, "up to 5.29x"),
+            ("padded joint batch", found["padded"].peak_bytes, "up to 1.46x"),
+        ):
+            ratio = taken / found["mux"].peak_bytes
+            peak = f"mux takes {found['mux'].peak_bytes / 2**20:,.0f} MiB"
+            rows.append(Row("d", f"M Fig. 17, {number} tasks: memory of {what}", paper, ratio, "x", peak))
+    return rows
+
+
+def _plain(layout: str) -> dict[str, Any]:
+    """Return what turns a layout's own orchestration off."""
+    return {"pipeline_schedule": "1f1b"} if layout == "pp2" else {"interleaved_passes": 1}
+
+
+def _times(found: dict[str, Measured], name: str) -> float:
+    return found[name].median_s / found["mux"].median_s
+
+
+def _spread(found: dict[str, Measured]) -> str:
+    """Return the seconds of every round, which tell how far a ratio may be trusted."""
+    return "; ".join(f"{name} " + "/".join(f"{s:.2f}" for s in one.seconds) + " s" for name, one in found.items())

@@ -1,0 +1,155 @@
+"""Contenders of one comparison, each in processes of its own: held to equal losses, then timed by turns."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paths import ROOT
+from benchmarks.training.throughput import check_equal_work
+from benchmarks.training.workloads import Case
+
+_AUDITED_STEPS = 2
+"""The second step is the first that an update has changed."""
+_LIMIT_S = 1800
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """One way to train the tasks of a case.
+
+    Attributes:
+        name: what tables call it.
+        processes: processes that train together, one thread each.
+        arguments: arguments of `MultiTaskTrainingArguments` beside those that all have.
+        padded: whether rows are filled up to the longest of all tasks.
+        is_hf: whether it is transformers' Trainer with PEFT, in one process with as many threads.
+        parts: names of the tasks of each run, one run after another; `()` for one run of all.
+        part_arguments: further arguments of each of these runs.
+    """
+
+    name: str
+    processes: int
+    arguments: dict[str, Any] = field(default_factory=dict)
+    padded: bool = False
+    is_hf: bool = False
+    parts: tuple[tuple[str, ...], ...] = ()
+    part_arguments: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a contender took.
+
+    Attributes:
+        seconds: seconds of all steps but each task's first, by round.
+        processes: processes that it ran in.
+        steps: by round, measured and predicted seconds of each of these steps; the latter 0 where rows are not
+            dispatched.
+    """
+
+    seconds: list[float]
+    processes: int
+    steps: list[list[tuple[float, float]]]
+
+    @property
+    def median_s(self) -> float:
+        """Median of the rounds."""
+        return statistics.median(self.seconds)
+
+
+def measure(contenders: Sequence[Contender], case: Case, rounds: int, backbone: Path) -> dict[str, Measured]:
+    """Hold all contenders to the same losses, then time them by turns.
+
+    Args:
+        contenders: whom to compare.
+        case: what all of them train on.
+        rounds: timed runs of each.
+        backbone: folder of the saved backbone of the case.
+
+    Raises:
+        UnequalWorkError: if the losses of two contenders differ.
+        RuntimeError: with the end of its output, where a run fails.
+    """
+    short = dataclasses.replace(case, num_steps=_AUDITED_STEPS)
+    check_equal_work({one.name: _run(one, short, backbone, True)[2] for one in contenders})
+    found = {one.name: Measured([], one.processes, []) for one in contenders}
+    for turn in range(rounds):
+        first = turn % len(contenders)
+        for one in [*contenders[first:], *contenders[:first]]:
+            print(f"  round {turn + 1} of {rounds}: {one.name}", file=sys.stderr, flush=True)
+            seconds, steps, _ = _run(one, case, backbone, False)
+            found[one.name].seconds.append(seconds)
+            found[one.name].steps.append(steps)
+    return found
+
+
+def launch(job: dict[str, Any], processes: int) -> dict[str, Any]:
+    """Run a job of `worker.py` to its end, and return what its first process wrote.
+
+    Args:
+        job: what to do; see `worker.py`.
+        processes: processes that do it together.
+
+    Raises:
+        RuntimeError: with the end of its output, where it fails.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        path, output = Path(folder) / "job.json", Path(folder) / "found.json"
+        job = {"records_losses": False, **job, "folder": str(Path(folder) / "run"), "output": str(output)}
+        path.write_text(json.dumps(job), encoding="utf-8")
+        command = [sys.executable]
+        if processes > 1:
+            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        environment["OMP_NUM_THREADS"] = str(job.get("threads", 1))
+        command += ["-m", "benchmarks.papers.worker", str(path)]
+        result = subprocess.run(
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=_LIMIT_S
+        )
+        if result.returncode != 0:
+            raise RuntimeError(f"{job} ended with code {result.returncode}:\n{result.stderr[-3000:]}")
+        return json.loads(output.read_text(encoding="utf-8"))
+
+
+def _run(
+    one: Contender, case: Case, backbone: Path, records_losses: bool
+) -> tuple[float, list[tuple[float, float]], dict[str, list[float]]]:
+    """Return seconds of all steps but each task's first, those of each, and the losses of each task."""
+    seconds, steps, losses = 0.0, [], {}
+    shared = {"case": case.to_json(), "backbone": str(backbone), "records_losses": records_losses}
+    if one.is_hf:
+        found = launch({**shared, "kind": "hf", "threads": one.processes}, 1)
+        return found["steps_s"], [], found["losses"]
+    parts, further = one.parts or ((),), one.part_arguments or ({},) * max(1, len(one.parts))
+    for tasks, arguments in zip(parts, further, strict=True):
+        job = {**shared, "kind": "train", "tasks": tasks, "padded": one.padded}
+        found = launch({**job, "arguments": {**one.arguments, **arguments}}, one.processes)
+        own = steps_of(found)
+        seconds += sum(measured for measured, _ in own)
+        steps += own
+        losses |= found["losses"]
+    # In the order of the tasks, as the other contenders have them.
+    return seconds, steps, {task.name: losses[task.name] for task in case.workload().tasks}
+
+
+def steps_of(found: dict[str, Any]) -> list[tuple[float, float]]:
+    """Return measured and predicted seconds of all steps but the first of each task.
+
+    Args:
+        found: what a worker wrote: when each step ended, and what was predicted for it. Tasks that take turns each
+            have as many steps in a row.
+    """
+    ends, planned, number = found["ends_s"], found["planned_s"], found["steps"]
+    if len(ends) not in (number, number * len(found["tasks"])):
+        raise RuntimeError(f"a run of {number} steps and {len(found['tasks'])} tasks had {len(ends)} step ends.")
+    return [(ends[i] - ends[i - 1], planned[i]) for i in range(len(ends)) if i % number]

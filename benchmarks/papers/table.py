@@ -1,0 +1,115 @@
+"""What the parts share: settings, rows, and the page that is written from the JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.training.workloads import Case, ModelSpec
+
+PARTS = {
+    "a": "M Figure 14: end to end on two processes, the planner's own plan",
+    "b": "M Figure 16: one technique off at a time",
+    "c": "M Figures 20 and 13: data alignment",
+    "d": "M Figure 17: memory against the number of tasks",
+    "e": "L Figure 7: three unequal replicas",
+    "f": "L Figure 10: planned, in two stages, and actual",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure beside the paper's.
+
+    Attributes:
+        part: letter of the part.
+        what: what is measured.
+        paper: the paper's figure; "-" where it has none.
+        own: ours.
+        unit: unit of ours.
+        note: what belongs to it, such as the seconds of every round.
+    """
+
+    part: str
+    what: str
+    paper: str
+    own: float
+    unit: str
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How large everything is.
+
+    Attributes:
+        model: shapes of the backbone.
+        num_tasks: tasks of a measurement.
+        num_steps: optimizer steps of a timed run.
+        rounds: timed runs of each contender.
+        heavy_rows: rows a task and step of heavy loads.
+        task_numbers: numbers of tasks whose memory is measured.
+        profile_s: seconds of measuring a profile.
+    """
+
+    model: ModelSpec
+    num_tasks: int
+    num_steps: int
+    rounds: int
+    heavy_rows: int
+    task_numbers: tuple[int, ...]
+    profile_s: float
+
+    def case(self, mix: str, *, num_tasks: int | None = None, batch_size: int | None = None) -> Case:
+        """Return what a comparison is made on.
+
+        Args:
+            mix: "uniform" or "nonuniform".
+            num_tasks: number of tasks; by default that of the settings.
+            batch_size: rows of a task in a step; by default that of the mix.
+        """
+        return Case(mix, num_tasks or self.num_tasks, self.num_steps, "full", self.model, batch_size)
+
+
+def page(found: dict[str, Any]) -> str:
+    """Return the page of the documentation that a result makes.
+
+    Args:
+        found: what `run.py` wrote.
+    """
+    hardware, versions = found["hardware"], found["versions"]
+    lines = [
+        "# The papers' evaluations, as far as this machine bears them",
+        "",
+        f"Written by `python -m benchmarks.papers --write` ({found['date']}); `benchmarks/papers/` says how each",
+        "figure is made. Ratios are of the seconds of all steps but each task's first, contenders by turns in one run,",
+        "held to equal losses before. The papers measured A40, H100 and A100 GPUs and backbones of 2.7B parameters and",
+        "more: only directions can be compared.",
+        "",
+        f"{hardware['cpu']}, {hardware['cores']} cores, load average {hardware['load_average']}; "
+        + ", ".join(f"{name} {version}" for name, version in versions.items())
+        + f". Settings: {found['settings']}.",
+    ]
+    for part, title in PARTS.items():
+        rows = [row for row in found["rows"] if row["part"] == part]
+        if not rows:
+            continue
+        lines += ["", f"## {title}", "", "| figure | paper | here | runs |", "|---|---|---|---|"]
+        lines += [f"| {row['what']} | {row['paper']} | {figure(row)} | {row['note']} |" for row in rows]
+    left = [part for part in PARTS if part not in {row["part"] for row in found["rows"]}]
+    if left:
+        lines += ["", "Not in this run: " + "; ".join(PARTS[part] for part in left) + "."]
+    return "\n".join([*lines, ""])
+
+
+def figure(row: dict[str, Any]) -> str:
+    """Return our figure with its unit."""
+    return f"{row['own']:.2f}x" if row["unit"] == "x" else f"{row['own']:.1f} {row['unit']}"
+
+
+def text_table(rows: Sequence[dict[str, Any]]) -> str:
+    """Return all rows as one table for a terminal."""
+    width = max(len(row["what"]) for row in rows)
+    lines = [f"{'figure':<{width}}  {'paper':<44} here"]
+    return "\n".join([*lines, *(f"{row['what']:<{width}}  {row['paper']:<44} {figure(row)}" for row in rows)])

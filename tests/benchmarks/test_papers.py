@@ -1,0 +1,99 @@
+"""The papers' evaluations: which seconds count, and the page that is made of a result."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from benchmarks.papers import runs
+from benchmarks.papers.run import main
+from benchmarks.papers.runs import Contender, measure, steps_of
+from benchmarks.papers.table import PARTS, Row, page
+from benchmarks.training.throughput import UnequalWorkError
+from benchmarks.training.workloads import Case, ModelSpec
+
+CASE = Case("uniform", 2, 3, "full", ModelSpec(hidden_size=32, num_layers=1))
+
+
+def test_the_first_step_of_a_run_is_not_counted() -> None:
+    found = {"ends_s": [10.0, 11.0, 13.0], "planned_s": [0.0, 0.5, 0.6], "steps": 3, "tasks": ["a", "b"]}
+    assert steps_of(found) == [(1.0, 0.5), (2.0, 0.6)]
+
+
+def test_of_tasks_that_take_turns_the_first_step_of_each_is_not_counted() -> None:
+    found = {"ends_s": [1.0, 2.0, 9.0, 13.0], "planned_s": [0.0] * 4, "steps": 2, "tasks": ["a", "b"]}
+    assert [seconds for seconds, _ in steps_of(found)] == [1.0, 4.0]
+    with pytest.raises(RuntimeError, match="a run of 3 steps and 2 tasks had 4 step ends"):
+        steps_of({**found, "steps": 3})
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, losses: dict[str, float]) -> list[str]:
+    """Let every launch answer at once: 1 s a step, losses by the planner; return who was launched."""
+    launched: list[str] = []
+
+    def launch(job: dict[str, object], processes: int) -> dict[str, object]:
+        case = Case.from_json(str(job["case"]))
+        planner = job["arguments"]["planner"]  # type: ignore[index]
+        launched.append(planner)
+        tasks = list(job["tasks"]) or [task.name for task in case.workload().tasks]  # type: ignore[call-overload]
+        own = {name: [losses[planner]] * case.num_steps for name in tasks}
+        ends = [float(step) for step in range(case.num_steps)]
+        return {"ends_s": ends, "planned_s": [0.0] * len(ends), "losses": own, "tasks": tasks, "steps": case.num_steps}
+
+    monkeypatch.setattr(runs, "launch", launch)
+    return launched
+
+
+ONE, OTHER = (Contender(name, 2, {"planner": name}) for name in ("mux", "together"))
+
+
+def test_contenders_are_held_to_equal_losses_and_then_timed_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = stand_in(monkeypatch, {"mux": 2.0, "together": 2.00001})
+    found = measure([ONE, OTHER], CASE, 2, Path("backbone"))
+    assert launched == ["mux", "together", "mux", "together", "together", "mux"]
+    assert found["mux"].seconds == found["together"].seconds == [2.0, 2.0]
+    stand_in(monkeypatch, {"mux": 2.0, "together": 2.1})
+    with pytest.raises(UnequalWorkError, match=r"together has loss 2\.1, mux has 2\.0"):
+        measure([ONE, OTHER], CASE, 1, Path("backbone"))
+
+
+def test_the_runs_of_one_task_after_another_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, {"mux": 2.0})
+    names = [task.name for task in CASE.workload().tasks]
+    apart = Contender("apart", 2, {"planner": "mux"}, parts=tuple((name,) for name in reversed(names)))
+    apart = Contender(apart.name, 2, apart.arguments, parts=apart.parts, part_arguments=({}, {}))
+    assert measure([ONE, apart], CASE, 1, Path("backbone"))["apart"].seconds == [4.0]
+
+
+def test_the_page_has_each_figure_beside_the_papers_and_names_what_was_left_out() -> None:
+    row = Row("a", "M Fig. 14, pp2, uniform: against hf", "up to 2.33x", 1.5, "x", "mux 1.00 s; hf 1.50 s")
+    hardware = {"cpu": "a CPU", "cores": 2, "load_average": None}
+    found = {
+        "date": "today",
+        "hardware": hardware,
+        "versions": {"torch": "2"},
+        "settings": "small",
+        "rows": [asdict(row)],
+    }
+    text = page(found)
+    assert "| M Fig. 14, pp2, uniform: against hf | up to 2.33x | 1.50x | mux 1.00 s; hf 1.50 s |" in text
+    assert all(title in text.splitlines()[-1] for part, title in PARTS.items() if part != "a")
+
+
+def test_a_part_that_fails_is_told_and_the_others_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import benchmarks.papers.run as command
+
+    def failing(settings: object, backbone: object) -> list[Row]:
+        raise RuntimeError("no second process")
+
+    row = Row("f", "L Fig. 10", "within 15 %", 1.01, "x")
+    monkeypatch.setattr(command, "launch", lambda job, processes: {})
+    monkeypatch.setattr(command, "_RUNS", {"a": failing, "f": lambda settings, backbone: [row]})
+    assert main(["--parts", "a", "f"]) == 1
+    said = capsys.readouterr().out
+    assert "FAULT a: RuntimeError: no second process" in said
+    assert "1.01x" in said
