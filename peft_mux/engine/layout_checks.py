@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from peft_mux.errors import Fault, raise_faults, shown
 from peft_mux.hyper_parameters import ELEMENTWISE
 from peft_mux.modeling.adapters.fields import divided_model_faults
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.lora.target_parameters import convert
 from peft_mux.modeling.adapters.prompts.kind import PromptKind
 from peft_mux.modeling.backbone.families import family_of
 from peft_mux.modeling.objectives.outputs import WORDS
@@ -53,7 +55,7 @@ def check_layout(
     # Called for what it refuses, like `blocks_of` below.
     family_of(backbone)
     faults = [fault for task in tasks for fault in kind_of(task.peft_config).refusals(layout, f"tasks.{task.name}")]
-    faults += _bare_parameter_faults(layout, tasks)
+    faults += _bare_parameter_faults(layout, tasks, backbone)
     sizes = sorted({replica.tp for replica in layout.replicas} - {1})
     for tp_size in sizes:
         blocks_of(backbone, tp_size)
@@ -63,19 +65,24 @@ def check_layout(
     raise_faults(faults)
 
 
-def _bare_parameter_faults(layout: ParallelLayout, tasks: Sequence[Task]) -> list[Fault]:
+def _bare_parameter_faults(layout: ParallelLayout, tasks: Sequence[Task], backbone: Any) -> list[Fault]:
     """Return a fault for every task that adapts bare parameters, which no part of a model knows how to hold."""
-    return [
-        Fault(
-            f"tasks.{task.name}.peft_config.target_parameters",
-            shown(targets),
-            f"None with replicas {layout}, as processes that hold a part of the model divide layers alone",
-            "Name layers in target_modules, or let every process hold the whole model (data parallelism, "
-            "shard_backbone=True).",
-        )
-        for task in tasks
-        if (targets := getattr(task.peft_config, "target_parameters", None))
-    ]
+    faults = []
+    for task in tasks:
+        config: Any = copy.deepcopy(task.peft_config)
+        field = "target_parameters" if getattr(config, "target_parameters", None) else "target_modules"
+        given = shown(getattr(config, field, None))
+        if hasattr(config, "target_parameters"):
+            convert(config, backbone)  # "all-linear" names experts of a mixture too
+        if targets := getattr(config, "target_parameters", None):
+            allowed = f"layers with replicas {layout}, as processes that hold a part of the model divide layers alone"
+            got = given if field == "target_parameters" else f"{given}, which on this mixture adapts {shown(targets)}"
+            fix = (
+                'Name layers of attention in target_modules, such as ["q_proj", "v_proj"], or let every process hold '
+                "the whole model (data parallelism, shard_backbone=True)."
+            )
+            faults.append(Fault(f"tasks.{task.name}.peft_config.{field}", got, allowed, fix))
+    return faults
 
 
 def _divided_faults(tasks: Sequence[Task], layout: str) -> list[Fault]:

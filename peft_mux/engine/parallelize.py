@@ -6,6 +6,7 @@ of its own stage alone, keeps its tensor parallel rank's part of them, and of ev
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from peft_mux.engine.pipeline.interleaved import InterleavedPipelineExecutor
 from peft_mux.engine.pipeline.links import PipelineLinks
 from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.pipeline.stage_loading import load_stage
+from peft_mux.engine.pipeline.stage_loading import is_converted, load_stage
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.replicas.layout import ParallelLayout, Place
 from peft_mux.engine.tensor.interleaving import Interleaving
@@ -275,7 +276,10 @@ def _load_weights(
     if stages is None:
         return source.load(described, list(tasks), dict(counts)), None
     folder = source.folder(tasks)
-    if folder is None:  # weights that no file holds come whole, and are cut
+    if folder is not None and is_converted(folder, described.backbone):
+        warnings.warn(f"every process reads all of {folder}, as transformers converts its tensors.", stacklevel=2)
+        folder = None
+    if folder is None:  # weights that no file holds as they are here come whole, and are cut
         whole = source.load(described, list(tasks), dict(counts))
         whole.verify_once()
         stage = StageModel(whole, stages, place.stage)

@@ -29,8 +29,8 @@ def cut_layers(backbone: Any) -> CutLayers:
     """
     found: dict[str, bool] = {}
     for block in _blocks(backbone):
-        found |= {f"{block.module}.{leaf}": False for leaf in block.columns}
-        found[f"{block.module}.{block.row}"] = True
+        found |= {block.inner(leaf): False for leaf in block.columns}
+        found[block.inner(block.row)] = True
     head = backbone.get_output_embeddings() if found else None
     return found | {name: False for name, module in backbone.named_modules() if module is head}
 
@@ -85,9 +85,10 @@ def _cut_names(backbone: Any) -> set[str]:
     """Return the parameters that tensor parallelism divides, by name within a layer."""
     names = set()
     for block in _blocks(backbone):
+        kinds = ("",) if block.has_experts else (".weight", ".bias")
+        names |= {block.inner(leaf) + kind for leaf in block.columns for kind in kinds}
         # A row-parallel layer keeps its bias whole: outputs are summed, and only one rank adds it.
-        names |= {f"{block.module}.{leaf}.{kind}" for leaf in block.columns for kind in ("weight", "bias")}
-        names.add(f"{block.module}.{block.row}.weight")
+        names |= {block.inner(block.row) + kinds[0], *(block.inner(name) for name in block.vectors)}
     return names
 
 

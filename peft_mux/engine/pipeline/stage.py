@@ -2,10 +2,10 @@
 
 Nothing of a decoder's forward is written anew. The base model keeps its class, its rotary embeddings, its masks and
 the numbers of its layers (so names, dropout draws and kinds of attention stay); what belongs to another process is
-replaced by modules that hand their input on, and hidden states come in as `inputs_embeds`::
+replaced by modules that hand their input on, and hidden states come in and go out between layers::
 
-    virtual stage 0     embed  layer layer  pass  pass   pass
-    virtual stage 1     pass   pass  pass   layer layer  norm  -> head, losses
+    virtual stage 0     embed  layer layer  exit  pass   pass
+    virtual stage 1     pass   enter pass   layer layer  norm  -> head, losses
 
 Where one process has several virtual stages, the modules of the others are replaced for the time of a pass.
 
@@ -25,9 +25,10 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.pipeline.stage_layout import StageLayout
 from peft_mux.modeling.attention.packed import AttentionStream
 from peft_mux.modeling.backbone.families import family_of
+from peft_mux.modeling.backbone.modules import HEAD_NAMES, put_module
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.objective import Statistics
-from peft_mux.modeling.sharding.pass_through import NoPositions, PassThrough
+from peft_mux.modeling.sharding.pass_through import Entrance, Exit, Handover, NoPositions, PassThrough
 from peft_mux.modeling.stream import Passes
 
 
@@ -75,6 +76,7 @@ class StageModel:
         self.model, self.layout, self.stage = model, layout, stage
         self._family = family_of(model.backbone)
         self._dtype = model.backbone.dtype
+        self._handover = Handover()
         self.virtual_stages = layout.virtual_stages_of(stage)
         layers = self._base.get_submodule(self._family.layers)
         if len(layers) != layout.num_layers or not 0 <= stage < layout.num_stages:
@@ -166,8 +168,12 @@ class StageModel:
             if batch.token_type_ids is not None:
                 arguments["token_type_ids"] = batch.token_type_ids
         else:
-            arguments["inputs_embeds"] = hidden_TD.unsqueeze(0)
-        return self._base(**arguments).last_hidden_state[0]
+            # For its shape and dtype alone: what the model makes of it ends where the entrance stands.
+            arguments["inputs_embeds"] = hidden_TD.detach().unsqueeze(0)
+        with self._handover.of_pass(None if hidden_TD is None else hidden_TD.unsqueeze(0)):
+            output = self._base(**arguments).last_hidden_state
+            given = self._handover.given
+            return (output if given is None else given)[0]
 
     # --------------------------------------------------------------- cutting
 
@@ -180,19 +186,24 @@ class StageModel:
         base, backbone, family = self._base, self.model.backbone, self._family
         own = {index for virtual_stage in self.virtual_stages for index in self.layout.layers_of(virtual_stage)}
         layers = base.get_submodule(family.layers)
-        for index in range(len(layers)):
+        for index, layer in enumerate(layers):
             if index not in own:
                 # In place of dropping it: the others keep their numbers, on which names and dropout draws depend.
-                layers[index] = PassThrough()
-        if 0 not in self.virtual_stages:
-            for name in family.embeddings:
-                setattr(base, name, PassThrough())
+                layers[index] = PassThrough(layer)
+        dropped = [] if 0 in self.virtual_stages else self._held(family.embeddings)
+        for name in dropped if self.has_head else [*dropped, *self._held(family.after)]:
+            put_module(base, name, PassThrough())
         if not self.has_head:
-            setattr(base, family.norm, PassThrough())
-            for name in family.heads:
-                if isinstance(getattr(backbone, name, None), nn.Module):
+            head = backbone.get_output_embeddings()
+            for name, module in list(backbone.named_children()):
+                if name in HEAD_NAMES or module is head:
                     setattr(backbone, name, PassThrough())
         self._keep_own_parameters()
+
+    def _held(self, names: Sequence[str]) -> list[str]:
+        """Return those of the names of modules that the base model has: some have none of a kind."""
+        found = {name for name, _ in self._base.named_modules()}
+        return [name for name in names if name in found]
 
     def _keep_own_parameters(self) -> None:
         """Keep of every task the parameters of this stage, in buffers that hold no more than these."""
@@ -210,21 +221,20 @@ class StageModel:
 
         The list of layers keeps its length, as model code reads kinds of attention off a layer's position.
         """
-        base, family = self._base, self._family
+        base, family, last = self._base, self._family, self.layout.last_virtual_stage
         own, layers = self.layout.layers_of(virtual_stage), base.get_submodule(family.layers)
-        modules: dict[str, nn.Module] = {
-            family.layers: nn.ModuleList(
-                [layer if index in own else PassThrough() for index, layer in enumerate(layers)]
-            )
-        }
+        chosen = [layer if index in own else PassThrough(layer) for index, layer in enumerate(layers)]
+        modules: dict[str, nn.Module] = {}
         if virtual_stage > 0:
-            modules |= {name: PassThrough() for name in family.embeddings}
-            # Learned positions are added in virtual stage 0; here the model code would add them once more.
+            chosen[0] = Entrance(self._handover, layers[0])
+            modules |= {name: PassThrough() for name in self._held(family.embeddings)}
+            # Learned positions are added in virtual stage 0; here the model code would look up some that it lacks.
             if family.positions is not None:
                 modules[family.positions] = NoPositions(self._dtype)
-        if virtual_stage < self.layout.last_virtual_stage:
-            modules[family.norm] = PassThrough()
-        return modules
+        if virtual_stage < last:
+            chosen[own.stop] = Exit(self._handover, layers[own.stop])
+            modules |= {name: PassThrough() for name in self._held(family.after)}
+        return {family.layers: nn.ModuleList(chosen), **modules}
 
     @contextmanager
     def only(self, virtual_stage: int) -> Iterator[None]:
@@ -233,11 +243,18 @@ class StageModel:
         Args:
             virtual_stage: number of one of this process's virtual stages.
         """
-        base = self._base
-        before = {name: base._modules[name] for name in self._modules_at[virtual_stage]}
+        places = [self._place(name) for name in self._modules_at[virtual_stage]]
+        before = [modules[name] for modules, name in places]
         # Past `setattr`, which would register and check each module anew in every pass.
-        base._modules.update(self._modules_at[virtual_stage])
+        for (modules, name), module in zip(places, self._modules_at[virtual_stage].values(), strict=True):
+            modules[name] = module
         try:
             yield
         finally:
-            base._modules.update(before)
+            for (modules, name), module in zip(places, before, strict=True):
+                modules[name] = module
+
+    def _place(self, name: str) -> tuple[dict[str, Any], str]:
+        """Return where a module of the base model is registered, and under which name."""
+        parent, _, leaf = name.rpartition(".")
+        return self._base.get_submodule(parent)._modules, leaf

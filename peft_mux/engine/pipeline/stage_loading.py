@@ -18,11 +18,13 @@ from peft import PeftConfig
 from safetensors import safe_open
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
 
 from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.pipeline.stage_layout import StageLayout
 from peft_mux.errors import CheckpointError, UnsupportedModelError
 from peft_mux.modeling.backbone.families import family_of
+from peft_mux.modeling.backbone.modules import frozen_parameters
 from peft_mux.modeling.backbone.quantized import quantization_method
 from peft_mux.modeling.model import MultiTaskPeftModel
 
@@ -71,6 +73,21 @@ def load_stage(
     return StageModel(model, layout, stage)
 
 
+def is_converted(folder: str | Path, backbone: Any) -> bool:
+    """Whether transformers renames the tensors of a folder, or puts some together, as it reads them.
+
+    It does with mixtures, whose experts lie there one by one, and with GPT-NeoX's head.
+
+    Args:
+        folder: folder of the backbone, as `save_pretrained` writes it.
+        backbone: the model, possibly without weights, possibly with adapters.
+    """
+    if not get_model_conversion_mapping(backbone, add_legacy=False):
+        return False
+    keys = set(_files(Path(folder)))
+    return not {name for name, _ in frozen_parameters(backbone)} <= keys
+
+
 def blank_model(
     like: Any, peft_configs: Mapping[str, PeftConfig], seeds: Mapping[str, int] | None = None
 ) -> MultiTaskPeftModel:
@@ -98,7 +115,7 @@ def _own_names(backbone: Any, layout: StageLayout, stage: int) -> set[str]:
     if 0 in virtual_stages:
         own += [f"{prefix}.{name}." for name in family.embeddings]
     if layout.last_virtual_stage in virtual_stages:
-        own.append(f"{prefix}.{family.norm}.")
+        own += [f"{prefix}.{name}." for name in family.after]
         head = backbone.get_output_embeddings()
         tied = [name for name, item in backbone.named_parameters(remove_duplicate=False) if item is head.weight]
         # A head that is tied to the embedding is one parameter under two names; files may hold it under either.
@@ -125,8 +142,18 @@ def _fill(backbone: Any, own: set[str], folder: Path) -> None:
         with safe_open(path, framework="pt") as file:
             for name, key in pairs:
                 _put(backbone, name, file.get_tensor(key).to(backbone.get_parameter(name).dtype))
+    _fill_buffers(backbone, files)
     # Anew, as each parameter was replaced by itself, also one that has two names.
     backbone.tie_weights()
+
+
+def _fill_buffers(backbone: Any, files: Mapping[str, Path]) -> None:
+    """Read the buffers that are saved beside the weights, such as those by which routers balance experts."""
+    saved = backbone.state_dict()
+    for name, buffer in backbone.named_buffers():
+        if name in saved and name in files:
+            with safe_open(files[name], framework="pt") as file:
+                buffer.copy_(file.get_tensor(name))
 
 
 def _put(backbone: Any, name: str, tensor: torch.Tensor) -> None:

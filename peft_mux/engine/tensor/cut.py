@@ -1,91 +1,236 @@
-"""Whether a backbone can be cut for tensor parallelism, and which indices each rank holds (M section 3.4.2).
+"""What tensor parallelism cuts of a backbone's decoder layers, and which indices each rank holds (M section 3.4.2).
 
-Which layers are cut, and how, is told by the table of families (`peft_mux.modeling.backbone.families`).
+Which layers are cut is told by transformers' own plan (`peft_mux.modeling.backbone.families`), whose words say how::
+
+    colwise, packed_colwise    a linear layer by its outputs; experts of a mixture by the features within an expert
+    rowwise                    by its inputs
+    colwise_gather_output      cut by outputs here as well: matrices that lie packed in one layer are cut one by one,
+    rowwise_split_input        and norms over the whole width of queries or keys are summed
+    mla_kv_a_proj, replicated  whole; where heads are cut, its gradient is a sum over the ranks
+
+Transformers has no rule for adapters. Here they are cut as their base layers are.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
 from peft_mux.errors import UnsupportedModelError
-from peft_mux.modeling.backbone.families import FAMILIES, Block, Family
+from peft_mux.modeling.backbone.families import family_of
+from peft_mux.modeling.sharding.pass_through import PassThrough
 
 Ranges = tuple[tuple[int, int], ...]
 """Indices that a tensor parallel rank holds, as ascending (start, end) pairs."""
 
-_FROZEN_WHOLE = ("replicated_with_grad_allreduce",)
-"""Kinds of transformers' plan that ask for nothing here: norms are frozen, so that their gradient is of no interest."""
+_COLUMN_STYLES = ("colwise", "colwise_gather_output", "packed_colwise")
+_ROW_STYLES = ("rowwise", "rowwise_split_input")
+_WHOLE_STYLES = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "moe_tp_experts", "local_params")
+_PACKED = {"gate_up_proj": 2, "c_attn": 3}
+"""Layers whose output consists of several equal matrices, by name."""
+
+_WIDE_NORMS = {"q_norm": "q_proj", "k_norm": "k_proj"}
+"""Norms of queries and keys, which some architectures take over all heads at once, with the layer that they follow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a decoder layer that tensor parallelism cuts: attention, an MLP, or the experts of a mixture.
+
+    Its column-parallel layers read what all ranks hold alike, and its row-parallel layer gives a summand of what all
+    hold alike again. So the block needs one sum of its output over the tensor parallel group in the forward pass, and
+    one of its input's gradient in the backward pass (Megatron-LM).
+
+    Attributes:
+        layer: name of the decoder layer within the backbone.
+        module: name of the block within the decoder layer; empty where the layer itself holds the MLP (OPT).
+        columns: column-parallel layers by name within the block, or parameters of experts, each with the sizes of the
+            matrices that its output consists of.
+        row: name of the row-parallel layer, or parameter of experts.
+        vectors: parameters by name within the block with one entry, or row, for each head or channel of all heads.
+        norms: norms by name within the block that are taken over all heads at once.
+        is_attention: whether the block is cut by heads.
+        has_experts: whether `columns` and `row` are parameters of experts, `[E, K, D]`.
+    """
+
+    layer: str
+    module: str
+    columns: Mapping[str, tuple[int, ...]]
+    row: str
+    vectors: tuple[str, ...] = ()
+    norms: tuple[str, ...] = ()
+    is_attention: bool = False
+    has_experts: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the block within the backbone."""
+        return f"{self.layer}.{self.module}".rstrip(".")
+
+    def inner(self, leaf: str) -> str:
+        """Return the name within the decoder layer of something in the block."""
+        return f"{self.module}.{leaf}".lstrip(".")
 
 
 def blocks_of(backbone: Any, tp_size: int) -> tuple[Block, ...]:
-    """Return the blocks of a backbone's decoder layers that tensor parallelism cuts.
+    """Return the blocks of a backbone's decoder layers that tensor parallelism cuts, layer by layer.
 
     Args:
-        backbone: the transformers model, possibly without weights.
+        backbone: the transformers model, possibly without weights, possibly a stage of a pipeline.
         tp_size: n, the number of tensor parallel ranks of a stage.
 
     Raises:
         UnsupportedModelError: for an architecture that cannot be cut, or not for so many ranks.
     """
-    name, config = type(backbone).__name__, backbone.config
-    kind = getattr(config, "model_type", None)
-    if kind not in FAMILIES:
-        raise UnsupportedModelError(
-            f"{name} (model type {kind!r}) cannot be cut for tensor parallelism; allowed:"
-            f" {', '.join(sorted(FAMILIES))}. Set tensor_parallel_size=1."
+    family = family_of(backbone)
+    prefix = f"{backbone.base_model_prefix}.{family.layers}"
+    blocks: list[Block] = []
+    for index, layer in enumerate(backbone.get_submodule(prefix)):
+        if not isinstance(layer, PassThrough):
+            reader = _LayerReader(f"{prefix}.{index}", layer, backbone.config.get_text_config())
+            blocks += reader.blocks(family.tp_plan)
+    _check_sizes(backbone, blocks, tp_size)
+    return tuple(blocks)
+
+
+@dataclass
+class _Found:
+    """What the plan names in one module of a decoder layer."""
+
+    columns: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    rows: list[str] = field(default_factory=list)
+    vectors: list[str] = field(default_factory=list)
+
+
+class _LayerReader:
+    """Reads a decoder layer against a plan.
+
+    Args:
+        name: of the decoder layer within the backbone.
+        layer: the decoder layer, possibly with adapters.
+        config: the configuration of the model of language.
+    """
+
+    def __init__(self, name: str, layer: nn.Module, config: Any) -> None:
+        self.name, self.layer, self.config = name, layer, config
+
+    def blocks(self, plan: Mapping[str, str]) -> Iterator[Block]:
+        """Yield the blocks that the plan makes of the layer; what it names may be elsewhere in other layers."""
+        modules: dict[str, _Found] = {}
+        for key, style in plan.items():
+            parent, _, leaf = key.rpartition(".")
+            if (here := _at(self.layer, key)) is not None and style not in _WHOLE_STYLES:
+                self._note(modules.setdefault(parent, _Found()), leaf, style, here)
+        for module, found in modules.items():
+            if len(found.rows) != 1 or not found.columns:
+                raise self._odd(module, f"{sorted(found.columns)} and {found.rows}")
+            yield self._block(module, found)
+
+    def _note(self, found: _Found, leaf: str, style: str, here: Any) -> None:
+        if style in _ROW_STYLES:
+            found.rows.append(leaf)
+        elif style not in _COLUMN_STYLES:
+            raise self._odd(leaf, repr(style))
+        elif isinstance(here, nn.Parameter) and here.ndim < 3:
+            found.vectors.append(leaf)
+        else:
+            found.columns[leaf] = self._parts(leaf, style, features(here)[1])
+
+    def _block(self, module: str, found: _Found) -> Block:
+        inside = _at(self.layer, module) if module else self.layer
+        has_experts = isinstance(_at(inside, found.rows[0]), nn.Parameter)
+        if has_experts and {name for name, _ in inside.named_parameters()} - {*found.columns, *found.rows}:
+            raise self._odd(module, "experts with other parameters than the plan names")
+        norms = self._norms(inside, found.columns)
+        vectors = (*found.vectors, *(f"{norm}.weight" for norm in norms))
+        is_attention = "att" in module
+        return Block(self.name, module, found.columns, found.rows[0], vectors, tuple(norms), is_attention, has_experts)
+
+    def _norms(self, attention: Any, columns: Mapping[str, tuple[int, ...]]) -> list[str]:
+        """Return the norms over all heads at once."""
+        found = []
+        for norm, layer in _WIDE_NORMS.items():
+            weight = getattr(getattr(attention, norm, None), "weight", None)
+            if weight is not None and layer in columns and len(weight) != getattr(attention, "head_dim", None):
+                if tuple(weight.shape) != (sum(columns[layer]),):
+                    raise self._odd(norm, f"a norm with weights {tuple(weight.shape)}")
+                found.append(norm)
+        return found
+
+    def _parts(self, leaf: str, style: str, whole: int) -> tuple[int, ...]:
+        """Return the sizes of the matrices that the output of a column-parallel layer consists of."""
+        if leaf == "qkv_proj":
+            heads = self.config.num_attention_heads
+            groups = getattr(self.config, "num_key_value_heads", None) or heads
+            channels = whole // (heads + 2 * groups)
+            return heads * channels, groups * channels, groups * channels
+        count = _PACKED.get(leaf, 2 if style == "packed_colwise" else 1)
+        return (whole // count,) * count
+
+    def _odd(self, where: str, got: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{self.name}: the tensor parallel plan of its configuration has {got} at {where!r}; allowed: layers cut by"
+            f" outputs ({', '.join(_COLUMN_STYLES)}) before one cut by inputs ({', '.join(_ROW_STYLES)}). Set"
+            " tensor_parallel_size=1."
         )
-    family = FAMILIES[kind]
-    _check_against_transformers(backbone, family)
-    _check_sizes(name, config, tp_size)
-    return family.blocks
 
 
-def _check_against_transformers(backbone: Any, family: Family) -> None:
-    """Refuse a backbone whose own plan says something else than the table of families."""
-    plan: dict[str, str] | None = getattr(backbone.config, "base_model_tp_plan", None)
-    if plan is None:
-        return
-    found = {name: style for name, style in plan.items() if style not in _FROZEN_WHOLE}
-    if found != family.tp_plan:
-        odd = sorted(set(found.items()) ^ set(family.tp_plan.items()))[0]
-        raise UnsupportedModelError(
-            f"{type(backbone).__name__}: the tensor parallel plan of its configuration differs at {odd[0]} ({odd[1]});"
-            f" allowed: {family.tp_plan}. Set tensor_parallel_size=1, or take the transformers version that this was"
-            " made for."
-        )
+def features(layer: Any) -> tuple[int, int]:
+    """Return how many features a linear layer, or a parameter `[E, K, D]` of experts, reads and gives."""
+    if isinstance(layer, nn.Parameter):
+        return layer.shape[2], layer.shape[1]
+    base = getattr(layer, "base_layer", layer)
+    return (base.nx, base.nf) if isinstance(base, Conv1D) else (base.in_features, base.out_features)
 
 
-def _check_sizes(name: str, config: Any, tp_size: int) -> None:
-    heads = config.num_attention_heads
-    neurons = getattr(config, "intermediate_size", None) or getattr(config, "n_inner", None) or 4 * config.hidden_size
-    sizes = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "intermediate_size": neurons,
-    }
-    for field, size in sizes.items():
+def _at(module: Any, name: str) -> Any:
+    """Return a module or parameter by name; `None` where there is none."""
+    for leaf in name.split("."):
+        module = getattr(getattr(module, "base_layer", module), leaf, None)
+    return module
+
+
+def _check_sizes(backbone: Any, blocks: Sequence[Block], tp_size: int) -> None:
+    config = backbone.config.get_text_config()
+    sizes: dict[str, int] = {}
+    if any(block.is_attention for block in blocks):
+        heads = config.num_attention_heads
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        sizes = {"num_attention_heads": heads, "num_key_value_heads": groups}
+    for block in blocks:
+        if not block.is_attention:
+            neurons = min(size for parts in block.columns.values() for size in parts)
+            sizes["intermediate_size" if block.module in ("mlp", "") else f"neurons of {block.module}"] = neurons
+    for field_name, size in sizes.items():
         if size % tp_size:
             divisors = [count for count in range(1, size + 1) if all(other % count == 0 for other in sizes.values())]
             raise UnsupportedModelError(
-                f"tensor_parallel_size is {tp_size}, and {name} has {field}={size}; allowed: sizes that divide"
-                f" the attention heads, the key-value heads and the neurons: {', '.join(map(str, divisors))}."
+                f"tensor_parallel_size is {tp_size}, and {type(backbone).__name__} has {field_name}={size}; allowed:"
+                f" sizes that divide the attention heads, the key-value heads and the neurons:"
+                f" {', '.join(map(str, divisors))}."
             )
 
 
-def held_ranges(size: int, tp_rank: int, tp_size: int, fused: int = 1) -> Ranges:
+def held_ranges(parts: Sequence[int], tp_rank: int, tp_size: int) -> Ranges:
     """Return the indices of a dimension that a tensor parallel rank holds.
 
     Args:
-        size: length of the whole dimension.
+        parts: sizes of the matrices that lie one behind another along the dimension, each of which is cut.
         tp_rank: number of the rank within its group.
         tp_size: n, the number of ranks in the group.
-        fused: number of equal matrices that the dimension consists of, each of which is cut; it must divide `size`.
 
     Example:
-        >>> held_ranges(12, 1, 2), held_ranges(12, 1, 2, fused=3)
+        >>> held_ranges([12], 1, 2), held_ranges([4, 4, 4], 1, 2)
         (((6, 12),), ((2, 4), (6, 8), (10, 12)))
     """
-    part = size // fused
-    # Not part // n a rank: a vocabulary need not divide evenly, and then ranks differ by a word.
-    first, last = (part * number // tp_size for number in (tp_rank, tp_rank + 1))
-    return tuple((index * part + first, index * part + last) for index in range(fused))
+    ranges, start = [], 0
+    for size in parts:
+        # Not size // n a rank: a vocabulary need not divide evenly, and then ranks differ by a word.
+        first, last = (start + size * number // tp_size for number in (tp_rank, tp_rank + 1))
+        ranges.append((first, last))
+        start += size
+    return tuple(ranges)

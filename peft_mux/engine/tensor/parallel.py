@@ -5,6 +5,7 @@ Frozen weights are cut as Megatron-LM cuts them, and every task's A and B to mat
 
     column-parallel    W [K/n, D]    A whole, partial gradient    B [K/n, R]
     row-parallel       W [K, D/n]    A [R, D/n]                   B whole, partial gradient
+    experts            [E, K/n, D] and [E, D, K/n], frozen: each rank has a part of every expert
     head               W [V/n, D]    as column-parallel; a view of the embedding where they are tied
     everything else    whole on all ranks, which compute the same bits
 
@@ -24,14 +25,14 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from peft_mux.engine.tensor.cut import Ranges, blocks_of, held_ranges
+from peft_mux.engine.tensor.cut import Block, Ranges, blocks_of, features, held_ranges
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels.cross_entropy.vocab_parallel import TensorParallelLinks
 from peft_mux.kernels.philox import Window
 from peft_mux.modeling.adapters.kind import KINDS, kind_of_layer, kind_of_parameter
-from peft_mux.modeling.backbone.families import Block, family_of
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.sharding.heads import count_own_heads, norm_over_all_ranks
 from peft_mux.modeling.sharding.pass_through import PassThrough
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.modeling.sharding.sums import reduce_input_gradient, reduce_output
@@ -112,10 +113,12 @@ class TensorParallelModel:
         """Cut the frozen weights, and every task's adapter to match."""
         self.model, self.links = model, links
         self.layers: dict[str, LayerCut] = {}
-        self._output_hooks: dict[str, tuple[nn.Module, Any]] = {}
+        self._hooks: dict[str, tuple[nn.Module, Any]] = {}
         if links.size == 1:
             return
         blocks = blocks_of(model.backbone, links.size)
+        self._attentions = tuple(f"{block.name}." for block in blocks if block.is_attention)
+        self._bare = {f"{block.name}.{leaf}" for block in blocks if not block.module for leaf in block.columns}
         cuts, head = list(self._plan_layers(blocks)), self._plan_head()
         # All is checked before anything is cut, so that a refused model is left as it was.
         for cut in [*cuts, *([] if head is None else [head])]:
@@ -125,7 +128,8 @@ class TensorParallelModel:
                 self._cut_layer(cut)
             if head is not None:
                 self._cut_head(head)
-        self._adjust_blocks(blocks)
+            for block in blocks:
+                self._adjust_block(block)
         model.tp_size = links.size
         for name in model.tasks:
             # Flat pages anew, since parameters have new shapes.
@@ -145,7 +149,7 @@ class TensorParallelModel:
         """
         if self.links.size == 1:
             return
-        self._hook_outputs()
+        self._hook_layers()
         for name in names:
             self.model.registry.forget_pieces(name)
             for key, parameter in self.model.task_parameters(name).items():
@@ -155,33 +159,29 @@ class TensorParallelModel:
     def _piece(self, key: str, parameter: nn.Parameter) -> Piece:
         """Return which part of a parameter this process holds."""
         kind = kind_of_parameter(key)
-        cut = None if kind is None else self.layers.get(kind.site_of(key).removeprefix(_PEFT_PREFIX))
+        site = "" if kind is None else kind.site_of(key).removeprefix(_PEFT_PREFIX)
+        cut = self.layers.get(site)
         if kind is None or cut is None:
-            # Layers that are not cut compute the same gradient on all ranks: it counts once, as rank 0's.
-            return Piece.whole(parameter.shape, adds=self.links.index == 0)
+            # Layers that are not cut compute the same gradient on all ranks: it counts once, as rank 0's. But what
+            # leads to the heads of several ranks (latent attention's) has of each rank's heads a part.
+            leads_to_heads = site.startswith(self._attentions)
+            return Piece.whole(parameter.shape, adds=leads_to_heads or self.links.index == 0)
         return cut.piece(kind.cut_dim(key, is_row=cut.is_row), parameter)
 
     # --------------------------------------------------------------- planning
 
-    def _decoder_layers(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield each decoder layer of this process, with its name within the backbone."""
-        backbone = self.model.backbone
-        prefix = f"{backbone.base_model_prefix}.{family_of(backbone).layers}"
-        for index, layer in enumerate(backbone.get_submodule(prefix)):
-            if not isinstance(layer, PassThrough):
-                yield f"{prefix}.{index}", layer
-
     def _plan_layers(self, blocks: tuple[Block, ...]) -> Iterator[LayerCut]:
         """Yield how each linear layer of the decoder will be cut."""
-        index, size = self.links.index, self.links.size
-        for name, layer in self._decoder_layers():
-            for block in blocks:
-                parent = f"{name}.{block.module}"
-                for leaf, fused in block.columns.items():
-                    whole = _features(layer.get_submodule(f"{block.module}.{leaf}"))[1]
-                    yield LayerCut(f"{parent}.{leaf}", False, whole, held_ranges(whole, index, size, fused))
-                whole = _features(layer.get_submodule(f"{block.module}.{block.row}"))[0]
-                yield LayerCut(f"{parent}.{block.row}", True, whole, held_ranges(whole, index, size))
+        for block in blocks:
+            if block.has_experts:
+                continue
+            for leaf, parts in block.columns.items():
+                yield self._planned(f"{block.name}.{leaf}", parts)
+            name = f"{block.name}.{block.row}"
+            yield self._planned(name, features(self.model.backbone.get_submodule(name))[:1], is_row=True)
+
+    def _planned(self, name: str, parts: Sequence[int], *, is_row: bool = False) -> LayerCut:
+        return LayerCut(name, is_row, sum(parts), held_ranges(parts, self.links.index, self.links.size))
 
     def _plan_head(self) -> LayerCut | None:
         """Return how the output head will be cut; `None` where there is none of a language model in this process."""
@@ -190,13 +190,13 @@ class TensorParallelModel:
         if head is None or isinstance(head, PassThrough):
             return None
         name = next(name for name, module in backbone.named_modules() if module is head)
-        vocab_size = _features(head)[1]
+        vocab_size = features(head)[1]
         if vocab_size < self.links.size:
             raise UnsupportedModelError(
                 f"{name} has {vocab_size} words for {self.links.size} shards; allowed: at least one word a shard. Set"
                 " tensor_parallel_size to less."
             )
-        return LayerCut(name, False, vocab_size, held_ranges(vocab_size, self.links.index, self.links.size))
+        return self._planned(name, [vocab_size])
 
     # ---------------------------------------------------------------- cutting
 
@@ -253,36 +253,55 @@ class TensorParallelModel:
         assert kind is not None, "layers were checked before they are cut"
         kind.cut(layer, cut)
 
-    def _adjust_blocks(self, blocks: tuple[Block, ...]) -> None:
-        """Let each block sum the gradient of its input over the ranks, and attention modules count their own heads."""
-        for _, layer in self._decoder_layers():
-            for block in blocks:
-                module = layer.get_submodule(block.module)
-                reduce_input_gradient(module, self.links)
-                if block.is_attention:
-                    self._adjust_heads(module)
+    def _adjust_block(self, block: Block) -> None:
+        """Cut what a block holds beside its layers, and let it sum the gradient of its input over the ranks."""
+        module: Any = self.model.backbone.get_submodule(block.name)
+        if block.has_experts:
+            self._cut_experts(block, module)
+        for name in block.vectors:
+            home, _, leaf = name.rpartition(".")
+            self._cut_parameter(module.get_submodule(home), leaf, 0)
+        for name in block.norms:
+            norm_over_all_ranks(module.get_submodule(name), self.links)
+        if block.is_attention:
+            count_own_heads(module, self.model.backbone.config.get_text_config(), self.links)
+        if block.module:
+            reduce_input_gradient(module, self.links)
 
-    def _adjust_heads(self, module: Any) -> None:
-        """Set how many heads an attention module has now, and which of the whole model's they are."""
-        for count in family_of(self.model.backbone).head_counts:
-            setattr(module, count, getattr(module, count) // self.links.size)
-        num_heads = self.model.backbone.config.num_attention_heads
-        # Attention dropout draws by the number of the head in the whole model.
-        module.head_window = Window(num_heads * self.links.index // self.links.size, num_heads)
+    def _cut_experts(self, block: Block, experts: Any) -> None:
+        """Cut every expert, frozen as they are, by the features within it."""
+        for name, parts in block.columns.items():
+            self._cut_parameter(experts, name, 1, parts)
+        self._cut_parameter(experts, block.row, 2)
+        reduce_output(experts, self.links)
 
-    def _hook_outputs(self) -> None:
-        """Hook the sums of outputs onto the layers that model code calls: PEFT wraps some of them when a task comes."""
+    def _cut_parameter(self, home: Any, name: str, dim: int, parts: Sequence[int] = ()) -> None:
+        whole = getattr(home, name).data
+        cut = self._planned(name, parts or whole.shape[dim : dim + 1])
+        setattr(home, name, nn.Parameter(cut.take(whole, dim), requires_grad=False))
+
+    def _hook_layers(self) -> None:
+        """Hook sums onto the layers that model code calls, anew when PEFT has wrapped some of them for a task."""
         for name, cut in self.layers.items():
             layer = self.model.backbone.get_submodule(name)
-            words = getattr(getattr(layer, "base_layer", layer), "vocab_parallel_head", None)
-            hooked, handle = self._output_hooks.get(name, (None, None))
-            if hooked is layer or not (cut.is_row or words):
+            hooked, handle = self._hooks.get(name, (None, None))
+            if hooked is layer:
                 continue
-            # The sum has to stand behind the adapter: A and B of a row-parallel layer give partial outputs as well.
+            # The sum has to stand around the adapter: what A and B give, forward or backward, is a part as well.
+            new = self._hook(layer, cut)
             if handle is not None:
                 handle.remove()
-            new = reduce_output(layer, self.links) if words is None else complete_logits(layer, words)
-            self._output_hooks[name] = layer, new
+            self._hooks[name] = layer, new
+
+    def _hook(self, layer: Any, cut: LayerCut) -> Any:
+        """Return the handle of the hook of a layer; `None` where it has none."""
+        words = getattr(getattr(layer, "base_layer", layer), "vocab_parallel_head", None)
+        if words is not None:
+            return complete_logits(layer, words)
+        if cut.is_row:
+            return reduce_output(layer, self.links)
+        # Elsewhere the block does this for all of its column-parallel layers together.
+        return reduce_input_gradient(layer, self.links) if cut.name in self._bare else None
 
 
 def cut_model(model: MultiTaskPeftModel, links: TensorParallelLinks) -> TensorParallelModel:
@@ -299,12 +318,6 @@ def cut_model(model: MultiTaskPeftModel, links: TensorParallelLinks) -> TensorPa
             changed then.
     """
     return TensorParallelModel(model, links)
-
-
-def _features(layer: Any) -> tuple[int, int]:
-    """Return how many features a linear layer reads and gives."""
-    base = getattr(layer, "base_layer", layer)
-    return (base.nx, base.nf) if isinstance(base, Conv1D) else (base.in_features, base.out_features)
 
 
 def _check_layer(layer: Any, name: str) -> None:

@@ -73,22 +73,27 @@ def reduce_from_tp_region(y: torch.Tensor, links: TensorParallelLinks) -> torch.
     return _ReduceFromRegion.apply(y, links)
 
 
-def reduce_input_gradient(block: nn.Module, links: TensorParallelLinks) -> None:
-    """Let a block sum the gradient of its first argument, the residual stream, over the tensor parallel group.
+def reduce_input_gradient(block: nn.Module, links: TensorParallelLinks) -> Any:
+    """Let a block sum the gradients of what flows into it over the tensor parallel group.
 
     Args:
-        block: attention or the MLP of a decoder layer, whose layers are cut.
+        block: attention, an MLP, or experts, which also read how much each of them counts.
         links: all-reduces over the tensor parallel group.
+
+    Returns:
+        The handle of the hook, whose `remove` takes this back.
     """
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], Any]:
         # Model code passes the hidden states by position or by name, by family.
-        if args:
-            return (copy_to_tp_region(args[0], links), *args[1:]), kwargs
-        return args, {**kwargs, "hidden_states": copy_to_tp_region(kwargs["hidden_states"], links)}
+        return tuple(map(copied, args)), {name: copied(item) for name, item in kwargs.items()}
+
+    def copied(item: Any) -> Any:
+        needs_sum = isinstance(item, torch.Tensor) and item.requires_grad
+        return copy_to_tp_region(item, links) if needs_sum else item
 
     # At the block's entrance: one sum serves all of its column-parallel layers.
-    block.register_forward_pre_hook(enter, with_kwargs=True)
+    return block.register_forward_pre_hook(enter, with_kwargs=True)
 
 
 def reduce_output(layer: nn.Module, links: TensorParallelLinks) -> Any:

@@ -178,17 +178,19 @@ def step_work(step: int, tasks: Sequence[str]) -> StepWork:
     return StepWork(tuple(batches), tuple(micro_batches), {name: one.num_tokens for name, one in batches.items()})
 
 
-def random_batch(name: str, step: int, lengths: Sequence[int]) -> TaskBatch:
+def random_batch(name: str, step: int, lengths: Sequence[int], num_words: int = VOCABULARY) -> TaskBatch:
     """Return random rows of the given lengths."""
     rng = np.random.default_rng([step, ord(name)])
     sequences = []
     for row, length in enumerate(lengths):
-        ids = rng.integers(1, VOCABULARY, size=length)
+        ids = rng.integers(1, num_words, size=length)
         sequences.append(TokenSequence(ids, ids, row))
     return TaskBatch(name, step, seed=ord(name), sequences=tuple(sequences))
 
 
-def optimizer_of(model: MultiTaskPeftModel, name: str, folder: Path) -> TaskOptimizer | None:
+def optimizer_of(
+    model: MultiTaskPeftModel, name: str, folder: Path, learning_rate: float = 1e-2
+) -> TaskOptimizer | None:
     """Return a task's optimizer; none in a process where it has no weights. It clips, and decays."""
     parameters = model.task_parameters(name)
     if not parameters:
@@ -198,7 +200,7 @@ def optimizer_of(model: MultiTaskPeftModel, name: str, folder: Path) -> TaskOpti
         name=name,
         peft_config=LoraConfig(),
         train_dataset=[{"input_ids": [1, 2]}],
-        learning_rate=1e-2,
+        learning_rate=learning_rate,
         weight_decay=0.01,
         max_grad_norm=0.05,
         max_steps=9,

@@ -13,7 +13,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from safetensors import safe_open
-from transformers import OPTConfig, OPTForCausalLM
+from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from peft_mux.checkpoint.task_state import TaskState, join_state, merge_states, split_state
 from peft_mux.engine.pipeline.executor import PipelineExecutor
@@ -314,10 +314,10 @@ def test_a_folder_without_safetensors_is_refused_by_name(tmp_path: Path) -> None
 
 
 def test_an_architecture_that_cannot_be_cut_is_refused_by_name() -> None:
-    config = OPTConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, ffn_dim=32)
-    config.word_embed_proj_dim = 32
-    model = MultiTaskPeftModel(OPTForCausalLM(config), {"a": LoraConfig(target_modules=["q_proj"])}, verify=False)
-    with pytest.raises(UnsupportedModelError, match=r"OPTForCausalLM .*allowed: gpt2, llama, mistral, qwen2, qwen3"):
+    config = OlmoeConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, eos_token_id=None)
+    configs = {"a": LoraConfig(target_modules=["q_proj"])}
+    model = MultiTaskPeftModel(OlmoeForCausalLM(config), configs, verify=False)
+    with pytest.raises(UnsupportedModelError, match=r"OlmoeForCausalLM .*'olmoe'.*allowed: .*gpt2, .*llama"):
         StageModel(model, StageLayout.of(2, 2), 0)
 
 

@@ -414,16 +414,19 @@ def test_a_parameter_of_a_module_that_mixes_tokens_is_refused_before_the_first_s
 
 def test_stages_and_tensor_parallelism_refuse_bare_parameters_by_name() -> None:
     task = experts_task("sql", on(GATE_UP), 1)
-    (fault,) = _bare_parameter_faults(ParallelLayout.of(2, tp=2), [task])
+    (fault,) = _bare_parameter_faults(ParallelLayout.of(2, tp=2), [task], qwen3_moe())
     assert fault.where == "tasks.sql.peft_config.target_parameters"
     assert "data parallelism" in fault.fix
 
 
-def test_a_mixture_is_refused_by_name_where_layers_are_cut(tmp_path: Path) -> None:
-    from peft_mux.modeling.backbone.families import family_of
-
-    with pytest.raises(UnsupportedModelError, match=r"^Qwen3MoeForCausalLM .*qwen3_moe.*Train it in one process"):
-        family_of(qwen3_moe())
+def test_stages_and_tensor_parallelism_refuse_all_layers_of_a_mixture_and_take_those_of_attention() -> None:
+    layout, backbone = ParallelLayout.of(2, pp=2), qwen3_moe()
+    of_all = experts_task("sql", LoraConfig(r=2, target_modules="all-linear"), 1)
+    (fault,) = _bare_parameter_faults(layout, [of_all], backbone)
+    assert fault.where == "tasks.sql.peft_config.target_modules"
+    assert "gate_up_proj" in fault.got
+    of_attention = experts_task("sql", LoraConfig(r=2, target_modules=["q_proj", "o_proj"]), 1)
+    assert _bare_parameter_faults(layout, [of_attention], backbone) == []
 
 
 def test_router_losses_that_would_mix_tasks_are_refused_by_name() -> None:

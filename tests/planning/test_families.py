@@ -1,0 +1,31 @@
+"""The shape that the planner takes of a family that is cut: read off its configuration and its description."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.planning.shapes import cut_layers, frozen_parts
+from tests.engine.families import family_cases as cases
+
+FP32 = torch.float32
+OF_EVERY_FORM = ("cohere", "deepseek_v3", "gemma3_text", "glm4", "gpt2", "gpt_neox", "mixtral", "olmo2", "opt", "phi3")
+
+
+@pytest.mark.parametrize("kind", OF_EVERY_FORM)
+def test_the_bytes_of_a_family_lie_where_its_modules_do(kind: str) -> None:
+    config = cases.config_of(kind)
+    with torch.device("meta"):
+        backbone = AutoModelForCausalLM.from_config(config, dtype=FP32)
+    shape = model_shape(backbone, config, dtype=FP32, activation_dtype=FP32)
+    assert (shape.num_layers, shape.hidden_size, shape.vocab_size) == (cases.NUM_LAYERS, 32, cases.VOCABULARY)
+    parts = frozen_parts(backbone, shape.num_layers, FP32)
+    assert parts is not None
+    found = parts.before_bytes + parts.after_bytes + (0 if parts.is_tied else parts.head_bytes)
+    assert abs(found + shape.num_layers * parts.layer_bytes - shape.backbone_bytes) < shape.num_layers
+    rows = {name for name, is_row in cut_layers(backbone).items() if is_row}
+    assert rows
+    # More than half of the smallest layer, where latent attention's narrow matrices and norms stay whole.
+    assert parts.layer_bytes / 2 < parts.cut_bytes < parts.layer_bytes
