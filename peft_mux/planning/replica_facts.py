@@ -81,7 +81,7 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
         # Of a stream only the first rows are known; max_length bounds the others.
         pass_tokens=max(args.max_tokens_per_micro_batch, *(_most_tokens(run) for run in runs)),
         links=cluster or _own_links(profile),
-        supports=partial(_is_supported, planner.model.backbone),
+        supports=partial(_is_supported, planner.model.backbone, adapts_parameters=_adapt_parameters(planner, runs)),
     )
 
 
@@ -157,10 +157,19 @@ def _own_links(profile: Profile) -> Cluster | None:
     return None if profile.link is not None else data_sheet_cluster(profile, _DEVICES_PER_NODE)
 
 
-def _is_supported(backbone: Any, config: ParallelConfig) -> bool:
+def _adapt_parameters(planner: Planner, runs: Sequence[TaskRun]) -> bool:
+    """Return whether some task adapts bare parameters, such as experts, which only whole models hold."""
+    model = planner.model
+    configs = (model.peft_config[model.adapter_of(run.name)] for run in runs)
+    return any(getattr(config, "target_parameters", None) for config in configs)
+
+
+def _is_supported(backbone: Any, config: ParallelConfig, *, adapts_parameters: bool) -> bool:
     """Return whether the engine can cut the backbone so."""
     try:
         if config.num_gpus > 1:
+            if adapts_parameters:
+                return False
             family_of(backbone)
         if config.tp > 1:
             blocks_of(backbone, config.tp)

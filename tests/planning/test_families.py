@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM
 
 from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.planning.replica_facts import _adapt_parameters
 from peft_mux.planning.shapes import cut_layers, frozen_parts
 from tests.engine.families import family_cases as cases
 
@@ -29,3 +35,13 @@ def test_the_bytes_of_a_family_lie_where_its_modules_do(kind: str) -> None:
     assert rows
     # More than half of the smallest layer, where latent attention's narrow matrices and norms stay whole.
     assert parts.layer_bytes / 2 < parts.cut_bytes < parts.layer_bytes
+
+
+def test_tasks_on_the_experts_of_a_mixture_are_planned_on_whole_models_alone() -> None:
+    configs = {
+        "all": LoraConfig(r=2, target_modules="all-linear"),
+        "attention": LoraConfig(r=2, target_modules=["q_proj"]),
+    }
+    planner: Any = SimpleNamespace(model=MultiTaskPeftModel(cases.backbone("qwen3_moe"), configs, verify=False))
+    runs: list[Any] = [SimpleNamespace(name=name) for name in configs]
+    assert [_adapt_parameters(planner, [run]) for run in runs] == [True, False]
