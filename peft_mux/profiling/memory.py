@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.injection import is_meta
+from peft_mux.modeling.backbone.layer_list import find_layers, first_layers, kinds_of_layers, num_telling_layers
 from peft_mux.modeling.backbone.quantized import quantized_layers
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -33,9 +35,9 @@ def count_activation_bytes_per_token(
 ) -> float:
     """Return the bytes that a pass keeps for its backward, divided by its tokens.
 
-    The forward of the backbone's description, with all of the model's tasks, is run without data, and the storages
-    that autograd saves are counted once each; weights are left out. Attention is counted as a fused kernel
-    keeps it: queries, keys, values, outputs, and one number a head.
+    The forward of the backbone's description, with all of the model's tasks, is run without data, and the storages that
+    autograd saves are counted once each; weights are left out. Of layers that are alike the first are run. Attention is
+    counted as a fused kernel keeps it: queries, keys, values, outputs, and one number a head.
 
     Args:
         model: the model with the tasks' adapters, or a description of it (on the meta device); not changed.
@@ -59,10 +61,11 @@ def count_activation_bytes_per_token(
     state = AutocastOnMeta(autocast, device_type)
     try:
         with _FusedAttentionOnMeta(), state.asked():
-            described = _description(model, held)
-            kept = _SavedStorages(described)
-            with _training_mode(described), state.casting(kept):
-                _forward(described, _batch(described, lengths), kept)
+            kinds = _kinds_of_layers(model)
+            with _described(model, held, num_telling_layers(kinds)) as described:
+                kept = _SavedStorages(described)
+                with _training_mode(described), state.casting(kept), kept.by_layer(described.backbone):
+                    _forward(described, _batch(described, lengths), kept)
     # Of a kind that cannot be described without weights, too.
     except (NotImplementedError, RuntimeError, ConfigError) as error:
         warnings.warn(
@@ -71,7 +74,7 @@ def count_activation_bytes_per_token(
         )
         shape = model_shape(plain_backbone(model), config_of(model), dtype=held, activation_dtype=autocast or held)
         return float(memory.activation_bytes_per_token(shape, checkpointing=checkpointing))
-    counted = kept.num_bytes / sum(lengths)
+    counted = (kept.num_bytes + _bytes_of_others(kinds, kept.layer_bytes)) / sum(lengths)
     if not checkpointing:
         return counted
     shape = model_shape(plain_backbone(model), config_of(model), dtype=held, activation_dtype=held)
@@ -79,20 +82,45 @@ def count_activation_bytes_per_token(
     return shape.num_layers * shape.hidden_size * shape.activation_bytes + counted / shape.num_layers
 
 
-def _description(model: MultiTaskPeftModel, dtype: torch.dtype) -> MultiTaskPeftModel:
-    """Return the model without data: itself, if it has none and would run so, else made anew."""
+def _kinds_of_layers(model: MultiTaskPeftModel) -> list[int]:
+    """Return a number for each layer, the same for those that are alike; none where that is not known."""
+    backbone = plain_backbone(model)
+    found = find_layers(backbone)
+    return [] if found is None else kinds_of_layers(backbone, list(found.layers))
+
+
+def _bytes_of_others(kinds: Sequence[int], layer_bytes: Sequence[int]) -> int:
+    """Return what the layers behind those that were run would have kept: what the last one of their kind has."""
+    last = dict(zip(kinds, layer_bytes, strict=False))
+    return sum(last[kind] for kind in kinds[len(layer_bytes) :])
+
+
+@contextmanager
+def _described(model: MultiTaskPeftModel, dtype: torch.dtype, num_layers: int) -> Iterator[MultiTaskPeftModel]:
+    """Give the model without data, and for the time of the block with its first layers only.
+
+    It is the model itself, if it has no data and would run so, else made anew.
+
+    Args:
+        model: the model.
+        dtype: the dtype in which weights are held.
+        num_layers: how many layers stay; 0 for all.
+    """
     given = plain_backbone(model)
     is_whole = model.num_stages * model.tp_size == 1
     is_quantized = next(quantized_layers(given), None) is not None  # its layers compute on nothing but data
     if is_meta(given) and given.dtype == dtype and is_whole and not is_quantized:
-        return model
+        with first_layers(given, num_layers):
+            yield model
+        return
     with torch.device("meta"):
         backbone = type(given)(shortened_config(given.config, None)).to(dtype)
     configs = {name: model.peft_config[model.adapter_of(name)] for name in model.tasks}
-    described = MultiTaskPeftModel(backbone, configs, verify=False)
-    for name in model.tasks:
-        described.objectives.adopt(name, model.objectives)
-    return described
+    with first_layers(backbone, num_layers):
+        described = MultiTaskPeftModel(backbone, configs, verify=False)
+        for name in model.tasks:
+            described.objectives.adopt(name, model.objectives)
+        yield described
 
 
 @contextmanager
@@ -138,11 +166,29 @@ class _SavedStorages:
         self._weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._copies: list[torch.Tensor] = []
+        self.layer_bytes: list[int] = []
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all saved storages."""
         return sum(storage.nbytes() for storage in self._storages.values())
+
+    @contextmanager
+    def by_layer(self, backbone: Any) -> Iterator[None]:
+        """Note in `layer_bytes` what is saved from the end of one layer to that of the next, for the time of the block.
+
+        Args:
+            backbone: the model whose layers are run once each.
+        """
+        found, ends = find_layers(backbone), [0]
+        layers = () if found is None else found.layers
+        hooks = [layer.register_forward_hook(lambda *given: ends.append(self.num_bytes)) for layer in layers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.layer_bytes = [end - start for start, end in itertools.pairwise(ends)]
 
     def leave_out(self, tensor: torch.Tensor) -> None:
         """Do not count a tensor: it is a weight in another dtype."""

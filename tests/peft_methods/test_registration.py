@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import importlib
-import importlib.util
 import pickle
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -109,24 +107,6 @@ def test_several_may_wait_for_one_module(modules: Path) -> None:
     assert {"late_second", "late_third"} <= sys.modules.keys()
     assert sys.meta_path == finders
     assert "exec_module" not in vars(module.__loader__)
-
-
-def test_a_thread_that_only_asks_takes_nothing_from_one_that_imports(modules: Path) -> None:
-    (modules / "late_first.py").write_text("done = True\n")
-    after_import("late_first", "late_second")
-
-    class Slow:
-        """Behind the watcher: while it asks for one thread, another one imports."""
-
-        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-            sys.meta_path.remove(self)
-            thread = threading.Thread(target=importlib.import_module, args=(name,))
-            thread.start()
-            thread.join()
-
-    sys.meta_path.insert(1, Slow())
-    importlib.util.find_spec("late_first")
-    assert "late_second" in sys.modules
 
 
 def test_waiting_for_what_there_is_not_disturbs_nobody(modules: Path) -> None:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.kernels.cross_entropy.linear import block_rows
 from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, SegmentTables
+from peft_mux.modeling.backbone.layer_list import num_telling_layers
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives import language_head as losses
 from peft_mux.profiling import backbone as profiling
+from peft_mux.profiling import memory as profiling_memory
 from peft_mux.profiling import parts as profiling_parts
 from peft_mux.profiling.backbone import profile_backbone
 from peft_mux.profiling.memory import _SavedStorages, count_activation_bytes_per_token
@@ -302,6 +306,24 @@ def test_bytes_counted_on_a_description_are_those_that_a_real_pass_keeps(backbon
         warnings.simplefilter("error", UserWarning)
         counted = count_activation_bytes_per_token(model, LENGTHS)
     assert counted * sum(LENGTHS) == pytest.approx(really_kept_bytes(model), rel=0.01)
+
+
+def a_gemma() -> Gemma2ForCausalLM:
+    """Return a model whose layers are of two kinds by turns, with attention as it is loaded by default."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7, "vocab_size": 97, "head_dim": 8}
+    config = Gemma2Config(**sizes, num_attention_heads=4, num_key_value_heads=2, pad_token_id=None)  # type: ignore[arg-type]
+    return Gemma2ForCausalLM(config)
+
+
+@pytest.mark.parametrize("backbone", [lambda: a_backbone(num_layers=7), a_gemma], ids=["llama", "gemma2"])
+def test_layers_that_are_alike_are_counted_as_those_that_are_run(
+    backbone: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = a_model(backbone())
+    counted = count_activation_bytes_per_token(model, LENGTHS)
+    monkeypatch.setattr(profiling_memory, "num_telling_layers", len)
+    assert counted == count_activation_bytes_per_token(model, LENGTHS)
+    assert num_telling_layers(profiling_memory._kinds_of_layers(model)) in (2, 3)
 
 
 def test_counting_neither_needs_weights_nor_changes_the_model() -> None:

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from peft_mux.errors import CheckpointError
+from peft_mux.modeling.adapters.injection import only_adapter
 from peft_mux.modeling.adapters.kind import SavedForm, kind_of
 from peft_mux.modeling.adapters.own.biases import OWN, biases_unsaid
 from peft_mux.modeling.adapters.prompts.encoders import encoders_of
@@ -44,7 +45,11 @@ def adapter_state(model: MultiplexedModel, adapter: str) -> dict[str, torch.Tens
     own = _parameters_of(model, adapter)
     if adapter in encoders_of(model):
         return prompt_state(model, adapter, own)
-    with model.alone(adapter), biases_unsaid([model.peft_config[adapter]]):
+    with (
+        model.alone(adapter),
+        biases_unsaid([model.peft_config[adapter]]),
+        only_adapter(model.backbone, adapter),
+    ):
         state = get_peft_model_state_dict(model, adapter_name=adapter)
         form = _saved_form(model, adapter)
     state |= {saved_key(name): parameter for name, parameter in own.items() if name.endswith(f".{OWN}")}

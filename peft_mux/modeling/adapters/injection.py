@@ -20,6 +20,7 @@ from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.own.biases import biases_unsaid
 from peft_mux.modeling.adapters.own.claims import claim_faults
 from peft_mux.modeling.backbone.head_kinds import head_kind_for, head_kind_of
+from peft_mux.modeling.backbone.modules import modules_around_adapters
 from peft_mux.task_names import check_task_names, name_fault
 
 _REFUSALS = (
@@ -134,7 +135,7 @@ def hidden_adapters(model: nn.Module) -> Iterator[Callable[[], None]]:
     taken: dict[nn.Module, dict[str, dict[str, Any]]] = {}
 
     def hide() -> None:
-        for layer in [module for module in model.modules() if isinstance(module, BaseTunerLayer)]:
+        for layer in [one for _, one in modules_around_adapters(model) if isinstance(one, BaseTunerLayer)]:
             for child in layer.children():
                 if isinstance(child, nn.ModuleDict | nn.ParameterDict):
                     own = taken.setdefault(child, {field: {} for field in _ENTRIES if field in child.__dict__})
@@ -154,6 +155,32 @@ def hidden_adapters(model: nn.Module) -> Iterator[Callable[[], None]]:
                 # Entries of before come first, whatever was added meanwhile.
                 for key in entries:
                     child.__dict__[field][key] = child.__dict__[field].pop(key)
+
+
+@contextmanager
+def only_adapter(model: nn.Module, adapter: str) -> Iterator[None]:
+    """Take the adapters of all others out of all tuned layers for the time of the block, in which none is added.
+
+    As `hidden_adapters`, and for its reason.
+
+    Args:
+        model: a model with adapters.
+        adapter: internal id of the task whose adapter stays.
+    """
+    taken: list[tuple[dict[str, Any], dict[str, Any]]] = []
+    for layer in [one for _, one in modules_around_adapters(model) if isinstance(one, BaseTunerLayer)]:
+        for child in layer.children():
+            if isinstance(child, nn.ModuleDict | nn.ParameterDict):
+                for entries in [child.__dict__[field] for field in _ENTRIES if field in child.__dict__]:
+                    taken.append((entries, dict(entries)))
+                    for key in taken[-1][1].keys() - {adapter}:
+                        del entries[key]
+    try:
+        yield
+    finally:
+        for entries, before in taken:
+            entries.clear()  # so that all are in their order again
+            entries.update(before)
 
 
 @contextmanager

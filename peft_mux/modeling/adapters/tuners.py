@@ -34,7 +34,7 @@ from peft_mux.modeling.adapters.injection import is_meta
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, kind_of, kind_of_layer
 from peft_mux.modeling.adapters.prompts.kind import PromptKind
 from peft_mux.modeling.adapters.prompts.tuner import add_prompt, as_prompts, remove_prompt
-from peft_mux.modeling.backbone.modules import put_module
+from peft_mux.modeling.backbone.modules import modules_around_adapters, put_module
 
 _TARGETS = "_peft_mux_targets"
 """Under which a wrapper of a bare parameter keeps the set that it was made for."""
@@ -100,7 +100,7 @@ class Tuners:
         """
         targets = _bare_targets(config)
         self._targets |= {targets} if targets else set()
-        for layer in model.backbone.modules():
+        for _, layer in modules_around_adapters(model.backbone):
             if isinstance(layer, ParamWrapper) and _TARGETS not in layer.__dict__:
                 setattr(layer, _TARGETS, targets)
 

@@ -2,9 +2,10 @@
 
 Class names and configurations do not tell everything about an architecture. So before the first step a few short
 sequences go through the backbone twice, packed by us and one by one by the model's own code; a model whose results
-differ is refused by name. This is done where the model will train and in that precision, as a GPU computes attention
-by other kernels than a CPU. A second pass in training mode watches the global random generators: a model that draws
-from them (functional dropout, layer drop) would make one task's result depend on its neighbours.
+differ is refused by name. Of layers that are alike (`layer_list`) the first stand for all. This is done where the model
+will train and in that precision, as a GPU computes attention by other kernels than a CPU. A second pass in training
+mode watches the global random generators: a model that draws from them (functional dropout, layer drop) would make one
+task's result depend on its neighbours.
 
 Shape letters: S sequences, L tokens of one, V vocabulary.
 """
@@ -19,6 +20,7 @@ import torch
 from peft_mux.data.batch import TaskBatch, TokenSequence
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.errors import UnsupportedModelError
+from peft_mux.modeling.backbone.layer_list import find_layers, first_layers, kinds_of_layers, num_telling_layers
 from peft_mux.modeling.interface import MultiplexedModel
 
 # Unequal, and on both sides of 16, by which attention rounds: padding and two rectangles take part.
@@ -57,23 +59,27 @@ def check_packing(model: MultiplexedModel) -> None:
     Raises:
         UnsupportedModelError: naming the architecture and what was found.
     """
-    task = next(iter(model.tasks))
-    batch = _probe_batch(model, task)
+    found = find_layers(model.backbone)
+    kinds = [] if found is None else kinds_of_layers(model.backbone, list(found.layers))
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), model.without_adapters():
-            packed = model.sequence_logits(batch)
-            # Equal results alone would not show that attention was told where sequences end.
-            if model.stream.num_attention_calls == 0:
-                raise UnsupportedModelError(
-                    _message(model, "its attention never reached the packed attention function")
-                )
-            separate = _separate_logits(model, batch)
-        _compare(model, packed, separate)
-        _check_random_numbers(model, batch)
+        # What layers of one kind do to a packed stream, one of them shows.
+        with first_layers(model.backbone, num_telling_layers(kinds)):
+            _check_first_layers(model, _probe_batch(model, next(iter(model.tasks))))
     finally:
         model.train(was_training)
+
+
+def _check_first_layers(model: MultiplexedModel, batch: Any) -> None:
+    with torch.no_grad(), model.without_adapters():
+        packed = model.sequence_logits(batch)
+        # Equal results alone would not show that attention was told where sequences end.
+        if model.stream.num_attention_calls == 0:
+            raise UnsupportedModelError(_message(model, "its attention never reached the packed attention function"))
+        separate = _separate_logits(model, batch)
+    _compare(model, packed, separate)
+    _check_random_numbers(model, batch)
 
 
 def _probe_batch(model: MultiplexedModel, task: str) -> Any:

@@ -91,6 +91,13 @@ class Noisy(nn.Module):
         return nn.functional.dropout(self.inner(x), 0.1, self.training)
 
 
+def test_a_layer_of_its_own_kind_is_looked_at_wherever_it_is() -> None:
+    model = LlamaForCausalLM(LlamaConfig(**{**SIZE, "num_hidden_layers": 6}, initializer_range=0.15))
+    model.model.layers[4].mlp = Shifted(model.model.layers[4].mlp)
+    with pytest.raises(UnsupportedModelError, match="its logits differ by "):
+        adapted(model)
+
+
 def test_a_model_that_mixes_neighbouring_tokens_of_a_row_is_caught_by_its_logits() -> None:
     model = llama()
     model.model.layers[1].mlp = Shifted(model.model.layers[1].mlp)

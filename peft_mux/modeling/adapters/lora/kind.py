@@ -35,7 +35,7 @@ from peft_mux.modeling.adapters.lora.saved_form import doubled_rank
 from peft_mux.modeling.adapters.lora.slab_layout import lora_slot
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.adapters.sliced import SlicedAdapter
-from peft_mux.modeling.backbone.modules import adaptable_modules
+from peft_mux.modeling.backbone.modules import adaptable_modules, modules_around_adapters
 from peft_mux.modeling.slabs import Slot
 from peft_mux.modeling.stream import PassMaker, Stream
 from peft_mux.scheduler.costs.loads import AdapterLoad
@@ -123,10 +123,11 @@ class LoraKind:
     def arrange(self, model: nn.Module, stream: Stream) -> None:
         """Let the layers that read the same activations be computed together, and count what their kernels need."""
         # Siblings are attributes of one module, so parents are searched and not names.
-        for parent in model.modules():
+        modules = [module for _, module in modules_around_adapters(model)]
+        for parent in modules:
             for names in _SIBLING_NAMES:
                 _group_siblings(parent, names, stream)
-        forwards = [module.__dict__.get("forward") for module in model.modules()]
+        forwards = [module.__dict__.get("forward") for module in modules]
         for forward in forwards:
             if isinstance(forward, MultiplexedLinear):
                 if any(member.group is not forward.group for member in forward.group.members):

@@ -16,6 +16,7 @@ from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from peft_mux.modeling.adapters.lora.initial_factors import initial_factors, keep_factors
+from peft_mux.modeling.backbone.modules import modules_around_adapters
 
 _FACTORS = (("lora_A.weight", 0), ("lora_B.weight", 1))
 """Names of the factors, and the dimension that is the rank."""
@@ -95,7 +96,7 @@ def doubled_rank(backbone: nn.Module, adapter: str) -> DoubledRank | None:
     """
     layers = {
         f"base_model.model.{name}": module
-        for name, module in backbone.named_modules()
+        for name, module in modules_around_adapters(backbone)
         if isinstance(module, LoraLayer) and initial_factors(module, adapter) is not None
     }
     return DoubledRank(layers, adapter) if layers else None

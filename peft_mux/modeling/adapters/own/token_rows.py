@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
-from peft_mux.modeling.backbone.modules import put_module
+from peft_mux.modeling.backbone.modules import modules_around_adapters, put_module
 
 
 class MultiplexedTokenRows(MultiplexedForward):
@@ -90,7 +90,7 @@ def only_rows_of(backbone: nn.Module, adapter: str) -> Iterator[None]:
     """
     others: dict[str, Any] = {
         name: module
-        for name, module in backbone.named_modules()
+        for name, module in modules_around_adapters(backbone)
         if isinstance(module, TrainableTokensWrapper) and adapter not in module._adapters
     }
     for name, wrapper in others.items():
