@@ -178,7 +178,8 @@ def only_adapter(model: nn.Module, adapter: str) -> Iterator[None]:
     try:
         yield
     finally:
-        for entries, before in taken:
+        # The last first, as tied layers share what they keep, which was taken twice then.
+        for entries, before in reversed(taken):
             entries.clear()  # so that all are in their order again
             entries.update(before)
 

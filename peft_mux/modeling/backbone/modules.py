@@ -122,20 +122,27 @@ def is_inside_wrapper(name: str) -> bool:
     return _WRAPPED.search(f".{name}.") is not None
 
 
-def modules_around_adapters(model: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module by name as `named_modules` does, but for those of the adapters in tuner layers.
+def modules_around_adapters(
+    model: nn.Module, prefix: str = "", seen: set[nn.Module] | None = None
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module once by name, as `named_modules` does, but for those of the adapters in tuner layers.
 
     There are several of these a layer and task, so going through them for each task takes time by the square of tasks.
 
     Args:
         model: a model with adapters.
         prefix: what its own name is.
+        seen: modules that were yielded already; kept up to date.
     """
+    seen = set() if seen is None else seen
+    if model in seen:
+        return
+    seen.add(model)
     yield prefix, model
     is_tuned = isinstance(model, BaseTunerLayer)
     for name, child in model.named_children():
         if not (is_tuned and isinstance(child, nn.ModuleDict | nn.ParameterDict)):
-            yield from modules_around_adapters(child, f"{prefix}.{name}" if prefix else name)
+            yield from modules_around_adapters(child, f"{prefix}.{name}" if prefix else name, seen)
 
 
 def put_module(model: nn.Module, name: str, module: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.injection import hidden_adapters
+from peft_mux.modeling.adapters.injection import hidden_adapters, only_adapter
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.invariants.mux_lab import tiny_llama
 
@@ -62,6 +63,20 @@ def test_adapters_come_back_where_the_block_fails() -> None:
     with pytest.raises(RuntimeError, match="stop"), hidden_adapters(model.backbone):
         raise RuntimeError("stop")
     assert held(model) == before
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_adapter_stays_alone_and_all_come_back_in_their_order(fails: bool) -> None:
+    model = model_of("a", "b", "c")
+    before, parameters, own = held(model), dict(model.named_parameters()), model.adapters["b"]
+    with suppress(RuntimeError), only_adapter(model.backbone, own):
+        assert all(ids == [own] for layer in held(model).values() for ids in layer)
+        if fails:
+            raise RuntimeError
+    assert held(model) == before
+    after = dict(model.named_parameters())
+    assert list(after) == list(parameters)
+    assert all(after[name] is parameter for name, parameter in parameters.items())
 
 
 def test_peft_sees_one_adapter_at_a_time_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
