@@ -90,6 +90,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
         interleaved_passes: with tensor parallelism, how many passes of different hTasks are interleaved at subgraph
             granularity, so that one computes while the sums of another are under way (M §3.4.2). They hold the memory
             of that many passes. 1 for one after another; on GPUs it has not been measured yet.
+        num_micro_batches: C, the number of passes into which the rows of tasks that share passes are cut in a step:
+            fewer where there are fewer rows, more where passes would hold too many tokens. By default the number is
+            searched for that is predicted to be fastest and fits into memory.
         pipeline_schedule: template of the pipeline: "mux" over all hTasks, or a baseline: "1f1b", "gpipe",
             "interleaved_1f1b".
         pipeline_flush: when a pipeline is drained: "every_step", or "auto" for only where something is due (a log, an
@@ -122,6 +125,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
     dispatch: str = field(default="balanced", metadata={"help": "balanced, length or uniform."})
     redeploy: bool = field(default=False, metadata={"help": "Move to better replicas when tasks come or go."})
     interleaved_passes: int = field(default=1, metadata={"help": "Passes interleaved under tensor parallelism."})
+    num_micro_batches: int | None = field(default=None, metadata={"help": "Passes of tasks in a step; None to search."})
     pipeline_schedule: str = field(default="mux", metadata={"help": "mux, 1f1b, gpipe or interleaved_1f1b."})
     pipeline_flush: str = field(default="auto", metadata={"help": "auto or every_step."})
     shard_backbone: bool = field(default=False, metadata={"help": "Divide the frozen weights among replicas (FSDP2)."})
@@ -249,7 +253,7 @@ def _own_field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     for name in _COUNTS:
         if not _is_count(getattr(args, name)):
             faults.append(Fault(f"args.{name}", shown(getattr(args, name)), f"an integer from 1 to {MOST_STEPS}"))
-    for name in ("chunk_size", "eval_steps", "save_total_limit"):
+    for name in ("chunk_size", "eval_steps", "save_total_limit", "num_micro_batches"):
         value = getattr(args, name)
         if value is not None and not _is_count(value):
             faults.append(Fault(f"args.{name}", shown(value), f"an integer from 1 to {MOST_STEPS}, or None"))

@@ -20,9 +20,10 @@ from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import BucketLoad, build_template
 from peft_mux.scheduler.planner.admission import admit
 from peft_mux.scheduler.planner.partition_search import PartitionSearch
+from peft_mux.scheduler.planner.passes import PassCosts
 from peft_mux.scheduler.planner.planner import Budget
 from peft_mux.scheduler.planner.policies import Partition, policy_named
-from peft_mux.scheduler.planner.stages import range_latencies_s
+from peft_mux.scheduler.planner.stages import RangeLatencies
 
 
 def template_losses(count: int, seed: int) -> list[float]:
@@ -58,10 +59,14 @@ def _partition_loss(draw: random.Random) -> float:
     admission = admit(loads, memory, budget.limit_bytes, budget.max_tokens)
 
     def makespan_s(partition: Partition) -> float:
-        search = PartitionSearch(admission, cost, memory, budget, num_micro_batches, partition)
-        return search.fastest().simulation.makespan_s
+        search = PartitionSearch(admission, costs, memory, budget, num_micro_batches, partition)
+        fastest = search.fastest()
+        assert fastest is not None, "without a bound the fastest of all groupings is returned"
+        return fastest.simulation.makespan_s
 
-    latency_s = range_latencies_s(admission, cost, num_micro_batches)
+    latencies = RangeLatencies(admission, cost)
+    costs = PassCosts(latencies.loads, cost, budget.rules, admission.max_tokens)
+    latency_s = latencies.of(num_micro_batches)
     fused, *others = policy_named("mux").partitions(latency_s, num_stages, num_micro_batches)
     return makespan_s(fused) / min(map(makespan_s, others)) - 1.0
 

@@ -13,6 +13,7 @@ from peft_mux.planning.targets import Target, target_notes
 from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.planner import Outcome
+from peft_mux.scheduler.planner.values import PlannedPass
 from peft_mux.tasks.task_run import TaskRun
 
 
@@ -26,6 +27,7 @@ def described_plan(
     shape: ModelShape,
     chunk_size: int,
     args: MultiTaskTrainingArguments,
+    passes: tuple[tuple[PlannedPass, ...], ...] = (),
 ) -> Plan:
     """Return what the planner found as a plan that prints, travels as JSON, and can be followed.
 
@@ -38,6 +40,7 @@ def described_plan(
         shape: the shape of the whole backbone.
         chunk_size: tokens of a chunk of a sequence (M section 3.5).
         args: the arguments of the run, with what the user asked for.
+        passes: for each replica the passes of a typical step.
     """
     layers_per_stage = memory.layers_per_stage or (shape.num_layers,)
     # Tasks that wait for memory have no share of a step.
@@ -70,6 +73,7 @@ def described_plan(
         layers_per_stage=layers_per_stage,
         link=target.stage_link,
         devices_per_stage=target.devices_per_stage,
+        passes=passes or (outcome.passes,),
     )
 
 

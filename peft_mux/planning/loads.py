@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from peft_mux.modeling.adapters.kind import AdapterKind, CutLayers, kind_of
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.packing.even_shares import even_shares
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.plan import TaskShare
 from peft_mux.tasks.task_run import TaskRun
@@ -33,7 +35,6 @@ def task_load(
     run: TaskRun,
     shapes: ParameterShapes,
     num_layers: int,
-    num_replicas: int = 1,
     *,
     cut: CutLayers | None = None,
     chain_tokens: int | None = None,
@@ -45,7 +46,6 @@ def task_load(
         run: the task; its rows are sampled.
         shapes: the shapes of the task's whole parameters, by name.
         num_layers: decoder layers of the backbone.
-        num_replicas: number of replicas that divide its global batch; the load is that of the one with most rows.
         cut: the layers that tensor parallelism cuts, and its adapters with them; none by default.
         chain_tokens: bound of a pass in tokens, where longer rows are cut into chains. The passes of a chain are held
             at once, and short rows fill them, so a row counts as that many whole passes.
@@ -57,8 +57,7 @@ def task_load(
         # Rounded up to whole passes, which a chain holds all at once (M section 3.5).
         longest = -(-longest // chain_tokens) * chain_tokens
     kind = kind_of(run.task.peft_config)
-    # Rounded up: the plan is of the replica with most rows, which all others wait for.
-    lengths = typical_lengths(rows, -(-run.hyper.train_batch_size // num_replicas))
+    lengths = typical_lengths(rows, run.hyper.train_batch_size)
     return TaskLoad(
         name=run.name,
         lengths=lengths,
@@ -69,7 +68,26 @@ def task_load(
         priority=run.task.priority,
         longest_row_tokens=longest,
         cut_parameters=_num_elements({name: shape for name, shape in shapes.items() if _is_cut(kind, name, cut or {})}),
+        stays_whole=any(not sequence.can_be_split for sequence in run.loader.sample(1)),
     )
+
+
+def replica_loads(loads: Sequence[TaskLoad], num_replicas: int) -> list[list[TaskLoad]]:
+    """Return what the tasks bring into a step of each of several equal replicas, divided as every step is.
+
+    Args:
+        loads: the loads of all tasks with their whole global batches, in the order of the stream.
+        num_replicas: number of replicas that divide the rows of a step.
+    """
+    shares = even_shares([load.lengths for load in loads], num_replicas)
+    return [[_part(load, rows) for load, rows in zip(loads, share, strict=True)] for share in shares]
+
+
+def _part(load: TaskLoad, rows: Sequence[int]) -> TaskLoad:
+    """Return the load of some rows of a task."""
+    lengths = tuple(load.lengths[row] for row in rows)
+    targets = round(load.num_targets * sum(lengths) / max(load.tokens, 1))
+    return replace(load, lengths=lengths, num_targets=max(1, targets) if lengths else 0)
 
 
 def task_share(run: TaskRun, shapes: ParameterShapes) -> TaskShare:

@@ -19,7 +19,7 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.planning.correction import TimeCorrection
 from peft_mux.planning.described import described_plan
 from peft_mux.planning.fixes import fixes_for
-from peft_mux.planning.loads import SAMPLE_ROWS, ParameterShapes, task_load, whole_shapes
+from peft_mux.planning.loads import SAMPLE_ROWS, ParameterShapes, replica_loads, task_load, whole_shapes
 from peft_mux.planning.profiles import RunProfile, run_profile
 from peft_mux.planning.shapes import cut_layers, frozen_parts
 from peft_mux.planning.targets import Target, other_target, own_target
@@ -31,6 +31,7 @@ from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.admission import DoesNotFitError
+from peft_mux.scheduler.planner.passes import planned_passes
 from peft_mux.scheduler.planner.planner import Budget, plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
 from peft_mux.tasks.task_run import TaskRun
@@ -176,7 +177,9 @@ class Planner:
         num_chunks = _CHUNKS_OF_INTERLEAVED if schedule == "interleaved_1f1b" and target.num_stages > 1 else 1
         self._check_stages(target, num_chunks)
         shapes = {run.name: self.shapes_of(run.name) for run in runs}
-        loads = [self._load_of(run, shapes[run.name], target) for run in runs]
+        replicas = replica_loads([self._load_of(run, shapes[run.name]) for run in runs], target.num_replicas)
+        # The plan is of the replica with most tokens, which all others wait for.
+        loads = max(replicas, key=lambda own: sum(load.tokens for load in own))
         cost, memory = self._models(target, loads, num_chunks)
         budget = Budget(
             self.args.max_tokens_per_micro_batch,
@@ -184,6 +187,8 @@ class Planner:
             schedule=schedule,  # type: ignore[arg-type]
             num_chunks=num_chunks,
             links=target.stage_link,
+            num_micro_batches=self.args.num_micro_batches,
+            rules=self.collator.rules,
         )
         try:
             outcome = plan_tasks(loads, cost, memory, budget, policy=self.args.planner, running=running)
@@ -201,15 +206,17 @@ class Planner:
             shape=self.shape,
             chunk_size=self.collator.size([length for run in runs for length in run.loader.sample_lengths]),
             args=self.args,
+            passes=tuple(
+                planned_passes(outcome.htasks, own, budget.rules, outcome.max_tokens) for own in replicas if runs
+            ),
         )
 
-    def _load_of(self, run: TaskRun, shapes: ParameterShapes, target: Target) -> TaskLoad:
-        """Return what a task brings into a step of one replica of the target."""
+    def _load_of(self, run: TaskRun, shapes: ParameterShapes) -> TaskLoad:
+        """Return what a task brings into a step of all replicas."""
         return task_load(
             run,
             shapes,
             self.shape.num_layers,
-            target.num_replicas,
             cut=self.cut_layers,
             chain_tokens=self.args.max_tokens_per_micro_batch if self.args.split_long_sequences else None,
             routed_share=self.shape.routed_share,

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from peft_mux.scheduler.planner.admission import DoesNotFitError
     from peft_mux.scheduler.planner.planner import plan_tasks
     from peft_mux.scheduler.planner.policies import POLICIES, Partition, Policy, policy_named, register_policy
-    from peft_mux.scheduler.planner.values import Budget, HTask, Outcome, Waiting
+    from peft_mux.scheduler.planner.values import Budget, HTask, Outcome, PlannedPass, Waiting
     from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
     from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
@@ -54,6 +54,7 @@ _HOMES = {
     "ParallelConfig": "replicas.configs",
     "Partition": "planner.policies",
     "PipelineTemplate": "pipeline.template",
+    "PlannedPass": "planner.values",
     "Plan": "plan",
     "Policy": "planner.policies",
     "Profile": "costs.profile",
@@ -95,6 +96,7 @@ __all__ = [
     "Partition",
     "PipelineTemplate",
     "Plan",
+    "PlannedPass",
     "Policy",
     "Profile",
     "ReplicaGroup",

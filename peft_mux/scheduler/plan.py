@@ -20,7 +20,7 @@ from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
 from peft_mux.scheduler.pipeline.template import PipelineTemplate
 from peft_mux.scheduler.planner.policies import POLICIES, policy_words
-from peft_mux.scheduler.planner.values import HTask, Waiting
+from peft_mux.scheduler.planner.values import HTask, PlannedPass, Waiting
 from peft_mux.scheduler.units import bytes_text, seconds_text
 
 __all__ = ["FORMAT_VERSION", "POLICIES", "HTask", "Plan", "TaskShare", "Waiting"]
@@ -74,6 +74,8 @@ class Plan:
         layers_per_stage: decoder layers of each of the S stages; empty where that was not planned.
         link: the link between stages that the template was timed with; `None` where messages take no time.
         devices_per_stage: devices that share every layer of a stage (tensor parallelism).
+        passes: for each replica the passes of a typical step, in the order in which they are made; empty where that was
+            not planned.
     """
 
     htasks: tuple[HTask, ...]
@@ -97,6 +99,7 @@ class Plan:
     layers_per_stage: tuple[int, ...] = ()
     link: Link | None = None
     devices_per_stage: int = 1
+    passes: tuple[tuple[PlannedPass, ...], ...] = ()
 
     @property
     def tokens_per_step(self) -> float:
@@ -229,9 +232,14 @@ class Plan:
             "waiting": tuple(Waiting(**item) for item in data.pop("waiting")),
             "notes": tuple(data.pop("notes")),
             "layers_per_stage": tuple(data.pop("layers_per_stage")),
+            "passes": tuple(tuple(_planned_pass(one) for one in own) for own in data.pop("passes", ())),
             "link": None if (link := data.pop("link")) is None else Link(**link),
         }
         return cls(**read, **data)
+
+
+def _planned_pass(item: dict[str, Any]) -> PlannedPass:
+    return PlannedPass(**{**item, "tasks": tuple(item["tasks"])})
 
 
 def _bucket_load(item: dict[str, Any]) -> BucketLoad:

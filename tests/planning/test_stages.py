@@ -10,6 +10,7 @@ import pytest
 from peft_mux import ConfigError, MultiTaskTrainer, Task
 from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.pipeline.stage_layout import StageLayout
+from peft_mux.packing.even_shares import even_shares
 from peft_mux.planning import planner as planning_module
 from peft_mux.planning.loads import typical_lengths
 from peft_mux.planning.planner import Planner
@@ -41,10 +42,17 @@ def test_replicas_divide_each_global_batch_and_the_plan_is_that_of_the_busiest(t
     trainer = make_trainer(three(), tmp_path, planner="interleaved")
     runs = list(trainer.table)
     alone, divided = (planner_of(trainer, number).plan(runs) for number in (1, 3))
-    for run in runs:
+    lengths = [typical_lengths(run.loader.sample_lengths, run.hyper.train_batch_size) for run in runs]
+    tokens = [
+        [sum(lengths[task][row] for row in rows) for task, rows in enumerate(share)]
+        for share in even_shares(lengths, 3)
+    ]
+    busiest = max(tokens, key=sum)
+    for task, run in enumerate(runs):
         (htask,) = [htask for htask in divided.htasks if htask.tasks == (run.name,)]
-        own = typical_lengths(run.loader.sample_lengths, -(-run.hyper.train_batch_size // 3))
-        assert htask.micro_batches * htask.tokens_per_micro_batch == pytest.approx(sum(own))
+        assert htask.micro_batches * htask.tokens_per_micro_batch == pytest.approx(busiest[task])
+        for replica, own in enumerate(divided.passes):
+            assert sum(one.tokens for one in own if one.tasks == (run.name,)) == tokens[replica][task]
     assert divided.step_s < alone.step_s
     assert divided.shares == alone.shares, "what a task brings into a step of all replicas stays the same"
     assert "divided among 3 replicas" in str(divided)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.chains import chains_of
 from peft_mux.errors import PlanError
+from peft_mux.packing.passes import slot_of
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
@@ -155,5 +156,5 @@ def _spread(passes: Sequence[MuxBatch], first: Slot, count: int, slots: Mapping[
     for chain in chains_of(passes):
         # By the number of its first pass, and the chain as a whole: parts of a sequence must not be apart in the
         # template.
-        slots[first._replace(micro_batch=number * count // len(passes))].extend(chain)
+        slots[first._replace(micro_batch=slot_of(number, len(passes), count))].extend(chain)
         number += len(chain)

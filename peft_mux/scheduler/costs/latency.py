@@ -29,9 +29,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from peft_mux.packing.passes import Member
 from peft_mux.scheduler.costs.collectives import all_gather_s, layer_all_reduces_s, loss_all_reduces_s
 from peft_mux.scheduler.costs.frozen_parts import FrozenParts
-from peft_mux.scheduler.costs.latency_sums import RangeBatches, Sums, mean_batch, uniform_batch
+from peft_mux.scheduler.costs.latency_sums import RangeBatches, Sums, mean_batch, pass_sums, uniform_batch
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.model_shape import ModelShape, split_layers
@@ -120,6 +121,20 @@ class CostModel:
         """
         _require_count("num_micro_batches", num_micro_batches)
         return float(sum(self._stages_s(loads, num_micro_batches)) + self.profile.pass_overhead_s)
+
+    def passes_s(self, loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]]) -> NDArray[Any]:
+        """Return seconds of real passes on each stage, forward and backward, `[P, S]`.
+
+        The overhead of a pass is paid on every stage, as each launches its part of it.
+
+        Args:
+            loads: the loads of the tasks that share the passes.
+            passes: the members of each of the P passes, whose `task` counts these loads.
+        """
+        sums = pass_sums(self.profile, loads, passes, self.devices_per_stage)
+        stages_s = [self._stage_sum_s(stage, sums) for stage in range(self.num_stages)]
+        columns = [np.broadcast_to(one, (len(passes),)) for one in stages_s]
+        return np.stack(columns, axis=1) + self.profile.pass_overhead_s
 
     # ------------------------------------------------------------- whole steps
 

@@ -1,4 +1,4 @@
-"""What the tasks of an hTask amount to in M Eq. 3, for one hTask or for every range of consecutive tasks at once."""
+"""What the tasks of an hTask amount to in M Eq. 3: in its mean pass, in those of every range of tasks, in real ones."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from peft_mux.packing.passes import Member
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.profile import Profile
 
@@ -205,3 +206,65 @@ def _attention_calls_of_ranges(loads: Sequence[TaskLoad], num_micro_batches: int
         calls[start] = np.cumsum(np.bincount(first, minlength=count + 1)[:count])
         calls[start] = np.minimum(calls[start], (num_sequences[1:] - num_sequences[start]) / num_micro_batches)
     return np.triu(calls)
+
+
+def pass_sums(profile: Profile, loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]], devices: int) -> Sums:
+    """Return the sums of each of P passes, as arrays `[P]`.
+
+    Args:
+        profile: seconds of the parts of a step on one device.
+        loads: the loads of M tasks, whose loss terms are spread evenly over their tokens.
+        passes: the members of each pass, whose `task` counts these loads.
+        devices: devices that share each layer; factors of adapters are as wide as the part that lies on each.
+    """
+    num_passes, num_tasks = len(passes), len(loads)
+    members = [(number, *member) for number, own in enumerate(passes) for member in own]
+    columns = np.array(members, dtype=np.int64).reshape(len(members), 5).T
+    number, task, _, start, end = columns
+    tokens = np.zeros((num_passes, num_tasks))
+    np.add.at(tokens, (number, task), end - start)
+    targets_per_token = np.array([load.num_targets / max(load.tokens, 1) for load in loads])
+    # A part sees the keys and values before it: what is added to the square of a row is what it takes.
+    attention_s = profile.attention_s(end.astype(float)) - np.where(
+        start > 0, profile.attention_s(np.maximum(start, 1)), 0
+    )
+    return Sums(
+        tokens=tokens.sum(axis=1),
+        targets=tokens @ targets_per_token,
+        layer_s=profile.layer_s(tokens.sum(axis=1)) + np.bincount(number, weights=attention_s, minlength=num_passes),
+        calls_s=profile.attention_call_s * _attention_calls_of_passes(number, end - start, num_passes),
+        adapters_s=_adapters_of_passes_s(profile, loads, tokens, devices),
+    )
+
+
+def _attention_calls_of_passes(
+    number: NDArray[np.int64], lengths: NDArray[np.int64], num_passes: int
+) -> NDArray[np.int64]:
+    """Return the attention calls of each pass in one layer: its groups of near-equal length, `[P]`."""
+    groups = -(-lengths // _LENGTH_STEP)
+    found = np.unique(np.stack([number, groups], axis=1), axis=0)
+    return np.bincount(found[:, 0], minlength=num_passes)
+
+
+def _adapters_of_passes_s(
+    profile: Profile, loads: Sequence[TaskLoad], tokens: NDArray[np.float64], devices: int
+) -> NDArray[np.float64]:
+    """Return the seconds of all adapters of one layer in each pass, fused as in Eq. 3, `[P]`."""
+    adapters = [
+        (task, adapter.rank, adapter.device_width(devices))
+        for task, load in enumerate(loads)
+        for adapter in load.adapters
+    ]
+    total_s = np.zeros(len(tokens))
+    for width in sorted({width for _, _, width in adapters}):
+        own = [(task, rank) for task, rank, one in adapters if one == width]
+        task, rank = (np.array(column) for column in zip(*own, strict=True))
+        number, place = np.nonzero(tokens[:, task])
+        held = tokens[number, task[place]]
+        alone_s = profile.adapter_s(rank[place], width, held)
+        weighted_s = profile.adapter_utilization(rank[place], width, held) * alone_s
+        # A task's own adapters of one width run one after another, and no pass ends before those of one task would.
+        of_task = np.zeros_like(tokens)
+        np.add.at(of_task, (number, task[place]), alone_s)
+        total_s += np.maximum(np.bincount(number, weights=weighted_s, minlength=len(tokens)), of_task.max(axis=1))
+    return total_s

@@ -58,6 +58,7 @@ class TaskLoad:
         longest_row_tokens: tokens of the longest of all rows, which a typical batch may lack; 0 where that is not
             known.
         cut_parameters: the part of `trainable_parameters` that tensor parallelism divides; the rest is on every device.
+        stays_whole: whether its rows are never cut into parts, as those with a class are not.
 
     Raises:
         ValueError: for a sequence without tokens, negative numbers, or more that is cut than there is.
@@ -72,6 +73,7 @@ class TaskLoad:
     priority: int = 0
     longest_row_tokens: int = 0
     cut_parameters: int = 0
+    stays_whole: bool = False
 
     def __post_init__(self) -> None:
         if min(self.lengths, default=1) < 1:

@@ -87,10 +87,11 @@ def lower_bound_s(buckets: Sequence[BucketLoad], *, num_chunks: int = 1) -> floa
     num_stages = checked_num_stages(buckets)
     if num_chunks < 1:
         raise ValueError(f"num_chunks is {num_chunks}; allowed: 1 or more.")
-    bounds = [sum(bucket.forward_s) + sum(bucket.backward_s) for bucket in buckets]
+    bounds = [bucket.greatest_weight * (sum(bucket.forward_s) + sum(bucket.backward_s)) for bucket in buckets]
     for stage in range(num_stages):
-        heads = [sum(bucket.forward_s[:stage]) / num_chunks for bucket in buckets]
-        tails = [sum(bucket.backward_s[:stage]) / num_chunks for bucket in buckets]
+        # Any micro-batch may come first and any may end last, hence the shortest of each bucket.
+        heads = [bucket.least_weight * sum(bucket.forward_s[:stage]) / num_chunks for bucket in buckets]
+        tails = [bucket.least_weight * sum(bucket.backward_s[:stage]) / num_chunks for bucket in buckets]
         works = [b.num_micro_batches * (b.forward_s[stage] + b.backward_s[stage]) for b in buckets]
         # Any bucket may come first and any may end last, hence the least head and the least tail.
         bounds.append(min(heads) + sum(works) + min(tails))

@@ -58,11 +58,26 @@ class Clock:
         forward: ticks of a forward, [bucket][stage].
         backward: ticks of a backward, [bucket][stage].
         links: the links between stages, which say how long messages take.
+        weights: by how much each micro-batch takes more or less, [bucket][micro-batch]; empty where all are equal.
     """
 
     forward: tuple[tuple[int, ...], ...]
     backward: tuple[tuple[int, ...], ...]
     links: LinkMap
+    weights: tuple[tuple[float, ...], ...] = ()
+
+    def duration(self, kind: str, bucket: int, micro_batch: int, stage: int) -> int:
+        """Return the ticks of one step.
+
+        Args:
+            kind: "F" for a forward, "B" for a backward.
+            bucket: the bucket, counted from 0.
+            micro_batch: the micro-batch within the bucket, counted from 0.
+            stage: the device that runs it.
+        """
+        ticks = (self.forward if kind == "F" else self.backward)[bucket][stage]
+        own = self.weights[bucket] if self.weights else ()
+        return round(ticks * own[micro_batch]) if own else ticks
 
     @classmethod
     def real(cls, buckets: Sequence[BucketLoad], links: LinkMap) -> Clock:
@@ -80,6 +95,7 @@ class Clock:
             tuple(ticks(bucket.forward_s) for bucket in buckets),
             tuple(ticks(bucket.backward_s) for bucket in buckets),
             links,
+            tuple(bucket.weights for bucket in buckets),
         )
 
     @classmethod
@@ -289,8 +305,9 @@ class ListScheduler:
         device = self._devices[index]
         device.is_busy = True
         device.ran.append(move)
-        durations = self._clock.forward if move[0] == "F" else self._clock.backward
-        heapq.heappush(self._events, (now + durations[self._bucket_of[move[1]]][index], 0, index, move))
+        launch = self._stream[move[1]]
+        duration = self._clock.duration(move[0], launch.bucket, launch.micro_batch, index)
+        heapq.heappush(self._events, (now + duration, 0, index, move))
 
     def _finish(self, now: int, index: int, move: Move) -> None:
         kind, place, chunk = move

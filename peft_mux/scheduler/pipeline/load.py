@@ -13,7 +13,9 @@ from peft_mux.scheduler.costs.link import Link
 class BucketLoad:
     """What one micro-batch of a bucket of hTasks costs on each of the S stages (M §3.4.1, "Computation Homogeneity").
 
-    All micro-batches of a bucket have one shape, so one number a stage describes them all.
+    M takes all micro-batches of a bucket for equal. Rows are whole, so that some are longer: `weights` tells by how
+    much each takes more or less than the mean. Bytes are those of the largest, which a limit has to allow; messages are
+    of the mean.
 
     Attributes:
         name: the name that is shown in messages and drawings.
@@ -23,6 +25,8 @@ class BucketLoad:
         activation_bytes: bytes held on each stage from the start of the forward until the end of the backward.
         output_bytes: bytes of one message between neighbouring stages, in either direction.
         num_micro_batches: C, micro-batches of the bucket in one iteration.
+        weights: seconds of each micro-batch over the mean ones, which `forward_s` and `backward_s` are; empty where all
+            are equal.
 
     Raises:
         ValueError: if a number is negative or not finite, or the fields speak of different numbers of stages.
@@ -34,6 +38,7 @@ class BucketLoad:
     num_micro_batches: int
     backward_s: tuple[float, ...] = ()
     output_bytes: int = 0
+    weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.backward_s:
@@ -56,11 +61,41 @@ class BucketLoad:
             raise ValueError(f"{where}: output_bytes is {self.output_bytes}; allowed: 0 or more.")
         if self.num_micro_batches < 1:
             raise ValueError(f"{where}: num_micro_batches is {self.num_micro_batches}; allowed: 1 or more.")
+        self._check_weights(where)
+
+    def _check_weights(self, where: str) -> None:
+        if not self.weights:
+            return
+        count = self.num_micro_batches
+        are_numbers = all(math.isfinite(weight) and weight >= 0 for weight in self.weights)
+        if len(self.weights) != count or not are_numbers or not math.isclose(sum(self.weights), count, rel_tol=1e-6):
+            raise ValueError(
+                f"{where}: weights are {self.weights}; allowed: none, or {count} numbers of 0 or more that add up to"
+                f" {count}, one for each micro-batch."
+            )
 
     @property
     def num_stages(self) -> int:
         """S."""
         return len(self.forward_s)
+
+    @property
+    def least_weight(self) -> float:
+        """The weight of the shortest micro-batch."""
+        return min(self.weights, default=1.0)
+
+    @property
+    def greatest_weight(self) -> float:
+        """The weight of the longest micro-batch."""
+        return max(self.weights, default=1.0)
+
+    def weight(self, micro_batch: int) -> float:
+        """Return the seconds of a micro-batch over the mean ones.
+
+        Args:
+            micro_batch: the micro-batch, counted from 0.
+        """
+        return self.weights[micro_batch] if self.weights else 1.0
 
     def chunk_bytes(self, stage: int, chunk: int, num_chunks: int) -> int:
         """Return the bytes that one virtual stage of a device holds of a micro-batch; all chunks add up to the whole.

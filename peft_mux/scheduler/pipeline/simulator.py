@@ -233,7 +233,7 @@ class _SimulatedRun:
             durations = bucket.forward_s if action.kind == "F" else bucket.backward_s
             start = max(now, arrival)
             # Latencies are of all layers of the device, which its virtual stages share equally.
-            now = start + durations[device] / self._num_chunks
+            now = start + durations[device] * bucket.weight(action.micro_batch) / self._num_chunks
             spans.append(Span(device, action, start, now))
             target = self._send_result(action, now)
             # What a device hands to itself it finds in this same loop.

@@ -7,7 +7,7 @@ what a pass costs whatever its size makes few passes cheaper; the longest sequen
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,8 +18,9 @@ from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.template import build_template
 from peft_mux.scheduler.planner.admission import Admission
 from peft_mux.scheduler.planner.fusion import fusion_order
+from peft_mux.scheduler.planner.passes import CutHTask, PassCosts, planned_passes, slot_weights
 from peft_mux.scheduler.planner.policies import Partition, Policy
-from peft_mux.scheduler.planner.values import HTask, Outcome
+from peft_mux.scheduler.planner.values import Budget, HTask, Outcome
 
 _PASS_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of passes that are tried, closer together where one more makes a greater difference."""
@@ -29,20 +30,25 @@ _LARGEST_TO_MEAN_PASS = 1.5
 """The largest pass of a step over its mean pass; see `_largest_pass_tokens`."""
 
 
-def plan_on_one_device(admission: Admission, cost: CostModel, memory: MemoryModel, policy: Policy) -> Outcome:
+def plan_on_one_device(
+    admission: Admission, cost: CostModel, memory: MemoryModel, budget: Budget, policy: Policy
+) -> Outcome:
     """Return the fastest plan of a policy.
 
     Args:
         admission: the tasks that run, and the most tokens of a pass.
         cost: predicts the seconds of a backbone of one stage.
         memory: predicts the bytes of the same backbone.
+        budget: the number of passes, where it is given, and how rows are cut.
         policy: says which partitions of the tasks are compared.
     """
     loads = [admission.admitted[index] for index in fusion_order([load.tokens for load in admission.admitted])]
-    htasks = _fastest_htasks(admission, loads, cost, policy)
-    bucket_loads = tuple(_bucket_load(htask, number, cost, memory) for number, htask in enumerate(htasks, start=1))
-    by_name = {load.name: load for load in loads}
-    largest = max(_largest_pass_tokens(htask, by_name, admission.max_tokens) for htask in htasks)
+    cuts = _fastest_htasks(admission, loads, cost, budget, policy)
+    htasks = tuple(
+        HTask(admission.in_order_of_arrival(cut.loads), cut.num_passes, cut.mean_tokens, cut.pass_s) for cut in cuts
+    )
+    bucket_loads = tuple(_bucket_load(cut, number, cost, memory) for number, cut in enumerate(cuts, start=1))
+    largest = max(_largest_pass_tokens(cut, admission.max_tokens) for cut in cuts)
     estimate = memory.estimate(loads, largest)
     return Outcome(
         htasks=htasks,
@@ -50,47 +56,50 @@ def plan_on_one_device(admission: Admission, cost: CostModel, memory: MemoryMode
         # On one stage 1F1B runs each backward right after its forward: one pass in flight, as `estimate` counts.
         template=build_template(bucket_loads, "1f1b"),
         bucket_loads=bucket_loads,
-        step_s=cost.step_s([([by_name[name] for name in htask.tasks], htask.micro_batches) for htask in htasks]),
+        step_s=sum(float(cut.stage_s.sum()) for cut in cuts) + cost.optimizer_s(loads) + cost.profile.step_overhead_s,
         peak_bytes=(estimate.peak_bytes,),
         waiting=admission.waiting,
         max_tokens=admission.max_tokens,
         memory=estimate,
+        passes=planned_passes(htasks, loads, budget.rules, admission.max_tokens),
     )
 
 
 def _fastest_htasks(
-    admission: Admission, loads: Sequence[TaskLoad], cost: CostModel, policy: Policy
-) -> tuple[HTask, ...]:
+    admission: Admission, loads: Sequence[TaskLoad], cost: CostModel, budget: Budget, policy: Policy
+) -> tuple[CutHTask, ...]:
     """Return the hTasks of the fastest partition, the one that takes longest first as in a template (M §3.4.1)."""
-    latency_s, passes = _cheapest_passes(loads, cost, admission.max_tokens)
+    latency_s, passes = _cheapest_passes(loads, cost, admission.max_tokens, budget.num_micro_batches)
 
     def step_s(partition: Partition) -> float:
         return sum(float(latency_s[start, end - 1]) for start, end in partition.intervals)
 
-    htasks = []
     # C is 1, as the latencies hold all passes of a step already, in the number that suits each range.
-    for start, end in min(policy.partitions(latency_s, 1, 1), key=step_s).intervals:
-        members = loads[start:end]
-        count = int(passes[start, end - 1])
-        tokens = sum(load.tokens for load in members) / count
-        htasks.append(HTask(admission.in_order_of_arrival(members), count, tokens, cost.pass_s(members, count)))
-    return tuple(sorted(htasks, key=lambda htask: -htask.micro_batches * htask.pass_s))
+    intervals = min(policy.partitions(latency_s, 1, 1), key=step_s).intervals
+    # These are of mean passes; what rows really make of the number is known once they are cut.
+    costs = PassCosts(loads, cost, budget.rules, admission.max_tokens)
+    cuts = [costs.of(start, end, int(passes[start, end - 1])) for start, end in intervals]
+    return tuple(sorted(cuts, key=lambda cut: -float(cut.stage_s.sum())))
 
 
-def _largest_pass_tokens(htask: HTask, loads: Mapping[str, TaskLoad], max_tokens: int) -> int:
+def _largest_pass_tokens(cut: CutHTask, max_tokens: int) -> int:
     """Return the tokens of the largest pass that may come of an hTask.
 
-    A step has as many passes as its tokens make up means, rounded (`peft_mux.engine.steps`), so that one holds up to
-    half a mean more. No pass is larger than `max_tokens`, unless a single sequence is.
+    A step of up to half as many tokens again as a typical one is cut into as many passes (`packing.passes`). No pass is
+    larger than `max_tokens`, unless a single sequence is.
     """
-    members = [loads[name] for name in htask.tasks]
-    most_of_a_step = sum(len(load.lengths) * load.longest for load in members)
-    largest = min(_LARGEST_TO_MEAN_PASS * htask.tokens_per_micro_batch, most_of_a_step, max_tokens)
-    return math.ceil(max(largest, *(load.longest for load in members)))
+    most_of_a_step = sum(len(load.lengths) * load.longest for load in cut.loads)
+    largest = min(_LARGEST_TO_MEAN_PASS * cut.mean_tokens, most_of_a_step, max_tokens)
+    return math.ceil(max(largest, cut.held_tokens))
 
 
-def _cheapest_passes(loads: Sequence[TaskLoad], cost: CostModel, max_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+def _cheapest_passes(
+    loads: Sequence[TaskLoad], cost: CostModel, max_tokens: int, asked: int | None
+) -> tuple[np.ndarray, np.ndarray]:
     """Return for every range of tasks the least latency `[M, M]` over numbers of passes, and that number."""
+    if asked is not None:
+        latency = cost.latency_matrix(loads, asked, fits=None) + asked * cost.profile.pass_overhead_s
+        return latency, np.full(latency.shape, asked, dtype=np.int64)
     # Sums and maxima of all ranges [i, j] of tasks at once, as differences of prefix sums and running maxima.
     tokens = np.array([load.tokens for load in loads], dtype=np.float64)
     ends = np.cumsum(tokens)
@@ -122,12 +131,13 @@ def _pass_counts(tokens: float, max_tokens: int) -> list[int]:
     return sorted({*_PASS_COUNTS, least_for_all})
 
 
-def _bucket_load(htask: HTask, number: int, cost: CostModel, memory: MemoryModel) -> BucketLoad:
-    forward_s = cost.profile.forward_fraction * htask.pass_s
+def _bucket_load(cut: CutHTask, number: int, cost: CostModel, memory: MemoryModel) -> BucketLoad:
+    forward_s = cost.profile.forward_fraction * cut.pass_s
     return BucketLoad(
         name=f"hTask {number}",
         forward_s=(forward_s,),
-        backward_s=(htask.pass_s - forward_s,),
-        activation_bytes=(int(memory.activation_bytes(htask.tokens_per_micro_batch, 0)),),
-        num_micro_batches=htask.micro_batches,
+        backward_s=(cut.pass_s - forward_s,),
+        activation_bytes=(int(memory.activation_bytes(max(cut.tokens, default=0), 0)),),
+        num_micro_batches=cut.num_passes,
+        weights=slot_weights(cut.stage_s[:, 0]),
     )

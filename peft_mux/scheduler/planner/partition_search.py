@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.loads import TaskLoad
+import numpy as np
+
 from peft_mux.scheduler.costs.memory import MemoryEstimate, MemoryModel
 from peft_mux.scheduler.pipeline.bounds import lower_bound_s
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate, verify
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule, build_template
 from peft_mux.scheduler.planner.admission import Admission
-from peft_mux.scheduler.planner.fusion import fusion_order
 from peft_mux.scheduler.planner.grouping import group
+from peft_mux.scheduler.planner.passes import PassCosts, planned_passes, slot_weights
 from peft_mux.scheduler.planner.policies import Partition
 from peft_mux.scheduler.planner.values import Budget, HTask, Outcome
 
@@ -42,61 +42,89 @@ class PartitionSearch:
 
     Args:
         admission: the tasks that run, and the most tokens of a pass.
-        cost: predicts the seconds of two stages or more.
+        costs: cuts hTasks into passes, and predicts their seconds on two stages or more.
         memory: predicts the bytes of the same stages.
         budget: the memory that may be used, and the schedule under which groupings are compared.
-        count: C, micro-batches of each hTask in a step.
+        count: C, micro-batches of each hTask in a step; those of few rows have fewer.
         partition: which tasks share an hTask, and whether hTasks share buckets.
+
+    Attributes:
+        cuts: the passes of each hTask.
+        is_grouped: whether hTasks may share buckets.
     """
 
     def __init__(
         self,
         admission: Admission,
-        cost: CostModel,
+        costs: PassCosts,
         memory: MemoryModel,
         budget: Budget,
         count: int,
         partition: Partition,
     ) -> None:
-        self.admission, self.cost, self.memory, self.budget, self.count = admission, cost, memory, budget, count
+        self.admission, self.cost, self.memory, self.budget = admission, costs.cost, memory, budget
         self.is_grouped = partition.is_grouped
-        self.stages = range(cost.num_stages)
-        self.loads = [admission.admitted[i] for i in fusion_order([load.tokens for load in admission.admitted])]
-        self.members = [self.loads[start:end] for start, end in partition.intervals]
-        self.stage_s = [
-            tuple(cost.stage_latency_s(part, num_micro_batches=count, stage=stage) for stage in self.stages)
-            for part in self.members
-        ]
-        largest = max(self._held_tokens(part) for part in self.members)
+        self.stages = range(self.cost.num_stages)
+        self.loads = costs.loads
+        self.cuts = [costs.of(start, end, count) for start, end in partition.intervals]
+        # Eq. 7 balances the latencies of a clock, of which a step has as many as the hTask with most passes.
+        clocks = max(cut.num_chains for cut in self.cuts)
+        self._first_stage_s = [float(cut.stage_s[:, 0].sum()) / clocks for cut in self.cuts]
+        largest = max(cut.held_tokens for cut in self.cuts)
         # What is transient while a micro-batch computes lies beside all that are in flight.
         self.workspace = tuple(
             self._with_margin(memory.workspace_bytes(largest, stage, self.loads)) for stage in self.stages
         )
         self.static = tuple(int(memory.static_bytes(self.loads, stage)) for stage in self.stages)
-        self.limits = None if budget.limit_bytes is None else (budget.limit_bytes,) * cost.num_stages
+        self.limits = None if budget.limit_bytes is None else (budget.limit_bytes,) * self.cost.num_stages
 
     @property
     def held(self) -> tuple[int, ...]:
         """Bytes of each stage besides the micro-batches in flight."""
         return tuple(own + workspace for own, workspace in zip(self.static, self.workspace, strict=True))
 
-    def fastest(self) -> SimulatedGrouping:
+    @property
+    def least_s(self) -> float:
+        """About the time that no grouping beats: a stage's work, the way of the first pass to it, and of the last back.
+
+        Templates run the longest bucket first (M Lemma 1), which is at least as long as the longest hTask.
+        """
+        own = [cut.stage_s for cut in self.cuts if len(cut.passes)]
+        if not own:
+            return 0.0
+        work_s = sum(stage_s.sum(axis=0) for stage_s in own)
+        shortest_s = np.min([stage_s.min(axis=0) for stage_s in own], axis=0)
+        longest_s = max(own, key=lambda stage_s: stage_s[:, 0].mean()).min(axis=0)
+        fraction = self.cost.profile.forward_fraction
+        way_s = fraction * longest_s + (1.0 - fraction) * shortest_s
+        before_s = np.concatenate(([0.0], np.cumsum(way_s)[:-1]))
+        return float(np.max(work_s + before_s / self.budget.num_chunks))
+
+    @property
+    def key(self) -> tuple[tuple[tuple[str, ...], int], ...]:
+        """What the search depends on: the tasks of each hTask and the number of its passes."""
+        return tuple((tuple(load.name for load in cut.loads), cut.num_passes) for cut in self.cuts)
+
+    def fastest(self, most_s: float = math.inf) -> SimulatedGrouping | None:
         """Return the grouping of least makespan, into any number of buckets where hTasks may share them.
+
+        Args:
+            most_s: seconds from which on a makespan is of no use; `None` is returned where none is shorter.
 
         Raises:
             ValueError: if none fits.
         """
-        num_htasks = len(self.members)
+        num_htasks = len(self.cuts)
         best: SimulatedGrouping | None = None
         fault: ValueError | None = None
+        fits = False
         for num_buckets in range(1 if self.is_grouped else num_htasks, num_htasks + 1):
             # Eq. 7 balances first-stage latencies for a given P; which P is best only the simulation tells.
-            buckets = group([stages[0] for stages in self.stage_s], num_buckets)
+            buckets = group(self._first_stage_s, num_buckets)
             bucket_loads = tuple(self._bucket_load(bucket, number) for number, bucket in enumerate(buckets, start=1))
             # Building and simulating a template costs far more than the bound that it cannot beat.
-            if best is not None and (
-                lower_bound_s(bucket_loads, num_chunks=self.budget.num_chunks) >= best.simulation.makespan_s
-            ):
+            if lower_bound_s(bucket_loads, num_chunks=self.budget.num_chunks) >= most_s:
+                fits = True
                 continue
             try:
                 templates = self._templates(bucket_loads)
@@ -106,9 +134,10 @@ class PartitionSearch:
             for template in templates:
                 simulation = simulate(template, bucket_loads, links=self.budget.links)
                 # Of equally fast ones the first stays: fewer buckets, and M's template before plain 1F1B.
-                if best is None or simulation.makespan_s < best.simulation.makespan_s:
-                    best = SimulatedGrouping(buckets, bucket_loads, template, simulation)
-        if best is None:
+                if simulation.makespan_s < most_s:
+                    best, most_s = SimulatedGrouping(buckets, bucket_loads, template, simulation), simulation.makespan_s
+                fits = True
+        if best is None and not fits:
             assert fault is not None, "some grouping was tried"
             raise fault
         return best
@@ -135,12 +164,11 @@ class PartitionSearch:
             found: the grouping that was chosen.
         """
         verify(found.template, found.bucket_loads, memory_limit_bytes=self.limits, static_bytes=self.held)
-        # Stages are timed by their forwards (Eq. 3); a pass is forward and backward.
-        ratio = 1.0 / self.cost.profile.forward_fraction
         htasks = tuple(
-            HTask(self.admission.in_order_of_arrival(part), self.count, self._tokens(part), ratio * sum(stages))
-            for part, stages in zip(self.members, self.stage_s, strict=True)
+            HTask(self.admission.in_order_of_arrival(cut.loads), cut.num_passes, cut.mean_tokens, cut.pass_s)
+            for cut in self.cuts
         )
+        max_tokens = self._most_tokens(found.simulation.peak_bytes)
         # It was simulated without static bytes: these peaks are of micro-batches in flight alone.
         in_flight_bytes = found.simulation.peak_bytes
         peaks = tuple(own + peak for own, peak in zip(self.held, in_flight_bytes, strict=True))
@@ -152,8 +180,9 @@ class PartitionSearch:
             step_s=found.simulation.makespan_s + self.cost.optimizer_s(self.loads) + self.cost.profile.step_overhead_s,
             peak_bytes=peaks,
             waiting=self.admission.waiting,
-            max_tokens=self._most_tokens(in_flight_bytes),
+            max_tokens=max_tokens,
             memory=self._memory_by_part(peaks.index(max(peaks)), in_flight_bytes),
+            passes=planned_passes(htasks, self.loads, self.budget.rules, max_tokens),
         )
 
     def _most_tokens(self, in_flight_bytes: Sequence[int]) -> int:
@@ -168,7 +197,7 @@ class PartitionSearch:
                 self.limits, self.static, self.workspace, in_flight_bytes, strict=True
             )
         )
-        largest = max(self._held_tokens(part) for part in self.members)
+        largest = max(cut.held_tokens for cut in self.cuts)
         return max(1, min(most, int(growth * largest)))
 
     def _memory_by_part(self, stage: int, in_flight_bytes: Sequence[int]) -> MemoryEstimate:
@@ -196,29 +225,26 @@ class PartitionSearch:
 
     def _bucket_load(self, bucket: Sequence[int], number: int) -> BucketLoad:
         # hTasks of a bucket run within one clock: their seconds, tokens and bytes in flight add up.
-        forward = tuple(sum(self.stage_s[index][stage] for index in bucket) for stage in self.stages)
+        cuts = [self.cuts[index] for index in bucket]
+        count = max(cut.num_chains for cut in cuts)
+        slots_s = sum(cut.slots_s(count) for cut in cuts)
+        mean_s = slots_s.mean(axis=0)
         fraction = self.cost.profile.forward_fraction
-        tokens = sum(self._tokens(self.members[index]) for index in bucket)
-        held_tokens = sum(self._held_tokens(self.members[index]) for index in bucket)
+        tokens = sum(sum(cut.tokens) for cut in cuts) / count
+        # A clock may hold the largest passes of all its hTasks at once.
+        held_tokens = sum(cut.held_tokens for cut in cuts)
         return BucketLoad(
             name=f"bucket {number}",
-            forward_s=forward,
-            backward_s=tuple(seconds * (1.0 - fraction) / fraction for seconds in forward),
+            forward_s=tuple(fraction * float(seconds) for seconds in mean_s),
+            backward_s=tuple((1.0 - fraction) * float(seconds) for seconds in mean_s),
             activation_bytes=tuple(
                 self._with_margin(self.memory.activation_bytes(held_tokens, stage)) for stage in self.stages
             ),
             # Hidden states [T, D] go up the pipeline, and gradients of the same size come down.
             output_bytes=int(tokens * self.cost.shape.hidden_size * self.cost.shape.activation_bytes),
-            num_micro_batches=self.count,
+            num_micro_batches=count,
+            weights=slot_weights(slots_s.sum(axis=1)),
         )
-
-    def _tokens(self, part: Sequence[TaskLoad]) -> float:
-        """Return the tokens of one micro-batch of an hTask."""
-        return sum(load.tokens for load in part) / self.count
-
-    def _held_tokens(self, part: Sequence[TaskLoad]) -> float:
-        """Return the tokens that memory is kept for: a micro-batch, or the longest sequence, which is not split."""
-        return max(self._tokens(part), *(load.longest for load in part))
 
     def _with_margin(self, num_bytes: int) -> int:
         """Return bytes and what the allocator holds beyond them."""

@@ -5,8 +5,9 @@
     group      hTasks into buckets, for every number of buckets (Eq. 7)
     template   of each grouping, simulated; the fastest that fits is the plan (§3.4.1)
 
-On one device grouping and template are trivial (`one_device`); on several stages the number C of micro-batches is an
-argument, as in M (`stages`).
+On one device grouping and template are trivial (`one_device`). On several stages all of this is done for several
+numbers C of micro-batches, which M sets by hand, and the fastest is taken (`stages`). Passes are those that the rows of
+a typical step make, cut as the engine cuts them (`passes`).
 """
 
 from __future__ import annotations
@@ -55,5 +56,5 @@ def plan_tasks(
         return Outcome((), (), None, (), 0.0, (), (), budget.max_tokens, None)
     admission = admit(loads, memory, budget.limit_bytes, budget.max_tokens, running=running, one_only=chosen.runs_alone)
     if cost.num_stages == 1:
-        return plan_on_one_device(admission, cost, memory, chosen)
+        return plan_on_one_device(admission, cost, memory, budget, chosen)
     return plan_on_stages(admission, cost, memory, budget, chosen)

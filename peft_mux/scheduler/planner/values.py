@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from peft_mux.packing.passes import PassRules
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule
 
 MICRO_BATCHES_PER_STAGE = 4
-"""C over S, where nothing else is asked for (M Appendix A)."""
+"""C over S of a common pipeline (M Appendix A), for which layers are cut into stages."""
 MOST_DOUBLINGS = 5
-"""Numbers of micro-batches that are tried, each twice the one before, until one fits into memory."""
+"""By how many powers of two the smallest micro-batches that stages are cut for are smaller, less one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,15 +22,30 @@ class HTask:
 
     Attributes:
         tasks: names of its tasks, in the order in which they lie in the stream of a pass.
-        micro_batches: C, passes per step at the mean number of tokens.
+        micro_batches: passes of a typical step.
         tokens_per_micro_batch: mean tokens of a pass.
-        pass_s: predicted seconds of a pass, forward and backward, over all stages.
+        pass_s: mean predicted seconds of a pass, forward and backward, over all stages.
     """
 
     tasks: tuple[str, ...]
     micro_batches: int
     tokens_per_micro_batch: float = 0.0
     pass_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedPass:
+    """One pass of a typical step.
+
+    Attributes:
+        htask: index of its hTask in the plan.
+        tasks: names of the tasks that have tokens in it, in the order of its stream.
+        tokens: its tokens, without padding.
+    """
+
+    htask: int
+    tasks: tuple[str, ...]
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +68,16 @@ class Budget:
     Attributes:
         max_tokens: the most tokens of one pass; only a single sequence that is longer makes a longer pass.
         limit_bytes: memory of a device that the plan may fill, in bytes; `None` for no limit.
-        num_micro_batches: C on several stages; by default four for each stage, as is common (M Appendix A), and more
-            where that does not fit into memory.
+        num_micro_batches: C, passes of each hTask that has as many rows; by default the number is searched for with
+            which the predicted step is shortest and fits into memory.
         schedule: the schedule that a pipeline runs. A policy with a schedule of its own to search under (such as "mux")
             chooses its buckets under that one in any case; this one is then built over them.
         num_chunks: virtual stages of a device, for schedules that interleave them.
         links: the link between neighbouring stages; `None` where messages take no time.
+        rules: whether rows are cut, and how long chunks are, as the engine's collator has it.
+
+    Raises:
+        ValueError: for numbers below 1.
     """
 
     max_tokens: int
@@ -66,6 +86,13 @@ class Budget:
     schedule: Schedule = "mux"
     num_chunks: int = 1
     links: Link | None = None
+    rules: PassRules = field(default_factory=PassRules)
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "num_micro_batches", "num_chunks"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name} of a budget is {value}; allowed: 1 or more.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +110,7 @@ class Outcome:
         max_tokens: the most tokens of a pass, as asked for or as fits into memory; more only where a sequence is
             longer.
         memory: the peak of the fullest stage by part; `None` where nothing runs.
+        passes: the passes of a typical step, as its rows are cut.
     """
 
     htasks: tuple[HTask, ...]
@@ -94,3 +122,4 @@ class Outcome:
     waiting: tuple[Waiting, ...]
     max_tokens: int
     memory: MemoryEstimate | None
+    passes: tuple[PlannedPass, ...] = ()
