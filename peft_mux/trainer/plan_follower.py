@@ -12,6 +12,7 @@ from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.planning.deployment import report_deployment
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import LayerProfile, run_time_model
+from peft_mux.reporting.pass_report import PassReport
 from peft_mux.scheduler.deployment.report import DeploymentReport
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import TaskStatus
@@ -36,6 +37,7 @@ class PlanFollower:
     Attributes:
         planner: makes the plans, and learns from the times of steps.
         current: the plan that is followed; `None` before the first one.
+        pass_report: the passes of this process's replica, as planned and as run.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class PlanFollower:
         self._steps: StepSource | None = None
         self._clock: DispatchClock | None = None
         self._last_step: StepTime | None = None
+        self.pass_report = PassReport()
         placement.subscribe(self._follow_model)
 
     def _follow_model(self) -> None:
@@ -159,6 +162,7 @@ class PlanFollower:
         assert self._steps is not None, "a run that has running tasks follows a plan"
         running = self._run.table.running
         work = self._steps.next(running)
+        self._compare_passes(work)
         self._run.log.rows.step(running)
         # Begun before this step runs, so that reading and dividing the next one are hidden behind it.
         self._steps.prepare(run for run in running if run.name not in work.failures)
@@ -173,7 +177,15 @@ class PlanFollower:
         assert self._steps is not None, "a run that has running tasks follows a plan"
         works = self._steps.window(self._run.table.running, num_steps)
         self._run.log.rows.step(self._run.table.running)
+        for work in works:
+            self._compare_passes(work)
         return works
+
+    def _compare_passes(self, work: StepWork) -> None:
+        """Count whether a step has the passes that the plan says."""
+        replica = self._world.layout.place(self._world.processes.rank).replica
+        if self.current is not None and replica < len(self.current.passes):
+            self.pass_report = self.pass_report.after(self.current.passes[replica], work.micro_batches)
 
     def drop_read_ahead(self, name: str) -> None:
         """Forget what was read early of a task that was removed."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from transformers.trainer_utils import TrainOutput
 
 from peft_mux.evaluation.evaluator import TaskEvaluator
 from peft_mux.reporting.metrics_file import read_metrics
+from peft_mux.reporting.pass_report import PassReport, pass_lines
 from peft_mux.reporting.plots import plot_losses
 from peft_mux.reporting.report import RankRecord, report_table
 from peft_mux.task import TaskStatus
@@ -28,10 +29,14 @@ class Reporter:
         world: all processes of the run, which tell what each has done.
         plans: the plan that is followed, with what it predicted and what was measured.
         evaluator: evaluates one task at a time.
+
+    Attributes:
+        pass_reports: planned against executed passes of each replica, from the last training; empty before it.
     """
 
     def __init__(self, run: Run, world: World, plans: PlanFollower, evaluator: TaskEvaluator) -> None:
         """Report nothing yet."""
+        self.pass_reports: tuple[PassReport, ...] = ()
         self._run, self._world, self._plans, self._evaluator = run, world, plans, evaluator
 
     def log_if_due(self) -> None:
@@ -86,6 +91,7 @@ class Reporter:
         metrics = self._metrics(seconds, self._replica_tokens(records), num_steps)
         self._run.log.event("run", **metrics)
         self._log_dispatch_times()
+        self._log_passes()
         self._run.log.rows.end(self._run.table)
         self._run.log.delays.record_totals()
         for record in records if len(records) > 1 else ():
@@ -138,6 +144,17 @@ class Reporter:
         if clock is not None and clock.num_steps:
             self._run.log.event("dispatch", hidden_share=clock.hidden_share, **asdict(clock))
             self._run.log.say(str(clock))
+
+    def _log_passes(self) -> None:
+        """Say how far steps had the passes that were planned; all processes call this."""
+        found = self._world.processes.gather(self._plans.pass_report)
+        leaders = self._world.layout.leaders
+        self.pass_reports = tuple(replace(found[rank], replica=place) for place, rank in enumerate(leaders))
+        for report in self.pass_reports:
+            if report.num_steps:
+                self._run.log.event("passes", **asdict(report))
+        for line in pass_lines(self.pass_reports):
+            self._run.log.say(line)
 
     def plot_losses(self, path: str | Path | None) -> Path:
         """Draw the losses of all tasks from `metrics.jsonl` into a PNG, by default `losses.png` in the run folder."""

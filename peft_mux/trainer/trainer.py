@@ -34,6 +34,7 @@ from peft_mux.planning.replica_facts import LayerProfile
 from peft_mux.profiling.backbone import profile_backbone
 from peft_mux.profiling.link import measure_link
 from peft_mux.reporting.callbacks import RunCallbacks, TaskFlowCallback
+from peft_mux.reporting.pass_report import PassReport
 from peft_mux.reporting.run_log import RunLog
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.deployment.report import DeploymentReport
@@ -212,6 +213,11 @@ class MultiTaskTrainer(Trainer):
     def task_statuses(self) -> dict[str, TaskStatus]:
         """Where each task stands."""
         return {run.name: run.status for run in self.table}
+
+    @property
+    def pass_reports(self) -> tuple[PassReport, ...]:
+        """Planned against executed passes of each replica, from the last training; empty before it."""
+        return self._reporter.pass_reports
 
     def report(self) -> str:
         """Return a table of all tasks: how each ended, its last losses, and where its adapter lies."""

@@ -16,6 +16,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.saver import Saver
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.reporting.callbacks import RunCallbacks, TaskCallbacks
+from peft_mux.reporting.pass_report import PassReport
 from peft_mux.reporting.run_log import RunLog
 from peft_mux.task import Task, TaskStatus
 from peft_mux.tasks.setup import make_task_runs
@@ -151,6 +152,7 @@ class FakePlans:
         self.run, self.calls = run, calls
         self.planner = SimpleNamespace(time_ratio=None)
         self.dispatch_clock, self.max_tokens, self.last_step_s = None, 64, 0.0
+        self.pass_report = PassReport()
 
     def replan(self) -> Any:
         self.calls.note("replan")

@@ -37,9 +37,10 @@ class FakePlanner:
     def plan(self, runs: Any, **options: Any) -> Any:
         self.calls.note("plan", options.get("devices"), *(run.name for run in runs))
         return SimpleNamespace(
-            htasks=(SimpleNamespace(tasks=self.admitted, tokens_per_micro_batch=0),),
+            htasks=(SimpleNamespace(tasks=self.admitted, tokens_per_micro_batch=0, micro_batches=1),),
             waiting=(SimpleNamespace(name="b", reason="memory is full"),),
             max_tokens_per_micro_batch=48,
+            passes=(),
         )
 
     replan = plan

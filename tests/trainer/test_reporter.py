@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.reporting.pass_report import PassReport
 from peft_mux.reporting.report import RankRecord
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.reporter import Reporter
@@ -31,7 +32,9 @@ def reporter_of(run: Run, calls: Calls, *, num_ranks: int = 1) -> Reporter:
         return {f"{own.name}/eval_loss": 1.0}
 
     # The numbers of all ranks, of which one knows of a signal.
-    processes = SimpleNamespace(gather=lambda value: [0] * (num_ranks - 1) + [value])
+    processes = SimpleNamespace(
+        gather=lambda value: [PassReport() if isinstance(value, PassReport) else 0] * (num_ranks - 1) + [value]
+    )
     world: Any = SimpleNamespace(
         gather_records=records, layout=ParallelLayout.of(num_ranks), records=(), processes=processes
     )

@@ -192,7 +192,8 @@ class InstanceModel:
             outcome = plan_tasks(loads, self._cost, self._memory, budget, policy=policy)
         except ValueError:  # not even one task, or one micro-batch, fits into memory
             return None
-        if outcome.waiting:
+        # The planner cuts rows into more passes where as many as were asked for do not fit.
+        if outcome.waiting or any(htask.micro_batches > num_micro_batches for htask in outcome.htasks):
             return None
         return Speed(
             outcome.step_s,

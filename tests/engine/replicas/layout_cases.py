@@ -33,6 +33,7 @@ class LaidOut:
         frozen: number of frozen elements in this process.
         evaluations: what was logged of them, by task.
         report: of the trainer.
+        pass_reports: planned against executed passes of each replica.
     """
 
     losses: dict[str, list[float]]
@@ -44,6 +45,7 @@ class LaidOut:
     frozen: int
     evaluations: dict[str, list[float]] = field(default_factory=dict)
     report: str = ""
+    pass_reports: tuple[Any, ...] = ()
 
 
 class Watcher(lab.Recorder):
@@ -128,12 +130,24 @@ def train(
             for run in trainer.table
         },
         report=trainer.report(),
+        pass_reports=trainer.pass_reports,
     )
 
 
 def train_five(rank: int, folder: Path, model: Any, kind: str, arguments: dict[str, Any]) -> LaidOut:
     """Train the five tasks on a folder's model, or on one of a kind that is given as an object."""
     return train(folder, model or backbone(kind), tasks_of(kind), **arguments)
+
+
+def train_even(
+    rank: int, folder: Path, model: Any, num_rows: int, lengths: Sequence[int], arguments: dict[str, Any]
+) -> LaidOut:
+    """Train tasks whose rows are each as long as the other, and whose batches are all whole."""
+    tasks = [
+        lab.small_task(f"t{index}", data_seed=index, length=length, train_batch_size=num_rows, max_steps=3)
+        for index, length in enumerate(lengths)
+    ]
+    return train(folder, model or backbone("llama"), tasks, **arguments)
 
 
 def late_task() -> Task:

@@ -1,0 +1,87 @@
+"""What was planned is what runs: passes of a step, tasks of each, order and tokens, in every layout of processes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine.processes.cases import launch, values
+from tests.engine.replicas import layout_cases as cases
+from tests.engine.replicas.layout_cases import LaidOut
+
+DISTRIBUTED = pytest.mark.distributed
+SLOW = [DISTRIBUTED, pytest.mark.slow]
+PP2, TP2 = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
+LIGHT = (2, (12, 12, 12, 12))
+"""Rows of a batch, and tokens of a row of each task."""
+MIXED = (5, (6, 11, 24, 40))
+APART = {"planner": "interleaved"}
+MANY = {"num_micro_batches": 4}
+
+
+def run(world_size: int, load: tuple[int, tuple[int, ...]], folder: Path, arguments: dict[str, Any]) -> LaidOut:
+    if world_size == 1:
+        return cases.train_even(0, folder, None, *load, arguments)
+    return values(launch(world_size, cases.train_even, folder, None, *load, arguments, limit_s=120))[0]
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record for record in records if record["event"] == "passes"]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "load", "arguments"),
+    [
+        pytest.param(1, LIGHT, {}, id="one process, light"),
+        pytest.param(1, MIXED, {}, id="one process, heavy"),
+        pytest.param(1, MIXED, {**APART, **MANY}, id="one process, tasks apart in four passes"),
+        pytest.param(2, MIXED, {}, id="dp2, heavy", marks=DISTRIBUTED),
+        pytest.param(2, (5, (12, 24)), MANY, id="dp2, rows that two do not divide", marks=SLOW),
+        pytest.param(2, LIGHT, PP2, id="pp2, light", marks=DISTRIBUTED),
+        pytest.param(2, MIXED, {**PP2, **MANY}, id="pp2, heavy", marks=SLOW),
+        pytest.param(2, MIXED, {**PP2, **APART}, id="pp2, tasks apart", marks=SLOW),
+        pytest.param(2, MIXED, {**TP2, "interleaved_passes": 2}, id="tp2, in turns", marks=SLOW),
+        pytest.param(4, MIXED, {"pipeline_parallel_size": 4}, id="pp4, heavy", marks=SLOW),
+        pytest.param(4, LIGHT, {**PP2, **TP2}, id="pp2 x tp2, light", marks=SLOW),
+        pytest.param(4, MIXED, PP2, id="dp2 x pp2, heavy", marks=SLOW),
+    ],
+)
+def test_steps_of_whole_batches_have_exactly_the_planned_passes(
+    world_size: int, load: tuple[int, tuple[int, ...]], arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    part = run(world_size, load, tmp_path, arguments)
+    assert part.step == 3
+    for report in part.pass_reports:
+        assert (report.num_steps, report.same_number, report.same_tasks, report.same_tokens) == (3, 3, 3, 3), report
+        assert report.planned_passes == report.passes
+    # All rows of all tasks, in some replica.
+    assert sum(report.tokens for report in part.pass_reports) == 3 * load[0] * sum(load[1])
+    found = events(tmp_path)
+    assert [event["replica"] for event in found] == list(range(len(part.pass_reports)))
+    assert [event["same_tokens"] for event in found] == [3] * len(found)
+
+
+def test_the_pipeline_of_few_rows_that_was_cut_into_passes_of_single_tasks_shares_its_passes(tmp_path: Path) -> None:
+    from peft_mux.scheduler.planner.planner import Budget, plan_tasks
+    from tests.scheduler.planner.cases import load, models
+
+    loads = [load(f"t{index}", 36, 2) for index in range(4)]
+    cost, memory = models(2)
+    four_per_stage = plan_tasks(loads, cost, memory, Budget(4096, num_micro_batches=8))
+    searched = plan_tasks(loads, cost, memory, Budget(4096))
+    assert [len(one.tasks) for one in four_per_stage.passes] == [1] * 8, "eight rows make eight passes of a task each"
+    assert searched.step_s < four_per_stage.step_s
+    assert max(len(one.tasks) for one in searched.passes) > 1
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_unequal_replicas_tell_how_their_passes_differ_from_the_plan(tmp_path: Path) -> None:
+    part = run(3, MIXED, tmp_path, {"replicas": "<2,1>, <1,1>"})
+    assert [report.num_steps for report in part.pass_reports] == [3, 3]
+    assert sum(report.tokens for report in part.pass_reports) == 3 * MIXED[0] * sum(MIXED[1])
+    assert [event["passes"] for event in events(tmp_path)] == [report.passes for report in part.pass_reports]
