@@ -87,9 +87,10 @@ class MultiTaskTrainingArguments(TrainingArguments):
             that do).
         redeploy: when tasks come or go, move to the replicas that LobRA's planner finds fastest, where that saves more
             than it costs; `trainer.redeploy` moves when told to.
-        interleaved_passes: with tensor parallelism, how many passes of different hTasks are interleaved at subgraph
+        interleaved_passes: with tensor parallelism, how many passes of a bucket at most take turns at subgraph
             granularity, so that one computes while the sums of another are under way (M §3.4.2). They hold the memory
-            of that many passes. 1 for one after another; on GPUs it has not been measured yet.
+            of that many passes. "auto", the default, lets the planner decide: 1 where nothing is gained or fits, and
+            where `cost_profile` has not measured on this device what turns hide. On GPUs it has not been measured yet.
         num_micro_batches: C, the number of passes into which the rows of tasks that share passes are cut in a step:
             fewer where there are fewer rows, more where passes would hold too many tokens. By default the number is
             searched for that is predicted to be fastest and fits into memory.
@@ -124,7 +125,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
     replicas: str | None = field(default=None, metadata={"help": 'Unequal replicas, such as "<2,1>, <1,1>x2".'})
     dispatch: str = field(default="balanced", metadata={"help": "balanced, length or uniform."})
     redeploy: bool = field(default=False, metadata={"help": "Move to better replicas when tasks come or go."})
-    interleaved_passes: int = field(default=1, metadata={"help": "Passes interleaved under tensor parallelism."})
+    interleaved_passes: int | str = field(
+        default="auto", metadata={"help": "Passes in turns under tensor parallelism: a number, or auto."}
+    )
     num_micro_batches: int | None = field(default=None, metadata={"help": "Passes of tasks in a step; None to search."})
     pipeline_schedule: str = field(default="mux", metadata={"help": "mux, 1f1b, gpipe or interleaved_1f1b."})
     pipeline_flush: str = field(default="auto", metadata={"help": "auto or every_step."})
@@ -253,6 +256,10 @@ def _own_field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     for name in _COUNTS:
         if not _is_count(getattr(args, name)):
             faults.append(Fault(f"args.{name}", shown(getattr(args, name)), f"an integer from 1 to {MOST_STEPS}"))
+    turns = args.interleaved_passes
+    if not (isinstance(turns, str) and turns == "auto") and not _is_count(turns):
+        allowed = f'"auto", or an integer from 1 to {MOST_STEPS}'
+        faults.append(Fault("args.interleaved_passes", shown(turns), allowed))
     for name in ("chunk_size", "eval_steps", "save_total_limit", "num_micro_batches"):
         value = getattr(args, name)
         if value is not None and not _is_count(value):
@@ -271,7 +278,7 @@ def _own_field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
 
 _COUNTS = (
     "max_tokens_per_micro_batch min_chunk_size per_device_train_batch_size gradient_accumulation_steps logging_steps "
-    "save_steps tensor_parallel_size pipeline_parallel_size interleaved_passes"
+    "save_steps tensor_parallel_size pipeline_parallel_size"
 ).split()
 
 

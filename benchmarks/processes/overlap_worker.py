@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 
-from benchmarks.processes.turn_plan import latency_of, planned_timeline
 from benchmarks.training.workloads import ModelSpec
 from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
 from peft_mux.data.collator import ChunkPackingCollator
@@ -22,11 +21,11 @@ from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.tensor.interleaving import Interleaving
 from peft_mux.engine.tensor.links import TensorLinks
 from peft_mux.engine.tensor.parallel import cut_model
+from peft_mux.engine.tensor.planned_turns import PlannedTurns
 from peft_mux.engine.tensor.turn_links import TurnLinks
 from peft_mux.engine.tensor.turns import Turns
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.scheduler.subgraphs.graph import Operator
-from peft_mux.scheduler.subgraphs.segments import Subgraph, subgraph_key
+from peft_mux.scheduler.subgraphs.passes import Latency, PassTimes, Stretch, TimedSubgraph, latency_of, turns_timeline
 
 NUM_SHARDS = 2
 TOKENS = (256, 192, 224, 160)
@@ -218,9 +217,9 @@ class Worker:
     def timeline(self, speed: Speed, count: int) -> dict[str, Any]:
         """Return what was planned for one step in turns, and what happened, for a picture."""
         profiles = [self.profile(index, 5) for index in range(count)]
-        passes = [subgraphs_of(f"hTask {index}", profile, speed) for index, profile in enumerate(profiles)]
+        passes = [times_of(profile, speed) for profile in profiles]
         self.slow.speed = speed
-        self.interleaving.latency = by_batch(self.batches, passes)
+        self.interleaving.turns = MeasuredTurns(self.batches, passes)
         seen = []
         for _ in range(NUM_PICTURED):
             seconds = self.timed(self.in_turns, count)
@@ -228,33 +227,33 @@ class Worker:
             sums = [(begin - begin_s, end - begin_s) for begin, end, _ in self.slow.sums]
             seen.append((seconds, [tuple(span) for span in self.interleaving.spans], sums))
         _, turns, sums = min(seen)
-        planned = [tuple(asdict(span).values()) for span in planned_timeline(passes).spans]
+        planned = [tuple(asdict(span).values()) for span in turns_timeline(passes).spans]
         return {"planned": planned, "turns": turns, "sums": sums}
 
 
-def by_batch(batches: Sequence[MuxBatch], passes: Sequence[tuple[Subgraph, ...]]) -> Any:
-    """Return the planned latencies of each micro-batch."""
-    known = {id(batch): latency_of(subgraphs) for batch, subgraphs in zip(batches, passes, strict=False)}
-    return lambda chain: known[id(chain[0])]
+class MeasuredTurns(PlannedTurns):
+    """Turns by the measured latencies of each micro-batch."""
+
+    def __init__(self, batches: Sequence[MuxBatch], passes: Sequence[PassTimes]) -> None:
+        super().__init__(width=len(batches))
+        self._measured = {id(batch): latency_of(times) for batch, times in zip(batches, passes, strict=False)}
+
+    def latency(self, chain: Sequence[MuxBatch], stretch: Stretch | None) -> Latency:
+        return self._measured[id(chain[0])]
 
 
-def subgraphs_of(name: str, profile: Profile, speed: Speed) -> tuple[Subgraph, ...]:
+def times_of(profile: Profile, speed: Speed) -> PassTimes:
     """Return a pass as it was measured, on another link."""
-    found: list[Subgraph] = []
     sums_s = [max(own_s, speed.sum_s(size)) for own_s, size in zip(profile.sum_s, profile.num_bytes, strict=True)]
-    for depth, (compute_s, sum_s) in enumerate(zip(profile.compute_s, [*sums_s, None], strict=True)):
-        operators = [Operator(f"{depth}", "compute", compute_s)]
-        if sum_s is not None:
-            operators.append(Operator(f"{depth}.sum", "communication", sum_s, (f"{depth}",)))
-        before = (subgraph_key(name, f"{depth - 1}"),) if depth else ()
-        found.append(Subgraph(f"{depth}", name, tuple(operators), before, depth))
-    return tuple(found)
+    return tuple(
+        TimedSubgraph(compute_s, sum_s) for compute_s, sum_s in zip(profile.compute_s, [*sums_s, 0.0], strict=True)
+    )
 
 
 def planned_row(profiles: Sequence[Profile], speed: Speed) -> Row:
     """Return a row with what the simulator predicts, to be filled with what is measured."""
-    passes = [subgraphs_of(f"hTask {index}", profile, speed) for index, profile in enumerate(profiles)]
-    together, apart = planned_timeline(passes), planned_timeline(passes, overlap=False)
+    passes = [times_of(profile, speed) for profile in profiles]
+    together, apart = turns_timeline(passes), turns_timeline(passes, in_turns=False)
     row = Row(len(profiles), speed.latency_s, speed.bytes_per_s, apart.communication_busy_s / apart.makespan_s)
     row.planned_in_turns_s, row.planned_one_by_one_s = together.makespan_s, apart.makespan_s
     return row

@@ -67,7 +67,9 @@ class Executor:
         return None
 
     def follow(self, plan: Plan) -> None:
-        """Do nothing: the work of a step tells all that a plan means on one device."""
+        """Follow the turns of a plan; the work of a step tells all else that it means on one stage."""
+        if self.interleaving is not None:
+            self.interleaving.follow(plan)
 
     def close(self) -> None:
         """Do nothing: the process groups in use outlive the run."""

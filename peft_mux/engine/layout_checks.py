@@ -44,7 +44,7 @@ def check_layout(
         ConfigError: naming every task and field.
         UnsupportedModelError: if the architecture cannot be cut.
     """
-    raise_faults(_generation_faults(layout, args, tasks))
+    raise_faults([*_generation_faults(layout, args, tasks), *_turn_faults(layout, args)])
     if args.shard_backbone:
         sharded = [*_sharding_faults(layout, source, args), *_sharded_prompt_faults(tasks)]
         divided = [*_divided_faults(tasks, "shard_backbone=True"), *_word_faults("shard_backbone=True", tasks)]
@@ -63,6 +63,15 @@ def check_layout(
         faults += _tensor_parallel_faults(layout, args, tasks)
         faults += _word_faults(f"replicas {layout}, which divide the vocabulary", tasks)
     raise_faults(faults)
+
+
+def _turn_faults(layout: ParallelLayout, args: MultiTaskTrainingArguments) -> list[Fault]:
+    """Return a fault for passes in turns that would never wait for anybody."""
+    # A run that may move to other replicas can have use of it there.
+    if args.interleaved_passes in ("auto", 1) or args.redeploy or any(replica.tp > 1 for replica in layout.replicas):
+        return []
+    fix = "Leave it out: turns hide sums of tensor parallelism, which no replica has here."
+    return [Fault("args.interleaved_passes", str(args.interleaved_passes), f'"auto" or 1 with replicas {layout}', fix)]
 
 
 def _bare_parameter_faults(layout: ParallelLayout, tasks: Sequence[Task], backbone: Any) -> list[Fault]:

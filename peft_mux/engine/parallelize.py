@@ -142,6 +142,8 @@ def parallelize(
     executor = _make_executor(
         model, stage, plan, args=args, layout=layout, processes=processes, sync=sync, interleaving=interleaving
     )
+    if plan is not None:
+        executor.follow(plan)
     return ParallelModel(model, executor, samples, is_whole, tensor_parallel, links)
 
 
@@ -327,11 +329,11 @@ def _shard_frozen_weights(
 def _interleave_passes(
     model: MultiTaskPeftModel, links: TurnLinks | None, args: MultiTaskTrainingArguments
 ) -> Interleaving | None:
-    """Return what runs passes in turns; `None` where no pass waits for an all-reduce, or passes run one by one."""
-    width = args.interleaved_passes
-    if links is None or links.size == 1 or width == 1:
+    """Return what runs passes in turns, as many as the plan says; `None` where no pass waits for an all-reduce."""
+    if links is None or links.size == 1:
         return None
-    return Interleaving(model, links, width=width)
+    # How many passes take turns is in the plan, which follows.
+    return Interleaving(model, links, recomputes=args.uses_checkpointing)
 
 
 def _make_executor(

@@ -64,7 +64,7 @@ def described_plan(
         waiting=outcome.waiting,
         notes=(
             *target.notes,
-            *target_notes(target, layers_per_stage, shape),
+            *target_notes(target, layers_per_stage, shape, outcome.turns),
             *_bound_notes(outcome, args.max_tokens_per_micro_batch),
             *_run_notes(runs, target.device_type),
             *_graph_notes(target, args),
@@ -74,6 +74,7 @@ def described_plan(
         link=target.stage_link,
         devices_per_stage=target.devices_per_stage,
         passes=passes or (outcome.passes,),
+        turns=outcome.turns,
     )
 
 

@@ -22,7 +22,7 @@ from peft_mux.planning.fixes import fixes_for
 from peft_mux.planning.loads import SAMPLE_ROWS, ParameterShapes, replica_loads, task_load, whole_shapes
 from peft_mux.planning.profiles import RunProfile, run_profile
 from peft_mux.planning.shapes import cut_layers, frozen_parts
-from peft_mux.planning.targets import Target, other_target, own_target
+from peft_mux.planning.targets import Target, interleaved_passes, other_target, own_target
 from peft_mux.profiling.memory import count_activation_bytes_per_token
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
@@ -189,6 +189,8 @@ class Planner:
             links=target.stage_link,
             num_micro_batches=self.args.num_micro_batches,
             rules=self.collator.rules,
+            interleaved_passes=interleaved_passes(self.args, target),  # type: ignore[arg-type]
+            recomputes=self.args.uses_checkpointing,
         )
         try:
             outcome = plan_tasks(loads, cost, memory, budget, policy=self.args.planner, running=running)

@@ -14,6 +14,7 @@ from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.memory import ModelShape
 from peft_mux.scheduler.costs.profile import Profile, analytic_profile
+from peft_mux.scheduler.plan import TurnPlan
 from peft_mux.scheduler.units import bytes_text
 
 
@@ -144,13 +145,35 @@ def memory_limit_bytes(args: MultiTaskTrainingArguments) -> int | None:
     return int(0.95 * torch.cuda.get_device_properties(args.device).total_memory)
 
 
-def target_notes(target: Target, layers_per_stage: Sequence[int], shape: ModelShape) -> tuple[str, ...]:
+def interleaved_passes(args: MultiTaskTrainingArguments, target: Target) -> int | str:
+    """Return how many passes may take turns on a target: as asked for, or "auto" where the planner can tell.
+
+    Args:
+        args: the arguments of the run.
+        target: the devices that the plan is for.
+    """
+    # Replicas that are unlike plan as if none were cut, and some of them may be.
+    has_sums = target.devices_per_stage > 1 or (target.is_own and args.replicas is not None)
+    if args.interleaved_passes == "auto":
+        return "auto" if has_sums and _knows_turns(target) else 1
+    return args.interleaved_passes if has_sums else 1
+
+
+def _knows_turns(target: Target) -> bool:
+    """Whether the planner may choose turns: on the run's own devices only by what was measured there."""
+    return not target.is_own or target.profile.source == "measured"
+
+
+def target_notes(
+    target: Target, layers_per_stage: Sequence[int], shape: ModelShape, turns: TurnPlan | None = None
+) -> tuple[str, ...]:
     """Return remarks on how a target's devices share the backbone.
 
     Args:
         target: the devices that the plan is for.
         layers_per_stage: number of decoder layers of each stage in the plan.
         shape: the shape of the backbone.
+        turns: how passes take turns in the plan; `None` where they run one after another.
     """
     notes = []
     if target.num_replicas > 1:
@@ -161,7 +184,7 @@ def target_notes(target: Target, layers_per_stage: Sequence[int], shape: ModelSh
     if target.devices_per_stage > 1:
         notes.append(
             f"{target.devices_per_stage} devices share every layer (tensor parallelism): memory is that of one of them,"
-            f" and times hold {_sums_words(target.tensor_link)}"
+            f" and times hold {_sums_words(target.tensor_link)}{_hidden_words(target, turns)}"
         )
     if target.backbone_shards > 1:
         notes.append(
@@ -182,6 +205,17 @@ def _sums_words(link: Link | None, what: str = "every sum over them") -> str:
     if link is None:
         return f"nothing of {what}, as no link is known"
     return f"{what} in full, at {link.bytes_per_s / 1e9:,.3g} GB/s and {1e6 * link.latency_s:,.3g} us a message"
+
+
+def _hidden_words(target: Target, turns: TurnPlan | None) -> str:
+    """Return what becomes of sums while passes take turns, or why none do."""
+    if turns is None:
+        unknown = target.is_own and (target.profile.source != "measured" or target.profile.overlap is None)
+        return "; passes run one after another, as no cost_profile has measured what turns hide here" if unknown else ""
+    if target.profile.overlap is None:
+        return ", as no profile tells what turns hide of them"
+    source = "" if target.profile.source == "measured" else ", by a data sheet"
+    return f", less what turns hide of them{source}"
 
 
 def _cluster(devices: str) -> Cluster:

@@ -15,17 +15,18 @@ from typing import Any
 
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.memory import MemoryEstimate
+from peft_mux.scheduler.costs.pass_parts import PassParts
 from peft_mux.scheduler.pipeline.gantt import gantt_text, memory_bars_text, save_gantt
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
 from peft_mux.scheduler.pipeline.template import PipelineTemplate
 from peft_mux.scheduler.planner.policies import POLICIES, policy_words
-from peft_mux.scheduler.planner.values import HTask, PlannedPass, Waiting
+from peft_mux.scheduler.planner.values import HTask, PlannedPass, TurnPlan, Waiting
 from peft_mux.scheduler.units import bytes_text, seconds_text
 
-__all__ = ["FORMAT_VERSION", "POLICIES", "HTask", "Plan", "TaskShare", "Waiting"]
+__all__ = ["FORMAT_VERSION", "POLICIES", "HTask", "Plan", "TaskShare", "TurnPlan", "Waiting"]
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,8 @@ class Plan:
         devices_per_stage: devices that share every layer of a stage (tensor parallelism).
         passes: for each replica the passes of a typical step, in the order in which they are made; empty where that was
             not planned.
+        turns: how passes take turns where they wait for sums over these devices (M §3.4.2); `None` where they run one
+            after another.
     """
 
     htasks: tuple[HTask, ...]
@@ -100,6 +103,7 @@ class Plan:
     link: Link | None = None
     devices_per_stage: int = 1
     passes: tuple[tuple[PlannedPass, ...], ...] = ()
+    turns: TurnPlan | None = None
 
     @property
     def tokens_per_step(self) -> float:
@@ -115,6 +119,20 @@ class Plan:
     def num_stages(self) -> int:
         """S, pipeline stages."""
         return 1 if self.template is None else self.template.num_stages
+
+    @property
+    def passes_in_turns(self) -> int:
+        """The most passes that take turns; 1 where they run one after another."""
+        return 1 if self.turns is None else self.turns.width
+
+    def bucket_of(self, task: str) -> int | None:
+        """Return the index of the bucket that a task runs in, or `None` while it waits.
+
+        Args:
+            task: name of a task.
+        """
+        htask = self.htask_of(task)
+        return next((number for number, bucket in enumerate(self.buckets) if htask in bucket), None)
 
     def htask_of(self, task: str) -> int | None:
         """Return the index of the hTask that a task runs in, or `None` while it waits.
@@ -234,6 +252,7 @@ class Plan:
             "layers_per_stage": tuple(data.pop("layers_per_stage")),
             "passes": tuple(tuple(_planned_pass(one) for one in own) for own in data.pop("passes", ())),
             "link": None if (link := data.pop("link")) is None else Link(**link),
+            "turns": None if (turns := data.pop("turns", None)) is None else _turn_plan(turns),
         }
         return cls(**read, **data)
 
@@ -245,6 +264,10 @@ def _planned_pass(item: dict[str, Any]) -> PlannedPass:
 def _bucket_load(item: dict[str, Any]) -> BucketLoad:
     fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in item.items()}
     return BucketLoad(**fields)
+
+
+def _turn_plan(item: dict[str, Any]) -> TurnPlan:
+    return TurnPlan(**{**item, "parts": tuple(PassParts(**parts) for parts in item["parts"])})
 
 
 # --------------------------------------------------------------------- in words
@@ -274,7 +297,16 @@ def _rows(plan: Plan) -> list[str]:
         bound = f" (at most {plan.max_tokens_per_micro_batch:,})"
         time = f", {seconds_text(htask.pass_s)} each" if htask.pass_s else ""
         lines.append(f"  hTask {number}: {_passes(htask)} a step{size}{bound}{time}")
-    return lines + [f"  {one.name:<{width}}  waits: {one.reason}" for one in plan.waiting]
+    return lines + _turns(plan) + [f"  {one.name:<{width}}  waits: {one.reason}" for one in plan.waiting]
+
+
+def _turns(plan: Plan) -> list[str]:
+    """Return a line that tells which hTasks take turns; none where passes run one after another."""
+    if plan.turns is None:
+        return []
+    groups = "; ".join(", ".join(str(index + 1) for index in bucket) for bucket in plan.buckets)
+    saved = f", which saves {seconds_text(plan.turns.saved_s)} a step" if plan.turns.saved_s else ""
+    return [f"  up to {plan.turns.width} passes of a bucket take turns{saved}; hTasks by bucket: {groups}"]
 
 
 def _name_width(plan: Plan) -> int:
@@ -313,6 +345,12 @@ def _explanation(plan: Plan, share: TaskShare, index: int) -> list[str]:
         f" {htask.tokens_per_micro_batch:,.0f} tokens, {share.tokens_per_step:,.0f} of a step's tokens being its own"
         f" ({share.tokens_per_step / max(plan.tokens_per_step, 1):.0%} of all tasks').",
     ]
+    neighbours = _turn_neighbours(plan, index)
+    if plan.turns is not None and neighbours:
+        sentences.append(
+            f"Its passes take turns with those of {', '.join(neighbours)}, up to {plan.turns.width} at a time: one"
+            " computes while the sums of the others are under way."
+        )
     if plan.step_s:
         htask_s = htask.micro_batches * htask.pass_s
         sentences.append(
@@ -320,6 +358,12 @@ def _explanation(plan: Plan, share: TaskShare, index: int) -> list[str]:
             f" {share.num_steps:,} steps take {seconds_text(share.num_steps * plan.step_s)} in this company."
         )
     return [*sentences, f"It trains {share.adapter_parameters:,} parameters of its own."]
+
+
+def _turn_neighbours(plan: Plan, index: int) -> list[str]:
+    """Return the tasks of the other hTasks of an hTask's bucket."""
+    bucket = next((bucket for bucket in plan.buckets if index in bucket), ())
+    return [task for other in bucket if other != index for task in plan.htasks[other].tasks]
 
 
 def _changes_of_tasks(before: Plan, after: Plan) -> list[str]:
@@ -342,7 +386,8 @@ def _changes_of_tasks(before: Plan, after: Plan) -> list[str]:
 
 def _changes_of_numbers(before: Plan, after: Plan) -> list[str]:
     lines = []
-    for name, text in (("step_s", seconds_text), ("policy", str), ("max_tokens_per_micro_batch", str)):
+    shown = {"step_s": seconds_text, "policy": str, "max_tokens_per_micro_batch": str, "passes_in_turns": str}
+    for name, text in shown.items():
         then, now = getattr(before, name), getattr(after, name)
         if then != now:
             lines.append(f"~ {name}: {text(then)} -> {text(now)}")

@@ -23,6 +23,8 @@ from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.tensor.interleaving import Interleaving
 from peft_mux.scheduler.pipeline.template import Action
 from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.subgraphs.groups import neighbour_groups
+from peft_mux.scheduler.subgraphs.passes import Direction, Stretch
 
 
 class InterleavedPipelineExecutor(PipelineExecutor):
@@ -55,12 +57,30 @@ class InterleavedPipelineExecutor(PipelineExecutor):
         **options: Any,
     ) -> None:
         """Open the channels."""
+        self.interleaving = interleaving  # first, as it follows the plan too
         super().__init__(model, plan, processes, **options)
-        self.interleaving = interleaving
+
+    def follow(self, plan: Plan | PipelinePlan) -> None:
+        """Follow another plan from the next step on, its turns too.
+
+        Args:
+            plan: the plan of the run, or the part of it that a pipeline follows, which tells nothing of turns.
+
+        Raises:
+            PlanError: if its template is of another pipeline than the model was cut for.
+        """
+        super().follow(plan)
+        if self.interleaving is not None and isinstance(plan, Plan):
+            self.interleaving.follow(plan)
+
+    @property
+    def _in_turns(self) -> Interleaving | None:
+        """What runs passes in turns; `None` where the plan has them one after another."""
+        return None if self.interleaving is None or self.interleaving.turns.width == 1 else self.interleaving
 
     def _forward(self, action: Action) -> None:
         micro_batches = self._slots[action.slot]
-        if self.interleaving is None or is_chained(micro_batches):
+        if self._in_turns is None or is_chained(micro_batches):
             super()._forward(action)
             return
         target = self._messages.target(action)
@@ -100,14 +120,28 @@ class InterleavedPipelineExecutor(PipelineExecutor):
             return Flight(hidden_TD, passed, [])
 
         # For the whole group at once: each pass by itself would put modules back that the others still need.
-        return self.interleaving.run(chains, forward, held=self.model.only(virtual_stage))
+        stretch = self._stretch(virtual_stage, "forward")
+        return self.interleaving.run(chains, forward, held=self.model.only(virtual_stage), stretch=stretch)
+
+    def _stretch(self, virtual_stage: int, direction: Direction) -> Stretch:
+        """Return the part of the model that the passes of an action go through."""
+        assert self.interleaving is not None, "the caller has looked"
+        layout = self.model.layout
+        return Stretch(
+            layout.layer_counts[virtual_stage],
+            is_first=virtual_stage == 0,
+            is_last=virtual_stage == layout.last_virtual_stage,
+            recomputes=self.interleaving.recomputes,
+            direction=direction,
+        )
 
     def _backward(self, action: Action) -> None:
         slot = action.slot
-        if self.interleaving is None or is_chained(self._slots[slot]):
+        if self.interleaving is None or self._in_turns is None or is_chained(self._slots[slot]):
             super()._backward(action)
             return
         target = self._messages.target(action)
+        stretch = self._stretch(self.model.layout.virtual_stage(action.stage, action.chunk), "backward")
         flights = self._flights.pop((slot, action.chunk))
         for group in self._number_groups(list(self._messages.numbers(action)), action):
             gradients = [self._take_gradient(action, number) for number in group]
@@ -116,7 +150,8 @@ class InterleavedPipelineExecutor(PipelineExecutor):
                 output, gradient = flights[group[index]].passed.output, gradients[index]
                 pass_backward(output, None if gradient is None else gradient.to(output.dtype), [])
 
-            self.interleaving.run([(self._slots[slot][number],) for number in group], backward)
+            chains = [(self._slots[slot][number],) for number in group]
+            self.interleaving.run(chains, backward, stretch=stretch)
             if target is None:
                 continue
             for number in group:
@@ -137,21 +172,12 @@ class InterleavedPipelineExecutor(PipelineExecutor):
     def _number_groups(self, numbers: Sequence[int], action: Action) -> list[list[int]]:
         """Divide the passes of an action into groups, in their order: what neighbours wait for is fixed.
 
-        On a GPU those of one task are never in one group, as in `Interleaving.groups`.
-
         Args:
             numbers: numbers of the passes, in the order in which they run.
             action: the action that they belong to.
         """
         assert self.interleaving is not None, "the caller has looked"
-        micro_batches, may_repeat = self._slots[action.slot], self.device.type == "cpu"
-        groups: list[list[int]] = []
-        seen: set[str] = set()
-        for number in numbers:
-            names = set(micro_batches[number].task_names)
-            if not groups or len(groups[-1]) == self.interleaving.width or not (may_repeat or seen.isdisjoint(names)):
-                groups.append([])
-                seen = set()
-            groups[-1].append(number)
-            seen |= names
-        return groups
+        turns, micro_batches = self.interleaving.turns, self._slots[action.slot]
+        passes = [turns.grouped((micro_batches[number],)) for number in numbers]
+        found = neighbour_groups(passes, turns.width, may_repeat=self.interleaving.may_repeat)
+        return [[numbers[index] for index in group] for group in found]

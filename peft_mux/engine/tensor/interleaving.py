@@ -4,13 +4,14 @@ Under tensor parallelism every layer ends in an all-reduce. While that of one hT
 computes, in forward and in backward, and in what is recomputed for the backward. `peft_mux.engine.tensor.turns` tells
 whose turn it is.
 
-The three cases of adapter fusion, as far as they mean something at run time:
+Which passes make a group, and how many, is the plan's: passes of hTasks of one bucket, never of two
+(`peft_mux.scheduler.subgraphs.groups`). The three cases of adapter fusion at run time:
 
 1. Tasks within one hTask: their adapters of one site are one kernel launch or one loop of products on slices
    (`peft_mux.kernels.lora.group`), and their partial sums travel with the base operator's in one all-reduce.
 2. HTasks within one bucket that hold one task each: not fused here. One kernel over two hTasks needs both of them at
    the same site at the same time, while turns keep them apart on purpose; of two hTasks that gain more from sharing a
-   kernel than from overlap, the planner makes one hTask, which is case 1.
+   kernel than from overlap, the planner makes one hTask, which is case 1 (`benchmarks/planner/case_two.py` compares).
 3. Across buckets: never; their passes are never in one group.
 
 On a GPU every pass has a CUDA stream of its own, collectives run on NCCL's, and a turn is a turn of launching. That
@@ -19,6 +20,7 @@ path has not been run on a GPU yet.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -26,65 +28,24 @@ from typing import Any, TypeVar
 
 import torch
 
-from peft_mux.data.batch import MuxBatch
+from peft_mux.engine.tensor.planned_turns import Chain, PlannedTurns
 from peft_mux.engine.tensor.turn_links import TurnLinks
-from peft_mux.engine.tensor.turns import Latency, Turns, TurnSpan
+from peft_mux.engine.tensor.turns import Turns, TurnSpan
 from peft_mux.modeling.attention.packed import ATTENTION_NAME
 from peft_mux.modeling.key_values import KeyValueStore
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import Stream
+from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.subgraphs.groups import turn_groups
+from peft_mux.scheduler.subgraphs.passes import Latency, Stretch
 
 T = TypeVar("T")
 _STRIDE = 1 << 32
 """Distance between the dispatch numbers of two passes, so that no layer takes those of one for those of another."""
 
 
-Chain = Sequence[MuxBatch]
-"""Micro-batches that run as one: most often a single one, else those of long sequences (`peft_mux.data.chains`)."""
-
-
-def interleaved_groups(chains: Sequence[Chain], width: int, *, may_repeat: bool = True) -> list[tuple[int, ...]]:
-    """Divide the chains of a step into groups that go through the model in turns.
-
-    A group takes chains of tasks that differ, as long as there are any, so that the order in which the gradients of a
-    task add up stays that of the work. Then it takes those of the same tasks, if it may.
-
-    Args:
-        chains: the chains of a step, in the order of the work.
-        width: largest number of chains in a group.
-        may_repeat: whether two chains of a group may be of one task.
-
-    Returns:
-        For each group the indices of its chains; every one once, and those of a task in the order of the work.
-    """
-    left, groups = list(range(len(chains))), []
-    while left:
-        group: list[int] = []
-        seen: set[str] = set()
-        for index in left:
-            names = {name for micro_batch in chains[index] for name in micro_batch.task_names}
-            if len(group) < width and seen.isdisjoint(names):
-                group.append(index)
-            # Also the names of a chain that was passed over, lest a later chain of its task overtake it.
-            seen |= names
-        left = [index for index in left if index not in group]
-        if may_repeat:
-            group, left = group + left[: width - len(group)], left[width - len(group) :]
-        groups.append(tuple(group))
-    return groups
-
-
-def latency_by_tokens(chain: Chain) -> Latency:
-    """Return a latency in proportion to tokens: enough to order subgraphs of one depth where these are of one layer.
-
-    They are not where passes are chains of different lengths or make their losses in different numbers of blocks; the
-    order is then another than Algorithm 1's, and as good as any that all tensor parallel ranks keep to.
-
-    Args:
-        chain: the micro-batches that run as one.
-    """
-    num_tokens = float(max(micro_batch.num_tokens for micro_batch in chain))
-    return lambda depth: num_tokens
+_MOST_REMEMBERED = 1024
+"""Groups whose order of turns is kept."""
 
 
 class Interleaving:
@@ -93,11 +54,15 @@ class Interleaving:
     Args:
         model: the model that the micro-batches go through.
         links: the links that its layers communicate through.
-        width: most passes in a group; each holds its activations from its forward to its backward.
-        latency: predicted latencies of the subgraphs of a chain; the same on every tensor parallel rank.
+        width: most passes in a group before there is a plan to follow; each holds its activations from its forward to
+            its backward.
+        recomputes: whether activations are recomputed in the backward.
 
     Attributes:
+        turns: what is followed of the plan.
         spans: beginning and end of each turn of the last group.
+        decisions: the order of turns of each group of the last steps, newest last: index of the pass within its group
+            and depth of its subgraph, as `peft_mux.scheduler.subgraphs.passes.turn_order` predicts it.
 
     Raises:
         ValueError: for a width below one.
@@ -113,15 +78,29 @@ class Interleaving:
         model: MultiTaskPeftModel,
         links: TurnLinks,
         *,
-        width: int,
-        latency: Callable[[Chain], Latency] = latency_by_tokens,
+        width: int = 1,
+        recomputes: bool = False,
     ) -> None:
         """Remember the model and the links."""
-        if width < 1:
-            raise ValueError(f"width is {width}; allowed: 1 or more passes in turns, 1 for one after another.")
-        self.model, self.links, self.width, self.latency = model, links, width, latency
+        self.model, self.links, self.recomputes = model, links, recomputes
+        self.turns = PlannedTurns(width=width)
         self.spans: list[TurnSpan] = []
+        self.decisions: deque[tuple[tuple[int, int], ...]] = deque(maxlen=_MOST_REMEMBERED)
         self._streams: list[Any] = []
+
+    def follow(self, plan: Plan) -> None:
+        """Follow a plan from the next group on.
+
+        Args:
+            plan: tells how many passes take turns, in which buckets their hTasks are, and what their subgraphs take.
+        """
+        self.turns = PlannedTurns(plan)
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether two passes of a group may be of one task."""
+        # On a GPU their streams would add to the same gradients at one time.
+        return self.model.device.type == "cpu"
 
     def groups(self, chains: Sequence[Chain]) -> list[tuple[Chain, ...]]:
         """Divide the chains of a step into groups.
@@ -129,13 +108,17 @@ class Interleaving:
         Args:
             chains: the chains of a step, in the order of the work.
         """
-        # On a GPU never two of one task: their streams would add to the same gradients at one time.
-        may_repeat = self.model.device.type == "cpu"
-        found = interleaved_groups(chains, self.width, may_repeat=may_repeat)
+        passes = [self.turns.grouped(chain) for chain in chains]
+        found = turn_groups(passes, self.turns.width, may_repeat=self.may_repeat)
         return [tuple(chains[index] for index in group) for group in found]
 
     def run(
-        self, chains: Sequence[Chain], act: Callable[[int], T], *, held: AbstractContextManager[Any] | None = None
+        self,
+        chains: Sequence[Chain],
+        act: Callable[[int], T],
+        *,
+        held: AbstractContextManager[Any] | None = None,
+        stretch: Stretch | None = None,
     ) -> list[T]:
         """Run something for each chain of a group, in turns.
 
@@ -143,6 +126,7 @@ class Interleaving:
             chains: the chains of the group.
             act: runs the forward, the backward or both of the chain of an index; it is called in a thread for each.
             held: what all of them do to the model alike, for the time of the group.
+            stretch: the part of the model that they go through; by default all of it, forward and backward.
 
         Returns:
             What `act` returned for each chain.
@@ -154,7 +138,12 @@ class Interleaving:
             if len(chains) < 2:
                 # Without threads: there is nobody to give a turn to.
                 return [act(index) for index in range(len(chains))]
-            return self._run_in_turns([self.latency(chain) for chain in chains], act)
+            through = stretch or self._whole
+            return self._run_in_turns([self.turns.latency(chain, through) for chain in chains], act)
+
+    @property
+    def _whole(self) -> Stretch:
+        return Stretch(self.model.backbone.config.get_text_config().num_hidden_layers, recomputes=self.recomputes)
 
     def _run_in_turns(self, latencies: Sequence[Latency], act: Callable[[int], T]) -> list[T]:
         state, indices = StreamState(self.model.stream), range(len(latencies))
@@ -169,6 +158,7 @@ class Interleaving:
                 # Also after an error: the next pass must not take the dispatch numbers of one that was given up.
                 state.count_dispatches()
                 self.spans = turns.spans
+                self.decisions.append(tuple((span.index, span.depth) for span in turns.spans))
 
     @contextmanager
     def _side_streams(self, count: int) -> Iterator[Sequence[Any]]:

@@ -8,11 +8,12 @@ away, and goes on when it gets it back.
     pass 1                | subgraph 0 |- all-reduce -|            | subgraph 1 |
                           ^ baton      ^ baton        ^ baton
 
-Who gets it is decided by Algorithm 1 of M (section 3.4.2), run as the passes go: of the subgraphs that come next, one
-of the least depth, among these the longest; ties go to the pass given first. A subgraph ends where its pass waits, so
-subgraphs are cut at the collectives that the modules of the tensor-parallel plan begin, and are not traced. The order
-follows from depths and predicted latencies alone, never from a clock: all processes begin their collectives in the
-same order, as backends require. When it is a pass's turn and its communication is still under way, it waits for it.
+Who gets it is decided by Algorithm 1 of M (section 3.4.2), by the `LaunchQueue` that plans are made with: of the
+subgraphs that come next, one of the least depth, among these the longest; ties go to the pass given first. A subgraph
+ends where its pass waits, so subgraphs are cut at the collectives that the modules of the tensor-parallel plan begin,
+and are not traced. The order follows from depths and predicted latencies alone, never from a clock: all processes begin
+their collectives in the same order, as backends require. When it is a pass's turn and its communication is still under
+way, it waits for it.
 
 What passes keep in common objects is taken out and put back at every turn (`SharedState`). Threads end with the
 passes, also after an error or an interrupt.
@@ -30,9 +31,10 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
+from peft_mux.scheduler.subgraphs.launcher import LaunchQueue
+from peft_mux.scheduler.subgraphs.passes import Latency
+
 T = TypeVar("T")
-Latency = Callable[[int], float]
-"""Predicted latency of a pass's subgraph, by its depth from 0; in any unit, the same for all passes and processes."""
 
 
 class SharedState(Protocol):
@@ -83,22 +85,6 @@ class _Ended(BaseException):
     """Unwinds a pass after another one has failed; no `except Exception` of model code may stop it."""
 
 
-def next_pass(depths: Sequence[int | None], latencies: Sequence[Latency]) -> int | None:
-    """Return the pass whose next subgraph is launched now: lines 7 and 8 of Algorithm 1.
-
-    Every pass is a chain, so it has one subgraph without pending dependencies in the queue.
-
-    Args:
-        depths: depth of the next subgraph of each pass; `None` for a pass that has ended.
-        latencies: predicted latencies of each pass.
-
-    Returns:
-        The index of the pass; `None` where all have ended.
-    """
-    waiting = [(depth, -latencies[index](depth), index) for index, depth in enumerate(depths) if depth is not None]
-    return min(waiting)[-1] if waiting else None
-
-
 class Turns(Generic[T]):
     """Runs passes once, in turns.
 
@@ -107,7 +93,7 @@ class Turns(Generic[T]):
         state: state that passes would disturb for each other; by default there is none.
 
     Attributes:
-        spans: beginning and end of each turn, in order.
+        spans: beginning and end of each turn, in order: what Algorithm 1 decided, and when it ran.
 
     Example:
         >>> turns = Turns([lambda depth: 1.0, lambda depth: 2.0])
@@ -128,7 +114,8 @@ class Turns(Generic[T]):
         self._state: SharedState = state or NoState()
         self._batons = [threading.Semaphore(0) for _ in latencies]
         self._values = [self._state.fresh(index) for index in range(len(latencies))]
-        self._depths: list[int | None] = [None] * len(latencies)
+        self._depths = [0] * len(latencies)
+        self._ready: LaunchQueue[int] = LaunchQueue()
         self._results: dict[int, T] = {}
         self._errors: list[BaseException] = []
         self._is_over = threading.Event()
@@ -182,11 +169,10 @@ class Turns(Generic[T]):
         if index is None:
             wait()
             return
-        depth = self._depths[index]
-        assert depth is not None, "a pass that waits has not ended"
         self._leave(index)
-        # Before the baton goes on: whoever is next is chosen by these depths.
-        self._depths[index] = depth + 1
+        self._depths[index] += 1
+        # Before the baton goes on: this pass may be the next one itself.
+        self._enqueue(index)
         self._pass_baton()
         self._batons[index].acquire()
         self._enter(index)
@@ -214,7 +200,6 @@ class Turns(Generic[T]):
             self._errors.append(error)
         finally:
             self._leave(index)
-            self._depths[index] = None
             self._pass_baton()
 
     def _start(self, threads: Sequence[threading.Thread]) -> None:
@@ -224,18 +209,24 @@ class Turns(Generic[T]):
                 thread.start()
         except BaseException as error:
             self._errors.append(error)
-        # A thread that never started counts as ended, or the baton would go to nobody.
-        self._depths = [0 if thread.is_alive() else None for thread in threads]
+        for index, thread in enumerate(threads):
+            # A thread that never started counts as ended, or the baton would go to nobody.
+            if thread.is_alive():
+                self._enqueue(index)
+
+    def _enqueue(self, index: int) -> None:
+        """Take in the next subgraph of a pass: it has no pending dependencies, as a pass is a chain."""
+        depth = self._depths[index]
+        self._ready.enqueue(index, depth=depth, latency_s=self._latencies[index](depth), owner=index)
 
     def _pass_baton(self) -> None:
         """Wake the pass whose turn it is; only the holder of the baton calls this."""
         # From depths and predictions alone, never from which communication is over: all processes have to begin their
         # collectives in one order, and clocks differ.
-        following = next_pass(self._depths, self._latencies)
-        if following is None:
-            self._is_over.set()
+        if self._ready:
+            self._batons[self._ready.launch()].release()
         else:
-            self._batons[following].release()
+            self._is_over.set()
 
     def _enter(self, index: int) -> None:
         """Begin a turn: put the pass's state back."""
@@ -245,10 +236,8 @@ class Turns(Generic[T]):
     def _leave(self, index: int) -> None:
         """End a turn: take the pass's state out."""
         self._values[index] = self._state.take()
-        depth = self._depths[index]
-        assert depth is not None, "the pass is running"
         instants = (self._turn_s, self._compute_s, time.perf_counter())
-        self.spans.append(TurnSpan(index, depth, *(instant - self._begin_s for instant in instants)))
+        self.spans.append(TurnSpan(index, self._depths[index], *(instant - self._begin_s for instant in instants)))
 
     def _wait_for_all(self) -> None:
         """Wait until no pass is left; an interrupt of the caller ends them at their next wait.

@@ -1,13 +1,15 @@
 """Seconds of collectives among the devices of a stage, or replicas that divide the backbone: rings over one link.
 
 A ring of n devices adds a message of b bytes up in 2 (n - 1) rounds of b / n bytes each, and gathers n parts of b / n
-bytes in n - 1 rounds. Nothing here is overlapped with computing: M section 3.4.2 hides the sums of one hTask behind
-another's products where a bucket has several hTasks, so that these are upper bounds.
+bytes in n - 1 rounds. Nothing here is overlapped with computing: what passes in turns hide of it (M section 3.4.2) is
+for `peft_mux.scheduler.planner.turn_times` to say.
 """
 
 from __future__ import annotations
 
 from typing import Any
+
+import numpy as np
 
 from peft_mux.scheduler.costs.kernel_buffers import loss_block_rows
 from peft_mux.scheduler.costs.link import Link
@@ -73,10 +75,25 @@ def loss_all_reduces_s(link: Link | None, num_devices: int, shape: ModelShape, t
         targets: loss terms of a micro-batch; a number, or an array of them.
         device_type: "cuda" or "cpu", which decides the rows of a block of the loss.
     """
+    block_s, gradient_s, blocks = loss_sums(link, num_devices, shape, targets, device_type)
+    return (targets > 0) * (blocks * block_s + gradient_s)
+
+
+def loss_sums(
+    link: Link | None, num_devices: int, shape: ModelShape, targets: Any, device_type: str
+) -> tuple[Any, Any, Any]:
+    """Return the seconds of one block's sum and of the gradient's, and the number of blocks.
+
+    Args:
+        link: the link between the devices of a stage; `None` where messages take no time.
+        num_devices: n, the devices among which the words are divided.
+        shape: the shape of the backbone, for its words and its hidden size.
+        targets: loss terms of a micro-batch; a number, or an array of them.
+        device_type: "cuda" or "cpu", which decides the rows of a block of the loss.
+    """
     rows = loss_block_rows(-(-shape.vocab_size // num_devices), device_type)
-    blocks = -(-targets // rows)
-    numbers = _NUMBERS_PER_TARGET * num_devices * _FLOAT_BYTES
-    # A block's latency counts as often as there are blocks; bytes are those of all targets together.
-    latency_s = (blocks - 1) * all_reduce_s(link, num_devices, 0.0)
+    # At least one, so that nothing is divided by 0 where there are no targets.
+    blocks = np.maximum(-(-targets // rows), 1)
+    num_bytes = targets * (_NUMBERS_PER_TARGET * num_devices * _FLOAT_BYTES) / blocks
     gradient_s = all_reduce_s(link, num_devices, targets * shape.hidden_size * shape.activation_bytes)
-    return (targets > 0) * (latency_s + all_reduce_s(link, num_devices, targets * numbers) + gradient_s)
+    return all_reduce_s(link, num_devices, num_bytes), gradient_s, blocks

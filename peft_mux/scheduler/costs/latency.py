@@ -12,8 +12,9 @@ Where the paper slips or is silent, decided here:
 * Eq. 3 divides base operators by N_g. What tensor parallelism leaves whole is not divided here: the embedding and the
   launches of attention calls; of an adapter, the factor that is not cut. Products that are too small to fill a part of
   a device take more than a part of the time, which is for the profile to say (`analytic_profile` does).
-* Eq. 3 leaves the sums over the devices of a stage out, as M §3.4.2 hides them. They are added in full: where a bucket
-  has several hTasks, less of them is seen. So are the gatherings of a backbone that replicas divide (FSDP2).
+* Eq. 3 leaves the sums over the devices of a stage out, as M §3.4.2 hides them. They are added in full here; where
+  passes take turns, `peft_mux.scheduler.planner.turn_times` charges what others' computing does not hide, from
+  `pass_parts`. The gatherings of a backbone that replicas divide (FSDP2) are added in full, too.
 * Eq. 4 doubles the forward, as a frozen backbone has no weight gradients. Where a profile has measured another ratio,
   1 / `forward_fraction` stands in place of the 2.
 * Overheads of passes and steps are not in Eq. 3 and 4: `pass_s` and `step_s` add them.
@@ -30,12 +31,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peft_mux.packing.passes import Member
-from peft_mux.scheduler.costs.collectives import all_gather_s, layer_all_reduces_s, loss_all_reduces_s
+from peft_mux.scheduler.costs.collectives import (
+    all_gather_s,
+    all_reduce_s,
+    layer_all_reduces_s,
+    loss_all_reduces_s,
+    loss_sums,
+)
 from peft_mux.scheduler.costs.frozen_parts import FrozenParts
+from peft_mux.scheduler.costs.kernel_buffers import loss_block_rows
 from peft_mux.scheduler.costs.latency_sums import RangeBatches, Sums, mean_batch, pass_sums, uniform_batch
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.model_shape import ModelShape, split_layers
+from peft_mux.scheduler.costs.pass_parts import PassParts
 from peft_mux.scheduler.costs.profile import Profile
 
 
@@ -135,6 +144,40 @@ class CostModel:
         stages_s = [self._stage_sum_s(stage, sums) for stage in range(self.num_stages)]
         columns = [np.broadcast_to(one, (len(passes),)) for one in stages_s]
         return np.stack(columns, axis=1) + self.profile.pass_overhead_s
+
+    def pass_parts(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> PassParts:
+        """Return what one mean micro-batch of an hTask computes between the sums over the devices of a stage.
+
+        Profiles know no parts of a layer: its base operators and adapters are divided as their weights are.
+
+        Args:
+            loads: the loads of the tasks of the hTask.
+            num_micro_batches: C, into which each global batch is split.
+        """
+        _require_count("num_micro_batches", num_micro_batches)
+        shape, devices = self.shape, self.devices_per_stage
+        sums = mean_batch(self.profile, loads, num_micro_batches, devices)
+        linear_s = float(self.profile.layer_s(sums.tokens))
+        product_s = (float(sums.layer_s) - linear_s) / devices + float(sums.calls_s)
+        linear_s = linear_s / devices + float(sums.adapters_s)
+        attention = 2 * (shape.attention_size + shape.key_value_size)
+        share = attention / (attention + 3 * shape.intermediate_size)
+        block_s, gradient_s, _ = loss_sums(self.tensor_link, devices, shape, sums.targets, self._device_type)
+        hidden_bytes = float(sums.tokens) * shape.hidden_size * shape.activation_bytes
+        return PassParts(
+            tokens=float(sums.tokens),
+            targets=float(sums.targets),
+            attention_s=share * linear_s + product_s,
+            mlp_s=(1 - share) * linear_s,
+            first_s=float(self.profile.embedding_s(sums.tokens)),
+            head_s=float(self.profile.head_s(sums.targets)) / devices,
+            overhead_s=self.profile.pass_overhead_s,
+            sum_s=float(all_reduce_s(self.tensor_link, devices, hidden_bytes)),
+            head_sum_s=float(block_s),
+            head_gradient_sum_s=float(gradient_s),
+            head_block_rows=loss_block_rows(-(-shape.vocab_size // devices), self._device_type),
+            forward_fraction=self.profile.forward_fraction,
+        )
 
     # ------------------------------------------------------------- whole steps
 

@@ -153,6 +153,8 @@ class MemoryModel:
         layers_per_stage: the layers of each of the S stages; by default as equal as can be.
         device_type: "cuda" or "cpu", which decides the blocks of the loss and the margin of the allocator.
         backbone_shards: replicas that divide the frozen weights (FSDP2); each gathers one unit at a time.
+        passes_in_turns: passes that compute in turns (M §3.4.2); each of them is left in the midst of a layer or of the
+            loss, and holds its transient buffers until its turn comes again.
 
     Raises:
         ValueError: for counts below 1, layers that do not add up, negative numbers, or frozen weights that are divided
@@ -168,9 +170,10 @@ class MemoryModel:
     layers_per_stage: tuple[int, ...] | None = None
     device_type: str = "cuda"
     backbone_shards: int = 1
+    passes_in_turns: int = 1
 
     def __post_init__(self) -> None:
-        for field in ("devices_per_stage", "backbone_shards"):
+        for field in ("devices_per_stage", "backbone_shards", "passes_in_turns"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}; allowed: 1 or more. Use 1 for one.")
         if self.backbone_shards > 1 and (self.num_stages, self.devices_per_stage) != (1, 1):
@@ -214,7 +217,7 @@ class MemoryModel:
         return math.ceil(tokens * per_token * self._share_of_layers(stage))
 
     def workspace_bytes(self, tokens: float, stage: int = 0, loads: Sequence[TaskLoad] = ()) -> int:
-        """Return transient bytes of computing one micro-batch on a stage; only one is computed at a time.
+        """Return transient bytes of computing on a stage: of one micro-batch, or of all that take turns.
 
         The blocks of logits and the gradients of a layer are never there at once, so the greater counts.
 
@@ -228,7 +231,7 @@ class MemoryModel:
         if self.device_type == "cuda":
             transient += weight_gradient_bytes(loads, tokens, self.shape.hidden_size, self.devices_per_stage)
         loss = self.loss_bytes(tokens) if stage == self.num_stages - 1 else 0
-        return math.ceil(max(transient, loss))
+        return self.passes_in_turns * math.ceil(max(transient, loss))
 
     def loss_bytes(self, targets: float) -> int:
         """Return the bytes of the blocks of logits in the loss.

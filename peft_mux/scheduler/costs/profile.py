@@ -20,6 +20,7 @@ from peft_mux.scheduler.costs.curves import AdapterTable, Curve
 from peft_mux.scheduler.costs.hardware import Device
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.model_shape import ModelShape
+from peft_mux.scheduler.costs.overlap import Overlap
 from peft_mux.scheduler.costs.roofline import Roofline
 
 FORMAT_VERSION = 1
@@ -28,6 +29,8 @@ _COUNTS = np.array([2.0**power for power in range(4, 18)])
 _PARAMETERS = np.array([10.0**power for power in range(3, 10)])
 _RANKS = np.array([1.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0, 256.0])
 """Points of analytic profiles."""
+_SHEET_OVERLAP = Overlap(slowdown=0.1, turn_s=5e-5)
+"""On a GPU, where nothing was measured: a collective holds 8 of some 80 to 130 multiprocessors (M §3.4.3)."""
 
 _CURVES = ("layer", "attention", "head", "embedding", "optimizer")
 _TABLES = ("adapter", "utilization")
@@ -57,6 +60,7 @@ class Profile:
             serves all lengths.
         forward_fraction: the part of a pass that is its forward.
         link: the link between two devices; `None` where there is one device.
+        overlap: what passes in turns cost and hide among the devices of a stage; `None` where that was not measured.
 
     Raises:
         ValueError: for numbers out of range.
@@ -78,6 +82,7 @@ class Profile:
     forward_fraction: float = 0.5
     versions: tuple[tuple[str, str], ...] = ()
     link: Link | None = None
+    overlap: Overlap | None = None
     source: Literal["measured", "analytic"] = "measured"
 
     def __post_init__(self) -> None:
@@ -198,6 +203,7 @@ class Profile:
                 data[name] = AdapterTable(**{key: _tuples(values) for key, values in data[name].items()})
             data["versions"] = tuple((name, value) for name, value in data["versions"])
             data["link"] = None if data["link"] is None else Link(**data["link"])
+            data["overlap"] = None if data.get("overlap") is None else Overlap(**data["overlap"])
             return cls(**data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"profile lacks or misnames a field ({error}); allowed: what to_json wrote.") from error
@@ -252,6 +258,8 @@ def corrected(
     parts |= {name: getattr(profile, name) * factor for name in _OVERHEADS}
     if profile.link is not None:
         parts["link"] = Link(profile.link.latency_s * factor, profile.link.bytes_per_s / factor)
+    if profile.overlap is not None:
+        parts["overlap"] = replace(profile.overlap, turn_s=profile.overlap.turn_s * factor)
     return replace(profile, **parts)
 
 
@@ -293,6 +301,8 @@ def analytic_profile(
         step_overhead_s=50 * roof.launch_s,
         versions=(("analytic", "1"),),
         link=link,
+        # On a CPU the same cores compute and sum: what that leaves to hide only a measurement tells.
+        overlap=None if device.name.startswith("cpu") else _SHEET_OVERLAP,
         source="analytic",
     )
 

@@ -149,11 +149,14 @@ def least_pass_tokens(loads: Sequence[TaskLoad]) -> int:
 def _needed_bytes(loads: Sequence[TaskLoad], memory: MemoryModel) -> int:
     """Return the peak of the fullest stage with the smallest possible pass."""
     tokens = least_pass_tokens(loads)
-    # With one micro-batch in flight: the template later keeps what is in flight within the same limit.
-    return max(int(memory.peak_bytes(loads, tokens, in_flight=1, stage=s)) for s in range(memory.num_stages))
+    # With one micro-batch in flight, or as many as take turns: the template later keeps what is in flight within the
+    # same limit.
+    in_flight = memory.passes_in_turns
+    return max(int(memory.peak_bytes(loads, tokens, in_flight, stage=s)) for s in range(memory.num_stages))
 
 
 def _fitting_tokens(loads: Sequence[TaskLoad], memory: MemoryModel, limit_bytes: int) -> int:
     """Return the most tokens of a pass that fit into memory, at least those of the longest sequence."""
-    fitting = min(int(memory.max_tokens(loads, limit_bytes, in_flight=1, stage=s)) for s in range(memory.num_stages))
+    in_flight = memory.passes_in_turns
+    fitting = min(int(memory.max_tokens(loads, limit_bytes, in_flight, stage=s)) for s in range(memory.num_stages))
     return max(fitting, least_pass_tokens(loads))

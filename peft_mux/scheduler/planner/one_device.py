@@ -24,10 +24,10 @@ from peft_mux.scheduler.planner.values import Budget, HTask, Outcome
 
 _PASS_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 """Numbers of passes that are tried, closer together where one more makes a greater difference."""
-_LEAST_PASS_TOKENS = 64
+LEAST_PASS_TOKENS = 64
 """An hTask is not split into passes of fewer tokens."""
 _LARGEST_TO_MEAN_PASS = 1.5
-"""The largest pass of a step over its mean pass; see `_largest_pass_tokens`."""
+"""The largest pass of a step over its mean pass; see `largest_pass_tokens`."""
 
 
 def plan_on_one_device(
@@ -48,7 +48,7 @@ def plan_on_one_device(
         HTask(admission.in_order_of_arrival(cut.loads), cut.num_passes, cut.mean_tokens, cut.pass_s) for cut in cuts
     )
     bucket_loads = tuple(_bucket_load(cut, number, cost, memory) for number, cut in enumerate(cuts, start=1))
-    largest = max(_largest_pass_tokens(cut, admission.max_tokens) for cut in cuts)
+    largest = max(largest_pass_tokens(cut, admission.max_tokens) for cut in cuts)
     estimate = memory.estimate(loads, largest)
     return Outcome(
         htasks=htasks,
@@ -69,7 +69,7 @@ def _fastest_htasks(
     admission: Admission, loads: Sequence[TaskLoad], cost: CostModel, budget: Budget, policy: Policy
 ) -> tuple[CutHTask, ...]:
     """Return the hTasks of the fastest partition, the one that takes longest first as in a template (M §3.4.1)."""
-    latency_s, passes = _cheapest_passes(loads, cost, admission.max_tokens, budget.num_micro_batches)
+    latency_s, passes = cheapest_passes(loads, cost, admission.max_tokens, budget.num_micro_batches)
 
     def step_s(partition: Partition) -> float:
         return sum(float(latency_s[start, end - 1]) for start, end in partition.intervals)
@@ -82,7 +82,7 @@ def _fastest_htasks(
     return tuple(sorted(cuts, key=lambda cut: -float(cut.stage_s.sum())))
 
 
-def _largest_pass_tokens(cut: CutHTask, max_tokens: int) -> int:
+def largest_pass_tokens(cut: CutHTask, max_tokens: int) -> int:
     """Return the tokens of the largest pass that may come of an hTask.
 
     A step of up to half as many tokens again as a typical one is cut into as many passes (`packing.passes`). No pass is
@@ -93,7 +93,7 @@ def _largest_pass_tokens(cut: CutHTask, max_tokens: int) -> int:
     return math.ceil(max(largest, cut.held_tokens))
 
 
-def _cheapest_passes(
+def cheapest_passes(
     loads: Sequence[TaskLoad], cost: CostModel, max_tokens: int, asked: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return for every range of tasks the least latency `[M, M]` over numbers of passes, and that number."""
@@ -112,7 +112,7 @@ def _cheapest_passes(
         latency = cost.latency_matrix(loads, count, fits=None) + count * cost.profile.pass_overhead_s
         # A pass may be larger than allowed only where a single sequence is, and smaller than useful nowhere.
         fits = sums / count <= max_tokens
-        useful = (count == 1) | (sums / count >= np.maximum(_LEAST_PASS_TOKENS, longest_of_range))
+        useful = (count == 1) | (sums / count >= np.maximum(LEAST_PASS_TOKENS, longest_of_range))
         better = fits & useful & (latency < best)
         best, passes = np.where(better, latency, best), np.where(better, count, passes)
     # Beyond the numbers that were tried, the fewest passes that fit count as one of all tokens and their overheads.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from peft_mux.packing.passes import PassRules
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.memory import MemoryEstimate
+from peft_mux.scheduler.costs.pass_parts import PassParts
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule
 
@@ -62,6 +64,24 @@ class Waiting:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnPlan:
+    """Passes that go through a stage in turns, as they wait for sums over its devices (M §3.4.2).
+
+    A group is of one bucket (M §3.4.3, case 3); `peft_mux.scheduler.subgraphs.groups` divides a step's passes.
+
+    Attributes:
+        width: the most passes of a group.
+        parts: what a mean pass of each hTask computes between its sums, for the order of turns; empty where nothing is
+            known of that, and tokens order them.
+        saved_s: predicted seconds of a step that turns hide of the sums over devices.
+    """
+
+    width: int
+    parts: tuple[PassParts, ...] = ()
+    saved_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class Budget:
     """What a plan may use.
 
@@ -75,6 +95,9 @@ class Budget:
         num_chunks: virtual stages of a device, for schedules that interleave them.
         links: the link between neighbouring stages; `None` where messages take no time.
         rules: whether rows are cut, and how long chunks are, as the engine's collator has it.
+        interleaved_passes: the most passes that take turns where they wait for sums over the devices of a stage;
+            "auto" for the number that is predicted to be fastest and fits.
+        recomputes: whether activations are recomputed in the backward, as its sums then are.
 
     Raises:
         ValueError: for numbers below 1.
@@ -87,6 +110,8 @@ class Budget:
     num_chunks: int = 1
     links: Link | None = None
     rules: PassRules = field(default_factory=PassRules)
+    interleaved_passes: int | Literal["auto"] = 1
+    recomputes: bool = False
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "num_micro_batches", "num_chunks"):
@@ -111,6 +136,7 @@ class Outcome:
             longer.
         memory: the peak of the fullest stage by part; `None` where nothing runs.
         passes: the passes of a typical step, as its rows are cut.
+        turns: how passes take turns; `None` where they run one after another.
     """
 
     htasks: tuple[HTask, ...]
@@ -123,3 +149,4 @@ class Outcome:
     max_tokens: int
     memory: MemoryEstimate | None
     passes: tuple[PlannedPass, ...] = ()
+    turns: TurnPlan | None = None

@@ -6,12 +6,12 @@ nothing overlapped. `peft_mux.scheduler.subgraphs.streams` tells when an order r
 
 from __future__ import annotations
 
-import heapq
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from peft_mux.scheduler.subgraphs.launcher import LaunchQueue
 from peft_mux.scheduler.subgraphs.segments import Subgraph, by_key, subgraph_key
 
 FORMAT_VERSION = 1
@@ -117,21 +117,19 @@ def schedule(graphs: Sequence[Sequence[Subgraph]]) -> LaunchSchedule:
 
 def _launch_order(subgraphs: Mapping[str, Subgraph], rank: Mapping[str, int]) -> list[str]:
     """Return the keys of subgraphs in the order of Algorithm 1; `rank` is the number of each one's hTask."""
-    latency_s = {key: item.latency_s for key, item in subgraphs.items()}
     followers, in_degree = _dependency_counts(subgraphs)
-    queue: list[tuple[int, float, int, str, str]] = []
+    queue: LaunchQueue[str] = LaunchQueue()
 
     def enqueue(key: str) -> None:
         item = subgraphs[key]
-        # Priority first, then the longest; what follows breaks ties in the same way on every machine.
-        heapq.heappush(queue, (item.priority, -latency_s[key], rank[key], item.name, key))
+        queue.enqueue(key, depth=item.priority, latency_s=item.latency_s, owner=rank[key], name=item.name)
 
     for key, degree in in_degree.items():
         if degree == 0:
             enqueue(key)
     order: list[str] = []
     while queue:
-        order.append(heapq.heappop(queue)[-1])
+        order.append(queue.launch())
         for follower in followers[order[-1]]:
             in_degree[follower] -= 1
             # Once, with its last dependency: line 11 of the listing would enqueue again what waits already.

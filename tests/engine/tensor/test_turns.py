@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.processes.turn_plan import latency_of, pass_subgraphs, planned_timeline, planned_turns
 from peft_mux.data.chains import chains_of
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.pipeline.executor import PipelineExecutor
@@ -24,13 +23,13 @@ from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.pipeline.stage_layout import StageLayout
 from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.tensor.interleaving import Interleaving, interleaved_groups
+from peft_mux.engine.tensor.interleaving import Interleaving
 from peft_mux.engine.tensor.turn_links import TurnLinks
-from peft_mux.engine.tensor.turns import Turns, next_pass
+from peft_mux.engine.tensor.turns import Turns
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
 from peft_mux.modeling.attention.packed import ATTENTION_NAME
-from peft_mux.scheduler.subgraphs.layers import LayerLatency
+from peft_mux.scheduler.subgraphs.passes import Stretch, latency_of, pass_times, turn_order
 from tests.engine.pipeline import stage_cases
 from tests.engine.processes import cases as parallel_cases
 from tests.engine.tensor import turn_cases as cases
@@ -67,36 +66,31 @@ def test_one_pass_runs_at_a_time_and_the_longest_of_equal_depth_begins() -> None
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_order_is_that_of_the_schedule_over_whole_graphs(seed: int) -> None:
+def test_the_order_is_the_one_that_the_scheduler_predicts(seed: int) -> None:
     draw = random.Random(seed)
-    passes = [
-        pass_subgraphs(
-            f"pass{index}",
-            forward=LayerLatency(*(draw.choice((1.0, 2.0, 3.0)) for _ in range(5)), 1.5),
-            backward=LayerLatency(*(draw.choice((1.0, 2.0, 3.0)) for _ in range(5)), 1.5),
-            num_layers=draw.randint(1, 3),
-            head_s=2.0,
-        )
-        for index in range(3)
-    ]
-    turns: Turns[None] = Turns([latency_of(subgraphs) for subgraphs in passes])
+    stretches = [Stretch(draw.randint(1, 3), recomputes=draw.random() < 0.5) for _ in range(3)]
+    passes = [pass_times(cases.drawn_parts(draw), stretch) for stretch in stretches]
+    turns: Turns[None] = Turns([latency_of(times) for times in passes])
 
     def walk(number: int) -> None:
         for _ in range(number - 1):
             turns.wait(lambda: None)
 
-    turns.run([lambda subgraphs=subgraphs: walk(len(subgraphs)) for subgraphs in passes])
-    found = [(passes[span.index][span.depth].htask, passes[span.index][span.depth].name) for span in turns.spans]
-    assert found == [(launch.htask, launch.name) for launch in planned_turns(passes).launches]
+    turns.run([lambda times=times: walk(len(times)) for times in passes])
+    assert [(span.index, span.depth) for span in turns.spans] == turn_order(passes)
 
 
 def test_a_pass_behind_its_plan_still_gets_its_turn() -> None:
-    assert next_pass([None, None], [constant(1.0)] * 2) is None
-    assert next_pass([4, 3, None], [constant(9.0), constant(1.0), constant(1.0)]) == 1
-    subgraphs = pass_subgraphs(
-        "a", forward=LayerLatency(1, 1, 1, 1, 1, 1), backward=LayerLatency(1, 1, 1, 1, 1, 1), num_layers=1
-    )
-    assert latency_of(subgraphs)(len(subgraphs) + 5) == 0.0
+    planned = pass_times(cases.drawn_parts(random.Random(0)), Stretch(1))
+    assert latency_of(planned)(len(planned) + 5) == 0.0
+    turns: Turns[None] = Turns([latency_of(planned), constant(1.0)])
+
+    def walk(number: int) -> None:
+        for _ in range(number):
+            turns.wait(lambda: None)
+
+    turns.run([lambda: walk(len(planned) + 7), lambda: walk(2)])
+    assert Counter(span.index for span in turns.spans) == {0: len(planned) + 8, 1: 3}
 
 
 def test_an_error_in_one_pass_ends_all_and_reaches_the_caller() -> None:
@@ -164,29 +158,18 @@ def test_passes_find_the_modes_of_their_caller() -> None:
 # --------------------------------------------------------------------- groups
 
 
-@pytest.mark.parametrize("width", [1, 2, 3, 5])
-@pytest.mark.parametrize("may_repeat", [True, False])
-def test_every_micro_batch_is_in_one_group_and_those_of_a_task_keep_their_order(width: int, may_repeat: bool) -> None:
-    batches = cases.micro_batches(most=12)
-    groups = interleaved_groups(cases.alone(batches), width, may_repeat=may_repeat)
-    order = [index for group in groups for index in group]
-    assert sorted(order) == list(range(len(batches)))
-    assert all(1 <= len(group) <= width for group in groups)
-    for task in cases.LENGTHS:
-        own = [index for index in order if task in batches[index].task_names]
-        assert own == sorted(own), task
-    if not may_repeat:
-        for group in groups:
-            names = Counter(name for index in group for name in batches[index].task_names)
-            assert set(names.values()) == {1}
-
-
-def test_groups_are_full_as_long_as_there_are_micro_batches_left() -> None:
-    batches = cases.micro_batches(most=12)
-    groups = interleaved_groups(cases.alone(batches), 3)
-    assert [len(group) for group in groups[:-1]] == [3] * (len(groups) - 1)
-    assert len({name for index in groups[0] for name in batches[index].task_names}) == 3
+def test_groups_are_of_one_bucket_of_the_plan_and_as_wide_as_it_says() -> None:
     links = TurnLinks(cases.LoggingLinks())
+    interleaving = Interleaving(cases.linked_model(links), links)
+    chains = cases.alone(cases.micro_batches(most=12))
+    assert {len(group) for group in interleaving.groups(chains)} == {1}, "there is no plan yet"
+    bucket_of = {"a": 0, "b": 0, "c": 1, "d": 0, "e": 0}
+    interleaving.follow(cases.plan_of(((0, 2), (1,)), width=3))
+    groups = interleaving.groups(chains)
+    assert sorted(id(chain) for group in groups for chain in group) == sorted(map(id, chains))
+    assert max(map(len, groups)) == 3
+    for group in groups:
+        assert len({bucket_of[name] for chain in group for name in chain[0].task_names}) == 1
     with pytest.raises(ValueError, match="width is 0; allowed: 1 or more"):
         Interleaving(cases.linked_model(links), links, width=0)
 
@@ -278,17 +261,16 @@ def test_after_an_error_in_a_pass_the_model_is_as_before(recomputes: bool) -> No
     assert [key for key in gradients if not torch.equal(own[key], gradients[key])] == []
 
 
-def test_a_real_pass_has_the_subgraphs_that_are_planned_for_it() -> None:
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_a_real_pass_has_the_subgraphs_that_are_planned_for_it(recomputes: bool) -> None:
     links = TurnLinks(cases.LoggingLinks())
-    model = cases.linked_model(links)
+    model = cases.linked_model(links, recomputes=recomputes)
     batches = cases.micro_batches(tasks=["a", "c"])[:2]
     interleaving = Interleaving(model, links, width=2)
     interleaving.run(cases.alone(batches), lambda index: cases.one_pass(model, batches[index]))
-    layer = LayerLatency(1, 1, 1, 1, 1, 1)
-    planned = pass_subgraphs("a", forward=layer, backward=layer, num_layers=2)
+    # Links lie in the layers alone, as if the head were another stage's.
+    planned = pass_times(cases.drawn_parts(random.Random(0)), Stretch(2, is_last=False, recomputes=recomputes))
     assert max(span.depth for span in interleaving.spans) == len(planned) - 1
-    passes = [planned, pass_subgraphs("b", forward=layer, backward=layer, num_layers=2)]
-    assert planned_timeline(passes).makespan_s < planned_timeline(passes, overlap=False).makespan_s
 
 
 # ------------------------------------------------------------------ executors
@@ -389,6 +371,16 @@ def test_shards_in_turns_compute_what_one_process_does_even_if_one_is_slow(recom
             else:
                 piece.put(whole, part)
         torch.testing.assert_close(whole, gradient, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_two_shards_take_the_turns_that_the_scheduler_predicts_for_their_groups(recomputes: bool) -> None:
+    facts = parallel_cases.values(parallel_cases.launch(2, cases.as_planned_shard, 2, recomputes))
+    assert facts[0] == facts[1]
+    assert [len(group) for group in facts[0]["groups"]] == [2, 2, 1], "one bucket of two hTasks, and one by itself"
+    assert facts[0]["decided"] == facts[0]["predicted"]
+    assert any(decided != by_index for decided, by_index in zip(facts[0]["decided"], facts[0]["by_index"], strict=True))
 
 
 @pytest.mark.distributed

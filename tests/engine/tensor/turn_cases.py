@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,6 +29,10 @@ from peft_mux.engine.tensor.parallel import cut_model
 from peft_mux.engine.tensor.turn_links import TurnLinks
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding.sums import reduce_input_gradient, reduce_output
+from peft_mux.scheduler.costs.memory import MemoryEstimate
+from peft_mux.scheduler.costs.pass_parts import PassParts
+from peft_mux.scheduler.plan import HTask, Plan, TurnPlan
+from peft_mux.scheduler.subgraphs.passes import Stretch, pass_times, turn_order
 from tests.engine.pipeline import stage_cases
 from tests.invariants.mux_lab import rows, tiny_llama
 
@@ -77,9 +82,10 @@ def adapters() -> dict[str, LoraConfig]:
     }
 
 
-def whole_model(*, recomputes: bool = False) -> MultiTaskPeftModel:
+def whole_model(*, recomputes: bool = False, adapts_head: bool = True) -> MultiTaskPeftModel:
     seeds = {name: ord(name) for name in LENGTHS}
-    model = MultiTaskPeftModel(tiny_llama(), adapters(), seeds=seeds, verify=False)
+    configs = adapters() if adapts_head else dict.fromkeys(LENGTHS, adapters()["a"])
+    model = MultiTaskPeftModel(tiny_llama(), configs, seeds=seeds, verify=False)
     if recomputes:
         model.activation_checkpointing_enable()
     return model.train()
@@ -145,6 +151,29 @@ def run_in_turns(
         found = interleaving.run(group, partial(_pass_of, model, group, nap_s))
         losses |= {id(micro_batch): values for (micro_batch,), values in zip(group, found, strict=True)}
     return [losses[id(micro_batch)] for micro_batch in batches], gradients(model)
+
+
+def drawn_parts(draw: random.Random, targets: int = 5) -> PassParts:
+    """Return parts of a pass of 8 tokens, whose seconds are a few small numbers so that there are ties."""
+    seconds = [draw.choice((1.0, 2.0, 3.0)) for _ in range(8)]
+    return PassParts(8.0, float(targets), *seconds, head_block_rows=4, forward_fraction=0.5)
+
+
+def plan_of(buckets: tuple[tuple[int, ...], ...], width: int) -> Plan:
+    """Return a plan of `HTASKS` in these buckets, with drawn latencies that are not in the order of tokens."""
+    draw = random.Random(1)
+    parts = tuple(replace(drawn_parts(draw), head_block_rows=2**20) for _ in HTASKS)
+    return Plan(
+        htasks=tuple(HTask(names, 1, 8.0, 1.0) for names in HTASKS),
+        shares=(),
+        max_tokens_per_micro_batch=64,
+        chunk_size=8,
+        pad_to_chunks=False,
+        memory=MemoryEstimate(0, 0, 0, 0),
+        device="2 x cpu",
+        buckets=buckets,
+        turns=TurnPlan(width, parts),
+    )
 
 
 def alone(batches: Sequence[MuxBatch]) -> list[tuple[MuxBatch, ...]]:
@@ -213,6 +242,33 @@ def as_shard(rank: int, world: int, recomputes: bool) -> dict[str, Any]:
         gradient = {key: value.numpy() for key, value in found.items()}
         facts[how] = {"losses": [one.numpy() for one in losses], "gradients": gradient, "log": logged.log}
         facts[how]["pieces"] = pieces
+    return facts
+
+
+def as_planned_shard(rank: int, world: int, recomputes: bool) -> dict[str, Any]:
+    """Be one of the shards that follow a plan; return the turns that were taken, and those that are predicted."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    processes = Processes(rank, world, timeout_s=30)
+    processes.connect()
+    links = TurnLinks(TensorLinks([range(world)], processes))
+    model = whole_model(recomputes=recomputes, adapts_head=False)
+    cut_model(model, links)
+    plan = plan_of(((0, 2), (1,)), width=2)
+    assert plan.turns is not None
+    interleaving = Interleaving(model, links, recomputes=recomputes)
+    interleaving.follow(plan)
+    facts: dict[str, Any] = {"groups": [], "decided": [], "predicted": [], "by_index": []}
+    for group in interleaving.groups(alone(micro_batches())):
+        interleaving.run(group, partial(_pass_of, model, group, 0.002 * rank))
+        sizes = [(own.task_names, own.num_tokens, len(own.target_rows)) for (own,) in group]
+        facts["groups"].append(sizes)
+        if len(group) < 2:
+            continue
+        parts = [plan.turns.parts[plan.htask_of(names[0]) or 0].of_size(*size) for names, *size in sizes]
+        passes = [pass_times(one, Stretch(2, recomputes=recomputes)) for one in parts]
+        facts["decided"].append(list(interleaving.decisions[-1]))
+        facts["predicted"].append(turn_order(passes))
+        facts["by_index"].append(sorted(facts["predicted"][-1], key=lambda turn: turn[::-1]))
     return facts
 
 
