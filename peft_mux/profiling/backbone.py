@@ -26,6 +26,7 @@ from peft_mux.scheduler.costs.curves import AdapterTable, Curve
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
+from peft_mux.scheduler.costs.overlap import Overlap
 from peft_mux.scheduler.costs.profile import Profile, profile_key, shape_signature
 from peft_mux.storage.atomic import write_file
 
@@ -42,6 +43,7 @@ def profile_backbone(
     folder: Path | None = None,
     refresh: bool = False,
     link: Link | None = None,
+    overlap: Overlap | None = None,
     timer: Callable[[], float] = time.perf_counter,
 ) -> Profile:
     """Return the profile of a backbone on a device: a stored one where it fits, else measured now.
@@ -58,6 +60,8 @@ def profile_backbone(
         refresh: whether to measure although a stored profile fits.
         link: link between devices, where there are several, as `profiling.link.measure_link` measures it. It takes
             the place of a stored one.
+        overlap: what passes in turns cost and hide there, as `profiling.overlap.measure_overlap` measures it. It takes
+            the place of a stored one.
         timer: clock that times a CPU; `time.process_time` leaves out what other programs take from one thread.
 
     Raises:
@@ -70,18 +74,14 @@ def profile_backbone(
     path = None if folder is None else Path(folder) / f"{profile_key(**names)}.json"
     stored = None if path is None or refresh else _read_stored(path)
     if stored is not None:
-        return _with_link(stored, link, path)
-    profile = _measure(Subject(model, device=device, dtype=dtype), Stopwatch(device, budget_s, timer), names, link)
-    _store(profile, path)
-    return profile
-
-
-def _with_link(stored: Profile, link: Link | None, path: Path | None) -> Profile:
-    """Return a stored profile with the link that was measured now, if one was; it is stored with it."""
-    if link is None or link == stored.link:
-        return stored
-    profile = replace(stored, link=link)
-    _store(profile, path)
+        profile = stored
+    else:
+        profile = _measure(Subject(model, device=device, dtype=dtype), Stopwatch(device, budget_s, timer), names)
+    # Of the processes that there are now, if there are several.
+    measured = {name: found for name, found in (("link", link), ("overlap", overlap)) if found is not None}
+    profile = replace(profile, **measured)
+    if profile != stored:
+        _store(profile, path)
     return profile
 
 
@@ -141,7 +141,7 @@ def _read_stored(path: Path) -> Profile | None:
     return profile if profile.key == path.stem else None
 
 
-def _measure(subject: Subject, stopwatch: Stopwatch, names: dict[str, Any], link: Link | None) -> Profile:
+def _measure(subject: Subject, stopwatch: Stopwatch, names: dict[str, Any]) -> Profile:
     parts = PartTimes(subject, stopwatch)
     # Weights that are read for the first time and threads that start would count as the first point.
     stopwatch.measure(lambda: subject.run_layers(64), share=0.02)
@@ -167,7 +167,6 @@ def _measure(subject: Subject, stopwatch: Stopwatch, names: dict[str, Any], link
         step_overhead_s=step_overhead_s,
         attention_call_s=attention_call_s,
         forward_fraction=forward_fraction,
-        link=link,
         source="measured",
     )
     return replace(profile, pass_overhead_s=_unaccounted_s(profile, subject, whole))

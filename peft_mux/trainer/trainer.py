@@ -33,6 +33,7 @@ from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import LayerProfile
 from peft_mux.profiling.backbone import profile_backbone
 from peft_mux.profiling.link import measure_link
+from peft_mux.profiling.overlap import measure_overlap
 from peft_mux.reporting.callbacks import RunCallbacks, TaskFlowCallback
 from peft_mux.reporting.pass_report import PassReport
 from peft_mux.reporting.run_log import RunLog
@@ -260,7 +261,8 @@ class MultiTaskTrainer(Trainer):
     def measure_profile(self, budget_s: float = 60.0, *, folder: Path | None = None, refresh: bool = False) -> Profile:
         """Measure how long the parts of a step take on this device, for `cost_profile`; reads and changes no weights.
 
-        Where there are several processes, each must call this, and the link between them is measured too.
+        Where there are several processes, each must call this; the link between them is measured too, and
+        what passes in turns hide.
 
         Args:
             budget_s: seconds that this may take.
@@ -276,6 +278,7 @@ class MultiTaskTrainer(Trainer):
             folder=folder,
             refresh=refresh,
             link=measure_link(device),
+            overlap=measure_overlap(device, self._plans.planner.shape.hidden_size),
         )
 
     # ------------------------------------------------------------- training

@@ -63,7 +63,7 @@ def test_a_plan_comes_back_from_json_as_it_was() -> None:
 
 def test_a_plan_of_another_format_is_refused() -> None:
     data = {**json.loads(a_plan().to_json()), "format_version": 99}
-    with pytest.raises(ValueError, match="format_version: got 99; allowed: 3"):
+    with pytest.raises(ValueError, match="format_version: got 99; allowed: 4"):
         Plan.from_json(json.dumps(data))
 
 

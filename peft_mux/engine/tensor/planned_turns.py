@@ -44,7 +44,8 @@ class PlannedTurns:
             chain: the micro-batches that run as one, which are of one hTask.
         """
         names = tuple(dict.fromkeys(name for micro_batch in chain for name in micro_batch.task_names))
-        return GroupedPass(self._bucket_of.get(self._htask(chain), 0), names)
+        index = self._htask(chain)
+        return GroupedPass(0 if index is None else self._bucket_of.get(index, 0), names)
 
     def latency(self, chain: Chain, stretch: Stretch | None) -> Latency:
         """Return the predicted latencies of the subgraphs of a chain: the plan's, for as many tokens as there are.

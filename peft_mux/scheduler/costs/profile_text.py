@@ -25,6 +25,12 @@ def profile_text(profile: Profile) -> str:
         f"  a pass costs {1e3 * profile.pass_overhead_s:.2f} ms whatever its size, of which the forward takes"
         f" {profile.forward_fraction:.0%}"
     )
+    if profile.overlap is not None:
+        known = profile.overlap
+        lines.append(
+            f"  passes in turns: a turn costs {1e6 * known.turn_s:,.0f} us, computing is {known.slowdown:.0%} slower"
+            f" beside a sum; one after another, a sum is waited for {known.skew:.0%} of the computing before it longer"
+        )
     if profile.source == "measured":
         reach = {name: f"{last:,.0f}" for name, last in profile.reach.items()}
         lines.append(

@@ -72,6 +72,6 @@ def _plan_as_asked(plan_at: Callable[[int], Outcome], asked: int) -> Outcome:
             except ValueError:
                 continue
             raise TurnsDoNotFitError(
-                f'interleaved_passes is {asked}: {fault} allowed: "auto", or up to {width} passes in turns, which fit.'
+                f'interleaved_passes is {asked}; allowed: "auto", or an integer up to {width}. With {asked}: {fault}'
             ) from fault
         raise

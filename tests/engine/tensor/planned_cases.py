@@ -1,0 +1,54 @@
+"""Runs of a whole trainer whose plan has passes take turns, for the tests of planned turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.scheduler.costs.curves import Curve
+from peft_mux.scheduler.costs.hardware import DEVICES
+from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.overlap import Overlap
+from peft_mux.scheduler.costs.profile import analytic_profile
+from peft_mux.scheduler.plan import Plan
+from tests.engine.replicas import layout_cases
+
+
+@dataclass
+class InTurns:
+    """What a run in turns showed to one process.
+
+    Attributes:
+        laid: what any run shows.
+        plan: the plan that was followed last.
+        decisions: the order of turns of each group.
+    """
+
+    laid: layout_cases.LaidOut
+    plan: Plan
+    decisions: list[tuple[tuple[int, int], ...]]
+
+
+def stored_profile(path: Path, overlap: Overlap | None) -> str:
+    """Write a profile that passes as measured, of a link on which nothing waits but for slower ranks."""
+    backbone = layout_cases.backbone("llama")
+    shape = model_shape(backbone, backbone.config, dtype=backbone.dtype, activation_dtype=backbone.dtype)
+    profile = analytic_profile(DEVICES["cpu"], shape, 2, link=Link(1e-7, 1e12))
+    counts = np.array([16.0, 4096.0])
+    # In proportion to tokens, so that two small passes take no longer than a large one.
+    facts = {"layer": Curve.measured(counts, 1e-4 * counts), "pass_overhead_s": 0.0, "overlap": overlap}
+    path.write_text(replace(profile, source="measured", **facts).to_json(), encoding="utf-8")
+    return str(path)
+
+
+def train_in_turns(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> InTurns:
+    """Train the five tasks of the tests of layouts."""
+    watcher = layout_cases.Watcher()
+    laid = layout_cases.train(folder, model, layout_cases.tasks_of("llama"), watcher=watcher, **arguments)
+    trainer: Any = watcher.trainer
+    interleaving = trainer._placement.placed.executor.interleaving
+    return InTurns(laid, trainer._plans.current, list(interleaving.decisions))

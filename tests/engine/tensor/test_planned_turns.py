@@ -1,0 +1,99 @@
+"""Runs whose passes take the turns of their plan train what one process does, however many take turns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peft_mux.errors import ConfigError
+from peft_mux.scheduler.costs.overlap import Overlap
+from tests.engine.processes.cases import launch, values
+from tests.engine.replicas import layout_cases
+from tests.engine.replicas.test_layouts import assert_alike, assert_as_one
+from tests.engine.tensor import planned_cases as cases
+from tests.invariants.mux_lab import make_trainer, small_task
+
+TP2 = {"tensor_parallel_size": 2}
+PP2_TP2 = {**TP2, "pipeline_parallel_size": 2}
+HIDES = Overlap(skew=9.0)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return layout_cases.saved_backbone("llama", tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> layout_cases.LaidOut:
+    """Return what one process trains."""
+    return layout_cases.train_five(0, tmp_path_factory.mktemp("alone"), model, "llama", {})
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("world_size", "arguments", "width"),
+    [
+        pytest.param(2, {**TP2, "interleaved_passes": "auto"}, 2, id="tp2, as many as pay"),
+        pytest.param(2, {**TP2, "interleaved_passes": 1}, 1, id="tp2, 1", marks=pytest.mark.slow),
+        pytest.param(2, {**TP2, "interleaved_passes": 2}, 2, id="tp2, 2", marks=pytest.mark.slow),
+        pytest.param(2, {**TP2, "interleaved_passes": 4}, 4, id="tp2, 4", marks=pytest.mark.slow),
+        pytest.param(4, {**PP2_TP2, "interleaved_passes": "auto"}, 2, id="pp2 x tp2, auto", marks=pytest.mark.slow),
+        pytest.param(4, {**PP2_TP2, "interleaved_passes": 1}, 1, id="pp2 x tp2, 1", marks=pytest.mark.slow),
+        pytest.param(4, {**PP2_TP2, "interleaved_passes": 4}, 4, id="pp2 x tp2, 4", marks=pytest.mark.slow),
+    ],
+)
+def test_five_tasks_in_planned_turns_train_to_the_result_of_one_process(
+    world_size: int,
+    arguments: dict[str, Any],
+    width: int,
+    model: str,
+    alone: layout_cases.LaidOut,
+    tmp_path: Path,
+) -> None:
+    profile = cases.stored_profile(tmp_path / "profile.json", HIDES)
+    own = {**arguments, "cost_profile": profile}
+    parts = values(launch(world_size, cases.train_in_turns, tmp_path / "run", model, own, limit_s=240))
+    assert_alike([part.laid for part in parts])
+    assert_as_one(parts[0].laid, alone)
+    is_auto = arguments["interleaved_passes"] == "auto"
+    assert parts[0].plan.passes_in_turns >= width if is_auto else parts[0].plan.passes_in_turns == width
+    assert all(part.plan == parts[0].plan for part in parts)
+    assert all(part.decisions for part in parts) == (width > 1)
+    if world_size == 2:
+        assert parts[0].decisions == parts[1].decisions
+
+
+@pytest.mark.parametrize(
+    ("overlap", "expected"),
+    [
+        pytest.param(None, "as no cost_profile has measured what turns hide here", id="nothing was measured"),
+        pytest.param(HIDES, "less what turns hide of them", id="turns were measured"),
+    ],
+)
+def test_a_plan_of_shards_says_what_is_known_of_turns(overlap: Overlap | None, expected: str, tmp_path: Path) -> None:
+    profile = cases.stored_profile(tmp_path / "profile.json", overlap)
+    trainer = make_trainer(
+        layout_cases.tasks_of("llama"),
+        tmp_path / "run",
+        model=layout_cases.backbone("llama"),
+        cost_profile=profile,
+    )
+    plan = trainer._plans.planner.plan(list(trainer.table), devices_per_stage=2)
+    assert expected in str(plan)
+    assert (plan.passes_in_turns > 1) == (overlap is not None)
+    if plan.turns is not None:
+        assert f"up to {plan.turns.width} passes of a bucket take turns, which saves" in str(plan)
+        bucket = next(bucket for bucket in plan.buckets if len(bucket) > 1)
+        first, second = (plan.htasks[index].tasks[0] for index in bucket[:2])
+        assert f"Its passes take turns with those of {second}" in plan.explain(first).replace(" and ", ", ")
+        assert type(plan).from_json(plan.to_json()) == plan
+        assert "bucket" in plan.gantt()
+
+
+def test_turns_that_nobody_would_wait_in_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'args.interleaved_passes: got 3; allowed: "auto" or 1 with replicas <1,1>'):
+        make_trainer([small_task("own", data_seed=1)], tmp_path, interleaved_passes=3)
+    with pytest.raises(ConfigError, match=r'args.interleaved_passes: got .all.; allowed: "auto", or an integer'):
+        make_trainer([small_task("own", data_seed=1)], tmp_path, interleaved_passes="all")
