@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.planner import case_two, cluster
 from benchmarks.planner import choices as planner_choices
-from benchmarks.planner import cluster
 from benchmarks.planner import figures as planner_figures
 from benchmarks.planner import policies as planner_policies
 from benchmarks.planner import times as planner
@@ -121,3 +121,10 @@ def test_the_planned_step_is_held_against_each_baseline_apart() -> None:
 def test_the_single_template_and_the_single_fusion_lose_on_some_instances() -> None:
     assert max(planner_choices.template_losses(60, 0)) > 0
     assert max(planner_choices.partition_losses(8, 0)) > 0
+
+
+def test_one_launch_over_two_htasks_is_no_faster_than_the_better_of_turns_and_one_htask() -> None:
+    for case in case_two.cases()[::7]:
+        found = case_two.compared(case)
+        assert min(found.turns_s, found.one_s) <= found.shared_s * 1.001, case
+        assert found.shared_s <= found.turns_s * (1 + 1e-9), case

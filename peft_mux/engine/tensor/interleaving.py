@@ -10,8 +10,8 @@ Which passes make a group, and how many, is the plan's: passes of hTasks of one 
 1. Tasks within one hTask: their adapters of one site are one kernel launch or one loop of products on slices
    (`peft_mux.kernels.lora.group`), and their partial sums travel with the base operator's in one all-reduce.
 2. HTasks within one bucket that hold one task each: not fused here. One kernel over two hTasks needs both of them at
-   the same site at the same time, while turns keep them apart on purpose; of two hTasks that gain more from sharing a
-   kernel than from overlap, the planner makes one hTask, which is case 1 (`benchmarks/planner/case_two.py` compares).
+   the same site at the same time, while turns keep them apart on purpose. The better of turns and of one hTask of both,
+   which is case 1, is predicted to take no longer (`benchmarks/planner/case_two.py`), so the planner compares these.
 3. Across buckets: never; their passes are never in one group.
 
 On a GPU every pass has a CUDA stream of its own, collectives run on NCCL's, and a turn is a turn of launching. That

@@ -24,13 +24,28 @@ class InTurns:
 
     Attributes:
         laid: what any run shows.
-        plan: the plan that was followed last.
+        plans: the plan of each step.
         decisions: the order of turns of each group.
     """
 
     laid: layout_cases.LaidOut
-    plan: Plan
+    plans: list[Plan]
     decisions: list[tuple[tuple[int, int], ...]]
+
+
+class PlanWatcher(layout_cases.Watcher):
+    """Keeps the plans, too."""
+
+    def __init__(self) -> None:
+        """Have seen no step."""
+        super().__init__()
+        self.plans: list[Plan] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the plan of the step."""
+        assert self.trainer is not None
+        self.plans.append(self.trainer._plans.current)
+        super().on_step_end(args, state, control, **kwargs)
 
 
 def stored_profile(path: Path, overlap: Overlap | None) -> str:
@@ -47,8 +62,8 @@ def stored_profile(path: Path, overlap: Overlap | None) -> str:
 
 def train_in_turns(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> InTurns:
     """Train the five tasks of the tests of layouts."""
-    watcher = layout_cases.Watcher()
+    watcher = PlanWatcher()
     laid = layout_cases.train(folder, model, layout_cases.tasks_of("llama"), watcher=watcher, **arguments)
     trainer: Any = watcher.trainer
     interleaving = trainer._placement.placed.executor.interleaving
-    return InTurns(laid, trainer._plans.current, list(interleaving.decisions))
+    return InTurns(laid, watcher.plans, list(interleaving.decisions))
