@@ -126,9 +126,7 @@ def main() -> None:
     found = [(case, compared(case)) for case in cases()]
     print(f"{len(found)} settings: two tasks, tokens of {TOKENS}, ranks of {RANKS}, links of {SPEEDS} bytes/s")
     over_turns = [one.turns_s / one.shared_s for _, one in found]
-    print(
-        f"case 2 over turns: {statistics.median(over_turns):.3f}x in the median, {max(over_turns):.3f}x at most"
-    )
+    print(f"case 2 over turns: {statistics.median(over_turns):.3f}x in the median, {max(over_turns):.3f}x at most")
     for ways in (("turns_s", "one_s"), ("turns_s", "one_s", "halves_s")):
         gains = [min(getattr(one, way) for way in ways) / one.shared_s for _, one in found]
         names = ", ".join(way.removesuffix("_s") for way in ways)
