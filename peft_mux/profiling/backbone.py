@@ -24,9 +24,8 @@ from peft_mux.profiling.stopwatch import Stopwatch
 from peft_mux.profiling.subject import Subject, config_of, plain_backbone
 from peft_mux.scheduler.costs.curves import AdapterTable, Curve
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.link import Link, Overlap
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
-from peft_mux.scheduler.costs.overlap import Overlap
 from peft_mux.scheduler.costs.profile import Profile, profile_key, shape_signature
 from peft_mux.storage.atomic import write_file
 

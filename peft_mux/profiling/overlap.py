@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from peft_mux.engine.tensor.turns import Turns
-from peft_mux.scheduler.costs.overlap import MOST_SLOWDOWN, Overlap
+from peft_mux.scheduler.costs.link import MOST_SLOWDOWN, Overlap
 from peft_mux.scheduler.subgraphs.passes import PassTimes, TimedSubgraph, turns_timeline
 
 _TOKENS = 128

@@ -12,7 +12,7 @@ import torch.multiprocessing as multiprocessing
 
 from peft_mux.profiling.link import measure_link
 from peft_mux.profiling.overlap import fitted_overlap, measure_overlap
-from peft_mux.scheduler.costs.overlap import MOST_SLOWDOWN, Overlap
+from peft_mux.scheduler.costs.link import MOST_SLOWDOWN, Overlap
 from peft_mux.scheduler.subgraphs.passes import TimedSubgraph, turns_timeline
 
 

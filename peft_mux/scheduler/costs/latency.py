@@ -40,11 +40,10 @@ from peft_mux.scheduler.costs.collectives import (
 )
 from peft_mux.scheduler.costs.frozen_parts import FrozenParts
 from peft_mux.scheduler.costs.kernel_buffers import loss_block_rows
-from peft_mux.scheduler.costs.latency_sums import RangeBatches, Sums, mean_batch, pass_sums, uniform_batch
+from peft_mux.scheduler.costs.latency_sums import PassParts, RangeBatches, Sums, mean_batch, pass_sums, uniform_batch
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.model_shape import ModelShape, split_layers
-from peft_mux.scheduler.costs.pass_parts import PassParts
 from peft_mux.scheduler.costs.profile import Profile
 
 

@@ -18,9 +18,8 @@ from numpy.typing import ArrayLike
 
 from peft_mux.scheduler.costs.curves import AdapterTable, Curve
 from peft_mux.scheduler.costs.hardware import Device
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.link import Link, Overlap
 from peft_mux.scheduler.costs.model_shape import ModelShape
-from peft_mux.scheduler.costs.overlap import Overlap
 from peft_mux.scheduler.costs.roofline import Roofline
 
 FORMAT_VERSION = 1

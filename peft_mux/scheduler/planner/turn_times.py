@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.pass_parts import PassParts
+from peft_mux.scheduler.costs.latency_sums import PassParts
 from peft_mux.scheduler.planner.values import TurnPlan
 from peft_mux.scheduler.subgraphs.passes import Direction, Stretch, pass_times, turns_timeline
 
