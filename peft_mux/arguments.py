@@ -70,6 +70,12 @@ class MultiTaskTrainingArguments(TrainingArguments):
         memory_limit_gib: memory of a device that a plan may fill; by default 95 % of a GPU, and no limit on a CPU.
             Tasks that do not fit wait, by priority.
         cost_profile: JSON file of `peft-mux profile`, to plan with measured times instead of data sheets.
+        measured_times: what comes of the times that passes and replicas are measured to take. "report": they are told
+            beside the profile's at the end, and change nothing, so that equal runs have equal bits. "plan": tasks are
+            fused and grouped, and rows dispatched among replicas, by them, while the run goes on; losses and adapters
+            stay as promised, but for their last bits, which then depend on how fast the machine was.
+        replan_steps: with "plan", number of steps after which another plan is looked for.
+        replan_gain: with "plan", by what part it must be faster to be followed.
         quarantine_policy: what happens to a task with a non-finite loss or gradient: "quarantine" fails that task,
             keeps its last good adapter and goes on; "stop" ends the run.
         cuda_graphs: capture passes of equal shape as CUDA graphs and replay them, which spares the time that the host
@@ -116,6 +122,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
     planner: str = field(default="mux", metadata={"help": "mux, together, interleaved or sequential."})
     memory_limit_gib: float | None = field(default=None, metadata={"help": "Memory of a device that a plan may fill."})
     cost_profile: str | None = field(default=None, metadata={"help": "JSON file of peft-mux profile."})
+    measured_times: str = field(default="report", metadata={"help": "report, or plan: what measured times decide."})
+    replan_steps: int = field(default=20, metadata={"help": "Steps after which another plan is looked for."})
+    replan_gain: float = field(default=0.05, metadata={"help": "By what part it must be faster to be followed."})
     quarantine_policy: str = field(default="quarantine", metadata={"help": "quarantine or stop."})
     cuda_graphs: bool | str = field(
         default="auto", metadata={"help": "Replay passes as CUDA graphs: True, False, auto."}
@@ -267,6 +276,8 @@ def _own_field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     limit = args.memory_limit_gib
     if limit is not None and not (_is_real(limit) and 0 < limit <= MOST_STEPS):
         faults.append(Fault("args.memory_limit_gib", shown(limit), "a number of GiB above 0, or None"))
+    if not (_is_real(args.replan_gain) and 0 <= args.replan_gain <= MOST_STEPS):
+        faults.append(Fault("args.replan_gain", shown(args.replan_gain), "a part of 0 or more, such as 0.05 for 5 %"))
     if args.cost_profile is not None and not _is_file(args.cost_profile):
         faults.append(
             Fault("args.cost_profile", shown(args.cost_profile), "a file that peft-mux profile wrote, or None")
@@ -278,7 +289,7 @@ def _own_field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
 
 _COUNTS = (
     "max_tokens_per_micro_batch min_chunk_size per_device_train_batch_size gradient_accumulation_steps logging_steps "
-    "save_steps tensor_parallel_size pipeline_parallel_size"
+    "save_steps tensor_parallel_size pipeline_parallel_size replan_steps"
 ).split()
 
 
@@ -301,6 +312,7 @@ def _choice_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         "pipeline_schedule": SCHEDULES,
         "pipeline_flush": FLUSHES,
         "dispatch": get_args(Policy),
+        "measured_times": ("report", "plan"),
         "quarantine_policy": QUARANTINE_POLICIES,
         "save_strategy": ("steps", "no"),
         "eval_strategy": ("steps", "epoch", "no"),

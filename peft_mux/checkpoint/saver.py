@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -45,6 +45,7 @@ class Saver:
         folder: the folder of the run, once it is open; `None` where nothing is to be saved (`save_strategy="no"`).
         is_writer: whether this process writes.
         num_states: states of the whole run that were written, the same number on all processes that save together.
+        decided_by: gives what has decided the plan beside the arguments, by name, which becomes part of the states.
         unsaved: tasks that have ended and whose adapter could not be written.
     """
 
@@ -58,6 +59,7 @@ class Saver:
         self._agree: Callable[[bool], bool] = bool
         self._saved_step: int | None = None
         self.num_states = 0
+        self.decided_by: Callable[[], Mapping[str, float]] = dict
         self.unsaved: set[str] = set()
         self._adapter_steps: dict[str, int] = {}
         self._lock: FolderLock | None = None
@@ -135,7 +137,7 @@ class Saver:
             if not run.status.is_final and (saved or self._gather is not None):
                 saved = self._save_task(run, is_wanted=saved) and saved
         if saved:
-            numerics = numerics_of(self.args)
+            numerics = {**numerics_of(self.args), **self.decided_by()}
             saved = self._safely(
                 lambda folder: folder.save_record(self.log.state.global_step, list(self.table), numerics)
             )

@@ -14,6 +14,7 @@ from peft_mux.data.chains import chains_of, is_chained
 from peft_mux.engine.chain_pass import run_chain
 from peft_mux.engine.cuda_graphs.passes import CapturedPasses
 from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.pass_clock import PassClock
 from peft_mux.engine.prepasses import prepared, tasks_of
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.step_sums import StepSums
@@ -58,6 +59,7 @@ class Executor:
         self.captured = self._captured_passes(cuda_graphs, is_in_turns=interleaving is not None)
         self.sync = sync or GradientSync(model, Processes())
         self.interleaving = interleaving
+        self.clock = PassClock(self.device)
 
     def _captured_passes(self, cuda_graphs: bool | str, *, is_in_turns: bool) -> CapturedPasses | None:
         if cuda_graphs is True:
@@ -85,10 +87,13 @@ class Executor:
         """
         micro_batches = prepared(self, work.micro_batches, work.tasks, total=self.sync.total)
         self.sync.begin(work)
+        self.clock.start_step()
         # Also of tasks without rows here, as losses are summed over all replicas.
         sums = StepSums(self.model, work.tasks, self.device)
         for group in self._groups(chains_of(micro_batches)):
-            for chain, passes in zip(group, self._group_passes(group), strict=True):
+            with self.clock.timing([micro_batch for chain in group for micro_batch in chain]):
+                outputs = self._group_passes(group)
+            for chain, passes in zip(group, outputs, strict=True):
                 for micro_batch, output in zip(chain, passes, strict=True):
                     sums.add(output)
                     # At once, so that the sum of a task that is complete hides behind the passes that are left.

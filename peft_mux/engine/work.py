@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from peft_mux.data.batch import MuxBatch
+from peft_mux.engine.pass_clock import PassClock
 from peft_mux.engine.step_sums import StepSums
 from peft_mux.scheduler.plan import Plan
 
@@ -69,6 +70,11 @@ class StepExecutor(Protocol):
     @property
     def device(self) -> torch.device:
         """Device of the model."""
+        ...
+
+    @property
+    def clock(self) -> PassClock:
+        """What times the passes of a step here."""
         ...
 
     def follow(self, plan: Plan) -> None:

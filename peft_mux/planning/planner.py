@@ -20,20 +20,23 @@ from peft_mux.planning.correction import TimeCorrection
 from peft_mux.planning.described import described_plan
 from peft_mux.planning.fixes import fixes_for
 from peft_mux.planning.loads import SAMPLE_ROWS, ParameterShapes, replica_loads, task_load, whole_shapes
+from peft_mux.planning.pass_prices import PassPrices
 from peft_mux.planning.profiles import RunProfile, run_profile
 from peft_mux.planning.shapes import cut_layers, frozen_parts
 from peft_mux.planning.targets import Target, interleaved_passes, other_target, own_target
 from peft_mux.profiling.memory import count_activation_bytes_per_token
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.measured.parts import Parts
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.profile import Profile
+from peft_mux.scheduler.costs.profile import Profile, corrected
 from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.admission import DoesNotFitError
 from peft_mux.scheduler.planner.passes import planned_passes
 from peft_mux.scheduler.planner.planner import Budget, plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
+from peft_mux.scheduler.repricing import repriced_s
 from peft_mux.tasks.task_run import TaskRun
 
 _CHUNKS_OF_INTERLEAVED = 2
@@ -52,7 +55,7 @@ class Planner:
     Attributes:
         model: the model from which the shapes of tasks are read that came later; it may be cut to a stage.
         num_replicas: replicas that divide the global batch of each task among them.
-        profile: the times that plans are made with, corrected by what is observed; `None` before the first plan.
+        correction: learns from measured times how far the profile holds; plans are made with its `factors`.
         shape: the shape of the whole backbone.
         cut_layers: which layers tensor parallelism cuts, and how.
 
@@ -73,7 +76,6 @@ class Planner:
         self.model: Any = model
         self.source, self.args, self.collator = source, args, collator
         self.num_replicas = num_replicas
-        self.profile: Profile | None = None
         self._activation_dtype = torch.bfloat16 if args.bf16 else source.dtype
         shape = model_shape(model.backbone, source.config, dtype=source.dtype, activation_dtype=self._activation_dtype)
         self.shape = replace(shape, parts=frozen_parts(model.backbone, shape.num_layers, source.dtype))
@@ -81,9 +83,10 @@ class Planner:
         self.cuts: dict[int, tuple[int, ...]] = {}
         # Read now, since a stage later holds only a part of these parameters.
         self._known = {name: whole_shapes(model, name) for name in model.tasks}
-        self._profile_notes: tuple[str, ...] = ()
+        self._base: RunProfile | None = None
         self._kept_bytes: dict[str, float] = {}
-        self._correction = TimeCorrection()
+        self.correction = TimeCorrection()
+        self._priced: tuple[Target, CostModel, dict[str, TaskLoad]] | None = None
 
     def plan_for(self, model: MultiTaskPeftModel | None, *, num_replicas: int) -> None:
         """Read shapes from another model from now on; those of tasks that it does not hold whole are still known.
@@ -103,46 +106,44 @@ class Planner:
         self.cuts.clear()
 
     @property
-    def time_ratio(self) -> float | None:
-        """Measured over predicted time of a step, smoothed, under the last plan that was observed."""
-        return self._correction.time_ratio
+    def profile(self) -> Profile | None:
+        """The times that plans are made with, each part by its factor of `correction`; `None` before the first plan."""
+        return None if self._base is None else corrected(self._base.profile, self.correction.factors)
 
-    def observe(self, plan: Plan, num_tokens: int, seconds: float) -> None:
-        """Compare a step with its prediction; the next plan is made with the corrected profile.
+    def prices(self, stage: int) -> PassPrices | None:
+        """Return what the profile as it was given predicts of passes of the last own plan; `None` before one.
 
         Args:
-            plan: the plan that the step followed.
-            num_tokens: tokens of the global batches of all tasks in the step.
-            seconds: seconds that the step took, passes and updates.
+            stage: stage of the pipeline that lies in this process.
         """
-        self._correction.observe(plan, num_tokens, seconds)
+        if self._priced is None or self._base is None:
+            return None
+        target, cost, loads = self._priced
+        return PassPrices(self._cost_model(self._uncorrected(target), cost.layers_per_stage), loads, stage)
 
-    def replan(
-        self,
-        runs: Sequence[TaskRun],
-        *,
-        running: Sequence[str] = (),
-        num_stages: int | None = None,
-        devices_per_stage: int | None = None,
-        schedule: Schedule | None = None,
-    ) -> Plan:
-        """Return the plan to follow from now on, made with what the last one taught.
+    def gain_of(self, plan: Plan, factors: Parts, runs: Sequence[TaskRun], **options: Any) -> float:
+        """Return by what part a plan made anew with other factors would be faster than one that is followed.
+
+        Both are priced by the same costs, those with the factors.
 
         Args:
+            plan: the plan that is followed.
+            factors: what each part takes over what the profile says.
             runs: the tasks that could take steps.
-            running: names of the tasks that take steps already.
-            num_stages: number of stages of each replica, as `plan` takes it.
-            devices_per_stage: number of devices that share every layer, as `plan` takes it.
-            schedule: the schedule of a pipeline, as `plan` takes it.
-
-        Raises:
-            ConfigError: as `plan`.
+            **options: as `plan` takes them.
         """
-        # Only between plans: what was observed is a ratio to the predictions of the plan in force.
-        self.profile = self._correction.take_into(self.profile)
-        return self.plan(
-            runs, running=running, num_stages=num_stages, devices_per_stage=devices_per_stage, schedule=schedule
-        )
+        before = self.correction.factors
+        self.correction.factors = factors
+        try:
+            other = self.plan(runs, **options)
+            assert self._priced is not None, "a plan of the own devices was made"
+            _, cost, loads = self._priced
+            if not plan.htasks or {share.name for share in plan.shares} != {share.name for share in other.shares}:
+                return 0.0
+            rules = self.collator.rules
+            return repriced_s(plan, loads, cost, rules) / repriced_s(other, loads, cost, rules) - 1.0
+        finally:
+            self.correction.factors = before
 
     def plan(
         self,
@@ -233,14 +234,39 @@ class Planner:
             asked = args.pipeline_parallel_size if num_stages is None else num_stages
             stages = asked if asked > 1 else None
             return other_target(args, self.shape, devices, num_stages=stages, devices_per_stage=sharers)
-        if self.profile is None:
-            self.profile, self._profile_notes = run_profile(args, self.shape, sharers)
-        return own_target(
+        if self._base is None:
+            self._base = run_profile(args, self.shape, sharers)
+        target = own_target(
             args,
-            RunProfile(self.profile, self._profile_notes),
+            self._base,
             num_stages=num_stages or 1,
             devices_per_stage=sharers,
             num_replicas=self.num_replicas,
+        )
+        return target.corrected(self.correction.factors)
+
+    def _uncorrected(self, target: Target) -> Target:
+        """Return an own target as its profile was given."""
+        assert self._base is not None, "an own target has a profile"
+        own = own_target(
+            self.args,
+            self._base,
+            num_stages=target.num_stages,
+            devices_per_stage=target.devices_per_stage,
+            num_replicas=target.num_replicas,
+        )
+        return own
+
+    def _cost_model(self, target: Target, layers: tuple[int, ...] | None) -> CostModel:
+        """Return what predicts seconds on a target whose stages have so many layers, or equally many."""
+        return CostModel(
+            target.profile,
+            self.shape,
+            num_stages=target.num_stages,
+            devices_per_stage=target.devices_per_stage,
+            layers_per_stage=layers,
+            tensor_link=target.tensor_link,
+            backbone_shards=target.backbone_shards,
         )
 
     def _models(self, target: Target, loads: Sequence[TaskLoad], num_chunks: int) -> tuple[CostModel, MemoryModel]:
@@ -258,7 +284,7 @@ class Planner:
             **size,
         )
         # Only the seconds of layers are read off it: how its own are cut does not count.
-        even = CostModel(target.profile, self.shape, tensor_link=target.tensor_link, **size)
+        even = self._cost_model(target, None)
         kept = self.cuts.get(target.num_stages) if target.is_own else None
         if kept is not None and min(kept) >= num_chunks:
             layers = kept
@@ -268,7 +294,9 @@ class Planner:
             if target.is_own and loads:
                 # Weights are cut once, and replans keep to it, however costs have been corrected since.
                 self.cuts.setdefault(target.num_stages, layers)
-        cost = CostModel(target.profile, self.shape, tensor_link=target.tensor_link, layers_per_stage=layers, **size)
+        cost = self._cost_model(target, layers)
+        if target.is_own:
+            self._priced = target, cost, {load.name: load for load in loads}
         return cost, replace(memory, layers_per_stage=layers)
 
     def _check_stages(self, target: Target, num_chunks: int) -> None:

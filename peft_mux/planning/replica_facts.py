@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from peft_mux.planning.profiles import data_sheet_cluster, run_profile
 from peft_mux.planning.targets import memory_limit_bytes
 from peft_mux.scheduler.costs.hardware import Cluster, known_device
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.profile import Profile, analytic_profile
+from peft_mux.scheduler.costs.profile import Profile, analytic_profile, corrected
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 from peft_mux.scheduler.replicas.costs import ReplicaFacts, least_bytes, replica_time_model, token_limits
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel, fit_layer, read_layer_profile, read_max_tokens
@@ -59,7 +60,9 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
         for run in runs
     )
     if cluster is None:
-        profile, limit = run_profile(args, shape).profile, memory_limit_bytes(args)
+        # With what was learnt of it, where that decides: dispatch and re-deployment plan as passes do.
+        profile = corrected(run_profile(args, shape).profile, planner.correction.factors)
+        limit = memory_limit_bytes(args)
         device_type = args.device.type
     else:
         profile, limit = _profile_of(planner, cluster), cluster.device.memory_bytes
@@ -80,7 +83,7 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
         limit_bytes=limit,
         # Of a stream only the first rows are known; max_length bounds the others.
         pass_tokens=max(args.max_tokens_per_micro_batch, *(_most_tokens(run) for run in runs)),
-        links=cluster or _own_links(profile),
+        links=cluster or _own_links(profile, planner.correction.factors.communication),
         supports=partial(_is_supported, planner.model.backbone, adapts_parameters=_adapt_parameters(planner, runs)),
     )
 
@@ -152,9 +155,12 @@ def _most_tokens(run: TaskRun) -> int:
     return run.hyper.max_length if run.loader.steps_per_epoch is None else max(run.loader.sample_lengths, default=0)
 
 
-def _own_links(profile: Profile) -> Cluster | None:
-    """Return the links of a device that was not measured together with one."""
-    return None if profile.link is not None else data_sheet_cluster(profile, _DEVICES_PER_NODE)
+def _own_links(profile: Profile, factor: float) -> Cluster | None:
+    """Return the links of a device that was not measured together with one, so many times as slow."""
+    cluster = None if profile.link is not None else data_sheet_cluster(profile, _DEVICES_PER_NODE)
+    if cluster is None or factor == 1.0:
+        return cluster
+    return replace(cluster, intra_node=cluster.intra_node.slowed(factor), inter_node=cluster.inter_node.slowed(factor))
 
 
 def _adapt_parameters(planner: Planner, runs: Sequence[TaskRun]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,8 +12,9 @@ from peft_mux.errors import ConfigError
 from peft_mux.planning.profiles import RunProfile, data_sheet_cluster
 from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
 from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.measured.parts import AS_PROFILED, Parts
 from peft_mux.scheduler.costs.memory import ModelShape
-from peft_mux.scheduler.costs.profile import Profile, analytic_profile
+from peft_mux.scheduler.costs.profile import Profile, analytic_profile, corrected
 from peft_mux.scheduler.plan import TurnPlan
 from peft_mux.scheduler.units import bytes_text
 
@@ -49,6 +50,17 @@ class Target:
     stage_link: Link | None
     notes: tuple[str, ...]
     is_own: bool
+
+    def corrected(self, factors: Parts) -> Target:
+        """Return the same devices with times that take so many times as long, links from data sheets included.
+
+        Args:
+            factors: what each part takes over what the profile says.
+        """
+        if factors == AS_PROFILED:
+            return self
+        slowed = [link and link.slowed(factors.communication) for link in (self.tensor_link, self.stage_link)]
+        return replace(self, profile=corrected(self.profile, factors), tensor_link=slowed[0], stage_link=slowed[1])
 
 
 def own_target(

@@ -30,7 +30,10 @@ class RankRecord(NamedTuple):
 
 
 def report_table(
-    runs: Iterable[TaskRun], place: Callable[[TaskRun], Path | None], records: Sequence[RankRecord] = ()
+    runs: Iterable[TaskRun],
+    place: Callable[[TaskRun], Path | None],
+    records: Sequence[RankRecord] = (),
+    times: str = "",
 ) -> str:
     """Return one line a task: how it ended, its steps, its last losses, and where its adapter lies.
 
@@ -41,6 +44,7 @@ def report_table(
         runs: the tasks of the run, in the order of the lines.
         place: returns the folder with a task's adapter as it is now; `None` where there is none.
         records: what each process has done, by rank.
+        times: what was learnt of times, in a line; "" where nothing was.
     """
     runs = list(runs)
     width = max(len("task"), *(len(run.name) for run in runs))
@@ -55,7 +59,8 @@ def report_table(
             f"{run.name:<{width}}  {run.status.value:<13}  {steps:>11}  {run.last_loss:>8.4f}  {held_out:>8}  "
             f"{where}{reason}"
         )
-    return "\n".join([*lines, *(_process_lines(records) if len(records) > 1 else ())])
+    lines += _process_lines(records) if len(records) > 1 else []
+    return "\n".join([*lines, *(["", times] if times else [])])
 
 
 def _process_lines(records: Sequence[RankRecord]) -> list[str]:

@@ -190,10 +190,11 @@ class StepLoop:
             wants_stop=self._run.control.should_training_stop,
             replicas=self._relocation.target,
             last_step_s=self._plans.last_step_s,
+            last_passes_s=self._plans.last_passes_s,
             num_commands=len(self._membership.queue.labels),
         )
         # Each process has a time of its own, and all must plan alike.
-        self._plans.observe_step_time(self._world.slowest_s)
+        self._plans.observe_step_time(self._world.slowest_s, self._world.passes_s)
         self._membership.apply_shared_commands()
         self._lifecycle.handle_changes()
         # With those that the endings of other tasks have made room for.
@@ -202,6 +203,8 @@ class StepLoop:
         # After the endings of other processes, as it is tasks that have come or gone that make a move pay.
         if takes_step and self._relocation.move_if_asked():
             self._plans.replan()
+        elif takes_step:
+            self._plans.replan_if_faster()
         return takes_step
 
     def _call_step_begin(self) -> list[str]:

@@ -136,6 +136,7 @@ class Opening:
         self._world.processes.wait_for_all()  # others read the folder when the first one has put it in order
         self._run.state.global_step = resume_tasks(folder, table, log.warn)
         self._require_restored(stepped, folder)
+        self._plans.restore_times(folder.records()[-1][0].numerics)
         self._run.is_updating = False
         # Steps after the state are taken again, and must not stand in the file twice.
         log.metrics.truncate_after(self._run.state.global_step)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.batches_ahead import BatchesAhead
 from peft_mux.engine.replicas.dispatched_shares import DispatchClock, DispatchedShares
+from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.engine.steps import StepSource
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.planning.deployment import report_deployment
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import LayerProfile, run_time_model
 from peft_mux.reporting.pass_report import PassReport
+from peft_mux.scheduler.costs.measured.parts import Parts, factors_of
 from peft_mux.scheduler.deployment.report import DeploymentReport
+from peft_mux.scheduler.dispatching.rates import ReplicaRates
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.run import Run, StepTime
 from peft_mux.trainer.world import World
+
+_SAVED_AS = "time factor, "
 
 
 class PlanFollower:
@@ -53,7 +59,12 @@ class PlanFollower:
         self._clock: DispatchClock | None = None
         self._last_step: StepTime | None = None
         self.pass_report = PassReport()
+        self._waited_s = 0.0
+        self._looked_at = 0
+        self._rates: ReplicaRates | None = None
+        self._rates_of: ParallelLayout | None = None
         placement.subscribe(self._follow_model)
+        run.saver.decided_by = self._factors_in_force
 
     def _follow_model(self) -> None:
         """Plan for the model that there is now, and for as many replicas as there are now."""
@@ -101,7 +112,10 @@ class PlanFollower:
             ConfigError: if not even one task fits into memory.
         """
         runs, table = self._run.table.plannable, self._run.table
-        plan = self.planner.replan(runs, running=self._running_names, **self._own_pipeline)
+        if self._decides:
+            self.planner.correction.take_up()
+        plan = self.planner.plan(runs, running=self._running_names, **self._own_pipeline)
+        self.planner.correction.begin_plan()
         admitted = {name for htask in plan.htasks for name in htask.tasks}
         reasons = {one.name: one.reason for one in plan.waiting}
         for run in [run for run in table if run.status is TaskStatus.WAITING]:
@@ -115,6 +129,65 @@ class PlanFollower:
         if self._placement.is_placed:
             self._placement.placed.executor.follow(plan)
         return plan
+
+    def replan_if_faster(self) -> bool:
+        """Plan anew where the times that were measured make another plan faster; every process calls this alike.
+
+        Looked at every `replan_steps` steps, and only if a part takes another time than the plan was made with; the
+        other plan has to be faster by `replan_gain`, so that plans do not alternate.
+
+        Returns:
+            Whether there is another plan now.
+        """
+        run, correction, processes = self._run, self.planner.correction, self._world.processes
+        # Since the last look, as a pipeline that is not flushed takes several steps between two looks.
+        if not self._decides or self.current is None or run.state.global_step - self._looked_at < run.args.replan_steps:
+            return False
+        self._looked_at = run.state.global_step
+        self.share_times()
+        if not correction.differs:
+            return False
+        gain = self.planner.gain_of(
+            self.current,
+            correction.agreed,
+            run.table.plannable,
+            running=self._running_names,
+            **self._own_pipeline,
+        )
+        # Unlike replicas have unlike plans, and all of them change theirs or none, as they begin it together.
+        gain = max(microns / 1e6 for (microns,) in processes.exchange([round(gain * 1e6)]))
+        if gain < run.args.replan_gain:
+            return False
+        run.log.say(f"another plan is {gain:.0%} faster by the times that were measured: {correction.agreed}")
+        run.log.event("replanned", gain=gain, **correction.agreed._asdict())
+        self.replan()
+        return True
+
+    def share_times(self) -> None:
+        """Let all processes know what each of them has learnt of times; every one of them calls this alike."""
+        correction = self.planner.correction
+        correction.agree(self._world.processes.gather(correction.fit.numbers()))
+
+    def _factors_in_force(self) -> dict[str, float]:
+        """Return what a state has to hold so that the run goes on with the plan that it has."""
+        factors = self.planner.correction.factors._asdict() if self._decides else {}
+        return {_SAVED_AS + name: factor for name, factor in factors.items()}
+
+    def restore_times(self, saved: Mapping[str, Any]) -> None:
+        """Plan as the run did whose state is gone on from; rates of replicas are measured anew.
+
+        Args:
+            saved: what decided the bits of that run, by name, of which factors are read if there are any.
+        """
+        self._looked_at = 0
+        factors = factors_of({name: saved.get(_SAVED_AS + name) for name in Parts._fields})
+        if self._decides and factors is not None:
+            self.planner.correction.restore(factors)
+
+    @property
+    def _decides(self) -> bool:
+        """Whether measured times change what runs together."""
+        return self._run.args.measured_times == "plan"
 
     @property
     def max_tokens(self) -> int:
@@ -152,7 +225,10 @@ class PlanFollower:
         times = None if layout.are_alike else run_time_model(self.planner, runs, layout)
         policy: Any = self._run.args.dispatch
         cuts_rows = self._run.args.split_long_sequences
-        shares = DispatchedShares(layout, times, processes, policy=policy, clock=self._clock, cuts_rows=cuts_rows)
+        if self._decides and (self._rates is None or self._rates_of != layout):
+            self._rates, self._rates_of = ReplicaRates(layout.num_replicas), layout
+        options: dict[str, Any] = {"policy": policy, "clock": self._clock, "rates": self._rates}
+        shares = DispatchedShares(layout, times, processes, cuts_rows=cuts_rows, **options)
         return StepSource(plan, self._collator, processes, layout, shares, self._ahead)
 
     # ------------------------------------------------------------------ steps
@@ -161,6 +237,7 @@ class PlanFollower:
         """Return the next step of all running tasks; where that takes time, the one after it is begun."""
         assert self._steps is not None, "a run that has running tasks follows a plan"
         running = self._run.table.running
+        self._waited_s = self._world.processes.waited_s
         work = self._steps.next(running)
         self._compare_passes(work)
         self._run.log.rows.step(running)
@@ -175,6 +252,7 @@ class PlanFollower:
             num_steps: number of steps, within which no task ends.
         """
         assert self._steps is not None, "a run that has running tasks follows a plan"
+        self._waited_s = self._world.processes.waited_s
         works = self._steps.window(self._run.table.running, num_steps)
         self._run.log.rows.step(self._run.table.running)
         for work in works:
@@ -200,8 +278,14 @@ class PlanFollower:
             result: what came of the step.
             seconds: seconds of its passes and updates.
         """
+        times = self._placement.placed.executor.clock.take()
+        prices = self.planner.prices(self._placement.part.place.stage)
+        if prices is not None:
+            # Of a window of steps that is not flushed, nothing lies between passes that could be told: it says nothing.
+            between_s = seconds - times.span_s - (self._world.processes.waited_s - self._waited_s)
+            self.planner.correction.observe_passes(times, between_s, result.num_tokens, prices)
         # With its plan: by the time that the processes have told their times, there may be another one.
-        self._last_step = StepTime(self.current, sum(result.num_tokens.values()), seconds)
+        self._last_step = StepTime(self.current, sum(result.num_tokens.values()), seconds, times.span_s)
         if self._world.processes.is_alone:
             self.observe_step_time(seconds)
 
@@ -210,12 +294,21 @@ class PlanFollower:
         """Seconds of the last step that nothing was learnt from yet; 0 where there is none."""
         return 0.0 if self._last_step is None else self._last_step.seconds
 
-    def observe_step_time(self, seconds: float) -> None:
-        """Let the planner compare the last step with its prediction, once.
+    @property
+    def last_passes_s(self) -> float:
+        """Seconds of these from the first pass to the end of the last one."""
+        return 0.0 if self._last_step is None else self._last_step.passes_s
+
+    def observe_step_time(self, seconds: float, process_s: Sequence[float] = ()) -> None:
+        """Compare the last step with its prediction, once, and replicas with one another.
 
         Args:
-            seconds: what the step took: here, or on the slowest process, as all processes must make the same plan.
+            seconds: what the step took: here, or on the slowest process.
+            process_s: seconds of the passes of each process, by rank; none for a process that is alone.
         """
-        if self._last_step is not None and self._last_step.plan is not None:
-            self.planner.observe(self._last_step.plan, self._last_step.num_tokens, seconds)
-        self._last_step = None
+        last, self._last_step = self._last_step, None
+        if last is None or last.plan is None:
+            return
+        self.planner.correction.observe(last.plan, last.num_tokens, seconds)
+        if self._steps is not None and len(process_s) > 1:
+            self._steps.shares.observe(process_s)

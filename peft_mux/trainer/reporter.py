@@ -88,6 +88,7 @@ class Reporter:
         """
         records = self._world.gather_records(num_tokens, seconds, waited_s)
         self._tell_interruption()
+        self._log_times()
         metrics = self._metrics(seconds, self._replica_tokens(records), num_steps)
         self._run.log.event("run", **metrics)
         self._log_dispatch_times()
@@ -127,7 +128,7 @@ class Reporter:
             "train_tokens_per_second": num_tokens / max(seconds, 1e-9),
             "train_steps_per_second": num_steps / max(seconds, 1e-9),
         }
-        ratio = self._plans.planner.time_ratio
+        ratio = self._plans.planner.correction.time_ratio
         if ratio is not None:
             metrics["measured_over_planned_time"] = ratio
         if self._run.interrupted_by:
@@ -156,6 +157,14 @@ class Reporter:
         for line in pass_lines(self.pass_reports):
             self._run.log.say(line)
 
+    def _log_times(self) -> None:
+        """Say what each part of a step took over what the profile says; all processes call this."""
+        self._plans.share_times()
+        correction = self._plans.planner.correction
+        if correction.num_passes:
+            self._run.log.event("times", measured=correction.num_passes, **correction.agreed._asdict())
+            self._run.log.say(str(correction))
+
     def plot_losses(self, path: str | Path | None) -> Path:
         """Draw the losses of all tasks from `metrics.jsonl` into a PNG, by default `losses.png` in the run folder."""
         image = Path(path or self._run.root / "losses.png")
@@ -165,4 +174,5 @@ class Reporter:
 
     def report(self) -> str:
         """Return a table of all tasks: how each ended, its last losses, and where its adapter lies."""
-        return report_table(self._run.table, self._run.saver.place, self._world.records)
+        times = str(self._plans.planner.correction)
+        return report_table(self._run.table, self._run.saver.place, self._world.records, times)

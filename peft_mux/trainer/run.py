@@ -23,11 +23,13 @@ class StepTime(NamedTuple):
         plan: the plan that the step followed; `None` where there was none.
         num_tokens: tokens of the global batches of all tasks, on all processes.
         seconds: seconds that the passes and updates took.
+        passes_s: seconds of these from the first pass to the end of the last one.
     """
 
     plan: Plan | None
     num_tokens: int
     seconds: float
+    passes_s: float
 
 
 @dataclass

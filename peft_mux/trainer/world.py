@@ -117,7 +117,14 @@ class World:
         return fingerprint(kind, whole)
 
     def agree_on_tasks(
-        self, step: int, *, wants_stop: bool, replicas: str = "", last_step_s: float = 0.0, num_commands: int = 0
+        self,
+        step: int,
+        *,
+        wants_stop: bool,
+        replicas: str = "",
+        last_step_s: float = 0.0,
+        last_passes_s: float = 0.0,
+        num_commands: int = 0,
     ) -> bool:
         """Agree on which tasks there are and where they stand, and on whether to stop.
 
@@ -128,6 +135,7 @@ class World:
             wants_stop: whether this process was asked to stop; then all of them stop here.
             replicas: replicas to which this process was asked to move, in LobRA's notation; "" for none.
             last_step_s: seconds that the last step took here; `slowest_s` is then that of the slowest process.
+            last_passes_s: seconds of these from its first pass to the end of its last one; `passes_s` has those of all.
             num_commands: how many commands of other threads wait here; see `shared_commands`.
 
         Returns:
@@ -142,6 +150,7 @@ class World:
             wants_stop=wants_stop,
             replicas=replicas,
             last_step_s=last_step_s,
+            last_passes_s=last_passes_s,
             num_commands=num_commands,
         )
         self._apply_endings(endings)
@@ -175,6 +184,11 @@ class World:
         `agree_on_requests` exchanges no times and leaves 0 here.
         """
         return self._agreement.slowest_s
+
+    @property
+    def passes_s(self) -> tuple[float, ...]:
+        """Seconds of the passes of the last step on every process, by rank; to be read after `agree_on_tasks`."""
+        return self._agreement.passes_s
 
     def agree_on_requests(self, step: int, asked: Sequence[bool]) -> list[bool]:
         """Agree on what callbacks have just done: a task that one process has ended ends on all.

@@ -251,7 +251,7 @@ def test_a_run_keeps_the_cut_that_was_planned_first_while_tasks_come_and_go(tmp_
     alone = planner_of(trainer).plan([first], num_stages=2).layers_per_stage
     cut = planner.plan([second], num_stages=2).layers_per_stage
     assert alone != cut, "the tasks would be cut alike; the case is too easy"
-    assert planner.replan([first], num_stages=2).layers_per_stage == cut
+    assert planner.plan([first], num_stages=2).layers_per_stage == cut
     assert planner.plan([first, second], num_stages=2, schedule="1f1b").layers_per_stage == cut
     assert planner.plan([first], num_stages=4).num_stages == 4
     assert planner.cuts[2] == cut

@@ -14,7 +14,10 @@ from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.saver import Saver
+from peft_mux.engine.pass_clock import PassClock
+from peft_mux.engine.replicas.layout import Place
 from peft_mux.engine.work import StepResult, StepWork
+from peft_mux.planning.correction import TimeCorrection
 from peft_mux.reporting.callbacks import RunCallbacks, TaskCallbacks
 from peft_mux.reporting.pass_report import PassReport
 from peft_mux.reporting.run_log import RunLog
@@ -94,7 +97,7 @@ class FakePlacement:
         self.calls, self.refuses = calls, refuses
         self.source = SimpleNamespace(tokenizer=None, config=tiny_llama().config, model="a/folder")
         self.is_placed, self.lock = True, threading.RLock()
-        self.part = SimpleNamespace(num_stages=1, tp_size=1)
+        self.part = SimpleNamespace(num_stages=1, tp_size=1, place=Place(0, 0, 0))
         self.outline: Any = "outline"
         self.model = SimpleNamespace(backbone=None, task_parameters=lambda name: {"weight": name})
         self.placed = SimpleNamespace(model=self.model, executor=FakeExecutor(calls))
@@ -130,6 +133,7 @@ class FakeExecutor:
     def __init__(self, calls: Calls) -> None:
         self.calls = calls
         self.non_finite: list[str] = []
+        self.clock = PassClock(torch.device("cpu"))
 
     def run(self, work: StepWork) -> StepResult:
         self.calls.note("run", *work.tasks)
@@ -150,8 +154,8 @@ class FakePlans:
 
     def __init__(self, run: Run, calls: Calls) -> None:
         self.run, self.calls = run, calls
-        self.planner = SimpleNamespace(time_ratio=None)
-        self.dispatch_clock, self.max_tokens, self.last_step_s = None, 64, 0.0
+        self.planner = SimpleNamespace(correction=TimeCorrection())
+        self.dispatch_clock, self.max_tokens, self.last_step_s, self.last_passes_s = None, 64, 0.0, 0.0
         self.pass_report = PassReport()
 
     def replan(self) -> Any:
@@ -170,8 +174,18 @@ class FakePlans:
         assert seconds >= 0
         self.calls.note("took", sum(result.num_tokens.values()))
 
-    def observe_step_time(self, seconds: float) -> None:
+    def observe_step_time(self, seconds: float, process_s: Sequence[float] = ()) -> None:
+        del process_s
         self.calls.note("learn", seconds)
+
+    def replan_if_faster(self) -> bool:
+        return False
+
+    def share_times(self) -> None:
+        self.calls.note("share times")
+
+    def restore_times(self, saved: Any) -> None:
+        self.calls.note("restore times", sorted(saved))
 
     def drop_read_ahead(self, name: str) -> None:
         self.calls.note("forget", name)

@@ -21,12 +21,19 @@ class FakeWorld:
     """One process, that takes a given number of steps."""
 
     def __init__(self, num_steps: int) -> None:
-        self.processes, self.left, self.slowest_s = Processes(), num_steps, 0.25
+        self.processes, self.left, self.slowest_s, self.passes_s = Processes(), num_steps, 0.25, (0.2,)
 
     def agree_on_tasks(
-        self, step: int, *, wants_stop: bool, replicas: str, last_step_s: float, num_commands: int
+        self,
+        step: int,
+        *,
+        wants_stop: bool,
+        replicas: str,
+        last_step_s: float,
+        last_passes_s: float,
+        num_commands: int,
     ) -> bool:
-        del step, replicas, last_step_s, num_commands
+        del step, replicas, last_step_s, last_passes_s, num_commands
         self.left -= 1
         return self.left < 0 or wants_stop
 

@@ -13,10 +13,23 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.engine.work import StepResult
+from peft_mux.planning.correction import TimeCorrection
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run
 from tests.trainer.parts import Calls, FakePlacement, make_run
+
+
+class FakeCorrection(TimeCorrection):
+    """Notes what it is shown."""
+
+    def __init__(self, calls: Calls) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def observe(self, plan: Any, num_tokens: int, seconds: float) -> None:
+        del plan
+        self.calls.note("observe", num_tokens, seconds)
 
 
 class FakePlanner:
@@ -24,7 +37,7 @@ class FakePlanner:
 
     def __init__(self, calls: Calls, admitted: tuple[str, ...]) -> None:
         self.calls, self.admitted = calls, admitted
-        self.time_ratio = None
+        self.correction = FakeCorrection(calls)
         self.models: list[Any] = []
 
     def plan_for(self, model: Any, *, num_replicas: int) -> None:
@@ -43,11 +56,8 @@ class FakePlanner:
             passes=(),
         )
 
-    replan = plan
-
-    def observe(self, plan: Any, num_tokens: int, seconds: float) -> None:
-        del plan
-        self.calls.note("observe", num_tokens, seconds)
+    def prices(self, stage: int) -> None:
+        assert stage == 0
 
 
 def follower(
@@ -55,7 +65,7 @@ def follower(
 ) -> tuple[PlanFollower, FakePlanner]:
     placement: Any = FakePlacement(calls)
     placement.is_placed = is_placed
-    processes = Processes() if is_alone else SimpleNamespace(is_alone=False)
+    processes = Processes() if is_alone else SimpleNamespace(is_alone=False, waited_s=0.0)
     world: Any = SimpleNamespace(layout=ParallelLayout.of(1), processes=processes)
     planner: Any = FakePlanner(calls, admitted)
     return PlanFollower(run, world, placement, planner, ChunkPackingCollator()), planner

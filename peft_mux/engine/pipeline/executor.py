@@ -22,6 +22,7 @@ import torch
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.chain_pass import pass_backward
 from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.pass_clock import PassClock
 from peft_mux.engine.pipeline.barriers import BucketBarriers, UpdateTasks
 from peft_mux.engine.pipeline.links import PipelineLinks
 from peft_mux.engine.pipeline.messages import Key, Messages
@@ -101,6 +102,8 @@ class PipelineExecutor:
         self.on_action: Callable[[Action], None] | None = None
         self.spans: tuple[Span, ...] = ()
         self.most_in_flight = 0
+        self.clock = PassClock(self.device)
+        self._waited_s = 0.0
         self.follow(plan)
         stages, num_chunks = range(model.layout.num_stages), model.layout.num_chunks
         self.links = PipelineLinks(pipelines or (stages,), num_chunks, processes)
@@ -161,6 +164,7 @@ class PipelineExecutor:
             # Within the block: it may communicate too, and a process that fails here must not leave its neighbours
             # waiting.
             self.sync.begin(work)
+            self.clock.start_step()
             self._execute(self.plan.template, self.plan.slots(micro_batches))
             # Before the sync ends: the leader of a replica is on stage 0, and only the last stage has computed losses.
             self._share_sums()
@@ -227,6 +231,7 @@ class PipelineExecutor:
                 sums=self._step_sums,
                 update=update,
             )
+            self.clock.start_step()
             self._execute(template, slots, {bucket: len(names) for bucket, names in enumerate(buckets) if names})
             self._share_sums()
             return [_result(*one) for one in zip(works, self._step_sums, barriers.norms, strict=True)]
@@ -352,12 +357,14 @@ class PipelineExecutor:
         self._expect(template, slots, num_tasks)
         self.most_in_flight, spans, begin = 0, [], time.perf_counter()
         for action in template.actions[stage]:
-            start = time.perf_counter()
             self._sums = self._step_sums[action.step]
             if self._barriers is not None:
                 self._barriers.before(action)
+            # After the barrier, which may wait for other processes.
+            start, self._waited_s = time.perf_counter(), 0.0
             (self._forward if action.kind == "F" else self._backward)(action)
             spans.append(Span(stage, action, start - begin, time.perf_counter() - begin))
+            self.clock.add(action.slot, time.perf_counter() - start - self._waited_s)
             self.most_in_flight = max(self.most_in_flight, len(self._flights))
             self._end_backward(action)
             if self.on_action is not None:
@@ -368,6 +375,7 @@ class PipelineExecutor:
         # one.
         self.links.flush()
         self.spans = tuple(spans)
+        self.clock.spanned(time.perf_counter() - begin)
 
     def _expect(
         self,
@@ -385,6 +393,8 @@ class PipelineExecutor:
 
     def _end_backward(self, action: Action) -> None:
         """Let sums of gradients begin: the backward of chunk 0 is the last one of a micro-batch in this process."""
+        if action.kind == "B" and action.chunk == 0:
+            self.clock.end(action.slot, self._slots[action.slot])
         if self._barriers is not None:
             self._barriers.after(action)
         elif action.kind == "B" and action.chunk == 0:
@@ -442,7 +452,9 @@ class PipelineExecutor:
         if source is None:
             return None
         key = Key.of(action.slot, number, action.chunk)
+        began = time.perf_counter()
         tensor = self.links.incoming[action.kind, source[0]].take(key)
+        self._waited_s += time.perf_counter() - began
         # gloo does not tell when a send was taken. That these hidden states have come proves that their sender took the
         # gradients before them in its list, so these can be freed without blocking.
         if action.kind == "F":

@@ -68,6 +68,7 @@ class Agreement:
 
     Attributes:
         slowest_s: the longest `last_step_s` of all processes, in seconds, as of the last `on_tasks`.
+        passes_s: `last_passes_s` of every process, in seconds, by rank, as of the last `on_tasks`.
         has_commands: whether commands waited on any process, as of the last `on_tasks`.
     """
 
@@ -75,6 +76,7 @@ class Agreement:
         """Remember the processes; communicate with nobody yet."""
         self.processes = processes
         self.slowest_s = 0.0
+        self.passes_s: tuple[float, ...] = ()
         self.has_commands = False
 
     def on_tasks(
@@ -85,6 +87,7 @@ class Agreement:
         wants_stop: bool,
         replicas: str = "",
         last_step_s: float = 0.0,
+        last_passes_s: float = 0.0,
         num_commands: int = 0,
     ) -> tuple[dict[str, Ending], bool]:
         """Agree on which tasks there are and where they stand, before a step.
@@ -95,6 +98,7 @@ class Agreement:
             wants_stop: whether this process was asked to stop.
             replicas: the replicas to which this process was asked to move, in LobRA's notation; "" for none.
             last_step_s: seconds that the step before this one took on this process.
+            last_passes_s: seconds of these from the first pass to the end of the last one.
             num_commands: how many commands of other threads wait on this process.
 
         Returns:
@@ -104,19 +108,20 @@ class Agreement:
         Raises:
             ProcessError: if processes differ in anything else; on every process.
         """
-        self.slowest_s, self.has_commands = last_step_s, num_commands > 0
+        self.slowest_s, self.has_commands, self.passes_s = last_step_s, num_commands > 0, (last_passes_s,)
         if self.processes.is_alone:
             return {}, wants_stop
         tasks = list(tasks)
         # All final statuses count as one: how a task ended is merged below only where another process still runs it.
         standing = [[task.name, _ENDED if task.status.is_final else str(task.status), task.step] for task in tasks]
-        microseconds = round(last_step_s * 1e6)
-        numbers = [_digest([step, standing, replicas]), int(wants_stop), microseconds, num_commands]
+        microseconds = (round(seconds * 1e6) for seconds in (last_step_s, last_passes_s))
+        numbers = [_digest([step, standing, replicas]), int(wants_stop), num_commands, *microseconds]
         seen = self.processes.exchange(numbers)
         stops = any(one[1] for one in seen)
-        self.slowest_s = max(one[2] for one in seen) / 1e6
-        self.has_commands = any(one[3] for one in seen)
-        # The usual case, settled by three numbers; words are gathered only to say what differs.
+        self.has_commands = any(one[2] for one in seen)
+        self.slowest_s = max(one[3] for one in seen) / 1e6
+        self.passes_s = tuple(one[4] / 1e6 for one in seen)
+        # The usual case, settled by a few numbers; words are gathered only to say what differs.
         if _are_equal([one[0] for one in seen]):
             return {}, stops
         everywhere = self.processes.gather(

@@ -30,7 +30,8 @@ from peft_mux.scheduler.dispatching.ahead import DispatchPlanner, StepDispatch
 from peft_mux.scheduler.dispatching.bucketing import DEFAULT_NUM_BUCKETS, interval_tokens
 from peft_mux.scheduler.dispatching.deal import deal_out
 from peft_mux.scheduler.dispatching.dispatch import DEFAULT_TIME_LIMIT_S, Policy
-from peft_mux.scheduler.replicas.configs import ReplicaGroup
+from peft_mux.scheduler.dispatching.rates import ReplicaRates
+from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
 _Key = tuple[tuple[str, int, tuple[int, ...]], ...]
@@ -82,6 +83,8 @@ class DispatchedShares:
         time_limit_s: seconds after which the best dispatch found so far is taken.
         solver: name of a PuLP solver, a PuLP solver itself, or None for the bundled CBC.
         clock: a clock to go on counting with, such as that of the shares which these take the place of.
+        rates: how much slower each replica is than the others; `observe` teaches it, and rows follow it. By default
+            replicas of one configuration count as equal, whatever they take.
         cuts_rows: rows that are longer than any replica holds in a pass are computed in parts; they count as rows of
             the most tokens that one holds, and so go to the largest replicas.
 
@@ -111,12 +114,14 @@ class DispatchedShares:
         time_limit_s: float = DEFAULT_TIME_LIMIT_S,
         solver: Any = None,
         clock: DispatchClock | None = None,
+        rates: ReplicaRates | None = None,
         cuts_rows: bool = False,
     ) -> None:
         """Check the time model and remember the options; start no thread yet."""
         self.layout, self.time_model, self.policy, self.cuts_rows = layout, time_model, policy, cuts_rows
         self.processes = processes or Processes()
         self.clock = clock or DispatchClock()
+        self.rates = rates
         self.expected_s: tuple[float, ...] = ()
         self.solved: StepDispatch | None = None
         self._is_dispatched = not layout.are_alike
@@ -130,8 +135,11 @@ class DispatchedShares:
             "solver": solver,
         }
         self._groups: tuple[ReplicaGroup, ...] = ()
+        self._solved_groups: tuple[ReplicaGroup, ...] = ()
+        self._members: tuple[tuple[int, ...], ...] = ()
         self._planner: DispatchPlanner | None = None
         self._pending: _Key | None = None
+        self._even_tokens = [0] * layout.num_replicas
         self._owners: dict[tuple[str, int], np.ndarray] = {}
 
     @property
@@ -230,6 +238,24 @@ class DispatchedShares:
             for replica in range(self.layout.num_replicas)
         ]
 
+    def observe(self, process_s: Sequence[float]) -> None:
+        """Learn how fast replicas are from what the passes of the last step took; without effect without `rates`.
+
+        Args:
+            process_s: seconds from the first pass of each process to the end of its last one, by rank, the same
+                numbers on every process.
+        """
+        if self.rates is None:
+            return
+        measured = [0.0] * self.layout.num_replicas
+        for rank, seconds in enumerate(process_s):
+            replica = self.layout.place(rank).replica
+            # A replica is done when the last of its processes is.
+            measured[replica] = max(measured[replica], seconds)
+        expected = self.expected_s if self._is_dispatched else self._even_tokens
+        if len(expected) == len(measured):
+            self.rates.observe(expected, measured)
+
     def close(self) -> None:
         """End the thread; closing twice is allowed, and a step after it starts a new one."""
         if self._planner is not None:
@@ -237,6 +263,10 @@ class DispatchedShares:
         self._planner, self._pending = None, None
 
     # ---------------------------------------------------------------- internal
+
+    @property
+    def _slowness(self) -> tuple[float, ...]:
+        return (1.0,) * self.layout.num_replicas if self.rates is None else self.rates.slowness
 
     def _known_groups(self) -> tuple[ReplicaGroup, ...]:
         """Return the replicas by configuration, with limits that hold on every process; the first call communicates."""
@@ -255,9 +285,10 @@ class DispatchedShares:
         """Return the replica of each sequence where replicas are alike."""
         lengths = [[len(sequence) for sequence in batch.sequences] for batch in batches]
         owners = [np.zeros(len(own), dtype=np.int64) for own in lengths]
-        for replica, share in enumerate(even_shares(lengths, self.layout.num_replicas)):
+        for replica, share in enumerate(even_shares(lengths, self.layout.num_replicas, self._slowness)):
             for own, rows in zip(owners, share, strict=True):
                 own[rows] = replica
+            self._even_tokens[replica] = sum(own[row] for own, rows in zip(lengths, share, strict=True) for row in rows)
         return {(batch.task, batch.step): own for batch, own in zip(batches, owners, strict=True)}
 
     def _agreed_owners(self, batches: Sequence[TaskBatch]) -> np.ndarray:
@@ -295,9 +326,13 @@ class DispatchedShares:
         return self._deal_out(found, batches), self._replica_s(found)
 
     def _submit(self, key: _Key) -> None:
-        if self._planner is None:
+        # Nothing is pending here, so that what is solved is dealt out among the groups that it was solved for.
+        groups, members = self._groups_by_rate()
+        if self._planner is None or groups != self._solved_groups:
             assert self.time_model is not None, "checked when this was made"
-            self._planner = DispatchPlanner(self._known_groups(), self.time_model, **self._options)
+            self.close()
+            self._solved_groups, self._members = groups, members
+            self._planner = DispatchPlanner(groups, self.time_model, **self._options)
         lengths = [length for _, _, own in key for length in own]
         # Bucket boundaries by Eq. 4, then the replicas' shares of each bucket by Eq. 3 (L section 4.3).
         self._planner.submit(lengths, interval=self._interval or interval_tokens(max(lengths)))
@@ -321,7 +356,7 @@ class DispatchedShares:
         tasks = np.repeat(np.arange(len(batches)), [len(batch.sequences) for batch in batches])
         lengths = np.array([length for _, _, own in self._key(batches) for length in own], dtype=np.int64)
         buckets = found.bucketing.bucket_of(lengths.tolist())
-        places = [place for group in self._groups for place in self._replicas_of(group)]
+        places = [place for members in self._members for place in members]
         counts = [replica for group in found.dispatch.replica_counts for replica in group]
         # The last key of `lexsort` counts most; positions make the order total, the same on every machine.
         order = np.lexsort((np.arange(len(lengths)), -lengths, tasks))
@@ -337,16 +372,24 @@ class DispatchedShares:
         """Return the predicted seconds of each replica, in the order of the layout."""
         assert self.time_model is not None, "checked when this was made"
         seconds = [0.0] * self.layout.num_replicas
-        for group, replicas in zip(self._groups, found.dispatch.replica_counts, strict=True):
+        shares = zip(self._solved_groups, self._members, found.dispatch.replica_counts, strict=True)
+        for group, members, replicas in shares:
             lengths = [length for length in found.bucketing.boundaries if length <= group.max_tokens]
-            for place, counts in zip(self._replicas_of(group), replicas, strict=True):
+            for place, counts in zip(members, replicas, strict=True):
                 # Buckets beyond what this replica holds are empty for it (L Eq. 3).
                 fitting = counts[: len(lengths)]
+                # Of a replica as fast as its kind: how much slower it is, is what its measured seconds tell.
                 seconds[place] = self.time_model.step_s(group.config, fitting, lengths, group.max_tokens)
         return tuple(seconds)
 
-    def _replicas_of(self, group: ReplicaGroup) -> list[int]:
-        return [place for place, config in enumerate(self.layout.replicas) if config == group.config]
+    def _groups_by_rate(self) -> tuple[tuple[ReplicaGroup, ...], tuple[tuple[int, ...], ...]]:
+        """Return the groups of replicas of one configuration and one rate, and which replicas each has."""
+        limits = {group.config: group.max_tokens for group in self._known_groups()}
+        members: dict[tuple[ParallelConfig, float], list[int]] = {}
+        for place, kind in enumerate(zip(self.layout.replicas, self._slowness, strict=True)):
+            members.setdefault(kind, []).append(place)
+        groups = (ReplicaGroup(config, len(own), limits[config], rate) for (config, rate), own in members.items())
+        return tuple(groups), tuple(map(tuple, members.values()))
 
 
 def _require_times(layout: ParallelLayout, time_model: ReplicaTimeModel | None) -> None:

@@ -43,8 +43,9 @@ from peft_mux.scheduler.costs.kernel_buffers import loss_block_rows
 from peft_mux.scheduler.costs.latency_sums import PassParts, RangeBatches, Sums, mean_batch, pass_sums, uniform_batch
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.measured.parts import Parts
 from peft_mux.scheduler.costs.model_shape import ModelShape, split_layers
-from peft_mux.scheduler.costs.profile import Profile
+from peft_mux.scheduler.costs.profile import Profile, least_pass_s
 
 
 class CostModel:
@@ -202,6 +203,36 @@ class CostModel:
         share = max(self.layers_per_stage) / self.shape.num_layers
         held = np.array([load.device_parameters(self.devices_per_stage) for load in loads])
         return float(np.sum(self.profile.optimizer_s(share * held)))
+
+    def parts_of_pass(self, loads: Sequence[TaskLoad], *, stage: int = 0) -> Parts:
+        """Return the seconds of one pass over exactly these rows on a stage, forward and backward, part by part.
+
+        Args:
+            loads: what each task of the pass has in it: the rows of this pass alone, and its adapters.
+            stage: s, the stage, counted from 0.
+        """
+        sums = mean_batch(self.profile, loads, 1, self.devices_per_stage)
+        layers, is_first, is_last = self.layers_per_stage[stage], stage == 0, stage == self.num_stages - 1
+        layer_s = self.profile.layer_s(sums.tokens)
+        ends_s = is_first * self.profile.embedding_s(sums.tokens)
+        ends_s += is_last * self.profile.head_s(sums.targets) / self.devices_per_stage
+        tokens_s = layers * layer_s / self.devices_per_stage + ends_s
+        attention_s = layers * ((sums.layer_s - layer_s) / self.devices_per_stage + sums.calls_s)
+        adapters_s = layers * sums.adapters_s
+        is_alone = self.devices_per_stage == self.backbone_shards == 1
+        # What is left; where nobody is spoken to, that is rounding.
+        all_s = self._stage_sum_s(stage, sums)
+        communication_s = 0.0 if is_alone else max(0.0, all_s - tokens_s - attention_s - adapters_s)
+        seconds = tokens_s, attention_s, adapters_s, communication_s
+        return Parts(least_pass_s(self.profile), *(float(part_s) for part_s in seconds))
+
+    def update_parts(self, loads: Sequence[TaskLoad]) -> Parts:
+        """Return the seconds of a step that lie outside of its passes, as parts.
+
+        Args:
+            loads: the loads of all tasks that take the step.
+        """
+        return Parts(optimizer=self.optimizer_s(loads) + self.profile.step_overhead_s)
 
     def stage_terms(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> StageTerms:
         """Return what stages are made of: seconds of a layer and of the ends, forward and backward.

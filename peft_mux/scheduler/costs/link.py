@@ -44,6 +44,14 @@ class Link:
         """
         return self.latency_s + num_bytes / self.bytes_per_s
 
+    def slowed(self, factor: float) -> Link:
+        """Return the link on which every message takes so many times as long.
+
+        Args:
+            factor: what seconds are multiplied by, above 0.
+        """
+        return Link(self.latency_s * factor, self.bytes_per_s / factor)
+
 
 @dataclass(frozen=True, slots=True)
 class Overlap:

@@ -19,6 +19,7 @@ from numpy.typing import ArrayLike
 from peft_mux.scheduler.costs.curves import AdapterTable, Curve
 from peft_mux.scheduler.costs.hardware import Device
 from peft_mux.scheduler.costs.link import Link, Overlap
+from peft_mux.scheduler.costs.measured.parts import AS_PROFILED, Parts
 from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.roofline import Roofline
 
@@ -33,6 +34,8 @@ _SHEET_OVERLAP = Overlap(slowdown=0.1, turn_s=5e-5)
 
 _CURVES = ("layer", "attention", "head", "embedding", "optimizer")
 _TABLES = ("adapter", "utilization")
+_LEAST_PASS_S = 1e-5
+"""A factor has something to multiply, also where a profile was measured to have no overhead."""
 _OVERHEADS = ("pass_overhead_s", "step_overhead_s", "attention_call_s")
 
 
@@ -221,45 +224,44 @@ def profile_key(device: str, dtype: str, model: str, versions: Mapping[str, str]
     return hashlib.sha256(text.encode()).hexdigest()[:20]
 
 
-def corrected(
-    profile: Profile,
-    predicted_s: float,
-    measured_s: float,
-    *,
-    smoothing: float = 0.2,
-    largest_change: float = 1.5,
-) -> Profile:
-    """Return the profile with all times scaled towards what a step was seen to take, those of the link too.
-
-    Each call moves by the ratio of the two to the power of `smoothing`, which is exponential smoothing of the logarithm
-    of the scale: a steady error is gone by (1 - smoothing) to the number of calls, and one odd step does little.
+def corrected(profile: Profile, factors: Parts) -> Profile:
+    """Return the profile with the times of each part multiplied by its factor, those of the link too.
 
     Args:
-        profile: the profile that the prediction was made from.
-        predicted_s: seconds that a step was predicted to take.
-        measured_s: seconds that the same step has taken.
-        smoothing: weight of this step, above 0 and up to 1.
-        largest_change: the factor by which the scale changes at most in one call, up or down.
+        profile: the profile that factors were measured against.
+        factors: what each part takes over what the profile says (`peft_mux.scheduler.costs.measured.fit.PartFit`).
 
     Raises:
-        ValueError: for times that are not above 0, or settings out of range.
+        ValueError: for a factor that is not above 0, or not finite.
     """
-    for name, value in (("predicted_s", predicted_s), ("measured_s", measured_s)):
-        if not 0 < value < math.inf:
-            raise ValueError(f"{name} is {value}; allowed: more than 0. Leave out steps that were not measured.")
-    if not 0 < smoothing <= 1:
-        raise ValueError(f"smoothing is {smoothing}; allowed: above 0 and up to 1. Use 1 to follow the last step.")
-    if not largest_change >= 1:
-        raise ValueError(f"largest_change is {largest_change}; allowed: 1 or more. Use 1 for no change.")
-    factor = min(max((measured_s / predicted_s) ** smoothing, 1 / largest_change), largest_change)
+    for name, factor in factors._asdict().items():
+        if not 0 < factor < math.inf:
+            raise ValueError(f"{name} is {factor}; allowed: a factor above 0. Leave out passes that were not measured.")
+    if factors == AS_PROFILED:
+        return profile
     # Utilization is a share of the device and no time: it stays.
-    parts: dict[str, Any] = {name: getattr(profile, name).scaled(factor) for name in (*_CURVES, "adapter")}
-    parts |= {name: getattr(profile, name) * factor for name in _OVERHEADS}
-    if profile.link is not None:
-        parts["link"] = Link(profile.link.latency_s * factor, profile.link.bytes_per_s / factor)
-    if profile.overlap is not None:
-        parts["overlap"] = replace(profile.overlap, turn_s=profile.overlap.turn_s * factor)
-    return replace(profile, **parts)
+    overlap = profile.overlap
+    return replace(
+        profile,
+        **{name: getattr(profile, name).scaled(factors.tokens) for name in ("layer", "embedding", "head")},
+        attention=profile.attention.scaled(factors.attention),
+        attention_call_s=profile.attention_call_s * factors.attention,
+        adapter=profile.adapter.scaled(factors.adapters),
+        optimizer=profile.optimizer.scaled(factors.optimizer),
+        step_overhead_s=profile.step_overhead_s * factors.optimizer,
+        pass_overhead_s=least_pass_s(profile) * factors.fixed,
+        link=None if profile.link is None else profile.link.slowed(factors.communication),
+        overlap=overlap and replace(overlap, turn_s=overlap.turn_s * factors.fixed),
+    )
+
+
+def least_pass_s(profile: Profile) -> float:
+    """Return the seconds that the factor of the fixed part multiplies: those of a pass, or of a launch or two.
+
+    Args:
+        profile: the profile whose passes are predicted.
+    """
+    return max(profile.pass_overhead_s, _LEAST_PASS_S)
 
 
 def analytic_profile(

@@ -86,8 +86,8 @@ def build_problem(groups: Sequence[ReplicaGroup], bucketing: Bucketing, time_mod
         per_sequence_s, constant = time_model.linear_terms(group.config, supported, group.max_tokens)
         _check_terms(per_sequence_s, constant, len(supported), group)
         # Lengths ascend, so that what fits comes first.
-        sequence_s[index, : len(supported)] = per_sequence_s
-        constant_s[index] = constant
+        sequence_s[index, : len(supported)] = group.slowness * np.asarray(per_sequence_s)
+        constant_s[index] = group.slowness * constant
     return DispatchProblem(
         sequence_s=sequence_s,
         constant_s=constant_s,

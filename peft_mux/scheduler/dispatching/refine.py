@@ -92,7 +92,7 @@ def predict_replica_s(
     # A time model takes no length above `max_tokens`; lengths ascend, so that those that fit come first.
     fitting = int(np.searchsorted(problem.lengths, group.max_tokens, side="right"))
     lengths = problem.lengths[:fitting].tolist()
-    return float(time_model.step_s(group.config, counts[:fitting], lengths, group.max_tokens))
+    return group.slowness * float(time_model.step_s(group.config, counts[:fitting], lengths, group.max_tokens))
 
 
 def _best_move(

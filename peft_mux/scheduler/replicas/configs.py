@@ -51,14 +51,16 @@ class ReplicaGroup:
         config: how every replica of the group is spread over GPUs.
         count: number of replicas in the group (p_i in L).
         max_tokens: most tokens that a micro-batch may have, and so the longest padded sequence (M in L Eq. 10).
+        slowness: what its replicas take over what the time model says of their configuration, as measured.
 
     Raises:
-        ValueError: where there is no replica, or no token fits.
+        ValueError: where there is no replica, no token fits, or a slowness is not above 0.
     """
 
     config: ParallelConfig
     count: int
     max_tokens: int
+    slowness: float = 1.0
 
     def __post_init__(self) -> None:
         if self.count < 1:
@@ -69,6 +71,8 @@ class ReplicaGroup:
             raise ValueError(
                 f"max_tokens is {self.max_tokens}; allowed: 1 or more. Leave out {self.config} where none fit."
             )
+        if not 0 < self.slowness < float("inf"):
+            raise ValueError(f"slowness is {self.slowness}; allowed: above 0, such as 2.0 for half as fast.")
 
     @property
     def num_gpus(self) -> int:

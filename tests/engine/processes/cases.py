@@ -26,6 +26,7 @@ import torch
 from transformers import TrainerCallback
 
 from peft_mux import Task
+from peft_mux.scheduler.costs.measured.parts import Parts
 from tests.invariants import mux_lab as lab
 from tests.paths import ROOT
 
@@ -229,16 +230,21 @@ def train_five(rank: int, folder: Path, arguments: dict[str, Any]) -> Part:
     return run(folder, five_tasks(), **arguments)
 
 
-def learn_of_times(rank: int, folder: Path) -> tuple[float, float]:
-    """Train the five tasks, on one process slowly; return what was planned for a step, and how that was corrected."""
-    trainer = lab.make_trainer(five_tasks(), folder, max_tokens_per_micro_batch=64, ddp_timeout=TIMEOUT_S)
+def learn_of_times(rank: int, folder: Path) -> tuple[float, float | None, Parts]:
+    """Train the five tasks, on one process slowly.
+
+    Returns:
+        What was planned for a step, what steps took over that, and the factors that plans are made with in the end.
+    """
+    times = {"measured_times": "plan", "replan_steps": 2}
+    trainer = lab.make_trainer(five_tasks(), folder, max_tokens_per_micro_batch=64, ddp_timeout=TIMEOUT_S, **times)
     if rank == 1:
         take = trainer.table.apply
         trainer.table.apply = lambda result: (time.sleep(0.1), take(result))[1]
     planned_s = trainer.plan().step_s
-    before = trainer._plans.planner.profile
     trainer.train()
-    return planned_s, trainer._plans.planner.profile.layer_s(64) / before.layer_s(64)
+    correction = trainer._plans.planner.correction
+    return planned_s, correction.time_ratio, correction.factors
 
 
 def train_with_comings_and_goings(rank: int, folder: Path) -> Part:

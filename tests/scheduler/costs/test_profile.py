@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from peft_mux.scheduler.costs.curves import AdapterTable, Curve
 from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.measured.parts import AS_PROFILED, Parts
 from peft_mux.scheduler.costs.memory import ModelShape
 from peft_mux.scheduler.costs.profile import Profile, analytic_profile, corrected, profile_key
 
@@ -171,41 +172,33 @@ def test_utilisation_is_full_unless_something_else_was_measured() -> None:
 # ------------------------------------------------------------------- feedback
 
 
-def test_a_steady_error_is_corrected_away_within_thirty_steps() -> None:
-    profile, true_s = a_profile(), 0.01
-    for _ in range(30):
-        profile = corrected(profile, profile.layer_s(64), true_s)
-    assert profile.layer_s(64) == pytest.approx(true_s, rel=0.01)
-
-
-def test_a_correction_scales_every_time_alike_and_nothing_else() -> None:
-    before = a_profile()
-    after = corrected(before, 1.0, 1.2, smoothing=1.0)
-    pairs = [
-        (after.layer_s(40), before.layer_s(40)),
-        (after.adapter_s(12, 150, 40), before.adapter_s(12, 150, 40)),
-        (after.pass_overhead_s, before.pass_overhead_s),
-        (after.optimizer_s(40), before.optimizer_s(40)),
-    ]
-    assert [new / old for new, old in pairs] == pytest.approx([1.2] * 4)
+def test_each_part_of_a_profile_follows_its_own_factor_and_nothing_else_changes() -> None:
+    before = replace(a_profile(), attention_call_s=0.002, step_overhead_s=0.004)
+    after = corrected(before, Parts(2.0, 3.0, 5.0, 7.0, 11.0, 13.0))
+    assert before.link is not None
     assert after.link is not None
-    assert after.link.transfer_s(10**6) == pytest.approx(1.2 * Link(1e-5, 1e9).transfer_s(10**6))
+    ratios = {
+        "pass": after.pass_overhead_s / before.pass_overhead_s,
+        "layer": after.layer_s(40) / before.layer_s(40),
+        "embedding": after.embedding_s(40) / before.embedding_s(40),
+        "head": after.head_s(40) / before.head_s(40),
+        "attention": after.attention_s(40) / before.attention_s(40),
+        "call": after.attention_call_s / before.attention_call_s,
+        "adapter": after.adapter_s(12, 150, 40) / before.adapter_s(12, 150, 40),
+        "link": after.link.transfer_s(10**6) / before.link.transfer_s(10**6),
+        "optimizer": after.optimizer_s(40) / before.optimizer_s(40),
+        "step": after.step_overhead_s / before.step_overhead_s,
+    }
+    assert list(ratios.values()) == pytest.approx([2, 3, 3, 3, 5, 5, 7, 11, 13, 13])
     assert (after.forward_fraction, after.key) == (before.forward_fraction, before.key)
-    assert corrected(replace(before, link=None), 1.0, 1.2).link is None
+    assert corrected(replace(before, link=None), Parts(1, 1, 1, 1, 2, 1)).link is None
+    assert corrected(before, AS_PROFILED) is before
 
 
-@given(st.floats(1e-6, 1e6), st.floats(1e-6, 1e6))
-def test_one_odd_step_changes_a_profile_by_no_more_than_the_bound(predicted_s: float, measured_s: float) -> None:
-    before = a_profile()
-    factor = corrected(before, predicted_s, measured_s, largest_change=1.3).layer_s(64) / before.layer_s(64)
-    assert 1 / 1.3 - 1e-9 <= factor <= 1.3 + 1e-9
-    assert (factor >= 1 - 1e-9) == (measured_s >= predicted_s * (1 - 1e-9))
-
-
-@pytest.mark.parametrize(("predicted_s", "measured_s"), [(0.0, 1.0), (1.0, math.nan), (1.0, math.inf), (-1.0, 1.0)])
-def test_times_that_are_no_times_are_refused(predicted_s: float, measured_s: float) -> None:
-    with pytest.raises(ValueError, match="allowed: more than 0"):
-        corrected(a_profile(), predicted_s, measured_s)
+@pytest.mark.parametrize("factor", [0.0, math.nan, math.inf, -1.0])
+def test_a_factor_that_is_none_is_refused_by_the_name_of_its_part(factor: float) -> None:
+    with pytest.raises(ValueError, match=r"attention is .*allowed: a factor above 0"):
+        corrected(a_profile(), AS_PROFILED._replace(attention=factor))
 
 
 # ------------------------------------------------------------------- analytic

@@ -1,0 +1,50 @@
+"""A run of several real processes of which one is slow, for the tests of rows that follow measured rates."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from peft_mux.engine.executor import Executor
+from tests.engine.processes import cases
+from tests.invariants import mux_lab as lab
+
+NUM_STEPS = 12
+SECONDS_PER_TOKEN = 2e-3
+"""More than all of the real work, on a busy host too."""
+
+
+class Followed(NamedTuple):
+    """What a run showed to one process.
+
+    Attributes:
+        tokens: that this process has passed in each step.
+        losses: of each task by its steps.
+    """
+
+    tokens: list[int]
+    losses: dict[str, list[float]]
+
+
+def train_with_a_slow_process(rank: int, folder: Path, slow: int, arguments: dict[str, Any]) -> Followed:
+    """Train over replicas; each token takes some time everywhere, and four times as long on one process."""
+    tokens: list[int] = []
+    run, passes = Executor.run, Executor._eager_output
+
+    def count(self: Executor, work: Any) -> Any:
+        tokens.append(sum(micro_batch.num_tokens for micro_batch in work.micro_batches))
+        return run(self, work)
+
+    def slowly(self: Executor, micro_batch: Any) -> Any:
+        time.sleep(micro_batch.num_tokens * SECONDS_PER_TOKEN * (4 if rank == slow else 1))
+        return passes(self, micro_batch)
+
+    Executor.run, Executor._eager_output = count, slowly
+    tasks = [
+        lab.small_task(name, data_seed=seed, length=8 + seed, train_batch_size=8, max_steps=NUM_STEPS)
+        for seed, name in enumerate(("a", "b"))
+    ]
+    recorder = lab.Recorder(keep_weights=False)
+    lab.train(tasks, folder, recorder=recorder, ddp_timeout=cases.TIMEOUT_S, **arguments)
+    return Followed(tokens, recorder.losses)

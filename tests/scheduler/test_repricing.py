@@ -1,0 +1,54 @@
+"""A plan priced by other costs: as planned where they are the same, part by part where they differ."""
+
+from __future__ import annotations
+
+import pytest
+
+from peft_mux.packing.passes import PassRules
+from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.measured.parts import AS_PROFILED, Parts
+from peft_mux.scheduler.costs.memory import MemoryEstimate
+from peft_mux.scheduler.costs.profile import corrected
+from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.planner.planner import Budget, plan_tasks
+from peft_mux.scheduler.repricing import repriced_s
+from tests.scheduler.planner.cases import LLAMA_7B, load, models
+
+LOADS = {one.name: one for one in (load("a", 64), load("b", 256), load("c", 1024, 4))}
+
+
+def planned(num_stages: int) -> tuple[Plan, CostModel]:
+    cost, memory = models(num_stages)
+    found = plan_tasks(list(LOADS.values()), cost, memory, Budget(4096))
+    plan = Plan(
+        found.htasks, (), found.max_tokens, 64, False, MemoryEstimate(0, 0, 0, 0), "A40",
+        buckets=found.buckets, template=found.template, bucket_loads=found.bucket_loads, step_s=found.step_s,
+    )  # fmt: skip
+    return plan, cost
+
+
+def test_by_the_costs_that_it_was_made_with_a_plan_takes_what_was_planned() -> None:
+    plan, cost = planned(1)
+    assert repriced_s(plan, LOADS, cost, PassRules()) == pytest.approx(plan.step_s, rel=1e-9)
+
+
+@pytest.mark.parametrize("num_stages", [1, 2])
+def test_a_part_that_takes_longer_makes_the_plan_take_longer_by_what_it_has_of_it(num_stages: int) -> None:
+    plan, cost = planned(num_stages)
+    before = repriced_s(plan, LOADS, cost, PassRules())
+
+    def with_factors(factors: Parts) -> float:
+        profile = corrected(cost.profile, factors)
+        return repriced_s(plan, LOADS, CostModel(profile, LLAMA_7B, num_stages=num_stages), PassRules())
+
+    assert with_factors(Parts(*(2.0,) * 6)) == pytest.approx(2 * before, rel=1e-6)
+    names = ("fixed", "tokens", "attention", "adapters")
+    added = [with_factors(AS_PROFILED._replace(**{name: 2.0})) - before for name in names]
+    assert min(added) > 0
+    assert added.index(max(added)) == 1, "most of a pass are its tokens"
+
+
+def test_a_plan_of_other_stages_is_refused() -> None:
+    plan, _ = planned(1)
+    with pytest.raises(ValueError, match="allowed: 2"):
+        repriced_s(plan, LOADS, models(2)[0], PassRules())

@@ -1,0 +1,153 @@
+"""What is measured decides: a profile that is wrong in one part ends in the plan of the right one, where it may."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peft_mux import ConfigError, MultiTaskTrainer, Task
+from peft_mux.engine.pass_clock import PassClock, StepTimes, TaskRows
+from peft_mux.scheduler.costs.curves import Curve
+from peft_mux.scheduler.costs.measured.parts import AS_PROFILED, Parts
+from peft_mux.scheduler.costs.profile import Profile
+from peft_mux.scheduler.plan import Plan
+from tests.invariants.mux_lab import Recorder, assert_same, make_trainer, small_task, train
+
+_NUM_STEPS = 24
+_PASS_S = 0.05
+_SQUARE_S = 2e-7
+"""What a pass takes whatever its size, and a layer for the square of its tokens, on the machine that is pretended: far
+more than the two layers of these models need."""
+_DECIDES = {"measured_times": "plan", "replan_steps": 6, "logging_steps": 1}
+
+
+def tasks_of_many_lengths() -> list[Task]:
+    """Return tasks whose batches differ from step to step, so that passes tell their parts apart."""
+    return [
+        replace(
+            small_task(name, data_seed=seed, train_batch_size=2, max_steps=_NUM_STEPS),
+            train_dataset=[
+                {"input_ids": [(seed + row + place) % 60 + 1 for place in range(10 + 17 * row * seed % 90)]}
+                for row in range(16)
+            ],
+        )
+        for seed, name in enumerate(("a", "b", "c"), start=1)
+    ]
+
+
+def stored_profile(folder: Path, pass_s: float) -> str:
+    """Store a profile in which large passes are dear, so that tasks part where a pass costs little by itself."""
+    folder.mkdir()
+    trainer = make_trainer(tasks_of_many_lengths(), folder / "any")
+    trainer.plan()
+    profile = trainer._plans.planner.profile
+    assert profile is not None
+    counts = [2.0**power for power in range(3, 11)]
+    dear = Curve.measured(counts, [_SQUARE_S * count**2 for count in counts])
+    path = folder / "profile.json"
+    path.write_text(replace(profile, layer=dear, pass_overhead_s=pass_s).to_json(), encoding="utf-8")
+    assert Profile.from_json(path.read_text(encoding="utf-8")).pass_overhead_s == pass_s
+    return str(path)
+
+
+def shape_of(plan: Plan) -> list[tuple[tuple[str, ...], int]]:
+    return sorted((htask.tasks, htask.micro_batches) for htask in plan.htasks)
+
+
+def pretend_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let clocks read what passes take on a machine of these figures, however busy this one is."""
+    taken = PassClock.take
+
+    def take(self: PassClock) -> StepTimes:
+        times = taken(self)
+        passes = tuple(replace(one, seconds=sum(map(machine_s, one.passes))) for one in times.passes)
+        return replace(times, passes=passes)
+
+    monkeypatch.setattr(PassClock, "take", take)
+
+
+def machine_s(rows: tuple[TaskRows, ...]) -> float:
+    return _PASS_S + 2 * _SQUARE_S * sum(sum(own.lengths) for own in rows) ** 2
+
+
+def records_of(folder: Path, event: str) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record.get("event") == event]
+
+
+def test_a_profile_that_is_wrong_in_one_part_ends_in_the_plan_of_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_machine(monkeypatch)
+    wrong, right = stored_profile(tmp_path / "wrong", 1e-4), stored_profile(tmp_path / "right", _PASS_S)
+    expected = shape_of(make_trainer(tasks_of_many_lengths(), tmp_path / "b", cost_profile=right).plan())
+    plans: list[Plan] = []
+
+    def look(trainer: MultiTaskTrainer) -> None:
+        assert trainer._plans.current is not None
+        plans.append(trainer._plans.current)
+
+    recorder = Recorder(at_begin=dict.fromkeys((0, _NUM_STEPS - 1), look))
+    folder = tmp_path / "run"
+    run = train(tasks_of_many_lengths(), folder, recorder=recorder, cost_profile=wrong, **_DECIDES)
+    first, last = (shape_of(plan) for plan in plans)
+    assert first != expected, "both profiles plan alike; the case is too easy"
+    assert last == expected
+    (times,) = records_of(folder, "times")
+    assert times["fixed"] > 50, "the profile said 0.1 ms of 50 ms"
+    assert records_of(folder, "replanned")
+    assert "times over the profile's: fixed" in run.trainer.report().splitlines()[-1]
+    # Another plan in the midst of a run, and no other result.
+    monkeypatch.undo()
+    for task in tasks_of_many_lengths():
+        assert_same(run, train([task], tmp_path / f"alone-{task.name}"), task.name, 1e-5)
+
+
+def test_by_default_times_are_told_and_the_plan_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend_machine(monkeypatch)
+    wrong = stored_profile(tmp_path / "wrong", 1e-4)
+    plans: list[Plan] = []
+
+    def look(trainer: MultiTaskTrainer) -> None:
+        assert trainer._plans.current is not None
+        plans.append(trainer._plans.current)
+
+    recorder = Recorder(at_begin=dict.fromkeys((0, 9), look))
+    folder = tmp_path / "run"
+    tasks = [replace(task, max_steps=10) for task in tasks_of_many_lengths()]
+    run = train(tasks, folder, recorder=recorder, cost_profile=wrong, replan_steps=1, logging_steps=1)
+    assert plans[0] is plans[1]
+    assert run.trainer._plans.planner.correction.factors == AS_PROFILED
+    assert records_of(folder, "times")[0]["measured"] > 9
+    assert not records_of(folder, "replanned")
+
+
+def test_a_run_goes_on_with_the_times_that_its_plan_was_made_with(tmp_path: Path) -> None:
+    learnt = Parts(3.0, 2.0, 1.0, 1.5, 1.0, 4.0)
+
+    def teach(trainer: MultiTaskTrainer) -> None:
+        trainer._plans.planner.correction.restore(learnt)
+
+    def tasks(num_steps: int) -> list[Task]:
+        return [small_task("own", data_seed=1, max_steps=num_steps)]
+
+    saving = {"save_strategy": "steps", "save_steps": 2, "measured_times": "plan", "replan_steps": 50}
+    stop = Recorder(at_begin={1: teach}, at_end={3: lambda trainer: trainer._run.request_stop()})
+    train(tasks(8), tmp_path, recorder=stop, **saving)
+    seen: list[Parts] = []
+    looking = Recorder(at_begin={4: lambda trainer: seen.append(trainer._plans.planner.correction.factors)})
+    train(tasks(8), tmp_path, recorder=looking, resume=True, **saving)
+    assert seen == [learnt]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("measured_times", "always"), ("replan_steps", 0), ("replan_gain", -0.1), ("replan_gain", "5%")],
+)
+def test_what_times_decide_is_checked_by_name(field: str, value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"args\.{field}: got .*allowed"):
+        make_trainer([small_task("a", data_seed=1)], tmp_path, **{field: value})
