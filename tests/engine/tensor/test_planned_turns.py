@@ -39,7 +39,7 @@ def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> layout_cases.
         pytest.param(2, {**TP2, "interleaved_passes": 1}, 1, id="tp2, 1", marks=pytest.mark.slow),
         pytest.param(2, {**TP2, "interleaved_passes": 2}, 2, id="tp2, 2", marks=pytest.mark.slow),
         pytest.param(2, {**TP2, "interleaved_passes": 4}, 4, id="tp2, 4", marks=pytest.mark.slow),
-        pytest.param(4, {**PP2_TP2, "interleaved_passes": "auto"}, 2, id="pp2 x tp2, auto", marks=pytest.mark.slow),
+        pytest.param(4, {**PP2_TP2, "interleaved_passes": "auto"}, 1, id="pp2 x tp2, auto", marks=pytest.mark.slow),
         pytest.param(4, {**PP2_TP2, "interleaved_passes": 1}, 1, id="pp2 x tp2, 1", marks=pytest.mark.slow),
         pytest.param(4, {**PP2_TP2, "interleaved_passes": 4}, 4, id="pp2 x tp2, 4", marks=pytest.mark.slow),
     ],
@@ -61,7 +61,9 @@ def test_five_tasks_in_planned_turns_train_to_the_result_of_one_process(
     # Tasks end one after another, until there is nobody left to take turns with.
     assert max(widths) >= width if arguments["interleaved_passes"] == "auto" else widths == {width}
     assert all(part.plans == parts[0].plans for part in parts)
-    assert all(part.decisions for part in parts) == (width > 1)
+    # On stages an action has as many passes as its bucket has hTasks, here often one.
+    grouped = world_size == 2 or any(len(bucket) > 1 for plan in parts[0].plans for bucket in plan.buckets)
+    assert all(part.decisions for part in parts) == (max(widths) > 1 and grouped)
     if world_size == 2:
         assert parts[0].decisions == parts[1].decisions
 
