@@ -42,7 +42,7 @@ def repriced_s(plan: Plan, loads: Mapping[str, TaskLoad], cost: CostModel, rules
     ]
     passes_s = simulate(plan.template, priced, links=plan.link).makespan_s
     tasks = [loads[name] for htask in plan.htasks for name in htask.tasks]
-    return passes_s + cost.optimizer_s(tasks) + cost.profile.step_overhead_s
+    return passes_s + cost.outside_s(tasks)
 
 
 def _priced(

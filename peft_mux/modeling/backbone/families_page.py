@@ -17,10 +17,10 @@ _HEAD = """\
 Which architectures train in which layout of processes, by the `model_type` of their configuration. One process, data
 parallelism (dp) and a sharded backbone (FSDP2, `shard_backbone=True`) hold whole layers, and take each architecture
 that the probe before the first step lets through. Pipelines (pp) and tensor parallelism (tp) divide the model, as the
-plans of transformers say or, where it has none, one of ours. The {count} model types with a yes there are held against
-one process under pp, tp and FSDP2 each, with losses within 1e-5 and adapters within 1e-4:
-`pytest -m 'slow or not slow' tests/engine/families`. Both at once (pp x tp) are one after the other, stages first; tested
-with llama, qwen3, granite, gpt_neox, opt and qwen3_moe.
+plans of transformers say or, where it has none, one of ours. The {count} model types with a yes there are held
+against one process under pp, tp and FSDP2 each, with losses within 1e-5 and adapters within 1e-4: `pytest -m 'slow or
+not slow' tests/engine/families`. Both at once (pp x tp) are one after the other, stages first; tested with llama,
+qwen3, granite, gpt_neox, opt and qwen3_moe.
 """
 _NOTES = """\
 * Mixtures train adapters on their layers of attention under pp and tp; frozen experts are cut under tp. Adapters on

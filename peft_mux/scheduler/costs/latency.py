@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -188,8 +188,30 @@ class CostModel:
             htasks: for each hTask the loads of its tasks, and its number of micro-batches.
         """
         passes_s = sum(count * self.pass_s(loads, count) for loads, count in htasks)
-        updates_s = sum(self.optimizer_s(loads) for loads, _ in htasks)
-        return float(passes_s + updates_s + self.profile.step_overhead_s)
+        return float(passes_s + self.outside_s([load for loads, _ in htasks for load in loads]))
+
+    def outside_s(self, loads: Sequence[TaskLoad]) -> float:
+        """Return the seconds of a step that lie outside of its passes: what comes before them, and the updates.
+
+        Args:
+            loads: the loads of all tasks that take the step.
+        """
+        return self.optimizer_s(loads) + self.prepasses_s(loads) + self.profile.step_overhead_s
+
+    def prepasses_s(self, loads: Sequence[TaskLoad]) -> float:
+        """Return the seconds of the forwards that the losses of tasks need before the passes of a step.
+
+        Args:
+            loads: the loads of all tasks that take the step.
+        """
+        plain = [replace(load, adapters=()) for load in loads if load.has_reference_forward]
+        adapted = [load for load in loads if load.has_batch_forward]
+        # As if each were one: how many they are makes a difference only of what a pass costs whatever its size.
+        return sum(
+            self.profile.forward_fraction * float(sum(self._stages_s(rows, 1))) + self.profile.pass_overhead_s
+            for rows in (plain, adapted)
+            if rows
+        )
 
     def optimizer_s(self, loads: Sequence[TaskLoad]) -> float:
         """Return seconds of the updates of all tasks, on the stage with most layers.
@@ -232,7 +254,7 @@ class CostModel:
         Args:
             loads: the loads of all tasks that take the step.
         """
-        return Parts(optimizer=self.optimizer_s(loads) + self.profile.step_overhead_s)
+        return Parts(optimizer=self.outside_s(loads))
 
     def stage_terms(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> StageTerms:
         """Return what stages are made of: seconds of a layer and of the ends, forward and backward.

@@ -59,6 +59,9 @@ class TaskLoad:
             known.
         cut_parameters: the part of `trainable_parameters` that tensor parallelism divides; the rest is on every device.
         stays_whole: whether its rows are never cut into parts, as those with a class are not.
+        has_reference_forward: whether its rows go through the backbone without adapters before the passes of a step, as
+            the reference of DPO does.
+        has_batch_forward: whether they go through it with adapters before, as the estimate of KTO's divergence does.
 
     Raises:
         ValueError: for a sequence without tokens, negative numbers, or more that is cut than there is.
@@ -74,6 +77,8 @@ class TaskLoad:
     longest_row_tokens: int = 0
     cut_parameters: int = 0
     stays_whole: bool = False
+    has_reference_forward: bool = False
+    has_batch_forward: bool = False
 
     def __post_init__(self) -> None:
         if min(self.lengths, default=1) < 1:

@@ -56,7 +56,7 @@ def plan_on_one_device(
         # On one stage 1F1B runs each backward right after its forward: one pass in flight, as `estimate` counts.
         template=build_template(bucket_loads, "1f1b"),
         bucket_loads=bucket_loads,
-        step_s=sum(float(cut.stage_s.sum()) for cut in cuts) + cost.optimizer_s(loads) + cost.profile.step_overhead_s,
+        step_s=sum(float(cut.stage_s.sum()) for cut in cuts) + cost.outside_s(loads),
         peak_bytes=(estimate.peak_bytes,),
         waiting=admission.waiting,
         max_tokens=admission.max_tokens,

@@ -134,7 +134,7 @@ class _Search:
             # On one stage 1F1B runs the backward of a group right after its forward.
             template=build_template(bucket_loads, "1f1b"),
             bucket_loads=bucket_loads,
-            step_s=passes_s + self.cost.optimizer_s(self.loads) + self.cost.profile.step_overhead_s,
+            step_s=passes_s + self.cost.outside_s(self.loads),
             peak_bytes=(estimate.peak_bytes,),
             waiting=self.admission.waiting,
             max_tokens=self.admission.max_tokens,

@@ -189,7 +189,7 @@ class PartitionSearch:
             buckets=found.buckets,
             template=found.template,
             bucket_loads=found.bucket_loads,
-            step_s=found.simulation.makespan_s + self.cost.optimizer_s(self.loads) + self.cost.profile.step_overhead_s,
+            step_s=found.simulation.makespan_s + self.cost.outside_s(self.loads),
             peak_bytes=peaks,
             waiting=self.admission.waiting,
             max_tokens=max_tokens,

@@ -208,6 +208,16 @@ def test_a_pass_adds_its_overhead_and_a_step_its_own_and_all_updates() -> None:
     )
 
 
+@pytest.mark.parametrize(("field", "adapters_count"), [("has_reference_forward", False), ("has_batch_forward", True)])
+def test_a_step_takes_longer_by_the_forwards_that_losses_need_before_it(field: str, adapters_count: bool) -> None:
+    cost = CostModel(PROFILE, SHAPE)
+    adapters = (AdapterLoad(8, 128),)
+    other, plain = (TaskLoad(name, (100, 40), 130, adapters, 500_000) for name in "ab")
+    more = cost.step_s([([other, replace(plain, **{field: True})], 2)]) - cost.step_s([([other, plain], 2)])
+    alone = replace(plain, adapters=adapters if adapters_count else ())
+    assert more == pytest.approx(cost.stage_latency_s([alone], num_micro_batches=1) + 0.005)
+
+
 def test_the_terms_of_a_stage_are_what_its_latency_is_made_of() -> None:
     task = TaskLoad("a", (100, 60), 150, (AdapterLoad(8, 128, 64),), 1000)
     for layers in ((1, 5, 2), (4, 3, 1)):
