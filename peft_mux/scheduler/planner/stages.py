@@ -117,16 +117,19 @@ class _CountSearch:
         """
         num_slower = 0
         for count in counts:
-            is_slower = self._try(count)
+            searches = list(self._new(count))
+            # Where the bound of a pass asks for more, small numbers all come to the same passes, which tells nothing.
+            if not searches:
+                continue
             # The work of a step grows with its passes. Not quite evenly, as rows are whole, hence two in a row.
-            num_slower = num_slower + 1 if is_slower else 0
+            num_slower = num_slower + 1 if self._try(searches, count) else 0
             if num_slower == 2:
                 return
 
-    def _try(self, count: int) -> bool:
+    def _try(self, searches: Iterable[PartitionSearch], count: int) -> bool:
         """Simulate what the policy makes of a number; return whether all of it was sure to be slower."""
         is_slower = True
-        for search in self._new(count):
+        for search in searches:
             most_s = math.inf if self._found is None else self._found[1].simulation.makespan_s
             if self._found is not None and self._found[2] != count:
                 most_s *= _WORTH_MORE

@@ -210,6 +210,38 @@ def test_on_several_stages_no_baseline_is_predicted_to_be_faster_than_the_plan(
         assert planned <= plan_tasks(loads, cost, memory, budget, policy=policy).step_s * (1 + 1e-9)
 
 
+@given(
+    st.lists(st.tuples(st.sampled_from([32, 64, 256]), st.integers(1, 12)), min_size=1, max_size=4),
+    st.sampled_from([2, 4]),
+    st.sampled_from([256, 1024, 8192]),
+    st.sampled_from(["mux", "together"]),
+)
+@settings(max_examples=20, deadline=None)
+def test_the_number_of_micro_batches_that_is_found_is_near_the_best_of_all(
+    pairs: list, num_stages: int, bound: int, policy: str
+) -> None:
+    loads = [load(f"t{i}", length, count) for i, (length, count) in enumerate(pairs)]
+    cost, memory = models(num_stages)
+    budget = Budget(bound, A40.device.memory_bytes)
+    found = plan_tasks(loads, cost, memory, budget, policy=policy).step_s
+    rows = sum(len(one.lengths) for one in loads)
+    tried = [
+        plan_tasks(loads, cost, memory, replace(budget, num_micro_batches=count), policy=policy).step_s
+        for count in range(1, rows + 1)
+    ]
+    assert found <= 1.05 * min(tried)
+
+
+def test_a_bound_that_makes_few_micro_batches_equal_does_not_end_the_search() -> None:
+    loads = [load(f"t{i}", 256, 32) for i in range(8)]
+    cost, memory = models(4)
+    limit = int(1.1 * max(memory.peak_bytes(loads, 16384, 1, stage) for stage in range(4)))
+    found = plan_tasks(loads, cost, memory, Budget(16384, limit), policy="together")
+    fixed = plan_tasks(loads, cost, memory, Budget(16384, limit, num_micro_batches=16), policy="together")
+    assert found.step_s <= fixed.step_s
+    assert found.htasks[0].micro_batches > 4
+
+
 def test_micro_batches_are_made_smaller_until_one_fits() -> None:
     loads = [load("a", 256, 64), load("b", 256, 64)]
     cost, memory = models(2)
