@@ -236,7 +236,7 @@ def test_a_slow_device_is_measured_up_to_smaller_sizes_but_within_the_budget(
     subject = Subject(a_backbone(4), device=torch.device("cpu"), dtype=torch.float32)
     names = profiling._identity(a_backbone(4), torch.device("cpu"), torch.float32)
     stopwatch = Stopwatch(torch.device("cpu"), 60.0, timer=fake, wall=fake)
-    profile = profiling._measure(subject, stopwatch, names, None)
+    profile = profiling._measure(subject, stopwatch, names)
     assert fake.now_s <= 60
     if s_per_token == 1e-6:
         assert profile.reach == {

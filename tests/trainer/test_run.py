@@ -338,8 +338,8 @@ def test_every_line_of_the_metrics_is_json_with_task_step_and_loss(tmp_path: Pat
         ("two", "succeeded"),
         ("one", "succeeded"),
     ]
-    assert lines[-1]["event"] == "run"
-    assert lines[-1]["run_step"] == 6
+    assert [line["run_step"] for line in lines if line["event"] == "run"] == [6]
+    assert [line["event"] for line in lines[-2:]] == ["run", "passes"]
 
 
 def test_the_first_step_is_logged_when_asked(tmp_path: Path) -> None:

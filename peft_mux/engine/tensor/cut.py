@@ -183,14 +183,21 @@ def features(layer: Any) -> tuple[int, int]:
     """Return how many features a linear layer, or a parameter `[E, K, D]` of experts, reads and gives."""
     if isinstance(layer, nn.Parameter):
         return layer.shape[2], layer.shape[1]
-    base = getattr(layer, "base_layer", layer)
+    base = _frozen(layer)
     return (base.nx, base.nf) if isinstance(base, Conv1D) else (base.in_features, base.out_features)
 
 
 def _at(module: Any, name: str) -> Any:
     """Return a module or parameter by name; `None` where there is none."""
     for leaf in name.split("."):
-        module = getattr(getattr(module, "base_layer", module), leaf, None)
+        module = getattr(_frozen(module), leaf, None)
+    return module
+
+
+def _frozen(module: Any) -> Any:
+    """Return the frozen layer within the adapters around it, which are several where tasks are of several types."""
+    while (inner := getattr(module, "base_layer", None)) is not None:
+        module = inner
     return module
 
 
