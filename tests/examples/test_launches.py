@@ -158,6 +158,7 @@ def test_a_notebook_trains_over_two_stages(folder: Path, alone: Path) -> None:
     assert_trained(folder / "notebook", alone, folder / "backbone")
 
 
+@pytest.mark.slow
 def test_accelerate_on_cpus_starts_one_process_and_is_told_what_to_type(folder: Path) -> None:
     config = folder / "accelerate.yaml"
     config.write_text(

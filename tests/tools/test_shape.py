@@ -356,6 +356,7 @@ def test_a_folder_that_is_no_checkout_is_refused(
     assert "holds no folder peft_mux" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_this_checkout_can_be_measured() -> None:
     root = Path(shape.__file__).parents[1]
     modules = shape.read_package(root)

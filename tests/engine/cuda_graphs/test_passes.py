@@ -38,6 +38,9 @@ LIMIT = 1e-6
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def report() -> dict:
     if importlib.util.find_spec("triton") is None:

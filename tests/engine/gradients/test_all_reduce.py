@@ -164,7 +164,7 @@ def check_states(found: TaskState, expected: TaskState, *, exactly: bool) -> Non
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("how", "timeout_s"), [("dies", 60.0), ("hangs", 3.0)])
+@pytest.mark.parametrize(("how", "timeout_s"), [("dies", 60.0), pytest.param("hangs", 3.0, marks=pytest.mark.slow)])
 def test_a_peer_that_is_lost_is_an_error_everywhere_within_the_limit(how: str, timeout_s: float) -> None:
     outcomes = launch(4, cases.falls_over, "<2,1>, <1,1>x2", how, timeout_s, limit_s=50.0)
     for rank, outcome in enumerate(outcomes[:3]):

@@ -95,7 +95,8 @@ def is_beside_poison(name: str, task: str) -> bool:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("num_stages", [2, pytest.param(4, marks=pytest.mark.slow)], ids=["pp2", "pp4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_stages", [2, 4], ids=["pp2", "pp4"])
 def test_a_run_in_windows_is_the_run_that_is_flushed_and_the_run_of_one_process(
     num_stages: int, tmp_path: Path
 ) -> None:

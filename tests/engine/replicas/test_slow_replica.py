@@ -19,7 +19,11 @@ LAYOUT = ParallelLayout.parse(dispatch_cases.LAYOUT)
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("arguments", "slow"), [({}, 1), ({"replicas": "<1,2>, <1,1>"}, 2)], ids=["three equal", "unequal"]
+    ("arguments", "slow"),
+    [
+        pytest.param({}, 1, id="three equal", marks=pytest.mark.slow),
+        pytest.param({"replicas": "<1,2>, <1,1>"}, 2, id="unequal"),
+    ],
 )
 def test_a_slow_replica_gets_fewer_rows_within_a_few_steps(
     arguments: dict[str, Any], slow: int, tmp_path: Path
