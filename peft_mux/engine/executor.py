@@ -20,6 +20,7 @@ from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.step_sums import StepSums
 from peft_mux.engine.tensor.interleaving import Chain, Interleaving
 from peft_mux.engine.work import StepResult, StepWork
+from peft_mux.modeling.adapters.prompts.prompts import project_prompts
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.multiplexed_pass import MuxOutput
 from peft_mux.scheduler.plan import Plan
@@ -85,6 +86,7 @@ class Executor:
         Args:
             work: the micro-batches of this process.
         """
+        project_prompts(self.model, work.tasks)
         micro_batches = prepared(self, work.micro_batches, work.tasks, total=self.sync.total)
         self.sync.begin(work)
         self.clock.start_step()

@@ -5,7 +5,7 @@ Shape letters: T tokens, V virtual tokens of a prompt, D hidden features, G key-
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from types import MethodType
@@ -24,6 +24,9 @@ from peft_mux.modeling.adapters.prompts.encoders import encoders_of, prompt_kind
 from peft_mux.modeling.attention.prefixes import Prefixes
 from peft_mux.modeling.attention.prompt_pass import PromptPass
 from peft_mux.modeling.attention.rectangles import copied_to
+
+_PROJECTION_ROUNDING = 1e-6
+"""How far over its bound, relative to it, the norm of a projected row may lie."""
 
 
 class Prompts:
@@ -115,13 +118,37 @@ def adopt_encoder(encoder: Any, config: PeftConfig) -> None:
 def _projected(encoder: Any, indices: torch.Tensor) -> torch.Tensor:
     weight, words = encoder.delta_embedding.weight, encoder.embedding(indices).detach()
     # A description of a model has no numbers to project.
-    projected = weight if weight.is_meta else encoder.get_projection()
+    projected = weight if weight.is_meta else _projection(encoder)
     if not torch.is_grad_enabled():
         # Evaluating or saving changes nothing of what is trained.
         return words + functional.embedding(indices, projected)
     with torch.no_grad():
         weight.copy_(projected)
     return words + encoder.delta_embedding(indices)
+
+
+@torch.no_grad()
+def project_prompts(model: Any, tasks: Iterable[str]) -> None:
+    """Project what CPT trains, as each of its forwards does: also where a process has no rows of a task in a step.
+
+    Args:
+        model: the `MultiTaskPeftModel` of this process, with its weights.
+        tasks: names of the tasks that take a step, of other types too.
+    """
+    encoders = encoders_of(model)
+    for adapter in [model.adapters[name] for name in tasks] if encoders else ():
+        if adapter in encoders and isinstance(model.peft_config[adapter], CPTConfig):
+            encoder: Any = encoders[adapter]
+            encoder.delta_embedding.weight.copy_(_projection(encoder))
+
+
+@torch.no_grad()
+def _projection(encoder: Any) -> torch.Tensor:
+    """Return CPT's projection of its changes; what is within its bounds but for rounding stays, however often it is."""
+    weight = encoder.delta_embedding.weight
+    bounds = encoder.get_epsilon().to(weight.device)
+    is_within = weight.norm(p=2, dim=1) <= bounds * (1 + _PROJECTION_ROUNDING)
+    return torch.where(is_within[:, None], weight, encoder.get_projection())
 
 
 def _num_virtual_tokens(config: PeftConfig | None) -> int:
