@@ -85,33 +85,11 @@ def prepare(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _trainer(job: dict[str, Any]) -> tuple[Any, Workload]:
-    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
+    from benchmarks.training.mux import trainer_for
 
     workload = _selected(Case.from_json(job["case"]).workload(), job)
-    tasks = [
-        Task(
-            name=task.name,
-            peft_config=task.lora_config(),
-            train_dataset=list(task.rows),
-            train_batch_size=task.batch_size,
-            max_steps=workload.num_steps,
-            seed=task.seed,
-            shuffle=False,
-        )
-        for task in workload.tasks
-    ]
-    arguments = MultiTaskTrainingArguments(
-        output_dir=job["folder"],
-        learning_rate=workload.learning_rate,
-        logging_strategy="steps" if job["records_losses"] else "no",
-        logging_steps=1,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        **job.get("arguments", {}),
-    )
-    return MultiTaskTrainer(model=job["backbone"], tasks=tasks, args=arguments), workload
+    options = job.get("arguments", {})
+    return trainer_for(lambda: job["backbone"], workload, job["folder"], job["records_losses"], **options), workload
 
 
 def _selected(workload: Workload, job: dict[str, Any]) -> Workload:

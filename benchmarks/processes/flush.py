@@ -15,10 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -26,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paths import RESULTS
-from benchmarks.processes.workers import run_workers
+from benchmarks.processes.workers import run_ranks
 from benchmarks.training.report import hardware, host_kind, versions
 from benchmarks.training.workloads import ModelSpec
 
@@ -41,7 +38,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
-        _start(path)
+        run_ranks("benchmarks.processes.flush", NUM_PROCESSES, path, kept_here=("--write",))
         rows = json.loads(path.read_text(encoding="utf-8"))
     print_table(rows, options)
     if options.write:
@@ -90,25 +87,6 @@ def _work(options: argparse.Namespace) -> None:
     found = FlushWorker(options.worker, settings).measure_flushes(options.steps)
     if options.worker == 0:
         Path(options.found).write_text(json.dumps(found), encoding="utf-8")
-
-
-def _start(found: Path) -> None:
-    """Run both stages; rank 0 leaves what was found.
-
-    Raises:
-        SystemExit: if one of them fails; then the other is ended.
-    """
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    own = [argument for argument in sys.argv[1:] if argument != "--write"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    environment |= {"WORLD_SIZE": str(NUM_PROCESSES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    workers = []
-    for rank in range(NUM_PROCESSES):
-        command = [sys.executable, "-m", "benchmarks.processes.flush", *own, "--worker", str(rank)]
-        workers.append(([*command, "--found", str(found)], {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
-    run_workers(workers)
 
 
 def figures(row: Mapping[str, Any], num_steps: int) -> dict[str, float]:

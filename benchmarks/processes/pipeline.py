@@ -23,10 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import socket
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -35,7 +32,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paths import RESULTS
-from benchmarks.processes.workers import run_workers
+from benchmarks.processes.workers import run_ranks
 from benchmarks.training.report import hardware, host_kind, versions
 from benchmarks.training.workloads import ModelSpec
 
@@ -56,7 +53,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "found.json"
-        _start(path)
+        run_ranks("benchmarks.processes.pipeline", NUM_PROCESSES, path, kept_here=("--write", "--image"))
         found = json.loads(path.read_text(encoding="utf-8"))
     print_tables(found, options)
     name = f"parallel-{host_kind()}"
@@ -104,27 +101,6 @@ def _work(options: argparse.Namespace) -> None:
     found = Worker(options.worker, settings).measure()
     if options.worker == 0:
         Path(options.found).write_text(json.dumps(found), encoding="utf-8")
-
-
-def _start(found: Path) -> None:
-    """Run all stages; rank 0 leaves what was found.
-
-    Raises:
-        SystemExit: if one of them fails; then the others are ended.
-    """
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port = one.getsockname()[1]
-    own = [argument for argument in sys.argv[1:] if argument not in ("--write", "--image")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
-    environment |= {"WORLD_SIZE": str(NUM_PROCESSES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    workers = []
-    for rank in range(NUM_PROCESSES):
-        command = [sys.executable, "-m", "benchmarks.processes.pipeline", *own, "--worker", str(rank)]
-        command += ["--found", str(found)]
-        own_rank = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        workers.append((command, {**environment, **own_rank}))
-    run_workers(workers)
 
 
 def figures(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

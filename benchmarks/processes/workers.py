@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import subprocess
+import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 
 
 def run_workers(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> None:
@@ -29,3 +33,28 @@ def run_workers(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> 
         for process in processes:
             process.kill()
             process.wait()
+
+
+def run_ranks(module: str, num_processes: int, found: Path, *, kept_here: Collection[str] = ()) -> None:
+    """Run a benchmark's module once for each rank, with this process's own arguments; rank 0 leaves what was found.
+
+    Args:
+        module: name of the module, which takes `--worker RANK` and `--found FILE`.
+        num_processes: number of ranks.
+        found: where rank 0 leaves what was found.
+        kept_here: arguments that are for this process alone.
+
+    Raises:
+        SystemExit: if one of them fails; then the others are ended.
+    """
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port = one.getsockname()[1]
+    own = [argument for argument in sys.argv[1:] if argument not in kept_here]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONWARNINGS": "ignore"}
+    environment |= {"WORLD_SIZE": str(num_processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    workers = []
+    for rank in range(num_processes):
+        command = [sys.executable, "-m", module, *own, "--worker", str(rank), "--found", str(found)]
+        workers.append((command, {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}))
+    run_workers(workers)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks.training.baselines import ModelFactory
@@ -36,14 +37,17 @@ def run_mux(model_factory: ModelFactory, workload: Workload, record_losses: bool
     return Run(train_s, workload.num_timed_tokens, clock.steps_s, losses)
 
 
-def trainer_for(model_factory: ModelFactory, workload: Workload, folder: str, record_losses: bool) -> Any:
+def trainer_for(
+    model_factory: Callable[[], Any], workload: Workload, folder: str, record_losses: bool, **arguments: Any
+) -> Any:
     """Return the trainer of all tasks of a workload.
 
     Args:
-        model_factory: returns a fresh backbone.
+        model_factory: returns a fresh backbone, or the folder that one is loaded from.
         workload: the tasks and their rows.
         folder: the output folder, in which nothing is saved.
         record_losses: whether to log the loss of each task at each step.
+        **arguments: further arguments of the run.
     """
     from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
 
@@ -59,7 +63,7 @@ def trainer_for(model_factory: ModelFactory, workload: Workload, folder: str, re
         )
         for task in workload.tasks
     ]
-    arguments = MultiTaskTrainingArguments(
+    args = MultiTaskTrainingArguments(
         output_dir=folder,
         learning_rate=workload.learning_rate,
         logging_strategy="steps" if record_losses else "no",
@@ -68,8 +72,9 @@ def trainer_for(model_factory: ModelFactory, workload: Workload, folder: str, re
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,
+        **arguments,
     )
-    return MultiTaskTrainer(model=model_factory(), tasks=tasks, args=arguments)
+    return MultiTaskTrainer(model=model_factory(), tasks=tasks, args=args)
 
 
 def _losses(state: Any) -> list[float]:

@@ -14,7 +14,7 @@ import torch
 from peft_mux.data.batch import MuxBatch
 
 
-class TaskRows(NamedTuple):
+class TaskInPass(NamedTuple):
     """What a task has in a pass.
 
     Attributes:
@@ -37,7 +37,7 @@ class PassTime:
         seconds: seconds of forward and backward on this process, without waiting for other stages.
     """
 
-    passes: tuple[tuple[TaskRows, ...], ...]
+    passes: tuple[tuple[TaskInPass, ...], ...]
     seconds: float
 
 
@@ -75,7 +75,7 @@ class PassClock:
 
     def start_step(self) -> None:
         """Forget the passes of the step before."""
-        self._timed: list[tuple[tuple[tuple[TaskRows, ...], ...], Any, Any]] = []
+        self._timed: list[tuple[tuple[tuple[TaskInPass, ...], ...], Any, Any]] = []
         self._acted: list[PassTime] = []
         self._part_s: dict[Hashable, float] = {}
         self._acted_s = 0.0
@@ -139,7 +139,7 @@ class PassClock:
         return end - begin if self.device.type == "cpu" else begin.elapsed_time(end) / 1e3
 
 
-def rows_of(micro_batch: MuxBatch) -> tuple[TaskRows, ...]:
+def rows_of(micro_batch: MuxBatch) -> tuple[TaskInPass, ...]:
     """Return what each task has in a micro-batch.
 
     Args:
@@ -148,6 +148,6 @@ def rows_of(micro_batch: MuxBatch) -> tuple[TaskRows, ...]:
     lengths, targets = micro_batch.sequence_lengths, micro_batch.target_offsets
     bounds = pairwise(micro_batch.sequence_offsets)
     return tuple(
-        TaskRows(name, tuple(lengths[start:end]), targets[number + 1] - targets[number])
+        TaskInPass(name, tuple(lengths[start:end]), targets[number + 1] - targets[number])
         for number, (name, (start, end)) in enumerate(zip(micro_batch.task_names, bounds, strict=True))
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from peft_mux.engine.pass_clock import PassTime, TaskRows
+from peft_mux.engine.pass_clock import PassTime, TaskInPass
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.measured.parts import Parts, summed
@@ -40,7 +40,7 @@ class PassPrices:
         """
         return self.cost.update_parts([self.loads[name] for name in tasks if name in self.loads])
 
-    def _rows(self, rows: Sequence[TaskRows]) -> list[TaskLoad]:
+    def _rows(self, rows: Sequence[TaskInPass]) -> list[TaskLoad]:
         return [
             replace(self.loads[one.task], lengths=one.lengths, num_targets=one.num_targets, longest_row_tokens=0)
             for one in rows

@@ -7,7 +7,7 @@ import time
 import torch
 
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.engine.pass_clock import PassClock, TaskRows, rows_of
+from peft_mux.engine.pass_clock import PassClock, TaskInPass, rows_of
 from tests.engine.replicas.dispatch_cases import batches_of
 
 
@@ -20,7 +20,7 @@ def test_a_pass_is_timed_with_the_rows_of_each_of_its_tasks() -> None:
     times = clock.take()
     (one,) = times.passes
     # The first token of a sequence is predicted by none.
-    assert one.passes == ((TaskRows("a", (5, 3), 6), TaskRows("b", (4,), 3)),)
+    assert one.passes == ((TaskInPass("a", (5, 3), 6), TaskInPass("b", (4,), 3)),)
     assert times.span_s >= one.seconds >= 0.002
     assert clock.take().passes == (), "a step is told of once"
 

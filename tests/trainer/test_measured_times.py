@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from peft_mux import ConfigError, MultiTaskTrainer, Task
-from peft_mux.engine.pass_clock import PassClock, StepTimes, TaskRows
+from peft_mux.engine.pass_clock import PassClock, StepTimes, TaskInPass
 from peft_mux.scheduler.costs.curves import Curve
 from peft_mux.scheduler.costs.measured.parts import AS_PROFILED, Parts
 from peft_mux.scheduler.costs.profile import Profile
@@ -70,7 +70,7 @@ def pretend_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PassClock, "take", take)
 
 
-def machine_s(rows: tuple[TaskRows, ...]) -> float:
+def machine_s(rows: tuple[TaskInPass, ...]) -> float:
     return _PASS_S + 2 * _SQUARE_S * sum(sum(own.lengths) for own in rows) ** 2
 
 
