@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,10 @@ from tests.paths import ROOT, SHARED_DATA
 
 if importlib.util.find_spec("peft_mux") is None:
     sys.path.append(str(ROOT))  # a checkout that is not installed
+
+# A shell that starts tests in the background has them ignore Ctrl-C, which tests of interrupts send themselves.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile(
     "peft_mux",
