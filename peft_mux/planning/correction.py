@@ -13,6 +13,8 @@ from peft_mux.scheduler.plan import Plan
 
 _MOST_PASSES = 4
 """Of each step so many passes are learnt from, others in the next one: pricing a pass takes the host some time."""
+_EVERY_STEP, _SOME_STEPS = 20, 5
+"""So many steps under a plan are all learnt from, then each fifth: by then more of the same tells little."""
 _SAME = 0.1
 """Factors whose logarithms differ by less make no plan worth looking for."""
 
@@ -62,13 +64,16 @@ class TimeCorrection:
     def observe_passes(self, times: StepTimes, between_s: float, tasks: Iterable[str], prices: PassPrices) -> None:
         """Learn from what the passes of a step took here, and what lay between them; to be called before `observe`.
 
+        The first step under a plan does not count, and of later ones only some, as pricing them takes host time.
+
         Args:
             times: the passes of the step, as they were timed.
             between_s: seconds of the step outside of its passes, without waiting for other processes.
             tasks: names of the tasks that have taken the step.
             prices: what the profile predicts for each part of a pass.
         """
-        if self._num_steps == 0:
+        is_late = self._num_steps >= _EVERY_STEP
+        if self._num_steps == 0 or (is_late and self._num_steps % _SOME_STEPS):
             return
         stride = -(-len(times.passes) // _MOST_PASSES) or 1
         for timed in times.passes[self._num_steps % stride :: stride]:

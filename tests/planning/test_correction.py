@@ -1,0 +1,63 @@
+"""What is learnt of measured times, and of which steps."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peft_mux.engine.pass_clock import PassTime, StepTimes
+from peft_mux.planning.correction import TimeCorrection
+from peft_mux.scheduler.costs.measured.parts import Parts
+
+PLAN: Any = SimpleNamespace(step_s=1.0, tokens_per_step=10)
+
+
+class Prices:
+    """Predicts the same for every pass, and counts how often it is asked."""
+
+    def __init__(self) -> None:
+        self.num_priced = 0
+
+    def of(self, timed: PassTime) -> Parts:
+        self.num_priced += 1
+        return Parts(fixed=0.5, tokens=0.5)
+
+    def between(self, tasks: object) -> Parts:
+        return Parts(optimizer=0.1)
+
+
+def observed(num_steps: int) -> tuple[TimeCorrection, list[int]]:
+    """Return what has seen so many steps of one pass, and how many passes it had priced after each of them."""
+    correction, prices, priced = TimeCorrection(), Prices(), []
+    for _ in range(num_steps):
+        times = StepTimes((PassTime(((),), 2.0),), 2.0)
+        correction.observe_passes(times, 0.1, ["a"], prices)  # type: ignore[arg-type]
+        correction.observe(PLAN, 10, 2.1)
+        priced.append(prices.num_priced)
+    return correction, priced
+
+
+def test_the_first_step_teaches_nothing_the_next_ones_all_and_later_ones_some() -> None:
+    _, priced = observed(40)
+    assert priced[0] == 0
+    assert priced[19] == 19
+    assert priced[39] - priced[19] == 4, "each fifth of twenty"
+
+
+def test_a_new_plan_is_learnt_from_anew() -> None:
+    correction, _ = observed(40)
+    correction.begin_plan()
+    prices = Prices()
+    for _ in range(3):
+        correction.observe_passes(StepTimes((PassTime(((),), 2.0),), 2.0), 0.1, ["a"], prices)  # type: ignore[arg-type]
+        correction.observe(PLAN, 10, 2.1)
+    assert prices.num_priced == 2
+
+
+def test_passes_that_take_twice_the_profiles_seconds_are_learnt_as_such_by_late_steps_too() -> None:
+    correction, _ = observed(60)
+    factors = correction.fit.factors()
+    # Passes that are all alike do not tell these two apart.
+    assert 0.5 * factors.fixed + 0.5 * factors.tokens == pytest.approx(2.0, rel=0.05)
