@@ -51,8 +51,8 @@ def _card_runs_kernels(index: int) -> bool:
     reason = reason_against_kernels(torch.device("cuda", index))
     if reason is not None:
         warnings.warn(
-            "grouped LoRA, the fused loss and joint AdamW steps are computed in torch, task by task, and not by Triton "
-            f"kernels, as {reason}.",
+            "grouped LoRA and bottlenecks, the fused loss and joint AdamW steps are computed in torch, task by task, "
+            f"and not by Triton kernels, as {reason}.",
             stacklevel=3,
         )
     return reason is None

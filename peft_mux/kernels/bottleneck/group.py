@@ -99,6 +99,7 @@ class BottleneckGroup:
         self.num_columns = -(-max(sizes, default=0) // _ROW) * _ROW
         self._module_seed = philox.hash_seed(module_name)
         self._layouts = Layouts()
+        self._launches: dict[tuple[Any, ...], Any] = {}
         if self.is_empty:
             return
         if max(sizes) > MAX_RANK:
@@ -142,10 +143,10 @@ class BottleneckGroup:
             more = self._drawing(part, places, layout)
             kernels.shrink(y_TK, part.values, p_TC, segments, part.ranks, scaled=False, **more)
         h_TC = torch.empty_like(p_TC)
-        own.activate(p_TC, h_TC, segments, self._up.ranks.rank_G, self._code_G, self._down_bias)
+        own.activate(p_TC, h_TC, segments, self._up.ranks.rank_G, self._code_G, self._down_bias, self._launches)
         out = y_TK.new_empty(x.shape)
         out_TK = rows_of(out)
-        own.copy_with_bias(y_TK, out_TK, segments, self._up_bias)
+        own.copy_with_bias(y_TK, out_TK, segments, self._up_bias, self._launches)
         kernels.expand(h_TC, self._up.values, out_TK, segments, self._up.ranks, scaled=False, add=True, layout=layout)
         return (out,), p_TC
 
@@ -180,7 +181,7 @@ class BottleneckGroup:
         layout = self._layouts.of(y_TK, p_TC, segments)
         of_dout = layout if lies_like_new(dout_TK, y_TK.dtype) else None
         kernels.shrink(dout_TK, up.values, dp_TC, segments, up.ranks, scaled=False, layout=of_dout)
-        own.derivative(p_TC, dp_TC, h_TC, segments, up.ranks.rank_G, self._code_G)
+        own.derivative(p_TC, dp_TC, h_TC, segments, up.ranks.rank_G, self._code_G, self._launches)
         dy = None
         if needs_dx:
             dy = dout.clone(memory_format=torch.contiguous_format)
@@ -196,7 +197,7 @@ class BottleneckGroup:
             kernels.wgrad(h_TC, dout_TK, up.gradients, segments, up.ranks, **adding, layout=of_dout)
         for sums, gradients in ((dp_TC, self._down_gradient), (dout_TK, self._up_gradient)):
             if gradients is not None:
-                own.add_sums(sums, gradients, segments)
+                own.add_sums(sums, gradients, segments, self._launches)
         return dy
 
     def _drawing(self, part: _Matrices, places: torch.Tensor, layout: int | None) -> dict[str, Any]:

@@ -217,8 +217,8 @@ def extremes() -> dict[str, list[float]]:
     for name, code in CODES.items():
         p, h, dp, again = values[None].clone(), torch.empty(1, 16), torch.ones(1, 16), torch.empty(1, 16)
         codes = torch.tensor([code], dtype=torch.int32)
-        own.activate(p, h, tables, rank, codes, biases_of([None], values))
-        own.derivative(p, dp, again, tables, rank, codes)
+        own.activate(p, h, tables, rank, codes, biases_of([None], values), {})
+        own.derivative(p, dp, again, tables, rank, codes, {})
         exact = values.double().requires_grad_()
         ACTIVATIONS[name](exact).sum().backward()
         after = ACTIVATIONS[name](exact.detach())
