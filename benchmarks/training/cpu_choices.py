@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from peft_mux.modeling.attention.packed import build_layout
+from peft_mux.modeling.attention.rectangles import build_layout
 
 
 def best_of(run: Callable[[], object], *, repeats: int, calls: int) -> float:

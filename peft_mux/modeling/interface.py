@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.modeling.attention.packed import AttentionStream
+from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.prompt_pass import PromptPass
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.modeling.slabs import TaskSlab

@@ -24,7 +24,8 @@ from peft_mux.modeling.adapters.prompts.plain import plain_forward, plain_genera
 from peft_mux.modeling.adapters.prompts.prompts import Prompts, virtual_labels
 from peft_mux.modeling.adapters.prompts.tuner import open_without_tuner
 from peft_mux.modeling.arrivals import Arrivals
-from peft_mux.modeling.attention.packed import AttentionStream, register_attention
+from peft_mux.modeling.attention.attention_stream import AttentionStream
+from peft_mux.modeling.attention.packed import register_attention
 from peft_mux.modeling.attention.prompt_pass import PromptPass
 from peft_mux.modeling.backbone.checks import check_backbone
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION

@@ -14,7 +14,8 @@ import torch
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.attention.packed import ATTENTION_NAME, AttentionStream
+from peft_mux.modeling.attention.attention_stream import AttentionStream
+from peft_mux.modeling.attention.packed import ATTENTION_NAME
 from peft_mux.modeling.attention.rows import KeyValueRows
 from peft_mux.modeling.backbone.checks import position_offset
 from peft_mux.modeling.backbone.modules import without_head

@@ -12,7 +12,7 @@ from torch import nn
 
 from peft_mux.kernels.cross_entropy.linear import Head, linear_cross_entropy
 from peft_mux.modeling.adapters.kind import LayerGroup
-from peft_mux.modeling.attention.packed import AttentionStream
+from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.profiling.stopwatch import Stopwatch
 from peft_mux.profiling.subject import RANKS, Subject
 

@@ -15,7 +15,8 @@ import torch
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.cuda_graphs.graph import CannotCaptureError, Graph
 from peft_mux.engine.cuda_graphs.inputs import Shape, StaticInputs
-from peft_mux.modeling.attention.packed import AttentionStream, Layout
+from peft_mux.modeling.attention.attention_stream import AttentionStream
+from peft_mux.modeling.attention.rectangles import Layout
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import NO_ADAPTER, RowSegment, Stream
 

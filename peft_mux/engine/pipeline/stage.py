@@ -23,7 +23,7 @@ from torch import nn
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.modeling.attention.packed import AttentionStream
+from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.backbone.families import family_of
 from peft_mux.modeling.backbone.modules import HEAD_NAMES, put_module
 from peft_mux.modeling.model import MultiTaskPeftModel

@@ -16,95 +16,22 @@ heads, C channels of a head.
 
 from __future__ import annotations
 
-import math
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import UnsupportedModelError
-from peft_mux.kernels import philox
-from peft_mux.modeling.attention.parts import PartsInFlight, causal_mask
-from peft_mux.modeling.attention.prefixes import Prefixes
-from peft_mux.modeling.attention.rectangles import (
-    Layout,
-    Rectangle,
-    ToRows,
-    ToTokens,
-    build_layout,
-    copied_to,
-    heads_first,
-)
-from peft_mux.modeling.attention.rows import KeyValueRows
+from peft_mux.modeling.attention.attention_stream import AttentionStream
+from peft_mux.modeling.attention.rectangles import ToRows, ToTokens, heads_first
+from peft_mux.modeling.attention.refusals import refuse_causal_options, refuse_prefixes, refuse_unknown
+from peft_mux.modeling.attention.scores import Scores, attend
 from peft_mux.modeling.attention.varlen import varlen_attention, varlen_support, warn_once
-from peft_mux.modeling.stream import Stream
+from peft_mux.modeling.attention.weight_dropout import AttentionDropout
 
 ATTENTION_NAME = "peft_mux"
 """Name of packed attention in transformers' table of attention functions."""
-_LENGTH_STEP = 16
-"""Causal rectangles are padded to multiples of this many tokens: few kernel calls, and little of each is padding."""
-_HARMLESS_TENSORS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"})
-
-
-class AttentionStream:
-    """Carries the stream and its layouts into the attention function, as an argument of the model call.
-
-    Layouts are built once per micro-batch and shared by all layers.
-    """
-
-    def __init__(
-        self,
-        stream: Stream,
-        batch: MuxBatch,
-        module_names: dict[nn.Module, str],
-        prefixes: Prefixes | None = None,
-        rows: KeyValueRows | None = None,
-    ) -> None:
-        """Bind a micro-batch.
-
-        Args:
-            stream: the model's stream, which counts the calls and holds keys and values of long sequences.
-            batch: the micro-batch in flight.
-            module_names: name of every attention module, for dropout draws and messages.
-            prefixes: learnt keys and values in front of some of the sequences.
-            rows: keys and values of rows that are being completed, of which the batch is prompts or newest tokens.
-        """
-        self.rows = rows
-        self.stream = stream
-        self.batch = batch
-        self.module_names = module_names
-        self.max_length = max(batch.sequence_lengths, default=0)
-        self.parts = PartsInFlight(batch, stream.key_values) if batch.parts else None
-        self.prefixes = prefixes
-        # By causality, as a model may have layers of both kinds.
-        self._layouts: dict[bool, Layout] = {}
-        self._key_bounds: dict[tuple[int, ...], torch.Tensor] = {}
-
-    def layout(self, *, is_causal: bool) -> Layout:
-        """Return the rectangles for causal or full attention."""
-        if is_causal not in self._layouts:
-            # Without causality every query would see the padded keys.
-            step = _LENGTH_STEP if is_causal else 1
-            device = self.batch.input_ids.device
-            apart = () if self.parts is None else tuple(self.parts.of_sequence)
-            owners = () if self.prefixes is None else self.prefixes.of_sequence
-            self._layouts[is_causal] = build_layout(self.batch.sequence_lengths, step, device, apart, owners)
-        return self._layouts[is_causal]
-
-    def key_bounds(self, num_keys: tuple[int, ...]) -> torch.Tensor:
-        """Return int32 `[S + 1]`, where the keys of each sequence begin and end, on the device.
-
-        Args:
-            num_keys: number of keys of each sequence; a part has more of them than queries.
-        """
-        # By number of keys, as layers with and without a window need not agree.
-        if num_keys not in self._key_bounds:
-            bounds = torch.tensor([0, *np.cumsum(num_keys)], dtype=torch.int32)
-            self._key_bounds[num_keys] = copied_to(bounds, self.batch.input_ids.device)
-        return self._key_bounds[num_keys]
 
 
 def packed_attention(
@@ -150,13 +77,13 @@ def packed_attention(
             f"{type(module).__name__} does not hand the arguments of the model call on to its attention function, "
             "so its sequences cannot be told apart; allowed: architectures that pass **kwargs through to attention."
         )
-    _refuse_unknown(module, attention_mask, kwargs)
+    refuse_unknown(module, attention_mask, kwargs)
     if not torch.compiler.is_compiling():  # a compiled pass would be guarded by the count, and compiled anew each time
         mux_stream.stream.num_attention_calls += 1
     causal, parts = getattr(module, "is_causal", True) if is_causal is None else is_causal, mux_stream.parts
     if not causal:
-        _refuse_causal_options(module, has_window=sliding_window is not None, has_parts=parts is not None)
-        _refuse_prefixes(module, has_prefixes=mux_stream.prefixes is not None)
+        refuse_causal_options(module, has_window=sliding_window is not None, has_parts=parts is not None)
+        refuse_prefixes(module, has_prefixes=mux_stream.prefixes is not None)
     if parts is not None:
         # Keys come here after rotary embedding, so that later parts read them as they are (M §3.5).
         parts.keep(mux_stream.module_names[module], key, value)
@@ -167,7 +94,7 @@ def packed_attention(
         out = mux_stream.rows.attend(name, (query, *pair), scaling=scale, **options)
         if out is not None:
             return out, None
-    scores = _Scores(scaling=scale, is_causal=bool(causal), window=sliding_window, softcap=softcap, sinks=s_aux)
+    scores = Scores(scaling=scale, is_causal=bool(causal), window=sliding_window, softcap=softcap, sinks=s_aux)
     out = _through_kernels(module, (query, key, value), mux_stream, scores, dropout)
     if parts is not None:
         parts.release_finished(mux_stream.module_names[module])
@@ -178,7 +105,7 @@ def _through_kernels(
     module: nn.Module,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mux_stream: AttentionStream,
-    scores: _Scores,
+    scores: Scores,
     dropout: float,
 ) -> torch.Tensor:
     """Return the outputs by the library of variable lengths, or else by rectangles; on a GPU it is said why."""
@@ -210,19 +137,6 @@ def _computed_in(query: torch.Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(device_type)
 
 
-def _refuse_causal_options(module: nn.Module, *, has_window: bool, has_parts: bool) -> None:
-    """Refuse what has no meaning where every token sees every other."""
-    if has_window:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} slides a window over both directions; allowed: windows of causal attention."
-        )
-    if has_parts:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} lets every token see every other, so long sequences cannot be split; allowed:"
-            " causal attention. Set split_long_sequences=False."
-        )
-
-
 def _with_prefixes(
     module: nn.Module, key: torch.Tensor, value: torch.Tensor, mux_stream: AttentionStream
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,19 +148,11 @@ def _with_prefixes(
     return k_GKC[None], v_GKC[None]
 
 
-def _refuse_prefixes(module: nn.Module, *, has_prefixes: bool) -> None:
-    if has_prefixes:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} lets every token see every other, so nothing comes before the first; allowed:"
-            " prefixes (PREFIX_TUNING, CARTRIDGE) with causal attention. Use PROMPT_TUNING."
-        )
-
-
 def _through_varlen(
     module: nn.Module,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mux_stream: AttentionStream,
-    scores: _Scores,
+    scores: Scores,
     dtype: torch.dtype,
 ) -> torch.Tensor:
     """Attend in one call that knows where each sequence begins, computing in `dtype`; `[1, T, H, C']`."""
@@ -272,7 +178,7 @@ def _through_rectangles(
     module: nn.Module,
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     mux_stream: AttentionStream,
-    scores: _Scores,
+    scores: Scores,
     dropout: float,
 ) -> torch.Tensor:
     """Attend in one call for each group of sequences of near-equal length; `[1, T, H, C']`."""
@@ -280,7 +186,7 @@ def _through_rectangles(
     q_PHC, k_PGC, v_PGC = (
         ToRows.apply(x[0].transpose(0, 1), layout.row_of_token, layout.padding_rows, layout.num_rows) for x in qkv
     )
-    draws = _AttentionDropout(mux_stream, module, layout, dropout) if dropout > 0.0 else None
+    draws = AttentionDropout(mux_stream, module, layout, dropout) if dropout > 0.0 else None
     parts = []
     for rectangle in layout.rectangles:
         q, k, v = (heads_first(x[rectangle.rows], rectangle) for x in (q_PHC, k_PGC, v_PGC))
@@ -290,151 +196,9 @@ def _through_rectangles(
             k, v = k_GKC[None], v_GKC[None]
         if mux_stream.prefixes is not None:
             k, v = mux_stream.prefixes.before(module, rectangle.first, k, v)
-        parts.append(_attend(rectangle, q, k, v, scores, draws))
+        parts.append(attend(q, k, v, scores, None if draws is None else partial(draws, rectangle)))
     out_PHC = torch.cat(parts) if len(parts) > 1 else parts[0]
     return ToTokens.apply(out_PHC, layout.row_of_token, layout.padding_rows).unsqueeze(0)
-
-
-class _Scores(NamedTuple):
-    """What attention does to scores before their softmax; `window` counts the query itself, `sinks` is `[H]`."""
-
-    scaling: float
-    is_causal: bool
-    window: int | None
-    softcap: float | None
-    sinks: torch.Tensor | None = None
-
-
-class _AttentionDropout:
-    """Dropout of attention weights whose draws depend on the query's place, the head and the key only.
-
-    Heads count as those of the whole model, also where a shard of it has some of them (`head_window`).
-    """
-
-    def __init__(self, attention: AttentionStream, module: nn.Module, layout: Layout, probability: float) -> None:
-        self.probability = probability
-        self.name = attention.module_names[module]
-        self.heads: philox.Window | None = getattr(module, "head_window", None)
-        batch, stream = attention.batch, attention.stream
-        self.places = batch.token_places.new_zeros(layout.num_rows)
-        # Draws follow a token's place in its task's batch, so that neighbours and packing never shift them.
-        self.places.index_copy_(0, layout.row_of_token, batch.token_places)
-        # On the host, which knows the segments: reading them off the device would wait.
-        owner = np.full(batch.num_tokens, -1)
-        for index, segment in enumerate(stream.segments):
-            owner[segment.start : segment.end] = index
-        self.segments = stream.segments
-        self.parts, self.prefixes = attention.parts, attention.prefixes
-        self.owner_of_row = np.full(layout.num_rows, -1)
-        self.owner_of_row[layout.row_of_token_on_host] = owner
-
-    def __call__(self, weights_nHLL: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
-        if rectangle.sequence is not None:
-            return self._dropped_part(weights_nHLL[0], rectangle)[None]
-        owners = self.owner_of_row[rectangle.rows].reshape(rectangle.num_sequences, rectangle.length)[:, 0]
-        places = self.places[rectangle.rows].view(rectangle.num_sequences, rectangle.length)
-        parts = []
-        for sequence, owner in enumerate(owners):
-            weights_HLL = weights_nHLL[sequence]
-            seed = self.segments[owner].draw_seed(self.name)
-            # Draws are by place and column, so a row is a query and its columns are the keys of one head after another.
-            by_query = weights_HLL.transpose(0, 1).reshape(rectangle.length, -1)
-            window = self._window(weights_HLL.shape[-1])
-            dropped = philox.dropout(by_query, places[sequence], self.probability, seed, window)
-            parts.append(dropped.view(rectangle.length, weights_HLL.shape[0], -1).transpose(0, 1))
-        return torch.stack(parts)
-
-    def _dropped_part(self, weights_HLK: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
-        """Return `[H, L, K]` with the draws that the whole sequence would have for these queries and keys."""
-        # A draw is numbered by query, head and key within the padded width of the whole sequence, so draws of all keys
-        # are made, and those of the keys at hand taken.
-        assert self.parts is not None, "only parts have rectangles of their own"
-        part = self.parts.of_sequence[rectangle.sequence or 0]
-        num_heads, _, num_keys = weights_HLK.shape
-        before = 0 if self.prefixes is None else self.prefixes.num_keys(rectangle.first)
-        width = before + -(-part.num_tokens // _LENGTH_STEP) * _LENGTH_STEP
-        seed = self.segments[self.owner_of_row[rectangle.start]].draw_seed(self.name)
-        places, window = self.places[rectangle.rows], self._window(width)
-        kept = philox.keep_mask(seed, places, num_heads * width, self.probability, window)
-        last = before + part.end
-        kept_HLK = kept.view(-1, num_heads, width)[:, :, last - num_keys : last].transpose(0, 1)
-        return torch.where(kept_HLK, weights_HLK * philox.keep_scale(self.probability), 0.0)
-
-    def _window(self, width: int) -> philox.Window | None:
-        """Return where the draws of these heads lie among those of all, which have `width` of them each."""
-        return None if self.heads is None else philox.Window(self.heads.first * width, self.heads.num_columns * width)
-
-
-def _attend(
-    rectangle: Rectangle,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scores: _Scores,
-    dropout: _AttentionDropout | None,
-) -> torch.Tensor:
-    """Return `[n * L, H, C']` of one rectangle."""
-    mask = causal_mask(q.shape[2], k.shape[2], scores.window, q.device)
-    if scores.softcap is None and scores.sinks is None and dropout is None:
-        out = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            attn_mask=mask,
-            # Torch takes a mask or the flag, never both.
-            is_causal=scores.is_causal and mask is None,
-            scale=scores.scaling,
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-    else:
-        out = _attend_by_weights(rectangle, q, k, v, scores, mask, dropout)
-    return out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
-
-
-def _attend_by_weights(
-    rectangle: Rectangle,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scores: _Scores,
-    mask: torch.Tensor | None,
-    dropout: _AttentionDropout | None,
-) -> torch.Tensor:
-    """Return `[n, H, L, C']` with the weights written out: fused attention knows no soft-caps, sinks or our dropout."""
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        # Written out for the plain product; fused attention shares key-value heads without a copy.
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    logits = (q @ k.transpose(-1, -2)) * scores.scaling
-    if scores.softcap is not None:
-        logits = scores.softcap * torch.tanh(logits / scores.softcap)
-    if mask is None and scores.is_causal:
-        mask = torch.ones(rectangle.length, rectangle.length, dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
-        logits = logits.masked_fill(~mask, -math.inf)
-    # In fp32 as the eager attention of transformers: the sum over long rows loses bits in half precision.
-    if scores.sinks is not None:
-        sinks = scores.sinks.to(logits.dtype).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
-        weights = torch.softmax(torch.cat([logits, sinks], dim=-1), dim=-1, dtype=torch.float32)[..., :-1].to(q.dtype)
-    else:
-        weights = torch.softmax(logits, dim=-1, dtype=torch.float32).to(q.dtype)
-    if dropout is not None:
-        weights = dropout(weights, rectangle)
-    return weights @ v
-
-
-def _refuse_unknown(module: nn.Module, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
-    name = type(module).__name__
-    if attention_mask is not None:
-        raise UnsupportedModelError(
-            f"{name} builds an attention mask of its own; allowed: none, as a mask over the stream would mix tasks."
-        )
-    for key, value in kwargs.items():
-        if isinstance(value, torch.Tensor) and key not in _HARMLESS_TENSORS:
-            raise UnsupportedModelError(
-                f'{name} passes "{key}" to attention (position biases and the like), which packed attention does not '
-                "honour; allowed: plain, grouped-query, sliding-window and soft-capped attention, and sinks (s_aux)."
-            )
 
 
 def register_attention() -> None:

@@ -20,7 +20,9 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels import philox
 from peft_mux.modeling.attention import packed
-from peft_mux.modeling.attention.packed import AttentionStream, build_layout, packed_attention
+from peft_mux.modeling.attention.attention_stream import AttentionStream
+from peft_mux.modeling.attention.packed import packed_attention
+from peft_mux.modeling.attention.rectangles import build_layout
 from peft_mux.modeling.stream import Stream
 
 PROPERTY = settings(deadline=None, max_examples=80)
