@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from peft_mux.arguments import MultiTaskTrainingArguments
     from peft_mux.data.batch import MuxBatch
     from peft_mux.data.collator import ChunkPackingCollator
+    from peft_mux.data.sources import load_rows
     from peft_mux.errors import (
         CheckpointError,
         ConfigError,
@@ -65,6 +66,7 @@ _HOMES = {
     "TaskStatus": "task",
     "UnsupportedModelError": "errors",
     "generate": "generation.generate",
+    "load_rows": "data.sources",
 }
 
 __all__ = [
@@ -93,6 +95,7 @@ __all__ = [
     "UnsupportedModelError",
     "__version__",
     "generate",
+    "load_rows",
 ]
 
 

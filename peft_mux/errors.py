@@ -121,5 +121,8 @@ def closest(word: str, options: Iterable[str]) -> str:
     """Return a sentence that names the option nearest to `word`, or an empty string."""
     if not isinstance(word, str) or len(word) > 100:  # whatever a user took for a name
         return ""
-    matches = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
+    options = list(options)
+    # `adamw` is the beginning of a name rather than a slip in another one.
+    matches = [option for option in options if len(word) > 2 and option.startswith(f"{word}_")]
+    matches = matches or difflib.get_close_matches(word, options, n=1, cutoff=0.6)
     return f'Did you mean "{matches[0]}"?' if matches else ""

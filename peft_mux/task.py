@@ -6,11 +6,16 @@ Not here: checks against the backbone (`modeling/`), against rows (`data/`), and
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peft_mux.compat import StrEnum
+from peft_mux.data.mapped_rows import RowFormat, mapped, row_format_faults
+from peft_mux.data.sources import rows_of
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.generation.options import GenerateOptions
 from peft_mux.hyper_parameters import (
@@ -102,8 +107,9 @@ class Task:
         peft_config: adapter of the task; see `peft_mux.modeling.adapters` for what is supported.
         train_dataset: `datasets.Dataset`, `IterableDataset`, or a list of dicts; tokenised rows
             (`input_ids`, optional `labels`, `attention_mask`), `text`, `prompt`/`completion` or `messages`;
-            `text` (optional `text_pair`) and `label` for sequence classification.
-        eval_dataset: the same, held out.
+            `text` (optional `text_pair`) and `label` for sequence classification. Or where they lie, as
+            `peft_mux.load_rows` takes it: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id.
+        eval_dataset: the same, held out; where it is the name of a dataset, its split "test" or "validation" is meant.
         train_batch_size: sequences per optimizer step of this task (its *global* batch); by default
             the run's `per_device_train_batch_size * gradient_accumulation_steps`.
         max_steps: optimizer steps of the task; takes precedence over `num_train_epochs`.
@@ -126,6 +132,9 @@ class Task:
         loss_type: name of a variant of that loss, as TRL has it; by default its first; `dpo` adds up a list of them.
         objective_args: arguments of that loss by name, such as `{"beta": 0.1}`; what is left out has TRL's default.
         priority: tasks of higher priority are admitted first.
+        row_format: what the rows are where they are of another project: "alpaca" (the prompt of Stanford Alpaca),
+            "alpaca_chat" (messages), "sharegpt"; or which column of theirs stands for which of ours, such as
+            `{"prompt": "question", "completion": "answer"}`. It holds for `eval_dataset` as well.
         eval_steps: evaluate every so many steps of this task; 0 for never.
         save_steps: write `<task>/checkpoint-<step>` every so many steps of this task; 0 for never.
         data_timeout_s: seconds within which a stream must give the rows of a step once the others wait for them;
@@ -178,10 +187,12 @@ class Task:
     loss_type: str | Sequence[str] | None = None
     objective_args: dict[str, Any] | None = None
     priority: int = 0
+    row_format: RowFormat | None = None
 
     def __post_init__(self) -> None:
-        """Check every field that can be judged without a model or a tokenizer."""
-        raise_faults(_task_faults(self))
+        """Load rows that are named, and check every field that can be judged without a model or a tokenizer."""
+        faults = _open_datasets(self)
+        raise_faults([*faults, *_task_faults(self, but=[fault.where for fault in faults])])
 
     @property
     def is_classification(self) -> bool:
@@ -201,15 +212,48 @@ class Task:
         return self.compute_metrics is not None or (generated is not None and generated.metric_names is None)
 
 
-def _task_faults(task: Task) -> list[Fault]:
-    fault = name_fault(task.name)
+def _open_datasets(task: Task) -> list[Fault]:
+    """Put rows in the place of their names, and rows of ours in that of others'; return what hinders that."""
+    where, faults = _where(task), []
+    for which in ("train_dataset", "eval_dataset"):
+        given: Any = getattr(task, which)
+        if isinstance(given, (str, os.PathLike)) and str(given):
+            try:
+                given = _named_rows(str(given), which, where)
+            except ConfigError as error:
+                faults += error.faults
+                continue
+        if task.row_format is not None and given is not None and not _dataset_faults(given, where):
+            own = row_format_faults(task.row_format, given, where, which)
+            faults += [fault for fault in own if fault not in faults]
+            given = given if own else mapped(given, task.row_format)
+        object.__setattr__(task, which, given)
+    return faults
+
+
+def _named_rows(source: str, which: str, where: str) -> Any:
+    if which == "train_dataset" or Path(source).is_file():
+        return rows_of(source, "train", None, Path(), where, which)
+    for split in ("test", "validation"):
+        with suppress(ConfigError):
+            return rows_of(source, split, None, Path(), where, which)
+    fix = f"Write load_rows({source!r}, split=...)."
+    raise_faults([Fault(f"{where}.{which}", repr(source), "a file, or a dataset with a split test or validation", fix)])
+
+
+def _where(task: Task) -> str:
     # A name that is no name cannot say where the other faults are.
-    where = f"tasks.{task.name}" if fault is None else "task"
+    return f"tasks.{task.name}" if name_fault(task.name) is None else "task"
+
+
+def _task_faults(task: Task, but: Sequence[str] = ()) -> list[Fault]:
+    """Return what is wrong with a task, but for fields that faults were told of already."""
+    fault, where = name_fault(task.name), _where(task)
     faults = [fault] if fault else []
     faults += _peft_config_faults(task.peft_config, where)
-    faults += _dataset_faults(task.train_dataset, f"{where}.train_dataset")
-    if task.eval_dataset is not None:
-        faults += _dataset_faults(task.eval_dataset, f"{where}.eval_dataset")
+    for which in ("train_dataset", "eval_dataset"):
+        if f"{where}.{which}" not in but and (which == "train_dataset" or task.eval_dataset is not None):
+            faults += _dataset_faults(getattr(task, which), f"{where}.{which}")
     faults += hyper_parameter_faults(task, where)
     faults += _choice_faults(task, where)
     faults += _type_faults(task, where)

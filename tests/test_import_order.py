@@ -22,6 +22,7 @@ PACKAGE = ROOT / "peft_mux"
 ROOMS = (
     "errors",
     "compat",
+    "moved_names",
     "late_imports",
     "own_code",
     "kernels",

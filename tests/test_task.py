@@ -245,7 +245,7 @@ def test_enumerations_of_transformers_are_taken_like_their_names() -> None:
 
 @pytest.mark.parametrize("field", ["train_dataset", "eval_dataset"])
 @pytest.mark.parametrize(
-    ("value", "shown"), [([], "an empty dataset"), ("imdb", "str"), ({"train": ROWS}, "dict"), (5, "int")]
+    ("value", "shown"), [([], "an empty dataset"), ("", "str"), ({"train": ROWS}, "dict"), (5, "int")]
 )
 def test_what_is_no_dataset_is_refused_by_field(field: str, value: Any, shown: str) -> None:
     assert f"tasks.own.{field}: got {shown}; allowed: a datasets.Dataset" in refusal(**{field: value})

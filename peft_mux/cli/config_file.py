@@ -15,27 +15,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from peft_mux.argument_fields import REASONS
 from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments
-from peft_mux.cli.encoding import encoding_fault
+from peft_mux.cli.config_objects import TASK_KEYS, make_task, unknown_keys
 from peft_mux.cli.yaml_text import parse_value, read_yaml
-from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
-from peft_mux.generation.options import GenerateOptions
-from peft_mux.task import TASK_FIELDS, EarlyStopping, Task
+from peft_mux.data.sources import SOURCES
+from peft_mux.errors import ConfigError, Fault, raise_faults, shown
+from peft_mux.moved_names import belongs
+from peft_mux.task import Task
 
 _TOP_KEYS = ("model", "tokenizer", "output_dir", "run", "defaults", "tasks", "model_init_kwargs")
-_DATA_KEYS = ("dataset", "dataset_config", "split", "eval_dataset", "eval_split")
-_NOT_IN_FILES = ("name", "peft_config", "train_dataset", "eval_dataset", "callbacks", "compute_metrics")
-_TASK_KEYS = (
-    *_DATA_KEYS,
-    "peft",
-    *(name for name in TASK_FIELDS if name not in (*_NOT_IN_FILES, "preprocess_logits_for_metrics")),
-)
 _DEFAULTS_OF = re.compile(r"^tasks\.[^.]+\.")
-_FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,21 +62,26 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: naming every fault, with its line where it has one.
     """
     path = Path(path)
-    data, lines = _parse(path)
+    data, lines, faults = _parse(path)
     for override in overrides:
         _apply_override(data, override)
-    raise_faults([_with_line_number(fault, lines, path) for fault in _structure_faults(data)])
-    return _make_run_config(data, path.parent, lines, path)
+    faults += _structure_faults(data)
+    # Whatever can be made is made all the same, so that one call tells all faults of a file.
+    config, more = _make_run_config(data, path.parent)
+    known = {fault.where for fault in faults}
+    faults += [fault for fault in more if fault.where not in known]
+    raise_faults([_with_line_number(fault, lines, path) for fault in faults])
+    assert config is not None, "what cannot be made has a fault"
+    return config
 
 
-def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
+def _parse(path: Path) -> tuple[dict[str, Any], dict[str, int], list[Fault]]:
     data, lines, faults = read_yaml(path)
     if not isinstance(data, dict):
         raise ConfigError(
             f"{path}: got {type(data).__name__}; allowed: a mapping with the keys {', '.join(_TOP_KEYS)}."
         )
-    raise_faults([_with_line_number(fault, lines, path) for fault in faults])
-    return data, lines
+    return data, lines, faults
 
 
 def _with_line_number(fault: Fault, lines: Mapping[str, int], path: Path) -> Fault:
@@ -111,7 +110,7 @@ def _apply_override(data: dict[str, Any], override: str) -> None:
 
 
 def _structure_faults(data: dict[str, Any]) -> list[Fault]:
-    faults = _unknown_keys(data, _TOP_KEYS, "")
+    faults = unknown_keys(data, _TOP_KEYS, "")
     for key in ("model", "tasks"):
         if not data.get(key):
             faults.append(Fault(key, shown(data.get(key)), "a value; every file needs it"))
@@ -121,10 +120,12 @@ def _structure_faults(data: dict[str, Any]) -> list[Fault]:
     if not isinstance(data.get("model_init_kwargs") or {}, dict):
         faults.append(_not_mapping("model_init_kwargs", data["model_init_kwargs"]))
     run_keys = sorted(SETTABLE_FIELDS - {"output_dir"})
-    for key, allowed in (("run", run_keys), ("defaults", _TASK_KEYS)):
+    for key, allowed, hint in (("run", run_keys, _hint_of_run), ("defaults", TASK_KEYS, _hint_of_task)):
         section = data.get(key) or {}
         faults += (
-            _unknown_keys(section, allowed, f"{key}.") if isinstance(section, dict) else [_not_mapping(key, section)]
+            unknown_keys(section, allowed, f"{key}.", hint)
+            if isinstance(section, dict)
+            else [_not_mapping(key, section)]
         )
     tasks = data.get("tasks") or {}
     if not isinstance(tasks, dict):
@@ -132,7 +133,9 @@ def _structure_faults(data: dict[str, Any]) -> list[Fault]:
     for name, task in tasks.items():
         where = f"tasks.{name}"
         faults += (
-            _unknown_keys(task, _TASK_KEYS, f"{where}.") if isinstance(task, dict) else [_not_mapping(where, task)]
+            unknown_keys(task, TASK_KEYS, f"{where}.", _hint_of_task)
+            if isinstance(task, dict)
+            else [_not_mapping(where, task)]
         )
         if isinstance(task, dict):
             # With the defaults, as what a task leaves out may stand there.
@@ -147,72 +150,70 @@ def _mapping_or_empty(value: Any) -> dict[str, Any]:
 
 def _value_faults(task: Mapping[str, Any], where: str) -> list[Fault]:
     """Return the faults of what is not handed on as it is: where the rows lie, and the nested sections."""
-    source = "a .jsonl, .json, .csv or .parquet file, a folder, or a hub id"
     faults = []
     if not isinstance(task.get("dataset"), str) or not task["dataset"]:
-        faults.append(Fault(f"{where}.dataset", shown(task.get("dataset")), source))
+        faults.append(Fault(f"{where}.dataset", shown(task.get("dataset")), SOURCES))
     for key in ("eval_dataset", "dataset_config", "split", "eval_split"):
         if task.get(key) is not None and not isinstance(task[key], str):
-            faults.append(Fault(f"{where}.{key}", shown(task[key]), source if key == "eval_dataset" else "a name"))
+            faults.append(Fault(f"{where}.{key}", shown(task[key]), SOURCES if key == "eval_dataset" else "a name"))
     for key in ("peft", "early_stopping"):
         if task.get(key) is not None and not isinstance(task[key], dict):
             faults.append(_not_mapping(f"{where}.{key}", task[key]))
     return faults
 
 
-def _unknown_keys(section: Mapping[str, Any], allowed: Sequence[str], prefix: str) -> list[Fault]:
-    return [
-        Fault(f"{prefix}{key}", "an unknown key", f"{', '.join(sorted(allowed))}", closest(str(key), allowed))
-        for key in section
-        if key not in allowed
-    ]
-
-
 def _not_mapping(where: str, value: Any) -> Fault:
     return Fault(where, shown(value), "a mapping")
 
 
-def _make_run_config(data: dict[str, Any], folder: Path, lines: Mapping[str, int], path: Path) -> RunConfig:
+def _hint_of_run(key: str) -> str:
+    """Return what is known of a key of `run`: why an argument of Trainer is refused, or where another one belongs."""
+    if key == "output_dir":
+        return "It stands at the top of the file."
+    if key in REASONS:
+        return f"Reason: {REASONS[key]}."
+    return "Set it on each task, or under defaults." if key in TASK_KEYS else belongs(key)
+
+
+def _hint_of_task(key: str) -> str:
+    return belongs(key, on_task=True) or ("It is one for the run: set it under run." if key in SETTABLE_FIELDS else "")
+
+
+def _make_run_config(data: dict[str, Any], folder: Path) -> tuple[RunConfig | None, list[Fault]]:
+    """Return what a file describes, or what is wrong with the objects that it stands for."""
+    args, faults = _make_arguments(data)
+    defaults = _mapping_or_empty(data.get("defaults"))
     tasks: list[Task] = []
-    errors: list[str] = []
-    defaults = data.get("defaults") or {}
-    try:
-        args = MultiTaskTrainingArguments(
-            output_dir=data.get("output_dir") or "peft_mux_output", **(data.get("run") or {})
-        )
-    except ConfigError as error:
-        # Tasks are built all the same, so that one call tells all faults of a file.
-        args, errors = None, _located_messages(error, lines, path, "run")
-    for name, settings in data["tasks"].items():
-        merged = {**defaults, **settings, "peft": _merged_peft(defaults.get("peft") or {}, settings.get("peft") or {})}
-        try:
-            tasks.append(_make_task(str(name), merged, folder))
-        except ConfigError as error:
-            errors += _located_messages(error, lines, path, f"tasks.{name}")
-    if errors or args is None:
-        raise ConfigError("\n".join(errors))
-    return RunConfig(
+    for name, settings in _mapping_or_empty(data.get("tasks")).items():
+        if not isinstance(settings, dict):
+            continue
+        own_peft, peft = _mapping_or_empty(settings.get("peft")), _mapping_or_empty(defaults.get("peft"))
+        merged = {**defaults, **settings, "peft": _merged_peft(peft, own_peft)}
+        task, own = make_task(str(name), merged, folder)
+        faults += [replace(fault, where=fault.where.replace(".peft_config.", ".peft.", 1)) for fault in own]
+        tasks += [] if task is None else [task]
+    if faults or args is None or not isinstance(data.get("model"), str) or not tasks:
+        return None, faults
+    config = RunConfig(
         model=_local_or_hub(data["model"], folder),
-        tokenizer=None if data.get("tokenizer") is None else _local_or_hub(data["tokenizer"], folder),
+        tokenizer=_local_or_hub(data["tokenizer"], folder) if isinstance(data.get("tokenizer"), str) else None,
         args=args,
         tasks=tasks,
-        model_init_kwargs=data.get("model_init_kwargs") or {},
+        model_init_kwargs=_mapping_or_empty(data.get("model_init_kwargs")),
     )
+    return config, []
 
 
-def _located_messages(error: ConfigError, lines: Mapping[str, int], path: Path, section: str) -> list[str]:
-    """Return the lines of an error, each fault with the line of the file that it stands in."""
-    if not error.faults:
-        return [f"{path.name}:{lines[section]} {error}" if section in lines else str(error)]
-    # In a file the sections have other names than the objects that are made of them.
-    words = {"args.": "run.", ".peft_config.": ".peft."}
-    faults = []
-    for fault in error.faults:
-        where = fault.where
-        for ours, theirs in words.items():
-            where = where.replace(ours, theirs, 1)
-        faults.append(str(_with_line_number(replace(fault, where=where), lines, path)))
-    return faults
+def _make_arguments(data: dict[str, Any]) -> tuple[MultiTaskTrainingArguments | None, list[Fault]]:
+    given = {key: value for key, value in _mapping_or_empty(data.get("run")).items() if key in SETTABLE_FIELDS}
+    output_dir = data.get("output_dir")
+    try:
+        folder = output_dir if isinstance(output_dir, str) and output_dir else "peft_mux_output"
+        return MultiTaskTrainingArguments(**{**given, "output_dir": folder}), []
+    except ConfigError as error:
+        faults = error.faults or [Fault("run", "arguments that transformers refuses", str(error))]
+        # In a file the sections have other names than the objects that are made of them.
+        return None, [replace(fault, where=fault.where.replace("args.", "run.", 1)) for fault in faults]
 
 
 def _local_or_hub(name: str, folder: Path) -> str:
@@ -221,101 +222,7 @@ def _local_or_hub(name: str, folder: Path) -> str:
     return str(local) if local.is_dir() else name
 
 
-def _make_task(name: str, settings: dict[str, Any], folder: Path) -> Task:
-    own = {key: value for key, value in settings.items() if key not in (*_DATA_KEYS, "peft")}
-    if own.get("early_stopping") is not None:
-        try:
-            own["early_stopping"] = EarlyStopping(**own["early_stopping"])
-        except TypeError as error:
-            allowed = ", ".join(item.name for item in fields(EarlyStopping))
-            raise ConfigError(f"tasks.{name}.early_stopping: {error}; allowed: {allowed}.") from error
-    if isinstance(own.get("eval_generate"), dict):
-        own["eval_generate"] = _generate_options(name, own["eval_generate"])
-    eval_rows = None
-    if settings.get("eval_dataset") is not None:
-        split = settings.get("eval_split", "train")
-        eval_rows = load_rows(settings["eval_dataset"], split, settings.get("dataset_config"), folder, f"tasks.{name}")
-    elif settings.get("eval_split") is not None:
-        split = settings["eval_split"]
-        eval_rows = load_rows(settings["dataset"], split, settings.get("dataset_config"), folder, f"tasks.{name}")
-    split = settings.get("split", "train")
-    rows = load_rows(settings["dataset"], split, settings.get("dataset_config"), folder, f"tasks.{name}")
-    peft_config = _make_peft_config(name, settings["peft"])
-    return Task(name=name, peft_config=peft_config, train_dataset=rows, eval_dataset=eval_rows, **own)
-
-
-def _generate_options(name: str, settings: dict[str, Any]) -> GenerateOptions:
-    where = f"tasks.{name}.eval_generate."
-    raise_faults(_unknown_keys(settings, [item.name for item in fields(GenerateOptions)], where))
-    try:
-        return GenerateOptions(**settings)
-    except ConfigError as error:
-        raise_faults([replace(fault, where=f"{where}{fault.where}") for fault in error.faults])
-        raise
-
-
-def _make_peft_config(name: str, settings: dict[str, Any]) -> Any:
-    from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PeftType
-
-    options = dict(settings)
-    kind = str(options.pop("type", "lora")).upper()
-    known = {str(item.value): item for item in PeftType}
-    if kind not in known:
-        names = [key.lower() for key in known]
-        raise ConfigError(
-            f"tasks.{name}.peft.type: got {kind.lower()!r}; allowed: {', '.join(names)}. {closest(kind.lower(), names)}"
-        )
-    config_class = PEFT_TYPE_TO_CONFIG_MAPPING[known[kind]]
-    allowed = [item.name for item in fields(config_class) if item.init]
-    faults = _unknown_keys(options, allowed, f"tasks.{name}.peft.")
-    raise_faults(faults)
-    try:
-        return config_class(**options)
-    except Exception as error:  # PEFT checks little: what it raises is whatever its code comes upon
-        raise ConfigError(f"tasks.{name}.peft: PEFT refuses it: {error}") from error
-
-
 def _merged_peft(defaults: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """Return the options of a task's adapter; a task of another type than the defaults begins with none of theirs."""
     kinds = [str(options.get("type", "lora")).lower() for options in (defaults, {**defaults, **own})]
     return {**defaults, **own} if kinds[0] == kinds[1] else own
-
-
-def load_rows(source: str, split: str, config: str | None, folder: Path, where: str) -> Any:
-    """Return the rows of a file, a folder or a hub dataset.
-
-    Args:
-        source: path of a file or folder, relative to `folder`, or else a hub id.
-        split: name of the split, or a part of it such as "train[:90%]".
-        config: name of the configuration of a hub dataset; `None` for its default.
-        folder: folder that the configuration file lies in.
-        where: dotted path of the task, for messages.
-
-    Raises:
-        ConfigError: if it cannot be loaded.
-    """
-    from datasets import load_dataset, load_from_disk
-
-    path = folder / source
-    try:
-        if path.is_file():
-            kind = _FILE_KINDS.get(path.suffix)
-            if kind is None:
-                raise ConfigError(f"{where}.dataset: got {source!r}; allowed: {', '.join(_FILE_KINDS)} files.")
-            if not split.startswith("train"):
-                raise ConfigError(
-                    f"{where}.split: got {split!r} of {source!r}; allowed: train, or a part of it such as train[:90%], "
-                    "as a single file has no other. Put the held-out rows into a file of their own: eval_dataset."
-                )
-            if kind != "parquet":
-                raise_faults(encoding_fault(path, f"{where}.dataset"))
-            return load_dataset(kind, data_files=str(path), split=split)
-        if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
-            loaded = load_from_disk(str(path))
-            return loaded[split] if hasattr(loaded, "keys") else loaded
-        return load_dataset(str(path) if path.is_dir() else source, config, split=split)
-    except ConfigError:
-        raise
-    # `datasets` and the hub raise errors of many kinds, all of which mean that there are no rows.
-    except Exception as error:
-        raise ConfigError(f"{where}.dataset: got {source!r}, which cannot be loaded: {error}") from error

@@ -146,9 +146,13 @@ def _look_at_keys(node: Any, prefix: str, lines: dict[str, int], faults: list[Fa
         return
     for key, value in node.value:
         where = f"{prefix}{key.value}"
-        if where in lines:
-            faults.append(Fault(where, "the same key twice", "each key once"))
+        is_second = where in lines
         lines[where] = key.start_mark.line + 1
+        if is_second:
+            faults.append(Fault(where, "the same key twice", "each key once"))
+            # What stands in it is not what is meant to be there twice.
+            for own in [line for line in lines if line.startswith(f"{where}.")]:
+                del lines[own]
         faults += _key_faults(key, where) if not where.startswith(_FREE_KEYS) else ()
         _look_at_keys(value, f"{where}.", lines, faults)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
@@ -17,6 +18,7 @@ from peft_mux.errors import DataError, PeftMuxError
 from peft_mux.own_code import describe_error
 
 _MAX_ERRORS = 10
+_ROW_NUMBER = re.compile(r" row (\d+)")
 _Extras = tuple[tuple[int, ...], Mapping[str, np.ndarray], Mapping[str, float | np.ndarray]]
 """What few rows have: `starts`, `token_columns` and `row_values` of `TokenSequence`."""
 _NO_EXTRAS: _Extras = ((), {}, {})
@@ -200,7 +202,7 @@ def tokenize_dataset(
             sequences.append(sequence)
     if errors:
         more = " (and perhaps more)" if len(errors) == _MAX_ERRORS else ""
-        raise DataError("\n".join(errors) + more)
+        raise DataError("\n".join(_told_once(errors)) + more)
     if row_tokenizer is None:
         raise DataError(f"{where}: got no rows; allowed: at least one.")
     if not sequences:
@@ -264,6 +266,22 @@ def _rows(dataset: Any, where: str) -> Iterator[Any]:
         raise DataError(
             f"{where} row {index}: got {describe_error(error)}; allowed: a row that can be read."
         ) from error
+
+
+def _told_once(errors: list[str]) -> list[str]:
+    """Return errors without those that say of other rows what one before them says; it names these rows."""
+    rows: dict[str, list[str]] = {}
+    firsts: dict[str, str] = {}
+    for error in errors:
+        number, kind = _ROW_NUMBER.search(error), _ROW_NUMBER.sub("", error, count=1)
+        firsts.setdefault(kind, error)
+        rows.setdefault(kind, []).extend([number[1]] if number else [])
+    return [
+        f"{first} The same in row{'s' if len(rows[kind]) > 2 else ''} {', '.join(rows[kind][1:])}."
+        if len(rows[kind]) > 1
+        else first
+        for kind, first in firsts.items()
+    ]
 
 
 def num_target_tokens(sequence: TokenSequence) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -107,6 +108,12 @@ class RowForm:
     arrange: Callable[[tuple[Any, ...], int], tuple[Any, ...]] | None = None
 
 
+FOREIGN_FORMATS: Mapping[str, tuple[str, ...]] = {
+    "alpaca": ("instruction", "output"),
+    "sharegpt": ("conversations",),
+}
+"""Columns by which rows of other projects are known, by the name that `row_format` gives them."""
+
 TARGET_COLUMNS = {
     "weights": TokenColumn(is_non_negative=True, not_beside="target_ids"),
     "target_ids": TokenColumn(is_ids=True, is_wide=True, beside="target_weights"),
@@ -149,11 +156,22 @@ def detect_format(columns: Iterable[str], *, where: str, row_form: RowForm) -> D
                 )
             return data_format
     options = "; ".join(" + ".join(_REQUIRED[data_format]) for data_format in row_form.formats)
+    raise DataError(f"{where}: got columns {_listed(present)}; allowed: {options}. {_hint(present, row_form)}")
+
+
+def _hint(present: list[str], row_form: RowForm) -> str:
+    """Return what to do about columns that are of no format: what they are elsewhere, or a slip in one of them."""
+    for name, columns in FOREIGN_FORMATS.items():
+        if all(column in present for column in columns):
+            return f'These are {name} rows: set row_format="{name}" on the task.'
+    if all(column in present for column in ("chosen", "rejected")):
+        return 'Rows that compare answers are for other losses: set objective="dpo", "orpo" or "reward" on the task.'
     known = [column for data_format in row_form.formats for column in _REQUIRED[data_format]]
-    hints = [hint for column in present if (hint := closest(str(column), known))]
-    raise DataError(
-        f"{where}: got columns {_listed(present)}; allowed: {options}. {hints[0] if hints else 'Rename the columns.'}"
-    )
+    # A slip in a name, not a word that begins alike: `input` is no `input_ids`.
+    slips = [str(column) for column in present if difflib.get_close_matches(str(column), known, n=1, cutoff=0.75)]
+    if slips:
+        return closest(slips[0], known)
+    return 'Say which is which: row_format={"prompt": "question", "completion": "answer"}, say.'
 
 
 def _listed(columns: list[str]) -> str:

@@ -464,9 +464,33 @@ def test_text_without_a_tokenizer_is_refused() -> None:
 def test_all_faults_are_told_together_up_to_ten() -> None:
     with pytest.raises(DataError) as caught:
         tokenised([{"text": "the"}] + [{"text": None}] * 30, words_tokenizer())
-    assert str(caught.value).count("column text") == 10
-    assert "row 10 column" in str(caught.value)
+    assert str(caught.value).count("column text") == 1, "one fault is told once, with its rows"
+    assert "row 1 column text" in str(caught.value)
+    assert "The same in rows 2, 3, 4, 5, 6, 7, 8, 9, 10." in str(caught.value)
     assert str(caught.value).endswith("(and perhaps more)")
+
+
+def test_a_missing_template_is_told_once_for_all_rows() -> None:
+    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
+    with pytest.raises(DataError) as caught:
+        tokenised([{"messages": messages}] * 6, words_tokenizer())
+    assert str(caught.value).count("has no chat template") == 1
+
+
+@pytest.mark.parametrize(
+    ("columns", "hint"),
+    [
+        (["instruction", "input", "output"], 'row_format="alpaca"'),
+        (["conversations"], 'row_format="sharegpt"'),
+        (["prompt", "chosen", "rejected"], 'set objective="dpo"'),
+        (["question", "answer"], 'row_format={"prompt": "question", "completion": "answer"}'),
+    ],
+)
+def test_columns_of_other_projects_are_known_and_said_how_to_read(columns: list[str], hint: str) -> None:
+    with pytest.raises(DataError) as caught:
+        detect_format(columns, where="x", row_form=LANGUAGE_ROWS)
+    assert hint in str(caught.value)
+    assert "Did you mean" not in str(caught.value)
 
 
 def test_one_row_is_a_dataset() -> None:

@@ -105,8 +105,9 @@ class Origin:
         detach(backbone)
         for name, parameter in backbone.named_parameters():
             parameter.requires_grad_(self._flags.get(name, True))
-        if getattr(backbone, "is_gradient_checkpointing", False):
-            # Older releases of transformers have the second name alone.
+        # Older releases of transformers have the second name alone, newer ones warn of it.
+        old = None if hasattr(type(backbone), "is_activation_checkpointing") else "is_gradient_checkpointing"
+        if getattr(backbone, old or "is_activation_checkpointing", False):
             disable = getattr(backbone, "activation_checkpointing_disable", None)
             (disable or backbone.gradient_checkpointing_disable)()
         backbone.train(self._training)
