@@ -1,18 +1,19 @@
-"""Prints the measurements behind two choices of the CPU path: skinny products, and lengths in attention.
+"""Prints the measurements behind choices of the CPU path: skinny products, lengths in attention, blocks of the loss.
 
-python -m benchmarks.training.cpu_choices            about 20 s, one thread
+python -m benchmarks.training.cpu_choices            about 2 minutes, one thread
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
+from peft_mux.kernels.cross_entropy.linear import Head, block_rows, linear_cross_entropy
 from peft_mux.modeling.attention.rectangles import build_layout
 
 
@@ -60,8 +61,20 @@ def attention_grouping(lengths: tuple[int, ...], heads: int, channels: int, step
     return len(layout.rectangles), layout.num_rows, best_of(run, repeats=7, calls=3) * 1e3
 
 
+def loss_blocks(vocab_size: int, width: int, sizes: Sequence[int], targets: int = 512) -> list[tuple[int, float]]:
+    """Return the Gflop/s of the loss and its gradient in blocks of so many rows, by processor time."""
+    head = Head(torch.randn(vocab_size, width) * 0.02)
+    hidden, labels = torch.randn(targets, width, requires_grad=True), torch.randint(0, vocab_size, (targets,))
+    found = []
+    for rows in sizes:
+        start = time.process_time()
+        linear_cross_entropy(hidden, head, labels, rows_per_block=rows)
+        found.append((rows, 4 * targets * width * vocab_size / (time.process_time() - start) / 1e9))
+    return found
+
+
 def main() -> None:
-    """Measure both choices and print a table of each."""
+    """Measure the choices and print a table of each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=217, help="tokens of one task in a step")
     parser.add_argument("--width", type=int, default=512, help="features of a layer")
@@ -79,6 +92,10 @@ def main() -> None:
         for step in (1, 4, 8, 16, 32):
             rectangles, rows, milliseconds = attention_grouping(lengths, 8, 64, step)
             print(f"  lengths rounded up to {step:2d}: {rectangles:3d} {rows:6d} {milliseconds:8.2f}")
+    print("\nloss of 512 targets, 1024 features: Gflop/s with so many rows a block")
+    for words in (4096, 32_768, 128_256, 151_936, 262_144):
+        rates = "  ".join(f"{rows}: {rate:.0f}" for rows, rate in loss_blocks(words, 1024, (27, 64, 128, 256, 512)))
+        print(f"  {words:7d} words: {rates}; chosen {block_rows(words, 'cpu')}")
 
 
 if __name__ == "__main__":

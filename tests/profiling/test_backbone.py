@@ -404,7 +404,7 @@ def test_lengths_without_tokens_are_refused() -> None:
         count_activation_bytes_per_token(a_model(), [])
 
 
-@pytest.mark.parametrize("vocab_size", [97, 4096, 32_000, 151_936])
+@pytest.mark.parametrize("vocab_size", [97, 4096, 32_000, 151_936, 2_000_000])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_the_planner_knows_the_blocks_of_the_loss(vocab_size: int, device_type: str) -> None:
     assert memory.loss_block_rows(vocab_size, device_type) == block_rows(vocab_size, device_type)

@@ -17,9 +17,26 @@ from torch.nn import functional as F
 
 from peft_mux.kernels.availability import runs_kernels
 
-# Logits held at a time: a bound on memory that leaves the two products large enough to be fast.
-_BLOCK_ELEMENTS = {"cpu": 2**22}
-_DEFAULT_BLOCK_ELEMENTS = 2**26
+
+class BlockSizes(NamedTuple):
+    """How many rows of logits are made at a time on one kind of device.
+
+    Attributes:
+        fast_rows: with as many rows the two products are near the rate that they have with any number: fewer read the
+            whole head for too little work. One core does 48 Gflop/s with 27 rows, 80 with 128 and 83 with 512
+            (151,936 words, `benchmarks.training.cpu_choices`); a GPU has 512 flop for each byte of a head in bf16.
+        logits: of small vocabularies more rows are taken, up to this many logits.
+        most_logits: bound on memory, whatever the vocabulary: 256 MiB in fp32 on a CPU, 512 MiB in bf16 on a GPU.
+    """
+
+    fast_rows: int
+    logits: int
+    most_logits: int
+
+
+_BLOCK_SIZES = {"cpu": BlockSizes(128, 2**22, 2**26)}
+_DEFAULT_BLOCK_SIZES = BlockSizes(512, 2**26, 2**28)
+_LEAST_ROWS = 16
 _TILE_ROWS = 128
 
 
@@ -52,8 +69,17 @@ class Head(NamedTuple):
 
 
 def block_rows(vocab_size: int, device_type: str) -> int:
-    """Return how many rows of logits are held at a time."""
-    rows = max(16, _BLOCK_ELEMENTS.get(device_type, _DEFAULT_BLOCK_ELEMENTS) // vocab_size)
+    """Return how many rows of logits are held at a time: enough to compute fast, within a bound on memory.
+
+    It follows from the vocabulary and the device alone, never from the rows that there are.
+
+    Args:
+        vocab_size: V, words of the head; where tensor parallelism cuts it, those of one device.
+        device_type: "cpu", or the kind of a device with kernels.
+    """
+    sizes = _BLOCK_SIZES.get(device_type, _DEFAULT_BLOCK_SIZES)
+    fast = min(sizes.fast_rows, sizes.most_logits // vocab_size)
+    rows = max(_LEAST_ROWS, fast, sizes.logits // vocab_size)
     # Whole tiles of the two products: 523 rows would cost as much as 640.
     return rows // _TILE_ROWS * _TILE_ROWS if device_type != "cpu" and rows >= _TILE_ROWS else rows
 

@@ -11,8 +11,8 @@ from peft_mux.scheduler.costs.loads import TaskLoad
 
 # These are the numbers of `block_rows` in `peft_mux.kernels.cross_entropy`, which this folder may not import, as it
 # needs torch; a test compares the two.
-_LOSS_BLOCK_ELEMENTS = {"cpu": 2**22}
-_DEFAULT_LOSS_BLOCK_ELEMENTS = 2**26
+_LOSS_BLOCKS = {"cpu": (128, 2**22, 2**26)}
+_DEFAULT_LOSS_BLOCKS = (512, 2**26, 2**28)
 _LEAST_BLOCK_ROWS = 16
 _TILE_ROWS = 128
 
@@ -24,8 +24,9 @@ def loss_block_rows(vocab_size: int, device_type: str) -> int:
         vocab_size: V, words of the head; where tensor parallelism cuts it, those of one device.
         device_type: "cuda" or "cpu", whose kernels take blocks of different size.
     """
-    elements = _LOSS_BLOCK_ELEMENTS.get(device_type, _DEFAULT_LOSS_BLOCK_ELEMENTS)
-    rows = max(_LEAST_BLOCK_ROWS, elements // vocab_size)
+    fast_rows, logits, most_logits = _LOSS_BLOCKS.get(device_type, _DEFAULT_LOSS_BLOCKS)
+    fast = min(fast_rows, most_logits // vocab_size)
+    rows = max(_LEAST_BLOCK_ROWS, fast, logits // vocab_size)
     return rows // _TILE_ROWS * _TILE_ROWS if device_type != "cpu" and rows >= _TILE_ROWS else rows
 
 

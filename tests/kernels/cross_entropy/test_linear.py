@@ -280,16 +280,27 @@ def test_the_logits_of_the_whole_stream_never_exist() -> None:
 
 
 def test_the_default_block_bounds_the_logits_whatever_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_BLOCK_ELEMENTS", {"cpu": 2**15})
+    monkeypatch.setattr(module, "_BLOCK_SIZES", {"cpu": module.BlockSizes(16, 2**15, 2**16)})
     largest = [sizes_of(linear_cross_entropy, rows, 1000) for rows in (100, 400, 1600)]
     assert largest == [32_000] * 3
 
 
 @pytest.mark.parametrize(
     ("vocabulary", "device", "rows"),
-    [(32_000, "cpu", 131), (256_000, "cpu", 16), (2_000_000, "cpu", 16), (32_000, "cuda", 2048)],
+    [
+        (4096, "cpu", 1024),
+        (32_000, "cpu", 131),
+        (151_936, "cpu", 128),
+        (262_144, "cpu", 128),
+        (2_000_000, "cpu", 33),
+        (10_000_000, "cpu", 16),
+        (32_000, "cuda", 2048),
+        (151_936, "cuda", 512),
+        (262_144, "cuda", 512),
+        (2_000_000, "cuda", 128),
+    ],
 )
-def test_a_block_holds_a_fixed_number_of_logits_but_at_least_sixteen_rows(
+def test_a_block_has_rows_enough_to_compute_fast_as_long_as_its_logits_keep_to_a_bound(
     vocabulary: int, device: str, rows: int
 ) -> None:
     assert block_rows(vocabulary, device) == rows
