@@ -25,6 +25,8 @@ import numpy as np
 import torch
 
 from peft_mux.data.parts import SequencePart
+from peft_mux.data.shared_rows import SharedRows, StreamTokens, shared_rows
+from peft_mux.packing.shared_runs import MIN_RUN_TOKENS
 
 Columns = Mapping[str, torch.Tensor]
 """Tensors by the name of the column that they were read from."""
@@ -114,6 +116,7 @@ class TaskBatch:
         sequences: the rows, in the task's own data order.
         totals: what losses divide by; see `batch_totals`. By default those of these rows; an evaluation, whose rows
             come in several batches, gives those of all of them.
+        shares_prefixes: whether what sequences begin with alike may be computed once.
     """
 
     task: str
@@ -121,6 +124,7 @@ class TaskBatch:
     seed: int
     sequences: tuple[TokenSequence, ...]
     totals: Mapping[str, float] | None = None
+    shares_prefixes: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -167,6 +171,7 @@ class MuxBatch:
         totals: for each task the sums over its global batch that losses divide by, by name (`batch_totals`).
         parts: which tokens of a row each of the S sequences is; empty where all are whole.
         virtual_tokens: virtual tokens in front of each sequence, for each of the N tasks; empty where there are none.
+        shared: which of the tokens are computed, where sequences begin alike; `None` where each token is.
     """
 
     input_ids: torch.Tensor
@@ -194,6 +199,7 @@ class MuxBatch:
     totals: tuple[Mapping[str, float], ...] = ()
     parts: tuple[SequencePart, ...] = ()
     virtual_tokens: tuple[int, ...] = ()
+    shared: SharedRows | None = None
 
     @property
     def has_more(self) -> bool:
@@ -209,6 +215,54 @@ class MuxBatch:
     def num_sequences(self) -> int:
         """Number of sequences S."""
         return len(self.sequence_lengths)
+
+    @property
+    def num_computed(self) -> int:
+        """Number U of rows that activations have: T, or fewer where sequences begin alike."""
+        return self.num_tokens if self.shared is None else self.shared.num_rows
+
+    @property
+    def computed_offsets(self) -> tuple[int, ...]:
+        """Where each task's rows begin in the activations, `N + 1` numbers."""
+        return self.task_offsets if self.shared is None else self.shared.task_offsets
+
+    def computed(self, values: torch.Tensor) -> torch.Tensor:
+        """Return those of the values of all tokens, `[T]` or `[1, T]`, that belong to the rows of the activations."""
+        return values if self.shared is None else values.index_select(-1, self.shared.computed)
+
+    def rows_of(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the rows of the activations that stand for some tokens of the stream, int64 of the same shape."""
+        return tokens if self.shared is None else self.shared.row_of_token.index_select(0, tokens)
+
+    def sharing(self, may_share: Sequence[bool], min_tokens: int = MIN_RUN_TOKENS) -> MuxBatch:
+        """Return the same stream, in which what sequences of a task begin with alike is computed once.
+
+        Args:
+            may_share: for each of the N tasks whether its sequences may share tokens.
+            min_tokens: least tokens that are shared.
+        """
+        if not any(may_share):
+            return self
+        input_ids, labels = (values[0].cpu().numpy() for values in (self.input_ids, self.labels))
+        tokens = StreamTokens(
+            input_ids,
+            self.sequence_lengths,
+            self.sequence_offsets,
+            self.task_offsets,
+            labels,
+            self.target_rows.cpu().numpy(),
+            self.target_offsets,
+        )
+        whole = [part.is_whole and part.row >= 0 for part in self.parts] if self.parts else None
+        return replace(self, shared=shared_rows(tokens, may_share, whole=whole, min_tokens=min_tokens))
+
+    def _sharing_as(self, other: MuxBatch, tasks: Sequence[int] | None = None) -> MuxBatch:
+        """Return the same stream, sharing as one that it is a part of; `tasks` are its tasks there, by default all."""
+        if other.shared is None:
+            return self
+        may_share = other.shared.may_share
+        own = may_share if tasks is None else [may_share[index] for index in tasks]
+        return replace(self, shared=None).sharing(own, other.shared.min_tokens)
 
     def of_tasks(self, indices: Sequence[int]) -> MuxBatch:
         """Return the stream of some of the tasks.
@@ -227,7 +281,7 @@ class MuxBatch:
         bounds = [part - by for part, by in zip(lengths, moved, strict=True)]
         rows = [self.target_rows[start:end] - by for (start, end), by in zip(targets, moved, strict=True)]
         types, classes = self.token_type_ids, self.class_labels
-        return MuxBatch(
+        part = MuxBatch(
             input_ids=_chosen(self.input_ids, tokens, dim=1),
             position_ids=_chosen(self.position_ids, tokens, dim=1),
             labels=_chosen(self.labels, tokens, dim=1),
@@ -250,6 +304,7 @@ class MuxBatch:
             parts=tuple(part for start, end in sequences for part in self.parts[start:end]),
             virtual_tokens=tuple(self.virtual_tokens[index] for index in indices if self.virtual_tokens),
         )
+        return part._sharing_as(self, indices)
 
     def _values_of(
         self, indices: Sequence[int], sequences: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]]
@@ -301,7 +356,7 @@ class MuxBatch:
             for index, own in enumerate(self.target_columns)
         )
         classes, types = self.class_labels, self.token_type_ids
-        return replace(
+        part = replace(
             self,
             input_ids=_chosen(self.input_ids, tokens, dim=1),
             position_ids=_chosen(self.position_ids, tokens, dim=1),
@@ -320,6 +375,7 @@ class MuxBatch:
             target_columns=columns,
             parts=tuple(self.parts[number] for number in numbers) if self.parts else (),
         )
+        return part._sharing_as(self)
 
     def to(self, device: torch.device | str) -> MuxBatch:
         """Return the batch with its tensors on `device`; to a GPU through pinned memory, without waiting."""
@@ -337,6 +393,7 @@ class MuxBatch:
         for name in ("target_columns", "row_values"):
             tasks: tuple[Columns, ...] = getattr(self, name)
             moved[name] = tuple({key: move(value) for key, value in columns.items()} for columns in tasks)
+        moved["shared"] = self.shared and self.shared.to(move)
         return replace(self, **moved)
 
 

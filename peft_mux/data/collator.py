@@ -132,7 +132,8 @@ class ChunkPackingCollator:
             stream.add_task(batch, layout, task, chosen)
             if self.pad_to_chunks:
                 self._pad(stream, batch, size)
-        return stream.finish()
+        micro_batch = stream.finish()
+        return micro_batch.sharing([batch.shares_prefixes for batch in stream.batches])
 
     def _pad(self, stream: _MicroBatchBuilder, batch: TaskBatch, size: int) -> None:
         if batch.sequences and batch.sequences[0].class_label is not None:

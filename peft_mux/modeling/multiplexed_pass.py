@@ -88,7 +88,7 @@ def hidden_states(
     attention: AttentionStream | None,
     rows: KeyValueRows | None = None,
 ) -> torch.Tensor:
-    """Return the `[T, D]` last hidden states of a batch that is multiplexed.
+    """Return the `[T, D]` last hidden states of a batch that is multiplexed, `[U, D]` where tokens are shared.
 
     Args:
         model: the model whose stream reads the batch.
@@ -98,21 +98,22 @@ def hidden_states(
         rows: keys and values of rows that are being completed, of which the batch is prompts or newest tokens.
     """
     # Given and not left to the model, which would count on through the whole stream.
-    position_ids = batch.position_ids + position_offset(model.backbone)
-    arguments: dict[str, Any] = {"input_ids": batch.input_ids, "position_ids": position_ids}
+    position_ids = batch.computed(batch.position_ids) + position_offset(model.backbone)
+    arguments: dict[str, Any] = {"input_ids": batch.computed(batch.input_ids), "position_ids": position_ids}
     prefixes = None
     # Once for the whole pass: where activations are recomputed, they read the same prompts.
     if (prompts := model.prompt_pass(batch)) is not None:
         assert attention is None, "passes with prompts are not captured"
         prefixes = prompts.prefixes
         if prompts.position_shift is not None:
-            arguments["position_ids"] = position_ids + prompts.position_shift
+            arguments["position_ids"] = position_ids + batch.computed(prompts.position_shift)
         if prompts.rows is not None:
             words_1TD = model.backbone.get_input_embeddings()(arguments.pop("input_ids"))
-            arguments["inputs_embeds"] = prompts.embedded(words_1TD)
+            # Tasks with virtual tokens share none, so each of them has a row of its own.
+            arguments["inputs_embeds"] = prompts.embedded(words_1TD, batch.rows_of(prompts.rows))
     arguments["mux_stream"] = attention or AttentionStream(model.stream, batch, model.module_names, prefixes, rows)
     if batch.token_type_ids is not None:
-        arguments["token_type_ids"] = batch.token_type_ids
+        arguments["token_type_ids"] = batch.computed(batch.token_type_ids)
     # A decoder would fill a cache of keys and values that nothing reads; encoders do not know the argument.
     if hasattr(model.backbone.config, "use_cache"):
         arguments["use_cache"] = False

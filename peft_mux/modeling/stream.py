@@ -95,7 +95,7 @@ class Stream:
         batch: the micro-batch, or `None` while idle.
         segments: rows of each task in the activations that modules see now.
         places: int64 `[rows]`, place of each row in its task's global batch.
-        num_rows: rows that modules see now: the tokens, or fewer inside `selected_rows`.
+        num_rows: rows that modules see now: the tokens, or fewer where tokens are shared and inside `selected_rows`.
         num_attention_calls: how often packed attention ran, since the stream was made.
         num_passes: how often a batch was dispatched; recomputations count.
         key_values: keys and values of long sequences, between the passes of their parts.
@@ -171,9 +171,9 @@ class Stream:
         # Recomputations count, so that layers see what a pass before has left over.
         self.num_passes += 1
         self.batch = batch
-        self.segments = self._segments(batch, batch.task_offsets, adapters)
-        self.places = batch.token_places
-        self.num_rows = batch.num_tokens
+        self.segments = self._segments(batch, batch.computed_offsets, adapters)
+        self.places = batch.computed(batch.token_places)
+        self.num_rows = batch.num_computed
         # Those of before where there are some: captured launches read their tables, at their addresses.
         self.passes = passes or self.begin_passes(self.segments, self.places)
         try:

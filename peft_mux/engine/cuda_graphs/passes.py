@@ -205,6 +205,8 @@ class CapturedPasses:
             return "a micro-batch did not come from the host"
         if any(batch.target_columns):
             return "rows bring numbers for each token"
+        if batch.shared is not None:
+            return "rows that begin alike share tokens, others in each step"
         key = self._model.stream.version, self._model.training
         # Kept, as going through all modules takes long, and they change only with the tables or the mode.
         if key not in self._model_reasons:

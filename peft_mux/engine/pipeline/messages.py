@@ -150,7 +150,7 @@ class Messages:
             if action.kind == kind and target is not None and target[0] == self._stage:
                 passes = self._slots[action.slot]
                 for key in self.keys(action, target[1]):
-                    yield Expected(key, torch.Size((passes[key.number].num_tokens, width)))
+                    yield Expected(key, torch.Size((passes[key.number].num_computed, width)))
             if ends is not None and comes_down:
                 yield from self._figures(ends.after.get(action))
         if ends is not None and goes_up:

@@ -162,11 +162,12 @@ class StageModel:
     def _hidden_states(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         """Return the `[T, D]` hidden states that the modules in place now make of a micro-batch."""
         attention = AttentionStream(self.model.stream, batch, self.model.module_names)
-        arguments: dict[str, Any] = {"position_ids": batch.position_ids, "mux_stream": attention, "use_cache": False}
+        position_ids = batch.computed(batch.position_ids)
+        arguments: dict[str, Any] = {"position_ids": position_ids, "mux_stream": attention, "use_cache": False}
         if hidden_TD is None:
-            arguments["input_ids"] = batch.input_ids
+            arguments["input_ids"] = batch.computed(batch.input_ids)
             if batch.token_type_ids is not None:
-                arguments["token_type_ids"] = batch.token_type_ids
+                arguments["token_type_ids"] = batch.computed(batch.token_type_ids)
         else:
             # For its shape and dtype alone: what the model makes of it ends where the entrance stands.
             arguments["inputs_embeds"] = hidden_TD.detach().unsqueeze(0)

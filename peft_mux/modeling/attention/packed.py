@@ -27,6 +27,7 @@ from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.rectangles import ToRows, ToTokens, heads_first
 from peft_mux.modeling.attention.refusals import refuse_causal_options, refuse_prefixes, refuse_unknown
 from peft_mux.modeling.attention.scores import Scores, attend
+from peft_mux.modeling.attention.shared_rows import to_computed, to_stream
 from peft_mux.modeling.attention.varlen import varlen_attention, varlen_support, warn_once
 from peft_mux.modeling.attention.weight_dropout import AttentionDropout
 
@@ -78,6 +79,9 @@ def packed_attention(
             "so its sequences cannot be told apart; allowed: architectures that pass **kwargs through to attention."
         )
     refuse_unknown(module, attention_mask, kwargs)
+    shared = mux_stream.batch.shared
+    if shared is not None:
+        query, key, value = (to_stream(x, shared) for x in (query, key, value))
     if not torch.compiler.is_compiling():  # a compiled pass would be guarded by the count, and compiled anew each time
         mux_stream.stream.num_attention_calls += 1
     causal, parts = getattr(module, "is_causal", True) if is_causal is None else is_causal, mux_stream.parts
@@ -98,7 +102,7 @@ def packed_attention(
     out = _through_kernels(module, (query, key, value), mux_stream, scores, dropout)
     if parts is not None:
         parts.release_finished(mux_stream.module_names[module])
-    return out, None
+    return out if shared is None else to_computed(out, shared), None
 
 
 def _through_kernels(

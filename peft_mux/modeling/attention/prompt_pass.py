@@ -28,13 +28,13 @@ class PromptPass:
     prefixes: Prefixes | None
     position_shift: torch.Tensor | None
 
-    def embedded(self, words_1TD: torch.Tensor) -> torch.Tensor:
+    def embedded(self, words_1TD: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return embeddings of words with those of virtual tokens in their rows.
 
         Args:
             words_1TD: embeddings `[1, T, D]`, of placeholders in the rows of virtual tokens.
+            rows: int64 `[R]`, the rows of virtual tokens among them.
         """
-        assert self.rows is not None, "there are virtual tokens"
-        assert self.embeddings is not None, "they come with their rows"
+        assert self.embeddings is not None, "there are virtual tokens"
         # Copied, not masked: a task's NaN stays in its rows, and the backward takes each row's gradient as it is.
-        return words_1TD[0].index_copy(0, self.rows, self.embeddings.to(words_1TD.dtype)).unsqueeze(0)
+        return words_1TD[0].index_copy(0, rows, self.embeddings.to(words_1TD.dtype)).unsqueeze(0)

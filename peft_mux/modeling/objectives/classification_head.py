@@ -20,6 +20,7 @@ from torch import nn
 from peft_mux.data.batch import MuxBatch, TaskBatch
 from peft_mux.data.rows.labelled_rows import CLASS_LABELS
 from peft_mux.errors import ConfigError, UnsupportedModelError
+from peft_mux.modeling.attention.shared_rows import states_of
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
 from peft_mux.modeling.backbone.modules import HEAD_NAMES
 from peft_mux.modeling.objectives.head import HeadPass, register_head
@@ -108,7 +109,7 @@ def pooled_states(hidden_TD: torch.Tensor, backbone: Any, batch: MuxBatch) -> to
     name, _ = head_module(backbone)
     starts = batch.cu_seqlens[:-1].to(torch.int64)
     rows = _last_tokens(batch, backbone.config.get_text_config().pad_token_id) if name == "score" else starts
-    pooled = hidden_TD.index_select(0, rows)
+    pooled = states_of(hidden_TD, batch, rows)
     pooler = getattr(backbone.base_model, "pooler", None)
     # Poolers take `[S, L, D]` and look at the first token of each; here that is the only one.
     return pooled if pooler is None else pooler(pooled.unsqueeze(1))

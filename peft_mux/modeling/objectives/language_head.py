@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
 from peft_mux.data.rows.virtual_tokens import virtual_tokens_of_sequences
+from peft_mux.modeling.attention.shared_rows import take_rows
 from peft_mux.modeling.backbone.head_kinds import LANGUAGE_MODEL
 from peft_mux.modeling.objectives.head import HeadPass, register_head
 from peft_mux.modeling.objectives.outputs import WORDS, TokenOutputs, common_fields
@@ -38,7 +40,13 @@ class LanguageHead:
 
     def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
         """Return the negative log-likelihoods `[M]` of the targets of all tasks, whatever their losses."""
-        return token_losses(hidden_TD, head.backbone, batch, head.stream, head.adapters)
+        pairs = None if batch.shared is None else batch.shared.pairs
+        if pairs is None:
+            return token_losses(hidden_TD, head.backbone, batch, head.stream, head.adapters)
+        # Sequences that have a row and its next token in common have that target in common, too.
+        once = replace(batch, target_rows=batch.target_rows.index_select(0, pairs.first), target_offsets=pairs.offsets)
+        nll_P = token_losses(hidden_TD, head.backbone, once, head.stream, head.adapters)
+        return take_rows(nll_P, pairs.of_target)
 
     def outputs(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> list[TokenOutputs]:
         """Return each task's own targets, from one linear cross-entropy over those of all tasks.
@@ -86,10 +94,17 @@ def stream_logits(hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> l
             end, start = start + length, start + num_virtual
             offsets = tuple(min(max(offset - start, 0), end - start) for offset in batch.task_offsets)
             with head.stream.selected_rows(offsets, batch.token_places[start:end], head.adapters):
-                rows = module(hidden_TD[start:end]).float() * scale
+                rows = module(_between(hidden_TD, batch, start, end)).float() * scale
             logits.append(rows if softcap is None else softcap * torch.tanh(rows / softcap))
             start = end
     return logits
+
+
+def _between(hidden_TD: torch.Tensor, batch: MuxBatch, start: int, end: int) -> torch.Tensor:
+    """Return the hidden states of tokens of the stream, from one to before another."""
+    if batch.shared is None:
+        return hidden_TD[start:end]
+    return take_rows(hidden_TD, batch.shared.row_of_token[start:end])
 
 
 def token_outputs(

@@ -15,6 +15,7 @@ from torch import nn
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
 from peft_mux.data.rows.tagged_rows import TAGGED_ROWS
+from peft_mux.modeling.attention.shared_rows import states_of
 from peft_mux.modeling.backbone.head_kinds import TOKEN_CLASSIFICATION
 from peft_mux.modeling.objectives.arguments import LossArgs
 from peft_mux.modeling.objectives.classification import class_terms
@@ -86,7 +87,7 @@ def token_logits(
         batch: the micro-batch that the stream reads.
         head: what the output head is computed with.
     """
-    places, states = batch.token_places.index_select(0, rows), hidden_TD.index_select(0, rows)
+    places, states = batch.token_places.index_select(0, rows), states_of(hidden_TD, batch, rows)
     dropout = getattr(head.backbone, "dropout", None)
     if isinstance(dropout, nn.Module):
         with head.stream.selected_rows(offsets, places, head.adapters):

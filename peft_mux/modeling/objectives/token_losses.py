@@ -19,6 +19,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels.cross_entropy.linear import Head, block_rows, linear_cross_entropy
 from peft_mux.kernels.cross_entropy.vocab_parallel import VocabParallelCrossEntropy, vocab_parallel_linear_cross_entropy
+from peft_mux.modeling.attention.shared_rows import states_of
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.sharding.gathering import free_after_backward, gather_before_backward, gathered
 from peft_mux.modeling.sharding.sums import copy_to_tp_region
@@ -51,7 +52,7 @@ def token_losses(
     """Return the negative log-likelihood of every target of a micro-batch, sorted by task.
 
     Args:
-        hidden_TD: the last hidden states `[T, D]`.
+        hidden_TD: the last hidden states `[T, D]`, or `[U, D]` of computed rows where tokens are shared.
         backbone: the causal language model.
         batch: micro-batch that the hidden states are of.
         stream: the stream of the adapted layers, which holds `batch` as the micro-batch in flight.
@@ -61,7 +62,7 @@ def token_losses(
         Negative log-likelihoods `[M]` of the M targets, in nats.
     """
     # Rows without a target, such as those of a prompt, never meet the output head: its logits are the widest tensor.
-    hidden_MD = hidden_TD.index_select(0, batch.target_rows)
+    hidden_MD = states_of(hidden_TD, batch, batch.target_rows)
     targets_M = batch.labels[0].index_select(0, batch.target_rows)
     module, scale, softcap = output_head(backbone)
     # The backward pass makes these logits again, so it needs the head's weights once more.

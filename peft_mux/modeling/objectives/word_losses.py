@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels.cross_entropy.linear import Head, block_rows
+from peft_mux.modeling.attention.shared_rows import states_of
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.objectives.head import HeadPass
 from peft_mux.modeling.objectives.outputs import WORDS
@@ -30,7 +31,8 @@ def without_targets(batch: MuxBatch, tasks: Sequence[int]) -> MuxBatch:
     offsets = batch.target_offsets
     counts = [0 if index in tasks else offsets[index + 1] - offsets[index] for index in range(len(batch.task_names))]
     kept = [batch.target_rows[offsets[index] : offsets[index] + count] for index, count in enumerate(counts)]
-    return replace(batch, target_rows=torch.cat(kept), target_offsets=(0, *accumulate(counts)))
+    shared = batch.shared and batch.shared.without_pairs()
+    return replace(batch, target_rows=torch.cat(kept), target_offsets=(0, *accumulate(counts)), shared=shared)
 
 
 def target_and_words(
@@ -62,7 +64,7 @@ def target_and_words(
     columns = batch.target_columns[task]
     ids_MK = next(columns[name] for name in WORDS if name in columns)
     ids_MK = torch.cat([batch.labels[0].index_select(0, rows_M)[:, None], ids_MK], dim=1)
-    hidden_MD = free_after_backward(hidden_TD.index_select(0, rows_M), module)
+    hidden_MD = free_after_backward(states_of(hidden_TD, batch, rows_M), module)
     places_M = batch.token_places.index_select(0, rows_M)
     size = block_rows(module.weight.shape[0], hidden_MD.device.type)
     parts = []
