@@ -83,11 +83,16 @@ def replica_loads(loads: Sequence[TaskLoad], num_replicas: int) -> list[list[Tas
         num_replicas: number of replicas that divide the rows of a step.
     """
     shares = even_shares([load.lengths for load in loads], num_replicas)
-    return [[_part(load, rows) for load, rows in zip(loads, share, strict=True)] for share in shares]
+    return [[part_of(load, rows) for load, rows in zip(loads, share, strict=True)] for share in shares]
 
 
-def _part(load: TaskLoad, rows: Sequence[int]) -> TaskLoad:
-    """Return the load of some rows of a task."""
+def part_of(load: TaskLoad, rows: Sequence[int]) -> TaskLoad:
+    """Return the load of some rows of a task.
+
+    Args:
+        load: the load of its whole global batch.
+        rows: indices of the rows.
+    """
     lengths = tuple(load.lengths[row] for row in rows)
     targets = round(load.num_targets * sum(lengths) / max(load.tokens, 1))
     return replace(load, lengths=lengths, num_targets=max(1, targets) if lengths else 0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.planning.correction import TimeCorrection
 from peft_mux.planning.described import described_plan
 from peft_mux.planning.fixes import fixes_for
-from peft_mux.planning.loads import SAMPLE_ROWS, ParameterShapes, replica_loads, task_load, whole_shapes
+from peft_mux.planning.loads import SAMPLE_ROWS, ParameterShapes, part_of, replica_loads, task_load, whole_shapes
 from peft_mux.planning.pass_prices import PassPrices
 from peft_mux.planning.profiles import RunProfile, run_profile
 from peft_mux.planning.shapes import cut_layers, frozen_parts
@@ -213,6 +213,28 @@ class Planner:
                 planned_passes(outcome.htasks, own, budget.rules, outcome.max_tokens) for own in replicas if runs
             ),
         )
+
+    def typical_lengths(self, runs: Sequence[TaskRun]) -> dict[str, tuple[int, ...]]:
+        """Return the tokens of each row of a typical global batch, by name of the task."""
+        return {run.name: tuple(self._load_of(run, self.shapes_of(run.name)).lengths) for run in runs}
+
+    def with_rows(
+        self, plan: Plan, runs: Sequence[TaskRun], rows: Sequence[Mapping[str, Sequence[int]]], bounds: Sequence[int]
+    ) -> Plan:
+        """Return a plan with the passes that replicas make which do not divide rows evenly.
+
+        Args:
+            plan: a plan, made as for equal replicas.
+            runs: the tasks that take steps by it.
+            rows: for each replica the indices of its rows in the typical batch of each task.
+            bounds: the most tokens of a pass in each replica.
+        """
+        loads = [self._load_of(run, self.shapes_of(run.name)) for run in runs]
+        passes = tuple(
+            planned_passes(plan.htasks, [part_of(load, own[load.name]) for load in loads], self.collator.rules, bound)
+            for own, bound in zip(rows, bounds, strict=True)
+        )
+        return replace(plan, passes=passes)
 
     def _load_of(self, run: TaskRun, shapes: ParameterShapes) -> TaskLoad:
         """Return what a task brings into a step of all replicas."""

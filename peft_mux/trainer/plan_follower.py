@@ -7,7 +7,8 @@ from typing import Any
 
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.batches_ahead import BatchesAhead
-from peft_mux.engine.replicas.dispatched_shares import DispatchClock, DispatchedShares
+from peft_mux.engine.replicas.dispatch_clock import DispatchClock
+from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.engine.steps import StepSource
 from peft_mux.engine.work import StepResult, StepWork
@@ -124,11 +125,21 @@ class PlanFollower:
                 self._placement.start(run)
             if run.status is TaskStatus.WAITING:
                 run.reason = reasons.get(run.name, "")
-        self.current = plan
         self._steps = self._new_steps(plan)
+        self.current = plan if self._steps is None else self._with_dispatched_rows(plan, self._steps.shares)
         if self._placement.is_placed:
             self._placement.placed.executor.follow(plan)
         return plan
+
+    def _with_dispatched_rows(self, plan: Plan, shares: DispatchedShares) -> Plan:
+        """Return the plan with the passes of unlike replicas, whose rows are dispatched as those of a step are."""
+        names = {name for htask in plan.htasks for name in htask.tasks}
+        runs = [run for run in self._run.table.plannable if run.name in names]
+        rows = shares.typical_rows(self.planner.typical_lengths(runs))
+        if rows is None:
+            return plan
+        bound = plan.max_tokens_per_micro_batch
+        return self.planner.with_rows(plan, runs, rows, [min(bound, most or bound) for most in shares.max_tokens])
 
     def replan_if_faster(self) -> bool:
         """Plan anew where the times that were measured make another plan faster; every process calls this alike.

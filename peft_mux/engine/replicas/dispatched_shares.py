@@ -15,57 +15,31 @@ for `peft_mux.engine.gradients.sync`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from peft_mux.data.batch import TaskBatch
 from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.replicas.dispatch_clock import DispatchClock
 from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.replicas.row_owners import StepKey, dealt_out
 from peft_mux.errors import ConfigError
 from peft_mux.packing.even_shares import even_shares
-from peft_mux.scheduler.dispatching.ahead import DispatchPlanner, StepDispatch
+from peft_mux.scheduler.dispatching.ahead import DispatchPlanner, StepDispatch, plan_step
 from peft_mux.scheduler.dispatching.bucketing import DEFAULT_NUM_BUCKETS, interval_tokens
-from peft_mux.scheduler.dispatching.deal import deal_out
 from peft_mux.scheduler.dispatching.dispatch import DEFAULT_TIME_LIMIT_S, Policy
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
+from peft_mux.scheduler.replicas.packed_times import PackedTimeModel
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
-_Key = tuple[tuple[str, int, tuple[int, ...]], ...]
-"""For each batch of a step: name of the task, step of the task, and lengths of its rows in tokens."""
+LEAST_SOLVED_S = 1.0
+"""Predicted seconds of a step below which sequences are moved without a solver: its process takes 20 to 200 ms of a
+core that on small machines trains, and moves alone come within some per cent (benchmarks/lobra/dispatch.py)."""
+
 _MICROSECONDS = 1e6
-
-
-@dataclass(slots=True)
-class DispatchClock:
-    """What dispatching has cost on the process that solves; zeros on the others.
-
-    Attributes:
-        num_steps: steps that were dispatched.
-        num_ahead: how many of these steps were solved from lengths that were known in advance.
-        solve_s: seconds of solving, on whichever thread it ran.
-        waited_s: seconds that steps waited for solving to end.
-    """
-
-    num_steps: int = 0
-    num_ahead: int = 0
-    solve_s: float = 0.0
-    waited_s: float = 0.0
-
-    @property
-    def hidden_share(self) -> float:
-        """Part of the solving time that no step waited for, 0 to 1; 1 where nothing was solved."""
-        return max(0.0, 1 - self.waited_s / self.solve_s) if self.solve_s > 0 else 1.0
-
-    def __str__(self) -> str:
-        """Return one line."""
-        return (
-            f"dispatch  {self.num_steps} steps, {self.num_ahead} solved ahead; {self.solve_s:.3f} s of solving, of "
-            f"which steps waited {self.waited_s:.3f} s ({self.hidden_share:.0%} hidden)"
-        )
 
 
 class DispatchedShares:
@@ -73,8 +47,9 @@ class DispatchedShares:
 
     Args:
         layout: which process belongs to which replica.
-        time_model: seconds of a step on one replica, and the most tokens that each configuration holds; may be left out
-            where replicas are alike.
+        time_model: the curves of one layer, of which the seconds of replicas that pack are made
+            (`peft_mux.scheduler.replicas.packed_times`), and the most tokens that each configuration holds; may be left
+            out where replicas are alike.
         processes: the processes of the run; by default this one is alone.
         policy: "balanced" by Eq. 3, or a baseline: "length", each bucket to the smallest configuration that supports it
             (L Figure 4(c)), "uniform", each bucket evenly over all replicas that support it (L Figure 4(b)).
@@ -87,6 +62,7 @@ class DispatchedShares:
             replicas of one configuration count as equal, whatever they take.
         cuts_rows: rows that are longer than any replica holds in a pass are computed in parts; they count as rows of
             the most tokens that one holds, and so go to the largest replicas.
+        least_solved_s: predicted seconds of a step below which no solver is asked.
 
     Attributes:
         clock: what dispatching has cost here.
@@ -116,9 +92,11 @@ class DispatchedShares:
         clock: DispatchClock | None = None,
         rates: ReplicaRates | None = None,
         cuts_rows: bool = False,
+        least_solved_s: float = LEAST_SOLVED_S,
     ) -> None:
         """Check the time model and remember the options; start no thread yet."""
-        self.layout, self.time_model, self.policy, self.cuts_rows = layout, time_model, policy, cuts_rows
+        self.layout, self.policy, self.cuts_rows = layout, policy, cuts_rows
+        self.time_model = None if time_model is None else PackedTimeModel(time_model)
         self.processes = processes or Processes()
         self.clock = clock or DispatchClock()
         self.rates = rates
@@ -126,19 +104,21 @@ class DispatchedShares:
         self.solved: StepDispatch | None = None
         self._is_dispatched = not layout.are_alike
         if self._is_dispatched:
-            _require_times(layout, time_model)
+            _require_times(layout, self.time_model)
         self._interval = interval
         self._options: dict[str, Any] = {
             "policy": policy,
             "num_buckets": num_buckets,
             "time_limit_s": time_limit_s,
             "solver": solver,
+            "pads": False,
+            "least_solved_s": least_solved_s,
         }
         self._groups: tuple[ReplicaGroup, ...] = ()
         self._solved_groups: tuple[ReplicaGroup, ...] = ()
         self._members: tuple[tuple[int, ...], ...] = ()
         self._planner: DispatchPlanner | None = None
-        self._pending: _Key | None = None
+        self._pending: StepKey | None = None
         self._even_tokens = [0] * layout.num_replicas
         self._owners: dict[tuple[str, int], np.ndarray] = {}
 
@@ -189,7 +169,7 @@ class DispatchedShares:
         # One step ahead at most: the planner holds one answer, which the next step takes.
         if self._pending is not None or any(self.refusal(batch) is not None for batch in batches):
             return
-        self._submit(self._key(batches))
+        self._submit(self._key([(batch.task, batch.step, [len(one) for one in batch.sequences]) for batch in batches]))
 
     def begin(self, batches: Sequence[TaskBatch]) -> None:
         """Decide where the sequences of a step go; `divide` then returns it, hTask by hTask.
@@ -212,10 +192,32 @@ class DispatchedShares:
         if not any(batch.sequences for batch in batches):
             self._owners = {(batch.task, batch.step): np.zeros(0, dtype=np.int64) for batch in batches}
             return
-        owners = self._agreed_owners(batches)
-        places = np.cumsum([len(batch.sequences) for batch in batches])[:-1]
-        for batch, own in zip(batches, np.split(owners, places), strict=True):
-            self._owners[batch.task, batch.step] = own
+        key = self._key([(batch.task, batch.step, [len(one) for one in batch.sequences]) for batch in batches])
+        owners, self.expected_s = self._agreed_owners(key, self._solve)
+        self._owners = {(task, step): own for (task, step, _), own in zip(key, owners, strict=True)}
+
+    def typical_rows(self, lengths: Mapping[str, Sequence[int]]) -> list[dict[str, list[int]]] | None:
+        """Return the rows of each replica in a step of typical batches, for plans; every process calls this alike.
+
+        Args:
+            lengths: tokens of each row of a typical batch, by name of the task.
+
+        Returns:
+            For each replica the indices of its rows of each task; `None` where there is nothing to divide, or a row
+            that no replica holds.
+        """
+        if not self._is_dispatched:
+            return None
+        longest = max((group.max_tokens for group in self._known_groups()), default=0)
+        most = max((length for own in lengths.values() for length in own), default=0)
+        if not most or (most > longest and not self.cuts_rows):
+            return None
+        key = self._key([(name, 0, own) for name, own in lengths.items()])
+        owners, _ = self._agreed_owners(key, self._solve_once)
+        return [
+            {name: np.flatnonzero(own == replica).tolist() for name, own in zip(lengths, owners, strict=True)}
+            for replica in range(self.layout.num_replicas)
+        ]
 
     def divide(self, batches: Sequence[TaskBatch]) -> list[list[list[int]]]:
         """Return the rows of each replica.
@@ -291,25 +293,35 @@ class DispatchedShares:
             self._even_tokens[replica] = sum(own[row] for own, rows in zip(lengths, share, strict=True) for row in rows)
         return {(batch.task, batch.step): own for batch, own in zip(batches, owners, strict=True)}
 
-    def _agreed_owners(self, batches: Sequence[TaskBatch]) -> np.ndarray:
-        """Return the replica of each sequence, batch after batch, as rank 0 has it: int64 of shape `(sequences,)`."""
-        num_sequences = sum(len(batch.sequences) for batch in batches)
+    def _agreed_owners(
+        self, key: StepKey, solve: Callable[[StepKey], tuple[np.ndarray, tuple[float, ...]]]
+    ) -> tuple[list[np.ndarray], tuple[float, ...]]:
+        """Return the replica of each sequence of each batch, and the predicted seconds, as rank 0 has them."""
+        sizes = [len(own) for _, _, own in key]
         num_replicas = self.layout.num_replicas
         # Rank 0 alone solves: a solver that ends by a time limit finds different answers on different machines. Its
         # answer goes round as integers, so that every process has the same bits.
-        numbers = [0] * (num_replicas + num_sequences)
+        numbers = [0] * (num_replicas + sum(sizes))
         if self.processes.is_main:
-            owners, expected_s = self._solve(batches)
+            owners, expected_s = solve(key)
             numbers = [round(seconds * _MICROSECONDS) for seconds in expected_s] + owners.tolist()
         # Times in whole microseconds, as only integers are exchanged.
         numbers = self.processes.exchange(numbers)[0]
-        self.expected_s = tuple(number / _MICROSECONDS for number in numbers[:num_replicas])
-        return np.array(numbers[num_replicas:], dtype=np.int64)
+        agreed = np.array(numbers[num_replicas:], dtype=np.int64)
+        return np.split(agreed, np.cumsum(sizes)[:-1]), tuple(one / _MICROSECONDS for one in numbers[:num_replicas])
 
-    def _solve(self, batches: Sequence[TaskBatch]) -> tuple[np.ndarray, tuple[float, ...]]:
+    def _solve_once(self, key: StepKey) -> tuple[np.ndarray, tuple[float, ...]]:
+        """Return what `_solve` does, for batches of no step; on rank 0 only."""
+        groups, members = self._groups_by_rate()
+        assert self.time_model is not None, "checked when this was made"
+        lengths = [length for _, _, own in key for length in own]
+        interval = self._interval or interval_tokens(max(lengths))
+        found = plan_step(lengths, groups, self.time_model, interval=interval, **self._options)
+        return dealt_out(found, key, members), (0.0,) * self.layout.num_replicas
+
+    def _solve(self, key: StepKey) -> tuple[np.ndarray, tuple[float, ...]]:
         """Return the replica of each sequence and the predicted seconds of each replica; on rank 0 only."""
         started = time.perf_counter()
-        key = self._key(batches)
         # A task may have come or gone since, or a row been refused: then what was solved ahead is of another step.
         is_ahead = self._pending == key
         if not is_ahead:
@@ -323,9 +335,9 @@ class DispatchedShares:
         self.clock.num_ahead += is_ahead
         self.clock.solve_s += found.dispatch.solve_s
         self.clock.waited_s += time.perf_counter() - started
-        return self._deal_out(found, batches), self._replica_s(found)
+        return dealt_out(found, key, self._members), self._replica_s(found)
 
-    def _submit(self, key: _Key) -> None:
+    def _submit(self, key: StepKey) -> None:
         # Nothing is pending here, so that what is solved is dealt out among the groups that it was solved for.
         groups, members = self._groups_by_rate()
         if self._planner is None or groups != self._solved_groups:
@@ -338,35 +350,15 @@ class DispatchedShares:
         self._planner.submit(lengths, interval=self._interval or interval_tokens(max(lengths)))
         self._pending = key
 
-    def _key(self, batches: Sequence[TaskBatch]) -> _Key:
+    def _key(self, rows: Sequence[tuple[str, int, Sequence[int]]]) -> StepKey:
         """Return what a dispatch depends on; a row that is cut counts as one of the most tokens that a pass holds."""
         longest = max((group.max_tokens for group in self._known_groups()), default=0)
-        return tuple(
-            (batch.task, batch.step, tuple(min(len(sequence), longest) for sequence in batch.sequences))
-            for batch in batches
-        )
+        return tuple((task, step, tuple(min(length, longest) for length in own)) for task, step, own in rows)
 
     def _drop_pending(self) -> None:
         if self._pending is not None and self._planner is not None:
             self._planner.result()
         self._pending = None
-
-    def _deal_out(self, found: StepDispatch, batches: Sequence[TaskBatch]) -> np.ndarray:
-        """Return the replica of each sequence: a bucket is dealt out evenly over tasks, and then over lengths."""
-        tasks = np.repeat(np.arange(len(batches)), [len(batch.sequences) for batch in batches])
-        lengths = np.array([length for _, _, own in self._key(batches) for length in own], dtype=np.int64)
-        buckets = found.bucketing.bucket_of(lengths.tolist())
-        places = [place for members in self._members for place in members]
-        counts = [replica for group in found.dispatch.replica_counts for replica in group]
-        # The last key of `lexsort` counts most; positions make the order total, the same on every machine.
-        order = np.lexsort((np.arange(len(lengths)), -lengths, tasks))
-        owners = np.full(len(lengths), -1, dtype=np.int64)
-        for bucket in range(found.bucketing.num_buckets):
-            members = order[buckets[order] == bucket]
-            for place, share in zip(places, deal_out(members, [own[bucket] for own in counts]), strict=True):
-                owners[share] = place
-        assert (owners >= 0).all(), "a sequence was lost"
-        return owners
 
     def _replica_s(self, found: StepDispatch) -> tuple[float, ...]:
         """Return the predicted seconds of each replica, in the order of the layout."""
@@ -374,10 +366,11 @@ class DispatchedShares:
         seconds = [0.0] * self.layout.num_replicas
         shares = zip(self._solved_groups, self._members, found.dispatch.replica_counts, strict=True)
         for group, members, replicas in shares:
-            lengths = [length for length in found.bucketing.boundaries if length <= group.max_tokens]
+            fits = sum(length <= group.max_tokens for length in found.bucketing.boundaries)
+            lengths = found.bucketing.mean_lengths[:fits]
             for place, counts in zip(members, replicas, strict=True):
                 # Buckets beyond what this replica holds are empty for it (L Eq. 3).
-                fitting = counts[: len(lengths)]
+                fitting = counts[:fits]
                 # Of a replica as fast as its kind: how much slower it is, is what its measured seconds tell.
                 seconds[place] = self.time_model.step_s(group.config, fitting, lengths, group.max_tokens)
         return tuple(seconds)
@@ -392,7 +385,7 @@ class DispatchedShares:
         return tuple(groups), tuple(map(tuple, members.values()))
 
 
-def _require_times(layout: ParallelLayout, time_model: ReplicaTimeModel | None) -> None:
+def _require_times(layout: ParallelLayout, time_model: PackedTimeModel | None) -> None:
     if time_model is None:
         raise ConfigError(
             f"replicas: got {layout}, unlike one another, without a time model; allowed: one that knows each of them. "

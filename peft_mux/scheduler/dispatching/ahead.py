@@ -56,6 +56,8 @@ def plan_step(
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     relative_gap: float = DEFAULT_RELATIVE_GAP,
     solver: Any = None,
+    pads: bool = True,
+    least_solved_s: float = 0.0,
 ) -> StepDispatch:
     """Bucket, dispatch and assign the sequences of one step.
 
@@ -70,6 +72,8 @@ def plan_step(
         time_limit_s: seconds after which the solver's best answer so far is taken.
         relative_gap: how far above the optimum of the linear form an answer may be, relative to it.
         solver: name of a PuLP solver such as "HiGHS", a PuLP solver itself, or None for the bundled CBC.
+        pads: whether sequences are padded to their bucket, as in the paper; else they are priced by its mean length.
+        least_solved_s: steps that moves alone make shorter than this many seconds are not given to the solver.
 
     Raises:
         ValueError: for a sequence that no replica supports, and what `bucket_boundaries` and `dispatch` refuse.
@@ -87,6 +91,8 @@ def plan_step(
         time_limit_s=time_limit_s,
         relative_gap=relative_gap,
         solver=solver,
+        pads=pads,
+        least_solved_s=least_solved_s,
     )
     return StepDispatch(bucketing, dispatched, assign_sequences(dispatched, bucketing, lengths))
 

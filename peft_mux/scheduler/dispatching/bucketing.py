@@ -38,6 +38,7 @@ class Bucketing:
         boundaries: padded length of each bucket in tokens, ascending (s_j in L).
         counts: sequences in each bucket (B_j in L); those longer than the boundary before and no longer than this one.
         padding_tokens: all padding of the batch, inside the intervals too (L footnote 2).
+        mean_lengths: mean tokens of the sequences of each bucket, rounded up; its boundary where it is empty.
 
     Example:
         >>> bucketing = bucket_boundaries([100, 200, 900], num_buckets=2, interval=256)
@@ -48,6 +49,7 @@ class Bucketing:
     boundaries: tuple[int, ...]
     counts: tuple[int, ...]
     padding_tokens: int
+    mean_lengths: tuple[int, ...] = ()
 
     @property
     def num_buckets(self) -> int:
@@ -129,7 +131,9 @@ def fixed_bucketing(lengths: Sequence[int], boundaries: Sequence[int]) -> Bucket
     buckets = _bucket_of(sizes, padded_lengths)
     counts = np.bincount(buckets, minlength=len(padded_lengths))
     padding_tokens = int((np.asarray(padded_lengths)[buckets] - sizes).sum())
-    return Bucketing(tuple(padded_lengths), tuple(counts.tolist()), padding_tokens)
+    tokens = np.bincount(buckets, weights=sizes, minlength=len(padded_lengths))
+    means = np.where(counts > 0, np.ceil(tokens / np.maximum(counts, 1)), padded_lengths).astype(np.int64)
+    return Bucketing(tuple(padded_lengths), tuple(counts.tolist()), padding_tokens, tuple(means.tolist()))
 
 
 def uniform_boundaries(

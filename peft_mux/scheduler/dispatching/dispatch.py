@@ -28,7 +28,7 @@ DEFAULT_RELATIVE_GAP = 0.01
 DEFAULT_TIME_LIMIT_S = 2.0
 
 Policy = Literal["balanced", "length", "uniform"]
-Status = Literal["optimal", "feasible within the time limit", "greedy fallback", "by rule"]
+Status = Literal["optimal", "feasible within the time limit", "greedy fallback", "by moves", "by rule"]
 _ReplicaCounts = tuple[tuple[tuple[int, ...], ...], ...]
 _RULES: dict[str, Callable[[DispatchProblem], np.ndarray]] = {"length": length_based, "uniform": uniform}
 
@@ -43,7 +43,7 @@ class Dispatch:
         group_s: predicted seconds of each group's slowest replica.
         policy: the policy by which sequences were spread.
         status: how the solver fared: "optimal" in the linear form of the time model, within the relative gap; "by
-            rule" for the policies that solve nothing.
+            moves" where the step was too short to ask it; "by rule" for the policies that solve nothing.
         note: why a fallback was taken, or that moves were stopped by their number; empty otherwise.
         solve_s: seconds that finding it took.
     """
@@ -111,6 +111,8 @@ def dispatch(
     time_limit_s: float = DEFAULT_TIME_LIMIT_S,
     relative_gap: float = DEFAULT_RELATIVE_GAP,
     solver: Any = None,
+    pads: bool = True,
+    least_solved_s: float = 0.0,
 ) -> Dispatch:
     """Return how the sequences of a step are spread over the groups.
 
@@ -129,6 +131,9 @@ def dispatch(
         time_limit_s: seconds after which the solver's best answer so far is taken.
         relative_gap: how far above the optimum of the linear form an answer may be, relative to it.
         solver: name of a PuLP solver such as "HiGHS", a PuLP solver itself, or None for the bundled CBC.
+        pads: whether sequences are padded to their bucket, as in the paper; else they are priced by its mean length.
+        least_solved_s: steps that moves alone make shorter than this many seconds are not given to the solver, as its
+            start would take a good part of them.
 
     Raises:
         ValueError: for a bucket longer than every replica supports, no groups, an unknown policy or solver, a limit of
@@ -136,13 +141,14 @@ def dispatch(
     """
     start = time.perf_counter()
     _check_options(policy, time_limit_s, relative_gap, warm_start, groups)
-    problem = build_problem(groups, bucketing, time_model)
+    problem = build_problem(groups, bucketing, time_model, pads=pads)
     status: Status = "by rule"
     note = ""
     if policy in _RULES:
         candidates = [_RULES[policy](problem)]
     else:
-        found, status, note = _balance(problem, warm_start, time_limit_s, relative_gap, solver)
+        limits = {"time_limit_s": time_limit_s, "relative_gap": relative_gap}
+        found, status, note = _balance(problem, warm_start, limits, solver, least_solved_s)
         balanced, note = _refined_counts(problem, groups, time_model, found, note)
         candidates = [balanced, length_based(problem)]
     splits = [_split_groups(problem, counts) for counts in candidates]
@@ -195,7 +201,11 @@ def assign_sequences(dispatch: Dispatch, bucketing: Bucketing, lengths: Sequence
 
 
 def _balance(
-    problem: DispatchProblem, warm_start: Dispatch | None, time_limit_s: float, relative_gap: float, solver: Any
+    problem: DispatchProblem,
+    warm_start: Dispatch | None,
+    limits: dict[str, float],
+    solver: Any,
+    least_solved_s: float,
 ) -> tuple[np.ndarray, Status, str]:
     """Return ceilings by the linear form, how the solver fared, and what it complained of."""
     if isinstance(solver, str):
@@ -208,16 +218,12 @@ def _balance(
     if warm_start is not None:
         last_counts = np.asarray(warm_start.counts, dtype=np.int64)
         starts.append(carried_over(problem, np.asarray(warm_start.boundaries, dtype=np.int64), last_counts))
+    starts.append(uniform(problem))
     known = min((relocate(problem, counts) for counts in starts), key=lambda x: problem.group_s(x).max())
+    if problem.group_s(known).max() < least_solved_s:
+        return known, "by moves", ""
     try:
-        answer = solve_ilp(
-            problem,
-            known,
-            solver=solver,
-            time_limit_s=time_limit_s,
-            relative_gap=relative_gap,
-            start_from_known=warm_start is not None,
-        )
+        answer = solve_ilp(problem, known, solver=solver, start_from_known=warm_start is not None, **limits)
     except Exception as error:  # any solver may be plugged in, and a step must not fail for want of one
         return known, "greedy fallback", f"the solver failed: {type(error).__name__}: {error}"
     if answer is None:

@@ -31,6 +31,7 @@ class DispatchProblem:
         num_replicas: replicas in each group (p_i in L), int64 of shape `(groups,)`.
         num_sequences: sequences of the step in each bucket (B_j in L), int64 of shape `(buckets,)`.
         lengths: padded length of each bucket in tokens, int64 of shape `(buckets,)`.
+        priced_lengths: length of each bucket that its sequences are priced by, ascending, int64 of shape `(buckets,)`.
         max_tokens: most tokens of a micro-batch on each group, int64 of shape `(groups,)`.
         num_gpus: GPUs of one replica of each group, int64 of shape `(groups,)`.
     """
@@ -40,6 +41,7 @@ class DispatchProblem:
     num_replicas: np.ndarray
     num_sequences: np.ndarray
     lengths: np.ndarray
+    priced_lengths: np.ndarray
     max_tokens: np.ndarray
     num_gpus: np.ndarray
 
@@ -59,13 +61,16 @@ class DispatchProblem:
         return (finite_s * ceilings).sum(axis=1) + self.constant_s * (ceilings.sum(axis=1) > 0)
 
 
-def build_problem(groups: Sequence[ReplicaGroup], bucketing: Bucketing, time_model: TimeModel) -> DispatchProblem:
+def build_problem(
+    groups: Sequence[ReplicaGroup], bucketing: Bucketing, time_model: TimeModel, *, pads: bool = True
+) -> DispatchProblem:
     """Return the linear form for one batch.
 
     Args:
         groups: the replicas that the batch is dispatched to, by configuration.
         bucketing: padded lengths of the batch, and how many sequences each has.
         time_model: predicts the seconds of one replica.
+        pads: whether sequences are padded to their bucket, as in the paper; else they are priced by its mean length.
 
     Raises:
         ValueError: for no groups, a bucket with sequences that fits no group, or a time model that answers in another
@@ -75,12 +80,13 @@ def build_problem(groups: Sequence[ReplicaGroup], bucketing: Bucketing, time_mod
         raise ValueError("groups is empty; allowed: one group of replicas or more. Plan a deployment first.")
     lengths = np.asarray(bucketing.boundaries, dtype=np.int64)
     num_sequences = np.asarray(bucketing.counts, dtype=np.int64)
+    priced = lengths if pads else np.asarray(bucketing.mean_lengths or bucketing.boundaries, dtype=np.int64)
     max_tokens = np.array([group.max_tokens for group in groups], dtype=np.int64)
     _check_that_all_fit(lengths, num_sequences, int(max_tokens.max()))
     sequence_s = np.full((len(groups), len(lengths)), np.inf)
     constant_s = np.zeros(len(groups))
     for index, group in enumerate(groups):
-        supported = lengths[lengths <= group.max_tokens].tolist()
+        supported = priced[lengths <= group.max_tokens].tolist()
         if not supported:
             continue
         per_sequence_s, constant = time_model.linear_terms(group.config, supported, group.max_tokens)
@@ -94,6 +100,7 @@ def build_problem(groups: Sequence[ReplicaGroup], bucketing: Bucketing, time_mod
         num_replicas=np.array([group.count for group in groups], dtype=np.int64),
         num_sequences=num_sequences,
         lengths=lengths,
+        priced_lengths=priced,
         max_tokens=max_tokens,
         num_gpus=np.array([group.config.num_gpus for group in groups], dtype=np.int64),
     )

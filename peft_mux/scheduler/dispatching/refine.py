@@ -82,7 +82,7 @@ def predict_replica_s(
     """Return the seconds of one replica by the time model; 0 for no sequences.
 
     Args:
-        problem: the linear form of the step, for the padded lengths of its buckets.
+        problem: the linear form of the step, for the lengths of its buckets.
         group: the group that the replica belongs to.
         time_model: predicts the seconds of one replica.
         counts: sequences of each bucket on the replica; 0 where a bucket does not fit.
@@ -91,7 +91,7 @@ def predict_replica_s(
         return 0.0
     # A time model takes no length above `max_tokens`; lengths ascend, so that those that fit come first.
     fitting = int(np.searchsorted(problem.lengths, group.max_tokens, side="right"))
-    lengths = problem.lengths[:fitting].tolist()
+    lengths = problem.priced_lengths[:fitting].tolist()
     return group.slowness * float(time_model.step_s(group.config, counts[:fitting], lengths, group.max_tokens))
 
 

@@ -117,7 +117,7 @@ class ReplicaTimeModel:
         for config, tokens in self.max_tokens.items():
             if tokens < 1:
                 raise ValueError(f"max_tokens of {config} is {tokens}; allowed: 1 or more. Leave {config} out.")
-            self._largest_stage(config)  # raises where there is no fit, or fewer layers than stages
+            self.largest_stage(config)  # raises where there is no fit, or fewer layers than stages
 
     @property
     def configurations(self) -> tuple[ParallelConfig, ...]:
@@ -132,7 +132,7 @@ class ReplicaTimeModel:
             num_sequences: sequences in the micro-batch.
             length_tokens: tokens to which each of them is padded.
         """
-        fit, num_layers = self._largest_stage(config)
+        fit, num_layers = self.largest_stage(config)
         return num_layers * fit.layer_s(num_sequences, length_tokens)
 
     def step_s(self, config: ParallelConfig, counts: Sequence[int], lengths: Sequence[int], max_tokens: int) -> float:
@@ -149,7 +149,7 @@ class ReplicaTimeModel:
         Raises:
             ValueError: for a length above `max_tokens`, or a configuration without a fit.
         """
-        fit, num_layers = self._largest_stage(config)
+        fit, num_layers = self.largest_stage(config)
         buckets = _bucket_terms(fit, num_layers, tuple(lengths), max_tokens)
         total_s = 0.0
         longest_s = 0.0
@@ -177,7 +177,7 @@ class ReplicaTimeModel:
             lengths: padded length of each bucket in tokens.
             max_tokens: most tokens of a micro-batch on this replica.
         """
-        fit, num_layers = self._largest_stage(config)
+        fit, num_layers = self.largest_stage(config)
         buckets = _bucket_terms(fit, num_layers, tuple(lengths), max_tokens)
         full_s = np.array([fixed_s + size * each_s for size, fixed_s, each_s in buckets])
         sizes = np.array([size for size, _, _ in buckets])
@@ -226,7 +226,7 @@ class ReplicaTimeModel:
         limits = {ParallelConfig(row["tp"], row["pp"]): row["max_tokens"] for row in data["max_tokens"]}
         return cls(fits, data["num_layers"], limits)
 
-    def _largest_stage(self, config: ParallelConfig) -> tuple[LayerFit, int]:
+    def largest_stage(self, config: ParallelConfig) -> tuple[LayerFit, int]:
         """Return the fit of a configuration, and how many layers its largest stage has."""
         fit = self.fits.get(config.tp)
         if fit is None:

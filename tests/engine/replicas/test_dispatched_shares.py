@@ -70,11 +70,21 @@ def test_the_same_lengths_are_divided_alike_each_time(policy: Any) -> None:
 def test_balanced_dispatch_is_expected_to_be_faster_than_both_baselines() -> None:
     slowest_s = {}
     for policy in ("balanced", "length", "uniform"):
-        shares = shares_of(policy=policy)
+        shares = shares_of(policy=policy, least_solved_s=0.0)
         shares.begin(cases.batches_of(MANY_SHORT))
         slowest_s[policy] = max(shares.expected_s)
     assert slowest_s["balanced"] < 0.95 * slowest_s["length"]
     assert slowest_s["balanced"] < 0.95 * slowest_s["uniform"]
+
+
+def test_a_step_that_is_shorter_than_a_solver_takes_to_start_is_divided_by_moves() -> None:
+    batches = cases.batches_of(MANY_SHORT)
+    short, solved = shares_of(solver=RaisingSolver()), shares_of(least_solved_s=0.0)
+    assert_complete(short.divide(batches), batches)
+    solved.begin(batches)
+    assert short.solved is not None
+    assert (short.solved.dispatch.status, short.solved.dispatch.note) == ("by moves", "")
+    assert max(short.expected_s) < 1.1 * max(solved.expected_s)
 
 
 def test_length_based_dispatch_gives_short_sequences_to_the_smallest_replicas_only() -> None:
@@ -112,7 +122,7 @@ def test_expected_seconds_are_those_of_what_each_replica_got() -> None:
 @pytest.mark.parametrize("solver", [GivingUpSolver(), RaisingSolver()])
 def test_a_step_is_divided_although_the_solver_finds_nothing(solver: Any) -> None:
     batches = cases.batches_of(cases.SKEWED)
-    shares = shares_of(solver=solver)
+    shares = shares_of(solver=solver, least_solved_s=0.0)
     divided = shares.divide(batches)
     assert_complete(divided, batches)
     assert shares.solved is not None

@@ -80,8 +80,19 @@ def test_the_pipeline_of_few_rows_that_was_cut_into_passes_of_single_tasks_share
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_unequal_replicas_tell_how_their_passes_differ_from_the_plan(tmp_path: Path) -> None:
-    part = run(3, MIXED, tmp_path, {"replicas": "<2,1>, <1,1>"})
-    assert [report.num_steps for report in part.pass_reports] == [3, 3]
-    assert sum(report.tokens for report in part.pass_reports) == 3 * MIXED[0] * sum(MIXED[1])
+@pytest.mark.parametrize(
+    ("world_size", "load", "arguments"),
+    [
+        pytest.param(3, MIXED, {"replicas": "<2,1>, <1,1>"}, id="shards beside a whole one, heavy"),
+        pytest.param(3, LIGHT, {"replicas": "<1,2>, <1,1>", **APART}, id="stages beside a whole one, tasks apart"),
+        pytest.param(3, MIXED, {"replicas": "<1,2>, <1,1>", "dispatch": "length"}, id="by length, heavy"),
+    ],
+)
+def test_unequal_replicas_make_exactly_the_passes_that_were_planned_of_their_rows(
+    world_size: int, load: tuple[int, tuple[int, ...]], arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    part = run(world_size, load, tmp_path, arguments)
+    for report in part.pass_reports:
+        assert (report.num_steps, report.same_number, report.same_tasks, report.same_tokens) == (3, 3, 3, 3), report
+    assert sum(report.tokens for report in part.pass_reports) == 3 * load[0] * sum(load[1])
     assert [event["passes"] for event in events(tmp_path)] == [report.passes for report in part.pass_reports]
