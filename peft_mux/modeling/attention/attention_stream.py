@@ -11,13 +11,11 @@ from torch import nn
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.modeling.attention.parts import PartsInFlight
+from peft_mux.modeling.attention.prefix_tree.layouts import TreeLayouts
 from peft_mux.modeling.attention.prefixes import Prefixes
-from peft_mux.modeling.attention.rectangles import Layout, build_layout, copied_to
+from peft_mux.modeling.attention.rectangles import LENGTH_STEP, Layout, build_layout, copied_to
 from peft_mux.modeling.attention.rows import KeyValueRows
 from peft_mux.modeling.stream import Stream
-
-LENGTH_STEP = 16
-"""Causal rectangles are padded to multiples of this many tokens: few kernel calls, and little of each is padding."""
 
 
 class AttentionStream:
@@ -50,9 +48,20 @@ class AttentionStream:
         self.max_length = max(batch.sequence_lengths, default=0)
         self.parts = PartsInFlight(batch, stream.key_values) if batch.parts else None
         self.prefixes = prefixes
+        self._tree: TreeLayouts | None = None
         # By causality, as a model may have layers of both kinds.
         self._layouts: dict[bool, Layout] = {}
         self._key_bounds: dict[tuple[int, ...], torch.Tensor] = {}
+
+    @property
+    def tree(self) -> TreeLayouts | None:
+        """The layouts of the prefix tree; `None` where there is none, or where all tokens have to be laid out."""
+        shared = self.batch.shared
+        if shared is None or self.parts is not None or self.prefixes is not None:
+            return None
+        if self._tree is None:
+            self._tree = TreeLayouts(shared.tree, self.batch.input_ids.device)
+        return self._tree
 
     def layout(self, *, is_causal: bool) -> Layout:
         """Return the rectangles for causal or full attention."""

@@ -5,13 +5,16 @@ sequences are gathered into rectangles of near-equal length, and one scaled-dot-
 dense T x T mask, and no sequence shares arithmetic with another (a masked NaN is still NaN: 0 * NaN), so a poisoned
 sequence harms nobody.
 
-Parts of long sequences (`attention_parts`) are computed one by one, as each has a number of keys of its own.
+Where sequences begin alike, queries, keys and values are those of the computed rows, and each node of the prefix tree
+attends to the keys from the root on (`prefix_tree`).
+
+Parts of long sequences (`parts`) are computed one by one, as each has a number of keys of its own.
 
 Causal sequences are padded at their end to a multiple of 16 tokens, which needs no mask: a padded key comes after
 every real query. Where every token sees every other (encoders), rectangles hold equal lengths and nothing is padded.
 
-Shape letters: T tokens, P rows of all rectangles, n sequences of a rectangle, L its length, H heads, G key-value
-heads, C channels of a head.
+Shape letters: T tokens, U computed rows, P rows of all rectangles, n sequences of a rectangle, L its length, H heads, G
+key-value heads, C channels of a head.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from torch import nn
 
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.attention.attention_stream import AttentionStream
+from peft_mux.modeling.attention.prefix_tree.attention import tree_attention, tree_varlen
+from peft_mux.modeling.attention.prefix_tree.layouts import TreeLayouts
 from peft_mux.modeling.attention.rectangles import ToRows, ToTokens, heads_first
-from peft_mux.modeling.attention.refusals import refuse_causal_options, refuse_prefixes, refuse_unknown
+from peft_mux.modeling.attention.refusals import refuse_causal_options, refuse_prefixes, refuse_trees, refuse_unknown
 from peft_mux.modeling.attention.scores import Scores, attend
 from peft_mux.modeling.attention.shared_rows import to_computed, to_stream
 from peft_mux.modeling.attention.varlen import varlen_attention, varlen_support, warn_once
@@ -54,7 +59,7 @@ def packed_attention(
 
     Args:
         module: attention module of the layer that attends.
-        query: queries `[1, H, T, C]` of all heads.
+        query: queries `[1, H, T, C]` of all heads; `[1, H, U, C]` where U rows are computed of the T tokens.
         key: keys `[1, G, T, C]`, where G divides H.
         value: values `[1, G, T, C']` of the same G heads.
         attention_mask: must be `None`, as the layouts of `mux_stream` stand for it.
@@ -68,7 +73,7 @@ def packed_attention(
         **kwargs: what else the architecture passes; refused where it would change the result.
 
     Returns:
-        Outputs `[1, T, H, C']`, and `None` in place of the attention weights.
+        Outputs `[1, T, H, C']`, or `[1, U, H, C']`, and `None` in place of the attention weights.
 
     Raises:
         UnsupportedModelError: if the architecture asks for what packed attention does not do.
@@ -79,7 +84,9 @@ def packed_attention(
             "so its sequences cannot be told apart; allowed: architectures that pass **kwargs through to attention."
         )
     refuse_unknown(module, attention_mask, kwargs)
-    shared = mux_stream.batch.shared
+    tree = mux_stream.tree if dropout == 0.0 else None
+    # Parts of long sequences, learnt prefixes and draws are of all tokens of the stream.
+    shared = mux_stream.batch.shared if tree is None else None
     if shared is not None:
         query, key, value = (to_stream(x, shared) for x in (query, key, value))
     if not torch.compiler.is_compiling():  # a compiled pass would be guarded by the count, and compiled anew each time
@@ -88,6 +95,7 @@ def packed_attention(
     if not causal:
         refuse_causal_options(module, has_window=sliding_window is not None, has_parts=parts is not None)
         refuse_prefixes(module, has_prefixes=mux_stream.prefixes is not None)
+        refuse_trees(module, has_tree=mux_stream.batch.shared is not None)
     if parts is not None:
         # Keys come here after rotary embedding, so that later parts read them as they are (M §3.5).
         parts.keep(mux_stream.module_names[module], key, value)
@@ -99,7 +107,7 @@ def packed_attention(
         if out is not None:
             return out, None
     scores = Scores(scaling=scale, is_causal=bool(causal), window=sliding_window, softcap=softcap, sinks=s_aux)
-    out = _through_kernels(module, (query, key, value), mux_stream, scores, dropout)
+    out = _through_kernels(module, (query, key, value), mux_stream, scores, dropout, tree)
     if parts is not None:
         parts.release_finished(mux_stream.module_names[module])
     return out if shared is None else to_computed(out, shared), None
@@ -111,6 +119,7 @@ def _through_kernels(
     mux_stream: AttentionStream,
     scores: Scores,
     dropout: float,
+    tree: TreeLayouts | None,
 ) -> torch.Tensor:
     """Return the outputs by the library of variable lengths, or else by rectangles; on a GPU it is said why."""
     query, _, value = qkv
@@ -125,10 +134,13 @@ def _through_kernels(
         dropout=dropout,
         has_sinks=scores.sinks is not None,
     )
+    if reason is not None and query.is_cuda:
+        warn_once(reason)
+    if tree is not None:
+        q, k, v = (x[0].transpose(0, 1).to(dtype) for x in qkv)
+        return (tree_varlen if reason is None else tree_attention)((q, k, v), tree, scores).unsqueeze(0)
     if reason is None:
         return _through_varlen(module, qkv, mux_stream, scores, dtype)
-    if query.is_cuda:
-        warn_once(reason)
     return _through_rectangles(module, qkv, mux_stream, scores, dropout)
 
 

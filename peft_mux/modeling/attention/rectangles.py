@@ -11,6 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+LENGTH_STEP = 16
+"""Causal rectangles are padded to multiples of this many tokens: few kernel calls, and little of each is padding."""
+
 
 class Rectangle(NamedTuple):
     """Sequences that one attention call computes together.
@@ -20,7 +23,7 @@ class Rectangle(NamedTuple):
         num_sequences: number n of sequences.
         length: number L of tokens that each sequence takes, padding included.
         sequence: number in the stream of the one sequence that is a part of a longer one; else `None`.
-        first: number in the stream of its first sequence; all of them have the same prefix, or none.
+        first: number in the stream of its first sequence; all of them are of one kind, see `build_layout`.
     """
 
     start: int
@@ -58,7 +61,7 @@ def build_layout(
     length_step: int,
     device: torch.device,
     apart: tuple[int, ...] = (),
-    prefixes: tuple[int | None, ...] = (),
+    kinds: tuple[int | None, ...] = (),
 ) -> Layout:
     """Cut a stream into rectangles of equal (rounded) length.
 
@@ -69,14 +72,15 @@ def build_layout(
         length_step: lengths are rounded up to multiples of this many tokens.
         device: where the indices are needed.
         apart: numbers of sequences that get rectangles of their own, without padding.
-        prefixes: number of each sequence's prefix (`peft_mux.modeling.attention.prefixes`); empty for none.
+        kinds: which sequences may share a rectangle, those of equal kind: the numbers of their prefixes
+            (`peft_mux.modeling.attention.prefixes`), or of the keys before them; empty where all may.
     """
     members: dict[tuple[int, int], list[int]] = defaultdict(list)
     for index, length in enumerate(lengths):
         if index not in apart:
-            prefix = prefixes[index] if prefixes else None
-            # Sequences with one prefix share a call, as their keys are alike in number.
-            members[-(-length // length_step) * length_step, -1 if prefix is None else prefix].append(index)
+            kind = kinds[index] if kinds else None
+            # Keys of sequences that share a call have to be alike in number.
+            members[-(-length // length_step) * length_step, -1 if kind is None else kind].append(index)
     first_row = np.empty(len(lengths), dtype=np.int64)
     rectangles, start = [], 0
     for (length, _), sequences in sorted(members.items()):
@@ -119,7 +123,7 @@ class ToRows(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return `[P, ...]`."""
         ctx.save_for_backward(row_of_token)
-        return _spread(x_T, row_of_token, padding_rows, num_rows)
+        return spread(x_T, row_of_token, padding_rows, num_rows)
 
     @staticmethod
     def backward(ctx: Any, grad_P: torch.Tensor) -> tuple[Any, ...]:
@@ -144,11 +148,18 @@ class ToTokens(torch.autograd.Function):
     def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradient `[P, ...]`."""
         row_of_token, padding_rows = ctx.saved_tensors
-        return _spread(grad_T, row_of_token, padding_rows, ctx.num_rows), None, None
+        return spread(grad_T, row_of_token, padding_rows, ctx.num_rows), None, None
 
 
-def _spread(x_T: torch.Tensor, row_of_token: torch.Tensor, padding_rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return `[P, ...]` with the tokens in their rows and zeros in the padding, which must be finite: 0 * NaN = NaN."""
+def spread(x_T: torch.Tensor, row_of_token: torch.Tensor, padding_rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return `[P, ...]` with the tokens in their rows and zeros in the padding, which must be finite: 0 * NaN = NaN.
+
+    Args:
+        x_T: `[T, ...]`.
+        row_of_token: int64 `[T]`, where each token goes.
+        padding_rows: int64 `[P - T]`, the rows where none goes.
+        num_rows: number P of rows.
+    """
     # Not zeroed throughout: tokens fill all rows but those of the padding.
     x_P = x_T.new_empty(num_rows, *x_T.shape[1:]).index_copy_(0, row_of_token, x_T)
     return x_P.index_fill_(0, padding_rows, 0.0)

@@ -40,6 +40,15 @@ def refuse_causal_options(module: nn.Module, *, has_window: bool, has_parts: boo
         )
 
 
+def refuse_trees(module: nn.Module, *, has_tree: bool) -> None:
+    """Refuse rows that stand for several tokens where these would see different tokens behind them."""
+    if has_tree:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} lets every token see every other, so no token of two sequences is the same;"
+            " allowed: shared prefixes with causal attention. Set share_prefixes=False."
+        )
+
+
 def refuse_prefixes(module: nn.Module, *, has_prefixes: bool) -> None:
     """Refuse learnt keys where every token sees every other."""
     if has_prefixes:

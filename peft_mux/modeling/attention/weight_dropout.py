@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from peft_mux.kernels import philox
-from peft_mux.modeling.attention.attention_stream import LENGTH_STEP, AttentionStream
-from peft_mux.modeling.attention.rectangles import Layout, Rectangle
+from peft_mux.modeling.attention.attention_stream import AttentionStream
+from peft_mux.modeling.attention.rectangles import LENGTH_STEP, Layout, Rectangle
 
 
 class AttentionDropout:

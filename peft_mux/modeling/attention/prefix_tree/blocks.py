@@ -1,0 +1,130 @@
+"""Attention over a prefix tree without a copy of any key: each node's keys meet all queries below it in one product.
+
+What a query sees is its own node and the nodes above it. Torch's fused attention on a CPU tells the logarithm of the
+softmax's divisor beside the outputs, so each of these is computed apart, and the outputs are joined by their shares of
+the whole divisor. Backwards, each of them is given the joined outputs and the whole divisor, which yields exactly its
+part of the gradients. A shared key's gradient is so one product over all queries below, in their order.
+
+    prefix of 300 tokens, 8 sequences of 30    300 x 300 causal, 240 x 300 full, 8 times 30 x 30 causal
+
+Shape letters: U computed rows, P rows of all rectangles, n nodes of a rectangle, L its length, H heads, G key-value
+heads, C channels of a head.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from peft_mux.modeling.attention.parts import causal_mask
+from peft_mux.modeling.attention.prefix_tree.depth_first import DepthFirst
+from peft_mux.modeling.attention.rectangles import Layout, Rectangle, heads_first, spread
+from peft_mux.modeling.attention.scores import Scores
+
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+class TreeBlocks(torch.autograd.Function):
+    """`[U, H, C]` queries, `[U, G, C]` keys and values in depth-first order `-> [U, H, C]`, on a CPU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q_UHC: torch.Tensor, k_UGC: torch.Tensor, v_UGC: torch.Tensor, tree: DepthFirst, scores: Scores
+    ) -> torch.Tensor:
+        """Return `[U, H, C]`."""
+        out_UHC, lse_UH = _within_nodes((q_UHC, k_UGC, v_UGC), tree.rectangles, scores)
+        for queries, keys, window in tree.blocks:
+            qkv = (_heads(x) for x in (q_UHC[queries], k_UGC[keys], v_UGC[keys]))
+            options = _options(None if window is None else window.added, scores, q_UHC.dtype)
+            out, lse = _FORWARD(*qkv, 0.0, False, **options)
+            if window is not None:
+                # Torch tells 0 for a query that sees nothing, which would be a key of score 0.
+                lse = lse.masked_fill(window.is_blind, -math.inf)
+            _join(out_UHC[queries], lse_UH[queries], out[0].transpose(0, 1), lse[0].transpose(0, 1))
+        out_UHC = out_UHC.to(q_UHC.dtype)
+        ctx.save_for_backward(q_UHC, k_UGC, v_UGC, out_UHC, lse_UH)
+        ctx.tree, ctx.scores = tree, scores
+        return out_UHC
+
+    @staticmethod
+    def backward(ctx: Any, grad_UHC: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradients of queries, keys and values."""
+        saved, scores = (grad_UHC, *ctx.saved_tensors), ctx.scores
+        grads = _within_nodes_backward(saved, ctx.tree.rectangles, scores)
+        grad, q, k, v, out, lse = saved
+        for queries, keys, window in ctx.tree.blocks:
+            own = (_heads(x) for x in (grad[queries], q[queries], k[keys], v[keys], out[queries]))
+            options = _options(None if window is None else window.added, scores, q.dtype)
+            parts = _BACKWARD(*own, lse[queries].transpose(0, 1)[None], 0.0, False, **options)
+            for total, place, part in zip(grads, (queries, keys, keys), parts, strict=True):
+                total[place] += part[0].transpose(0, 1)
+        return (*grads, None, None)
+
+
+def _within_nodes(qkv: Sequence[torch.Tensor], layout: Layout, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return outputs `[U, H, C]` and logarithms of divisors `[U, H]` of each node's queries over its own keys.
+
+    Both are in fp32 at least, as several of them will be joined.
+    """
+    rows = [_to_rows(x, layout) for x in qkv]
+    outs, divisors = [], []
+    for rectangle in layout.rectangles:
+        mask = _own_mask(rectangle, scores)
+        options = _options(mask, scores, qkv[0].dtype)
+        own = (heads_first(x[rectangle.rows], rectangle) for x in rows)
+        out, lse = _FORWARD(*own, 0.0, mask is None, **options)
+        outs.append(out.transpose(1, 2).flatten(0, 1))
+        divisors.append(lse.transpose(1, 2).flatten(0, 1))
+    lse_UH = _joined(divisors).index_select(0, layout.row_of_token)
+    return _joined(outs).index_select(0, layout.row_of_token).to(lse_UH.dtype), lse_UH
+
+
+def _within_nodes_backward(saved: Sequence[torch.Tensor], layout: Layout, scores: Scores) -> list[torch.Tensor]:
+    """Return what queries, keys and values get from within their nodes; `saved` is what `_BACKWARD` reads."""
+    *rows, lse_PH = (_to_rows(x, layout) for x in saved)
+    grads: list[list[torch.Tensor]] = [[], [], []]
+    for rectangle in layout.rectangles:
+        mask = _own_mask(rectangle, scores)
+        options = _options(mask, scores, saved[1].dtype)
+        own = (heads_first(x[rectangle.rows], rectangle) for x in rows)
+        lse = lse_PH[rectangle.rows].view(rectangle.num_sequences, rectangle.length, -1).transpose(1, 2)
+        for total, part in zip(grads, _BACKWARD(*own, lse, 0.0, mask is None, **options), strict=True):
+            total.append(part.transpose(1, 2).flatten(0, 1))
+    return [_joined(total).index_select(0, layout.row_of_token) for total in grads]
+
+
+def _own_mask(rectangle: Rectangle, scores: Scores) -> torch.Tensor | None:
+    """Return what is added to the scores of a node's own keys; `None` where plain causality says it all."""
+    is_seen = causal_mask(rectangle.length, rectangle.length, scores.window, torch.device("cpu"))
+    return None if is_seen is None else torch.zeros(is_seen.shape).masked_fill_(~is_seen, -math.inf)
+
+
+def _options(mask: torch.Tensor | None, scores: Scores, dtype: torch.dtype) -> dict[str, Any]:
+    # Masks are of the queries' precision, or of fp32.
+    if mask is not None and dtype == torch.float64:
+        mask = mask.double()
+    return {"attn_mask": mask, "scale": scores.scaling}
+
+
+def _to_rows(x_U: torch.Tensor, layout: Layout) -> torch.Tensor:
+    return spread(x_U, layout.row_of_token, layout.padding_rows, layout.num_rows)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _join(out_UHC: torch.Tensor, lse_UH: torch.Tensor, other_UHC: torch.Tensor, other_lse_UH: torch.Tensor) -> None:
+    """Let outputs and logarithms of divisors stand for further keys, too; in place."""
+    share_UH1 = torch.sigmoid(other_lse_UH - lse_UH)[..., None]
+    out_UHC.lerp_(other_UHC.to(out_UHC.dtype), share_UH1)
+    torch.logaddexp(lse_UH, other_lse_UH, out=lse_UH)
+
+
+def _heads(x_LHC: torch.Tensor) -> torch.Tensor:
+    """`[L, H, C] -> [1, H, L, C]` as a view."""
+    return x_LHC.transpose(0, 1)[None]

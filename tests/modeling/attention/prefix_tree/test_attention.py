@@ -1,0 +1,326 @@
+"""Attention over a prefix tree gives each sequence what it gets alone, and not one bit from other trees."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+
+from peft_mux.modeling.attention.prefix_tree import attention
+from peft_mux.modeling.attention.prefix_tree.attention import tree_attention, tree_varlen
+from peft_mux.modeling.attention.prefix_tree.layouts import TreeLayouts
+from peft_mux.modeling.attention.scores import Scores
+from peft_mux.modeling.attention.varlen import as_kernel, varlen_attention
+from peft_mux.packing.prefix_tree import PrefixTree, build_prefix_tree
+from tests.modeling.attention.test_packed import alone
+from tests.modeling.test_key_values import flash_attention
+
+HEADS, CHANNELS = 4, 8
+PROPERTY = settings(deadline=None, max_examples=60)
+CPU = torch.device("cpu")
+Attend = Callable[[Sequence[torch.Tensor], TreeLayouts, Scores], torch.Tensor]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "causal": {},
+    "window": {"window": 5},
+    "window of one token": {"window": 1},
+    "window as long as the longest": {"window": 40},
+    "soft-cap": {"softcap": 1.5},
+    "window and soft-cap": {"window": 7, "softcap": 1.5},
+    "scaling": {"scaling": 0.7},
+    "sinks": {"sinks": torch.linspace(-1.0, 1.0, HEADS)},
+}
+
+
+def scores(*, scaling: float = CHANNELS**-0.5, **kind: Any) -> Scores:
+    return Scores(scaling, is_causal=True, **{"window": None, "softcap": None, **kind})
+
+
+def by_rectangles(qkv: Sequence[torch.Tensor], tree: TreeLayouts, kind: Scores) -> torch.Tensor:
+    q, k, v = qkv
+    return attention._by_rectangles((q, k, v), tree, kind._replace(window=tree.narrowed(kind.window)))
+
+
+def by_one_call(qkv: Sequence[torch.Tensor], tree: TreeLayouts, kind: Scores) -> torch.Tensor:
+    """Attend as on CUDA, by a kernel that computes on a CPU what flash attention does."""
+    q, k, v = qkv
+    with pytest.MonkeyPatch.context() as patch:
+        kernel = as_kernel("torch", flash_attention)
+        patch.setattr(attention, "varlen_attention", partial(varlen_attention, kernel=kernel))
+        return tree_varlen((q, k, v), tree, kind)
+
+
+WAYS: dict[str, Attend] = {
+    "on a cpu": lambda qkv, tree, kind: tree_attention((qkv[0], qkv[1], qkv[2]), tree, kind),
+    "by rectangles": by_rectangles,
+    "in one call": by_one_call,
+}
+
+
+def knows(way: str, kind: Scores) -> bool:
+    """Return whether a way is asked for this: `varlen_support` refuses caps and sinks."""
+    return way != "in one call" or (kind.softcap is None and kind.sinks is None)
+
+
+def family(*ends: int, start: Sequence[int] = (7,) * 20, seed: int = 0) -> list[np.ndarray]:
+    """Return sequences with one beginning, each with an end of its own of so many tokens."""
+    draw = np.random.default_rng(seed)
+    return [np.array([*start, *(draw.integers(100, 10_000, end))]) for end in ends]
+
+
+# A beginning of 20 tokens, under one of its ends another branch, a row that ends with it, and one that shares nothing.
+NESTED = [*family(5, 17), np.array([7] * 20), *family(3, 4, start=[7] * 20 + [8] * 6, seed=1), np.arange(50, 61)]
+
+
+def tree_of(rows: Sequence[np.ndarray], groups: Sequence[int] | None = None, min_tokens: int = 2) -> PrefixTree:
+    tree = build_prefix_tree(rows, groups or [0] * len(rows), min_tokens=min_tokens)
+    assert tree is not None, "the rows of the test begin alike"
+    return tree
+
+
+def states(num_rows: int, key_heads: int = HEADS, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(num_rows, heads, CHANNELS) for heads in (HEADS, key_heads, key_heads)]
+    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_() for shape in shapes]
+
+
+def one_by_one(rows: Sequence[np.ndarray], tree: PrefixTree, qkv: Sequence[torch.Tensor], kind: Scores) -> torch.Tensor:
+    """Return `[U, H, C]` of every sequence alone, by its definition, over the tokens that nothing is shared of."""
+    tokens = torch.from_numpy(tree.row_of_token)
+    parts = zip(*(x[tokens].split([len(row) for row in rows]) for x in qkv), strict=True)
+    outs = [_alone([x.transpose(0, 1)[None] for x in part], kind) for part in parts]
+    return torch.cat(outs)[torch.from_numpy(tree.computed)]
+
+
+def _alone(qkv: Sequence[torch.Tensor], kind: Scores) -> torch.Tensor:
+    q, k, v = qkv
+    if kind.sinks is not None:
+        # A key of no value, to which each head has the score of its sink.
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        places = torch.arange(q.shape[2])
+        logits = (q @ k.mT * kind.scaling).masked_fill(places[:, None] < places, -math.inf)
+        sinks = kind.sinks.to(q.dtype).view(1, -1, 1, 1).expand(*logits.shape[:-1], 1)
+        return (torch.cat([logits, sinks], -1).softmax(-1)[..., :-1] @ v)[0].transpose(0, 1)
+    return alone(q, k, v, is_causal=True, sliding_window=kind.window, softcap=kind.softcap, scaling=kind.scaling)
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return ((found.double() - wanted.double()).norm() / wanted.double().norm().clamp(min=1.0)).item()
+
+
+def check(way: str, rows: Sequence[np.ndarray], tree: PrefixTree, qkv: Sequence[torch.Tensor], kind: Scores) -> None:
+    """Compare outputs and gradients with those of every sequence alone."""
+    found = WAYS[way](qkv, TreeLayouts(tree, CPU), kind)
+    wanted = one_by_one(rows, tree, qkv, kind)
+    # Weights are computed in fp32 where they are written out.
+    bound = 1e-12 if qkv[0].dtype == torch.float64 and kind.softcap is None and kind.sinks is None else 1e-6
+    assert relative(found, wanted) < bound
+    flow = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    mine = torch.autograd.grad((found * flow).sum(), qkv)
+    theirs = torch.autograd.grad((wanted * flow).sum(), qkv)
+    for one, other in zip(mine, theirs, strict=True):
+        assert relative(one, other) < 3 * bound
+
+
+# ------------------------------------------------------------------------------- against each sequence alone
+
+
+@pytest.mark.parametrize("key_heads", [4, 2, 1], ids=["heads", "grouped", "multi-query"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_outputs_and_gradients_are_those_of_each_sequence_alone(way: str, kind: str, key_heads: int) -> None:
+    wanted = scores(**KINDS[kind])
+    if not knows(way, wanted):
+        return
+    tree = tree_of(NESTED)
+    assert tree.num_rows < tree.num_tokens / 2
+    check(way, NESTED, tree, states(tree.num_rows, key_heads), wanted)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_in_fp32_gradients_are_within_its_rounding(way: str) -> None:
+    tree = tree_of(NESTED)
+    check(way, NESTED, tree, states(tree.num_rows, 2, torch.float32), scores())
+
+
+WORDS = st.lists(st.integers(0, 1), min_size=1, max_size=12).map(np.array)
+
+
+@PROPERTY
+@given(
+    rows=st.lists(WORDS, min_size=2, max_size=8),
+    tasks=st.lists(st.integers(0, 1), min_size=8, max_size=8),
+    min_tokens=st.integers(1, 3),
+    kind=st.sampled_from(sorted(KINDS)),
+    way=st.sampled_from(sorted(WAYS)),
+)
+def test_any_sequences_get_what_each_gets_alone(
+    rows: list[np.ndarray], tasks: list[int], min_tokens: int, kind: str, way: str
+) -> None:
+    wanted = scores(**KINDS[kind])
+    tree = build_prefix_tree(rows, sorted(tasks[: len(rows)]), min_tokens=min_tokens)
+    if tree is not None and knows(way, wanted):
+        check(way, rows, tree, states(tree.num_rows, 2), wanted)
+
+
+def test_rows_of_two_beginnings_may_alternate() -> None:
+    one, other = family(4, 5, 6), family(5, 3, 8, start=(9,) * 18, seed=1)
+    rows = [row for pair in zip(one, other, strict=True) for row in pair]
+    tree = tree_of(rows)
+    assert TreeLayouts(tree, CPU).depth_first(None).order is not None, "the test needs rows out of depth-first order"
+    for way in WAYS:
+        check(way, rows, tree, states(tree.num_rows, 2), scores())
+
+
+def test_bfloat16_is_near_to_float64() -> None:
+    tree = tree_of(NESTED)
+    qkv = states(tree.num_rows, 2, torch.bfloat16)
+    for way in WAYS:
+        found = WAYS[way](qkv, TreeLayouts(tree, CPU), scores())
+        assert found.dtype == torch.bfloat16
+        assert relative(found, one_by_one(NESTED, tree, qkv, scores())) < 2e-2
+
+
+def test_values_may_be_narrower_than_keys() -> None:
+    tree = tree_of(NESTED)
+    q, k, v = states(tree.num_rows)
+    wide = tree_attention((q, k, v), TreeLayouts(tree, CPU), scores())
+    narrow = tree_attention((q, k, v[..., :3]), TreeLayouts(tree, CPU), scores())
+    assert relative(narrow, wide[..., :3]) < 1e-12
+
+
+# --------------------------------------------------------------------------------------------- apart from others
+
+EXACT = [kind for kind in KINDS if "cap" not in kind and kind != "sinks"]
+"""Where weights are written out, batched products sum in another order for other numbers of nodes."""
+
+
+def joined(*families: list[np.ndarray]) -> PrefixTree:
+    """Return the tree of several tasks in one stream."""
+    groups = [task for task, rows in enumerate(families) for _ in rows]
+    return tree_of([row for rows in families for row in rows], groups)
+
+
+@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_task_has_the_same_bits_alone_and_in_company(way: str, kind: str) -> None:
+    other = family(6, 30, 11, start=(9,) * 33)
+    apart, together = joined(NESTED), joined(other, NESTED)
+    own = slice(together.num_rows - apart.num_rows, None)
+    qkv = states(together.num_rows, 2, torch.float32)
+    mine = [x.detach()[own].clone().requires_grad_() for x in qkv]
+    flow = torch.randn(together.num_rows, HEADS, CHANNELS)
+    in_company = WAYS[way](qkv, TreeLayouts(together, CPU), scores(**KINDS[kind]))
+    by_itself = WAYS[way](mine, TreeLayouts(apart, CPU), scores(**KINDS[kind]))
+    assert torch.equal(in_company[own], by_itself)
+    pairs = zip(
+        torch.autograd.grad(in_company, qkv, flow), torch.autograd.grad(by_itself, mine, flow[own]), strict=True
+    )
+    for with_other, without in pairs:
+        assert torch.equal(with_other[own], without)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_poisoned_task_changes_no_bit_of_another(way: str, kind: str) -> None:
+    wanted = scores(**KINDS[kind])
+    if not knows(way, wanted):
+        return
+    together = joined(family(6, 30, 11, start=(9,) * 33), NESTED)
+    own = slice(together.num_rows - joined(NESTED).num_rows, None)
+    runs = []
+    for poison in (1.0, math.nan, math.inf):
+        qkv = states(together.num_rows, 2, torch.float32)
+        with torch.no_grad():
+            for x in qkv:
+                x[: own.start] *= poison
+        out = WAYS[way](qkv, TreeLayouts(together, CPU), wanted)
+        gradients = torch.autograd.grad(out.sum(), qkv)
+        assert math.isnan(out.detach()[: own.start].sum()) == (poison != 1.0)
+        runs.append([x[own] for x in (out, *gradients)])
+    for poisoned in runs[1:]:
+        assert all(map(torch.equal, runs[0], poisoned))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_end_that_is_poisoned_leaves_the_outputs_of_other_ends_as_they_are(way: str) -> None:
+    rows = family(5, 17, 9)
+    tree = tree_of(rows)
+    last = slice(tree.nodes[-1].start, None)
+    qkv = states(tree.num_rows)
+    healthy = WAYS[way](qkv, TreeLayouts(tree, CPU), scores())
+    for x in qkv:
+        x.detach()[last] = math.nan
+    poisoned = WAYS[way](qkv, TreeLayouts(tree, CPU), scores())
+    assert torch.equal(poisoned[: last.start], healthy[: last.start])
+    assert poisoned[last].isnan().all()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("way", WAYS)
+def test_repeats_have_the_same_bits(way: str, kind: str) -> None:
+    wanted = scores(**KINDS[kind])
+    if not knows(way, wanted):
+        return
+    tree = tree_of(NESTED)
+    runs = []
+    for _ in range(2):
+        qkv = states(tree.num_rows, 2, torch.float32)
+        out = WAYS[way](qkv, TreeLayouts(tree, CPU), wanted)
+        runs.append((out, *torch.autograd.grad(out.square().sum(), qkv)))
+    assert all(map(torch.equal, *runs))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_activations_may_be_computed_again(way: str) -> None:
+    tree = tree_of(NESTED)
+    layouts, gradients = TreeLayouts(tree, CPU), []
+    for again in (False, True):
+        qkv = states(tree.num_rows, 2)
+
+        def attend(*qkv: torch.Tensor) -> torch.Tensor:
+            return WAYS[way](qkv, layouts, scores()).square()
+
+        out: Any = checkpoint(attend, *qkv, use_reentrant=False) if again else attend(*qkv)
+        gradients.append(torch.autograd.grad(out.sum(), qkv))
+    assert all(map(torch.equal, *gradients))
+
+
+# ------------------------------------------------------------------------------------------------ what is told
+
+
+def test_one_call_is_told_the_keys_from_the_root_on_that_a_window_leaves() -> None:
+    rows = family(5, 17)
+    tree, told = tree_of(rows), []
+
+    def kernel(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale=1.0, window_size=(-1, -1), enable_gqa=False):
+        told.append((bounds_q.diff().tolist(), bounds_k.diff().tolist(), max_q, max_k))
+        options = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}
+        return flash_attention(q, k, v, bounds_q, bounds_k, max_q, max_k, **options)
+
+    q, k, v = states(tree.num_rows)
+    with pytest.MonkeyPatch.context() as patch:
+        one = as_kernel("torch", kernel)
+        patch.setattr(attention, "varlen_attention", partial(varlen_attention, kernel=one))
+        for window in (None, 4):
+            tree_varlen((q, k, v), TreeLayouts(tree, CPU), scores(window=window))
+    assert told[0] == ([20, 5, 17], [20, 25, 37], 20, 37)
+    assert told[1] == ([20, 5, 17], [20, 5 + 3, 17 + 3], 20, 20)
+
+
+def test_where_no_window_narrows_keys_are_read_where_they_lie() -> None:
+    tree = tree_of(NESTED)
+    q, k, v = states(tree.num_rows, 2, torch.float32)
+    kept: list[torch.Size] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        tree_attention((q, k, v), TreeLayouts(tree, CPU), scores(window=40))
+    assert {shape[0] for shape in kept} == {tree.num_rows}, "copies of keys are kept for the backward pass"

@@ -1,0 +1,102 @@
+"""Layouts of a prefix tree: whose keys each node sees, in which order, and built how often."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peft_mux.modeling.attention.prefix_tree.layouts import TreeLayouts
+from peft_mux.packing.prefix_tree import PrefixTree, build_prefix_tree
+
+CPU = torch.device("cpu")
+WORDS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9).map(np.array), min_size=2, max_size=8)
+PROPERTY = settings(deadline=None, max_examples=60)
+
+
+def trees(rows: list[np.ndarray]) -> list[PrefixTree]:
+    tree = build_prefix_tree(rows, [0] * len(rows), min_tokens=1)
+    return [] if tree is None else [tree]
+
+
+def rows_before(tree: PrefixTree, number: int) -> list[int]:
+    """Return the rows of a node's ancestors, from the root on."""
+    path = [tree.nodes[one] for one in tree.path(number)[:-1]]
+    return [row for node in path for row in range(node.start, node.start + node.length)]
+
+
+@PROPERTY
+@given(WORDS, st.sampled_from([None, 1, 2, 5]))
+def test_blocks_lead_every_query_once_to_all_keys_above_its_node_that_its_window_leaves(
+    rows: list[np.ndarray], window: int | None
+) -> None:
+    for tree in trees(rows):
+        found = TreeLayouts(tree, CPU).depth_first(window)
+        order = np.arange(tree.num_rows) if found.order is None else found.order.numpy()
+        assert sorted(order) == list(range(tree.num_rows))
+        seen: dict[int, list[int]] = {row: [] for row in range(tree.num_rows)}
+        for queries, keys, mask in found.blocks:
+            for place, row in enumerate(order[queries]):
+                chosen = slice(None) if mask is None else (mask.added[place] == 0).numpy()
+                seen[row] += order[keys][chosen].tolist()
+                assert mask is None or bool(mask.is_blind[place]) == (not chosen.any())
+        for number, node in enumerate(tree.nodes):
+            for place in range(node.length):
+                before = rows_before(tree, number)
+                hidden = 0 if window is None else max(len(before) + place - (window - 1), 0)
+                assert seen[node.start + place] == before[hidden:]
+
+
+@PROPERTY
+@given(WORDS, st.sampled_from([None, 1, 2, 5]))
+def test_gathered_keys_are_those_from_the_root_on_that_a_window_leaves(
+    rows: list[np.ndarray], window: int | None
+) -> None:
+    for tree in trees(rows):
+        found = TreeLayouts(tree, CPU).paths(window)
+        assert found.bounds.tolist() == [0, *itertools.accumulate(found.num_keys)]
+        for number, (keys, node) in enumerate(zip(found.rows.split(list(found.num_keys)), tree.nodes, strict=True)):
+            before = rows_before(tree, number)
+            if window is not None:
+                before = before[max(len(before) - (window - 1), 0) :]
+            assert keys.tolist() == [*before, *range(node.start, node.start + node.length)]
+
+
+@PROPERTY
+@given(WORDS, st.sampled_from([None, 1, 2, 5]))
+def test_each_row_of_a_rectangle_has_the_keys_before_its_node(rows: list[np.ndarray], window: int | None) -> None:
+    for tree in trees(rows):
+        layouts = TreeLayouts(tree, CPU)
+        found, paths = layouts.before(window), layouts.paths(window)
+        number_at = {int(found.rectangles.row_of_token[node.start]): n for n, node in enumerate(tree.nodes)}
+        by_node = paths.rows.split(list(paths.num_keys))
+        for rectangle, keys in zip(found.rectangles.rectangles, found.rows.split(found.sizes), strict=True):
+            starts = range(rectangle.start, rectangle.rows.stop, rectangle.length)
+            for start, before in zip(starts, keys.view(rectangle.num_sequences, -1), strict=True):
+                number = number_at.pop(start)
+                assert before.tolist() == by_node[number][: -tree.nodes[number].length].tolist()
+        assert not number_at, "every node has a place"
+
+
+def test_layouts_are_built_once_for_all_layers() -> None:
+    tree = build_prefix_tree([np.arange(30), np.arange(40)], [0, 0])
+    assert tree is not None
+    layouts = TreeLayouts(tree, CPU)
+    assert layouts.bounds is layouts.bounds
+    for window in (None, 4):
+        assert layouts.depth_first(window) is layouts.depth_first(window)
+        assert layouts.paths(window) is layouts.paths(window)
+        assert layouts.before(window) is layouts.before(window)
+    assert layouts.paths(4) is not layouts.paths(None)
+
+
+def test_a_window_as_long_as_the_longest_sequence_is_none() -> None:
+    tree = build_prefix_tree([np.arange(30), np.arange(40)], [0, 0])
+    assert tree is not None
+    layouts = TreeLayouts(tree, CPU)
+    assert layouts.narrowed(None) is None
+    assert layouts.narrowed(40) is None
+    assert layouts.narrowed(39) == 39
