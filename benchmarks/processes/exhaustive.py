@@ -1,0 +1,97 @@
+"""The planner's own plan against every other plan, executed: a pipeline of two stages, or two tensor parallel ranks.
+
+    python -m benchmarks.processes.exhaustive                    both layouts, 10 mixes each; about 15 idle minutes
+    python -m benchmarks.processes.exhaustive --layouts pp2 --mixes 3
+    python -m benchmarks.processes.exhaustive --write            also into benchmarks/results/
+
+For mixes of 2 to 4 tasks (drawn by a seed: 2 to 8 rows of 10 to 70, or 1 or 2 of 100 to 200 tokens a step, ranks 4 to
+64) all contiguous partitions of the tasks into hTasks, with hTasks that share buckets and without, 1, 2 or 4
+micro-batches and, on tensor parallel ranks, 1 to 4 passes in turns are planned; plans that come out alike count once.
+One trainer follows all of them, one after another, step by step, after a profile that two processes measured. Then the
+fastest of them and the planner's own run again by turns, as the fastest of many medians is also the luckiest; `own /
+best` is of these rounds. Steps are flushed, so that each has a time of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.paths import RESULTS
+from benchmarks.processes.workers import run_ranks
+from benchmarks.training.report import hardware, host_kind, versions
+
+LAYOUTS: dict[str, dict[str, Any]] = {"pp2": {"pipeline_parallel_size": 2}, "tp2": {"tensor_parallel_size": 2}}
+GOALS = {"median": 1.05, "worst": 1.10}
+
+
+def main() -> None:
+    """Run both ranks and print the table; in a rank, measure."""
+    options = _parser().parse_args()
+    if options.worker is not None:
+        from benchmarks.processes.exhaustive_worker import measure
+
+        found = measure(options)
+        if options.worker == 0:
+            Path(options.found).write_text(json.dumps(found), encoding="utf-8")
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "found.json"
+        run_ranks("benchmarks.processes.exhaustive", 2, path, kept_here=("--write",))
+        rows = json.loads(path.read_text(encoding="utf-8"))
+    summary = print_table(rows)
+    if options.write:
+        path = RESULTS / f"exhaustive-{host_kind()}.json"
+        contents = {"hardware": hardware(), "versions": versions(), "summary": summary, "rows": rows}
+        path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+
+
+def print_table(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Print each mix, and return the median and the worst of own over best for each layout.
+
+    Args:
+        rows: what the ranks have measured of each mix.
+    """
+    print("layout  tasks tokens  plans   own ms  best ms  own / best   own plan -> best plan")
+    for row in rows:
+        print(
+            f"{row['layout']:<7} {row['num_tasks']:>5} {row['num_tokens']:>6} {row['num_plans']:>6}"
+            f" {row['own_s'] * 1e3:>8.1f} {row['best_s'] * 1e3:>8.1f} {row['own_s'] / row['best_s']:>11.3f}"
+            f"   {row['own']} -> {row['best']}"
+        )
+    summary = {}
+    for layout in dict.fromkeys(row["layout"] for row in rows):
+        ratios = [row["own_s"] / row["best_s"] for row in rows if row["layout"] == layout]
+        summary[layout] = {"median": statistics.median(ratios), "worst": max(ratios)}
+        told = ", ".join(f"{name} {value:.3f} (goal {GOALS[name]:.2f})" for name, value in summary[layout].items())
+        print(f"{layout}: own over best: {told}")
+    return summary
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.processes.exhaustive", description=(__doc__ or "").splitlines()[0]
+    )
+    add = parser.add_argument
+    add("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
+    add("--mixes", type=int, default=10, help="how many mixes to draw for each layout")
+    add("--steps", type=int, default=3, help="steps of a plan each time that it is followed; the first is not timed")
+    add("--rounds", type=int, default=6, help="how often the fastest plans and the planner's own run again")
+    add("--finalists", type=int, default=3, help="how many of the fastest plans run again")
+    add("--hidden-size", type=int, default=256)
+    add("--layers", type=int, default=4)
+    add("--profile-s", type=float, default=15.0, help="seconds of measuring the profile")
+    add("--seed", type=int, default=0, help="of the mixes")
+    add("--write", action="store_true", help="write the JSON into benchmarks/results/")
+    add("--worker", type=int, help=argparse.SUPPRESS)
+    add("--found", help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    main()
