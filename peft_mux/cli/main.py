@@ -92,8 +92,6 @@ def _train(arguments: argparse.Namespace) -> int:
     if is_shown:
         print(trainer.plan(), flush=True)  # noqa: T201
     trainer.train(resume_from_checkpoint=arguments.resume or None)
-    if is_shown:
-        print(trainer.report(), flush=True)  # noqa: T201
     if trainer.interrupted_by:
         return 128 + trainer.interrupted_by
     return 1 if any(status == "failed" for status in trainer.task_statuses.values()) else 0

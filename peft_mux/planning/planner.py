@@ -182,17 +182,9 @@ class Planner:
         # The plan is of the replica with most tokens, which all others wait for.
         loads = max(replicas, key=lambda own: sum(load.tokens for load in own))
         cost, memory = self._models(target, loads, num_chunks)
-        budget = Budget(
-            self.args.max_tokens_per_micro_batch,
-            target.limit_bytes,
-            schedule=schedule,  # type: ignore[arg-type]
-            num_chunks=num_chunks,
-            links=target.stage_link,
-            num_micro_batches=self.args.num_micro_batches,
-            rules=self.collator.rules,
-            interleaved_passes=interleaved_passes(self.args, target),  # type: ignore[arg-type]
-            recomputes=self.args.uses_checkpointing,
-        )
+        if target.is_own:
+            self._priced = target, cost, {load.name: load for load in loads}
+        budget = self._budget(target, schedule, num_chunks)
         try:
             outcome = plan_tasks(loads, cost, memory, budget, policy=self.args.planner, running=running)
         except DoesNotFitError as error:
@@ -235,6 +227,47 @@ class Planner:
             for own, bound in zip(rows, bounds, strict=True)
         )
         return replace(plan, passes=passes)
+
+    def _budget(self, target: Target, schedule: Any, num_chunks: int) -> Budget:
+        """Return the bounds within which a plan for a target is looked for."""
+        return Budget(
+            self.args.max_tokens_per_micro_batch,
+            target.limit_bytes,
+            schedule=schedule,
+            num_chunks=num_chunks,
+            links=target.stage_link,
+            num_micro_batches=self.args.num_micro_batches,
+            rules=self.collator.rules,
+            interleaved_passes=interleaved_passes(self.args, target),  # type: ignore[arg-type]
+            recomputes=self.args.uses_checkpointing,
+        )
+
+    def alone_s(
+        self,
+        runs: Sequence[TaskRun],
+        *,
+        num_stages: int | None = None,
+        devices_per_stage: int | None = None,
+        schedule: Schedule | None = None,
+    ) -> dict[str, float]:
+        """Return the predicted seconds of a step of each task if it trained alone, by name.
+
+        Args:
+            runs: the tasks, ended ones too.
+            num_stages: number of stages of each replica; 1 by default.
+            devices_per_stage: number of devices that share every layer; by default as the arguments ask.
+            schedule: the schedule of a pipeline; by default that of the arguments.
+        """
+        target = self._target(None, num_stages, devices_per_stage)
+        schedule = schedule or self.args.pipeline_schedule  # type: ignore[assignment]
+        num_chunks = _CHUNKS_OF_INTERLEAVED if schedule == "interleaved_1f1b" and target.num_stages > 1 else 1
+        budget, found = self._budget(target, schedule, num_chunks), {}
+        for run in runs:
+            load = self._load_of(run, self.shapes_of(run.name))
+            own = max(replica_loads([load], target.num_replicas), key=lambda loads: sum(one.tokens for one in loads))
+            cost, memory = self._models(target, own, num_chunks)
+            found[run.name] = plan_tasks(own, cost, memory, budget, policy="sequential").step_s
+        return found
 
     def _load_of(self, run: TaskRun, shapes: ParameterShapes) -> TaskLoad:
         """Return what a task brings into a step of all replicas."""
@@ -316,10 +349,7 @@ class Planner:
             if target.is_own and loads:
                 # Weights are cut once, and replans keep to it, however costs have been corrected since.
                 self.cuts.setdefault(target.num_stages, layers)
-        cost = self._cost_model(target, layers)
-        if target.is_own:
-            self._priced = target, cost, {load.name: load for load in loads}
-        return cost, replace(memory, layers_per_stage=layers)
+        return self._cost_model(target, layers), replace(memory, layers_per_stage=layers)
 
     def _check_stages(self, target: Target, num_chunks: int) -> None:
         most = self.shape.num_layers // num_chunks

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
@@ -15,13 +16,18 @@ from transformers import TrainerState
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.reporting.delays import Delays
 from peft_mux.reporting.metrics_file import MetricsLog
-from peft_mux.reporting.progress import Progress, SilentProgress
+from peft_mux.reporting.report import ReportRow, report_row
 from peft_mux.reporting.row_notes import RowNotes
+from peft_mux.reporting.screen.progress import Progress, SilentProgress
+from peft_mux.reporting.task_times import TaskTimes
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.table import TaskEvent, TaskTable
 from peft_mux.tasks.task_run import TaskRun
 
 _logger = logging.getLogger(__name__)
+
+_MOST_LOSSES = 12
+"""Losses of more tasks than this are not listed in a line."""
 
 
 class RunLog:
@@ -40,6 +46,8 @@ class RunLog:
         is_shown: whether this process is the one that prints.
         delays: for how long each task's own code made the others wait.
         rows: what became of the rows of each task.
+        times: for how long each task has taken steps.
+        removed: the lines of removed tasks in the report.
     """
 
     def __init__(
@@ -59,6 +67,8 @@ class RunLog:
         self.is_shown = is_shown
         self.delays = Delays(self.warn, self.event)
         self.rows = RowNotes(self.say, self.warn, self.event)
+        self.times = TaskTimes()
+        self.removed: list[ReportRow] = []
         self._emit = emit
 
     def open(self, metrics: MetricsLog, progress: Progress) -> None:
@@ -80,6 +90,25 @@ class RunLog:
         """Hand another model to the callbacks of all tasks from now on; `None` while there is none."""
         for callbacks in self.callbacks.values():
             callbacks.use_model(model)
+
+    def begin(self) -> None:
+        """Show the tasks from now on, which are about to take steps."""
+        self.times.begin(self.table)
+        self.progress.start(self.table)
+
+    def advance(self) -> None:
+        """Show where the tasks are after a step."""
+        self.times.advance(self.table)
+        self.progress.advance(self.table)
+
+    def note_removed(self, run: TaskRun, place: Path | None) -> None:
+        """Keep a line for the report of a task that leaves.
+
+        Args:
+            run: the task.
+            place: folder of its adapter; `None` where it was not saved.
+        """
+        self.removed.append(report_row(run, place, self.times.seconds(run.name), TaskStatus.REMOVED))
 
     def say(self, line: str) -> None:
         """Print a line beside the progress."""
@@ -119,7 +148,8 @@ class RunLog:
             shown.append(f"{run.name} {loss:.4f}")
             logs.update(_prefixed(run.name, own))
         if logs:
-            self.say("  ".join((f"step {self.state.global_step}", *shown)))
+            if not self.progress.shows_losses:
+                self.say("  ".join((f"step {self.state.global_step}", *_shortened(shown, logs))))
             # Once for all tasks, so that integrations get one record a step.
             self._emit(logs)
 
@@ -127,7 +157,8 @@ class RunLog:
         """Log what an evaluation found; return it under `task/metric` keys."""
         self.numbers(run, "eval", metrics)
         logs = _prefixed(run.name, metrics)
-        self.say("  ".join(f"{key} {value:.4f}" for key, value in logs.items()))
+        if not self.progress.shows_losses:
+            self.say("  ".join(f"{key} {value:.4f}" for key, value in logs.items()))
         self._emit(logs)
         return logs
 
@@ -140,6 +171,16 @@ class RunLog:
     def event(self, event: str, **facts: Any) -> None:
         """Write a record of the run to `metrics.jsonl`."""
         self.metrics.write({"event": event, "run_step": self.state.global_step, **facts})
+
+
+def _shortened(shown: list[str], logs: Mapping[str, float]) -> list[str]:
+    """Return the losses of a line, or where they are many, the least and the greatest."""
+    if len(shown) <= _MOST_LOSSES:
+        return shown
+    losses = {name.rpartition("/")[0]: value for name, value in logs.items() if name.endswith("/loss")}
+    low, high = min(losses, key=losses.__getitem__), max(losses, key=losses.__getitem__)
+    mean = sum(losses.values()) / len(losses)
+    return [f"{len(losses)} tasks, mean {mean:.4f}, from {low} {losses[low]:.4f} to {high} {losses[high]:.4f}"]
 
 
 def _prefixed(task: str, values: Mapping[str, float]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from peft_mux.scheduler.pipeline.gantt import gantt_text, memory_bars_text, save
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
 from peft_mux.scheduler.pipeline.template import PipelineTemplate
+from peft_mux.scheduler.plan_html import plan_html
 from peft_mux.scheduler.planner.policies import POLICIES, policy_words
 from peft_mux.scheduler.planner.values import HTask, PlannedPass, TurnPlan, Waiting
 from peft_mux.scheduler.units import bytes_text, seconds_text
@@ -217,6 +218,14 @@ class Plan:
     def __str__(self) -> str:
         """Return `summary()`."""
         return self.summary()
+
+    def __repr__(self) -> str:
+        """Return `summary()` too: at a prompt the fields would be pages long."""
+        return self.summary()
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows: the summary, the time line of a step, and its memory."""
+        return plan_html(self)
 
     def to_json(self) -> str:
         """Return the plan as JSON."""

@@ -149,7 +149,8 @@ class StepLoop:
                 self._run.callbacks.call("on_step_end")
                 self._call_step_begin()
         self._run.is_updating = False
-        self._plans.record_step_time(_mean(results), (time.perf_counter() - started) / len(results))
+        seconds = (time.perf_counter() - started) / len(results)
+        self._plans.record_step_time(_mean(results), seconds, num_steps=len(results))
 
     # ------------------------------------------------------------------ before a step
 
@@ -238,7 +239,7 @@ class StepLoop:
         self._lifecycle.handle_changes()
         # After the endings, so that a state which is resumed from knows them.
         self._save_if_due(names)
-        self._run.log.progress.advance(self._run.table)
+        self._run.log.advance()
 
     def _agree_on_requests(self) -> None:
         """Bring what callbacks did on single processes to all, where what follows needs every one of them.

@@ -186,6 +186,7 @@ class Membership:
             self._require_saved(name)
         if not run.status.is_final:
             run.end(TaskStatus.REMOVED, "" if save else "not saved")
+        self._run.log.note_removed(run, self._run.saver.place(run))
         self._drop(name)
         self._run.saver.note_removed(run)
         self._run.log.event("status", task=name, step=run.step, status="removed")

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from peft_mux.checkpoint.numerics import numerics_of
 from peft_mux.checkpoint.open_folder import open_other_folder, open_run_folder
 from peft_mux.checkpoint.resuming import resume_tasks
 from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.checkpoint.saver import describe_run
 from peft_mux.errors import CheckpointError
+from peft_mux.reporting.banner import BackboneFacts, banner_lines
 from peft_mux.reporting.metrics_file import MetricsLog
-from peft_mux.reporting.progress import make_progress
+from peft_mux.reporting.screen.progress import make_progress
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
@@ -116,7 +118,7 @@ class Opening:
             root.mkdir(parents=True, exist_ok=True)
         self._run.log.open(
             MetricsLog(root if saver.is_writer else None),
-            make_progress(enabled=not args.disable_tqdm, is_main_process=args.process_index == 0),
+            make_progress(enabled=not args.disable_tqdm, is_main_process=args.process_index == 0, device=args.device),
         )
 
     def _restore(self, root: Path, fingerprint: str) -> None:
@@ -162,7 +164,9 @@ class Opening:
         run = self._run
         # From here on commands wait for a step boundary, those of on_train_begin below among them.
         run.is_in_train = True
-        run.log.progress.start(run.table)
+        for line in self._banner() if run.log.is_shown else ():
+            run.log.say(line)
+        run.log.begin()
         for own in run.table:
             run.log.rows.begin(own)
         # Where tasks stand at the beginning is no change to tell of.
@@ -170,3 +174,23 @@ class Opening:
         run.callbacks.call("on_train_begin")
         for callbacks in run.log.callbacks.values():
             callbacks.call("on_train_begin")
+
+    def _banner(self) -> list[str]:
+        """Return the lines with which the run begins; none where it follows no plan."""
+        run, plan = self._run, self._plans.current
+        if plan is None:
+            return []
+        runs = list(run.table)
+        model = self._placement.outline
+        counts = [sum(own.numel() for own in model.task_parameters(name).values()) for name in model.tasks]
+        source, layout = self._placement.source, self._world.layout
+        kind = type(model.backbone).__name__
+        facts = BackboneFacts(
+            source.model if isinstance(source.model, str) else getattr(source.config, "_name_or_path", "") or kind,
+            kind,
+            model.backbone.num_parameters() - sum(counts),
+            str(source.dtype).removeprefix("torch."),
+            numerics_of(run.args)["attention"],
+        )
+        processes = "" if self._world.processes.is_alone else f"{layout.world_size} processes, replicas {layout}"
+        return banner_lines(run.args, facts, runs, plan, adapter_parameters=counts, processes=processes, root=run.root)

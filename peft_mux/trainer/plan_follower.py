@@ -7,6 +7,7 @@ from typing import Any
 
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.batches_ahead import BatchesAhead
+from peft_mux.engine.pass_clock import StepTimes
 from peft_mux.engine.replicas.dispatch_clock import DispatchClock
 from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
 from peft_mux.engine.replicas.layout import ParallelLayout
@@ -45,6 +46,8 @@ class PlanFollower:
         planner: makes the plans, and learns from the times of steps.
         current: the plan that is followed; `None` before the first one.
         pass_report: the passes of this process's replica, as planned and as run.
+        steps_s: seconds that the passes and updates of all steps took on this process.
+        last_times: the passes of the last step, as they were timed on this process.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class PlanFollower:
         self._clock: DispatchClock | None = None
         self._last_step: StepTime | None = None
         self.pass_report = PassReport()
+        self.steps_s, self.last_times = 0.0, StepTimes()
         self._waited_s = 0.0
         self._looked_at = 0
         self._rates: ReplicaRates | None = None
@@ -87,7 +91,7 @@ class PlanFollower:
             ConfigError: if nothing fits into memory, or for devices that are unknown or cannot be divided so.
         """
         if devices is None:
-            return self.planner.plan(self._run.table.plannable, running=self._running_names, **self._own_pipeline)
+            return self.planner.plan(self._run.table.plannable, running=self._running_names, **self.own_pipeline)
         return self.planner.plan(
             self._run.table.plannable,
             running=self._running_names,
@@ -115,7 +119,7 @@ class PlanFollower:
         runs, table = self._run.table.plannable, self._run.table
         if self._decides:
             self.planner.correction.take_up()
-        plan = self.planner.plan(runs, running=self._running_names, **self._own_pipeline)
+        plan = self.planner.plan(runs, running=self._running_names, **self.own_pipeline)
         self.planner.correction.begin_plan()
         admitted = {name for htask in plan.htasks for name in htask.tasks}
         reasons = {one.name: one.reason for one in plan.waiting}
@@ -163,7 +167,7 @@ class PlanFollower:
             correction.agreed,
             run.table.plannable,
             running=self._running_names,
-            **self._own_pipeline,
+            **self.own_pipeline,
         )
         # Unlike replicas have unlike plans, and all of them change theirs or none, as they begin it together.
         gain = max(microns / 1e6 for (microns,) in processes.exchange([round(gain * 1e6)]))
@@ -216,7 +220,8 @@ class PlanFollower:
         return [run.name for run in self._run.table.running]
 
     @property
-    def _own_pipeline(self) -> dict[str, Any]:
+    def own_pipeline(self) -> dict[str, Any]:
+        """How the processes of this run share the backbone, as the planner is told."""
         return {
             "num_stages": self._placement.part.num_stages,
             # All processes must admit the same tasks: unlike replicas plan as the least divided kind would.
@@ -282,14 +287,16 @@ class PlanFollower:
 
     # ------------------------------------------------------------------ times
 
-    def record_step_time(self, result: StepResult, seconds: float) -> None:
+    def record_step_time(self, result: StepResult, seconds: float, *, num_steps: int = 1) -> None:
         """Remember what the step just taken took on this process; a process that is alone learns from it at once.
 
         Args:
             result: what came of the step.
             seconds: seconds of its passes and updates.
+            num_steps: so many steps took this time each, where a pipeline is not flushed between them.
         """
         times = self._placement.placed.executor.clock.take()
+        self.steps_s, self.last_times = self.steps_s + seconds * num_steps, times
         prices = self.planner.prices(self._placement.part.place.stage)
         if prices is not None:
             # Of a window of steps that is not flushed, nothing lies between passes that could be told: it says nothing.

@@ -9,11 +9,13 @@ from pathlib import Path
 
 from transformers.trainer_utils import TrainOutput
 
+from peft_mux.errors import PeftMuxError
 from peft_mux.evaluation.evaluator import TaskEvaluator
-from peft_mux.reporting.metrics_file import read_metrics
+from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.reporting.pass_report import PassReport, pass_lines
 from peft_mux.reporting.plots import plot_losses
-from peft_mux.reporting.report import RankRecord, report_table
+from peft_mux.reporting.report import InTurn, RankRecord, RunReport, next_lines, report_row
+from peft_mux.reporting.views import RunView, view_of, view_of_records
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.task_run import TaskRun
 from peft_mux.trainer.plan_follower import PlanFollower
@@ -100,6 +102,8 @@ class Reporter:
         self._run.callbacks.call("on_train_end")
         for callbacks in self._run.log.callbacks.values():
             callbacks.call("on_train_end")
+        if self._run.log.is_shown:
+            self._run.log.say(f"\n{self.report()}\n")
         # NaN, the loss of a task that took no step, does not equal itself.
         finite = [run.last_loss for run in self._run.table if run.last_loss == run.last_loss]
         return TrainOutput(self._run.state.global_step, sum(finite) / max(len(finite), 1), metrics)
@@ -158,12 +162,11 @@ class Reporter:
             self._run.log.say(line)
 
     def _log_times(self) -> None:
-        """Say what each part of a step took over what the profile says; all processes call this."""
+        """Record what each part of a step took over what the profile says; all processes call this."""
         self._plans.share_times()
         correction = self._plans.planner.correction
         if correction.num_passes:
             self._run.log.event("times", measured=correction.num_passes, **correction.agreed._asdict())
-            self._run.log.say(str(correction))
 
     def plot_losses(self, path: str | Path | None) -> Path:
         """Draw the losses of all tasks from `metrics.jsonl` into a PNG, by default `losses.png` in the run folder."""
@@ -172,7 +175,36 @@ class Reporter:
             return image
         return plot_losses(read_metrics(self._run.root / "metrics.jsonl"), image)
 
-    def report(self) -> str:
-        """Return a table of all tasks: how each ended, its last losses, and where its adapter lies."""
-        times = str(self._plans.planner.correction)
-        return report_table(self._run.table, self._run.saver.place, self._world.records, times)
+    def view(self) -> RunView:
+        """Return what is to be shown of the run now; before it trains here, what its folder has of it."""
+        watch = getattr(self._run.log.progress, "watch", None)
+        if watch is not None:
+            return watch.view(with_curves=True)
+        runs, path = list(self._run.table), self._run.root / METRICS_NAME
+        if not any(own.step for own in runs) and path.is_file():
+            return view_of_records(read_metrics(path), {own.name: own.num_steps for own in runs})
+        return RunView(tuple(map(view_of, runs)), self._run.state.global_step)
+
+    def report(self) -> RunReport:
+        """Return a table of all tasks: how each ended, its losses, its time and tokens, and where its adapter lies."""
+        run, log = self._run, self._run.log
+        rows = [report_row(own, run.saver.place(own), log.times.seconds(own.name)) for own in run.table]
+        rows += [row for row in log.removed if row.name not in run.table]
+        notes = [str(self._plans.planner.correction), str(self._in_turn() or ""), *next_lines(run.root, rows, None)]
+        return RunReport(rows, self._world.records, [note for note in notes if note])
+
+    def _in_turn(self) -> InTurn | None:
+        """Return how long the steps took, and would have taken in turn; `None` where that cannot be told."""
+        run, planner, measured_s = self._run, self._plans.planner, self._plans.steps_s
+        ratio, profile = planner.correction.time_ratio, planner.profile
+        # The rows of removed tasks are gone, and so is what their steps would have taken.
+        if ratio is None or profile is None or not measured_s or run.log.removed:
+            return None
+        taken = {own.name: run.log.times.num_steps(own) for own in run.table}
+        try:
+            alone_s = planner.alone_s([own for own in run.table if taken[own.name]], **self._plans.own_pipeline)
+        # A task that fits beside others fits alone; but whatever a plan fails on, a report is no reason to end a run.
+        except (PeftMuxError, ValueError):
+            return None
+        predicted_s = ratio * sum(taken[name] * seconds for name, seconds in alone_s.items())
+        return InTurn(measured_s, predicted_s, ratio, profile.source) if predicted_s else None

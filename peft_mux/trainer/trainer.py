@@ -20,6 +20,7 @@ from transformers import (
     TrainerCallback,
     TrainerState,
 )
+from transformers import trainer as hf_trainer
 from transformers.trainer_utils import TrainOutput
 
 from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments
@@ -35,8 +36,11 @@ from peft_mux.profiling.backbone import profile_backbone
 from peft_mux.profiling.link import measure_link
 from peft_mux.profiling.overlap import measure_overlap
 from peft_mux.reporting.callbacks import RunCallbacks, TaskFlowCallback
+from peft_mux.reporting.page.parts import run_html
 from peft_mux.reporting.pass_report import PassReport
+from peft_mux.reporting.report import RunReport
 from peft_mux.reporting.run_log import RunLog
+from peft_mux.reporting.screen.progress import show_view
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.deployment.report import DeploymentReport
 from peft_mux.scheduler.plan import Plan
@@ -127,7 +131,8 @@ class MultiTaskTrainer(Trainer):
                 eval_dataset=[],  # type: ignore[arg-type]
             )
         # They log, save and stop by the arguments of the run alone, and print what the run log prints.
-        for callback in (DefaultFlowCallback, PrinterCallback, ProgressCallback):
+        # The default is another one in notebooks, whose table has a single task in mind.
+        for callback in (DefaultFlowCallback, PrinterCallback, ProgressCallback, hf_trainer.DEFAULT_PROGRESS_CALLBACK):
             self.remove_callback(callback)
         self.add_callback(TaskFlowCallback())
         self.state = TrainerState()
@@ -220,9 +225,20 @@ class MultiTaskTrainer(Trainer):
         """Planned against executed passes of each replica, from the last training; empty before it."""
         return self._reporter.pass_reports
 
-    def report(self) -> str:
-        """Return a table of all tasks: how each ended, its last losses, and where its adapter lies."""
+    def report(self) -> RunReport:
+        """Return a table of all tasks: how each ended, its losses, its time, and where its adapter lies; a string."""
         return self._reporter.report()
+
+    def show(self) -> None:
+        """Show the run as it stands: a table in a terminal; in a notebook with its curves, also after a reload.
+
+        A trainer that has not trained shows what its `output_dir` has of a run, such as after the kernel was restarted.
+        """
+        show_view(self._reporter.view())
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows of a trainer: the run as it stands."""
+        return run_html(self._reporter.view())
 
     def plot_losses(self, path: str | Path | None = None) -> Path:
         """Draw the losses of all tasks from `metrics.jsonl` into a PNG (by default `losses.png` in `output_dir`)."""

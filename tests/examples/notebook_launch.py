@@ -18,8 +18,6 @@ def train(folder: str) -> None:
     config = read_config(f"{folder}/tasks.yaml", [f"output_dir={folder}/notebook"])
     trainer = MultiTaskTrainer(config.model, config.args, config.tasks)
     trainer.train()
-    if trainer.is_world_process_zero():
-        print(trainer.report(), flush=True)
 
 
 if __name__ == "__main__":

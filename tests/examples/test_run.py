@@ -200,6 +200,11 @@ def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, monke
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     printed = "".join(output.text for output in outputs if output.get("name") == "stdout")
     assert any("image/png" in output.get("data", {}) for output in outputs), "the losses are not drawn"
+    (trained,) = [cell for cell in notebook.cells if "trainer.train()" in cell.source]
+    (shown,) = [output.data["text/html"] for output in trained.outputs if "text/html" in output.get("data", {})]
+    assert "peft-mux" in shown
+    assert len(re.findall(r"<svg", shown)) == 3, "one output, with a chart of each task"
+    assert shown.count(">succeeded<") == 3
     for name in ("mood", "kind", "action"):
         assert f"run/{name}/adapter_model.safetensors" in printed
         assert re.search(rf"^{name} +right answers +\d+% -> +(9\d|100)%$", printed, flags=re.MULTILINE), name

@@ -42,6 +42,7 @@ class Screen:
     def __init__(self) -> None:
         self.lines: list[str] = []
         self.is_stopped = False
+        self.shows_losses = False
 
     def start(self, tasks: Any) -> None:
         del tasks
@@ -154,9 +155,10 @@ class FakePlans:
 
     def __init__(self, run: Run, calls: Calls) -> None:
         self.run, self.calls = run, calls
-        self.planner = SimpleNamespace(correction=TimeCorrection())
+        self.planner = SimpleNamespace(correction=TimeCorrection(), profile=None)
         self.dispatch_clock, self.max_tokens, self.last_step_s, self.last_passes_s = None, 64, 0.0, 0.0
         self.pass_report = PassReport()
+        self.current, self.steps_s, self.own_pipeline = None, 0.0, {}
 
     def replan(self) -> Any:
         self.calls.note("replan")

@@ -169,7 +169,7 @@ def test_an_arrival_whose_schedule_cannot_be_built_does_not_end_the_run(tmp_path
 
 
 def test_an_arrival_that_peft_refuses_when_it_makes_the_adapter_does_not_end_the_run(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     nothing_left = LoraConfig(r=2, target_modules=["q_proj"], exclude_modules=["q_proj"])
     late = replace(small_task("late", data_seed=2), peft_config=nothing_left)
@@ -177,7 +177,7 @@ def test_an_arrival_that_peft_refuses_when_it_makes_the_adapter_does_not_end_the
     assert run.trainer.task_statuses == {"own": "succeeded"}
     assert [task.name for task in run.trainer.tasks] == ["own"]
     assert run.trainer.model.tasks == ("own",)
-    assert "tasks.late.peft_config: PEFT refuses it" in caplog.text
+    assert "tasks.late.peft_config: PEFT refuses it" in capsys.readouterr().out
     (line,) = [line for line in records(tmp_path) if line["event"] == "command_refused"]
     assert line["command"] == "register late"
 

@@ -216,7 +216,7 @@ def test_a_schedule_that_fails_on_its_way_fails_its_task_alone(alone: Run, tmp_p
 
 
 def test_what_own_code_costs_the_others_is_told_by_task_and_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Every call passes a limit of nothing; each one is told once its task's total has doubled.
     monkeypatch.setattr(delays, "CALL_LIMIT_S", 0.0)
@@ -231,4 +231,4 @@ def test_what_own_code_costs_the_others_is_told_by_task_and_kind(
         assert what in kinds
         (total,) = (record for record in records(tmp_path / what, "delay_total") if record["task"] == "bad")
         assert total[f"{what}_s"] > 0
-        assert "bad: its" in caplog.text
+        assert "bad: its" in capsys.readouterr().out

@@ -128,7 +128,9 @@ def test_a_run_that_a_signal_has_ended_says_so_and_how_to_go_on(tmp_path: Path, 
     run.interrupt(signal.SIGTERM)
     output = reporter_of(run, Calls(), num_ranks=2).finish(2.0, 0.5, num_tokens=100, num_steps=4)
     assert output.metrics["interrupted_by"] == signal.SIGTERM
-    assert lines(run) == [f"interrupted by SIGTERM after step 7; {way_on.format(root=tmp_path)}"]
+    said, report = lines(run)
+    assert said == f"interrupted by SIGTERM after step 7; {way_on.format(root=tmp_path)}"
+    assert report.startswith("\ntask  status ")
 
 
 def test_the_report_names_no_folder_where_nothing_is_saved(tmp_path: Path) -> None:

@@ -1,0 +1,126 @@
+"""The eight lines with which a run begins: what trains, on what, how, and where it goes."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.kernels.availability import reason_against_kernels
+from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.units import bytes_text, seconds_text
+from peft_mux.tasks.task_run import TaskRun
+
+
+@dataclass(frozen=True, slots=True)
+class BackboneFacts:
+    """What the banner says of the backbone.
+
+    Attributes:
+        name: hub id or folder, or the class of a model that was given.
+        kind: its class.
+        num_parameters: its frozen parameters, in all processes.
+        dtype: how they are held.
+        attention: how packed sequences attend to themselves.
+    """
+
+    name: str
+    kind: str
+    num_parameters: int
+    dtype: str
+    attention: str
+
+
+def banner_lines(
+    args: MultiTaskTrainingArguments,
+    backbone: BackboneFacts,
+    runs: Sequence[TaskRun],
+    plan: Plan,
+    *,
+    adapter_parameters: Sequence[int],
+    processes: str,
+    root: Path,
+) -> list[str]:
+    """Return the lines.
+
+    Args:
+        args: the arguments of the run.
+        backbone: what all tasks share.
+        runs: its tasks.
+        plan: what runs together at first.
+        adapter_parameters: trainable parameters of each task.
+        processes: the processes and what each holds, in words; "" for one that is alone.
+        root: folder of the run.
+    """
+    precision = ", bf16 autocast" if args.bf16 and backbone.dtype != "bfloat16" else ""
+    kernels = reason_against_kernels(args.device)
+    saved = "nothing is saved" if args.save_strategy == "no" else "Ctrl-C ends the run with everything saved"
+    return [
+        f"peft_mux {_version('peft-mux')}  torch {torch.__version__}  transformers {_version('transformers')}  "
+        f"peft {_version('peft')}  Python {platform.python_version()}",
+        f"device   {device_words(args.device)}{processes and f'; {processes}'}",
+        f"model    {_name_words(backbone)}, {backbone.num_parameters:,} parameters, {backbone.dtype}{precision}",
+        f"tasks    {_task_words(runs, adapter_parameters, backbone.num_parameters)}",
+        f"kernels  {'Triton' if kernels is None else f'torch, not Triton: {kernels}'}; attention {backbone.attention}",
+        f"plan     {_plan_words(plan)}",
+        f"memory   {_memory_words(plan)}",
+        f"output   {root}; {saved}",
+    ]
+
+
+def _name_words(backbone: BackboneFacts) -> str:
+    return backbone.kind if backbone.name == backbone.kind else f"{backbone.name}: {backbone.kind}"
+
+
+def device_words(device: torch.device) -> str:
+    """Return the device of this process in words."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        return f"{torch.cuda.get_device_name(device)}, {bytes_text(total)}"
+    return f"{device.type}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
+
+
+def _task_words(runs: Sequence[TaskRun], adapter_parameters: Sequence[int], num_frozen: int) -> str:
+    ranks = [rank for run in runs if isinstance(rank := getattr(run.task.peft_config, "r", None), int)]
+    rows = [len(run.task.train_dataset) for run in runs if hasattr(run.task.train_dataset, "__len__")]
+    streams = len(runs) - len(rows)
+    shares = [100 * count / max(num_frozen + count, 1) for count in adapter_parameters]
+    words = [f"{len(runs)}"]
+    words += [f"rank {_range(ranks)}"] if ranks else []
+    words += [f"{_range([round(share, 3) for share in shares])} % trainable each"] if shares else []
+    words += [f"{sum(rows):,} rows"] if rows else []
+    words += [f"{streams} stream{'s' if streams > 1 else ''}"] if streams else []
+    return ", ".join([*words, f"{_range([run.num_steps for run in runs])} steps"])
+
+
+def _range(numbers: Sequence[Any]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low:,}" if low == high else f"{low:,} to {high:,}"
+
+
+def _plan_words(plan: Plan) -> str:
+    passes = sum(htask.micro_batches for htask in plan.htasks)
+    words = [f"{len(plan.htasks)} hTask{'' if len(plan.htasks) == 1 else 's'}"]
+    words += [f"{passes} pass{'' if passes == 1 else 'es'} a step"]
+    words += [f"{len(plan.waiting)} tasks wait"] if plan.waiting else []
+    words += [f"{seconds_text(plan.step_s)} a step, predicted ({plan.profile_source} profile)"] if plan.step_s else []
+    return ", ".join(words)
+
+
+def _memory_words(plan: Plan) -> str:
+    peak = max(plan.peak_bytes, default=plan.memory.peak_bytes)
+    limit = "" if plan.limit_bytes is None else f" of {bytes_text(plan.limit_bytes)} that a device may use"
+    return f"{bytes_text(peak)} at its peak, predicted{limit}"
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:  # a checkout that is not installed
+        return "(checkout)"

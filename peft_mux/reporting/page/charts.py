@@ -1,0 +1,79 @@
+"""Curves of losses as inline SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from typing import NamedTuple
+
+from peft_mux.reporting.views import Curve
+from peft_mux.reporting.words import number_text
+from peft_mux.scheduler.pipeline.svg import PALETTE
+
+_MOST_POINTS = 200
+_LEFT, _BOTTOM, _TOP = 46, 18, 20
+
+
+class Line(NamedTuple):
+    """One curve of a chart.
+
+    Attributes:
+        name: what it is of.
+        points: its points.
+        color: index into the palette.
+        has_dots: whether its points are drawn, as those of evaluations are.
+    """
+
+    name: str
+    points: Curve
+    color: int = 0
+    has_dots: bool = False
+
+
+def chart_svg(title: str, lines: Sequence[Line], *, width: int = 240, height: int = 130) -> str:
+    """Draw curves over the steps of a task, or of several; "" where there is no point.
+
+    Args:
+        title: what stands above.
+        lines: the curves.
+        width: pixels.
+        height: pixels.
+    """
+    points = [point for line in lines for point in line.points]
+    if not points:
+        return ""
+    last = max(max(step for step, _ in points), 1)
+    low, high = min(value for _, value in points), max(value for _, value in points)
+    pad = 0.05 * (high - low) or 0.05 * abs(high) or 0.05
+    scale_x, scale_y = (width - _LEFT - 8) / last, (height - _TOP - _BOTTOM) / (high - low + 2 * pad)
+
+    def place(point: tuple[int, float]) -> str:
+        return f"{_LEFT + point[0] * scale_x:.1f},{height - _BOTTOM - (point[1] - low + pad) * scale_y:.1f}"
+
+    drawn = []
+    for line in lines:
+        color, kept = PALETTE[line.color % len(PALETTE)], thinned(line.points)
+        places = [place(point) for point in kept]
+        drawn.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{" ".join(places)}"/>')
+        if line.has_dots or len(kept) == 1:
+            for at, (step, value) in zip(places, kept, strict=True):
+                x, y = at.split(",")
+                words = escape(f"{line.name}, step {step}: {number_text(value)}")
+                drawn.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}"><title>{words}</title></circle>')
+    bottom = height - _BOTTOM
+    return (
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" font-family="sans-serif" '
+        f'font-size="11" fill="currentColor"><text x="{_LEFT}" y="13" font-weight="bold">{escape(title)}</text>'
+        f'<path d="M{_LEFT} {_TOP}V{bottom}H{width - 8}" fill="none" stroke="currentColor" opacity="0.4"/>'
+        f'<text x="{_LEFT - 4}" y="{_TOP + 9}" text-anchor="end">{number_text(high)}</text>'
+        f'<text x="{_LEFT - 4}" y="{bottom}" text-anchor="end">{number_text(low)}</text>'
+        f'<text x="{width - 8}" y="{height - 5}" text-anchor="end">step {last:,}</text>{"".join(drawn)}</svg>'
+    )
+
+
+def thinned(points: Curve) -> Curve:
+    """Return a curve with at most some hundred points, its first and last among them."""
+    if len(points) <= _MOST_POINTS:
+        return points
+    stride = -(-len(points) // _MOST_POINTS)
+    return (*points[:-1:stride], points[-1])

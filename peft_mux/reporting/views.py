@@ -1,0 +1,333 @@
+"""`RunView`, what is shown of a run at one moment, and `RunWatch`, which makes it of tasks that train.
+
+Everything in a view was measured, but for the time left, which goes on as the last steps went.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+Curve = tuple[tuple[int, float], ...]
+"""Points of a curve: step of the task, and value."""
+
+_WINDOW_S = 20.0
+"""Rates are those of about so many seconds."""
+_GAP_S = 0.25
+_FAST, _SLOW = 0.9, 0.98
+_FLAT = 0.002
+"""Relative difference of the two means below which a loss neither falls nor rises."""
+
+
+class ShownTask(Protocol):
+    """What is read of a task; a `TaskRun` is one."""
+
+    step: int
+    num_steps: int
+    status: Any
+    reason: str
+    last_loss: float
+    num_tokens: int
+    state: Any
+
+    @property
+    def name(self) -> str:
+        """Name of the task."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TaskView:
+    """One task at one moment.
+
+    Attributes:
+        name: name of the task.
+        status: where it stands, a word of the glossary.
+        step: optimizer steps taken.
+        num_steps: optimizer steps to take.
+        reason: why it waits, failed or stopped; "" where there is nothing to say.
+        loss: mean of its last losses, newer ones counting more; `None` before its first step.
+        trend: whether that mean falls ("down"), rises ("up") or neither ("flat"); "" where it cannot be told yet.
+        eval_loss: its last held-out loss; `None` before the first.
+        tokens_per_s: its tokens a second over the last steps; `None` where it takes none.
+        left_s: seconds that its other steps take if they go on like the last ones; `None` where it takes none.
+        losses: its logged losses.
+        eval_losses: its held-out losses.
+    """
+
+    name: str
+    status: str
+    step: int
+    num_steps: int
+    reason: str = ""
+    loss: float | None = None
+    trend: str = ""
+    eval_loss: float | None = None
+    tokens_per_s: float | None = None
+    left_s: float | None = None
+    losses: Curve = ()
+    eval_losses: Curve = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RunView:
+    """A run at one moment.
+
+    Attributes:
+        tasks: its tasks, in the order in which they came.
+        step: steps of the run.
+        seconds: seconds since the first step began.
+        tokens_per_s: tokens a second of all tasks over the last steps; `None` where none were taken.
+        memory_bytes: what this process holds now: of its GPU, else of the host; `None` where that is not known.
+        total_bytes: memory of that device.
+        lines: what was logged, oldest first; terminals print it instead.
+    """
+
+    tasks: tuple[TaskView, ...]
+    step: int = 0
+    seconds: float = 0.0
+    tokens_per_s: float | None = None
+    memory_bytes: int | None = None
+    total_bytes: int | None = None
+    lines: tuple[str, ...] = ()
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until the last running task ends if all go on as they do; `None` where none runs."""
+        return max((task.left_s for task in self.tasks if task.left_s is not None), default=None)
+
+    def count(self, status: str) -> int:
+        """Return how many tasks have a status."""
+        return sum(task.status == status for task in self.tasks)
+
+
+class _Sample(NamedTuple):
+    seconds: float
+    step: int
+    num_tokens: int
+
+
+class _Watched:
+    """Means of one task's losses, and where it stood over the last seconds."""
+
+    def __init__(self, now: float, task: ShownTask) -> None:
+        self.step = task.step
+        self._means = {_FAST: 0.0, _SLOW: 0.0}
+        self._num_losses = self._num_read = 0
+        self._samples = deque([_Sample(now, task.step, task.num_tokens)])
+        self.eval_loss: float | None = None
+        self._read_history(task)
+
+    def _read_history(self, task: ShownTask) -> None:
+        """Look for a held-out loss in what was logged since the last look, as histories get long."""
+        history = task.state.log_history
+        self._num_read = self._num_read if self._num_read <= len(history) else 0
+        if points := curve_of(history[self._num_read :], "eval_loss"):
+            self.eval_loss = points[-1][1]
+        self._num_read = len(history)
+
+    def observe(self, now: float, task: ShownTask) -> None:
+        self._read_history(task)
+        if task.step > self.step and math.isfinite(task.last_loss):
+            self._num_losses += 1
+            for decay in self._means:
+                self._means[decay] = decay * self._means[decay] + (1 - decay) * task.last_loss
+        if str(task.status) != "running" or task.step < self.step:
+            # A task that rests has no rate, and one that was put back to a saved state another one.
+            self._samples.clear()
+        self.step = task.step
+        if not self._samples or now - self._samples[-1].seconds >= _GAP_S:
+            self._samples.append(_Sample(now, task.step, task.num_tokens))
+        while len(self._samples) > 2 and now - self._samples[1].seconds > _WINDOW_S:
+            self._samples.popleft()
+
+    def mean(self, decay: float = _FAST) -> float | None:
+        # Divided by the weights so far, as a mean that begins at 0 would be too small.
+        return self._means[decay] / (1 - decay**self._num_losses) if self._num_losses else None
+
+    @property
+    def trend(self) -> str:
+        fast, slow = self.mean(_FAST), self.mean(_SLOW)
+        if fast is None or slow is None or self._num_losses < 3:
+            return ""
+        if abs(fast - slow) <= _FLAT * abs(slow):
+            return "flat"
+        return "down" if fast < slow else "up"
+
+    def rates(self, now: float, task: ShownTask) -> tuple[float | None, float | None]:
+        """Return tokens and steps a second; `None` where the task takes none."""
+        if not self._samples or str(task.status) != "running":
+            return None, None
+        first = self._samples[0]
+        seconds, steps = now - first.seconds, task.step - first.step
+        if seconds <= 0 or steps <= 0:
+            return None, None
+        return (task.num_tokens - first.num_tokens) / seconds, steps / seconds
+
+
+class RunWatch:
+    """Follows the tasks of a run, and says at any moment what is to be shown of them.
+
+    Told of steps by the thread that trains; asked for views by any thread.
+
+    Args:
+        memory: returns bytes held now and bytes of the device; `None` where nobody knows.
+        clock: returns seconds; another one for tests.
+        num_lines: so many of the last lines are kept.
+    """
+
+    def __init__(
+        self,
+        memory: Callable[[], tuple[int, int] | None] | None = None,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        num_lines: int = 200,
+    ) -> None:
+        """Follow nothing yet."""
+        self._memory, self._clock = memory, clock
+        self._tasks: tuple[ShownTask, ...] = ()
+        self._watched: dict[str, _Watched] = {}
+        self._lines: deque[str] = deque(maxlen=num_lines)
+        self._began_s = self._now_s = clock()
+        self._num_steps = 0
+        self._lock = threading.Lock()
+
+    def start(self, tasks: Iterable[ShownTask]) -> None:
+        """Begin to count time."""
+        self._began_s = self._clock()
+        self._watched.clear()
+        self._observe(tasks)
+
+    def advance(self, tasks: Iterable[ShownTask]) -> None:
+        """Take note of a step of the run."""
+        self._num_steps += 1
+        self._observe(tasks)
+
+    def log(self, line: str) -> None:
+        """Keep a line for those who show lines beside the table."""
+        self._lines.append(line)
+
+    def _observe(self, tasks: Iterable[ShownTask]) -> None:
+        with self._lock:
+            self._now_s, self._tasks = self._clock(), tuple(tasks)
+            names = set()
+            for task in self._tasks:
+                names.add(task.name)
+                if task.name in self._watched:
+                    self._watched[task.name].observe(self._now_s, task)
+                else:
+                    self._watched[task.name] = _Watched(self._now_s, task)
+            for name in self._watched.keys() - names:
+                del self._watched[name]
+
+    def view(self, *, with_curves: bool = False) -> RunView:
+        """Return what is to be shown now.
+
+        Args:
+            with_curves: whether each task's logged losses are part of it.
+        """
+        with self._lock:
+            tasks = tuple(self._task_view(task, with_curves) for task in self._tasks)
+        memory = None if self._memory is None else self._memory()
+        return RunView(
+            tasks,
+            step=self._num_steps,
+            seconds=self._clock() - self._began_s,
+            tokens_per_s=sum(rates) if (rates := [one.tokens_per_s for one in tasks if one.tokens_per_s]) else None,
+            memory_bytes=memory[0] if memory else None,
+            total_bytes=memory[1] if memory else None,
+            lines=tuple(self._lines),
+        )
+
+    def _task_view(self, task: ShownTask, with_curves: bool) -> TaskView:
+        watched = self._watched[task.name]
+        tokens_per_s, steps_per_s = watched.rates(self._now_s, task)
+        last_loss = task.last_loss if math.isfinite(task.last_loss) else None
+        return TaskView(
+            task.name,
+            str(task.status),
+            task.step,
+            task.num_steps,
+            task.reason,
+            loss=last_loss if watched.mean() is None else watched.mean(),
+            trend=watched.trend,
+            eval_loss=watched.eval_loss,
+            tokens_per_s=tokens_per_s,
+            left_s=(task.num_steps - task.step) / steps_per_s if steps_per_s else None,
+            losses=curve_of(task.state.log_history, "loss") if with_curves else (),
+            eval_losses=curve_of(task.state.log_history, "eval_loss") if with_curves else (),
+        )
+
+
+def view_of(task: ShownTask) -> TaskView:
+    """Return what a task shows by itself, whether or not it trains: its last loss in place of a mean, and no rates."""
+    held_out = curve_of(task.state.log_history, "eval_loss")
+    return TaskView(
+        task.name,
+        str(task.status),
+        task.step,
+        task.num_steps,
+        task.reason,
+        loss=task.last_loss if math.isfinite(task.last_loss) else None,
+        eval_loss=held_out[-1][1] if held_out else None,
+        losses=curve_of(task.state.log_history, "loss"),
+        eval_losses=held_out,
+    )
+
+
+def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str, int]) -> RunView:
+    """Return what the records of a run show of it, such as those of a run that another process has trained.
+
+    Args:
+        records: the records of its `metrics.jsonl`, in order.
+        num_steps: steps that each of its tasks is to take, as far as they are known.
+    """
+    by_task: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        if isinstance(name := record.get("task"), str) and record.get("event") in ("train", "eval", "status"):
+            by_task.setdefault(name, []).append(record)
+    tasks = []
+    for name, own in by_task.items():
+        losses, held_out = curve_of(own, "loss"), curve_of(own, "eval_loss")
+        ends = [record for record in own if record["event"] == "status"]
+        step = max([0, *(step for step, _ in (*losses, *held_out))])
+        tasks.append(
+            TaskView(
+                name,
+                str(ends[-1].get("status")) if ends else "running",
+                step,
+                num_steps.get(name, step),
+                str(ends[-1].get("reason") or "") if ends else "",
+                loss=losses[-1][1] if losses else None,
+                eval_loss=held_out[-1][1] if held_out else None,
+                losses=losses,
+                eval_losses=held_out,
+            )
+        )
+    steps = [step for record in records if isinstance(step := record.get("run_step"), int)]
+    seconds = [value for record in records if isinstance(value := record.get("train_runtime"), (int, float))]
+    return RunView(tuple(tasks), max(steps, default=0), seconds[-1] if seconds else 0.0)
+
+
+def curve_of(records: Iterable[Any], key: str) -> Curve:
+    """Return the points that records have of one number; records without it, or with no finite one, are passed over.
+
+    Args:
+        records: entries of a log history, or of `metrics.jsonl`.
+        key: name of the number, such as `eval_loss`.
+    """
+    points = []
+    for record in records:
+        try:
+            point = int(record["step"]), float(record[key])
+        # A changed byte in a file makes anything of a number.
+        except (KeyError, TypeError, ValueError, OverflowError):
+            continue
+        if math.isfinite(point[1]):
+            points.append(point)
+    return tuple(points)

@@ -1,0 +1,29 @@
+"""Numbers in few characters, for tables and charts."""
+
+from __future__ import annotations
+
+
+def number_text(value: float | None) -> str:
+    """Return a loss in six characters or so, whatever its size."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
+
+
+def rate_text(tokens_per_s: float | None) -> str:
+    """Return a rate in a few characters, such as 9.8k; "-" for none."""
+    if tokens_per_s is None:
+        return "-"
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if tokens_per_s >= 10 * size or (unit == "M" and tokens_per_s >= size):
+            return f"{tokens_per_s / size:.1f}{unit}"
+    return f"{tokens_per_s:,.0f}"
+
+
+def time_text(seconds: float | None) -> str:
+    """Return a time as 0:07, 12:03 or 3:25:00; "-" for none."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,72 @@
+"""A plan as HTML, which notebooks show in place of its text."""
+
+from __future__ import annotations
+
+from html import escape
+from typing import Any
+
+from peft_mux.scheduler.pipeline.svg import Bar, legend, memory_svg, rows_svg, time_end
+
+PARTS = ("backbone", "adapters and optimizers", "activations", "workspace")
+"""What memory is made of, in the order in which it is drawn."""
+
+
+def plan_html(plan: Any) -> str:
+    """Return the summary of a plan, its time line and its memory.
+
+    Args:
+        plan: the `Plan`, which itself imports this.
+    """
+    text = f"<pre style='line-height:1.3'>{escape(plan.summary())}</pre>"
+    if plan.template is None:
+        return text
+    return (
+        f"{text}<div>a step, predicted: {legend(bucket_names(plan))} light: forward</div>{timeline_svg(plan)}"
+        f"<div>memory of the fullest stage, predicted: {legend(PARTS)}</div>{planned_memory_svg(plan)}"
+    )
+
+
+def bucket_names(plan: Any) -> list[str]:
+    """Return the tasks of each bucket, in words; of many the first ones."""
+    names = []
+    for bucket in plan.buckets:
+        tasks = [task for index in bucket for task in plan.htasks[index].tasks]
+        names.append(", ".join(tasks[:4]) + (f" and {len(tasks) - 4} more" if len(tasks) > 4 else ""))
+    return names
+
+
+def timeline_svg(plan: Any) -> str:
+    """Draw when each pass of a step runs on each stage, as it was predicted."""
+    simulation = plan.timeline()
+    rows = [
+        (
+            f"stage {stage}",
+            [
+                Bar(
+                    span.start_s,
+                    span.end_s,
+                    span.action.bucket,
+                    f"{simulation.bucket_names[span.action.bucket]}, "
+                    f"{'forward' if span.action.kind == 'F' else 'backward'} {span.action.micro_batch}: "
+                    f"{time_end(span.end_s - span.start_s)}",
+                    is_light=span.action.kind == "F",
+                )
+                for span in simulation.spans
+                if span.device == stage
+            ],
+        )
+        for stage in range(simulation.num_stages)
+    ]
+    return rows_svg(rows, simulation.makespan_s, time_end(simulation.makespan_s))
+
+
+def planned_parts(plan: Any) -> list[tuple[str, float]]:
+    """Return the names and bytes of what the predicted peak of the fullest stage is made of."""
+    memory = plan.memory
+    sizes = memory.backbone_bytes, memory.adapter_bytes, memory.activation_bytes, memory.workspace_bytes
+    return list(zip(PARTS, map(float, sizes), strict=True))
+
+
+def planned_memory_svg(plan: Any) -> str:
+    """Draw what the predicted peak of the fullest stage is made of, against what a device may hold."""
+    return memory_svg([("planned", planned_parts(plan))], plan.limit_bytes)

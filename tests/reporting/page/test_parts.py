@@ -1,0 +1,126 @@
+"""A run as HTML: what it says, that it is whole, and that nothing of a task's text becomes markup."""
+
+from __future__ import annotations
+
+import re
+import xml.etree.ElementTree as ElementTree
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peft_mux.reporting.page.charts import Line, chart_svg, thinned
+from peft_mux.reporting.page.parts import run_html
+from peft_mux.reporting.screen.notebook import NotebookProgress
+from peft_mux.reporting.views import RunView, RunWatch, TaskView, view_of_records
+
+CURVE = tuple((step, 5.0 - step / 100) for step in range(1, 401))
+TASKS = (
+    TaskView("sql", "running", 50, 100, "", 0.84, "down", 0.91, 98.0, 60.0, CURVE, ((100, 3.0),)),
+    TaskView("math", "failed", 3, 60, "<script>alert(1)</script>", losses=((1, 2.0),)),
+    TaskView("new", "waiting", 0, 60),
+)
+
+
+def drawings(html: str) -> list[ElementTree.Element]:
+    return [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", html)]
+
+
+def test_a_run_is_a_table_with_bars_and_a_chart_of_each_task_that_has_losses() -> None:
+    html = run_html(RunView(TASKS, 50, 61.0, 98.0, 2**30, 2**31, ("sql: <b>running</b>",)))
+    assert [re.search(rf"{name}</td>.*?width:([\d.]+)%", html).group(1) for name in ("sql", "math")] == ["50.0", "5.0"]
+    assert [svg[0].text for svg in drawings(html)] == ["sql", "math"]
+    assert "sql: &lt;b&gt;running&lt;/b&gt;" in html
+    assert "<script" not in html
+    assert "memory 1.00/2.0 GiB" in html
+
+
+def test_of_many_tasks_those_that_run_get_a_chart_first_and_the_others_are_counted() -> None:
+    tasks = [TaskView(f"t{number}", "succeeded", 9, 9, losses=CURVE) for number in range(5)]
+    html = run_html(RunView((*tasks, TASKS[0])), most_charts=2)
+    assert [svg[0].text for svg in drawings(html)] == ["sql", "t0"]
+    assert "... and 4 more" in html
+
+
+def test_points_lie_within_their_chart_and_a_fall_goes_down() -> None:
+    svg = ElementTree.fromstring(chart_svg("a", [Line("loss", CURVE), Line("held out", ((5, 4.0),), 1, has_dots=True)]))
+    (line, *_) = [part.get("points", "") for part in svg.iter() if part.tag == "polyline"]
+    points = [tuple(map(float, point.split(","))) for point in line.split()]
+    assert len(points) <= 201
+    assert all(46 <= x <= 240 and 0 <= y <= 112 for x, y in points)
+    assert points[0][1] < points[-1][1]
+    assert len([part for part in svg.iter() if part.tag == "circle"]) == 1
+
+
+@pytest.mark.parametrize(
+    "points", [((1, 2.0),), ((0, 0.0), (0, 0.0)), ((1, -3.0), (2, -3.0)), ((1, 1e300), (2, -1e300))]
+)
+def test_curves_of_one_point_or_one_height_are_drawn_too(points: Any) -> None:
+    drawn = chart_svg("a", [Line("loss", points)])
+    assert "nan" not in drawn
+    assert ElementTree.fromstring(drawn) is not None
+
+
+def test_a_chart_without_points_is_nothing() -> None:
+    assert chart_svg("a", [Line("loss", ())]) == ""
+
+
+def test_a_long_curve_keeps_its_ends() -> None:
+    points = tuple((step, 1.0) for step in range(1000))
+    assert (thinned(points)[0], thinned(points)[-1]) == (points[0], points[-1])
+    assert thinned(points[:50]) == points[:50]
+
+
+def test_what_a_folder_has_of_a_run_is_shown_as_the_run_was() -> None:
+    records = [
+        {"event": "train", "task": "a", "step": 2, "loss": 2.0, "run_step": 2},
+        {"event": "eval", "task": "a", "step": 4, "eval_loss": 3.0, "run_step": 4},
+        {"event": "status", "task": "a", "step": 4, "status": "failed", "reason": "nan", "run_step": 4},
+        {"event": "train", "task": "b", "step": 5, "loss": "nan", "run_step": 5},
+        {"event": "run", "train_runtime": 7.5, "run_step": 5},
+        {"event": "passes", "run_step": 5},
+    ]
+    view = view_of_records(records, {"a": 9})
+    assert (view.step, view.seconds) == (5, 7.5)
+    a, b = view.tasks
+    assert (a.status, a.reason, a.step, a.num_steps, a.loss, a.eval_loss) == ("failed", "nan", 4, 9, 2.0, 3.0)
+    assert (b.status, b.step, b.num_steps, b.loss) == ("running", 0, 0, None)
+
+
+class Handle:
+    def __init__(self) -> None:
+        self.shown: list[str] = []
+
+    def update(self, html: Any) -> None:
+        self.shown.append(html.data)
+
+
+def test_a_notebook_has_one_output_that_is_updated_and_gets_later_lines_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    display = pytest.importorskip("IPython.display", reason="needs the notebooks extra: IPython")
+    handle, asked = Handle(), []
+
+    def show(html: Any, **options: Any) -> Handle:
+        asked.append(options)
+        handle.update(html)
+        return handle
+
+    monkeypatch.setattr(display, "display", show)
+    own = SimpleNamespace(
+        name="sql", step=0, num_steps=9, status="running", reason="", last_loss=1.0, num_tokens=0,
+        state=SimpleNamespace(log_history=[]),
+    )  # fmt: skip
+    progress = NotebookProgress(RunWatch())
+    progress.log("before")
+    progress.start([own])
+    for _ in range(100):
+        own.step += 1
+        progress.advance([own])
+    progress.stop()
+    progress.log("the report")
+    assert asked == [{"display_id": True}]
+    assert len(handle.shown) < 20, "not once a step"
+    assert "before" in handle.shown[0]
+    assert "100/9" in handle.shown[-1]
+    assert "the report" in handle.shown[-1]

@@ -1,0 +1,114 @@
+"""The table of a run in a window of 80 characters, in smaller ones, and with more tasks than have room."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import replace
+
+import pytest
+from rich.console import Console
+
+from peft_mux.reporting.screen.table import RunTable, table_text
+from peft_mux.reporting.views import RunView, TaskView
+from peft_mux.reporting.words import rate_text, time_text
+
+TASKS = (
+    TaskView("sql", "running", 570, 1000, "", 0.84, "down", 0.91, 9812.0, 720.4),
+    TaskView("math", "paused", 210, 1000, "", 1.37, "flat", 1.4),
+    TaskView("a-name-that-is-much-too-long-for-a-column", "failed", 3, 60, "nan", None),
+    TaskView("tales", "waiting", 0, 24),
+    TaskView("sums", "succeeded", 60, 60, "", 123456.0, "up", 0.0123),
+)
+RUN = RunView(TASKS, 570, 3725.0, 13_090.0, int(58.1 * 2**30), 139 * 2**30)
+
+
+def drawn(view: RunView, width: int, height: int, *, encoding: str = "utf-8") -> list[str]:
+    stream = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    console = Console(file=stream, width=width, height=height, color_system=None, legacy_windows=False)
+    console.print(RunTable(view))
+    stream.seek(0)
+    return stream.read().splitlines()
+
+
+def many(count: int) -> RunView:
+    statuses = ("running", "waiting", "succeeded", "failed", "paused")
+    return RunView(tuple(TaskView(f"t{number}", statuses[number % 5], 1, 9) for number in range(count)))
+
+
+def test_at_a_width_of_80_the_table_is_this() -> None:
+    assert table_text(RUN, 80).splitlines() == [
+        "task          status     done         step         loss    eval  tokens/s    eta",
+        "sql           running    ━━━╸     570/1000     0.8400 ↓  0.9100     9,812  12:00",
+        "math          paused     ━        210/1000     1.3700 →  1.4000         -      -",
+        "a-name-that…  failed                  3/60            -       -         -      -",
+        "tales         waiting                 0/24            -       -         -      -",
+        "sums          succeeded  ━━━━━━━     60/60  1.235e+05 ↑  0.0123         -      -",
+        "run  1:02:05, 12:00 left   13.1k tokens/s   memory 58.10/139.0 GiB   1 failed, …",
+    ]
+
+
+def test_no_line_is_wider_than_the_window() -> None:
+    for width in (30, 40, 50, 58, 66, 80, 120, 200):
+        assert max(map(len, drawn(RUN, width, 40))) <= width
+
+
+@pytest.mark.parametrize(
+    ("width", "there", "gone"),
+    [
+        (80, ["done", "eval", "tokens/s", "eta"], []),
+        (70, ["done", "eval", "eta"], ["tokens/s"]),
+        (60, ["done", "eta"], ["eval", "tokens/s"]),
+        (30, ["task", "status", "step", "loss"], ["done", "eval", "tokens/s", "eta"]),
+    ],
+)
+def test_narrow_windows_leave_out_whole_columns(width: int, there: list[str], gone: list[str]) -> None:
+    head = drawn(RUN, width, 40)[0]
+    assert all(name in head for name in there)
+    assert not any(name in head for name in gone)
+
+
+@pytest.mark.parametrize("count", [1, 7, 20, 21, 22, 200])
+def test_the_table_and_the_cursor_fit_into_the_window(count: int) -> None:
+    lines = drawn(many(count), 80, 24)
+    assert len(lines) <= 23
+    assert sum(line.startswith("t") and line[1].isdigit() for line in lines) == (count if count <= 21 else 20)
+
+
+def test_where_not_all_have_room_failed_and_running_tasks_come_first_and_the_others_are_counted() -> None:
+    lines = drawn(many(25), 80, 12)
+    words = [line.split()[1] for line in lines[1:-2]]
+    assert words == ["failed"] * 5 + ["running"] * 3
+    assert lines[-2] == "... and 17 more: 2 running, 5 paused, 5 waiting, 5 succeeded"
+    assert "5 failed, 5 running, 5 paused, 5 waiting, 5 succeeded" in lines[-1]
+
+
+def test_tasks_that_all_have_room_stay_in_the_order_in_which_they_came() -> None:
+    assert [line.split()[0] for line in drawn(many(7), 80, 24)[1:-1]] == [f"t{number}" for number in range(7)]
+
+
+def test_a_window_of_three_rows_shows_one_task() -> None:
+    assert len(drawn(many(5), 80, 3)) == 4
+
+
+def test_a_terminal_without_unicode_gets_plain_characters() -> None:
+    lines = drawn(RUN, 80, 24, encoding="ascii")
+    assert "  ####" in lines[1]
+    assert "0.8400 v" in lines[1]
+    assert all(line.isascii() for line in lines)
+
+
+def test_a_run_of_unknown_memory_and_without_steps_says_nothing_of_them() -> None:
+    bare = replace(RUN, tokens_per_s=None, memory_bytes=None, tasks=TASKS[3:4])
+    assert table_text(bare).splitlines()[-1] == "run  1:02:05   1 waiting"
+
+
+@pytest.mark.parametrize(
+    ("number", "text"), [(None, "-"), (7.4, "7"), (9_812, "9,812"), (13_090, "13.1k"), (2.5e6, "2.5M")]
+)
+def test_rates_take_few_characters(number: float | None, text: str) -> None:
+    assert rate_text(number) == text
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(None, "-"), (0.4, "0:00"), (723, "12:03"), (12_300, "3:25:00")])
+def test_times_are_those_of_a_clock(seconds: float | None, text: str) -> None:
+    assert time_text(seconds) == text

@@ -1,0 +1,116 @@
+"""The banner with which a run begins and the table with which it ends, in a whole run."""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peft_mux import EarlyStopping, MultiTaskTrainer, MultiTaskTrainingArguments
+from peft_mux.reporting.task_times import TaskTimes
+from tests.invariants.mux_lab import rows, small_task, tiny_llama
+
+
+def trainer_of(folder: Path, tasks: list[Any], **options: Any) -> MultiTaskTrainer:
+    given = {"report_to": "none", "use_cpu": True, "logging_steps": 2, **options}
+    return MultiTaskTrainer(tiny_llama(), MultiTaskTrainingArguments(output_dir=str(folder), **given), tasks)
+
+
+def line_of(report: str, name: str) -> list[str]:
+    (line,) = [line for line in report.splitlines() if line.startswith(f"{name} ")]
+    return line.split()
+
+
+def test_a_run_begins_with_eight_lines_and_ends_with_its_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = [small_task("a", data_seed=1, max_steps=4), small_task("b", data_seed=2, max_steps=6, rank=8)]
+    trainer = trainer_of(tmp_path / "run", tasks)
+    trainer.train()
+    printed = capsys.readouterr().out.splitlines()
+    words = [line.split()[0] for line in printed[:8]]
+    assert words == ["peft_mux", "device", "model", "tasks", "kernels", "plan", "memory", "output"]
+    assert "24,800 parameters, float32" in printed[2]
+    assert "2, rank 4 to 8, 14.175 to 24.83 % trainable each, 20 rows, 4 to 6 steps" in printed[3]
+    assert "torch, not Triton: there are none for cpu" in printed[4]
+    assert "predicted (analytic profile)" in printed[5]
+    assert max(map(len, printed[:7])) <= 110
+    assert str(trainer.report()) in "\n".join(printed)
+
+
+def test_the_report_has_time_tokens_least_loss_speed_and_what_to_type(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path / "run", [small_task("a", data_seed=1, max_steps=6)])
+    trainer.train()
+    report = trainer.report()
+    losses = [entry["loss"] for entry in trainer.task_states["a"].log_history if "loss" in entry]
+    name, status, steps, loss, best, held_out, time, tokens, place = line_of(report, "a")
+    assert (name, status, steps, held_out, place) == ("a", "succeeded", "6/6", "-", str(tmp_path / "run" / "a"))
+    assert float(loss) == pytest.approx(trainer.table["a"].last_loss, abs=1e-4)
+    assert float(best) == pytest.approx(min(losses), abs=1e-4)
+    assert re.fullmatch(r"\d+:\d\d", time)
+    assert tokens == f"{trainer.table['a'].num_tokens:,}"
+    speed = re.search(r"steps together ([\d.]+) s, measured; in turn ([\d.]+) s, predicted \(analytic profile", report)
+    assert speed is not None
+    assert f"peft-mux export {tmp_path / 'run'} --vllm" in report
+
+
+def test_of_a_task_that_went_back_to_its_best_adapter_the_held_out_loss_of_that_is_told(tmp_path: Path) -> None:
+    held_out = rows(9, 4, 5, 9)
+    rule = EarlyStopping(patience=2)
+    task = small_task("a", data_seed=1, max_steps=40, learning_rate=0.3, eval_dataset=held_out, eval_steps=1)
+    task = small_task(
+        "a", data_seed=1, max_steps=40, learning_rate=0.3, eval_dataset=held_out, eval_steps=1, early_stopping=rule
+    )
+    trainer = trainer_of(tmp_path / "run", [task])
+    trainer.train()
+    found = [entry["eval_loss"] for entry in trainer.task_states["a"].log_history if "eval_loss" in entry]
+    assert min(found) < found[-1], "the case is too easy"
+    assert float(line_of(trainer.report(), "a")[5]) == pytest.approx(min(found), abs=1e-4)
+
+
+def test_tasks_that_were_removed_stay_in_the_report(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path / "run", [small_task("a", data_seed=1), small_task("b", data_seed=2)])
+    trainer.train()
+    trainer.remove_task("b").result()
+    words = line_of(trainer.report(), "b")
+    assert words[1:3] == ["removed", "8/8"]
+    assert words[-1] == str(tmp_path / "run" / "b")
+    assert "in turn" not in trainer.report(), "its rows are gone, and with them what they would take"
+
+
+def test_with_many_tasks_a_line_of_losses_has_the_mean_the_least_and_the_greatest(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tasks = [small_task(f"t{number}", data_seed=number, max_steps=2) for number in range(13)]
+    trainer_of(tmp_path, tasks, save_strategy="no").train()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 2")]
+    assert re.fullmatch(r"step 2  13 tasks, mean [\d.]+, from t\d+ [\d.]+ to t\d+ [\d.]+", line)
+
+
+def test_a_notebook_shows_the_report_as_a_table_also_one_of_another_process(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, [small_task("a", data_seed=1, max_steps=2)], save_strategy="no")
+    report = pickle.loads(pickle.dumps(trainer.report()))
+    assert report == trainer.report()
+    html = report._repr_html_()
+    assert html.count("<tr>") == 2
+    assert "not saved" in html
+
+
+def test_a_task_is_given_the_time_of_its_own_steps_only() -> None:
+    class Shown:
+        def __init__(self, name: str) -> None:
+            self.name, self.step = name, 5
+
+    now = [0.0]
+    times, a, b = TaskTimes(lambda: now[0]), Shown("a"), Shown("b")
+    times.begin([a, b])  # type: ignore[list-item]
+    for seconds, stepping in ((1.0, [a, b]), (2.0, [b]), (4.0, [a])):
+        now[0] += seconds
+        for one in stepping:
+            one.step += 1
+        times.advance([a, b])  # type: ignore[list-item]
+    assert (times.seconds("a"), times.seconds("b")) == (5.0, 3.0)
+    assert (times.num_steps(a), times.num_steps(b)) == (2, 2)  # type: ignore[arg-type]

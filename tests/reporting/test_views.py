@@ -1,0 +1,118 @@
+"""What is shown of a run at one moment: means, trends, rates and times left, by a clock of the test."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from peft_mux.reporting.views import RunWatch, curve_of
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def task(name: str = "a", **facts: Any) -> Any:
+    given = {"step": 0, "num_steps": 100, "status": "running", "reason": "", "last_loss": float("nan")}
+    state = SimpleNamespace(log_history=[])
+    return SimpleNamespace(name=name, num_tokens=0, state=state, **{**given, **facts})
+
+
+def step(watch: RunWatch, clock: Clock, tasks: list[Any], *, loss: float = 1.0, seconds: float = 1.0) -> None:
+    clock.now += seconds
+    for one in tasks:
+        if one.status == "running":
+            one.step, one.num_tokens, one.last_loss = one.step + 1, one.num_tokens + 50, loss
+    watch.advance(tasks)
+
+
+def watched(*tasks: Any) -> tuple[RunWatch, Clock]:
+    clock = Clock()
+    watch = RunWatch(clock=clock)
+    watch.start(tasks)
+    return watch, clock
+
+
+def test_before_its_first_step_a_task_has_no_loss_no_rate_and_no_time_left() -> None:
+    watch, _ = watched(task())
+    (view,) = watch.view().tasks
+    assert (view.loss, view.trend, view.tokens_per_s, view.left_s) == (None, "", None, None)
+
+
+def test_rates_and_times_left_are_those_of_the_last_steps() -> None:
+    own = task()
+    watch, clock = watched(own)
+    for _ in range(50):
+        step(watch, clock, [own], seconds=4.0)
+    for _ in range(30):
+        step(watch, clock, [own], seconds=1.0)
+    view = watch.view()
+    assert view.tasks[0].tokens_per_s == pytest.approx(50, rel=0.1)
+    assert view.tasks[0].left_s == pytest.approx(20, rel=0.1)
+    assert view.left_s == view.tasks[0].left_s
+    assert view.seconds == pytest.approx(230)
+
+
+@pytest.mark.parametrize(("change", "trend"), [(-0.01, "down"), (0.01, "up"), (0.0, "flat")])
+def test_a_loss_that_falls_rises_or_stays_is_told_so(change: float, trend: str) -> None:
+    own = task()
+    watch, clock = watched(own)
+    for number in range(40):
+        step(watch, clock, [own], loss=2.0 + change * number)
+    (view,) = watch.view().tasks
+    assert view.trend == trend
+    assert view.loss == pytest.approx(2.0 + change * 31, abs=0.02)
+
+
+def test_a_loss_that_is_not_finite_is_no_part_of_the_mean() -> None:
+    own = task()
+    watch, clock = watched(own)
+    for loss in (1.0, float("nan"), float("inf"), 1.0):
+        step(watch, clock, [own], loss=loss)
+    assert watch.view().tasks[0].loss == pytest.approx(1.0)
+
+
+def test_a_task_that_rests_has_no_rate_and_begins_a_new_one_when_it_goes_on() -> None:
+    own, other = task("a"), task("b")
+    watch, clock = watched(own, other)
+    step(watch, clock, [own, other])
+    own.status = "paused"
+    for _ in range(100):
+        step(watch, clock, [own, other])
+    assert [one.tokens_per_s is None for one in watch.view().tasks] == [True, False]
+    own.status = "running"
+    step(watch, clock, [own, other])
+    step(watch, clock, [own, other])
+    assert watch.view().tasks[0].tokens_per_s == pytest.approx(50)
+
+
+def test_tasks_come_and_go_between_steps() -> None:
+    own, other = task("a"), task("b")
+    watch, clock = watched(own)
+    step(watch, clock, [own, other])
+    assert [one.name for one in watch.view().tasks] == ["a", "b"]
+    step(watch, clock, [other])
+    assert [one.name for one in watch.view().tasks] == ["b"]
+
+
+def test_the_last_held_out_loss_is_found_also_in_a_history_that_begins_anew() -> None:
+    own = task()
+    own.state.log_history = [{"step": 1, "loss": 3.0}, {"step": 2, "eval_loss": 5.0}]
+    watch, clock = watched(own)
+    step(watch, clock, [own])
+    assert watch.view().tasks[0].eval_loss == 5.0
+    own.state.log_history = [{"step": 1, "eval_loss": 4.0}]
+    step(watch, clock, [own])
+    view = watch.view(with_curves=True).tasks[0]
+    assert (view.eval_loss, view.eval_losses, view.losses) == (4.0, ((1, 4.0),), ())
+
+
+def test_a_curve_passes_over_what_is_no_number() -> None:
+    records = [{"step": 1, "loss": 2.0}, {"step": "x", "loss": 1.0}, {"loss": 1.0}, {"step": 2, "loss": "nan"}, 7]
+    assert curve_of(records, "loss") == ((1, 2.0),)
