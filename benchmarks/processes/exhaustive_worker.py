@@ -99,9 +99,8 @@ class _Trial(TrainerCallback):
         plans = self.trainer._plans
         found = {_key(plans.current): plans.current}
         num_tasks = len(plans.current.shares)
-        for (bounds, is_grouped), count, width in itertools.product(
-            itertools.product(_partitions(num_tasks), (False, True)), MICRO_BATCHES, WIDTHS[self.layout]
-        ):
+        ways = itertools.product(_partitions(num_tasks), (False, True), MICRO_BATCHES, WIDTHS[self.layout])
+        for bounds, is_grouped, count, width in ways:
             plan = self._plan(Partition(bounds, is_grouped=is_grouped), count, width)
             found.setdefault(_key(plan), plan)
         return list(found.values())
