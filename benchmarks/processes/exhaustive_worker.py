@@ -99,9 +99,10 @@ class _Trial(TrainerCallback):
         plans = self.trainer._plans
         found = {_key(plans.current): plans.current}
         num_tasks = len(plans.current.shares)
-        ways = itertools.product(_partitions(num_tasks), (False, True), MICRO_BATCHES, WIDTHS[self.layout])
-        for bounds, is_grouped, count, width in ways:
-            plan = self._plan(Partition(bounds, is_grouped=is_grouped), count, width)
+        partitions = [Partition(own, grouped) for own in _partitions(num_tasks) for grouped in (False, True)]
+        ways = [(one, n, width) for one in partitions for n in MICRO_BATCHES for width in WIDTHS[self.layout]]
+        for partition, count, width in ways:
+            plan = self._plan(partition, count, width)
             found.setdefault(_key(plan), plan)
         return list(found.values())
 

@@ -25,9 +25,9 @@ from peft_mux.engine.gradients.sync import GradientSync
 from peft_mux.engine.pass_clock import PassClock
 from peft_mux.engine.pipeline.barriers import BucketBarriers, UpdateTasks
 from peft_mux.engine.pipeline.links import PipelineLinks
-from peft_mux.engine.pipeline.messages import Key, Messages
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageModel, StagePass
+from peft_mux.engine.pipeline.traffic import StageTraffic
 from peft_mux.engine.prepasses import has_prepasses, prepared, tasks_of
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.step_sums import StepSums, pack, unpack
@@ -103,7 +103,6 @@ class PipelineExecutor:
         self.spans: tuple[Span, ...] = ()
         self.most_in_flight = 0
         self.clock = PassClock(self.device)
-        self._waited_s = 0.0
         self.follow(plan)
         stages, num_chunks = range(model.layout.num_stages), model.layout.num_chunks
         self.links = PipelineLinks(pipelines or (stages,), num_chunks, processes)
@@ -298,18 +297,17 @@ class PipelineExecutor:
         template, batch = _forwards_only(self.plan.template, 1), micro_batch.to(self.device)
         found = None
         with self._closing_on_failure():
-            self._expect(template, {Slot(0, 0): [micro_batch]})
+            traffic = self._begin_traffic(template, {Slot(0, 0): [micro_batch]})
             for action in template.actions[self.model.stage]:
                 virtual_stage = self.model.layout.virtual_stage(action.stage, action.chunk)
-                target = self._messages.target(action)
-                hidden_TD = self._take(action, 0)
+                hidden_TD = traffic.take(action, 0)
                 with self.precision():
-                    if target is None:
-                        found = last(batch, hidden_TD)
-                    else:
+                    if traffic.goes_on(action):
                         output = self.model.forward(virtual_stage, batch, hidden_TD).output
-                        self._put(action, 0, target, output.to(self.model.dtype))
-            self.links.flush()
+                        traffic.put(action, 0, output.to(self.model.dtype))
+                    else:
+                        found = last(batch, hidden_TD)
+            traffic.flush()
         return found
 
     def shared(self, values: torch.Tensor) -> torch.Tensor:
@@ -354,42 +352,37 @@ class PipelineExecutor:
             num_tasks: number of tasks that step with each bucket, in a window.
         """
         stage = self.model.stage
-        self._expect(template, slots, num_tasks)
+        traffic = self._begin_traffic(template, slots, num_tasks)
         self.most_in_flight, spans, begin = 0, [], time.perf_counter()
         for action in template.actions[stage]:
             self._sums = self._step_sums[action.step]
             if self._barriers is not None:
                 self._barriers.before(action)
             # After the barrier, which may wait for other processes.
-            start, self._waited_s = time.perf_counter(), 0.0
+            start, traffic.waited_s = time.perf_counter(), 0.0
             (self._forward if action.kind == "F" else self._backward)(action)
             spans.append(Span(stage, action, start - begin, time.perf_counter() - begin))
-            self.clock.add(action.slot, time.perf_counter() - start - self._waited_s)
+            self.clock.add(action.slot, time.perf_counter() - start - traffic.waited_s)
             self.most_in_flight = max(self.most_in_flight, len(self._flights))
             self._end_backward(action)
             if self.on_action is not None:
                 self.on_action(action)
         if self._barriers is not None:
             self._barriers.finish()
-        # At the end of the step alone: a wait for a send within the list could wait for a stage that waits for this
-        # one.
-        self.links.flush()
+        traffic.flush()
         self.spans = tuple(spans)
         self.clock.spanned(time.perf_counter() - begin)
 
-    def _expect(
+    def _begin_traffic(
         self,
         template: PipelineTemplate,
         slots: Mapping[Slot, list[MuxBatch]],
         num_tasks: Mapping[int, int] | None = None,
-    ) -> None:
-        """Post the first receives of all that neighbours will send until the next flush."""
-        self._slots, self._flights, self._messages = slots, {}, Messages(template, slots, self.model.stage, num_tasks)
+    ) -> StageTraffic:
+        self._slots, self._flights = slots, {}
         self._key_values.clear()  # a step that failed may have left something
-        for (kind, source), incoming in self.links.incoming.items():
-            # Receives in the order of the sender's list, which the template tells; on a channel messages have no names.
-            incoming.expect(self._messages.expected(kind, source, self.model.hidden_size), self.model.dtype)
-        self._proven_taken = {source: self._messages.gradients_taken(source) for _, source in self.links.incoming}
+        self._traffic = StageTraffic(self.links, self.model, template, slots, num_tasks)
+        return self._traffic
 
     def _end_backward(self, action: Action) -> None:
         """Let sums of gradients begin: the backward of chunk 0 is the last one of a micro-batch in this process."""
@@ -402,11 +395,11 @@ class PipelineExecutor:
                 self.sync.after_backward(micro_batch)
 
     def _forward(self, action: Action) -> None:
+        traffic = self._traffic
         virtual_stage = self.model.layout.virtual_stage(action.stage, action.chunk)
-        target = self._messages.target(action)
         flights = self._flights[action.slot, action.chunk] = []
         for number, micro_batch in enumerate(self._slots[action.slot]):
-            hidden_TD = self._take(action, number)
+            hidden_TD = traffic.take(action, number)
             if hidden_TD is not None:
                 # A leaf: its gradient is what goes back to the stage before.
                 hidden_TD.requires_grad_()
@@ -414,53 +407,35 @@ class PipelineExecutor:
                 passed = self.model.forward(virtual_stage, micro_batch.to(self.device), hidden_TD)
             if torch.is_grad_enabled():
                 flights.append(Flight(hidden_TD, passed, kept))
-            if target is None:
-                self._add_losses(micro_batch, passed)
-            else:
-                # Both ends know one dtype, that of the residual stream; under autocast a layer may return another one.
-                output = passed.output.detach().to(self.model.dtype)
-                self._put(action, number, target, output)
+            self._hand_on(action, number, passed)
+
+    def _hand_on(self, action: Action, number: int, passed: StagePass) -> None:
+        """Put what a forward gave to the stage that goes on with it; losses of the last one are added up."""
+        if self._traffic.goes_on(action):
+            # Both ends know one dtype, that of the residual stream; under autocast a layer may return another one.
+            self._traffic.put(action, number, passed.output.detach().to(self.model.dtype))
+        else:
+            tasks = self._slots[action.slot][number].task_names
+            self._sums.add(MuxOutput(passed.output.detach(), tasks, passed.statistics))
 
     def _backward(self, action: Action) -> None:
-        target, source = self._messages.target(action), self._messages.source(action)
-        flights = self._flights.pop((action.slot, action.chunk))
-        for number in self._messages.numbers(action):
+        traffic, flights = self._traffic, self._flights.pop((action.slot, action.chunk))
+        for number in traffic.numbers(action):
             flight = flights[number]
-            output, gradient = flight.passed.output, self._take(action, number)
-            if source is not None:
-                # The gradient of an output has come, so the output itself was taken: waiting for its send returns.
-                key = Key.of(action.slot, number, source[1])
-                self.links.outgoing["F", source[0]].release(key)
+            output, gradient = flight.passed.output, traffic.take(action, number)
             gradient = torch.ones_like(output) if gradient is None else gradient.to(output.dtype)
             pass_backward(output, gradient, flight.kept)
             self._key_values.release(flight.kept)
-            if target is not None:
-                assert flight.hidden_TD is not None, "only virtual stage 0 has no input, and nobody before it"
-                back = flight.hidden_TD.grad
-                # Zeros rather than nothing: the stage before has posted a receive, whether or not any task wants the
-                # gradient.
-                self._put(action, number, target, torch.zeros_like(flight.hidden_TD) if back is None else back)
+            self._hand_back(action, number, flight)
 
-    def _put(self, action: Action, number: int, target: tuple[int, int], tensor: torch.Tensor) -> None:
-        """Begin to send a result to the virtual stage that goes on with it."""
-        key = Key.of(action.slot, number, target[1])
-        self.links.outgoing[action.kind, target[0]].put(key, tensor)
-
-    def _take(self, action: Action, number: int) -> torch.Tensor | None:
-        """Return an action's input, `[T, D]`; `None` at virtual stage 0 forward and at the last one backward."""
-        source = self._messages.source(action)
-        if source is None:
-            return None
-        key = Key.of(action.slot, number, action.chunk)
-        began = time.perf_counter()
-        tensor = self.links.incoming[action.kind, source[0]].take(key)
-        self._waited_s += time.perf_counter() - began
-        # gloo does not tell when a send was taken. That these hidden states have come proves that their sender took the
-        # gradients before them in its list, so these can be freed without blocking.
-        if action.kind == "F":
-            for taken in self._proven_taken[source[0]].pop(key, ()):
-                self.links.outgoing["B", source[0]].release(taken)
-        return tensor
+    def _hand_back(self, action: Action, number: int, flight: Flight) -> None:
+        """Put the gradient of a pass's input to the stage before; nothing at virtual stage 0."""
+        if self._traffic.goes_on(action):
+            assert flight.hidden_TD is not None, "only virtual stage 0 has no input, and nobody before it"
+            back = flight.hidden_TD.grad
+            # Zeros rather than nothing: the stage before has posted a receive, whether or not any task wants the
+            # gradient.
+            self._traffic.put(action, number, torch.zeros_like(flight.hidden_TD) if back is None else back)
 
     @contextmanager
     def _closing_on_failure(self) -> Iterator[None]:
@@ -476,9 +451,6 @@ class PipelineExecutor:
             self._barriers = None
 
     # ---------------------------------------------------------------- losses
-
-    def _add_losses(self, micro_batch: MuxBatch, passed: StagePass) -> None:
-        self._sums.add(MuxOutput(passed.output.detach(), micro_batch.task_names, passed.statistics))
 
     def _share_sums(self) -> None:
         """Take losses and statistics from the last stage, which broadcasts them to all stages in one message."""

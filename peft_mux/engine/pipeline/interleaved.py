@@ -16,7 +16,6 @@ import torch
 from peft_mux.data.chains import is_chained
 from peft_mux.engine.chain_pass import pass_backward
 from peft_mux.engine.pipeline.executor import Flight, PipelineExecutor
-from peft_mux.engine.pipeline.messages import Key
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.processes.processes import Processes
@@ -83,21 +82,16 @@ class InterleavedPipelineExecutor(PipelineExecutor):
         if self._in_turns is None or is_chained(micro_batches):
             super()._forward(action)
             return
-        target = self._messages.target(action)
         flights = self._flights[action.slot, action.chunk] = []
         for group in self._number_groups(range(len(micro_batches)), action):
             # All inputs before the passes run in turns: a pass that waited for a neighbour in its turn would hold the
             # baton.
-            inputs = {number: self._take(action, number) for number in group}
+            inputs = {number: self._traffic.take(action, number) for number in group}
             for number, flight in zip(group, self._forwards(action, inputs), strict=True):
                 if torch.is_grad_enabled():
                     flights.append(flight)
-                if target is None:
-                    self._add_losses(micro_batches[number], flight.passed)
-                else:
-                    # In the order of the action, not in that in which turns ended: the receiver has posted its receives
-                    # so.
-                    self._put(action, number, target, flight.passed.output.detach().to(self.model.dtype))
+                # In the order of the action, not in that in which turns ended: the receiver has posted its receives so.
+                self._hand_on(action, number, flight.passed)
 
     def _forwards(self, action: Action, inputs: dict[int, torch.Tensor | None]) -> list[Flight]:
         """Run a group forward.
@@ -140,11 +134,10 @@ class InterleavedPipelineExecutor(PipelineExecutor):
         if self.interleaving is None or self._in_turns is None or is_chained(self._slots[slot]):
             super()._backward(action)
             return
-        target = self._messages.target(action)
         stretch = self._stretch(self.model.layout.virtual_stage(action.stage, action.chunk), "backward")
         flights = self._flights.pop((slot, action.chunk))
-        for group in self._number_groups(list(self._messages.numbers(action)), action):
-            gradients = [self._take_gradient(action, number) for number in group]
+        for group in self._number_groups(list(self._traffic.numbers(action)), action):
+            gradients = [self._traffic.take(action, number) for number in group]
 
             def backward(index: int, group: Sequence[int] = group, gradients: list[Any] = gradients) -> None:
                 output, gradient = flights[group[index]].passed.output, gradients[index]
@@ -152,22 +145,8 @@ class InterleavedPipelineExecutor(PipelineExecutor):
 
             chains = [(self._slots[slot][number],) for number in group]
             self.interleaving.run(chains, backward, stretch=stretch)
-            if target is None:
-                continue
             for number in group:
-                hidden_TD = flights[number].hidden_TD
-                assert hidden_TD is not None, "only virtual stage 0 has no input, and nobody before it"
-                back = torch.zeros_like(hidden_TD) if hidden_TD.grad is None else hidden_TD.grad
-                self._put(action, number, target, back)
-
-    def _take_gradient(self, action: Action, number: int) -> torch.Tensor | None:
-        """Return the gradient of an output, and free the output."""
-        # That the gradient has come shows that the output was taken.
-        gradient, source = self._take(action, number), self._messages.source(action)
-        if source is not None:
-            key = Key.of(action.slot, number, source[1])
-            self.links.outgoing["F", source[0]].release(key)
-        return gradient
+                self._hand_back(action, number, flights[number])
 
     def _number_groups(self, numbers: Sequence[int], action: Action) -> list[list[int]]:
         """Divide the passes of an action into groups, in their order: what neighbours wait for is fixed.
