@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -61,7 +62,7 @@ class Arrivals:
         before = self._registry.tasks
         try:
             # PEFT goes through all modules for each adapter: with those of others in sight, time by their square.
-            with hidden_adapters(model.backbone) as hide:
+            with _without_collections(), hidden_adapters(model.backbone) as hidden:
                 for name, config in peft_configs.items():
                     own, kind = own_copy(config, model.backbone), kind_of(config)
                     adapter, seed = self._registry.next_adapter, seeds.get(name, 42)
@@ -71,8 +72,10 @@ class Arrivals:
                         self._forgetting(model, adapter, own),
                     ):
                         self.tuners.inject(model, kind, adapter, own)
+                    hidden.show_new()
+                    self.tuners.cast(model, kind, adapter)
                     self.adopt(model, name, config, num_labels.get(name), seed)
-                    hide()
+                    hidden.hide()
         except Exception:
             # All or none: those that came in before the fault leave again.
             self.remove(model, [name for name in self._registry.tasks if name not in before])
@@ -179,6 +182,18 @@ class Arrivals:
         model.name_modules()
         model.stream.clear_tables()
         model.mark_trainable()
+
+
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Put Python's garbage collection off: it would look at all modules again and again, none of which is garbage."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _parameters_of(model: nn.Module, adapter: str) -> dict[str, nn.Parameter]:

@@ -121,13 +121,14 @@ class TaskRegistry:
         return adapter
 
     def lay_out(self, device: torch.device) -> None:
-        """Lay all parameters out anew, as they were moved or cast.
+        """Lay parameters out anew that were moved or cast; those of other tasks stay where they are.
 
         Args:
             device: the device on which they are now.
         """
-        for name in self._slabs:
-            self.adopt(name, self._parameters[name], device)
+        for name, slab in list(self._slabs.items()):
+            if not slab.is_in_place(device):
+                self.adopt(name, self._parameters[name], device)
 
     # -------------------------------------------------------------- questions
 

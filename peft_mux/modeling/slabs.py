@@ -131,6 +131,19 @@ class Page:
         gradient = None if self.values.grad is None else entry.rows_of(self.values.grad)
         return Factor(entry.rows_of(self._values_in(dtype)), gradient)
 
+    def is_in_place(self, device: torch.device) -> bool:
+        """Whether the page is on a device, and every parameter still a view of it.
+
+        Args:
+            device: where the weights should be.
+        """
+        values = self.values.data
+        views = ((entry.parameter.data, entry.view_of(values)) for entry in self._entries.values())
+        return values.device == device and all(
+            data.data_ptr() == view.data_ptr() and data.dtype == view.dtype and data.stride() == view.stride()
+            for data, view in views
+        )
+
     def part(self, parameter: nn.Parameter, flat: torch.Tensor) -> torch.Tensor | None:
         """Return the part of a buffer as long as the page that stands for a parameter, in the parameter's shape.
 
@@ -227,6 +240,10 @@ class TaskSlab:
         """
         found = (page.factor(parameter, dtype) for page in self.pages)
         return next((factor for factor in found if factor is not None), None)
+
+    def is_in_place(self, device: torch.device) -> bool:
+        """Whether the weights lie on a device as they were laid out: neither moved nor cast since."""
+        return all(page.is_in_place(device) for page in self.pages)
 
     def watched(self) -> list[int]:
         """Return the ids of parameters whose gradients somebody waits to see pass through autograd."""

@@ -23,15 +23,18 @@ def attach(model: nn.Module, stream: Stream) -> None:
         model: the backbone, into which PEFT has injected tuner layers.
         stream: what the layers will ask which rows are whose.
     """
-    inside_drawing_layers = _insides_of_layers_that_draw(model)
+    drawing = ""  # how names begin within the layer met last that draws its dropout by itself
     for name, module in model.named_modules():
+        kind = kind_of_layer(module)
+        is_inside = bool(drawing) and name.startswith(drawing)
+        if kind is not None and kind.draws_itself and not is_inside:
+            drawing = f"{name}."
         # Attached before, or the backbone's own head, of which tasks train copies.
         forward = module.__dict__.get("forward")
         if isinstance(forward, MultiplexedBias) and _adds_own_biases(model, name):
             del module.forward  # another task's adapter has come around it since
         if isinstance(forward, MultiplexedForward) or ".original_module" in name:
             continue
-        kind = kind_of_layer(module)
         if isinstance(module, ModulesToSaveWrapper):
             module.forward = MultiplexedCopies(module, name, stream)
         elif isinstance(module, TrainableTokensWrapper):
@@ -43,7 +46,7 @@ def attach(model: nn.Module, stream: Stream) -> None:
                 module.forward = forward
         elif own_biases(module) and not _adds_own_biases(model, name):
             module.forward = MultiplexedBias(module, name, stream)
-        elif isinstance(module, nn.Dropout) and not name.startswith(inside_drawing_layers):
+        elif isinstance(module, nn.Dropout) and not is_inside:
             module.forward = MultiplexedDropout(module, name, stream)
     for kind in KINDS.values():
         kind.arrange(model, stream)
@@ -53,12 +56,6 @@ def _adds_own_biases(model: nn.Module, name: str) -> bool:
     """Whether the layer around a frozen one adds what tasks have of its bias."""
     around = model.get_submodule(name.removesuffix(".base_layer")) if name.endswith(".base_layer") else None
     return around is not None and getattr(around.__dict__.get("forward"), "adds_own_biases", False)
-
-
-def _insides_of_layers_that_draw(model: nn.Module) -> tuple[str, ...]:
-    """Return how the names of modules begin whose dropout the layers around them draw by themselves."""
-    layers = [(name, kind_of_layer(module)) for name, module in model.named_modules()]
-    return tuple(f"{name}." for name, kind in layers if kind is not None and kind.draws_itself)
 
 
 def detach(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -123,39 +123,78 @@ def as_it_was(backbone: Any, origin: Origin) -> Iterator[None]:
         raise
 
 
-@contextmanager
-def hidden_adapters(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Take the adapters out of all tuned layers for the time of the block, and put them back in their order.
+class HiddenAdapters:
+    """Takes the adapters out of all tuned layers of a model, and puts them back in their order.
 
-    PEFT goes through all modules several times for each adapter that it adds, those of other adapters included, so that
-    many tasks would take time by the square of their number; and it has nothing to do with those. Heads of tasks stay.
+    PEFT goes through all modules many times for each adapter that it adds, those of other adapters included, so that
+    many tasks would take time by the square of their number; and it has nothing to do with those. What a layer keeps
+    adapters in stays its attribute, empty, but no walk over modules meets it. Heads of tasks stay.
 
-    Yields:
-        A function that hides what has been added since, too.
+    Args:
+        model: the model, adapters injected.
     """
-    taken: dict[nn.Module, dict[str, dict[str, Any]]] = {}
 
-    def hide() -> None:
-        for layer in [one for _, one in modules_around_adapters(model) if isinstance(one, BaseTunerLayer)]:
-            for child in layer.children():
+    def __init__(self, model: nn.Module) -> None:
+        """Hide nothing yet."""
+        self._model = model
+        self._entries: dict[nn.Module, dict[str, dict[str, Any]]] = {}
+        self._order: dict[nn.Module, list[str]] = {}
+
+    def hide(self) -> None:
+        """Hide all adapters, those that have come since too."""
+        for layer in [one for _, one in modules_around_adapters(self._model) if isinstance(one, BaseTunerLayer)]:
+            self._order[layer] = list(layer._modules)
+            for name, child in list(layer._modules.items()):
                 if isinstance(child, nn.ModuleDict | nn.ParameterDict):
-                    own = taken.setdefault(child, {field: {} for field in _ENTRIES if field in child.__dict__})
-                    for field, entries in own.items():
-                        entries.update(child.__dict__[field])
-                        # A `ParameterDict` keeps its keys beside its parameters, so both are emptied.
-                        child.__dict__[field].clear()
+                    self._take_entries(child)
+                    # An attribute as any other: PEFT's layers find it as before.
+                    vars(layer)[name] = layer._modules.pop(name)
 
-    hide()
-    try:
-        yield hide
-    finally:
-        for child, own in taken.items():
+    def _take_entries(self, child: nn.Module) -> None:
+        own = self._entries.setdefault(child, {field: {} for field in _ENTRIES if field in child.__dict__})
+        for field, entries in own.items():
+            entries.update(child.__dict__[field])
+            # A `ParameterDict` keeps its keys beside its parameters, so both are emptied.
+            child.__dict__[field].clear()
+
+    def show_new(self) -> None:
+        """Let walks over modules meet the adapters that have come since they were hidden, and no others."""
+        for layer, order in self._order.items():
+            now = dict(layer._modules)
+            now |= {name: layer.__dict__.pop(name) for name in order if name in layer.__dict__}
+            layer._modules.clear()
+            layer._modules.update({name: now.pop(name) for name in order if name in now} | now)
+        self._order.clear()
+
+    def show_all(self) -> None:
+        """Put everything back."""
+        self.show_new()
+        for child, own in self._entries.items():
             for field, entries in own.items():
                 entries.update(child.__dict__[field])
                 child.__dict__[field].update(entries)
                 # Entries of before come first, whatever was added meanwhile.
                 for key in entries:
                     child.__dict__[field][key] = child.__dict__[field].pop(key)
+        self._entries.clear()
+
+
+@contextmanager
+def hidden_adapters(model: nn.Module) -> Iterator[HiddenAdapters]:
+    """Hide the adapters of all tuned layers of a model for the time of the block.
+
+    Args:
+        model: the model, adapters injected.
+
+    Yields:
+        what hides those that have come since, too, or shows them alone.
+    """
+    hidden = HiddenAdapters(model)
+    hidden.hide()
+    try:
+        yield hidden
+    finally:
+        hidden.show_all()
 
 
 @contextmanager

@@ -7,6 +7,7 @@ layer without a path of its own needs no more than a `peft_mux.modeling.adapters
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
@@ -310,12 +311,14 @@ def register_kind(kind: AdapterKind) -> AdapterKind:
         the kind that was given.
     """
     KINDS[kind.peft_type] = kind
+    _kind_of_class.cache_clear()
     return kind
 
 
 def unregister_kind(peft_type: PeftType) -> None:
     """Refuse tasks of a PEFT type from now on; no model may hold one."""
     del KINDS[peft_type]
+    _kind_of_class.cache_clear()
 
 
 def find_kind(config: PeftConfig) -> AdapterKind | None:
@@ -339,8 +342,13 @@ def kind_of(config: PeftConfig) -> AdapterKind:
 
 def kind_of_layer(layer: Any) -> AdapterKind | None:
     """Return the kind that a layer of PEFT's belongs to: of several that fit, the most special one."""
+    return _kind_of_class(type(layer))
+
+
+@functools.cache
+def _kind_of_class(layer_class: type) -> AdapterKind | None:
     # PEFT's layer classes may inherit from one another, so several kinds can fit.
-    fitting = [kind for kind in KINDS.values() if isinstance(layer, kind.layer_type)]
+    fitting = [kind for kind in KINDS.values() if issubclass(layer_class, kind.layer_type)]
     return max(fitting, key=lambda kind: len(kind.layer_type.__mro__), default=None)
 
 

@@ -133,8 +133,6 @@ class Tuners:
             try:
                 tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[kind.peft_type]
                 made = tuner(backbone, {adapter: config}, adapter, low_cpu_mem_usage=is_meta(backbone))
-                # `PeftModel` does this for the first tuner: adapters in fp32 on a backbone in half precision.
-                made._cast_adapter_dtype(adapter_name=adapter, autocast_adapter_dtype=True)
             finally:
                 backbone.peft_config = configs
                 _mark(backbone, owner_of(kind, adapter))
@@ -142,6 +140,17 @@ class Tuners:
         configs[adapter] = config
         made.peft_config = configs
         return made
+
+    def cast(self, model: Any, kind: AdapterKind, adapter: str) -> None:
+        """Bring an adapter to fp32 on a backbone in half precision, as PEFT does of adapters that it sees.
+
+        Args:
+            model: the `MultiTaskPeftModel` whose tuners these are.
+            kind: the kind that the adapter is of.
+            adapter: internal id of the adapter's task.
+        """
+        if not isinstance(kind, PromptKind):
+            self.of(model, kind, adapter)._cast_adapter_dtype(adapter_name=adapter, autocast_adapter_dtype=True)
 
     @contextmanager
     def alone(self, model: Any, adapter: str, config: PeftConfig, *, is_mixed: bool = False) -> Iterator[None]:

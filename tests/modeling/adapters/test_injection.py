@@ -48,13 +48,22 @@ def test_hidden_adapters_come_back_as_the_same_objects_in_the_same_order() -> No
 def test_what_is_added_meanwhile_comes_last() -> None:
     model = model_of("a", "b")
     before = held(model)
-    with hidden_adapters(model.backbone) as hide:
+    with hidden_adapters(model.backbone) as hidden:
         for new in ("x", "y"):
             model.add_adapter(new, LoraConfig(r=3, target_modules=TARGETS))
             assert all(set(ids) == {new} for layer in held(model).values() for ids in layer)
-            hide()
+            hidden.show_new()
+            assert {name.split(".")[-2] for name, _ in model.named_parameters() if "lora_A" in name} == {new}
+            hidden.hide()
     after = held(model)
     assert {name: [[*ids, "x", "y"] for ids in layer] for name, layer in before.items()} == after
+
+
+def test_adapters_of_all_tasks_are_in_fp32_on_a_backbone_in_half_precision() -> None:
+    configs = {name: LoraConfig(r=2, target_modules=TARGETS) for name in ("a", "b", "c")}
+    model = MultiTaskPeftModel(tiny_llama().to(torch.bfloat16), configs, verify=False)
+    dtypes = {name: {weight.dtype for weight in model.task_parameters(name).values()} for name in configs}
+    assert dtypes == {name: {torch.float32} for name in configs}
 
 
 def test_adapters_come_back_where_the_block_fails() -> None:
@@ -94,6 +103,19 @@ def test_peft_sees_one_adapter_at_a_time_however_many_there_are(monkeypatch: pyt
     assert model.tasks == ("a", "b", "c", "t0", "t1", "t2", "t3")
     x = torch.arange(12)[None]
     assert model.task_view("t3")(input_ids=x).logits.isfinite().all()
+
+
+def test_weights_are_laid_out_anew_only_where_they_moved() -> None:
+    model = model_of("a", "b")
+    before = {name: model.task_slab(name) for name in model.tasks}
+    model.to("cpu")
+    assert all(model.task_slab(name) is slab for name, slab in before.items())
+    model.to(torch.float64)
+    assert not any(model.task_slab(name) is slab for name, slab in before.items())
+    slab = model.task_slab("a")
+    next(iter(model.task_parameters("a").values())).data = torch.zeros(2, 16, dtype=torch.float64)
+    model.to("cpu")
+    assert model.task_slab("a") is not slab, "one weight lies elsewhere"
 
 
 def test_a_newcomer_that_peft_refuses_leaves_nothing_and_takes_its_companions_along() -> None:
