@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
 from benchmarks.training.baselines import ModelFactory
 from benchmarks.training.baselines.hf_trainer import StepClock
-from benchmarks.training.timing import Run
+from benchmarks.training.timing import Run, now_s
 from benchmarks.training.workloads import Workload
 
 
@@ -25,9 +24,9 @@ def run_mux(model_factory: ModelFactory, workload: Workload, record_losses: bool
         trainer = trainer_for(model_factory, workload, folder, record_losses)
         clock = StepClock()
         trainer.add_callback(clock)
-        start_s = time.perf_counter()
+        start_s = now_s()
         trainer.train()
-        train_s = time.perf_counter() - start_s
+        train_s = now_s() - start_s
     for task in workload.tasks:
         num_steps = trainer.task_states[task.name].global_step
         if num_steps != workload.num_steps:

@@ -94,7 +94,7 @@ def table(result: CaseResult) -> str:
     case = result.case
     lines = [
         f"\n{case.num_tasks} tasks, {case.mix}, {case.num_steps} steps each, {result.num_tokens} tokens, "
-        f"loss {case.loss}; {result.length_source}",
+        f"loss {case.loss}; {result.length_source}; {case.model.title}",
         f"{'contender':24}" + "".join(f"{title:>{width}}" for title, width, _, _ in _COLUMNS),
     ]
     for row in result.figures():
@@ -200,7 +200,7 @@ def plot(path: Path, results: list[CaseResult]) -> None:
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8, frameon=False)
     model = results[0].case.model
     figure.suptitle(
-        f"{cpu_name()}, {num_cores()} cores; Llama, {model.num_layers} layers of {model.hidden_size}, fp32",
+        f"{cpu_name()}, {num_cores()} cores; {model.title}",
         fontsize=9,
     )
     figure.savefig(path, dpi=120)

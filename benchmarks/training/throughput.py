@@ -1,4 +1,4 @@
-"""The end-to-end benchmark: many LoRA tasks on one backbone, by peft_mux and by today's ways.
+r"""The end-to-end benchmark: many LoRA tasks on one backbone, by peft_mux and by today's ways.
 
 Contenders, all on the same tokenised rows in the same order, for the same number of optimizer steps a task:
 
@@ -27,6 +27,8 @@ error. (The floor has no adapters, so only its first step is held to the others'
 Timed runs are interleaved, so that whatever else the machine does meets all contenders alike.
 
     python -m benchmarks.training.throughput --tasks 8 --mix uniform nonuniform
+    python -m benchmarks.training.throughput --shape qwen3-0.6b --mix nonuniform --batch-size 2 --steps 3 \
+        --repeats 1 --threads 1 --clock processor --contenders hf mux floor
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ from benchmarks.paths import RESULTS
 from benchmarks.training import report
 from benchmarks.training.audit import NUM_STEPS, Audit, audit
 from benchmarks.training.baselines import CONTENDERS, contender
-from benchmarks.training.timing import Run
+from benchmarks.training.shapes import SHAPES
+from benchmarks.training.timing import CLOCKS, Run, use_clock
 from benchmarks.training.workloads import DEFAULT_DATA, LOSSES, MIXES, Case, ModelSpec
 
 LOSS_TOLERANCE = 1e-4
@@ -56,18 +59,16 @@ class UnequalWorkError(RuntimeError):
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run every case, print the tables, and write the JSON and the plot."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.clock == "processor" and options.threads != 1:
+        parser.error("--clock processor: got no --threads 1; seconds of several threads add up")
     import torch
 
     if options.threads:
         torch.set_num_threads(options.threads)
-    model = ModelSpec(
-        hidden_size=options.hidden_size,
-        num_layers=options.layers,
-        intermediate_size=options.intermediate_size,
-        num_heads=options.heads,
-        vocab_size=options.vocab_size,
-    )
+    use_clock(options.clock)
+    model = _model(options)
     results = []
     for mix in options.mix:
         for num_tasks in options.tasks:
@@ -83,9 +84,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
             results.append(measure(case, options.contenders, options.repeats, torch.get_num_threads()))
             print(report.table(results[-1]), flush=True)
-    path = options.output or RESULTS / f"throughput-{report.host_kind()}.json"
+    name = "-".join(["throughput", *([options.shape] if options.shape else []), report.host_kind()])
+    path = options.output or RESULTS / f"{name}.json"
     report.write(path, results, [sys.executable, "-m", "benchmarks.training.throughput", *(arguments or sys.argv[1:])])
     print(f"written: {path} and {path.with_suffix('.png')}")
+
+
+def _model(options: argparse.Namespace) -> ModelSpec:
+    if options.shape:
+        return ModelSpec.of_shape(options.shape, options.layers)
+    return ModelSpec(
+        hidden_size=options.hidden_size,
+        num_layers=options.layers or ModelSpec().num_layers,
+        intermediate_size=options.intermediate_size,
+        num_heads=options.heads,
+        vocab_size=options.vocab_size,
+    )
 
 
 def measure(case: Case, names: Sequence[str], num_rounds: int, num_threads: int) -> report.CaseResult:
@@ -201,7 +215,13 @@ def _parser() -> argparse.ArgumentParser:
         help="sequences per optimizer step of a task; default 8 (uniform), 4 (nonuniform)",
     )
     add("--hidden-size", type=int, default=512, help="features of the backbone's hidden states")
-    add("--layers", type=int, default=8, help="layers of the backbone")
+    add(
+        "--shape",
+        choices=SHAPES,
+        help="a published shape instead of sizes of one's own",
+    )
+    add("--layers", type=int, help="layers of the backbone; by default 8, or all of the shape")
+    add("--clock", choices=CLOCKS, default="wall", help="what seconds are of; `processor` with `--threads 1` only")
     add("--intermediate-size", type=int, default=1376, help="features inside the backbone's MLPs")
     add("--heads", type=int, default=8, help="attention heads of the backbone")
     add("--vocab-size", type=int, default=4096, help="words of the backbone's vocabulary")

@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 T = TypeVar("T")
+
+CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
+"""Seconds that pass, or those of the processor, which other programs on the machine change least; for one thread."""
+
+
+class _Clock:
+    now_s: Callable[[], float] = staticmethod(time.perf_counter)
+
+
+def use_clock(name: str) -> None:
+    """Let all contenders of this process be timed by a clock of `CLOCKS`."""
+    _Clock.now_s = staticmethod(CLOCKS[name])
+
+
+def now_s() -> float:
+    """Return the seconds of the clock that was chosen."""
+    return _Clock.now_s()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.paths import SHARED_DATA
+from benchmarks.training.shapes import SHAPES, config_of
 from benchmarks.training.timing import timed
 
 IGNORE_INDEX = -100
@@ -26,7 +27,11 @@ DEFAULT_DATA = SHARED_DATA
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A Llama of random weights in fp32, built by every contender itself; 29.5M parameters by default."""
+    """A backbone of random weights in fp32, built by every contender itself: a Llama of 29.5M parameters by default.
+
+    With a `shape` of `benchmarks.training.shapes` it has the configuration of a published model, of whose layers it
+    takes `num_layers`; the other sizes are then those of the shape (`of_shape`).
+    """
 
     hidden_size: int = 512
     num_layers: int = 8
@@ -35,12 +40,37 @@ class ModelSpec:
     vocab_size: int = 4096
     max_tokens: int = 1024
     seed: int = 0
+    shape: str = ""
+
+    @classmethod
+    def of_shape(cls, name: str, num_layers: int | None = None) -> ModelSpec:
+        """Return the spec of a published shape, with its own number of layers by default."""
+        shape = SHAPES[name]
+        return cls(
+            hidden_size=shape.fields["hidden_size"],
+            num_layers=num_layers or shape.num_layers,
+            intermediate_size=shape.fields["intermediate_size"],
+            num_heads=shape.fields["num_attention_heads"],
+            vocab_size=shape.fields["vocab_size"],
+            shape=name,
+        )
+
+    @property
+    def title(self) -> str:
+        """The backbone in words, with how many of the published model's layers it has."""
+        if not self.shape:
+            return f"Llama, {self.num_layers} layers of {self.hidden_size}, vocabulary {self.vocab_size}, fp32"
+        whole = SHAPES[self.shape].num_layers
+        return f"shape of {self.shape}, {self.num_layers} of its {whole} layers, vocabulary {self.vocab_size}, fp32"
 
     def build(self) -> Any:
-        """Return a new `LlamaForCausalLM`; equal weights at every call."""
+        """Return a new causal language model; equal weights at every call."""
         import torch
-        from transformers import LlamaConfig, LlamaForCausalLM
+        from transformers import AutoModelForCausalLM, LlamaConfig
 
+        torch.manual_seed(self.seed)
+        if self.shape:
+            return AutoModelForCausalLM.from_config(config_of(self.shape, self.num_layers, self.max_tokens))
         config = LlamaConfig(
             hidden_size=self.hidden_size,
             num_hidden_layers=self.num_layers,
@@ -51,8 +81,7 @@ class ModelSpec:
             pad_token_id=None,
             use_cache=False,
         )
-        torch.manual_seed(self.seed)
-        return LlamaForCausalLM(config)
+        return AutoModelForCausalLM.from_config(config)
 
 
 @dataclass(frozen=True, slots=True)

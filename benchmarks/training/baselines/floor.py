@@ -16,7 +16,6 @@ length L.
 from __future__ import annotations
 
 import ctypes
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,7 +28,7 @@ from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from benchmarks.training.baselines import ModelFactory
-from benchmarks.training.timing import Run, timed
+from benchmarks.training.timing import Run, now_s, timed
 from benchmarks.training.workloads import IGNORE_INDEX, TaskWorkload, Workload
 
 ATTENTION_NAME = "benchmark_floor"
@@ -92,7 +91,7 @@ def kept_memory() -> Iterator[None]:
 
 
 def _run_steps(backbone: Any, workload: Workload, record_losses: bool) -> Run:
-    losses, clock_s = {}, [time.perf_counter()]
+    losses, clock_s = {}, [now_s()]
     for step in range(workload.num_steps):
         losses_N = torch.zeros(len(workload.tasks))
         for packed in pack(workload.tasks, step, MAX_TOKENS):
@@ -101,7 +100,7 @@ def _run_steps(backbone: Any, workload: Workload, record_losses: bool) -> Run:
                 losses_N.index_add_(0, packed.task_of_target, weighted_M)
         if record_losses and step == 0:
             losses = {task.name: [loss] for task, loss in zip(workload.tasks, losses_N.tolist(), strict=True)}
-        clock_s.append(time.perf_counter())
+        clock_s.append(now_s())
     steps_s = [end - begin for begin, end in pairwise(clock_s)]
     return Run(sum(steps_s), workload.num_timed_tokens, sum(timed(steps_s)), losses)
 

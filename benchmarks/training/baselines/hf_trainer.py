@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import gc
 import tempfile
-import time
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from peft import get_peft_model
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from benchmarks.training.baselines import ModelFactory
-from benchmarks.training.timing import Run, timed
+from benchmarks.training.timing import Run, now_s, timed
 from benchmarks.training.workloads import IGNORE_INDEX, TaskWorkload, Workload
 
 
@@ -58,11 +57,11 @@ class StepClock(TrainerCallback):
     def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
         """Note the time of the first step only."""
         if self.first_begin_s is None:
-            self.first_begin_s = time.perf_counter()
+            self.first_begin_s = now_s()
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Note the time at which a step ended."""
-        self.ends_s.append(time.perf_counter())
+        self.ends_s.append(now_s())
 
     @property
     def steps_s(self) -> float:
@@ -101,9 +100,9 @@ def run_hf_trainer(model_factory: ModelFactory, workload: Workload, record_losse
             trainer = _trainer(task, workload, model_factory, collator, folder, record_losses)
             trainer.remove_callback(PrinterCallback)
             trainer.add_callback(clock)
-            start_s = time.perf_counter()
+            start_s = now_s()
             trainer.train()
-            train_s += time.perf_counter() - start_s
+            train_s += now_s() - start_s
             steps_s += clock.steps_s
             num_tokens += sum(timed(collator.tokens_per_batch))
             if trainer.state.global_step != workload.num_steps:

@@ -12,7 +12,6 @@ features, K output features, V vocabulary.
 
 from __future__ import annotations
 
-import time
 from itertools import pairwise
 from typing import Any
 
@@ -24,7 +23,7 @@ from torch.nn import functional as F
 
 from benchmarks.training.baselines import ModelFactory
 from benchmarks.training.baselines.hf_trainer import PadToLongest
-from benchmarks.training.timing import Run, timed
+from benchmarks.training.timing import Run, now_s, timed
 from benchmarks.training.workloads import IGNORE_INDEX, Workload
 
 
@@ -66,7 +65,7 @@ def run_padded_joint(model_factory: ModelFactory, workload: Workload, record_los
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     # AdamW works element by element: one optimizer over the stacks is each task's own, as all share one rate.
     optimizer = torch.optim.AdamW(parameters, lr=workload.learning_rate, weight_decay=0.0, fused=True)
-    collator, losses_by_step, clock_s = PadToLongest(), [], [time.perf_counter()]
+    collator, losses_by_step, clock_s = PadToLongest(), [], [now_s()]
     model.train()
     for step, batches in enumerate(zip(*(task.batches for task in workload.tasks), strict=True)):
         for group in optimizer.param_groups:
@@ -77,7 +76,7 @@ def run_padded_joint(model_factory: ModelFactory, workload: Workload, record_los
         optimizer.step()
         optimizer.zero_grad()
         losses_by_step.append(losses_N.detach())
-        clock_s.append(time.perf_counter())
+        clock_s.append(now_s())
     losses = {}
     if record_losses:
         by_task = torch.stack(losses_by_step, dim=1).tolist()
