@@ -18,6 +18,7 @@ from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.planning.correction import TimeCorrection
 from peft_mux.planning.described import described_plan
+from peft_mux.planning.draining import is_drained
 from peft_mux.planning.fixes import fixes_for
 from peft_mux.planning.loads import SAMPLE_ROWS, ParameterShapes, part_of, replica_loads, task_load, whole_shapes
 from peft_mux.planning.pass_prices import PassPrices
@@ -137,11 +138,14 @@ class Planner:
         try:
             other = self.plan(runs, **options)
             assert self._priced is not None, "a plan of the own devices was made"
-            _, cost, loads = self._priced
+            target, cost, loads = self._priced
             if not plan.htasks or {share.name for share in plan.shares} != {share.name for share in other.shares}:
                 return 0.0
-            rules = self.collator.rules
-            return repriced_s(plan, loads, cost, rules) / repriced_s(other, loads, cost, rules) - 1.0
+            drains = is_drained(self.args, target, runs, list(loads.values()))
+            before_s, after_s = (
+                repriced_s(one, loads, cost, self.collator.rules, drains=drains) for one in (plan, other)
+            )
+            return before_s / after_s - 1.0
         finally:
             self.correction.factors = before
 
@@ -184,7 +188,8 @@ class Planner:
         cost, memory = self._models(target, loads, num_chunks)
         if target.is_own:
             self._priced = target, cost, {load.name: load for load in loads}
-        budget = self._budget(target, schedule, num_chunks)
+        drains = is_drained(self.args, target, runs, loads)
+        budget = replace(self._budget(target, schedule, num_chunks), drains=drains)
         try:
             outcome = plan_tasks(loads, cost, memory, budget, policy=self.args.planner, running=running)
         except DoesNotFitError as error:

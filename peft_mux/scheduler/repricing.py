@@ -12,12 +12,15 @@ from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
+from peft_mux.scheduler.pipeline.window import window_step_s
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.passes import task_rows
 from peft_mux.scheduler.planner.values import HTask
 
 
-def repriced_s(plan: Plan, loads: Mapping[str, TaskLoad], cost: CostModel, rules: PassRules) -> float:
+def repriced_s(
+    plan: Plan, loads: Mapping[str, TaskLoad], cost: CostModel, rules: PassRules, *, drains: bool = True
+) -> float:
     """Return the seconds of a step of a plan, its buckets and its template as they are, each pass by other costs.
 
     Args:
@@ -25,6 +28,7 @@ def repriced_s(plan: Plan, loads: Mapping[str, TaskLoad], cost: CostModel, rules
         loads: what each task brings into a step, by its name.
         cost: predicts the seconds of the stages that the plan is for.
         rules: whether and how long rows are cut into passes.
+        drains: whether a pipeline is drained at the end of every step.
 
     Raises:
         ValueError: for a plan without tasks, or for another number of stages.
@@ -40,7 +44,10 @@ def repriced_s(plan: Plan, loads: Mapping[str, TaskLoad], cost: CostModel, rules
         _priced(bucket_load, [plan.htasks[index] for index in bucket], loads, cost, cut)
         for bucket_load, bucket in zip(plan.bucket_loads, plan.buckets, strict=True)
     ]
-    passes_s = simulate(plan.template, priced, links=plan.link).makespan_s
+    if drains:
+        passes_s = simulate(plan.template, priced, links=plan.link).makespan_s
+    else:
+        passes_s = window_step_s(plan.template, priced, links=plan.link)
     tasks = [loads[name] for htask in plan.htasks for name in htask.tasks]
     return passes_s + cost.outside_s(tasks)
 

@@ -12,10 +12,11 @@ from numpy.typing import NDArray
 
 from peft_mux.packing.passes import slot_of
 from peft_mux.scheduler.costs.memory import MemoryEstimate, MemoryModel
-from peft_mux.scheduler.pipeline.bounds import lower_bound_s
+from peft_mux.scheduler.pipeline.bounds import lower_bound_s, steady_lower_bound_s
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate, verify
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule, build_template
+from peft_mux.scheduler.pipeline.window import window_step_s
 from peft_mux.scheduler.planner.admission import Admission
 from peft_mux.scheduler.planner.grouping import group
 from peft_mux.scheduler.planner.passes import PassCosts, planned_passes, slot_weights
@@ -34,12 +35,14 @@ class SimulatedGrouping(NamedTuple):
         bucket_loads: what each bucket costs on each stage.
         template: what each stage runs, in order.
         simulation: when each action of the template runs, and what each stage holds.
+        step_s: seconds of a step: of the simulation, or of several steps between which the pipeline is not drained.
     """
 
     buckets: tuple[tuple[int, ...], ...]
     bucket_loads: tuple[BucketLoad, ...]
     template: PipelineTemplate
     simulation: Simulation
+    step_s: float
 
 
 class PartitionSearch:
@@ -95,7 +98,8 @@ class PartitionSearch:
     def least_s(self) -> float:
         """About the time that no grouping beats: a stage's work, the way of the first pass to it, and of the last back.
 
-        Templates run the longest bucket first (M Lemma 1), which is at least as long as the longest hTask.
+        Where the pipeline is not drained, the work alone counts. Templates run the longest bucket first (M Lemma 1),
+        which is at least as long as the longest hTask.
         """
         own = [cut.stage_s for cut in self.cuts if len(cut.passes)]
         if not own:
@@ -105,7 +109,7 @@ class PartitionSearch:
         longest_s = max(own, key=lambda stage_s: stage_s[:, 0].mean()).min(axis=0)
         fraction = self.cost.profile.forward_fraction
         way_s = fraction * longest_s + (1.0 - fraction) * shortest_s
-        before_s = np.concatenate(([0.0], np.cumsum(way_s)[:-1]))
+        before_s = np.concatenate(([0.0], np.cumsum(way_s)[:-1])) * self.budget.drains
         least_s = float(np.max(work_s + before_s / self.budget.num_chunks))
         if not self.times.is_known or self.width == 1:
             return least_s
@@ -118,10 +122,10 @@ class PartitionSearch:
         return tuple((tuple(load.name for load in cut.loads), cut.num_passes) for cut in self.cuts)
 
     def fastest(self, most_s: float = math.inf) -> SimulatedGrouping | None:
-        """Return the grouping of least makespan, into any number of buckets where hTasks may share them.
+        """Return the grouping of the shortest step, into any number of buckets where hTasks may share them.
 
         Args:
-            most_s: seconds from which on a makespan is of no use; `None` is returned where none is shorter.
+            most_s: seconds from which on a step is of no use; `None` is returned where none is shorter.
 
         Raises:
             ValueError: if none fits.
@@ -135,7 +139,8 @@ class PartitionSearch:
             buckets = group(self._first_stage_s, num_buckets)
             bucket_loads = tuple(self._bucket_load(bucket, number) for number, bucket in enumerate(buckets, start=1))
             # Building and simulating a template costs far more than the bound that it cannot beat.
-            if lower_bound_s(bucket_loads, num_chunks=self.budget.num_chunks) >= most_s:
+            bound = lower_bound_s if self.budget.drains else steady_lower_bound_s
+            if bound(bucket_loads, num_chunks=self.budget.num_chunks) >= most_s:
                 fits = True
                 continue
             try:
@@ -144,10 +149,10 @@ class PartitionSearch:
                 fault = error
                 continue
             for template in templates:
-                simulation = simulate(template, bucket_loads, links=self.budget.links)
+                found = self._simulated(buckets, bucket_loads, template)
                 # Of equally fast ones the first stays: fewer buckets, and M's template before plain 1F1B.
-                if simulation.makespan_s < most_s:
-                    best, most_s = SimulatedGrouping(buckets, bucket_loads, template, simulation), simulation.makespan_s
+                if found.step_s < most_s:
+                    best, most_s = found, found.step_s
                 fits = True
         if best is None and not fits:
             assert fault is not None, "some grouping was tried"
@@ -166,8 +171,23 @@ class PartitionSearch:
             ValueError: for a number of chunks that the schedule does not know.
         """
         template = self._template(found.bucket_loads, schedule, num_chunks)
-        simulation = simulate(template, found.bucket_loads, links=self.budget.links)
-        return SimulatedGrouping(found.buckets, found.bucket_loads, template, simulation)
+        return self._simulated(found.buckets, found.bucket_loads, template)
+
+    def without_draining(self, found: SimulatedGrouping) -> SimulatedGrouping:
+        """Return a grouping with the seconds of a step where the pipeline is not drained between steps.
+
+        Args:
+            found: the grouping, whose buckets and template are kept.
+        """
+        step_s = window_step_s(found.template, found.bucket_loads, links=self.budget.links)
+        return found._replace(step_s=step_s)
+
+    def _simulated(
+        self, buckets: tuple[tuple[int, ...], ...], bucket_loads: tuple[BucketLoad, ...], template: PipelineTemplate
+    ) -> SimulatedGrouping:
+        simulation = simulate(template, bucket_loads, links=self.budget.links)
+        found = SimulatedGrouping(buckets, bucket_loads, template, simulation, simulation.makespan_s)
+        return found if self.budget.drains else self.without_draining(found)
 
     def outcome(self, found: SimulatedGrouping) -> Outcome:
         """Return a grouping as a plan, after its template is verified.
@@ -189,7 +209,7 @@ class PartitionSearch:
             buckets=found.buckets,
             template=found.template,
             bucket_loads=found.bucket_loads,
-            step_s=found.simulation.makespan_s + self.cost.outside_s(self.loads),
+            step_s=found.step_s + self.cost.outside_s(self.loads),
             peak_bytes=peaks,
             waiting=self.admission.waiting,
             max_tokens=max_tokens,

@@ -17,6 +17,7 @@ import numpy as np
 
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.memory import MemoryModel
+from peft_mux.scheduler.pipeline.window import MOST_STEPS
 from peft_mux.scheduler.planner.admission import Admission
 from peft_mux.scheduler.planner.fusion import fusion_order
 from peft_mux.scheduler.planner.partition_search import PartitionSearch, SimulatedGrouping
@@ -28,6 +29,9 @@ _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512
 """Numbers of micro-batches that are tried, closer together where one more makes a greater difference."""
 _WORTH_MORE = 0.995
 """Part of the makespan found so far that another number has to beat: simulating many micro-batches takes seconds."""
+_MOST_ACTIONS = 8_000
+"""Actions of steps between which a pipeline is not drained, beyond which such steps are not searched for: in so long
+ones draining costs little, and planning would take seconds."""
 _MOST_PER_STAGE = 64
 """The most micro-batches for each stage that are tried: four, after four doublings."""
 
@@ -48,11 +52,13 @@ def plan_on_stages(
         ValueError: if one micro-batch of some bucket does not fit, however small the micro-batches are made.
     """
     search = _CountSearch(admission, cost, memory, _budget_of_search(budget, policy), policy)
-    counts = search.candidates(budget.num_micro_batches)
-    search.try_all(counts)
-    if budget.num_micro_batches is None:
-        search.try_all(search.between(counts))
+    search.try_numbers(budget.num_micro_batches)
     part, fastest = search.best()
+    if not budget.drains and MOST_STEPS * sum(map(len, fastest.template.actions)) <= _MOST_ACTIONS:
+        # Begun with the fastest that is drained: most others are then known to be slower, and are not simulated.
+        search.begin_again_without_draining()
+        search.try_numbers(budget.num_micro_batches)
+        part, fastest = search.best()
     if search.budget.schedule != budget.schedule:
         fastest = part.under_schedule(fastest, budget.schedule, budget.num_chunks)
     return part.outcome(fastest)
@@ -80,6 +86,24 @@ class _CountSearch:
         self._found: tuple[PartitionSearch, SimulatedGrouping, int] | None = None
         self._fault: ValueError | None = None
         self._known: set[object] = set()
+
+    def try_numbers(self, asked: int | None) -> None:
+        """Simulate what the policy makes of each number of micro-batches, and of some around the best one.
+
+        Args:
+            asked: C, where it is given.
+        """
+        counts = self.candidates(asked)
+        self.try_all(counts)
+        if asked is None:
+            self.try_all(self.between(counts))
+
+    def begin_again_without_draining(self) -> None:
+        """Compare by steps between which the pipeline is not drained from now on, with what was found so far."""
+        self.budget, self._known = replace(self.budget, drains=False), set()
+        if self._found is not None:
+            search, fastest, count = self._found
+            self._found = search, search.without_draining(fastest), count
 
     def candidates(self, asked: int | None) -> list[int]:
         """Return the numbers to try: the one that is asked for, or those up to the rows of all tasks.
@@ -130,7 +154,7 @@ class _CountSearch:
         """Simulate what the policy makes of a number; return whether all of it was sure to be slower."""
         is_slower = True
         for search in searches:
-            most_s = math.inf if self._found is None else self._found[1].simulation.makespan_s
+            most_s = math.inf if self._found is None else self._found[1].step_s
             if self._found is not None and self._found[2] != count:
                 most_s *= _WORTH_MORE
             if search.least_s >= most_s:
@@ -212,6 +236,7 @@ def _range_sums(values: np.ndarray) -> np.ndarray:
 
 def _budget_of_search(budget: Budget, policy: Policy) -> Budget:
     """Return the budget under which groupings are compared: under the schedule of the policy, where it has one."""
+    drained = replace(budget, drains=True)
     if policy.search_schedule in (None, budget.schedule):
-        return budget
-    return replace(budget, schedule=policy.search_schedule, num_chunks=1)
+        return drained
+    return replace(drained, schedule=policy.search_schedule, num_chunks=1)

@@ -98,6 +98,8 @@ class Budget:
         interleaved_passes: the most passes that take turns where they wait for sums over the devices of a stage;
             "auto" for the number that is predicted to be fastest and fits.
         recomputes: whether activations are recomputed in the backward, as its sums then are.
+        drains: whether a pipeline is drained at the end of every step; else plans are compared by steps between which
+            it is not, which need fewer micro-batches to keep stages busy.
 
     Raises:
         ValueError: for numbers below 1.
@@ -112,6 +114,7 @@ class Budget:
     rules: PassRules = field(default_factory=PassRules)
     interleaved_passes: int | Literal["auto"] = 1
     recomputes: bool = False
+    drains: bool = True
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "num_micro_batches", "num_chunks"):
