@@ -65,6 +65,10 @@ class MultiTaskTrainingArguments(TrainingArguments):
         split_long_sequences: cut sequences that are longer than a pass into whole chunks, which lie in consecutive
             passes and read the keys and values of those before them (M §3.5); gradients are exact. Otherwise a longer
             row gets a pass of its own.
+        share_prefixes: compute tokens that rows of a task begin with alike once for all rows of a pass: forward,
+            backward and loss. "auto", the default, does so wherever it is exact and spares enough; True also says why
+            a task cannot: dropout of its adapter or of the backbone, tokens that see later ones, learnt prompts. Losses
+            and gradients stay as promised.
         planner: how tasks are put together: "mux" by predicted cost, or a baseline: "together" all in one batch,
             "interleaved" every task by itself in each step, "sequential" one task after another.
         memory_limit_gib: memory of a device that a plan may fill; by default 95 % of a GPU, and no limit on a CPU.
@@ -119,6 +123,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
     min_chunk_size: int = field(default=64, metadata={"help": "Least chunk size of the rule."})
     pad_to_chunks: bool = field(default=False, metadata={"help": "Fill each task's part up to whole chunks."})
     split_long_sequences: bool = field(default=False, metadata={"help": "Cut rows longer than a pass into chunks."})
+    share_prefixes: bool | str = field(
+        default="auto", metadata={"help": "Compute what rows begin with alike once: True, False, auto."}
+    )
     planner: str = field(default="mux", metadata={"help": "mux, together, interleaved or sequential."})
     memory_limit_gib: float | None = field(default=None, metadata={"help": "Memory of a device that a plan may fill."})
     cost_profile: str | None = field(default=None, metadata={"help": "JSON file of peft-mux profile."})
@@ -235,14 +242,19 @@ def _eval_steps(task: Task, args: MultiTaskTrainingArguments) -> int:
     return 0
 
 
-def _graph_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
-    if not isinstance(args.cuda_graphs, bool) and not (
-        isinstance(args.cuda_graphs, str) and args.cuda_graphs == "auto"
-    ):
-        return [Fault("args.cuda_graphs", shown(args.cuda_graphs), 'True, False or "auto"')]
+def _is_flag_or_auto(value: object) -> bool:
+    return isinstance(value, bool) or (isinstance(value, str) and value == "auto")
+
+
+def _auto_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
+    faults = [
+        Fault(f"args.{name}", shown(getattr(args, name)), 'True, False or "auto"')
+        for name in ("share_prefixes", "cuda_graphs")
+        if not _is_flag_or_auto(getattr(args, name))
+    ]
     if args.cuda_graphs is True and (args.use_cpu is True or not torch.cuda.is_available()):
-        return [Fault("args.cuda_graphs", "True", 'False or "auto"', "Reason: a CPU has no CUDA graphs.")]
-    return []
+        faults.append(Fault("args.cuda_graphs", "True", 'False or "auto"', "Reason: a CPU has no CUDA graphs."))
+    return faults
 
 
 def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
@@ -261,7 +273,7 @@ def _own_field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     for name in ("pad_to_chunks", "shard_backbone", "redeploy", "split_long_sequences"):
         if not isinstance(getattr(args, name), bool):
             faults.append(Fault(f"args.{name}", shown(getattr(args, name)), "True or False"))
-    faults += _graph_faults(args)
+    faults += _auto_faults(args)
     for name in _COUNTS:
         if not _is_count(getattr(args, name)):
             faults.append(Fault(f"args.{name}", shown(getattr(args, name)), f"an integer from 1 to {MOST_STEPS}"))

@@ -25,7 +25,12 @@ class TaskLoader:
         seed: the task's seed, which fixes the order of its rows.
         shuffle: whether each epoch has an order of its own, rather than that of the dataset.
         arrange: makes the rows of a global batch of rows of the dataset; `None` where they are the same.
+
+    Attributes:
+        shares_prefixes: whether what the sequences of a batch begin with alike may be computed once.
     """
+
+    shares_prefixes = False
 
     def __init__(
         self,
@@ -87,4 +92,4 @@ class TaskLoader:
         rows = self.order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
         sequences = tuple(self.dataset[int(row)] for row in rows)
         arranged = sequences if self.arrange is None else self.arrange(sequences)
-        return TaskBatch(self.task, step, self.seed, arranged)
+        return TaskBatch(self.task, step, self.seed, arranged, shares_prefixes=self.shares_prefixes)

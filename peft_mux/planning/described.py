@@ -95,7 +95,8 @@ def _run_notes(runs: Sequence[TaskRun], device_type: str) -> tuple[str, ...]:
         reason = "Triton is absent"
     if reason is not None:
         device_notes = (f"adapters are computed task by task with torch, as {reason}",)
-    return device_notes + tuple(remark for run in runs for remark in run.loader.report.remarks)
+    sharing_notes = tuple(run.sharing_remark for run in runs if run.sharing_remark)
+    return device_notes + tuple(remark for run in runs for remark in run.loader.report.remarks) + sharing_notes
 
 
 def _graph_notes(target: Target, args: MultiTaskTrainingArguments) -> tuple[str, ...]:

@@ -21,8 +21,8 @@ class PassReport:
         num_steps: steps that were taken.
         planned_passes: passes that the plans had in these steps.
         passes: passes that were run.
-        planned_tokens: tokens that the plans had in these steps, without padding.
-        tokens: tokens that were run, without padding.
+        planned_tokens: tokens that the plans had in these steps, without padding, each shared one once.
+        tokens: tokens that were run, without padding, each shared one once.
         same_number: steps that had as many passes as planned.
         same_tasks: steps whose passes held the planned tasks, in the planned order.
         same_tokens: steps whose passes also held exactly the planned tokens.
@@ -51,7 +51,7 @@ class PassReport:
             micro_batches: what this replica ran, in order.
         """
         tasks = [one.tasks for one in planned] == [batch.task_names for batch in micro_batches]
-        own = [batch.num_tokens - batch.num_padding_tokens for batch in micro_batches]
+        own = [batch.num_computed - batch.num_padding_tokens for batch in micro_batches]
         expected = [one.tokens for one in planned]
         return PassReport(
             replica=self.replica,

@@ -36,6 +36,8 @@ class RowNotes:
         self._tell(run, "train_dataset", run.loader.report)
         if run.eval_data is not None:
             self._tell(run, "eval_dataset", run.eval_data.report)
+        if run.sharing_remark:
+            self._say(run.sharing_remark)
         if run.loader.report.remarks:
             # A `UserWarning` has told of it when the task was made.
             self._warned.add(run.loader)

@@ -44,6 +44,7 @@ class TaskRun:
         num_tokens: tokens that the task was trained on so far.
         best_weights: weights of the best evaluation, on the CPU; empty without early stopping.
         eval_prompts: prompts of held-out rows that each evaluation completes; none without `eval_generate`.
+        sharing_remark: why its rows do not share the tokens that they begin with, where that is to be told; else "".
     """
 
     task: Task
@@ -65,6 +66,7 @@ class TaskRun:
     num_tokens: int = 0
     best_weights: dict[str, torch.Tensor] = field(default_factory=dict)
     eval_prompts: tuple[PromptRow, ...] = ()
+    sharing_remark: str = ""
 
     @property
     def name(self) -> str:

@@ -24,6 +24,7 @@ from peft_mux.engine.parallelize import ModelPart, ParallelModel
 from peft_mux.engine.part_tasks import register_tasks
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.evaluation.evaluate import EvaluationShare
+from peft_mux.modeling.backbone.sharing import reason_of_backbone
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.scheduler.plan import Plan
@@ -31,6 +32,7 @@ from peft_mux.task import Task, TaskStatus
 from peft_mux.tasks.isolation import LastGood
 from peft_mux.tasks.optimizer import TaskOptimizer
 from peft_mux.tasks.setup import class_count
+from peft_mux.tasks.sharing import decide_sharing
 from peft_mux.tasks.task_run import TaskRun
 from peft_mux.trainer.run import Run, mark_main_process
 from peft_mux.trainer.world import World
@@ -72,6 +74,9 @@ class Placement:
         self._listeners: list[Callable[[], None]] = []
         self.part = ModelPart(source, run.args, world.layout, world.processes.rank)
         self.part.check(self.tasks, described.backbone)
+        # Read now, as a stage later holds only some of the modules.
+        self._unshared_reason = reason_of_backbone(described.backbone)
+        decide_sharing(run.table, run.args, self._unshared_reason)
         self.outline: Any = self._make_outline(described)
 
     # ------------------------------------------------------------------ what is there
@@ -206,6 +211,7 @@ class Placement:
                 register_tasks(self.model, configs, seeds=seeds, counts=counts, is_whole=whole, tensor_parallel=None)
             for model in (self.outline, self.model):
                 assign_objectives(model, [run.task for run in runs])
+            decide_sharing(runs, self._run.args, self._unshared_reason)
             self._class_counts.update(counts)
             self.tasks = [*self.tasks, *(run.task for run in runs)]
 

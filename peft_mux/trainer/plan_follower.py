@@ -17,6 +17,7 @@ from peft_mux.planning.deployment import report_deployment
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import LayerProfile, run_time_model
 from peft_mux.reporting.pass_report import PassReport
+from peft_mux.reporting.token_counts import TokenCounts
 from peft_mux.scheduler.costs.measured.parts import Parts, factors_of
 from peft_mux.scheduler.deployment.report import DeploymentReport
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
@@ -48,6 +49,7 @@ class PlanFollower:
         pass_report: the passes of this process's replica, as planned and as run.
         steps_s: seconds that the passes and updates of all steps took on this process.
         last_times: the passes of the last step, as they were timed on this process.
+        token_counts: computed and asked tokens of these passes.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class PlanFollower:
         self._last_step: StepTime | None = None
         self.pass_report = PassReport()
         self.steps_s, self.last_times = 0.0, StepTimes()
+        self.token_counts = TokenCounts()
         self._waited_s = 0.0
         self._looked_at = 0
         self._rates: ReplicaRates | None = None
@@ -278,6 +281,7 @@ class PlanFollower:
     def _compare_passes(self, work: StepWork) -> None:
         """Count whether a step has the passes that the plan says."""
         replica = self._world.layout.place(self._world.processes.rank).replica
+        self.token_counts = self.token_counts.after(work.micro_batches)
         if self.current is not None and replica < len(self.current.passes):
             self.pass_report = self.pass_report.after(self.current.passes[replica], work.micro_batches)
 

@@ -15,6 +15,7 @@ from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.reporting.pass_report import PassReport, pass_lines
 from peft_mux.reporting.plots import plot_losses
 from peft_mux.reporting.report import InTurn, RankRecord, RunReport, next_lines, report_row
+from peft_mux.reporting.token_counts import summed_counts
 from peft_mux.reporting.views import RunView, view_of, view_of_records
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.task_run import TaskRun
@@ -152,14 +153,19 @@ class Reporter:
 
     def _log_passes(self) -> None:
         """Say how far steps had the passes that were planned; all processes call this."""
-        found = self._world.processes.gather(self._plans.pass_report)
+        found = self._world.processes.gather((self._plans.pass_report, self._plans.token_counts))
         leaders = self._world.layout.leaders
-        self.pass_reports = tuple(replace(found[rank], replica=place) for place, rank in enumerate(leaders))
+        self.pass_reports = tuple(replace(found[rank][0], replica=place) for place, rank in enumerate(leaders))
         for report in self.pass_reports:
             if report.num_steps:
                 self._run.log.event("passes", **asdict(report))
         for line in pass_lines(self.pass_reports):
             self._run.log.say(line)
+        counts = summed_counts(found[rank][1] for rank in leaders)
+        for name, (computed, asked) in counts.sharing.items():
+            self._run.log.event("sharing", task=name, computed_tokens=computed, asked_tokens=asked)
+        if counts.sharing:
+            self._run.log.say(str(counts))
 
     def _log_times(self) -> None:
         """Record what each part of a step took over what the profile says; all processes call this."""

@@ -12,7 +12,9 @@ PLANNED = (PlannedPass(0, ("a", "b"), 20), PlannedPass(0, ("a",), 9))
 
 
 def ran(*passes: tuple[tuple[str, ...], int]) -> list[Any]:
-    return [SimpleNamespace(task_names=names, num_tokens=tokens + 3, num_padding_tokens=3) for names, tokens in passes]
+    return [
+        SimpleNamespace(task_names=names, num_computed=tokens + 3, num_padding_tokens=3) for names, tokens in passes
+    ]
 
 
 def test_a_step_as_planned_counts_in_number_tasks_and_tokens_and_padding_counts_nowhere() -> None:

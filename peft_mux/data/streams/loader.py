@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -49,7 +50,10 @@ class StreamLoader:
 
     Attributes:
         report: what became of the rows of all batches given so far; `None` before the first one.
+        shares_prefixes: whether what the sequences of a batch begin with alike may be computed once.
     """
+
+    shares_prefixes = False
 
     steps_per_epoch: int | None = None
 
@@ -109,6 +113,9 @@ class StreamLoader:
             ConfigError: if the task's settings do not fit the rows.
         """
         if self._last is not None and self._last.step == step:
+            # It may have been read, as a sample, before it was known whether rows may share.
+            if self._last.shares_prefixes != self.shares_prefixes:
+                self._last = replace(self._last, shares_prefixes=self.shares_prefixes)
             return self._last
         if step < self._next_step:
             self._restart()
@@ -121,7 +128,7 @@ class StreamLoader:
             # Each step on the way has the time limit for itself: seeking is no standstill.
             rows = self._next_rows()
         arranged = rows.sequences if self.arrange is None else self.arrange(rows.sequences)
-        self._last = TaskBatch(self.task, step, self.seed, arranged)
+        self._last = TaskBatch(self.task, step, self.seed, arranged, shares_prefixes=self.shares_prefixes)
         self.report = rows.report
         return self._last
 

@@ -105,6 +105,8 @@ class ProductKind(CatalogueKind):
 class PveraKind(CatalogueKind):
     """PVeRA, whose layers draw noise for every token."""
 
+    draws_noise = True
+
     def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
         """Return PEFT's own forward, sliced, with noise that belongs to each task's tokens."""
         forward = super().attach(module, name, stream)

@@ -1,0 +1,154 @@
+"""Runs whose rows begin alike: as plain PEFT has them, as without sharing, and what they say of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PromptTuningConfig
+from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
+
+from peft_mux import ConfigError, Task
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.reporting.metrics_file import read_metrics
+from tests.invariants import mux_lab as lab
+
+SHOTS = np.random.default_rng(9).integers(1, lab.VOCABULARY, size=24).tolist()
+
+
+def few_shot(seed: int, count: int = 12) -> list[dict[str, list[int]]]:
+    """Return rows that begin with the same 24 tokens; every third goes on with 17 more that others share."""
+    rng = np.random.default_rng(seed)
+    more = rng.integers(1, lab.VOCABULARY, size=17).tolist()
+    own = [rng.integers(1, lab.VOCABULARY, size=int(size)).tolist() for size in rng.integers(1, 9, size=count)]
+    return [{"input_ids": [*SHOTS, *(more if index % 3 == 0 else []), *rest]} for index, rest in enumerate(own)]
+
+
+def task(name: str, rows: list[dict[str, Any]], **settings: Any) -> Task:
+    config = settings.pop("peft_config", None) or LoraConfig(r=4, target_modules="all-linear")
+    options = {"train_batch_size": 6, "max_steps": 6, "learning_rate": 3e-3, "seed": 1, **settings}
+    return Task(name=name, peft_config=config, train_dataset=rows, **options)
+
+
+def tasks() -> list[Task]:
+    return [task("a", few_shot(1)), task("b", lab.rows(2, 10, 5, 15)), task("c", few_shot(3), num_train_epochs=2)]
+
+
+def lines_of(run: lab.Run, event: str) -> list[dict[str, Any]]:
+    path = Path(run.trainer.args.output_dir or "") / "metrics.jsonl"
+    return [line for line in read_metrics(path) if line.get("event") == event]
+
+
+def test_each_task_is_trained_as_plain_peft_does_and_each_shared_token_is_computed_once(tmp_path: Path) -> None:
+    run = lab.train(tasks(), tmp_path, logging_strategy="steps")
+    lab.assert_as_judged(run, {one.name: lab.judge(run.trainer, one) for one in tasks()})
+    found = {line["task"]: line for line in lines_of(run, "sharing")}
+    assert found.keys() == {"a", "c"}
+    for line in found.values():
+        assert line["computed_tokens"] < 0.6 * line["asked_tokens"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"max_tokens_per_micro_batch": 80}, {"gradient_checkpointing": True}, {"num_micro_batches": 3}],
+    ids=str,
+)
+def test_shared_is_unshared_however_steps_are_cut(settings: dict[str, Any], tmp_path: Path) -> None:
+    shared, unshared = (
+        lab.train(tasks(), tmp_path / str(share), share_prefixes=share, **settings) for share in (True, False)
+    )
+    for name in "ac":
+        lab.assert_same(shared, unshared, name, 1e-5)
+    assert lines_of(unshared, "sharing") == []
+
+
+def test_rows_that_do_not_begin_alike_have_the_bits_of_a_run_that_never_looks(tmp_path: Path) -> None:
+    own = [task("a", lab.rows(2, 10, 20, 30)), task("b", lab.rows(4, 10, 5, 15))]
+    runs = [lab.train(own, tmp_path / str(share), share_prefixes=share) for share in ("auto", False)]
+    for name in "ab":
+        lab.assert_bit_identical(runs[0], runs[1], name)
+
+
+def test_a_run_goes_on_from_its_checkpoint_bit_by_bit(tmp_path: Path) -> None:
+    whole = lab.train(tasks(), tmp_path / "whole")
+    stopped = lab.Recorder(at_end={3: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
+    lab.train(tasks(), tmp_path / "cut", recorder=stopped, **options)
+    rest = lab.train(tasks(), tmp_path / "cut", resume=True, **options)
+    for name in "ac":
+        final = whole.weights(name)
+        assert all(torch.equal(mine, final[key]) for key, mine in rest.weights(name).items())
+
+
+# --------------------------------------------------------- where it is not done
+
+
+def remarks(trainer: Any) -> dict[str, str]:
+    return {run.name: run.sharing_remark for run in trainer.table}
+
+
+def test_a_task_with_dropout_of_its_adapter_does_not_share_and_the_plan_says_so(tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)
+    own = [task("dropped", few_shot(1), peft_config=config), task("plain", few_shot(2))]
+    trainer = lab.make_trainer(own, tmp_path)
+    assert [run.loader.shares_prefixes for run in trainer.table] == [False, True]
+    assert "dropped: tokens that rows begin with alike are computed for each row, as its lora_dropout=0.1" in str(
+        trainer.plan()
+    )
+
+
+def test_learnt_prompts_do_not_share_and_stand_beside_tasks_that_do(tmp_path: Path) -> None:
+    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, tokenizer_name_or_path="none")
+    own = [task("prompt", few_shot(1), peft_config=prompt), task("plain", few_shot(2))]
+    shared, unshared = (lab.train(own, tmp_path / str(share), share_prefixes=share) for share in (True, False))
+    assert "its rows begin with a learnt prompt" in remarks(shared.trainer)["prompt"]
+    for name in ("prompt", "plain"):
+        lab.assert_same(shared, unshared, name, 1e-5)
+
+
+def test_a_backbone_with_dropout_and_one_that_looks_ahead_share_nothing(tmp_path: Path) -> None:
+    sizes = {"vocab_size": lab.VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    for dropout, reason in ((0.1, "the backbone's own dropout"), (0.0, "")):
+        off = {"embd_pdrop": dropout, "resid_pdrop": dropout, "attn_pdrop": dropout}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, **off))
+        trainer = lab.make_trainer([task("a", few_shot(1), peft_config=config)], tmp_path, model=model)
+        assert (reason in remarks(trainer)["a"]) == bool(reason) or not reason
+        assert next(iter(trainer.table)).loader.shares_prefixes == (not reason)
+    bert = BertConfig(
+        vocab_size=lab.VOCABULARY,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    rows = [{**row, "label": index % 2} for index, row in enumerate(few_shot(1))]
+    config = LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
+    model = BertForSequenceClassification(bert)
+    trainer = lab.make_trainer([task("a", rows, peft_config=config)], tmp_path, model=model)
+    assert "every token of BertForSequenceClassification sees later ones" in remarks(trainer)["a"]
+
+
+def test_nothing_is_said_where_rows_do_not_begin_alike_but_to_who_asks(tmp_path: Path) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)
+    own = [task("a", lab.rows(2, 10, 20, 30), peft_config=config)]
+    told = [remarks(lab.make_trainer(own, tmp_path, share_prefixes=share))["a"] for share in ("auto", True, False)]
+    assert [bool(text) for text in told] == [False, True, False]
+
+
+def test_a_task_that_arrives_shares_as_one_that_was_there(tmp_path: Path) -> None:
+    late = task("late", few_shot(5), max_steps=2)
+    recorder = lab.Recorder(at_end={2: lambda trainer: trainer.register_tasks([late])})
+    run = lab.train([task("a", few_shot(1))], tmp_path, recorder=recorder, logging_strategy="steps")
+    assert {line["task"] for line in lines_of(run, "sharing")} == {"a", "late"}
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_other_values_are_refused_by_name(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'share_prefixes: got .*; allowed: True, False or "auto"'):
+        MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True, share_prefixes=value)
