@@ -26,6 +26,7 @@ import torch
 
 from peft_mux.data.parts import SequencePart
 from peft_mux.data.shared_rows import SharedRows, StreamTokens, shared_rows
+from peft_mux.packing.row_trie import RowTrie, row_trie
 from peft_mux.packing.shared_runs import MIN_RUN_TOKENS
 
 Columns = Mapping[str, torch.Tensor]
@@ -33,6 +34,9 @@ Columns = Mapping[str, torch.Tensor]
 
 IGNORE_INDEX = -100
 """Label of a position that carries no loss, as in torch and transformers."""
+
+_MOST_COMPUTED = 0.97
+"""Part of the tokens of a global batch above which sharing the others is not worth its gathers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,7 @@ class TaskBatch:
         sequences: the rows, in the task's own data order.
         totals: what losses divide by; see `batch_totals`. By default those of these rows; an evaluation, whose rows
             come in several batches, gives those of all of them.
-        shares_prefixes: whether what sequences begin with alike may be computed once.
+        trie: what the rows begin with alike, where that is to be computed once; `None` where each token is.
     """
 
     task: str
@@ -124,7 +128,7 @@ class TaskBatch:
     seed: int
     sequences: tuple[TokenSequence, ...]
     totals: Mapping[str, float] | None = None
-    shares_prefixes: bool = False
+    trie: RowTrie | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -395,6 +399,21 @@ class MuxBatch:
             moved[name] = tuple({key: move(value) for key, value in columns.items()} for columns in tasks)
         moved["shared"] = self.shared and self.shared.to(move)
         return replace(self, **moved)
+
+
+def prefix_trie(rows: Sequence[TokenSequence]) -> RowTrie | None:
+    """Return what the rows of a global batch begin with alike; `None` where they share too little to be worth it.
+
+    Args:
+        rows: the rows of one task.
+    """
+    # Texts of a pair are told apart by more than their tokens.
+    if any(row.token_type_ids is not None for row in rows):
+        return None
+    trie = row_trie([[row.input_ids[start:end] for start, end in row.sequence_bounds] for row in rows])
+    if trie is None or trie.num_computed(range(len(rows))) > _MOST_COMPUTED * sum(map(len, rows)):
+        return None
+    return trie
 
 
 def batch_totals(batch: TaskBatch) -> Mapping[str, float]:

@@ -117,7 +117,9 @@ class ChunkPackingCollator:
         rows = [task_rows(batch, own) for batch, own in zip(batches, chosen, strict=True)]
         members = cut_into_passes(rows, self.rules, bound=max_tokens, num_passes=num_passes)
         layout = _BatchPlaces(batches)
-        return [self._build(batches, layout, part, size) for part in members]
+        shares = {batch.task: batch.trie is not None for batch in batches}
+        streams = [self._build(batches, layout, part, size) for part in members]
+        return [stream.sharing([shares[name] for name in stream.task_names]) for stream in streams]
 
     def size(self, lengths: Sequence[int]) -> int:
         """Return the chunk size for sequences of these lengths."""
@@ -132,8 +134,7 @@ class ChunkPackingCollator:
             stream.add_task(batch, layout, task, chosen)
             if self.pad_to_chunks:
                 self._pad(stream, batch, size)
-        micro_batch = stream.finish()
-        return micro_batch.sharing([batch.shares_prefixes for batch in stream.batches])
+        return stream.finish()
 
     def _pad(self, stream: _MicroBatchBuilder, batch: TaskBatch, size: int) -> None:
         if batch.sequences and batch.sequences[0].class_label is not None:
@@ -177,7 +178,7 @@ def task_rows(batch: TaskBatch, only: Sequence[int] | None = None) -> TaskRows:
         only: indices of the rows that are to be cut; by default all.
     """
     whole = [not sequence.can_be_split for sequence in batch.sequences]
-    return TaskRows([len(sequence) for sequence in batch.sequences], only, whole)
+    return TaskRows([len(sequence) for sequence in batch.sequences], only, whole, batch.trie)
 
 
 def _num_terms(batch: TaskBatch, totals: Mapping[str, float]) -> float:
@@ -206,7 +207,7 @@ class _MicroBatchBuilder:
 
     def add_task(self, batch: TaskBatch, layout: _BatchPlaces, task: int, chosen: list[Member]) -> None:
         """Append the chosen sequences of a task, or parts of them."""
-        for _, index, start, end in chosen:
+        for _, index, start, end, _ in chosen:
             sequence = batch.sequences[index]
             for first, last in sequence.sequence_bounds if sequence.starts else ((start, end),):
                 self._add_sequence(sequence, first, last, int(layout.places[task][index]) + first)

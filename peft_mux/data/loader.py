@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from peft_mux.data.batch import Arrange, TaskBatch, TokenSequence
+from peft_mux.data.batch import Arrange, TaskBatch, TokenSequence, prefix_trie
 from peft_mux.data.dataset import DataReport, TokenizedDataset
 
 _ORDER_STREAM = 0x0DE7  # keeps these draws apart from others that begin with the task's seed
@@ -92,4 +92,5 @@ class TaskLoader:
         rows = self.order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
         sequences = tuple(self.dataset[int(row)] for row in rows)
         arranged = sequences if self.arrange is None else self.arrange(sequences)
-        return TaskBatch(self.task, step, self.seed, arranged, shares_prefixes=self.shares_prefixes)
+        trie = prefix_trie(arranged) if self.shares_prefixes else None
+        return TaskBatch(self.task, step, self.seed, arranged, trie=trie)

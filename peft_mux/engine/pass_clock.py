@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +21,13 @@ class TaskInPass(NamedTuple):
         task: name of the task.
         lengths: tokens of each of its sequences.
         num_targets: number of its loss terms.
+        shared: how many tokens of each sequence are computed for another one; empty where none are.
     """
 
     task: str
     lengths: tuple[int, ...]
     num_targets: int
+    shared: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +148,17 @@ def rows_of(micro_batch: MuxBatch) -> tuple[TaskInPass, ...]:
         micro_batch: the micro-batch of a pass.
     """
     lengths, targets = micro_batch.sequence_lengths, micro_batch.target_offsets
-    bounds = pairwise(micro_batch.sequence_offsets)
+    bounds, shared = pairwise(micro_batch.sequence_offsets), _shared_of_sequences(micro_batch)
     return tuple(
-        TaskInPass(name, tuple(lengths[start:end]), targets[number + 1] - targets[number])
+        TaskInPass(name, tuple(lengths[start:end]), targets[number + 1] - targets[number], shared[start:end])
         for number, (name, (start, end)) in enumerate(zip(micro_batch.task_names, bounds, strict=True))
     )
+
+
+def _shared_of_sequences(micro_batch: MuxBatch) -> tuple[int, ...]:
+    """Return how many tokens of each sequence are computed for another one; nothing where none are."""
+    if micro_batch.shared is None:
+        return ()
+    rows = micro_batch.shared.tree.row_offsets((0, *accumulate(micro_batch.sequence_lengths)))
+    pairs = zip(micro_batch.sequence_lengths, pairwise(rows), strict=True)
+    return tuple(length - (end - start) for length, (start, end) in pairs)

@@ -146,7 +146,7 @@ class StepSource:
             fused: global batch of each task.
             own: indices of this replica's rows in each of these batches.
         """
-        own_tokens = sum(len(batch.sequences[row]) for batch, rows in zip(fused, own, strict=True) for row in rows)
+        own_tokens = sum(_num_computed(batch, rows) for batch, rows in zip(fused, own, strict=True))
         # No pass, not an empty one: what the replica has to sum for the task, it sums as zeros.
         if own_tokens == 0:
             return []
@@ -160,6 +160,13 @@ class StepSource:
         """Tokens that a pass of this replica may hold."""
         bound = self.plan.max_tokens_per_micro_batch
         return min(bound, self.shares.max_tokens[self._replica] or bound)
+
+
+def _num_computed(batch: TaskBatch, rows: list[int]) -> int:
+    """Return how many tokens rows of a batch take in one pass, each shared one once."""
+    if batch.trie is not None:
+        return batch.trie.num_computed(rows)
+    return sum(len(batch.sequences[row]) for row in rows)
 
 
 class _Later(NamedTuple):

@@ -5,6 +5,8 @@ as large as another. Rows are packed task by task, and the packs put into passes
 an even share of the tokens. Where that does not come out at the number that is meant, the longest row goes first, each
 into the pass of fewest tokens. Rows that are longer than a pass are cut into parts, if they may be: a *chain*.
 
+Rows that begin alike are put into passes together, as one item of the tokens that they compute (`row_trie`).
+
     3 tasks with rows of 5 5 | 4 4 | 3 3 tokens, bound 16
 
     1 pass meant     5 4 3 | 5 4 3         24 tokens do not fit into one
@@ -21,6 +23,7 @@ from typing import NamedTuple
 
 from peft_mux.packing.best_fit import best_fit_decreasing
 from peft_mux.packing.chunking import chunk_size, round_up
+from peft_mux.packing.row_trie import RowTrie
 
 _SLACK = 1.05
 """By how much a pass may exceed an even share of the tokens: whole rows do not fill passes evenly."""
@@ -36,17 +39,24 @@ class Member(NamedTuple):
         index: index of the row within the task's global batch.
         start: first token within the row.
         end: one past the last token.
+        shared: how many of them the pass computes for another row, or for another sequence of this one.
     """
 
     task: int
     index: int
     start: int
     end: int
+    shared: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Number of tokens that lie in the pass."""
         return self.end - self.start
+
+    @property
+    def num_computed(self) -> int:
+        """Number of tokens that the pass computes for it."""
+        return self.end - self.start - self.shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +91,13 @@ class TaskRows:
         lengths: tokens of each row.
         only: indices of the rows that are to be cut into passes; `None` for all.
         stay_whole: whether each row is never cut, as those with a class are not; a single answer stands for all.
+        trie: what rows begin with alike; `None` where they share nothing.
     """
 
     lengths: Sequence[int]
     only: Sequence[int] | None = None
     stay_whole: Sequence[bool] | bool = False
+    trie: RowTrie | None = None
 
     @property
     def chosen(self) -> Sequence[int]:
@@ -121,21 +133,22 @@ def cut_into_passes(
         >>> [[(member.task, member.index) for member in members] for members in cut]
         [[(0, 0)], [(0, 1), (1, 0)]]
     """
-    members = [Member(task, row, 0, own.lengths[row]) for task, own in enumerate(tasks) for row in own.chosen]
-    if not members:
+    items = _items(tasks, bound)
+    if not items:
         return []
-    tokens = sum(member.num_tokens for member in members)
+    tokens, num_rows = sum(item.num_tokens for item in items), sum(len(item.members) for item in items)
     if num_passes is None:
-        return _filled(tasks, members, rules, bound)
-    meant = min(len(members), max(-(-tokens // bound), num_passes))
+        return _with_shared(tasks, _filled(tasks, items, rules, bound))
+    meant = min(num_rows, max(-(-tokens // bound), num_passes))
     capacity = min(bound, math.ceil(tokens / meant * _SLACK))
     if rules.split_long_sequences:  # evenness is no reason to cut what a pass may hold
-        capacity = max(capacity, min(bound, max(member.num_tokens for member in members)))
-    filled = _filled(tasks, members, rules, capacity)
+        capacity = max(capacity, min(bound, max(item.longest for item in items)))
+    items = _items(tasks, capacity)
+    filled = _filled(tasks, items, rules, capacity)
     if len(filled) == meant or any(_is_part(tasks, member) for cut in filled for member in cut):
-        return filled
-    spread = _spread(members, bound, meant)
-    return spread if len(spread) == meant or len(spread) < len(filled) else filled
+        return _with_shared(tasks, filled)
+    spread = _spread(items, bound, meant)
+    return _with_shared(tasks, spread if len(spread) == meant or len(spread) < len(filled) else filled)
 
 
 def passes_meant(num_tokens: int, planned_tokens: float, planned_passes: int) -> int:
@@ -215,63 +228,113 @@ def _is_part(tasks: Sequence[TaskRows], member: Member) -> bool:
     return member.num_tokens < tasks[member.task].lengths[member.index]
 
 
-def _spread(members: Sequence[Member], bound: int, num_passes: int) -> list[list[Member]]:
-    """Put the longest row first, each into the pass of fewest tokens; a row that fits into none opens another."""
+class _Item(NamedTuple):
+    """Rows that go into one pass together: a row by itself, or some that share tokens.
+
+    Attributes:
+        members: the rows.
+        num_tokens: tokens that a pass computes for them.
+        longest: those of the one that computes most where each is by itself.
+    """
+
+    members: tuple[Member, ...]
+    num_tokens: int
+    longest: int
+
+
+def _items(tasks: Sequence[TaskRows], capacity: int) -> list[_Item]:
+    """Return the rows of all tasks, those that share tokens together, as far as `capacity` holds them."""
+    items = []
+    for task, own in enumerate(tasks):
+        rows, trie = own.chosen, own.trie
+        if trie is None:
+            items += [_Item((Member(task, row, 0, own.lengths[row]),), *[own.lengths[row]] * 2) for row in rows]
+            continue
+        alone = {row: trie.num_computed([row]) for row in rows}
+        # A row that no pass holds is cut, or has a pass of its own, and shares nothing.
+        bundles = [[row] for row in rows if alone[row] > capacity]
+        for bundle in trie.bundles([row for row in rows if alone[row] <= capacity]):
+            bundles += trie.pieces(bundle, capacity)
+        for bundle in sorted(map(sorted, bundles)):
+            members = tuple(Member(task, row, 0, own.lengths[row]) for row in bundle)
+            items.append(_Item(members, trie.num_computed(bundle), max(alone[row] for row in bundle)))
+    return items
+
+
+def _with_shared(tasks: Sequence[TaskRows], passes: list[list[Member]]) -> list[list[Member]]:
+    """Return passes whose members say how many of their tokens another one computes."""
+    if all(own.trie is None for own in tasks):
+        return passes
+    found = []
+    for members in passes:
+        computed: dict[tuple[int, int], int] = {}
+        for task in {member.task for member in members}:
+            if (trie := tasks[task].trie) is not None:
+                whole = [one.index for one in members if one.task == task and not _is_part(tasks, one)]
+                computed |= {(task, row): tokens for row, tokens in trie.computed(whole).items()}
+        keys = [(one.task, one.index) for one in members]
+        pairs = zip(members, keys, strict=True)
+        found.append([one._replace(shared=one.num_tokens - computed.get(key, one.num_tokens)) for one, key in pairs])
+    return found
+
+
+def _spread(items: Sequence[_Item], bound: int, num_passes: int) -> list[list[Member]]:
+    """Put the longest item first, each into the pass of fewest tokens; one that fits into none opens another."""
     passes: list[list[Member]] = [[] for _ in range(num_passes)]
     num_tokens = [0] * num_passes
     # Ties by task and row, so that every process finds the same passes.
-    for member in sorted(members, key=lambda one: (-one.num_tokens, one)):
+    for item in sorted(items, key=lambda one: (-one.num_tokens, one.members)):
         least = num_tokens.index(min(num_tokens))
-        if passes[least] and num_tokens[least] + member.num_tokens > bound:
+        if passes[least] and num_tokens[least] + item.num_tokens > bound:
             least = len(passes)
             passes.append([])
             num_tokens.append(0)
-        passes[least].append(member)
-        num_tokens[least] += member.num_tokens
+        passes[least] += item.members
+        num_tokens[least] += item.num_tokens
     return [sorted(own) for own in passes if own]
 
 
-def _filled(
-    tasks: Sequence[TaskRows], members: Sequence[Member], rules: PassRules, capacity: int
-) -> list[list[Member]]:
+def _filled(tasks: Sequence[TaskRows], items: Sequence[_Item], rules: PassRules, capacity: int) -> list[list[Member]]:
     """Pack each task's rows, then place the packs of all tasks.
 
     Parts of long rows come first, one in each pass, and packs take the room that they leave.
     """
     # What fits into one pass keeps the order of its rows; packing is for the rest.
-    if sum(member.num_tokens for member in members) <= capacity:
-        return [list(members)]
+    if sum(item.num_tokens for item in items) <= capacity:
+        return [sorted(member for item in items for member in item.members)]
     # Over the whole step even where only some are laid out, so that all processes take one size.
     size = rules.size([length for own in tasks for length in own.lengths])
-    packs: list[list[Member]] = []
+    packs: list[list[_Item]] = []
     parts: list[Member] = []
     alone: list[list[Member]] = []
-    rows_of: list[list[Member]] = [[] for _ in tasks]
-    for member in members:
-        rows_of[member.task].append(member)
-    for task, (own, rows) in enumerate(zip(tasks, rows_of, strict=True)):
-        for member in rows:
-            if member.num_tokens <= capacity:
+    items_of: list[list[_Item]] = [[] for _ in tasks]
+    for item in items:
+        items_of[item.members[0].task].append(item)
+    for task, (own, found) in enumerate(zip(tasks, items_of, strict=True)):
+        for item in found:
+            if item.num_tokens <= capacity:
                 continue
+            # What exceeds a pass is a row by itself.
+            (member,) = item.members
             if rules.split_long_sequences and not own.stays_whole(member.index):
                 bounds = part_bounds(member.num_tokens, capacity, size)
                 parts += [Member(task, member.index, start, end) for start, end in bounds]
             else:
                 alone.append([member])
-        packs += _packs([member for member in rows if member.num_tokens <= capacity], capacity, size)
-    pack_tokens = [sum(member.num_tokens for member in pack) for pack in packs]
+        packs += _packs([item for item in found if item.num_tokens <= capacity], capacity, size)
+    pack_tokens = [sum(item.num_tokens for item in pack) for pack in packs]
     placed = best_fit_decreasing(pack_tokens, capacity, rooms=[capacity - part.num_tokens for part in parts])
-    passes = [[member for pack in group for member in packs[pack]] for group in placed]
+    passes = [[member for pack in group for item in packs[pack] for member in item.members] for group in placed]
     for part, group in zip(parts, passes, strict=False):
         group.append(part)
     # By task and row, so that a task's rows lie in data order in every pass.
     return [sorted(group) for group in passes] + alone
 
 
-def _packs(rows: Sequence[Member], capacity: int, size: int) -> list[list[Member]]:
+def _packs(items: Sequence[_Item], capacity: int, size: int) -> list[list[_Item]]:
     """Pack the rows of one task that fit into a pass (M §3.5, first step)."""
-    longest = max((member.num_tokens for member in rows), default=1)
+    longest = max((item.num_tokens for item in items), default=1)
     # Packs of about a quarter of a pass let the packs of all tasks fill passes well.
     pack_capacity = min(capacity, max(longest, round_up(max(capacity // 4, 1), size)))
-    packed = best_fit_decreasing([member.num_tokens for member in rows], pack_capacity)
-    return [[rows[item] for item in pack] for pack in packed]
+    packed = best_fit_decreasing([item.num_tokens for item in items], pack_capacity)
+    return [[items[number] for number in pack] for pack in packed]

@@ -8,15 +8,18 @@ from dataclasses import replace
 
 import numpy as np
 
+from peft_mux.data.batch import TaskBatch, prefix_trie
 from peft_mux.modeling.adapters.kind import AdapterKind, CutLayers, kind_of
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.task_objective import args_of, objective_of
 from peft_mux.packing.even_shares import even_shares
+from peft_mux.packing.row_trie import RowTrie
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.plan import TaskShare
 from peft_mux.tasks.task_run import TaskRun
 
 SAMPLE_ROWS = 64
+_SAMPLE_BATCHES = 3
 
 ParameterShapes = Mapping[str, tuple[int, ...]]
 """Shapes of a task's whole parameters, by name."""
@@ -58,11 +61,16 @@ def task_load(
         # Rounded up to whole passes, which a chain holds all at once (M section 3.5).
         longest = -(-longest // chain_tokens) * chain_tokens
     kind = kind_of(run.task.peft_config)
-    lengths = typical_lengths(rows, run.hyper.train_batch_size)
+    batch = _sharing_batch(run)
+    lengths = typical_lengths(rows, run.hyper.train_batch_size) if batch is None else tuple(map(len, batch.sequences))
+    trie = None if batch is None else batch.trie
+    shared = _shared(lengths, trie)
+    # The head reads each row of the activations once, whatever the number of sequences that have it in common.
+    targets = min(round(sum(lengths) * _share_of_targets(run)), sum(lengths) - sum(shared))
     return TaskLoad(
         name=run.name,
         lengths=lengths,
-        num_targets=max(1, round(sum(lengths) * _share_of_targets(run))),
+        num_targets=max(1, targets),
         adapters=_adapter_loads(kind, shapes, num_layers, cut or {}, routed_share),
         trainable_parameters=_num_elements(shapes),
         num_steps=run.num_steps,
@@ -72,7 +80,35 @@ def task_load(
         stays_whole=any(not sequence.can_be_split for sequence in run.loader.sample(1)),
         has_reference_forward=_has_reference_forward(run),
         has_batch_forward=objective_of(run.task).needs_batch_values(args_of(run.task)),
+        shared=shared,
+        trie=trie,
     )
+
+
+def _sharing_batch(run: TaskRun) -> TaskBatch | None:
+    """Return a typical global batch of a task whose rows share tokens; `None` where they share none.
+
+    Which rows meet in a batch decides what they share, which no quantiles of lengths tell.
+    """
+    if not run.loader.shares_prefixes:
+        return None
+    is_stream = run.loader.steps_per_epoch is None
+    if is_stream:
+        # Read as a sample already; another batch would move the stream.
+        rows = run.loader.sample(run.hyper.train_batch_size)
+        found = [TaskBatch(run.name, 0, 0, rows, trie=prefix_trie(rows))]
+    else:
+        found = [run.loader.batch(step) for step in range(min(_SAMPLE_BATCHES, run.loader.steps_per_epoch))]
+    ratios = [(_computed_share(batch), -number) for number, batch in enumerate(found)]
+    middle = found[-sorted(ratios)[len(ratios) // 2][1]]
+    return None if middle.trie is None else middle
+
+
+def _computed_share(batch: TaskBatch) -> float:
+    """Return which part of the tokens of a batch is computed."""
+    if batch.trie is None:
+        return 1.0
+    return batch.trie.num_computed(range(len(batch.sequences))) / max(batch.num_tokens, 1)
 
 
 def replica_loads(loads: Sequence[TaskLoad], num_replicas: int) -> list[list[TaskLoad]]:
@@ -82,7 +118,7 @@ def replica_loads(loads: Sequence[TaskLoad], num_replicas: int) -> list[list[Tas
         loads: the loads of all tasks with their whole global batches, in the order of the stream.
         num_replicas: number of replicas that divide the rows of a step.
     """
-    shares = even_shares([load.lengths for load in loads], num_replicas)
+    shares = even_shares([load.lengths for load in loads], num_replicas, tries=[load.trie for load in loads])
     return [[part_of(load, rows) for load, rows in zip(loads, share, strict=True)] for share in shares]
 
 
@@ -94,8 +130,19 @@ def part_of(load: TaskLoad, rows: Sequence[int]) -> TaskLoad:
         rows: indices of the rows.
     """
     lengths = tuple(load.lengths[row] for row in rows)
-    targets = round(load.num_targets * sum(lengths) / max(load.tokens, 1))
-    return replace(load, lengths=lengths, num_targets=max(1, targets) if lengths else 0)
+    trie = None if load.trie is None else load.trie.of_rows(rows)
+    own = replace(load, lengths=lengths, shared=_shared(lengths, trie), trie=trie)
+    targets = round(load.num_targets * own.tokens / max(load.tokens, 1))
+    return replace(own, num_targets=max(1, targets) if lengths else 0)
+
+
+def _shared(lengths: Sequence[int], trie: RowTrie | None) -> tuple[int, ...]:
+    """Return how many tokens of each row others compute, where all are in one pass; nothing where none are shared."""
+    if trie is None:
+        return ()
+    return tuple(
+        length - computed for length, computed in zip(lengths, trie.computed(range(len(lengths))).values(), strict=True)
+    )
 
 
 def task_share(run: TaskRun, shapes: ParameterShapes) -> TaskShare:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from peft_mux.engine.pass_clock import PassTime, TaskInPass
 from peft_mux.scheduler.costs.latency import CostModel
@@ -41,8 +42,10 @@ class PassPrices:
         return self.cost.update_parts([self.loads[name] for name in tasks if name in self.loads])
 
     def _rows(self, rows: Sequence[TaskInPass]) -> list[TaskLoad]:
-        return [
-            replace(self.loads[one.task], lengths=one.lengths, num_targets=one.num_targets, longest_row_tokens=0)
-            for one in rows
-            if one.task in self.loads
-        ]
+        return [replace(self.loads[one.task], **self._seen(one)) for one in rows if one.task in self.loads]
+
+    @staticmethod
+    def _seen(one: TaskInPass) -> dict[str, Any]:
+        """Return the fields of a load that a pass tells."""
+        seen: dict[str, Any] = {"lengths": one.lengths, "shared": one.shared, "num_targets": one.num_targets}
+        return {**seen, "longest_row_tokens": 0, "trie": None}

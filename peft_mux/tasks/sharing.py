@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.modeling.backbone.sharing import reason_of_adapter
+from peft_mux.modeling.prefix_sharing import reason_of_adapter
 from peft_mux.packing.shared_runs import begin_alike
 from peft_mux.tasks.task_run import TaskRun
 
@@ -20,7 +20,7 @@ def decide_sharing(runs: Iterable[TaskRun], args: MultiTaskTrainingArguments, ba
     Args:
         runs: the tasks.
         args: the arguments of the run.
-        backbone_reason: why no task on the backbone may share (`peft_mux.modeling.backbone.sharing`), or `None`.
+        backbone_reason: why no task on the backbone may share (`peft_mux.modeling.prefix_sharing`), or `None`.
     """
     for run in runs:
         reason = backbone_reason or reason_of_adapter(run.task.peft_config)

@@ -24,8 +24,8 @@ from peft_mux.engine.parallelize import ModelPart, ParallelModel
 from peft_mux.engine.part_tasks import register_tasks
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.evaluation.evaluate import EvaluationShare
-from peft_mux.modeling.backbone.sharing import reason_of_backbone
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.prefix_sharing import reason_of_backbone
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import Task, TaskStatus

@@ -153,15 +153,16 @@ class Reporter:
 
     def _log_passes(self) -> None:
         """Say how far steps had the passes that were planned; all processes call this."""
-        found = self._world.processes.gather((self._plans.pass_report, self._plans.token_counts))
+        found = self._world.processes.gather(self._plans.pass_report)
         leaders = self._world.layout.leaders
-        self.pass_reports = tuple(replace(found[rank][0], replica=place) for place, rank in enumerate(leaders))
+        self.pass_reports = tuple(replace(found[rank], replica=place) for place, rank in enumerate(leaders))
         for report in self.pass_reports:
             if report.num_steps:
                 self._run.log.event("passes", **asdict(report))
         for line in pass_lines(self.pass_reports):
             self._run.log.say(line)
-        counts = summed_counts(found[rank][1] for rank in leaders)
+        tokens = self._world.processes.gather(self._plans.token_counts)
+        counts = summed_counts(tokens[rank] for rank in leaders)
         for name, (computed, asked) in counts.sharing.items():
             self._run.log.event("sharing", task=name, computed_tokens=computed, asked_tokens=asked)
         if counts.sharing:

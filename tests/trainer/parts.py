@@ -21,6 +21,7 @@ from peft_mux.planning.correction import TimeCorrection
 from peft_mux.reporting.callbacks import RunCallbacks, TaskCallbacks
 from peft_mux.reporting.pass_report import PassReport
 from peft_mux.reporting.run_log import RunLog
+from peft_mux.reporting.token_counts import TokenCounts
 from peft_mux.task import Task, TaskStatus
 from peft_mux.tasks.setup import make_task_runs
 from peft_mux.tasks.table import TaskTable
@@ -158,6 +159,7 @@ class FakePlans:
         self.planner = SimpleNamespace(correction=TimeCorrection(), profile=None)
         self.dispatch_clock, self.max_tokens, self.last_step_s, self.last_passes_s = None, 64, 0.0, 0.0
         self.pass_report = PassReport()
+        self.token_counts = TokenCounts()
         self.current, self.steps_s, self.own_pipeline = None, 0.0, {}
 
     def replan(self) -> Any:

@@ -12,6 +12,7 @@ import pytest
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.reporting.pass_report import PassReport
 from peft_mux.reporting.report import RankRecord
+from peft_mux.reporting.token_counts import TokenCounts
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.reporter import Reporter
 from peft_mux.trainer.run import Run
@@ -33,7 +34,9 @@ def reporter_of(run: Run, calls: Calls, *, num_ranks: int = 1) -> Reporter:
 
     # The numbers of all ranks, of which one knows of a signal.
     processes = SimpleNamespace(
-        gather=lambda value: [PassReport() if isinstance(value, PassReport) else 0] * (num_ranks - 1) + [value]
+        gather=lambda value: (
+            [type(value)() if isinstance(value, PassReport | TokenCounts) else 0] * (num_ranks - 1) + [value]
+        )
     )
     world: Any = SimpleNamespace(
         gather_records=records, layout=ParallelLayout.of(num_ranks), records=(), processes=processes

@@ -110,10 +110,10 @@ def test_learnt_prompts_do_not_share_and_stand_beside_tasks_that_do(tmp_path: Pa
 
 
 def test_a_backbone_with_dropout_and_one_that_looks_ahead_share_nothing(tmp_path: Path) -> None:
-    sizes = {"vocab_size": lab.VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    sizes: dict[str, Any] = {"vocab_size": lab.VOCABULARY, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
     config = LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
     for dropout, reason in ((0.1, "the backbone's own dropout"), (0.0, "")):
-        off = {"embd_pdrop": dropout, "resid_pdrop": dropout, "attn_pdrop": dropout}
+        off: dict[str, Any] = {"embd_pdrop": dropout, "resid_pdrop": dropout, "attn_pdrop": dropout}
         model = GPT2LMHeadModel(GPT2Config(**sizes, **off))
         trainer = lab.make_trainer([task("a", few_shot(1), peft_config=config)], tmp_path, model=model)
         assert (reason in remarks(trainer)["a"]) == bool(reason) or not reason
@@ -143,7 +143,8 @@ def test_nothing_is_said_where_rows_do_not_begin_alike_but_to_who_asks(tmp_path:
 
 def test_a_task_that_arrives_shares_as_one_that_was_there(tmp_path: Path) -> None:
     late = task("late", few_shot(5), max_steps=2)
-    recorder = lab.Recorder(at_end={2: lambda trainer: trainer.register_tasks([late])})
+    register: dict[int, Any] = {2: lambda trainer: trainer.register_tasks([late])}
+    recorder = lab.Recorder(at_end=register)
     run = lab.train([task("a", few_shot(1))], tmp_path, recorder=recorder, logging_strategy="steps")
     assert {line["task"] for line in lines_of(run, "sharing")} == {"a", "late"}
 

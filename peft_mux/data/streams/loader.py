@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
-from peft_mux.data.batch import Arrange, TaskBatch, TokenSequence
+from peft_mux.data.batch import Arrange, TaskBatch, TokenSequence, prefix_trie
 from peft_mux.data.dataset import DataReport, checked_row, data_report, num_target_tokens
 from peft_mux.data.streams.read_ahead import ReadAhead
 from peft_mux.data.tokenize import RowTokenizer
@@ -114,8 +114,8 @@ class StreamLoader:
         """
         if self._last is not None and self._last.step == step:
             # It may have been read, as a sample, before it was known whether rows may share.
-            if self._last.shares_prefixes != self.shares_prefixes:
-                self._last = replace(self._last, shares_prefixes=self.shares_prefixes)
+            if self.shares_prefixes and self._last.trie is None:
+                self._last = replace(self._last, trie=prefix_trie(self._last.sequences))
             return self._last
         if step < self._next_step:
             self._restart()
@@ -128,7 +128,8 @@ class StreamLoader:
             # Each step on the way has the time limit for itself: seeking is no standstill.
             rows = self._next_rows()
         arranged = rows.sequences if self.arrange is None else self.arrange(rows.sequences)
-        self._last = TaskBatch(self.task, step, self.seed, arranged, shares_prefixes=self.shares_prefixes)
+        trie = prefix_trie(arranged) if self.shares_prefixes else None
+        self._last = TaskBatch(self.task, step, self.seed, arranged, trie=trie)
         self.report = rows.report
         return self._last
 

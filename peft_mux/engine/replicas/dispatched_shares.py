@@ -287,7 +287,8 @@ class DispatchedShares:
         """Return the replica of each sequence where replicas are alike."""
         lengths = [[len(sequence) for sequence in batch.sequences] for batch in batches]
         owners = [np.zeros(len(own), dtype=np.int64) for own in lengths]
-        for replica, share in enumerate(even_shares(lengths, self.layout.num_replicas, self._slowness)):
+        tries = [batch.trie for batch in batches]
+        for replica, share in enumerate(even_shares(lengths, self.layout.num_replicas, self._slowness, tries)):
             for own, rows in zip(owners, share, strict=True):
                 own[rows] = replica
             self._even_tokens[replica] = sum(own[row] for own, rows in zip(lengths, share, strict=True) for row in rows)

@@ -59,12 +59,12 @@ class PlannedTurns:
             chain: the micro-batches that run as one.
             stretch: the part of the model that they go through; `None` where that is not known.
         """
-        largest = max(chain, key=lambda micro_batch: micro_batch.num_tokens)
+        largest = max(chain, key=lambda micro_batch: micro_batch.num_computed)
         index = self._htask(chain)
         if index is None or index >= len(self._parts) or stretch is None:
-            num_tokens = float(largest.num_tokens)
+            num_tokens = float(largest.num_computed)
             return lambda depth: num_tokens
-        parts = self._parts[index].of_size(largest.num_tokens, largest.target_offsets[-1])
+        parts = self._parts[index].of_size(largest.num_computed, largest.target_offsets[-1])
         return latency_of(pass_times(parts, stretch))
 
     def _htask(self, chain: Chain) -> int | None:

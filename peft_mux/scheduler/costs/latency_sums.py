@@ -60,8 +60,14 @@ def _attention_s(profile: Profile, loads: Sequence[TaskLoad]) -> NDArray[Any]:
     counts = np.array([len(load.lengths) for load in loads], dtype=int)
     lengths = np.array([length for load in loads for length in load.lengths], dtype=float)
     owner = np.repeat(np.arange(len(loads)), counts)
-    seconds = profile.attention_s(lengths) if len(lengths) else lengths
+    shared = np.array([tokens for load in loads for tokens in load.shared or [0] * len(load.lengths)], dtype=float)
+    seconds = _added_attention_s(profile, lengths, shared) if len(lengths) else lengths
     return np.bincount(owner, weights=seconds, minlength=len(loads))
+
+
+def _added_attention_s(profile: Profile, ends: NDArray[Any], starts: NDArray[Any]) -> NDArray[Any]:
+    """Return seconds of the attention products of rows from a token on: what is added to the square of the row."""
+    return profile.attention_s(ends) - np.where(starts > 0, profile.attention_s(np.maximum(starts, 1)), 0)
 
 
 def _adapters_s(
@@ -220,15 +226,13 @@ def pass_sums(profile: Profile, loads: Sequence[TaskLoad], passes: Sequence[Sequ
     """
     num_passes, num_tasks = len(passes), len(loads)
     members = [(number, *member) for number, own in enumerate(passes) for member in own]
-    columns = np.array(members, dtype=np.int64).reshape(len(members), 5).T
-    number, task, _, start, end = columns
+    columns = np.array(members, dtype=np.int64).reshape(len(members), 6).T
+    number, task, _, start, end, shared = columns
     tokens = np.zeros((num_passes, num_tasks))
-    np.add.at(tokens, (number, task), end - start)
+    np.add.at(tokens, (number, task), end - start - shared)
     targets_per_token = np.array([load.num_targets / max(load.tokens, 1) for load in loads])
-    # A part sees the keys and values before it: what is added to the square of a row is what it takes.
-    attention_s = profile.attention_s(end.astype(float)) - np.where(
-        start > 0, profile.attention_s(np.maximum(start, 1)), 0
-    )
+    # A part sees the keys and values before it, and so does what a row has for itself of those that it shares.
+    attention_s = _added_attention_s(profile, end.astype(float), start + shared)
     return Sums(
         tokens=tokens.sum(axis=1),
         targets=tokens @ targets_per_token,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from peft_mux.packing.row_trie import RowTrie
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterLoad:
@@ -62,6 +64,8 @@ class TaskLoad:
         has_reference_forward: whether its rows go through the backbone without adapters before the passes of a step, as
             the reference of DPO does.
         has_batch_forward: whether they go through it with adapters before, as the estimate of KTO's divergence does.
+        shared: how many tokens of each sequence others compute, where all are in one pass; empty where none are shared.
+        trie: what its rows begin with alike, to cut them into passes by; `None` where they share nothing.
 
     Raises:
         ValueError: for a sequence without tokens, negative numbers, or more that is cut than there is.
@@ -79,6 +83,8 @@ class TaskLoad:
     stays_whole: bool = False
     has_reference_forward: bool = False
     has_batch_forward: bool = False
+    shared: tuple[int, ...] = ()
+    trie: RowTrie | None = None
 
     def __post_init__(self) -> None:
         if min(self.lengths, default=1) < 1:
@@ -89,6 +95,11 @@ class TaskLoad:
         for field in ("num_targets", "trainable_parameters", "num_steps", "longest_row_tokens", "cut_parameters"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} of task {self.name!r} is {getattr(self, field)}; allowed: 0 or more.")
+        if self.shared and len(self.shared) != len(self.lengths):
+            raise ValueError(
+                f"shared of task {self.name!r} has {len(self.shared)} numbers; allowed: {len(self.lengths)}, one for"
+                " each of its lengths, or none."
+            )
         if self.cut_parameters > self.trainable_parameters:
             raise ValueError(
                 f"cut_parameters of task {self.name!r} is {self.cut_parameters}; allowed: up to its"
@@ -97,8 +108,8 @@ class TaskLoad:
 
     @property
     def tokens(self) -> int:
-        """Tokens of the global batch (C n_k in M)."""
-        return sum(self.lengths)
+        """Tokens of the global batch (C n_k in M), each shared one once."""
+        return sum(self.lengths) - sum(self.shared)
 
     @property
     def longest(self) -> int:

@@ -120,7 +120,7 @@ class PassCosts:
         rows = [task_rows(load) for load in loads]
         passes = _stable_passes(rows, self.rules, self.max_tokens, count)
         stage_s = self.cost.passes_s(loads, passes) if passes else np.zeros((0, self.cost.num_stages))
-        tokens = [sum(member.num_tokens for member in members) for members in passes]
+        tokens = [sum(member.num_computed for member in members) for members in passes]
         return CutHTask(loads, passes, chains_of_passes(rows, passes), stage_s, tokens)
 
 
@@ -130,7 +130,7 @@ def task_rows(load: TaskLoad) -> TaskRows:
     Args:
         load: the load of the task.
     """
-    return TaskRows(load.lengths, stay_whole=load.stays_whole)
+    return TaskRows(load.lengths, stay_whole=load.stays_whole, trie=load.trie)
 
 
 def planned_passes(
@@ -152,7 +152,7 @@ def planned_passes(
         meant = passes_meant(tokens, htask.micro_batches * htask.tokens_per_micro_batch, htask.micro_batches)
         for members in cut_into_passes(rows, rules, bound=max_tokens, num_passes=meant):
             names = tuple(dict.fromkeys(htask.tasks[member.task] for member in members))
-            found.append(PlannedPass(number, names, sum(member.num_tokens for member in members)))
+            found.append(PlannedPass(number, names, sum(member.num_computed for member in members)))
     return tuple(found)
 
 
