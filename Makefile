@@ -12,7 +12,7 @@ PYTEST_ARGS ?= --numprocesses auto --dist loadfile
 SLOW_CI := tests/checkpoint tests/engine tests/evaluation tests/examples tests/pretended_cuda tests/attacks tests/trl \
 	tests/modeling tests/generation tests/tools
 
-.PHONY: demo test test-slow-ci test-slow attack lint types shape bench clean
+.PHONY: demo test test-slow-ci test-slow attack lint types shape docs bench clean
 
 # torch comes first and on its own, so that its CPU build is taken where the index offers one.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -51,6 +51,11 @@ types: $(VENV)/.ready
 CHECKOUTS ?= .
 shape:
 	@$(PYTHON) tools/shape.py $(CHECKOUTS)
+
+# The site in site/; any warning fails it.
+docs: $(VENV)/.ready
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[docs]"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.ready
 	$(BIN)/python -m benchmarks.training.throughput
