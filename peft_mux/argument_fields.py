@@ -63,13 +63,17 @@ HONOURED: Mapping[str, _Rule] = {
         (
             "per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate "
             "lr_scheduler_type warmup_steps optim weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm "
-            "logging_strategy logging_steps eval_strategy eval_steps save_strategy save_steps save_total_limit"
+            "logging_strategy logging_steps eval_strategy eval_steps save_strategy save_steps save_total_limit "
+            "eval_delay hub_strategy"
         ).split(),
         _CHECKED,
     ),
     **dict.fromkeys("bf16 logging_first_step log_on_each_node use_cpu full_determinism".split(), _FLAG),
     # Flags that Trainer itself passes over too: they are there for the user's script to read.
     **dict.fromkeys("do_train do_eval do_predict".split(), _FLAG),
+    **dict.fromkeys("load_best_model_at_end eval_on_start push_to_hub hub_always_push".split(), _FLAG),
+    **dict.fromkeys("greater_is_better tf32 hub_private_repo".split(), _FLAG_OR_NONE),
+    **dict.fromkeys("metric_for_best_model hub_token hub_model_id hub_revision".split(), _TEXT),
     **dict.fromkeys("disable_tqdm activation_checkpointing gradient_checkpointing".split(), _FLAG_OR_NONE),
     **dict.fromkeys(
         "lr_scheduler_kwargs activation_checkpointing_kwargs gradient_checkpointing_kwargs".split(), _OPTIONS
@@ -92,50 +96,67 @@ HONOURED: Mapping[str, _Rule] = {
 }
 """Inherited fields that may be set, each with what may stand in it."""
 
+_COUNT_OR_NONE: _Rule = (
+    lambda value: value is None or (type(value) is int and 0 <= value <= 10**9),
+    "an integer of at least 0, or None",
+)
+_ANY_FLAG = "ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph"
+_LOADER_FLAGS = "dataloader_pin_memory dataloader_persistent_workers dataloader_in_order"
+
+HARMLESS: Mapping[str, tuple[_Rule, str]] = {
+    **dict.fromkeys(_ANY_FLAG.split(), (_FLAG_OR_NONE, "gradients are summed without DistributedDataParallel")),
+    "ddp_bucket_cap_mb": (_COUNT_OR_NONE, "gradients are summed without DistributedDataParallel"),
+    **dict.fromkeys(_LOADER_FLAGS.split(), (_FLAG, "rows are tokenised before the first step, without a DataLoader")),
+    **dict.fromkeys(
+        "dataloader_num_workers dataloader_prefetch_factor".split(),
+        (_COUNT_OR_NONE, "rows are tokenised before the first step, without a DataLoader"),
+    ),
+    "dataloader_multiprocessing_context": (_TEXT, "there is no DataLoader whose processes it would start"),
+    "remove_unused_columns": (_FLAG, "only the columns of a row's form are read, whatever others there are"),
+    "per_device_eval_batch_size": (
+        (lambda value: type(value) is int and 1 <= value <= 10**9, "an integer of at least 1"),
+        "held-out rows are packed into passes of max_tokens_per_micro_batch, with the same metrics",
+    ),
+    "eval_accumulation_steps": (_COUNT_OR_NONE, "predictions are moved to the CPU after every pass"),
+    "eval_use_gather_object": (_FLAG, "predictions of all processes are gathered as objects"),
+    "logging_nan_inf_filter": (_FLAG, "a task whose loss is not finite ends before it would be logged"),
+    "length_column_name": (
+        (lambda value: isinstance(value, str), "a string"),
+        "sequences are packed, so their lengths need no grouping",
+    ),
+    "skip_memory_metrics": (_FLAG, "peft_mux measures memory itself, and logs it as run/memory_gib"),
+}
+"""Inherited fields that no result depends on here: each may be set, and why nothing comes of it."""
+
 _SAME_REASONS = {
     "losses are computed in fp32 or bf16, and an evaluation in the dtype of the training": (
         "bf16_full_eval fp16_full_eval"
     ),
     "evaluation computes eval_loss, or calls the task's own compute_metrics on all of its rows at once": (
-        "prediction_loss_only eval_do_concat_batches eval_use_gather_object eval_accumulation_steps batch_eval_metrics "
-        "include_for_metrics label_names"
+        "prediction_loss_only eval_do_concat_batches batch_eval_metrics include_for_metrics label_names"
     ),
-    "held-out rows are packed into passes of max_tokens_per_micro_batch": "per_device_eval_batch_size",
-    "tasks begin and evaluate at steps of their own; set eval_steps on the Task": "eval_delay eval_on_start",
-    "push one task's folder after the run: trainer.push_to_hub(task, repo_id=...)": (
-        "push_to_hub hub_token hub_private_repo hub_model_id hub_strategy hub_always_push hub_revision"
-    ),
-    "rows are tokenised before the first step and packed by the trainer, without a DataLoader": (
-        "dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor "
-        "dataloader_multiprocessing_context dataloader_in_order accelerator_config"
-    ),
-    "gradients are summed by peft_mux, without DistributedDataParallel": (
-        "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph ddp_backend"
-    ),
+    "gradients are summed by peft_mux over the process groups of torch, with the backend of the device": "ddp_backend",
+    "rows are packed and given out by peft_mux, without accelerate's loaders": "accelerator_config",
     "every task counts the tokens of its whole global batch, over all processes": "average_tokens_across_devices",
     "resuming is exact, and the whole state is written by one process": (
         "ignore_data_skip save_only_model save_on_each_node restore_callback_states_from_checkpoint "
         "enable_jit_checkpoint"
     ),
-    "sequences are packed, so their lengths need no grouping": "train_sampling_strategy length_column_name",
     "compile modules of the backbone (layer.mlp.compile()); grouped LoRA is one operator inside them": (
         "torch_compile torch_compile_backend torch_compile_mode"
     ),
     "it replaces the layers that are multiplexed": "use_liger_kernel liger_kernel_config",
-    "give the task an early_stopping, which goes back to its best adapter": "load_best_model_at_end",
     "adapters of many tasks are laid out by peft_mux; set shard_backbone=True for FSDP2": "fsdp fsdp_config",
-    "a task's losses are logged as they are": "logging_nan_inf_filter",
     "tokens are counted by task, in metrics.jsonl": "include_num_input_tokens_seen",
-    "peft_mux measures memory itself": "skip_memory_metrics torch_empty_cache_steps",
+    "what is kept of freed memory is decided by peft_mux": "torch_empty_cache_steps",
 }
 REASONS: Mapping[str, str] = {
     **{name: reason for reason, names in _SAME_REASONS.items() for name in names.split()},
     "fp16": "losses would need one scaler a task; use bf16",
-    "tf32": "it would change the backbone's numbers for every task: set torch.backends.cuda.matmul.allow_tf32 instead",
     "label_smoothing_factor": "the packed loss is the plain negative log-likelihood",
     "neftune_noise_alpha": "its noise would be shared between tasks",
-    "metric_for_best_model": "name it in the task's early_stopping",
-    "greater_is_better": "set it in the task's early_stopping",
+    "train_sampling_strategy": "sequences are packed, so their lengths need no grouping; for the order of the rows set "
+    "shuffle=False on the Task",
     "auto_find_batch_size": "set max_tokens_per_micro_batch instead",
     "optim_target_modules": "every task trains exactly its own adapter",
     "deepspeed": "adapters of many tasks are laid out by peft_mux; set shard_backbone, or the two parallel sizes",
@@ -143,20 +164,19 @@ REASONS: Mapping[str, str] = {
     "dataloader_drop_last": "the last batch of an epoch is trained on",
     "use_cache": "training keeps no cache",
     "data_seed": "it has no meaning for many tasks at once: the seed of a Task fixes its order of rows",
-    "remove_unused_columns": "it has no meaning for many tasks at once: only columns of a row's form are read",
     "debug": "its hooks belong to loops of Trainer that do not run here",
 }
 """Why the other fields must stay at their defaults."""
 
 
 def honoured_field_faults(values: Any) -> list[Fault]:
-    """Return a fault for each honoured field whose value is of a wrong type.
+    """Return a fault for each field that may be set whose value is of a wrong type.
 
     Args:
         values: the arguments, as they were given.
     """
     return [
         Fault(f"args.{name}", shown(getattr(values, name)), allowed)
-        for name, (is_valid, allowed) in HONOURED.items()
+        for name, (is_valid, allowed) in {**HONOURED, **{name: rule for name, (rule, _) in HARMLESS.items()}}.items()
         if hasattr(values, name) and not is_valid(getattr(values, name))
     ]

@@ -13,10 +13,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from transformers import TrainingArguments
+from transformers import IntervalStrategy, TrainingArguments
 
 from peft_mux.argument_fields import (
     FLUSHES,
+    HARMLESS,
     HONOURED,
     OVERLONG_POLICIES,
     QUARANTINE_POLICIES,
@@ -29,10 +30,13 @@ from peft_mux.hyper_parameters import (
     HyperParameters,
     _is_integer,
     _is_real,
+    greater_is_better,
     hyper_parameter_faults,
+    is_interval,
     supported_optimizers,
     supported_schedules,
 )
+from peft_mux.moved_names import refuse_moved
 from peft_mux.scheduler.dispatching.dispatch import Policy
 from peft_mux.scheduler.pipeline.template import SCHEDULES
 from peft_mux.scheduler.planner.policies import policy_names
@@ -149,15 +153,49 @@ class MultiTaskTrainingArguments(TrainingArguments):
     pipeline_flush: str = field(default="auto", metadata={"help": "auto or every_step."})
     shard_backbone: bool = field(default=False, metadata={"help": "Divide the frozen weights among replicas (FSDP2)."})
 
+    def __new__(cls, *args: Any, **settings: Any) -> MultiTaskTrainingArguments:
+        """Refuse settings of other classes and releases by saying where they belong, which Python would not."""
+        refuse_moved(settings, (item.name for item in fields(cls)), "args", settings)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         """Check all fields before `TrainingArguments` completes them."""
         raise_faults(_argument_faults(self))
         # transformers refuses bf16 on a machine without an accelerator unless it is told to use the CPU.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        # Best weights are kept in memory, so that evaluations and checkpoints need not fall together, as Trainer asks.
+        best = self.load_best_model_at_end, self.metric_for_best_model, self.greater_is_better
+        self.load_best_model_at_end, self.metric_for_best_model = False, None
+        # Nobody reads it here, so nobody minds that it asks for workers.
+        loaders = self.dataloader_prefetch_factor, self.dataloader_num_workers
+        self.dataloader_prefetch_factor, self.dataloader_num_workers = None, 0
         try:
             super().__post_init__()
         except (ValueError, TypeError, AttributeError, ImportError, NotImplementedError) as error:
             raise ConfigError(f"args: transformers refuses them: {error}") from error
+        self.load_best_model_at_end, self.metric_for_best_model, self.greater_is_better = best
+        self.dataloader_prefetch_factor, self.dataloader_num_workers = loaders
+
+    @classmethod
+    def from_training_arguments(cls, config: TrainingArguments, **settings: Any) -> MultiTaskTrainingArguments:
+        """Return the arguments of a run as a `TrainingArguments`, such as `SFTConfig`, has them.
+
+        Args:
+            config: whose settings the run has; those of a task (`Task.from_sft_config`) become defaults of all tasks.
+            **settings: what shall be other than there.
+
+        Raises:
+            ConfigError: naming every field that cannot be run.
+        """
+        raise_faults([Fault("config", type(config).__name__, "a TrainingArguments")] * (not _is_arguments(config)))
+        plain = TrainingArguments(output_dir=config.output_dir, use_cpu=config.use_cpu)
+        given = {item.name: getattr(config, item.name) for item in fields(TrainingArguments) if item.init}
+        # As far as they were set, in whatever form transformers keeps them.
+        own = {name: value for name, value in given.items() if str(value) != str(getattr(plain, name))}
+        own = {name: getattr(value, "value", value) for name, value in own.items()}
+        if hasattr(config, "max_length") and config.max_length is not None:  # type: ignore[attr-defined]
+            own["max_length"] = config.max_length  # type: ignore[attr-defined]
+        return cls(**{"output_dir": config.output_dir, "use_cpu": config.use_cpu, **own, **settings})
 
     @property
     def place_model_on_device(self) -> bool:
@@ -195,16 +233,26 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
     max_steps = pick("max_steps")
     if task.max_steps is None and task.num_train_epochs is not None:
         max_steps = -1
+    load_best = bool(pick("load_best_model_at_end")) and task.eval_dataset is not None
+    metric = pick("metric_for_best_model") if task.eval_dataset is not None else None
+    # Trainer's default; a callback that stops early needs a metric, too.
+    if metric is None and (load_best or task.stops_by_callback):
+        metric = "loss"
+    # What the run says is about the run's metric.
+    greater = task.greater_is_better if task.metric_for_best_model else pick("greater_is_better")
     batch_size = task.train_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps
     direct = (
         "learning_rate num_train_epochs weight_decay lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm "
-        "optim optim_args adam_beta1 adam_beta2 adam_epsilon seed max_length data_timeout_s"
+        "optim optim_args adam_beta1 adam_beta2 adam_epsilon seed max_length data_timeout_s eval_delay eval_on_start"
     ).split()
     return HyperParameters(
         train_batch_size=batch_size,
         max_steps=max_steps,
         eval_steps=_eval_steps(task, args),
-        save_steps=int(task.save_steps or 0),
+        save_steps=task.save_steps or 0,
+        load_best_model_at_end=load_best,
+        metric_for_best_model=metric,
+        greater_is_better=greater,
         **{name: pick(name) for name in direct},
     )
 
@@ -223,25 +271,31 @@ def task_arguments(hyper: HyperParameters, args: MultiTaskTrainingArguments) -> 
         if item.name not in ("train_batch_size", "max_length"):
             setattr(own, item.name, getattr(hyper, item.name))
     own.max_length = hyper.max_length
+    strategies = {-1.0: IntervalStrategy.EPOCH, 0.0: IntervalStrategy.NO}
+    own.eval_strategy = strategies.get(float(hyper.eval_steps), IntervalStrategy.STEPS)
+    if hyper.metric_for_best_model is not None and hyper.greater_is_better is None:
+        own.greater_is_better = greater_is_better(hyper.metric_for_best_model)
     # Whoever is given the copy may write into it; the run and the other tasks must not see that.
     vars(own).update({key: copy.deepcopy(value) for key, value in vars(own).items() if isinstance(value, (dict, list))})
     return own
 
 
-def _eval_steps(task: Task, args: MultiTaskTrainingArguments) -> int:
+def _eval_steps(task: Task, args: MultiTaskTrainingArguments) -> float:
     if task.eval_dataset is None:
         return 0
     if task.eval_steps is not None:
-        return int(task.eval_steps)
+        return task.eval_steps
     strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
     if strategy == "steps":
-        return int(args.eval_steps or args.logging_steps)
-    # Early stopping must see its metric: at least once an epoch, even where the run asks for no evaluation.
-    if strategy == "epoch" or task.early_stopping is not None:
+        return args.eval_steps or args.logging_steps
+    # Whoever looks for the best adapter must see its metric: at least once an epoch, even where the run asks for none.
+    loads_best = args.load_best_model_at_end if task.load_best_model_at_end is None else task.load_best_model_at_end
+    if strategy == "epoch" or task.early_stopping is not None or task.stops_by_callback or loads_best:
         return -1
     return 0
 
 
+<<<<<<< HEAD
 def _is_flag_or_auto(value: object) -> bool:
     return isinstance(value, bool) or (isinstance(value, str) and value == "auto")
 
@@ -252,6 +306,24 @@ def _auto_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         for name in ("share_prefixes", "cuda_graphs")
         if not _is_flag_or_auto(getattr(args, name))
     ]
+=======
+def _is_arguments(config: object) -> bool:
+    return isinstance(config, TrainingArguments)
+
+
+def _tf32_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
+    # As in Trainer, but said under its name.
+    if args.tf32 is True and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):
+        return [Fault("args.tf32", "True", "False or None", "Reason: it needs a GPU of Ampere or later.")]
+    return []
+
+
+def _graph_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
+    if not isinstance(args.cuda_graphs, bool) and not (
+        isinstance(args.cuda_graphs, str) and args.cuda_graphs == "auto"
+    ):
+        return [Fault("args.cuda_graphs", shown(args.cuda_graphs), 'True, False or "auto"')]
+>>>>>>> 21097b5 (Each field of TrainingArguments works as in Trainer, is harmless, or is refused with its reason; a task ends with its best adapter; trackers get the keys of tasks)
     if args.cuda_graphs is True and (args.use_cpu is True or not torch.cuda.is_available()):
         faults.append(Fault("args.cuda_graphs", "True", 'False or "auto"', "Reason: a CPU has no CUDA graphs."))
     return faults
@@ -261,10 +333,20 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     # train_batch_size is a property of TrainingArguments that sets up the process group.
     faults = hyper_parameter_faults(args, "args", but=("train_batch_size", "eval_steps", "save_steps", "seed"))
     faults += [
+        Fault(f"args.{name}", shown(value), f"an integer from 1 to {MOST_STEPS}, or a share of all steps below 1")
+        for name in ("logging_steps", "save_steps", "eval_steps")
+        if not is_interval(value := getattr(args, name)) and (value is not None or name != "eval_steps")
+    ]
+    faults += [
         Fault(f"args.{name}", "None", "a value: it is the default of all tasks")
         for name in _TASK_DEFAULTS
         if getattr(args, name) is None
     ]
+    if args.push_to_hub is True and getattr(args.save_strategy, "value", args.save_strategy) == "no":
+        fix = "What is uploaded is what was saved."
+        faults.append(
+            Fault("args.push_to_hub", 'True with save_strategy="no"', 'save_strategy "steps" or "epoch"', fix)
+        )
     return faults + honoured_field_faults(args) + _refused_fields(args) + _own_field_faults(args) + _choice_faults(args)
 
 
@@ -273,7 +355,11 @@ def _own_field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     for name in ("pad_to_chunks", "shard_backbone", "redeploy", "split_long_sequences"):
         if not isinstance(getattr(args, name), bool):
             faults.append(Fault(f"args.{name}", shown(getattr(args, name)), "True or False"))
+<<<<<<< HEAD
     faults += _auto_faults(args)
+=======
+    faults += [*_graph_faults(args), *_tf32_faults(args)]
+>>>>>>> 21097b5 (Each field of TrainingArguments works as in Trainer, is harmless, or is refused with its reason; a task ends with its best adapter; trackers get the keys of tasks)
     for name in _COUNTS:
         if not _is_count(getattr(args, name)):
             faults.append(Fault(f"args.{name}", shown(getattr(args, name)), f"an integer from 1 to {MOST_STEPS}"))
@@ -281,7 +367,7 @@ def _own_field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     if not (isinstance(turns, str) and turns == "auto") and not _is_count(turns):
         allowed = f'"auto", or an integer from 1 to {MOST_STEPS}'
         faults.append(Fault("args.interleaved_passes", shown(turns), allowed))
-    for name in ("chunk_size", "eval_steps", "save_total_limit", "num_micro_batches"):
+    for name in ("chunk_size", "save_total_limit", "num_micro_batches"):
         value = getattr(args, name)
         if value is not None and not _is_count(value):
             faults.append(Fault(f"args.{name}", shown(value), f"an integer from 1 to {MOST_STEPS}, or None"))
@@ -300,8 +386,8 @@ def _own_field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
 
 
 _COUNTS = (
-    "max_tokens_per_micro_batch min_chunk_size per_device_train_batch_size gradient_accumulation_steps logging_steps "
-    "save_steps tensor_parallel_size pipeline_parallel_size replan_steps"
+    "max_tokens_per_micro_batch min_chunk_size per_device_train_batch_size gradient_accumulation_steps "
+    "tensor_parallel_size pipeline_parallel_size replan_steps"
 ).split()
 
 
@@ -326,9 +412,10 @@ def _choice_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         "dispatch": get_args(Policy),
         "measured_times": ("report", "plan"),
         "quarantine_policy": QUARANTINE_POLICIES,
-        "save_strategy": ("steps", "no"),
+        "save_strategy": ("steps", "epoch", "no"),
         "eval_strategy": ("steps", "epoch", "no"),
-        "logging_strategy": ("steps", "no"),
+        "logging_strategy": ("steps", "epoch", "no"),
+        "hub_strategy": ("end", "every_save"),
         "optim": supported_optimizers(),
         "lr_scheduler_type": supported_schedules(),
     }.items():
@@ -345,7 +432,7 @@ def _refused_fields(args: MultiTaskTrainingArguments) -> list[Fault]:
     own = MultiTaskTrainingArguments.__annotations__
     for item in fields(args):
         # Fields that are not among the constructor's arguments are derived from the others.
-        if item.name in HONOURED or item.name in own or not item.init:
+        if item.name in HONOURED or item.name in HARMLESS or item.name in own or not item.init:
             continue
         default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
         value = getattr(args, item.name)
@@ -384,6 +471,7 @@ def require_arguments(args: object) -> MultiTaskTrainingArguments:
 SETTABLE_FIELDS = frozenset(
     item.name
     for item in fields(MultiTaskTrainingArguments)
-    if item.init and (item.name in HONOURED or item.name in MultiTaskTrainingArguments.__annotations__)
+    if item.init
+    and (item.name in HONOURED or item.name in HARMLESS or item.name in MultiTaskTrainingArguments.__annotations__)
 )
 """Names of the arguments that may be set; all others must stay at their defaults."""

@@ -34,9 +34,15 @@ class HyperParameters:
         adam_epsilon: what Adam adds to the root in its denominator.
         seed: fixes the adapter's initial weights, the order of the rows and the dropout.
         max_length: number of tokens of a row after which `overlong_policy` applies.
-        eval_steps: evaluate every so many steps; 0 for never, -1 for at the end of each epoch.
-        save_steps: write a checkpoint of this task alone every so many steps; 0 for never.
+        eval_steps: evaluate every so many steps; 0 for never, -1 for at the end of each epoch, below 1 for a share of
+            all steps of the task.
+        save_steps: write a checkpoint of this task alone every so many steps; 0 for never, below 1 for such a share.
         data_timeout_s: seconds for which the others wait for a stream of this task before it fails.
+        eval_delay: steps, or epochs where it evaluates at their ends, before the first evaluation.
+        eval_on_start: whether it is evaluated before its first step as well.
+        load_best_model_at_end: whether it ends with the adapter of its best evaluation.
+        metric_for_best_model: the metric that tells the best evaluation; `None` where nobody asks.
+        greater_is_better: whether a greater one is better; `None` for what the name of the metric tells.
     """
 
     train_batch_size: int
@@ -55,9 +61,14 @@ class HyperParameters:
     adam_epsilon: float
     seed: int
     max_length: int
-    eval_steps: int
-    save_steps: int
+    eval_steps: float
+    save_steps: float
     data_timeout_s: float
+    eval_delay: float = 0
+    eval_on_start: bool = False
+    load_best_model_at_end: bool = False
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
 
 
 def hyper_parameter_faults(values: Any, where: str, *, but: Iterable[str] = ()) -> list[Fault]:
@@ -122,6 +133,33 @@ def _real(minimum: float) -> tuple[Callable[[Any], bool], str]:
     return lambda value: _is_real(value) and value >= minimum, f"a finite number of at least {minimum:g}"
 
 
+def is_interval(value: object, minimum: int = 1) -> bool:
+    """Whether a value is a number of steps of at least `minimum`, or a share of all steps, as in Trainer."""
+    if _is_integer(value):
+        return minimum <= value <= MOST_STEPS  # type: ignore[operator]
+    return _is_real(value) and (0 < value < 1 or (value == int(value) and is_interval(int(value), minimum)))  # type: ignore[operator, arg-type]
+
+
+def _interval(minimum: int) -> tuple[Callable[[Any], bool], str]:
+    allowed = f"an integer from {minimum} to {MOST_STEPS}, or a share of all steps above 0 and below 1"
+    return lambda value: is_interval(value, minimum), allowed
+
+
+def greater_is_better(metric: str) -> bool:
+    """Return whether a greater metric is the better one, as Trainer guesses by its name, and of the perplexity."""
+    return not metric.endswith(("loss", "perplexity"))
+
+
+def steps_of(interval: float, num_steps: int) -> int:
+    """Return an interval in steps, as Trainer reads it: below 1 it is a share of all steps, rounded up.
+
+    Args:
+        interval: number of steps, or their share.
+        num_steps: number of all steps.
+    """
+    return max(1, math.ceil(interval * num_steps)) if 0 < interval < 1 else int(interval)
+
+
 _NUMBER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "train_batch_size": _integer(1, 2**20),
     "learning_rate": (lambda value: _is_real(value) and value > 0, "a finite number above 0"),
@@ -145,8 +183,9 @@ _NUMBER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "seed": (lambda value: _is_integer(value) and 0 <= value < 2**63, "an integer in [0, 2**63)"),
     "max_length": _integer(2),
     "num_labels": _integer(1, 2**20),
-    "eval_steps": _integer(0),
-    "save_steps": _integer(0),
+    "eval_steps": _interval(0),
+    "save_steps": _interval(0),
+    "eval_delay": _real(0),
     "data_timeout_s": (
         lambda value: _is_real(value) and 0 < value <= 1e6,
         "a finite number of seconds above 0, at most 1,000,000",

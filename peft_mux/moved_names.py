@@ -62,6 +62,8 @@ _OF_SFT = {
     "eos_token": "the tokenizer: set it there and give it as processing_class",
     "pad_token": "nothing: nothing is padded",
     "activation_offloading": "activation_checkpointing",
+    "router_aux_loss_coef": "nothing: routers are frozen, and balanced as they are",
+    "truncation_mode": 'overlong_policy="truncate", which keeps the start',
     "use_liger_kernel": "nothing: it replaces the layers that are multiplexed",
 }
 """Names of `SFTConfig` and `DPOConfig`, and where they belong here."""

@@ -21,16 +21,19 @@ from peft_mux.generation.options import GenerateOptions
 from peft_mux.hyper_parameters import (
     _is_integer,
     _is_real,
+    greater_is_better,
     hyper_parameter_faults,
     supported_optimizers,
     supported_schedules,
 )
+from peft_mux.moved_names import refuse_moved
 from peft_mux.own_code import describe_error
+from peft_mux.task_interop import task_settings_of, task_settings_of_trainer
 from peft_mux.task_names import name_fault
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import TrainerCallback
+    from transformers import TrainerCallback, TrainingArguments
 
 
 class TaskStatus(StrEnum):
@@ -90,8 +93,7 @@ class EarlyStopping:
         """Whether a greater metric is the better one."""
         if self.greater_is_better is not None:
             return self.greater_is_better
-        # As Trainer guesses for `metric_for_best_model`, and for the perplexity, which is the loss in another form.
-        return not self.metric.endswith(("loss", "perplexity"))
+        return greater_is_better(self.metric)
 
 
 # Compared by identity: two tasks with equal fields are two jobs, and datasets have no cheap comparison.
@@ -135,8 +137,17 @@ class Task:
         row_format: what the rows are where they are of another project: "alpaca" (the prompt of Stanford Alpaca),
             "alpaca_chat" (messages), "sharegpt"; or which column of theirs stands for which of ours, such as
             `{"prompt": "question", "completion": "answer"}`. It holds for `eval_dataset` as well.
-        eval_steps: evaluate every so many steps of this task; 0 for never.
-        save_steps: write `<task>/checkpoint-<step>` every so many steps of this task; 0 for never.
+        eval_steps: evaluate every so many steps of this task; 0 for never, below 1 for a share of its steps.
+        save_steps: write `<task>/checkpoint-<step>` every so many steps of this task; 0 for never, below 1 for such a
+            share.
+        eval_delay: steps (epochs, where it is evaluated at their ends) before the first evaluation.
+        eval_on_start: whether it is evaluated before its first step, too.
+        load_best_model_at_end: end with the adapter of the best evaluation; held-out rows are then evaluated at least
+            once an epoch. `early_stopping` does so by itself.
+        metric_for_best_model: the metric that tells which evaluation is best, `loss` by default.
+        greater_is_better: its direction; by default as in `early_stopping`.
+        hub_model_id: repository of this task's adapter where the run has `push_to_hub=True`; by default the run's
+            `hub_model_id`, or the name of its folder, with the name of the task behind it.
         data_timeout_s: seconds within which a stream must give the rows of a step once the others wait for them;
             a stream that does not fails its task, and the others go on.
 
@@ -188,11 +199,56 @@ class Task:
     objective_args: dict[str, Any] | None = None
     priority: int = 0
     row_format: RowFormat | None = None
+    eval_delay: float | None = None
+    eval_on_start: bool | None = None
+    load_best_model_at_end: bool | None = None
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
+    hub_model_id: str | None = None
+
+    def __new__(cls, *args: Any, **settings: Any) -> Task:
+        """Refuse settings of other classes and releases by saying where they belong, which Python would not."""
+        refuse_moved(settings, cls.__dataclass_fields__, "task", settings)
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Load rows that are named, and check every field that can be judged without a model or a tokenizer."""
         faults = _open_datasets(self)
         raise_faults([*faults, *_task_faults(self, but=[fault.where for fault in faults])])
+
+    @classmethod
+    def from_sft_config(cls, name: str, config: TrainingArguments, **settings: Any) -> Task:
+        """Return the task that a `SFTConfig` of TRL, or a `TrainingArguments`, describes with rows and an adapter.
+
+        What it says of the run (`bf16`, `logging_steps`, `report_to`, ...) is for
+        `MultiTaskTrainingArguments.from_training_arguments`.
+
+        Args:
+            name: name of the task.
+            config: whose hyper-parameters the task has.
+            **settings: `train_dataset`, `peft_config`, and whatever else shall be other than in `config`.
+
+        Raises:
+            ConfigError: naming what cannot be done here, with the reason.
+        """
+        own = task_settings_of(config, has_eval=settings.get("eval_dataset") is not None)
+        return cls(name=name, **{**own, **settings})
+
+    @classmethod
+    def from_trainer(cls, name: str, trainer: Any, **settings: Any) -> Task:
+        """Return the task that a `Trainer` or `SFTTrainer` was made for: its rows, adapter, metrics and callbacks.
+
+        The adapter begins from its configuration, with the task's seed; weights of the trainer's are not taken over.
+
+        Args:
+            name: name of the task.
+            trainer: a trainer with one adapter that has not trained.
+            **settings: whatever shall be other than there.
+
+        Raises:
+            ConfigError: naming what cannot be done here, with the reason.
+        """
+        return cls(name=name, **{**task_settings_of_trainer(trainer), **settings})
 
     @property
     def is_classification(self) -> bool:
@@ -204,6 +260,13 @@ class Task:
         """What an evaluation generates; `None` for nothing."""
         given = self.eval_generate
         return given if isinstance(given, GenerateOptions) else GenerateOptions() if given else None
+
+    @property
+    def stops_by_callback(self) -> bool:
+        """Whether a callback of transformers follows the best metric, to stop the task."""
+        from transformers import EarlyStoppingCallback
+
+        return any(isinstance(callback, EarlyStoppingCallback) for callback in self.callbacks)
 
     @property
     def has_own_metrics(self) -> bool:
@@ -347,6 +410,11 @@ def _type_faults(task: Task, where: str) -> list[Fault]:
     for name, (kind, allowed) in {
         "shuffle": (bool, "True or False"),
         "assistant_only_loss": (bool, "True or False"),
+        "eval_on_start": ((bool, type(None)), "True, False or None"),
+        "load_best_model_at_end": ((bool, type(None)), "True, False or None"),
+        "greater_is_better": ((bool, type(None)), "True, False or None"),
+        "metric_for_best_model": ((str, type(None)), "the name of a metric"),
+        "hub_model_id": ((str, type(None)), 'a repository, such as "owner/name"'),
         "completion_only_loss": ((bool, type(None)), "True, False or None"),
         "chat_template": ((str, type(None)), "a Jinja template"),
         "lr_scheduler_kwargs": ((dict, type(None)), "a dict of options of the schedule"),
@@ -362,28 +430,7 @@ def _type_faults(task: Task, where: str) -> list[Fault]:
 
 
 def _combination_faults(task: Task, where: str) -> list[Fault]:
-    faults = []
-    if task.early_stopping is not None and not isinstance(task.early_stopping, EarlyStopping):
-        faults.append(
-            Fault(f"{where}.early_stopping", shown(task.early_stopping), "EarlyStopping(metric=..., patience=...)")
-        )
-    elif task.early_stopping is not None:
-        if task.eval_dataset is None:
-            faults.append(Fault(f"{where}.eval_dataset", "None", "held-out rows, as early_stopping is set"))
-        if _is_integer(task.eval_steps) and task.eval_steps == 0:
-            faults.append(Fault(f"{where}.eval_steps", "0", "at least 1, as early_stopping is set"))
-        # What `compute_metrics` returns is only known when it is called, so only its absence is judged.
-        known = _known_metrics(task)
-        known = (*known, *((known and task.generate_options and task.generate_options.metric_names) or ()))
-        if known and not task.has_own_metrics and task.early_stopping.metric not in known:
-            faults.append(
-                Fault(
-                    f"{where}.early_stopping.metric",
-                    shown(task.early_stopping.metric),
-                    f"{' or '.join(known)} where compute_metrics is not set",
-                    "Set compute_metrics so that it returns this metric.",
-                )
-            )
+    faults = _best_faults(task, where)
     if task.compute_metrics is not None and not _has_logits(task):
         allowed = "None with this objective, whose rows have no labels to compare logits with"
         faults.append(Fault(f"{where}.compute_metrics", "a function", allowed))
@@ -396,6 +443,58 @@ def _combination_faults(task: Task, where: str) -> list[Fault]:
             Fault(f"{where}.max_steps", shown(task.max_steps), "a number of steps, as a stream has no length")
         )
     return faults
+
+
+def _best_faults(task: Task, where: str) -> list[Fault]:
+    """Return what is wrong with how the best evaluation is told, and with what only held-out rows give a meaning."""
+    faults = []
+    rule = task.early_stopping
+    if rule is not None and not isinstance(rule, EarlyStopping):
+        faults.append(Fault(f"{where}.early_stopping", shown(rule), "EarlyStopping(metric=..., patience=...)"))
+        rule = None
+    metrics = {"early_stopping.metric": rule and rule.metric, "metric_for_best_model": task.metric_for_best_model}
+    if all(isinstance(name, str) for name in metrics.values()) and len(set(map(_full_name, metrics.values()))) > 1:
+        allowed = f"{rule.metric!r}, the metric of early_stopping, or None" if rule else ""
+        faults.append(Fault(f"{where}.metric_for_best_model", shown(task.metric_for_best_model), allowed))
+    if task.greater_is_better is not None and task.metric_for_best_model is None:
+        faults.append(
+            Fault(f"{where}.greater_is_better", shown(task.greater_is_better), "None without metric_for_best_model")
+        )
+    wants = {
+        "early_stopping": rule is not None,
+        "an EarlyStoppingCallback": isinstance(task.callbacks, (list, tuple)) and task.stops_by_callback,
+        "load_best_model_at_end": bool(task.load_best_model_at_end),
+        "metric_for_best_model": task.metric_for_best_model is not None,
+        "eval_on_start": bool(task.eval_on_start),
+        "eval_delay": bool(task.eval_delay),
+    }
+    for name in [name for name, is_wanted in wants.items() if is_wanted]:
+        if task.eval_dataset is None:
+            faults.append(Fault(f"{where}.eval_dataset", "None", f"held-out rows, as {name} is set"))
+        if name != "eval_on_start" and _is_real(task.eval_steps) and task.eval_steps == 0:
+            faults.append(Fault(f"{where}.eval_steps", "0", f"more than 0, as {name} is set"))
+    return faults + [
+        fault
+        for field_name, metric in metrics.items()
+        if isinstance(metric, str) and task.eval_dataset is not None
+        for fault in _metric_faults(task, metric, f"{where}.{field_name}")
+    ]
+
+
+def _full_name(metric: Any) -> str:
+    """Return the key of a metric among those of an evaluation."""
+    return metric if metric.startswith("eval_") else f"eval_{metric}"
+
+
+def _metric_faults(task: Task, metric: str, where: str) -> list[Fault]:
+    """Return a fault for a metric that no evaluation gives, as far as that is known before functions are called."""
+    # What `compute_metrics` returns is only known when it is called, so only its absence is judged.
+    known = _known_metrics(task)
+    known = (*known, *((known and task.generate_options and task.generate_options.metric_names) or ()))
+    if not known or task.has_own_metrics or _full_name(metric) in known:
+        return []
+    fix = "Set compute_metrics so that it returns this metric."
+    return [Fault(where, shown(metric), f"{' or '.join(known)} where compute_metrics is not set", fix)]
 
 
 def _generation_faults(task: Task, where: str) -> list[Fault]:

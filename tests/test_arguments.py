@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from transformers import TrainingArguments
 
-from peft_mux.argument_fields import HONOURED, REASONS
+from peft_mux.argument_fields import HARMLESS, HONOURED, REASONS
 from peft_mux.arguments import (
     SETTABLE_FIELDS,
     MultiTaskTrainingArguments,
@@ -25,6 +25,7 @@ from peft_mux.arguments import (
     task_arguments,
 )
 from peft_mux.errors import ConfigError
+from peft_mux.moved_names import belongs
 from peft_mux.task import EarlyStopping, Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.invariants.mux_lab import tiny_llama
@@ -55,25 +56,15 @@ def task(**settings: Any) -> Task:
         ("fp16", True, "use bf16"),
         ("label_smoothing_factor", 0.1, "negative log-likelihood"),
         ("neftune_noise_alpha", 5.0, "shared between tasks"),
-        ("load_best_model_at_end", True, "early_stopping"),
-        ("metric_for_best_model", "f1", "early_stopping"),
-        ("greater_is_better", True, "early_stopping"),
         ("auto_find_batch_size", True, "max_tokens_per_micro_batch"),
         ("torch_compile", True, "compile modules of the backbone"),
         ("use_liger_kernel", True, "layers that are multiplexed"),
-        ("push_to_hub", True, "after the run"),
         ("deepspeed", {"stage": 3}, "shard_backbone, or the two parallel sizes"),
         ("fsdp", True, "shard_backbone=True for FSDP2"),
         ("dataloader_drop_last", True, "last batch"),
-        ("dataloader_num_workers", 2, "before the first step"),
         ("ignore_data_skip", True, "resuming is exact"),
         ("save_only_model", True, "resuming is exact"),
         ("data_seed", 3, "no meaning for many tasks"),
-        ("remove_unused_columns", False, "no meaning for many tasks"),
-        ("eval_on_start", True, "set eval_steps on the Task"),
-        ("tf32", True, "allow_tf32"),
-        ("per_device_eval_batch_size", 4, "max_tokens_per_micro_batch"),
-        ("hub_model_id", "me/mine", "trainer.push_to_hub(task"),
     ],
 )
 def test_an_argument_of_trainer_without_meaning_is_refused_by_name_with_the_reason(
@@ -88,16 +79,48 @@ def test_every_field_is_either_settable_or_refused_when_it_is_changed() -> None:
     """No inherited field may be accepted and ignored, not even one that a later transformers brings."""
     inherited = {name for name, item in TrainingArguments.__dataclass_fields__.items() if item.init}
     refused = inherited - SETTABLE_FIELDS
-    assert {"fp16", "fsdp", "push_to_hub", "data_seed"} <= refused
+    assert {"fp16", "fsdp", "auto_find_batch_size", "data_seed"} <= refused
     strange = object()
     for name in sorted(refused - {"ddp_backend"}):
         assert f"args.{name}: got {strange!r}" in refusal(**{name: strange})
 
 
-def test_every_refused_field_has_a_reason() -> None:
+def test_every_field_of_trainer_is_heeded_or_harmless_or_refused_with_a_reason() -> None:
     inherited = {name for name, item in TrainingArguments.__dataclass_fields__.items() if item.init}
-    assert inherited - set(HONOURED) - set(REASONS) == set()
-    assert set(HONOURED) & set(REASONS) == set()
+    parts = [set(HONOURED), set(HARMLESS), set(REASONS)]
+    assert inherited - set().union(*parts) == set()
+    assert sum(map(len, parts)) == len(set().union(*parts)), "a field is of one kind"
+    assert all(len(reason.split()) >= 3 for reason in [*REASONS.values(), *(why for _, why in HARMLESS.values())])
+
+
+HARMLESS_VALUES = {
+    "ddp_bucket_cap_mb": 25,
+    "dataloader_num_workers": 4,
+    "dataloader_prefetch_factor": 2,
+    "dataloader_multiprocessing_context": "spawn",
+    "per_device_eval_batch_size": 16,
+    "eval_accumulation_steps": 4,
+    "length_column_name": "size",
+    "remove_unused_columns": False,
+    "dataloader_pin_memory": False,
+    "dataloader_in_order": False,
+    "logging_nan_inf_filter": False,
+    "skip_memory_metrics": False,
+}
+
+
+def test_harmless_fields_pass_and_change_no_result(tmp_path: Path) -> None:
+    given = {name: HARMLESS_VALUES.get(name, True) for name in HARMLESS}
+    losses = []
+    for number, settings in enumerate(({}, given)):
+        args = arguments(
+            output_dir=str(tmp_path / str(number)), report_to="none", max_steps=2, save_strategy="no", **settings
+        )
+        assert {name: getattr(args, name) for name in settings} == settings
+        trainer = MultiTaskTrainer(tiny_llama(), args, [task(eval_dataset=ROWS)])
+        trainer.train()
+        losses.append((trainer.table["own"].last_loss, trainer.evaluate()))
+    assert losses[0] == losses[1]
 
 
 ELSEWHERE = {
@@ -105,6 +128,8 @@ ELSEWHERE = {
     "project trackio_space_id trackio_bucket_id trackio_static_space_id run_name logging_dir": "loggers of report_to",
     "ddp_timeout": "read where there are several processes",
     "log_level_replica": "read on replicas",
+    "tf32": "TrainingArguments itself, where there is a GPU",
+    "hub_token hub_private_repo hub_model_id hub_revision hub_strategy hub_always_push": "uploads of push_to_hub",
     "local_rank": "the launcher's, which tells it by the environment",
     "gradient_checkpointing gradient_checkpointing_kwargs": "older names, copied to the new ones",
 }
@@ -237,7 +262,6 @@ def test_an_unknown_argument_is_a_type_error_of_python() -> None:
         ("seed", 2**63),
         ("gradient_accumulation_steps", 0),
         ("logging_steps", 0),
-        ("logging_steps", 0.5),
         ("save_steps", 0),
         ("eval_steps", 0),
         ("save_total_limit", 0),
@@ -287,9 +311,49 @@ def test_all_faults_are_named_at_once() -> None:
         assert f"args.{name}: got {value!r}; allowed: " in message
 
 
-@pytest.mark.parametrize("strategy", ["epoch", "best"])
-def test_saving_by_epochs_is_refused_as_tasks_have_epochs_of_their_own(strategy: str) -> None:
-    assert f"args.save_strategy: got {strategy!r}; allowed: steps, no." in refusal(save_strategy=strategy)
+def test_saving_the_best_alone_is_refused_as_it_is_kept_for_each_task() -> None:
+    assert "args.save_strategy: got 'best'; allowed: steps, epoch, no." in refusal(save_strategy="best")
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("evaluation_strategy", "Use eval_strategy."),
+        ("warmup_ratio", "Use warmup_steps, which is a share"),
+        ("no_cuda", "Use use_cpu."),
+        ("max_seq_length", "Use max_length."),
+        ("packing", "all sequences are packed"),
+        ("dataset_text_field", 'row_format={"text": "your column"} of each Task'),
+        ("assistant_only_loss", "it belongs to each Task"),
+        ("tokenizer", "processing_class of the trainer"),
+    ],
+)
+def test_names_of_other_releases_and_classes_say_where_they_belong(name: str, where: str) -> None:
+    message = refusal(**{name: 1})
+    assert message.startswith(f"args.{name}: got 1; allowed: a setting of this class. ")
+    assert where in message
+
+
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        ("max_seq_length", "max_length"),
+        ("per_device_train_batch_size", "train_batch_size"),
+        ("bf16", "MultiTaskTrainingArguments"),
+        ("tokenizer", "processing_class of the trainer"),
+        ("dataset", "train_dataset"),
+    ],
+)
+def test_names_that_are_none_of_a_task_say_where_they_belong(name: str, where: str) -> None:
+    with pytest.raises(ConfigError, match=rf"task\.{name}: got 1; .*Use {where}"):
+        task(**{name: 1})
+
+
+def test_every_field_of_sft_config_is_known_here_or_says_where_it_belongs() -> None:
+    trl = pytest.importorskip("trl")
+    names = {item.name for item in trl.SFTConfig.__dataclass_fields__.values() if item.init}
+    known = {item.name for item in MultiTaskTrainingArguments.__dataclass_fields__.values() if item.init}
+    assert sorted(name for name in names - known if not belongs(name)) == []
 
 
 def test_plain_training_arguments_are_refused_with_the_class_that_is_wanted() -> None:

@@ -124,8 +124,8 @@ BAD_NUMBERS: dict[str, list[Any]] = {
     "seed": [-1, 2**63, 1.0, True],
     "max_length": [1, 0, -5, 8.0],
     "num_labels": [0, -1, 10**9],
-    "eval_steps": [-1, 0.5],
-    "save_steps": [-1, 0.5],
+    "eval_steps": [-1, 1.5, "all"],
+    "save_steps": [-1, 1.5],
     "priority": [0.5, "high", True],
 }
 
@@ -292,9 +292,11 @@ def test_a_missing_dataset_is_refused() -> None:
 
 
 def test_early_stopping_needs_held_out_rows_and_a_metric_that_will_be_there() -> None:
-    message = refusal(early_stopping=EarlyStopping(metric="f1"))
-    assert "tasks.own.eval_dataset: got None" in message
-    assert "tasks.own.early_stopping.metric: got 'f1'" in message
+    assert "tasks.own.eval_dataset: got None" in refusal(early_stopping=EarlyStopping(metric="f1"))
+    message = refusal(early_stopping=EarlyStopping(metric="eval_f1"), eval_dataset=ROWS)
+    assert "tasks.own.early_stopping.metric: got 'eval_f1'; allowed: eval_loss or eval_perplexity" in message
+    assert "Set compute_metrics so that it returns this metric." in message
+    assert task(early_stopping=EarlyStopping(metric="loss"), eval_dataset=ROWS).early_stopping is not None
     made = task(early_stopping=EarlyStopping(metric="f1"), eval_dataset=ROWS, compute_metrics=lambda _: {"f1": 1.0})
     assert made.early_stopping is not None
 

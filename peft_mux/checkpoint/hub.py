@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -81,20 +81,45 @@ def push_task(
     with TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model.save_task(run.name, folder, weights)
-        contents = {name: (folder / name).read_bytes() for name in (CONFIG_NAME, WEIGHTS_NAME)}
-        contents["README.md"] = str(model_card(folder, repo_id, run.step)).encode()
+        upload = push_folder(folder, repo_id, run.step, options)
+    return upload()
+
+
+def push_folder(folder: Path, repo_id: str, num_steps: int, options: Mapping[str, Any]) -> Callable[[], Any]:
+    """Return what uploads the adapter of a folder and its card as one commit; its files are read at once.
+
+    Args:
+        folder: folder with the adapter at its root, as PEFT writes it; nothing else of it is uploaded.
+        repo_id: repository on the Hub; made where absent.
+        num_steps: optimizer steps that the adapter was trained for.
+        options: some of `OPTIONS`, by name.
+
+    Returns:
+        What uploads them, and raises a `ConfigError` where the Hub cannot be reached or refuses.
+
+    Raises:
+        OSError: if the folder has no adapter.
+    """
+    contents = {name: (folder / name).read_bytes() for name in (CONFIG_NAME, WEIGHTS_NAME)}
+    contents["README.md"] = str(model_card(folder, repo_id, num_steps)).encode()
     files = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in contents.items()]
-    try:
-        api = huggingface_hub.HfApi(token=options.get("token"))
-        api.create_repo(repo_id, private=options.get("private"), exist_ok=True)
-        message = options.get("commit_message") or f"Adapter after {run.step} steps"
-        return api.create_commit(repo_id, files, commit_message=message, revision=options.get("revision"))
-    # Of several HTTP libraries and of the Hub's own; each of them means that nothing was uploaded.
-    except Exception as error:
-        raise ConfigError(
-            f'push_to_hub: got an error of the Hub for "{repo_id}": {error}; allowed: a repository that the token may '
-            "write to, and a network. The adapter itself is as it was."
-        ) from error
+    message = options.get("commit_message") or f"Adapter after {num_steps} steps"
+
+    def upload() -> Any:
+        try:
+            api = huggingface_hub.HfApi(token=options.get("token"))
+            # Whoever gives no owner means the one of the token, whom the Hub names.
+            made = api.create_repo(repo_id, private=options.get("private"), exist_ok=True)
+            own_id = getattr(made, "repo_id", None) or repo_id
+            return api.create_commit(own_id, files, commit_message=message, revision=options.get("revision"))
+        # Of several HTTP libraries and of the Hub's own; each of them means that nothing was uploaded.
+        except Exception as error:
+            raise ConfigError(
+                f'push_to_hub: got an error of the Hub for "{repo_id}": {error}; allowed: a repository that the token '
+                "may write to, and a network. The adapter itself is as it was."
+            ) from error
+
+    return upload
 
 
 def model_card(folder: Path, repo_id: str, num_steps: int) -> ModelCard:

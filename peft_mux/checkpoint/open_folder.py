@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from peft_mux import storage
-from peft_mux.checkpoint.run_folder import RunFolder
+from peft_mux.checkpoint.run_folder import STATE_FOLDER, RunFolder
+from peft_mux.checkpoint.run_record import record_paths
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.model import MultiTaskPeftModel
 
@@ -59,10 +60,32 @@ def open_run_folder(
     Raises:
         CheckpointError: if it holds a run that is not resumed, whose state would be mixed with the new one's.
     """
-    folder = RunFolder(root, model, keep=keep, is_writer=is_writer, fingerprint=fingerprint)
-    if is_writer and folder.record_paths() and not is_resumed:
+    if is_writer and not is_resumed:
+        refuse_held_folder(root)
+    return RunFolder(root, model, keep=keep, is_writer=is_writer, fingerprint=fingerprint)
+
+
+def refuse_held_folder(root: Path) -> None:
+    """Refuse to begin a run in a folder that holds one.
+
+    Raises:
+        CheckpointError: if it does.
+    """
+    if record_paths(root / STATE_FOLDER):
         raise CheckpointError(
-            f"output_dir: got {root}, which holds a run; allowed: a new folder, or train(resume_from_checkpoint=True) "
-            "to go on with it. Delete it to train anew."
+            f"output_dir: got {root}, which holds a run; allowed: a new folder, or to go on with it: "
+            "train(resume_from_checkpoint=True), or peft-mux train FILE --resume. Delete it to train anew."
         )
-    return folder
+
+
+def require_state(root: Path) -> None:
+    """Require that a folder holds a state to go on from; whether it is intact is looked at when it is read.
+
+    Raises:
+        CheckpointError: if it holds none.
+    """
+    if not record_paths(root / STATE_FOLDER):
+        raise CheckpointError(
+            f"resume_from_checkpoint: got {root}, which holds no state of a run; allowed: the output_dir of a run that "
+            "has saved at least once. Begin one by train() or peft-mux train without resuming."
+        )

@@ -22,6 +22,7 @@ from peft_mux.storage import FolderLock
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.table import TaskTable
 from peft_mux.tasks.task_run import TaskRun
+from peft_mux.tasks.window import run_interval
 
 
 class Gather(Protocol):
@@ -121,7 +122,9 @@ class Saver:
 
     def is_due(self) -> bool:
         """Whether the run step just taken calls for a state of all tasks."""
-        every = self.args.save_steps if self.args.save_strategy == "steps" else 0
+        if self.args.save_strategy == "epoch":
+            return any(run.is_at_epoch_end for run in self.table.running)
+        every = run_interval(self.args.save_steps, self.table) if self.args.save_strategy == "steps" else 0
         return bool(every) and self.log.state.global_step % every == 0
 
     @property
@@ -152,7 +155,7 @@ class Saver:
         """Write a checkpoint of each task whose own `save_steps` are over."""
         for name in names:
             run = self.table[name]
-            every = run.hyper.save_steps
+            every = run.save_every
             if run.status is TaskStatus.RUNNING and every and run.step % every == 0:
                 self._save_task(run, with_adapter=False)
 

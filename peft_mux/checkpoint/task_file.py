@@ -16,7 +16,12 @@ from peft_mux.task import TaskStatus
 from peft_mux.tasks.task_run import TaskRun
 
 STATE_NAME = "state.json"
-_FREE_TO_CHANGE = frozenset({"eval_steps", "save_steps", "data_timeout_s", "eval_generate"})
+_FREE_TO_CHANGE = frozenset(
+    (
+        "eval_steps save_steps data_timeout_s eval_generate eval_delay eval_on_start load_best_model_at_end "
+        "metric_for_best_model greater_is_better"
+    ).split()
+)
 _NOT_OF_THE_ADAPTER = frozenset(
     {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
 )
@@ -61,6 +66,7 @@ class SavedTask:
         run.loss_mean.total, run.loss_mean.count = self.loss_mean
         run.best.load(self.best)
         run.state = TrainerState(**{**asdict(run.state), **self.trainer_state})
+        run.state.best_metric, run.state.best_global_step = run.best.value, run.best.step
 
 
 def task_state(run: TaskRun) -> dict[str, Any]:

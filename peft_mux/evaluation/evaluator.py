@@ -114,7 +114,8 @@ class TaskEvaluator:
         """
         try:
             metrics = self._metrics(run, answers, self._log.delays.note)
-            is_best = run.task.early_stopping is not None and run.best.update(metrics, run.step)
+            # What was there before the first step is none of the evaluations that are compared, as in Trainer.
+            is_best = run.step > 0 and run.best.update(metrics, run.step)
         except Exception as error:
             # Everything of the evaluation but this task's own functions serves all tasks; a fault there is ours.
             is_own = run.task.has_own_metrics and not isinstance(error, ProcessError)
@@ -129,6 +130,9 @@ class TaskEvaluator:
             self._log_answers(run, answers)
         self._log.callbacks[run.name].call("on_evaluate", metrics=dict(metrics))
         if is_best:
+            # Behind the callbacks, which compare with the best before this one.
+            run.state.best_metric, run.state.best_global_step = run.best.value, run.step
+        if is_best and run.best.keeps_weights:
             # Kept before it is saved: a failed write must not cost the best weights.
             run.keep_best(self._executor().mux_model.task_parameters(run.name))
             self._saver.save_best(run)

@@ -19,6 +19,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.own_code import Listener, OwnCodeError, nobody, own_code
+from peft_mux.reporting.trackers import NamedLogs, keys_as_they_are
 from peft_mux.tasks.task_run import TaskRun
 
 _logger = logging.getLogger(__name__)
@@ -85,7 +86,8 @@ class RunCallbacks:
     def log(self, logs: dict[str, float]) -> None:
         """Keep `task/metric` numbers in the state of the run, and hand them to its callbacks and integrations."""
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        self.call("on_log", logs)
+        with keys_as_they_are():
+            self.call("on_log", NamedLogs(logs))
 
 
 class TaskCallbacks:
@@ -185,7 +187,10 @@ class TaskCallbacks:
         self._handed = answer
 
 
-_SHOWN = ("global_step", "epoch", "max_steps", "is_local_process_zero", "is_world_process_zero")
+_SHOWN = (
+    "global_step epoch max_steps is_local_process_zero is_world_process_zero best_metric best_global_step "
+    "best_model_checkpoint"
+).split()
 """What the state of a task tells its callbacks, beside the history of its logs."""
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,8 @@ METRICS_NAME = "metrics.jsonl"
 class MetricsLog:
     """Appends records to `metrics.jsonl` of a run folder.
 
-    Every record has `event` (`train`, `eval`, `run`, `status`) and `run_step`; a task's records have `task` and `step`.
+    Every record has `event` (`train`, `eval`, `run`, `status`), `run_step` and `time` (seconds since 1970); a task's
+    records have `task` and `step`.
     Non-finite numbers are written as strings, as JSON has none. After a time in which the disk took nothing, a record
     `records_lost` says how many are missing (`count`).
 
@@ -49,6 +51,7 @@ class MetricsLog:
         """Append one record; where the disk does not take it, count it and go on."""
         if self.path is None:
             return
+        record = {**record, "time": round(time.time(), 3)}
         lost = {"event": "records_lost", "run_step": record.get("run_step", 0), "count": self.num_lost}
         try:
             # Opened for each record, so that no buffer is lost with the process.

@@ -92,7 +92,11 @@ def report_row(run: TaskRun, place: Path | None, seconds: float, status: TaskSta
 
 def _kept_eval_loss(run: TaskRun) -> float | None:
     points = curve_of(run.state.log_history, "eval_loss")
-    goes_back = run.best.value is not None and run.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY)
+    goes_back = (
+        run.best.keeps_weights
+        and run.best.value is not None
+        and run.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY)
+    )
     if goes_back:
         points = tuple(point for point in points if point[0] == run.best.step) or points
     return points[-1][1] if points else None

@@ -7,6 +7,7 @@ callbacks and integrations (`task/metric` keys), `metrics.jsonl`; and a line goe
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from transformers import TrainerState
 
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.reporting.delays import Delays
+from peft_mux.reporting.held_memory import peak_bytes
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.report import ReportRow, report_row
 from peft_mux.reporting.row_notes import RowNotes
@@ -70,6 +72,7 @@ class RunLog:
         self.times = TaskTimes()
         self.removed: list[ReportRow] = []
         self._emit = emit
+        self._counted = (time.perf_counter(), -1)
 
     def open(self, metrics: MetricsLog, progress: Progress) -> None:
         """Write to a file and a screen from now on."""
@@ -118,8 +121,8 @@ class RunLog:
         """Print a line that nobody may miss: through `logging` where there is no progress to print it beside."""
         if not self.is_shown:
             return
-        # Exactly that type: the plain progress derives from it and prints.
-        if type(self.progress) is SilentProgress:
+        # Exactly these types: the plain progress derives from one of them and prints.
+        if type(self.progress) in (SilentProgress, LogLines):
             _logger.warning(line)
         else:
             self.progress.log(line)
@@ -150,8 +153,17 @@ class RunLog:
         if logs:
             if not self.progress.shows_losses:
                 self.say("  ".join((f"step {self.state.global_step}", *_shortened(shown, logs))))
+            logs |= self._run_numbers()
             # Once for all tasks, so that integrations get one record a step.
             self._emit(logs)
+
+    def _run_numbers(self) -> dict[str, float]:
+        """Return what is logged of the whole run: its speed since the last log, and its memory."""
+        now, num_tokens = time.perf_counter(), sum(run.num_tokens for run in self.table)
+        (since, before), self._counted = self._counted, (now, num_tokens)
+        # Tasks that were removed have taken their tokens with them, and a first log has nothing to compare with.
+        speed = {"run/tokens_per_second": (num_tokens - before) / (now - since)} if num_tokens > before > -1 else {}
+        return {**speed, "run/memory_gib": peak_bytes() / 2**30}
 
     def evaluation(self, run: TaskRun, metrics: dict[str, float]) -> dict[str, float]:
         """Log what an evaluation found; return it under `task/metric` keys."""

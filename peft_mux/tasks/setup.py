@@ -63,7 +63,7 @@ def make_task_run(task: Task, args: MultiTaskTrainingArguments, tokenizer: Any, 
         eval_data=eval_data,
         num_steps=num_steps,
         state=TrainerState(max_steps=num_steps),
-        best=BestMetric(task),
+        best=BestMetric(task, hyper),
         status=TaskStatus.WAITING,
         eval_prompts=eval_prompts,
     )

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import TrainerState
 
 from peft_mux.generation.prompts import PromptRow
-from peft_mux.hyper_parameters import HyperParameters
+from peft_mux.hyper_parameters import HyperParameters, steps_of
 from peft_mux.modeling.objectives.task_objective import args_of, objective_of
 from peft_mux.task import Task, TaskStatus
 from peft_mux.tasks.best_metric import BestMetric
@@ -84,14 +84,36 @@ class TaskRun:
         return None if per_epoch is None else self.step / per_epoch
 
     @property
+    def steps_per_epoch(self) -> int:
+        """Steps after which an epoch ends; all of them where the rows are a stream."""
+        return self.loader.steps_per_epoch or self.num_steps
+
+    @property
+    def is_at_epoch_end(self) -> bool:
+        """Whether an epoch has ended with the step just taken."""
+        return self.step > 0 and self.step % self.steps_per_epoch == 0
+
+    @property
+    def eval_every(self) -> int:
+        """Steps from one evaluation to the next; 0 for none."""
+        if self.eval_data is None or self.hyper.eval_steps == 0:
+            return 0
+        own = self.hyper.eval_steps
+        return self.steps_per_epoch if own == -1 else steps_of(own, self.num_steps)
+
+    @property
+    def save_every(self) -> int:
+        """Steps from one checkpoint of this task alone to the next; 0 for none."""
+        return steps_of(self.hyper.save_steps, self.num_steps)
+
+    @property
     def is_evaluation_due(self) -> bool:
         """Whether the step just taken calls for an evaluation."""
-        if self.eval_data is None or self.hyper.eval_steps == 0:
+        every = self.eval_every
+        if not every or self.step % every:
             return False
-        every = self.hyper.eval_steps
-        if every == -1:
-            every = self.loader.steps_per_epoch or self.num_steps
-        return self.step % every == 0
+        waited = self.step / self.steps_per_epoch if self.hyper.eval_steps == -1 else self.step
+        return waited >= self.hyper.eval_delay
 
     @torch.no_grad()
     def keep_best(self, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -109,7 +131,11 @@ class TaskRun:
         """Forget all that the task has done, except for its weights: it is about to be put back to a saved state."""
         self.end(TaskStatus.WAITING)
         self.step, self.num_tokens, self.best_weights = 0, 0, {}
-        self.best, self.loss_mean, self.statistics_mean = BestMetric(self.task), LossMean(), StatisticsMean()
+        self.best, self.loss_mean, self.statistics_mean = (
+            BestMetric(self.task, self.hyper),
+            LossMean(),
+            StatisticsMean(),
+        )
         self.last_loss = self.last_gradient_norm = float("nan")
         self.state = TrainerState(max_steps=self.num_steps)
 

@@ -8,6 +8,7 @@ import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.work import StepResult
+from peft_mux.hyper_parameters import steps_of
 from peft_mux.scheduler.pipeline.window import MOST_STEPS
 from peft_mux.tasks.table import Outcome, TaskTable
 from peft_mux.tasks.task_run import TaskRun
@@ -30,14 +31,16 @@ def steps_until_due(
     # Known on all processes alike, as this number must be.
     patience = int(LONGEST_WINDOW_S / last_step_s) if last_step_s > 0 else 1
     found = [MOST_STEPS, patience]
-    if args.logging_strategy != "no":
-        found.append(
-            1 if args.logging_first_step and global_step == 0 else _until(int(args.logging_steps), global_step)
-        )
-    if args.save_strategy == "steps":
-        found.append(_until(int(args.save_steps), global_step))
+    runs = list(runs)
+    if args.logging_strategy != "no" and args.logging_first_step and global_step == 0:
+        found.append(1)
+    for strategy, interval in ((args.logging_strategy, args.logging_steps), (args.save_strategy, args.save_steps)):
+        if strategy == "steps":
+            found.append(_until(run_interval(interval, runs), global_step))
+        elif strategy == "epoch":
+            found += [_until(run.steps_per_epoch, run.step) for run in runs]
     for run in runs:
-        found += [run.num_steps - run.step, _until(run.hyper.save_steps, run.step), _until(_eval_every(run), run.step)]
+        found += [run.num_steps - run.step, _until(run.save_every, run.step), _until(run.eval_every, run.step)]
     return max(1, min(found))
 
 
@@ -46,11 +49,14 @@ def _until(every: int, step: int) -> int:
     return every - step % every if every > 0 else MOST_STEPS
 
 
-def _eval_every(run: TaskRun) -> int:
-    if run.eval_data is None:
-        return 0
-    every = run.hyper.eval_steps
-    return (run.loader.steps_per_epoch or run.num_steps) if every == -1 else every
+def run_interval(interval: float, runs: Iterable[TaskRun]) -> int:
+    """Return an interval of the run in its steps; a share is one of the steps of the longest task.
+
+    Args:
+        interval: number of steps, or their share.
+        runs: the tasks of the run.
+    """
+    return steps_of(interval, max((run.num_steps for run in runs), default=1))
 
 
 class WindowSteps:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from transformers import EarlyStoppingCallback
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.collator import ChunkPackingCollator
@@ -72,6 +74,35 @@ def without_empty_folder(folder: Path) -> Iterator[None]:
             path.rmdir()
 
 
+@contextmanager
+def without_hub(args: MultiTaskTrainingArguments) -> Iterator[None]:
+    """Let `push_to_hub` be off meanwhile: Trainer would make one repository for all tasks."""
+    before, args.push_to_hub = args.push_to_hub, False
+    try:
+        yield
+    finally:
+        args.push_to_hub = before
+
+
+def check_callbacks(callbacks: Iterable[Any]) -> None:
+    """Refuse callbacks that know one model with one metric where they are given to the run.
+
+    Raises:
+        ConfigError: naming them, and where they belong.
+    """
+    if any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks):
+        raise_faults(
+            [
+                Fault(
+                    "callbacks",
+                    "an EarlyStoppingCallback for the whole run",
+                    "one on each Task that shall stop by itself",
+                    "Give it to Task(callbacks=[...]), or set Task(early_stopping=EarlyStopping(...)).",
+                )
+            ]
+        )
+
+
 def check_processes(args: MultiTaskTrainingArguments) -> None:
     """Refuse a launch of which fewer processes came than were asked for, or of a kind that is not built.
 
@@ -122,14 +153,22 @@ def check_evaluation(args: MultiTaskTrainingArguments, tasks: Sequence[Task]) ->
     """Refuse a run that shall evaluate but has nothing to evaluate on.
 
     Raises:
-        ConfigError: if `eval_strategy` is set and no task has held-out rows.
+        ConfigError: naming each argument of evaluations that is set where no task has held-out rows.
     """
+    if any(task.eval_dataset is not None for task in tasks):
+        return
     strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
-    if strategy != "no" and all(task.eval_dataset is None for task in tasks):
-        raise ConfigError(
-            f'args.eval_strategy: got "{strategy}" where no task has held-out rows; allowed: "no". '
-            "Give eval_dataset to the tasks that shall be evaluated."
-        )
+    wanted = {"eval_strategy": strategy if strategy != "no" else None}
+    names = "load_best_model_at_end metric_for_best_model greater_is_better eval_on_start eval_delay".split()
+    wanted |= {name: getattr(args, name) or None for name in names}
+    fix = "Give eval_dataset to the tasks that shall be evaluated."
+    raise_faults(
+        [
+            Fault(f"args.{name}", f"{value!r} where no task has held-out rows", "its default", fix)
+            for name, value in wanted.items()
+            if value is not None
+        ]
+    )
 
 
 def task_list(

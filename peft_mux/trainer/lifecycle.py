@@ -84,6 +84,8 @@ class Lifecycle:
         if failure := self._run.saver.save_ended(run):
             self._endings[run.name] = run.status, run.reason
             self._fail(run, failure)
+        elif self._run.saver.is_writer and event.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
+            self._run.hub.ended(run)
         self._tell(run)
         if event.status is TaskStatus.FAILED and self._run.args.quarantine_policy == "stop":
             self._run.request_stop()

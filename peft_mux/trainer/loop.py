@@ -72,7 +72,9 @@ class StepLoop:
         with self._membership.queue.training(self._membership.finish_commands):
             # Connected first, so that the others hear of it at once if the folder is somebody else's.
             resume = self._opening.connect(resume)
+            self._opening.check_resumed(resume)
             with self._run.saver.keep_folder(self._run.root, goes_on=not resume):
+                self._opening.check_folder(resume)
                 return self._train(resume)
 
     def _train(self, resume: str | bool | None) -> TrainOutput:
@@ -93,15 +95,20 @@ class StepLoop:
         # The last step need not be a multiple of `save_steps`.
         if not run.saver.is_current:
             self._save()
+        run.hub.wait()
         return self._reporter.finish(
             seconds, waited_s, self._num_stream_tokens - first_token, run.state.global_step - first_step
         )
 
     def _take_steps(self) -> None:
         """Take steps, and all that is due between two of them, until no process takes another one."""
+        run = self._run
         # Callbacks may have asked for tasks in on_train_begin.
         self._membership.apply_commands()
         while self._agree_on_step():
+            self._reporter.evaluate_new()
+            if not run.table.running:  # what they were evaluated with has failed them
+                continue
             num_steps = self._num_steps_in_window()
             stepping = self._call_step_begin()
             if num_steps > 1:
@@ -278,6 +285,8 @@ class StepLoop:
             for run in self._run.table.running:
                 self._run.log.callbacks[run.name].call("on_save")
             self._run.callbacks.call("on_save")
+            if self._run.saver.is_writer:
+                self._run.hub.saved(self._run.table.running)
 
 
 def _mean(results: Sequence[StepResult]) -> StepResult:

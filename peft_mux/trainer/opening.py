@@ -6,7 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peft_mux.checkpoint.numerics import numerics_of
-from peft_mux.checkpoint.open_folder import open_other_folder, open_run_folder
+from peft_mux.checkpoint.open_folder import (
+    open_other_folder,
+    open_run_folder,
+    refuse_held_folder,
+    require_state,
+)
 from peft_mux.checkpoint.resuming import resume_tasks
 from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.checkpoint.saver import describe_run
@@ -53,6 +58,26 @@ class Opening:
         # Compared before anything is loaded: unlike settings are told in seconds, and could be a hang later on.
         self._world.connect(resume=resume)
         return resume
+
+    def check_resumed(self, resume: str | bool | None) -> None:
+        """Look for what is to be gone on from, before anything is made or loaded.
+
+        Raises:
+            CheckpointError: if it is not there.
+        """
+        # Only the process that writes needs to see the folder.
+        if resume and self._run.saver.is_writer:
+            require_state(self._run.root if resume is True else Path(resume))
+
+    def check_folder(self, resume: str | bool | None) -> None:
+        """Look at the run folder, which this process keeps now, before weights are loaded.
+
+        Raises:
+            CheckpointError: if it holds a run that is not resumed.
+        """
+        saver = self._run.saver
+        if not resume and saver.is_writer and saver.folder is None and self._run.args.save_strategy != "no":
+            refuse_held_folder(self._run.root)
 
     def open(self, resume: str | bool | None) -> None:
         """Load the model, open the run folder, restore the tasks, and plan.

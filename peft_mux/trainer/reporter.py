@@ -6,6 +6,8 @@ import signal
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
+from weakref import WeakSet
 
 from transformers.trainer_utils import TrainOutput
 
@@ -19,6 +21,7 @@ from peft_mux.reporting.token_counts import summed_counts
 from peft_mux.reporting.views import RunView, view_of, view_of_records
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.task_run import TaskRun
+from peft_mux.tasks.window import run_interval
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run
 from peft_mux.trainer.world import World
@@ -41,16 +44,33 @@ class Reporter:
         """Report nothing yet."""
         self.pass_reports: tuple[PassReport, ...] = ()
         self._run, self._world, self._plans, self._evaluator = run, world, plans, evaluator
+        # By the loader, as another task may come under the same name; weakly, as tasks leave with their rows.
+        self._evaluated: WeakSet[Any] = WeakSet()
 
     def log_if_due(self) -> None:
         """Log the losses of all tasks where the arguments or a callback ask for it after this step."""
         args, control, step = self._run.args, self._run.control, self._run.state.global_step
-        due = args.logging_strategy != "no" and (
-            step % args.logging_steps == 0 or (args.logging_first_step and step == 1)
-        )
-        if due or control.should_log:
+        if control.should_log or self._is_log_due(step):
             control.should_log = False
             self._run.log.losses()
+        elif args.logging_strategy == "epoch":
+            self._run.log.losses([run for run in self._run.table.running if run.is_at_epoch_end])
+
+    def _is_log_due(self, step: int) -> bool:
+        args = self._run.args
+        if args.logging_strategy != "no" and args.logging_first_step and step == 1:
+            return True
+        return args.logging_strategy == "steps" and step % run_interval(args.logging_steps, self._run.table) == 0
+
+    def evaluate_new(self) -> None:
+        """Evaluate the tasks that are about to take their first step and ask for that (`eval_on_start`)."""
+        new = [run for run in self._run.table.running if run.step == 0 and run.hyper.eval_on_start]
+        new = [run for run in new if run.eval_data is not None and run.loader not in self._evaluated]
+        answers = self._evaluator.generate(new)
+        for run in new:
+            self._evaluated.add(run.loader)
+            if run.status is TaskStatus.RUNNING:
+                self._run.callbacks.call("on_evaluate", self._evaluator.evaluate(run, answers.get(run.name)))
 
     def evaluate_if_due(self, names: Sequence[str]) -> None:
         """Evaluate the tasks whose turn it is, and stop those whose callbacks ask for it.

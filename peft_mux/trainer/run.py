@@ -9,6 +9,7 @@ from typing import NamedTuple
 from transformers import TrainerControl, TrainerState
 
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.checkpoint.hub_pushes import HubPushes
 from peft_mux.checkpoint.saver import Saver
 from peft_mux.reporting.callbacks import RunCallbacks
 from peft_mux.reporting.run_log import RunLog
@@ -44,6 +45,7 @@ class Run:
         callbacks: the run's own callbacks, called with `state` and `control`.
         log: takes every number and event.
         saver: writes adapters and states.
+        hub: uploads adapters (`push_to_hub=True`).
         is_in_train: whether `train` is between its first and its last step.
         is_updating: whether tasks are being updated. Where it still is after a step was cut off, some tasks have taken
             that step and others have not, so that nothing but a saved state can be gone on from.
@@ -57,6 +59,7 @@ class Run:
     callbacks: RunCallbacks
     log: RunLog
     saver: Saver
+    hub: HubPushes
     is_in_train: bool = False
     is_updating: bool = False
     interrupted_by: int = 0

@@ -25,6 +25,7 @@ from transformers.trainer_utils import TrainOutput
 
 from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments
 from peft_mux.checkpoint.hub import check_push, push_task
+from peft_mux.checkpoint.hub_pushes import HubPushes
 from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.checkpoint.saver import Saver
 from peft_mux.engine.allocator import keeping_freed_memory
@@ -48,12 +49,14 @@ from peft_mux.task import Task, TaskStatus
 from peft_mux.tasks.setup import make_task_runs
 from peft_mux.tasks.table import TaskTable
 from peft_mux.trainer.inputs import (
+    check_callbacks,
     check_evaluation,
     check_processes,
     make_collator,
     refuse_trainer_arguments,
     task_list,
     without_empty_folder,
+    without_hub,
 )
 from peft_mux.trainer.lifecycle import Lifecycle
 from peft_mux.trainer.loop import StepLoop
@@ -119,9 +122,10 @@ class MultiTaskTrainer(Trainer):
         source.check(given)
         check_processes(run_args)
         check_evaluation(run_args, given)
+        check_callbacks(callbacks or ())
         self.table = TaskTable(make_task_runs(given, run_args, source.tokenizer, source.config))
         described = source.describe(given, class_counts(list(self.table)))
-        with without_empty_folder(output_folder(run_args)):
+        with without_empty_folder(output_folder(run_args)), without_hub(run_args):
             super().__init__(
                 model=described,
                 args=run_args,
@@ -180,7 +184,8 @@ class MultiTaskTrainer(Trainer):
         callbacks = RunCallbacks(self.callback_handler, self.args, self.state, self.control)
         log = RunLog(self.table, self.state, callbacks.log, is_shown=is_main)
         saver = Saver(self.table, self.args, log, is_writer=is_main)
-        return Run(self.args, self.table, self.state, self.control, callbacks, log, saver)
+        hub = HubPushes(self.args, output_folder(self.args), log.warn)
+        return Run(self.args, self.table, self.state, self.control, callbacks, log, saver, hub)
 
     def _hand_out_model(self) -> None:
         """Hand the present model to the callbacks, the log and the saver, which hold the one before it."""

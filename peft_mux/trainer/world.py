@@ -6,13 +6,10 @@ every step on where each task stands, and tell at the end what each of them has 
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
-
-import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.task_file import task_settings
@@ -23,14 +20,10 @@ from peft_mux.engine.replicas.layout import ParallelLayout, layout_of
 from peft_mux.errors import Fault, raise_faults
 from peft_mux.modeling.backbone.fingerprint import fingerprint
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.reporting.held_memory import peak_bytes
 from peft_mux.reporting.report import RankRecord
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.table import TaskTable
-
-try:
-    import resource
-except ImportError:  # Windows has none
-    resource = None
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "peft-mux")
 _OWN_ARGUMENTS = frozenset({"local_rank", "log_level", "log_level_replica", "logging_dir"})
@@ -225,7 +218,7 @@ class World:
             waited_s: seconds of these that it spent waiting for others.
         """
         rank = self.processes.rank
-        own = RankRecord(rank, num_tokens, seconds, waited_s, _peak_bytes(self.args.device), self._part_of(rank))
+        own = RankRecord(rank, num_tokens, seconds, waited_s, peak_bytes(self.args.device), self._part_of(rank))
         self.records = tuple(RankRecord(*record) for record in self.processes.gather(own))
         return self.records
 
@@ -259,17 +252,6 @@ class World:
                 weights = {name: weight.data for name, weight in model.task_parameters(run.name).items()}
                 facts[run.name]["initial weights (digest)"] = tensors_digest(weights)
         require_consistent(self.processes, {"tasks": facts})
-
-
-def _peak_bytes(device: torch.device) -> int:
-    """Return the most memory that this process has held: of its GPU, else of the host."""
-    if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
-    if resource is None:
-        return 0
-    # macOS reports bytes, Linux KiB.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def _version(package: str) -> str:

@@ -13,6 +13,7 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.checkpoint.hub_pushes import HubPushes
 from peft_mux.checkpoint.saver import Saver
 from peft_mux.engine.pass_clock import PassClock
 from peft_mux.engine.replicas.layout import Place
@@ -26,7 +27,7 @@ from peft_mux.task import Task, TaskStatus
 from peft_mux.tasks.setup import make_task_runs
 from peft_mux.tasks.table import TaskTable
 from peft_mux.tasks.task_run import TaskRun
-from peft_mux.trainer.run import Run
+from peft_mux.trainer.run import Run, output_folder
 from tests.invariants.mux_lab import small_task, tiny_llama
 
 
@@ -75,7 +76,8 @@ def make_run_of(tasks: Sequence[Task], args: MultiTaskTrainingArguments, callbac
     run_callbacks = RunCallbacks(handler, args, state, control)
     log = RunLog(table, state, run_callbacks.log)
     log.open(log.metrics, Screen())
-    run = Run(args, table, state, control, run_callbacks, log, Saver(table, args, log))
+    hub = HubPushes(args, output_folder(args), log.warn)
+    run = Run(args, table, state, control, run_callbacks, log, Saver(table, args, log), hub)
     for own in table:
         log.add_callbacks(own.name, TaskCallbacks(own, args, None, None))
     return run

@@ -71,9 +71,18 @@ def loop_of(run: Run, calls: Calls, num_steps: int, monkeypatch: pytest.MonkeyPa
         ),
         "relocation": SimpleNamespace(target="", move_if_asked=lambda: False),
         "reporter": SimpleNamespace(
-            log_if_due=write_down("log"), evaluate_if_due=write_down("evaluate"), finish=finish
+            log_if_due=write_down("log"),
+            evaluate_if_due=write_down("evaluate"),
+            evaluate_new=lambda: None,
+            finish=finish,
         ),
-        "opening": SimpleNamespace(connect=lambda resume: resume, open=open_run, begin=write_down("begin")),
+        "opening": SimpleNamespace(
+            connect=lambda resume: resume,
+            check_resumed=lambda resume: None,
+            check_folder=lambda resume: None,
+            open=open_run,
+            begin=write_down("begin"),
+        ),
     }
     return StepLoop(run, **parts)
 

@@ -82,7 +82,7 @@ def test_only_tasks_whose_turn_it_is_are_evaluated_unless_a_callback_asks_for_al
     start_all(run)
     for name, step in (("a", 4), ("b", 3)):
         run.table[name].eval_data, run.table[name].step = rows(0, 2, 3, 4), step
-        run.table[name].hyper = SimpleNamespace(eval_steps=2)  # type: ignore[assignment]
+        run.table[name].hyper = SimpleNamespace(eval_steps=2, eval_delay=0)  # type: ignore[assignment]
     reporter = reporter_of(run, calls)
     reporter.evaluate_if_due(["a", "b"])
     assert calls == [("evaluate", "a")]

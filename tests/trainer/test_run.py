@@ -178,7 +178,7 @@ def test_a_metric_that_the_evaluation_does_not_produce_fails_its_task_alone(tmp_
     trainer = train(tasks, tmp_path).trainer
     assert trainer.task_statuses == {"own": "failed", "other": "succeeded"}
     assert 'got "scor"' in trainer.table["own"].reason
-    assert 'Did you mean "eval_score"?' in trainer.table["own"].reason
+    assert "allowed: eval_loss, eval_perplexity, eval_score" in trainer.table["own"].reason
 
 
 def test_a_first_score_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:
@@ -302,7 +302,9 @@ def test_a_callback_of_the_run_stops_the_run_and_sees_keys_with_task_names(tmp_p
     output = trainer.train()
     assert output.global_step == 4
     assert trainer.task_statuses == {"a": "running", "b": "running"}
-    assert seen[0] == {f"{name}/{key}" for name in "ab" for key in ("loss", "grad_norm", "learning_rate")}
+    keys = {f"{name}/{key}" for name in "ab" for key in ("loss", "grad_norm", "learning_rate")}
+    assert seen[0] == {*keys, "run/memory_gib"}
+    assert seen[1] == {*keys, "run/memory_gib", "run/tokens_per_second"}
     assert len(seen) == 2
     # a second call goes on where the first one stopped
     trainer.remove_callback(Stop)

@@ -138,6 +138,7 @@ def restrict(full: DispatchProblem, counts: np.ndarray) -> DispatchProblem:
         num_replicas=counts[rows],
         num_sequences=full.num_sequences,
         lengths=full.lengths,
+        priced_lengths=full.priced_lengths,
         max_tokens=full.max_tokens[rows],
         num_gpus=full.num_gpus[rows],
     )

@@ -1,0 +1,318 @@
+"""Arguments and callbacks of Trainer that work as in Trainer, for each task: best adapters, epochs, shares, uploads."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+import pytest
+import torch
+from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers.integrations import TensorBoardCallback, integration_utils
+
+from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.errors import CheckpointError, ConfigError
+from peft_mux.task import EarlyStopping
+from tests.invariants.mux_lab import make_trainer, rows, small_task, tiny_llama
+
+HELD_OUT = rows(5, 4, 9, 9)
+
+
+def records(folder: Path, event: str) -> list[dict[str, Any]]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record["event"] == event]
+
+
+def scored(scores: list[float], **settings: Any) -> Any:
+    """Return a task whose evaluations score as listed."""
+    left = iter(scores)
+    options = {"eval_steps": 1, "max_steps": len(scores), "eval_dataset": HELD_OUT, **settings}
+    return small_task("own", data_seed=1, compute_metrics=lambda _: {"score": next(left)}, **options)
+
+
+# ------------------------------------------------------------------ best adapters
+
+
+def test_the_early_stopping_callback_of_transformers_stops_its_task_alone(tmp_path: Path) -> None:
+    stops = EarlyStoppingCallback(early_stopping_patience=2)
+    own = scored([3.0, 5.0, 4.0, 4.5, 9.0, 9.0], callbacks=[stops], metric_for_best_model="score")
+    trainer = make_trainer([own, small_task("other", data_seed=2)], tmp_path)
+    trainer.train()
+    assert trainer.task_statuses == {"own": "stopped_early", "other": "succeeded"}
+    assert trainer.table["own"].step == 4, "two evaluations in a row were no better than 5.0"
+    state = trainer.task_states["own"]
+    assert (state.best_metric, state.best_global_step) == (5.0, 2)
+
+
+def test_the_callback_follows_the_held_out_loss_where_no_metric_is_named(tmp_path: Path) -> None:
+    own = small_task(
+        "own",
+        data_seed=1,
+        eval_dataset=HELD_OUT,
+        eval_steps=1,
+        learning_rate=1e-9,
+        callbacks=[EarlyStoppingCallback(2, 1.0)],
+    )
+    trainer = make_trainer([own], tmp_path)
+    trainer.train()
+    assert trainer.task_statuses == {"own": "stopped_early"}
+
+
+def test_a_callback_for_the_whole_run_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    from peft_mux.trainer.trainer import MultiTaskTrainer
+
+    with pytest.raises(ConfigError, match=r"callbacks: got an EarlyStoppingCallback.*one on each Task"):
+        MultiTaskTrainer(tiny_llama(), args, [small_task("a", data_seed=1)], callbacks=[EarlyStoppingCallback()])
+
+
+class Weights(TrainerCallback):
+    """Keeps the weights of the task at each evaluation."""
+
+    def __init__(self) -> None:
+        self.kept: list[dict[str, torch.Tensor]] = []
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        self.kept.append({key: value.detach().clone() for key, value in model.task_parameters("own").items()})
+
+
+@pytest.mark.parametrize("by", ["task", "run"])
+def test_a_task_ends_with_the_adapter_of_its_best_evaluation(by: str, tmp_path: Path) -> None:
+    keeps = Weights()
+    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "eval_score"}
+    own = scored([1.0, 7.0, 3.0, 2.0], callbacks=[keeps], **(best if by == "task" else {}))
+    trainer = make_trainer([own, small_task("other", data_seed=2)], tmp_path, **(best if by == "run" else {}))
+    trainer.train()
+    assert trainer.task_statuses == {"own": "succeeded", "other": "succeeded"}
+    found = trainer.model.task_parameters("own")
+    assert all(torch.equal(found[key], value) for key, value in keeps.kept[1].items())
+    assert any(not torch.equal(found[key], value) for key, value in keeps.kept[3].items())
+
+
+def test_a_smaller_metric_may_be_the_better_one_and_a_task_overrules_the_run(tmp_path: Path) -> None:
+    own = scored([3.0, 1.0, 2.0], load_best_model_at_end=True, metric_for_best_model="score", greater_is_better=False)
+    trainer = make_trainer([own], tmp_path, load_best_model_at_end=False, greater_is_better=True)
+    trainer.train()
+    assert (trainer.table["own"].best.value, trainer.table["own"].best.step) == (1.0, 2)
+
+
+def test_whoever_asks_for_the_best_is_evaluated_once_an_epoch_at_least() -> None:
+    args = MultiTaskTrainingArguments(output_dir="unused", use_cpu=True, load_best_model_at_end=True)
+    assert resolve(small_task("own", data_seed=1, eval_dataset=HELD_OUT), args).eval_steps == -1
+    assert resolve(small_task("own", data_seed=1), args).load_best_model_at_end is False
+
+
+def test_the_report_tells_the_loss_of_the_adapter_that_was_kept_and_the_tasks_that_left(tmp_path: Path) -> None:
+    best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "score"}
+    own = scored([1.0, 7.0, 3.0, 2.0, 0.0], max_steps=4, learning_rate=0.1, **best)
+
+    class Removes(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                trainer.remove_task("gone")
+
+    trainer = make_trainer([own, small_task("gone", data_seed=2)], tmp_path, save_strategy="steps", save_steps=100)
+    trainer.add_callback(Removes())
+    trainer.train()
+    losses = [record["eval_loss"] for record in records(tmp_path, "eval")]
+    lines = trainer.report().splitlines()
+    line, gone = (next(line for line in lines if line.startswith(name)) for name in ("own", "gone"))
+    assert f" {losses[1]:.4f} " in line
+    assert f" {losses[3]:.4f} " not in line
+    assert "removed" in gone
+    assert str(tmp_path / "gone") in gone
+    assert trainer.evaluate("own")["own/eval_loss"] == pytest.approx(losses[1])
+
+
+# ---------------------------------------------------------- when things are due
+
+
+def test_every_task_is_logged_and_saved_at_the_end_of_its_own_epochs(tmp_path: Path) -> None:
+    # 10 rows in batches of 4 are 3 steps an epoch, in batches of 5 they are 2.
+    tasks = [
+        small_task("a", data_seed=1, max_steps=6),
+        small_task("b", data_seed=2, max_steps=6, train_batch_size=5),
+    ]
+    make_trainer(tasks, tmp_path, logging_strategy="epoch", save_strategy="epoch").train()
+    logged = [(record["task"], record["step"]) for record in records(tmp_path, "train")]
+    assert logged == [("b", 2), ("a", 3), ("b", 4), ("a", 6), ("b", 6)]
+    assert sorted(path.name for path in (tmp_path / "a").glob("checkpoint-*"))[:3] == [
+        "checkpoint-2",
+        "checkpoint-3",
+        "checkpoint-4",
+    ]
+
+
+def test_intervals_below_one_are_shares_of_all_steps(tmp_path: Path) -> None:
+    own = small_task("own", data_seed=1, max_steps=8, eval_dataset=HELD_OUT, eval_steps=0.5, save_steps=0.25)
+    make_trainer(
+        [own], tmp_path, logging_strategy="steps", logging_steps=0.3, save_strategy="steps", save_steps=0.75
+    ).train()
+    assert [record["step"] for record in records(tmp_path, "train")] == [3, 6, 8]
+    assert [record["step"] for record in records(tmp_path, "eval")] == [4, 8]
+    assert sorted(path.name for path in (tmp_path / "own").glob("checkpoint-*")) == [
+        f"checkpoint-{step}" for step in (2, 4, 6, 8)
+    ]
+    assert sorted(path.name for path in (tmp_path / "state").glob("run-*")) == [
+        "run-00000006.json",
+        "run-00000008.json",
+    ]
+
+
+def test_an_evaluation_before_the_first_step_and_a_delay_of_others(tmp_path: Path) -> None:
+    tasks = [
+        small_task(
+            "a", data_seed=1, max_steps=4, eval_dataset=HELD_OUT, eval_steps=1, eval_on_start=True, eval_delay=3
+        ),
+        small_task("b", data_seed=2, max_steps=4, eval_dataset=HELD_OUT, eval_steps=2),
+    ]
+    make_trainer(tasks, tmp_path, save_strategy="steps").train()
+    found = [(record["task"], record["step"]) for record in records(tmp_path, "eval")]
+    assert found == [("a", 0), ("b", 2), ("a", 3), ("a", 4), ("b", 4)]
+
+
+def test_an_evaluation_before_the_first_step_changes_nothing_of_the_training(tmp_path: Path) -> None:
+    losses = []
+    for starts in (False, True):
+        own = small_task("own", data_seed=1, max_steps=4, eval_dataset=HELD_OUT, lora_dropout=0.2)
+        trainer = make_trainer([own], tmp_path / str(starts), eval_on_start=starts)
+        trainer.train()
+        losses.append(trainer.table["own"].last_loss)
+    assert losses[0] == losses[1]
+
+
+@pytest.mark.parametrize(
+    "name", ["load_best_model_at_end", "metric_for_best_model", "eval_on_start", "eval_delay", "eval_strategy"]
+)
+def test_what_evaluations_would_tell_is_refused_where_there_are_none(name: str, tmp_path: Path) -> None:
+    value = {"metric_for_best_model": "loss", "eval_delay": 2, "eval_strategy": "epoch"}.get(name, True)
+    with pytest.raises(ConfigError, match=rf"args\.{name}: got .*no task has held-out rows"):
+        make_trainer([small_task("a", data_seed=1)], tmp_path, **{name: value})
+    if name != "eval_strategy":
+        with pytest.raises(ConfigError, match=rf"eval_dataset: got None; allowed: held-out rows, as {name} is set"):
+            small_task("a", data_seed=1, **{name: value})
+
+
+def test_two_words_for_one_metric_must_mean_the_same() -> None:
+    with pytest.raises(
+        ConfigError, match=r"metric_for_best_model: got 'f1'; allowed: 'eval_loss', the metric of early"
+    ):
+        scored([1.0], early_stopping=EarlyStopping(), metric_for_best_model="f1")
+    assert scored([1.0], early_stopping=EarlyStopping(), metric_for_best_model="loss").metric_for_best_model == "loss"
+
+
+# ------------------------------------------------------------------------ folders
+
+
+def test_a_folder_that_holds_a_run_and_one_that_holds_none_are_told_before_weights_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from peft_mux.trainer.placement import Placement
+
+    make_trainer([small_task("a", data_seed=1, max_steps=2)], tmp_path / "run", save_strategy="steps").train()
+    monkeypatch.setattr(Placement, "materialise", lambda *_: pytest.fail("weights were loaded"))
+    again = make_trainer([small_task("a", data_seed=1, max_steps=2)], tmp_path / "run", save_strategy="steps")
+    with pytest.raises(CheckpointError, match=r"which holds a run; allowed: .*peft-mux train FILE --resume"):
+        again.train()
+    new = make_trainer([small_task("a", data_seed=1, max_steps=2)], tmp_path / "new", save_strategy="steps")
+    with pytest.raises(CheckpointError, match="which holds no state of a run"):
+        new.train(resume_from_checkpoint=True)
+    assert not (tmp_path / "new").exists(), "a look leaves no folder behind"
+
+
+# ----------------------------------------------------------------------- trackers
+
+
+def test_trackers_get_the_keys_of_tasks_and_of_the_run_as_they_are(tmp_path: Path) -> None:
+    written: dict[str, list[int]] = {}
+
+    class Board:
+        def add_scalar(self, key: str, value: float, step: int) -> None:
+            del value
+            written.setdefault(key, []).append(step)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *args, **kwargs: None
+
+    before = integration_utils.rewrite_logs
+    callback = object.__new__(TensorBoardCallback)  # which needs no TensorBoard once it has a board
+    callback.tb_writer = Board()
+    own = small_task("sql", data_seed=1, max_steps=4, eval_dataset=HELD_OUT, eval_steps=2)
+    trainer = make_trainer([own], tmp_path, logging_strategy="steps", logging_steps=2)
+    trainer.add_callback(callback)
+    trainer.train()
+    assert {"sql/loss", "sql/eval_loss", "run/memory_gib", "run/tokens_per_second"} <= written.keys()
+    assert not [key for key in written if key.startswith(("train/", "eval/"))]
+    assert written["sql/eval_loss"] == [2, 4]
+    assert integration_utils.rewrite_logs is before, "other trainers of the process keep their keys"
+
+
+# ------------------------------------------------------------------------ uploads
+
+
+class FakeHub:
+    """Stands in for `huggingface_hub.HfApi`."""
+
+    pushed: list[tuple[str, str, list[str]]] = []
+    refuses = ""
+
+    def __init__(self, token: Any = None) -> None:
+        del token
+
+    def create_repo(self, repo_id: str, **options: Any) -> Any:
+        del options
+        if self.refuses and self.refuses in repo_id:
+            raise OSError("403 Forbidden")
+        return None
+
+    def create_commit(self, repo_id: str, operations: Any, *, commit_message: str, revision: Any) -> None:
+        del revision
+        self.pushed.append((repo_id, commit_message, sorted(one.path_in_repo for one in operations)))
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> type[FakeHub]:
+    monkeypatch.setattr(huggingface_hub, "HfApi", FakeHub)
+    monkeypatch.setattr(FakeHub, "pushed", [])
+    monkeypatch.setattr(FakeHub, "refuses", "")
+    return FakeHub
+
+
+def test_each_task_has_a_repository_of_its_own_to_which_its_adapter_goes_when_it_ends(
+    tmp_path: Path, hub: type[FakeHub]
+) -> None:
+    tasks = [
+        small_task("sql", data_seed=1, max_steps=2),
+        small_task("math", data_seed=2, max_steps=4, hub_model_id="me/sums"),
+    ]
+    make_trainer(
+        tasks, tmp_path, save_strategy="steps", push_to_hub=True, hub_strategy="end", hub_model_id="me/run"
+    ).train()
+    assert [(repo, message) for repo, message, _ in hub.pushed] == [
+        ("me/run-sql", "Adapter after 2 steps"),
+        ("me/sums", "Adapter after 4 steps"),
+    ]
+    assert hub.pushed[0][2] == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+
+
+def test_every_save_is_uploaded_and_a_hub_that_refuses_costs_a_notice(
+    tmp_path: Path, hub: type[FakeHub], caplog: pytest.LogCaptureFixture
+) -> None:
+    hub.refuses = "math"
+    tasks = [small_task("sql", data_seed=1, max_steps=4), small_task("math", data_seed=2, max_steps=4)]
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "push_to_hub": True, "hub_always_push": True}
+    trainer = make_trainer(tasks, tmp_path / "support", **options)
+    trainer.train()
+    assert [(repo, message) for repo, message, _ in hub.pushed] == [
+        ("support-sql", "Adapter after 2 steps"),
+        ("support-sql", "Adapter after 4 steps"),
+    ]
+    assert trainer.task_statuses == {"sql": "succeeded", "math": "succeeded"}
+    assert caplog.text.count("math: not on the Hub") == 1
+
+
+def test_an_upload_of_what_is_not_saved_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r'args\.push_to_hub: got True with save_strategy="no"'):
+        MultiTaskTrainingArguments(output_dir="unused", use_cpu=True, push_to_hub=True, save_strategy="no")
