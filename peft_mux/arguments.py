@@ -295,18 +295,6 @@ def _eval_steps(task: Task, args: MultiTaskTrainingArguments) -> float:
     return 0
 
 
-<<<<<<< HEAD
-def _is_flag_or_auto(value: object) -> bool:
-    return isinstance(value, bool) or (isinstance(value, str) and value == "auto")
-
-
-def _auto_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
-    faults = [
-        Fault(f"args.{name}", shown(getattr(args, name)), 'True, False or "auto"')
-        for name in ("share_prefixes", "cuda_graphs")
-        if not _is_flag_or_auto(getattr(args, name))
-    ]
-=======
 def _is_arguments(config: object) -> bool:
     return isinstance(config, TrainingArguments)
 
@@ -318,12 +306,16 @@ def _tf32_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     return []
 
 
-def _graph_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
-    if not isinstance(args.cuda_graphs, bool) and not (
-        isinstance(args.cuda_graphs, str) and args.cuda_graphs == "auto"
-    ):
-        return [Fault("args.cuda_graphs", shown(args.cuda_graphs), 'True, False or "auto"')]
->>>>>>> 21097b5 (Each field of TrainingArguments works as in Trainer, is harmless, or is refused with its reason; a task ends with its best adapter; trackers get the keys of tasks)
+def _is_flag_or_auto(value: object) -> bool:
+    return isinstance(value, bool) or (isinstance(value, str) and value == "auto")
+
+
+def _auto_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
+    faults = [
+        Fault(f"args.{name}", shown(getattr(args, name)), 'True, False or "auto"')
+        for name in ("share_prefixes", "cuda_graphs")
+        if not _is_flag_or_auto(getattr(args, name))
+    ]
     if args.cuda_graphs is True and (args.use_cpu is True or not torch.cuda.is_available()):
         faults.append(Fault("args.cuda_graphs", "True", 'False or "auto"', "Reason: a CPU has no CUDA graphs."))
     return faults
@@ -355,11 +347,7 @@ def _own_field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     for name in ("pad_to_chunks", "shard_backbone", "redeploy", "split_long_sequences"):
         if not isinstance(getattr(args, name), bool):
             faults.append(Fault(f"args.{name}", shown(getattr(args, name)), "True or False"))
-<<<<<<< HEAD
-    faults += _auto_faults(args)
-=======
-    faults += [*_graph_faults(args), *_tf32_faults(args)]
->>>>>>> 21097b5 (Each field of TrainingArguments works as in Trainer, is harmless, or is refused with its reason; a task ends with its best adapter; trackers get the keys of tasks)
+    faults += [*_auto_faults(args), *_tf32_faults(args)]
     for name in _COUNTS:
         if not _is_count(getattr(args, name)):
             faults.append(Fault(f"args.{name}", shown(getattr(args, name)), f"an integer from 1 to {MOST_STEPS}"))
