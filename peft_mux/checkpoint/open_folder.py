@@ -87,5 +87,5 @@ def require_state(root: Path) -> None:
     if not record_paths(root / STATE_FOLDER):
         raise CheckpointError(
             f"resume_from_checkpoint: got {root}, which holds no state of a run; allowed: the output_dir of a run that "
-            "has saved at least once. Begin one by train() or peft-mux train without resuming."
+            "has saved at least once. Call train() without it to begin, or peft-mux train without --resume."
         )

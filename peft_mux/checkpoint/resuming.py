@@ -44,7 +44,10 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
         if name in table:
             folder.restore(table[name], entry.step, say)
         else:
-            say(f'task "{name}" of the resumed run is not among the tasks given now; it is left out')
+            say(f'task "{name}" of the resumed run is not among the tasks given now; it is left out, its files stay')
+    for run in table:
+        if run.name not in record.tasks and run.name not in record.removed:
+            say(f'task "{run.name}" is not part of the resumed run; it begins with its first step')
     for name, entry in record.removed.items():
         if name in table:
             table[name].step = entry.step

@@ -41,8 +41,10 @@ from peft_mux.checkpoint.task_file import (
     ChangedSettingsError,
     SavedTask,
     check_settings,
+    goes_on,
     read_task_state,
     task_state,
+    told_changes,
 )
 from peft_mux.checkpoint.task_state import TaskState
 from peft_mux.errors import CheckpointError
@@ -324,7 +326,7 @@ class RunFolder:
                 # With the names expected, lest a folder of another task, copied here, be taken for this one's.
                 expected = {"generation": None, **self._identity(run.name, candidate)}
                 storage.verify_folder(path, expect=expected)
-                self._load(run, path)
+                self._load(run, path, warn)
             except ChangedSettingsError:
                 raise
             except CheckpointError as error:
@@ -337,14 +339,14 @@ class RunFolder:
             "checkpoint folder. Restore it, or remove the task's folder to train the task anew."
         )
 
-    def _load(self, run: TaskRun, folder: Path) -> None:
+    def _load(self, run: TaskRun, folder: Path, say: Callable[[str], None]) -> None:
         saved = read_task_state(folder / STATE_NAME)
         if folder.name != f"checkpoint-{saved.step}":
             raise CheckpointError(f"{folder}: got a state of step {saved.step}; allowed: that of its own name.")
         # Before anything of the run is changed.
-        check_settings(run, saved.settings)
+        changed = check_settings(run, saved.settings)
         try:
-            self._put(run, saved, self._snapshot(run, folder, saved))
+            self._put(run, saved, self._snapshot(run, folder, saved), is_changed=bool(changed))
         except torch.OutOfMemoryError:
             raise
         except CheckpointError as error:
@@ -355,15 +357,18 @@ class RunFolder:
                 f"{folder}: got a state that does not fit the task ({type(error).__name__}: {error}); allowed: one that"
                 " a run has written."
             ) from error
+        if told := told_changes(run, saved, changed):
+            say(told)
 
-    def _put(self, run: TaskRun, saved: SavedTask, snapshot: TaskState) -> None:
+    def _put(self, run: TaskRun, saved: SavedTask, snapshot: TaskState, *, is_changed: bool) -> None:
         saved.put(run)
-        if saved.optimizer is None or run.optimizer is None:
+        has_more = goes_on(run, saved)
+        if (saved.optimizer is None and not has_more) or run.optimizer is None:
             run.end(saved.status, saved.reason)
         # Also for an ended task, whose adapter users go on using.
-        put_snapshot(run, self.model, snapshot)
+        put_snapshot(run, self.model, snapshot, from_step=saved.step if is_changed else None)
         if run.optimizer is not None:
-            run.status, run.reason = saved.status, saved.reason
+            run.status, run.reason = (TaskStatus.RUNNING, "") if has_more else (saved.status, saved.reason)
 
     def _snapshot(self, run: TaskRun, folder: Path, saved: SavedTask) -> TaskState:
         weights = self.model.saved_weights(run.name, folder)

@@ -208,7 +208,10 @@ class Saver:
         if self.folder is None:
             return False
         weights = self.full_weights(self.table[name])
-        return self._safely(lambda folder: folder.save_adapter(name, weights))
+        is_saved = self._safely(lambda folder: folder.save_adapter(name, weights))
+        if is_saved:
+            self._adapter_steps[name] = self.table[name].step
+        return is_saved
 
     # ----------------------------------------------------- tasks that leave and come again
 

@@ -42,13 +42,15 @@ def take_snapshot(run: TaskRun, model: Any) -> TaskState:
 
 
 @torch.no_grad()
-def put_snapshot(run: TaskRun, model: Any, state: TaskState) -> None:
+def put_snapshot(run: TaskRun, model: Any, state: TaskState, *, from_step: int | None = None) -> None:
     """Put a task back to a state of all of it; this process takes what lies here.
 
     Args:
         run: the task, with its optimizer built, or ended.
         model: the model with the adapter of the task, or a part of it.
         state: the state of the whole task.
+        from_step: step from which on the present settings of the optimizer and the schedule hold, not those of the
+            state; `None` where they are the same.
 
     Raises:
         CheckpointError: if it is not of this task's parameters.
@@ -56,10 +58,11 @@ def put_snapshot(run: TaskRun, model: Any, state: TaskState) -> None:
     parameters = model.task_parameters(run.name)
     # By this process's own pieces, so the layout that wrote the state does not matter.
     own = take_part(state, model.task_pieces(run.name))
-    join_state(own, parameters, run.optimizer)
+    join_state(own, parameters, run.optimizer, from_step)
     if run.last_good is None:
         return
-    last_good = own.copies.get(LAST_GOOD, {})
+    # An ended task has none but the weights that it ended with.
+    last_good = own.copies.get(LAST_GOOD) or own.weights
     for page, copy in zip(model.task_slab(run.name).pages, run.last_good.state().values(), strict=True):
         for name, parameter in parameters.items():
             part = page.part(parameter, copy)

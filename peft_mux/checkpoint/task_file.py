@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,13 @@ _FREE_TO_CHANGE = frozenset(
         "metric_for_best_model greater_is_better"
     ).split()
 )
+_FROM_HERE_ON = frozenset(
+    (
+        "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay max_grad_norm adam_beta1 "
+        "adam_beta2 adam_epsilon max_steps num_train_epochs num_steps"
+    ).split()
+)
+"""What a resumed task may have otherwise than before: none of it says anything of the steps that were taken."""
 _NOT_OF_THE_ADAPTER = frozenset(
     {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
 )
@@ -152,18 +160,46 @@ def _plain(value: Any) -> Any:
     return sorted(value) if isinstance(value, (set, frozenset)) else value
 
 
-def check_settings(run: TaskRun, saved: dict[str, Any]) -> None:
-    """Refuse to go on with other settings.
+def check_settings(run: TaskRun, saved: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return what has changed of the settings that hold from here on, each as it was and as it is.
 
     Raises:
-        ChangedSettingsError: naming each setting that has changed.
+        ChangedSettingsError: naming each setting that has changed and must not.
     """
     now = task_settings(run)
-    changed = [key for key in now if key not in _FREE_TO_CHANGE and saved.get(key) != now[key]]
-    if changed:
-        listed = ", ".join(f"{key} {saved.get(key)!r} -> {now[key]!r}" for key in changed)
+    changed = {
+        key: (saved.get(key), now[key]) for key in now if key not in _FREE_TO_CHANGE and saved.get(key) != now[key]
+    }
+    refused = {key: values for key, values in changed.items() if key not in _FROM_HERE_ON}
+    if refused:
         raise ChangedSettingsError(
-            f'task "{run.name}": got other settings than its checkpoint has ({listed}); allowed: the same,'
-            " as a resumed run continues the interrupted one."
+            f'task "{run.name}": got other settings than its checkpoint has ({_listed(refused)}); allowed: the same,'
+            f" but for {', '.join(sorted(_FROM_HERE_ON - {'num_steps'}))}, which may change from here on."
             " Undo the change, or train under another name or output_dir."
         )
+    return changed
+
+
+def told_changes(run: TaskRun, saved: SavedTask, changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """Return in a line what a task goes on with that is other than before; "" where nothing is.
+
+    Args:
+        run: the task.
+        saved: where it stood.
+        changed: what has changed of its settings, as it was and as it is.
+    """
+    if not changed:
+        return ""
+    if saved.status.is_final and not goes_on(run, saved):
+        return f'task "{run.name}": has ended, so that other settings come to nothing: {_listed(changed)}'
+    anew = "; its optimizer begins anew, as that of a task that has ended is not kept" if goes_on(run, saved) else ""
+    return f'task "{run.name}": goes on from step {saved.step} with other settings: {_listed(changed)}{anew}'
+
+
+def goes_on(run: TaskRun, saved: SavedTask) -> bool:
+    """Whether a task that had taken all its steps has got more of them."""
+    return saved.status is TaskStatus.SUCCEEDED and run.num_steps > saved.step
+
+
+def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    return ", ".join(f"{key} {before!r} -> {now!r}" for key, (before, now) in changed.items())

@@ -77,13 +77,19 @@ def split_state(parameters: Mapping[str, nn.Parameter], optimizer: TaskOptimizer
 
 
 @torch.no_grad()
-def join_state(state: TaskState, parameters: Mapping[str, nn.Parameter], optimizer: TaskOptimizer | None) -> None:
+def join_state(
+    state: TaskState,
+    parameters: Mapping[str, nn.Parameter],
+    optimizer: TaskOptimizer | None,
+    from_step: int | None = None,
+) -> None:
     """Take up what concerns this process of a state that `split_state` or `merge_states` returned.
 
     Args:
         state: the state of the whole task, or of at least these parameters.
         parameters: the parameters of the task in this process, by name.
         optimizer: the optimizer over these parameters; `None` where there are none.
+        from_step: step from which on the optimizer's own settings and schedule hold; `None` for those of the state.
 
     Raises:
         CheckpointError: if a parameter is not in the state, or of another shape.
@@ -95,7 +101,7 @@ def join_state(state: TaskState, parameters: Mapping[str, nn.Parameter], optimiz
     kinds, own = _kinds(optimizer, parameters), optimizer.optimizer
     read = own.state_dict()
     for kind, group in zip(kinds, read["param_groups"], strict=True):
-        group.update(_of_kind(kind, state.settings))
+        group.update(_of_kind(kind, state.settings) if from_step is None else {})
     # The moments of this run so far go: state that a checkpoint does not have must not survive the resumption.
     read["state"] = {}
     for number, owner in enumerate(optimizer.parameters):
@@ -105,6 +111,9 @@ def join_state(state: TaskState, parameters: Mapping[str, nn.Parameter], optimiz
             read["state"][number] = moments
     # Through torch's own door, which casts and moves the state as each optimizer wants it.
     own.load_state_dict(read)
+    if from_step is not None:
+        optimizer.go_on_from(from_step)
+        return
     schedule = {key: _by_group(value, kinds) for key, value in state.schedule.items()}
     optimizer.schedule.load_state_dict(schedule)
 

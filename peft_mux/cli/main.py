@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from peft_mux.cli import live
 from peft_mux.errors import ConfigError, PeftMuxError
 
 
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     deployment.add_argument("--layer-profile", metavar="CSV", help="measured times of a layer: tp, seq_len, mbs, time")
     deployment.add_argument("--max-tokens", metavar="CSV", help="most tokens of a micro-batch: tp, pp, max_tokens")
     plan.set_defaults(command=_plan)
+    live.add_commands(commands)
     profile = commands.add_parser("profile", help="measure the backbone on this device, to plan with; under a minute")
     _file_arguments(profile)
     profile.add_argument("--output", default="profile.json", help="where the measured profile goes")
@@ -91,6 +93,7 @@ def _train(arguments: argparse.Namespace) -> int:
     is_shown = trainer.is_world_process_zero()
     if is_shown:
         print(trainer.plan(), flush=True)  # noqa: T201
+    trainer.control_channel.read_tasks = _tasks_of_file
     trainer.train(resume_from_checkpoint=arguments.resume or None)
     if trainer.interrupted_by:
         return 128 + trainer.interrupted_by
@@ -144,6 +147,18 @@ def _profile(arguments: argparse.Namespace) -> int:
     write_file(path, profile.to_json().encode())
     print(f"{profile_text(profile)}\nwritten: {path}; to plan with it, set run.cost_profile: {path}")  # noqa: T201
     return 0
+
+
+def _tasks_of_file(file: str, names: Sequence[str]) -> list[Any]:
+    """Return some tasks of a file, by default all, to be added to a run."""
+    from peft_mux.cli.config_file import read_config
+
+    tasks = read_config(file).tasks
+    there = [task.name for task in tasks]
+    missing = [name for name in names if name not in there]
+    if missing:
+        raise ConfigError(f"add: got {', '.join(missing)}; allowed: tasks of {file}: {', '.join(there)}.")
+    return [task for task in tasks if not names or task.name in names]
 
 
 def _read_config(arguments: argparse.Namespace) -> Any:

@@ -121,8 +121,8 @@ class RunLog:
         """Print a line that nobody may miss: through `logging` where there is no progress to print it beside."""
         if not self.is_shown:
             return
-        # Exactly these types: the plain progress derives from one of them and prints.
-        if type(self.progress) in (SilentProgress, LogLines):
+        # Exactly that type: the plain progress derives from it and prints.
+        if type(self.progress) is SilentProgress:
             _logger.warning(line)
         else:
             self.progress.log(line)

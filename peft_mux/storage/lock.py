@@ -119,6 +119,25 @@ class FolderLock:
             self._descriptor = None
 
 
+def keeper_of(root: Path) -> str:
+    """Return in words who keeps a folder now, "" where nobody does; where there are no locks, who says so."""
+    path = root / LOCK_NAME
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
+    except OSError:
+        return ""
+    try:
+        if fcntl is not None:
+            # Shared, and let go of at once: two who ask are no keepers of one another.
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return ""
+        return _holder(path)
+    except OSError:
+        return _holder(path)
+    finally:
+        os.close(descriptor)
+
+
 def unwritable(root: Path, error: OSError) -> CheckpointError:
     """Return the refusal of a folder that a run cannot write to."""
     return CheckpointError(

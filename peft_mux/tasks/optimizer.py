@@ -165,6 +165,21 @@ class TaskOptimizer:
         reason = _reason_against(self.schedule.get_last_lr())
         self.failure = f"learning_rate: {reason}" if reason else ""
 
+    def go_on_from(self, step: int) -> None:
+        """Set the rate to that of this schedule after a number of steps, whoever took them.
+
+        Args:
+            step: number of steps taken.
+        """
+        schedule = self.schedule
+        schedule.last_epoch, schedule._step_count = step, step + 1
+        rates = [base * factor(step) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        schedule._last_lr = rates
+        reason = _reason_against(rates)
+        self.failure = f"learning_rate: {reason}" if reason else ""
+
     def reason_against_rate(self, step: int) -> str:
         """Return why the rate of a step cannot be trained with, or an empty string; the schedule stays where it is.
 

@@ -22,6 +22,7 @@ from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.relocation import Relocation
 from peft_mux.trainer.reporter import Reporter
+from peft_mux.trainer.requests.control import Control
 from peft_mux.trainer.run import Run
 from peft_mux.trainer.world import World
 
@@ -40,6 +41,7 @@ class StepLoop:
         relocation: moves the run to other replicas between steps.
         reporter: logs, evaluates, and tells what training came to.
         opening: brings the run to where its next step can be taken.
+        control: takes what other processes ask of the run through its folder.
     """
 
     def __init__(
@@ -55,11 +57,12 @@ class StepLoop:
         relocation: Relocation,
         reporter: Reporter,
         opening: Opening,
+        control: Control,
     ) -> None:
         """Take no step yet."""
         self._run, self._world, self._placement, self._plans = run, world, placement, plans
         self._collator, self._lifecycle, self._membership = collator, lifecycle, membership
-        self._relocation, self._reporter, self._opening = relocation, reporter, opening
+        self._relocation, self._reporter, self._opening, self._control = relocation, reporter, opening, control
         self._num_stream_tokens = 0
 
     def train(self, resume: str | bool | None) -> TrainOutput:
@@ -86,7 +89,8 @@ class StepLoop:
         try:
             with stop_at_signal(run.interrupt, echo_s=0.0 if processes.is_alone else 2.0):
                 self._opening.begin()
-                self._take_steps()
+                with self._control.listening(is_alone=processes.is_alone):
+                    self._take_steps()
         finally:
             run.log.progress.stop()
             run.is_in_train = False
@@ -102,12 +106,11 @@ class StepLoop:
 
     def _take_steps(self) -> None:
         """Take steps, and all that is due between two of them, until no process takes another one."""
-        run = self._run
-        # Callbacks may have asked for tasks in on_train_begin.
+        # Callbacks may have asked for tasks in on_train_begin, and others before it.
         self._membership.apply_commands()
         while self._agree_on_step():
             self._reporter.evaluate_new()
-            if not run.table.running:  # what they were evaluated with has failed them
+            if not self._run.table.running:  # what they were evaluated with has failed them
                 continue
             num_steps = self._num_steps_in_window()
             stepping = self._call_step_begin()

@@ -66,6 +66,7 @@ from peft_mux.trainer.placement import Placement, class_counts
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.relocation import Relocation
 from peft_mux.trainer.reporter import Reporter
+from peft_mux.trainer.requests.control import Control
 from peft_mux.trainer.run import Run, mark_main_process, output_folder
 from peft_mux.trainer.trainer_methods import refuse_methods_of_trainer
 from peft_mux.trainer.world import World
@@ -167,6 +168,7 @@ class MultiTaskTrainer(Trainer):
         self._relocation = Relocation(run, world, placement, plans)
         self._reporter = Reporter(run, world, plans, evaluator)
         self._opening = Opening(run, world, placement, plans)
+        self.control_channel = Control(run, self._membership)
         self._loop = StepLoop(
             run,
             world=world,
@@ -178,6 +180,7 @@ class MultiTaskTrainer(Trainer):
             relocation=self._relocation,
             reporter=self._reporter,
             opening=self._opening,
+            control=self.control_channel,
         )
 
     def _make_run(self, *, is_main: bool) -> Run:

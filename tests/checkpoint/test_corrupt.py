@@ -226,12 +226,10 @@ def test_a_checkpoint_with_an_unknown_extra_file_is_not_taken(root: Path) -> Non
 @pytest.mark.parametrize(
     ("field", "changed"),
     [
-        ("learning_rate", {"learning_rate": 1e-3}),
+        ("optim", {"optim": "sgd"}),
         ("train_batch_size", {"train_batch_size": 2}),
-        ("max_steps", {"max_steps": 9}),
         ("seed", {"seed": 2}),
-        ("weight_decay", {"weight_decay": 0.5}),
-        ("lr_scheduler_type", {"lr_scheduler_type": "cosine"}),
+        ("max_length", {"max_length": 11}),
         ("shuffle", {"shuffle": False}),
         ("rows", {"data_seed": 77}),
     ],

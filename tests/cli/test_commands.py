@@ -162,12 +162,18 @@ def test_resume_without_a_run_is_refused(file: Path, capsys: pytest.CaptureFixtu
     assert "holds no state of a run" in refused(["train", str(file), "--resume"], capsys)
 
 
-def test_resume_with_another_rate_is_refused_by_task_and_field(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_resume_with_more_steps_and_another_rate_says_so(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["train", str(file)]) == 0
     capsys.readouterr()
-    said = refused(["train", str(file), "--resume", "--set", "tasks.sql.learning_rate=0.5"], capsys)
-    assert 'task "sql"' in said
-    assert "learning_rate 0.01 -> 0.5" in said
+    more = ["--set", "run.max_steps=6", "--set", "tasks.sql.learning_rate=0.5", "--set", "tasks.math.learning_rate=0.5"]
+    assert main(["train", str(file), "--resume", *more]) == 0
+    said = capsys.readouterr().out
+    assert 'task "sql": goes on from step 3 with other settings: learning_rate 0.01 -> 0.5' in said
+    assert 'task "math": has ended, so that other settings come to nothing: learning_rate 0.01 -> 0.5' in said
+    assert any(line.split()[:3] == ["sql", "succeeded", "6/6"] for line in said.splitlines())
+    assert "other settings" in refused(["train", str(file), "--resume", "--set", "tasks.sql.peft.r=3"], capsys)
 
 
 def test_a_task_that_fails_makes_the_status_1_and_the_others_are_trained(

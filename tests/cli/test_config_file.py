@@ -327,7 +327,7 @@ def test_faults_of_all_tasks_are_told_at_once(folder: Path) -> None:
         ("tasks.sql.dataset=null", r"tasks\.sql\.dataset: got None; allowed: a \.jsonl"),
         ("tasks.sql.dataset=tasks.yaml", r"tasks\.sql\.dataset: got 'tasks\.yaml'; allowed: \.jsonl"),
         ("tasks.sql.dataset=absent.jsonl", r"tasks\.sql\.dataset: got 'absent\.jsonl', which is not there"),
-        ("run.save_strategy=sometimes", r"save_strategy: got 'sometimes'; allowed: steps, no"),
+        ("run.save_strategy=sometimes", r"save_strategy: got 'sometimes'; allowed: steps, epoch, no"),
         ("run.fp16=true", r"run\.fp16: got an unknown key.*Reason: losses would need one scaler a task; use bf16"),
         ("run.evaluation_strategy=steps", r"run\.evaluation_strategy: got an unknown key.*Use eval_strategy"),
         ("run.packing=true", r"run\.packing: got an unknown key.*all sequences are packed"),

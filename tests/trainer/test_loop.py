@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,7 @@ def loop_of(run: Run, calls: Calls, num_steps: int, monkeypatch: pytest.MonkeyPa
             evaluate_new=lambda: None,
             finish=finish,
         ),
+        "control": SimpleNamespace(listening=lambda is_alone: nullcontext()),
         "opening": SimpleNamespace(
             connect=lambda resume: resume,
             check_resumed=lambda resume: None,

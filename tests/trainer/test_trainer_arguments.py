@@ -238,7 +238,7 @@ def test_trackers_get_the_keys_of_tasks_and_of_the_run_as_they_are(tmp_path: Pat
 
     before = integration_utils.rewrite_logs
     callback = object.__new__(TensorBoardCallback)  # which needs no TensorBoard once it has a board
-    callback.tb_writer = Board()
+    callback.tb_writer, callback.logging_dir = Board(), None
     own = small_task("sql", data_seed=1, max_steps=4, eval_dataset=HELD_OUT, eval_steps=2)
     trainer = make_trainer([own], tmp_path, logging_strategy="steps", logging_steps=2)
     trainer.add_callback(callback)
@@ -298,7 +298,7 @@ def test_each_task_has_a_repository_of_its_own_to_which_its_adapter_goes_when_it
 
 
 def test_every_save_is_uploaded_and_a_hub_that_refuses_costs_a_notice(
-    tmp_path: Path, hub: type[FakeHub], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, hub: type[FakeHub], capsys: pytest.CaptureFixture[str]
 ) -> None:
     hub.refuses = "math"
     tasks = [small_task("sql", data_seed=1, max_steps=4), small_task("math", data_seed=2, max_steps=4)]
@@ -310,7 +310,7 @@ def test_every_save_is_uploaded_and_a_hub_that_refuses_costs_a_notice(
         ("support-sql", "Adapter after 4 steps"),
     ]
     assert trainer.task_statuses == {"sql": "succeeded", "math": "succeeded"}
-    assert caplog.text.count("math: not on the Hub") == 1
+    assert capsys.readouterr().out.count("math: not on the Hub") == 1
 
 
 def test_an_upload_of_what_is_not_saved_is_refused() -> None:

@@ -1,0 +1,109 @@
+"""`Mailbox`: requests to a run, and their answers, as files in its folder; any number of processes may write at once.
+
+    <folder>/control/<time>-<process>-<random>.request.json     written aside and renamed, so it is whole or absent
+    <folder>/control/<the same>.answer.json
+
+Each request has a file of its own, so that no two of them meet; the order of their names is that of their times.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from peft_mux.storage.atomic import write_file
+from peft_mux.storage.reading import read_regular
+
+CONTROL_FOLDER = "control"
+_REQUEST, _ANSWER = ".request.json", ".answer.json"
+_MOST_BYTES = 2**20
+
+
+class Mailbox:
+    """The requests of one run folder.
+
+    Args:
+        root: the folder of the run.
+    """
+
+    def __init__(self, root: Path) -> None:
+        """Make nothing yet."""
+        self.folder = root / CONTROL_FOLDER
+
+    def send(self, request: Mapping[str, Any]) -> str:
+        """Write a request, and return its name.
+
+        Args:
+            request: what is asked for, as plain JSON.
+
+        Raises:
+            CheckpointError: if it cannot be written.
+        """
+        self.folder.mkdir(exist_ok=True)
+        name = f"{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(4)}"
+        write_file(self.folder / f"{name}{_REQUEST}", json.dumps(dict(request)).encode())
+        return name
+
+    def requests(self) -> list[tuple[str, dict[str, Any]]]:
+        """Return all requests with their names, oldest first; what cannot be read is an empty one."""
+        if not self.folder.is_dir() or self.folder.is_symlink():
+            return []
+        names = sorted(path.name.removesuffix(_REQUEST) for path in self.folder.glob(f"*{_REQUEST}"))
+        return [(name, _read(self.folder / f"{name}{_REQUEST}")) for name in names]
+
+    def answer(self, name: str, value: Mapping[str, Any]) -> None:
+        """Answer a request, and take it away; a disk that takes nothing costs the answer and nothing else.
+
+        Args:
+            name: its name.
+            value: the answer, as plain JSON.
+        """
+        with suppress(Exception):
+            write_file(self.folder / f"{name}{_ANSWER}", json.dumps(dict(value)).encode())
+        with suppress(OSError):
+            (self.folder / f"{name}{_REQUEST}").unlink()
+
+    def wait(self, name: str, timeout_s: float) -> dict[str, Any] | None:
+        """Return the answer to a request, and take it away; `None` where none came in time.
+
+        Args:
+            name: its name.
+            timeout_s: seconds to wait at most.
+        """
+        path, until = self.folder / f"{name}{_ANSWER}", time.monotonic() + timeout_s
+        while not path.is_file():
+            if time.monotonic() > until:
+                return None
+            time.sleep(0.05)
+        found = _read(path)
+        with suppress(OSError):
+            path.unlink()
+        return found
+
+    def withdraw(self, name: str) -> bool:
+        """Take a request back; return whether nobody had taken it up."""
+        try:
+            (self.folder / f"{name}{_REQUEST}").unlink()
+        except OSError:
+            return False
+        return True
+
+    def is_waiting(self, name: str) -> bool:
+        """Whether a request is still there."""
+        return (self.folder / f"{name}{_REQUEST}").is_file()
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            return {}
+        value = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}

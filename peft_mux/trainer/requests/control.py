@@ -1,0 +1,119 @@
+"""`Control`: what `peft-mux pause | resume | remove | add` ask of a run through its folder, done as any other command.
+
+A thread of each process looks into the folder twice a second and hands what it finds to `Membership`, which carries it
+out between two steps, where several processes train on all of them alike. The first process answers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from peft_mux.engine.processes.commands import Answer
+from peft_mux.errors import ConfigError, PeftMuxError
+from peft_mux.own_code import describe_error
+from peft_mux.storage.mailbox import Mailbox
+from peft_mux.task import Task
+from peft_mux.trainer.membership import Membership
+from peft_mux.trainer.run import Run
+
+POLL_S = 0.5
+"""Seconds between two looks into the folder."""
+
+
+class Control:
+    """Takes requests of other processes while a run trains.
+
+    Args:
+        run: the run under way, in whose folder the requests lie.
+        membership: carries them out.
+
+    Attributes:
+        read_tasks: reads the tasks of a request to add some: a file, and which of its tasks. `None` where the program
+            that trains cannot read such files; then adding is refused.
+    """
+
+    def __init__(self, run: Run, membership: Membership) -> None:
+        """Look at nothing yet."""
+        self.read_tasks: Callable[[str, Sequence[str]], list[Task]] | None = None
+        self._run, self._membership = run, membership
+        self._mailbox = Mailbox(run.root)
+        self._taken: set[str] = set()
+
+    @contextmanager
+    def listening(self, *, is_alone: bool) -> Iterator[None]:
+        """Take requests in the `with` block, in a thread.
+
+        Args:
+            is_alone: whether this is the only process; then requests that wait already are done before the first step.
+                Several processes need not see them at the same time.
+        """
+        ended = threading.Event()
+        if is_alone:
+            self.take()
+        thread = threading.Thread(target=self._listen, args=(ended,), name="control", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+
+    def _listen(self, ended: threading.Event) -> None:
+        while not ended.wait(POLL_S):
+            self.take()
+
+    def take(self) -> None:
+        """Hand on what was asked for since the last look."""
+        for name, request in self._mailbox.requests():
+            if name in self._taken:
+                continue
+            self._taken.add(name)
+            try:
+                answer, done = self._give(request)
+            # Whoever asks is told; nothing that was asked for ends a run.
+            except Exception as error:
+                self._answer(name, error, "")
+                continue
+            answer.add_done_callback(lambda own, name=name, done=done: self._answer(name, own.exception(0), done))
+
+    def _give(self, request: dict[str, Any]) -> tuple[Answer, str]:
+        """Ask `Membership` for what a request says; return its answer, and what to say when it is done."""
+        command, task = request.get("command"), request.get("task")
+        if command == "add":
+            return self._add(request)
+        if command not in ("pause", "resume", "remove") or not isinstance(task, str):
+            raise ConfigError(
+                f"control: got {command!r}; allowed: pause, resume, remove or add, with the name of a task."
+            )
+        if command == "remove":
+            saves = request.get("save") is not False
+            return self._membership.remove(task, save=saves), f"{task}: removed{'' if saves else ', not saved'}"
+        if command == "pause":
+            return self._membership.pause(task), f"{task}: paused"
+        return self._membership.resume(task), f"{task}: goes on"
+
+    def _add(self, request: dict[str, Any]) -> tuple[Answer, str]:
+        if self.read_tasks is None:
+            raise ConfigError(
+                "control: got add for a run that was not started by peft-mux train; allowed: "
+                "trainer.register_tasks([...]) in the program that trains."
+            )
+        names = [str(name) for name in request.get("tasks") or ()]
+        tasks = self.read_tasks(str(request.get("file")), names)
+        # Unless they are named, those are meant that the run does not have.
+        tasks = [task for task in tasks if names or task.name not in self._run.table]
+        if not tasks:
+            raise ConfigError("control: got a file whose tasks are all part of the run; allowed: one with new tasks.")
+        return self._membership.register(tasks), f"added: {', '.join(task.name for task in tasks)}"
+
+    def _answer(self, name: str, error: BaseException | None, done: str) -> None:
+        if not self._run.saver.is_writer:
+            return
+        if error is None:
+            self._mailbox.answer(name, {"ok": True, "said": done, "run_step": self._run.state.global_step})
+        else:
+            told = str(error) if isinstance(error, PeftMuxError) else describe_error(error)
+            self._mailbox.answer(name, {"ok": False, "said": told})

@@ -1,0 +1,116 @@
+"""A run that goes on with more steps, with other rates from here on, with tasks added and dropped; all of it told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from peft_mux.task import Task
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import Recorder, Run
+
+SAVING = {"save_strategy": "steps", "save_steps": 100, "logging_strategy": "steps", "logging_steps": 1}
+
+
+def own(**settings: Any) -> Task:
+    return lab.small_task("a", **{"data_seed": 1, "lora_dropout": 0.1, "lr_scheduler_type": "constant", **settings})
+
+
+def stop(trainer: Any) -> None:
+    trainer.control.should_training_stop = True
+
+
+def stopped(folder: Path, *tasks: Task, after: int = 4) -> Run:
+    return lab.train(list(tasks), folder, recorder=Recorder(at_end={after: stop}), **SAVING)
+
+
+def resumed(folder: Path, *tasks: Task) -> Run:
+    return lab.train(list(tasks), folder, recorder=Recorder(), resume=True, **SAVING)
+
+
+def rates(folder: Path) -> dict[int, float]:
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [record for record in map(json.loads, lines) if record["event"] == "train"]
+    return {record["step"]: record["learning_rate"] for record in records if "learning_rate" in record}
+
+
+def test_more_steps_give_the_bits_of_a_run_that_had_them_from_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = lab.train([own(max_steps=12)], tmp_path / "whole", recorder=Recorder(), **SAVING)
+    stopped(tmp_path / "run", own(max_steps=8))
+    capsys.readouterr()
+    run = resumed(tmp_path / "run", own(max_steps=12))
+    assert run.losses["a"] == whole.losses["a"][4:]
+    assert all(torch.equal(weight, whole.weights("a")[key]) for key, weight in run.weights("a").items())
+    said = capsys.readouterr().out
+    assert 'task "a": goes on from step 4 with other settings: max_steps 8 -> 12, num_steps 8 -> 12' in said
+    assert run.trainer.task_statuses["a"] == "succeeded"
+
+
+def test_changed_rates_hold_from_here_on_and_follow_their_schedule(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", own(learning_rate=4e-3, lr_scheduler_type="linear"))
+    run = resumed(tmp_path / "run", own(learning_rate=1e-3, lr_scheduler_type="linear", max_steps=16, weight_decay=0.1))
+    after = lab.train([own(learning_rate=1e-3, lr_scheduler_type="linear", max_steps=16)], tmp_path / "other", **SAVING)
+    found, wanted = rates(tmp_path / "run"), rates(tmp_path / "other")
+    assert {step: found[step] for step in range(5, 16)} == {step: wanted[step] for step in range(5, 16)}
+    assert found[3] == pytest.approx(4e-3 * 5 / 8), "those of the steps before stay as they were"
+    assert run.trainer.table["a"].step == after.trainer.table["a"].step == 16
+
+
+def test_a_task_that_had_ended_goes_on_from_its_adapter_and_says_that_its_optimizer_begins_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first = lab.train([own(max_steps=4), lab.small_task("b", data_seed=2, max_steps=4)], tmp_path, **SAVING)
+    ended = {name: first.weights(name) for name in "ab"}
+    capsys.readouterr()
+    run = resumed(tmp_path, own(max_steps=6), lab.small_task("b", data_seed=2, max_steps=4))
+    assert "its optimizer begins anew" in capsys.readouterr().out
+    assert len(run.losses["a"]) == 2
+    assert "b" not in run.losses
+    assert all(torch.equal(weight, ended["b"][key]) for key, weight in run.weights("b").items())
+    before = run.recorder.before["a"][0]
+    assert all(torch.equal(before[key], weight) for key, weight in ended["a"].items()), "it begins where it ended"
+    assert run.trainer.task_statuses == {"a": "succeeded", "b": "succeeded"}
+
+
+def test_a_task_with_fewer_steps_than_it_has_taken_ends_at_once(tmp_path: Path) -> None:
+    stopped(tmp_path, own(max_steps=8))
+    run = resumed(tmp_path, own(max_steps=3))
+    assert run.trainer.task_statuses["a"] == "succeeded"
+    assert run.trainer.table["a"].step == 4
+
+
+def test_tasks_come_and_go_between_two_runs_and_the_others_keep_their_bits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = lab.train([own()], tmp_path / "whole", recorder=Recorder(), **SAVING)
+    stopped(tmp_path / "run", own(), lab.small_task("old", data_seed=2))
+    capsys.readouterr()
+    run = resumed(tmp_path / "run", own(), lab.small_task("new", data_seed=3))
+    lab.assert_close(run.losses["a"], whole.losses["a"][4:], 1e-5, "a")
+    assert len(run.losses["new"]) == 8
+    said = capsys.readouterr().out
+    assert 'task "old" of the resumed run is not among the tasks given now; it is left out, its files stay' in said
+    assert 'task "new" is not part of the resumed run; it begins with its first step' in said
+    assert (tmp_path / "run" / "old" / "adapter_model.safetensors").is_file()
+
+
+def test_a_second_resumption_with_the_new_settings_is_exact(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", own(max_steps=8))
+    stopped(tmp_path / "twice", own(max_steps=8))
+    once = resumed(tmp_path / "run", own(max_steps=12, learning_rate=1e-3))
+    lab.train(
+        [own(max_steps=12, learning_rate=1e-3)],
+        tmp_path / "twice",
+        recorder=Recorder(at_end={7: stop}),
+        resume=True,
+        **SAVING,
+    )
+    again = resumed(tmp_path / "twice", own(max_steps=12, learning_rate=1e-3))
+    assert again.losses["a"] == once.losses["a"][-len(again.losses["a"]) :]
+    assert all(torch.equal(weight, once.weights("a")[key]) for key, weight in again.weights("a").items())

@@ -1,0 +1,183 @@
+"""Requests through the run folder: each is done between two steps and answered, however many ask at once."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+
+from peft_mux.cli.main import main
+from peft_mux.errors import CheckpointError
+from peft_mux.storage.lock import FolderLock, keeper_of
+from peft_mux.storage.mailbox import Mailbox
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import make_trainer, small_task
+
+
+class Holds(TrainerCallback):
+    """Waits at a step of the run until somebody has done something."""
+
+    def __init__(self, step: int, act: Callable[[], None]) -> None:
+        self.step, self.act = step, act
+        self.thread: threading.Thread | None = None
+        self.errors: list[BaseException] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.thread = threading.Thread(target=self._act)
+            self.thread.start()
+        # The steps are fast: without it the run would be over before anybody has asked.
+        if self.thread is not None and self.thread.is_alive():
+            time.sleep(0.05)
+
+    def _act(self) -> None:
+        try:
+            self.act()
+        except BaseException as error:
+            self.errors.append(error)
+
+
+def train(folder: Path, act: Callable[[], None], *, steps: int = 400) -> tuple[Any, Holds]:
+    tasks = [small_task(name, data_seed=seed, max_steps=steps) for seed, name in enumerate(("a", "b"))]
+    trainer = make_trainer(tasks, folder, save_strategy="steps", save_steps=100_000)
+    holds = Holds(2, act)
+    trainer.add_callback(holds)
+
+    def stop() -> None:
+        act()
+        trainer.control.should_training_stop = True
+
+    holds.act = stop
+    trainer.train()
+    assert holds.errors == []
+    return trainer, holds
+
+
+def test_tasks_pause_go_on_and_leave_as_the_command_line_says(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, codes = str(tmp_path), []
+    seen: list[dict[str, Any]] = []
+
+    def act() -> None:
+        codes.append(main(["pause", run, "a"]))
+        codes.append(main(["pause", run, "a"]))  # as it is already
+        capsys.readouterr()
+        codes.append(main(["status", run, "--json"]))
+        seen.append(json.loads(capsys.readouterr().out))
+        codes.append(main(["resume", run, "a"]))
+        codes.append(main(["remove", run, "b"]))
+        codes.append(main(["pause", run, "absent"]))
+
+    trainer, _ = train(tmp_path, act)
+    assert codes == [0, 0, 0, 0, 0, 2]
+    status = seen[0]
+    assert status["tasks"]["a"]["status"] == "paused"
+    assert status["trained_by"].startswith("process ")
+    assert trainer.task_statuses == {"a": "running"}
+    assert (tmp_path / "b" / "adapter_model.safetensors").is_file()
+    said = capsys.readouterr().out
+    assert 'got task "absent"; allowed: a, b' in said or 'got task "absent"; allowed: a' in said
+    assert list((tmp_path / "control").iterdir()) == [], "nothing is left behind"
+
+
+def test_many_who_ask_at_once_are_all_answered_once(tmp_path: Path) -> None:
+    codes: list[int] = []
+
+    def act() -> None:
+        words = [("pause", "a"), ("resume", "a"), ("pause", "b"), ("resume", "b")] * 3
+        threads = [
+            threading.Thread(target=lambda word=word: codes.append(main([word[0], str(tmp_path), word[1]])))
+            for word in words
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    trainer, _ = train(tmp_path, act)
+    assert codes == [0] * 12
+    assert set(trainer.task_statuses.values()) <= {"running", "paused"}
+    assert list((tmp_path / "control").iterdir()) == []
+
+
+def test_what_is_asked_of_a_run_that_nobody_trains_is_refused_or_left_for_the_next(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def tasks() -> list[Any]:
+        return [small_task(name, data_seed=seed, max_steps=4) for seed, name in enumerate(("a", "b"))]
+
+    stops = lab.Recorder(at_end={2: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
+    lab.train(tasks(), tmp_path, recorder=stops, save_strategy="steps")
+    assert keeper_of(tmp_path) == ""
+    assert main(["remove", str(tmp_path), "b"]) == 2
+    assert "in which nobody trains" in capsys.readouterr().err
+    assert main(["remove", str(tmp_path), "b", "--next"]) == 0
+    assert main(["status", str(tmp_path)]) == 0
+    assert "not taken up yet: remove b" in capsys.readouterr().out
+    run = lab.train(tasks(), tmp_path, recorder=lab.Recorder(), resume=True, save_strategy="steps")
+    assert run.trainer.task_statuses == {"a": "succeeded"}
+    assert "b" not in run.losses, "it was done before the first step"
+
+
+def test_a_request_that_nobody_answers_in_time_is_taken_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    lock = FolderLock(tmp_path)  # somebody trains there, but does not look
+    lock.acquire()
+    try:
+        assert main(["pause", str(tmp_path), "a", "--timeout", "0.2"]) == 2
+    finally:
+        lock.release()
+    assert "got no answer of process" in capsys.readouterr().err
+    assert Mailbox(tmp_path).requests() == []
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b"{", b"[]", b'{"command": "explode"}', b'{"command": "pause", "task": 5}', b"\xff\xfe"]
+)
+def test_a_request_that_is_none_is_answered_and_ends_nothing(content: bytes, tmp_path: Path) -> None:
+    answers: list[Any] = []
+
+    def act() -> None:
+        mailbox = Mailbox(tmp_path)
+        name = mailbox.send({})
+        (mailbox.folder / f"{name}.request.json").write_bytes(content)
+        answers.append(mailbox.wait(name, 20))
+
+    trainer, _ = train(tmp_path, act)
+    assert answers[0] is not None
+    assert answers[0]["ok"] is False
+    assert trainer.task_statuses == {"a": "running", "b": "running"}
+
+
+def test_adding_to_a_run_of_ones_own_program_says_how_to_do_it_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    codes: list[int] = []
+    train(tmp_path, lambda: codes.append(main(["add", str(tmp_path), "tasks.yaml"])))
+    assert codes == [2]
+    assert "trainer.register_tasks" in capsys.readouterr().out
+
+
+def test_a_look_at_what_is_no_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", str(tmp_path / "absent")]) == 2
+    assert "which holds no run" in capsys.readouterr().err
+
+
+def test_whoever_keeps_a_folder_is_named_and_asking_keeps_nobody_out(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    (tmp_path / "x").write_text("")
+    assert keeper_of(tmp_path).startswith("process ")
+    with pytest.raises(CheckpointError):
+        FolderLock(tmp_path).acquire()
+    lock.release()
+    assert keeper_of(tmp_path) == ""
