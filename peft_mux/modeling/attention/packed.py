@@ -29,7 +29,6 @@ from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.prefix_tree.attention import tree_attention, tree_varlen
 from peft_mux.modeling.attention.prefix_tree.layouts import TreeLayouts
-from peft_mux.modeling.attention.rectangles import ToRows, ToTokens, heads_first
 from peft_mux.modeling.attention.refusals import refuse_causal_options, refuse_prefixes, refuse_trees, refuse_unknown
 from peft_mux.modeling.attention.scores import Scores, attend
 from peft_mux.modeling.attention.shared_rows import to_computed, to_stream
@@ -199,13 +198,9 @@ def _through_rectangles(
 ) -> torch.Tensor:
     """Attend in one call for each group of sequences of near-equal length; `[1, T, H, C']`."""
     layout = mux_stream.layout(is_causal=scores.is_causal)
-    q_PHC, k_PGC, v_PGC = (
-        ToRows.apply(x[0].transpose(0, 1), layout.row_of_token, layout.padding_rows, layout.num_rows) for x in qkv
-    )
     draws = AttentionDropout(mux_stream, module, layout, dropout) if dropout > 0.0 else None
     parts = []
-    for rectangle in layout.rectangles:
-        q, k, v = (heads_first(x[rectangle.rows], rectangle) for x in (q_PHC, k_PGC, v_PGC))
+    for rectangle, (q, k, v) in layout.apart([x[0].transpose(0, 1) for x in qkv]):
         if rectangle.sequence is not None and mux_stream.parts is not None:
             layer = mux_stream.module_names[module]
             k_GKC, v_GKC = mux_stream.parts.joined(layer, rectangle.sequence, k[0], v[0], scores.window)
@@ -213,8 +208,7 @@ def _through_rectangles(
         if mux_stream.prefixes is not None:
             k, v = mux_stream.prefixes.before(module, rectangle.first, k, v)
         parts.append(attend(q, k, v, scores, None if draws is None else partial(draws, rectangle)))
-    out_PHC = torch.cat(parts) if len(parts) > 1 else parts[0]
-    return ToTokens.apply(out_PHC, layout.row_of_token, layout.padding_rows).unsqueeze(0)
+    return layout.joined(parts).unsqueeze(0)
 
 
 def register_attention() -> None:

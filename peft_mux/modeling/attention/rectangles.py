@@ -6,6 +6,7 @@ Shape letters: T tokens, P rows of all rectangles, n sequences of a rectangle, L
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +55,23 @@ class Layout(NamedTuple):
     row_of_token: torch.Tensor
     row_of_token_on_host: np.ndarray
     padding_rows: torch.Tensor
+
+    def apart(self, qkv: Sequence[torch.Tensor]) -> Iterator[tuple[Rectangle, list[torch.Tensor]]]:
+        """Yield each rectangle with its queries, keys and values, `[n, H, L, C]`; differentiable.
+
+        Args:
+            qkv: those of all tokens, `[T, H, C]` each.
+        """
+        sizes = [rectangle.num_sequences * rectangle.length for rectangle in self.rectangles]
+        # Split, as the backward of a slice would fill all rows with zeros, for each rectangle anew.
+        rows = (ToRows.apply(x, self.row_of_token, self.padding_rows, self.num_rows).split(sizes) for x in qkv)
+        for rectangle, own in zip(self.rectangles, zip(*rows, strict=True), strict=True):
+            yield rectangle, [heads_first(x, rectangle) for x in own]
+
+    def joined(self, outs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return `[T, H, C]` of all tokens from `[n * L, H, C]` of each rectangle; differentiable."""
+        out_PHC = torch.cat(list(outs)) if len(outs) > 1 else outs[0]
+        return ToTokens.apply(out_PHC, self.row_of_token, self.padding_rows)  # type: ignore[return-value]
 
 
 def build_layout(
@@ -123,7 +141,7 @@ class ToRows(torch.autograd.Function):
     ) -> torch.Tensor:
         """Return `[P, ...]`."""
         ctx.save_for_backward(row_of_token)
-        return spread(x_T, row_of_token, padding_rows, num_rows)
+        return _spread(x_T, row_of_token, padding_rows, num_rows)
 
     @staticmethod
     def backward(ctx: Any, grad_P: torch.Tensor) -> tuple[Any, ...]:
@@ -148,18 +166,11 @@ class ToTokens(torch.autograd.Function):
     def backward(ctx: Any, grad_T: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradient `[P, ...]`."""
         row_of_token, padding_rows = ctx.saved_tensors
-        return spread(grad_T, row_of_token, padding_rows, ctx.num_rows), None, None
+        return _spread(grad_T, row_of_token, padding_rows, ctx.num_rows), None, None
 
 
-def spread(x_T: torch.Tensor, row_of_token: torch.Tensor, padding_rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return `[P, ...]` with the tokens in their rows and zeros in the padding, which must be finite: 0 * NaN = NaN.
-
-    Args:
-        x_T: `[T, ...]`.
-        row_of_token: int64 `[T]`, where each token goes.
-        padding_rows: int64 `[P - T]`, the rows where none goes.
-        num_rows: number P of rows.
-    """
+def _spread(x_T: torch.Tensor, row_of_token: torch.Tensor, padding_rows: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return `[P, ...]` with the tokens in their rows and zeros in the padding, which must be finite: 0 * NaN = NaN."""
     # Not zeroed throughout: tokens fill all rows but those of the padding.
     x_P = x_T.new_empty(num_rows, *x_T.shape[1:]).index_copy_(0, row_of_token, x_T)
     return x_P.index_fill_(0, padding_rows, 0.0)

@@ -17,7 +17,7 @@ import torch
 
 from peft_mux.modeling.attention.prefix_tree.blocks import TreeBlocks
 from peft_mux.modeling.attention.prefix_tree.layouts import TreeLayouts
-from peft_mux.modeling.attention.rectangles import ToRows, ToTokens, heads_first
+from peft_mux.modeling.attention.rectangles import ToRows, ToTokens
 from peft_mux.modeling.attention.scores import Scores, attend
 from peft_mux.modeling.attention.shared_rows import take_rows
 from peft_mux.modeling.attention.varlen import varlen_attention
@@ -84,15 +84,12 @@ def _by_blocks(qkv: QKV, tree: TreeLayouts, scores: Scores) -> torch.Tensor:
 def _by_rectangles(qkv: QKV, tree: TreeLayouts, scores: Scores) -> torch.Tensor:
     before = tree.before(scores.window)
     layout = before.rectangles
-    q_PHC, k_PGC, v_PGC = (ToRows.apply(x, layout.row_of_token, layout.padding_rows, layout.num_rows) for x in qkv)
     pairs = zip(*(take_rows(x, before.rows).split(before.sizes) for x in qkv[1:]), strict=True)
     outs = []
-    for rectangle, pair in zip(layout.rectangles, pairs, strict=True):
-        q, k, v = (heads_first(x[rectangle.rows], rectangle) for x in (q_PHC, k_PGC, v_PGC))
+    for (rectangle, (q, k, v)), pair in zip(layout.apart(qkv), pairs, strict=True):
         if len(pair[0]):
             # What is before them, `[n * before, G, C]`.
             earlier = (x.unflatten(0, (rectangle.num_sequences, -1)).transpose(1, 2) for x in pair)
             k, v = (torch.cat(both, dim=2) for both in zip(earlier, (k, v), strict=True))
         outs.append(attend(q, k, v, scores))
-    out_PHC = torch.cat(outs) if len(outs) > 1 else outs[0]
-    return ToTokens.apply(out_PHC, layout.row_of_token, layout.padding_rows)
+    return layout.joined(outs)

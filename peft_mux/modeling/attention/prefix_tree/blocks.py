@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from peft_mux.modeling.attention.parts import causal_mask
-from peft_mux.modeling.attention.prefix_tree.depth_first import DepthFirst
-from peft_mux.modeling.attention.rectangles import Layout, Rectangle, heads_first, spread
+from peft_mux.modeling.attention.prefix_tree.depth_first import DepthFirst, ShortNodes
+from peft_mux.modeling.attention.rectangles import heads_first
 from peft_mux.modeling.attention.scores import Scores
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -36,7 +36,7 @@ class TreeBlocks(torch.autograd.Function):
         ctx: Any, q_UHC: torch.Tensor, k_UGC: torch.Tensor, v_UGC: torch.Tensor, tree: DepthFirst, scores: Scores
     ) -> torch.Tensor:
         """Return `[U, H, C]`."""
-        out_UHC, lse_UH = _within_nodes((q_UHC, k_UGC, v_UGC), tree.rectangles, scores)
+        out_UHC, lse_UH = _within_nodes((q_UHC, k_UGC, v_UGC), tree, scores)
         for queries, keys, window in tree.blocks:
             qkv = (_heads(x) for x in (q_UHC[queries], k_UGC[keys], v_UGC[keys]))
             options = _options(None if window is None else window.added, scores, q_UHC.dtype)
@@ -54,7 +54,7 @@ class TreeBlocks(torch.autograd.Function):
     def backward(ctx: Any, grad_UHC: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradients of queries, keys and values."""
         saved, scores = (grad_UHC, *ctx.saved_tensors), ctx.scores
-        grads = _within_nodes_backward(saved, ctx.tree.rectangles, scores)
+        grads = _within_nodes_backward(saved, ctx.tree, scores)
         grad, q, k, v, out, lse = saved
         for queries, keys, window in ctx.tree.blocks:
             own = (_heads(x) for x in (grad[queries], q[queries], k[keys], v[keys], out[queries]))
@@ -65,41 +65,58 @@ class TreeBlocks(torch.autograd.Function):
         return (*grads, None, None)
 
 
-def _within_nodes(qkv: Sequence[torch.Tensor], layout: Layout, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+def _within_nodes(qkv: Sequence[torch.Tensor], tree: DepthFirst, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
     """Return outputs `[U, H, C]` and logarithms of divisors `[U, H]` of each node's queries over its own keys.
 
     Both are in fp32 at least, as several of them will be joined.
     """
-    rows = [_to_rows(x, layout) for x in qkv]
-    outs, divisors = [], []
-    for rectangle in layout.rectangles:
-        mask = _own_mask(rectangle, scores)
-        options = _options(mask, scores, qkv[0].dtype)
-        own = (heads_first(x[rectangle.rows], rectangle) for x in rows)
-        out, lse = _FORWARD(*own, 0.0, mask is None, **options)
-        outs.append(out.transpose(1, 2).flatten(0, 1))
-        divisors.append(lse.transpose(1, 2).flatten(0, 1))
-    lse_UH = _joined(divisors).index_select(0, layout.row_of_token)
-    return _joined(outs).index_select(0, layout.row_of_token).to(lse_UH.dtype), lse_UH
+    q_UHC, wide = qkv[0], torch.promote_types(qkv[0].dtype, torch.float32)
+    out_UHC, lse_UH = q_UHC.new_empty(q_UHC.shape, dtype=wide), q_UHC.new_empty(q_UHC.shape[:2], dtype=wide)
+    for node in tree.long_nodes:
+        out, lse = _forward_causal([_heads(x[node]) for x in qkv], scores)
+        out_UHC[node], lse_UH[node] = out[0].transpose(0, 1), lse[0].transpose(0, 1)
+    if tree.short_nodes is not None:
+        short, parts = tree.short_nodes, []
+        rows = [_to_rows(x, short) for x in qkv]
+        for rectangle in short.layout.rectangles:
+            parts.append(_forward_causal([heads_first(x[rectangle.rows], rectangle) for x in rows], scores))
+        for total, own in zip((out_UHC, lse_UH), zip(*parts, strict=True), strict=True):
+            _from_rows(total, own, short)
+    return out_UHC, lse_UH
 
 
-def _within_nodes_backward(saved: Sequence[torch.Tensor], layout: Layout, scores: Scores) -> list[torch.Tensor]:
+def _within_nodes_backward(saved: Sequence[torch.Tensor], tree: DepthFirst, scores: Scores) -> list[torch.Tensor]:
     """Return what queries, keys and values get from within their nodes; `saved` is what `_BACKWARD` reads."""
-    *rows, lse_PH = (_to_rows(x, layout) for x in saved)
-    grads: list[list[torch.Tensor]] = [[], [], []]
-    for rectangle in layout.rectangles:
-        mask = _own_mask(rectangle, scores)
-        options = _options(mask, scores, saved[1].dtype)
-        own = (heads_first(x[rectangle.rows], rectangle) for x in rows)
-        lse = lse_PH[rectangle.rows].view(rectangle.num_sequences, rectangle.length, -1).transpose(1, 2)
-        for total, part in zip(grads, _BACKWARD(*own, lse, 0.0, mask is None, **options), strict=True):
-            total.append(part.transpose(1, 2).flatten(0, 1))
-    return [_joined(total).index_select(0, layout.row_of_token) for total in grads]
+    grads = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in saved[1:4]]
+    for node in tree.long_nodes:
+        *states, lse = (x[node].transpose(0, 1)[None] for x in saved)
+        for total, part in zip(grads, _backward_causal(states, lse, scores), strict=True):
+            total[node] = part[0].transpose(0, 1)
+    if tree.short_nodes is not None:
+        short, parts = tree.short_nodes, []
+        *rows, lse_PH = (_to_rows(x, short) for x in saved)
+        for rectangle in short.layout.rectangles:
+            states = [heads_first(x[rectangle.rows], rectangle) for x in rows]
+            lse = lse_PH[rectangle.rows].view(rectangle.num_sequences, rectangle.length, -1).transpose(1, 2)
+            parts.append(_backward_causal(states, lse, scores))
+        for total, own in zip(grads, zip(*parts, strict=True), strict=True):
+            _from_rows(total, own, short)
+    return grads
 
 
-def _own_mask(rectangle: Rectangle, scores: Scores) -> torch.Tensor | None:
+def _forward_causal(qkv: Sequence[torch.Tensor], scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = _own_mask(qkv[0].shape[2], scores)
+    return _FORWARD(*qkv, 0.0, mask is None, **_options(mask, scores, qkv[0].dtype))
+
+
+def _backward_causal(states: Sequence[torch.Tensor], lse: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, ...]:
+    mask = _own_mask(states[0].shape[2], scores)
+    return _BACKWARD(*states, lse, 0.0, mask is None, **_options(mask, scores, states[1].dtype))
+
+
+def _own_mask(length: int, scores: Scores) -> torch.Tensor | None:
     """Return what is added to the scores of a node's own keys; `None` where plain causality says it all."""
-    is_seen = causal_mask(rectangle.length, rectangle.length, scores.window, torch.device("cpu"))
+    is_seen = causal_mask(length, length, scores.window, torch.device("cpu"))
     return None if is_seen is None else torch.zeros(is_seen.shape).masked_fill_(~is_seen, -math.inf)
 
 
@@ -110,12 +127,16 @@ def _options(mask: torch.Tensor | None, scores: Scores, dtype: torch.dtype) -> d
     return {"attn_mask": mask, "scale": scores.scaling}
 
 
-def _to_rows(x_U: torch.Tensor, layout: Layout) -> torch.Tensor:
-    return spread(x_U, layout.row_of_token, layout.padding_rows, layout.num_rows)
+def _to_rows(x_U: torch.Tensor, short: ShortNodes) -> torch.Tensor:
+    """`[U, ...] -> [P, ...]`, with zeros in the padding, which must be finite: 0 * NaN = NaN."""
+    return x_U.index_select(0, short.place_of_row).index_fill_(0, short.layout.padding_rows, 0.0)
 
 
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return torch.cat(parts) if len(parts) > 1 else parts[0]
+def _from_rows(total_U: torch.Tensor, parts: Sequence[torch.Tensor], short: ShortNodes) -> None:
+    """Put what calls have given for the rectangles, `[n, H, L, ...]`, into its places of a stream."""
+    rows = [part.transpose(1, 2).flatten(0, 1) for part in parts]
+    found_P = torch.cat(rows) if len(rows) > 1 else rows[0]
+    total_U.index_copy_(0, short.places, found_P.index_select(0, short.layout.row_of_token).to(total_U.dtype))
 
 
 def _join(out_UHC: torch.Tensor, lse_UH: torch.Tensor, other_UHC: torch.Tensor, other_lse_UH: torch.Tensor) -> None:

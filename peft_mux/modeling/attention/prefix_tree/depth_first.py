@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +19,9 @@ import torch
 
 from peft_mux.modeling.attention.rectangles import LENGTH_STEP, Layout, build_layout, copied_to
 from peft_mux.packing.prefix_tree import Node, PrefixTree
+
+_LONG = 32
+"""Tokens from which on a node fills a call of its own, and copying it into a rectangle costs more than that call."""
 
 
 class Block(NamedTuple):
@@ -52,13 +56,29 @@ class DepthFirst:
 
     Attributes:
         order: int64 `[U]`, the computed row at each place; `None` where rows lie so already.
-        rectangles: the nodes, each seeing itself alone, grouped by near-equal length.
+        long_nodes: places of the nodes that are long enough for a call of their own, and are read where they lie.
+        short_nodes: the others; `None` where there are none.
         blocks: what the nodes see of those above them, parents before children.
     """
 
     order: torch.Tensor | None
-    rectangles: Layout
+    long_nodes: tuple[slice, ...]
+    short_nodes: ShortNodes | None
     blocks: tuple[Block, ...]
+
+
+class ShortNodes(NamedTuple):
+    """Nodes that share calls, gathered into rectangles of near-equal length.
+
+    Attributes:
+        layout: the rectangles of their tokens.
+        places: int64, the place of each of their tokens in depth-first order.
+        place_of_row: int64 `[P]`, the place whose token each row of the rectangles takes; any where it is padding.
+    """
+
+    layout: Layout
+    places: torch.Tensor
+    place_of_row: torch.Tensor
 
 
 def depth_first(tree: PrefixTree, window: int | None, device: torch.device) -> DepthFirst:
@@ -73,9 +93,25 @@ def depth_first(tree: PrefixTree, window: int | None, device: torch.device) -> D
     order = np.concatenate([np.arange(nodes[one].start, nodes[one].start + nodes[one].length) for one in visited])
     return DepthFirst(
         None if visited == sorted(visited) else copied_to(torch.from_numpy(order), device),
-        build_layout(tuple(nodes[one].length for one in visited), LENGTH_STEP, device),
+        *_by_length([nodes[one].length for one in visited], device),
         tuple(_blocks(nodes, visited, window, device)),
     )
+
+
+def _by_length(lengths: Sequence[int], device: torch.device) -> tuple[tuple[slice, ...], ShortNodes | None]:
+    """Return the long nodes and the short ones; which a node is depends on its own length alone."""
+    ends = list(accumulate(lengths))
+    nodes = [slice(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+    long_nodes = tuple(node for node, length in zip(nodes, lengths, strict=True) if length >= _LONG)
+    short = [node for node, length in zip(nodes, lengths, strict=True) if length < _LONG]
+    if not short:
+        return long_nodes, None
+    layout = build_layout(tuple(node.stop - node.start for node in short), LENGTH_STEP, device)
+    places = np.concatenate([np.arange(node.start, node.stop) for node in short])
+    place_of_row = np.zeros(layout.num_rows, dtype=np.int64)
+    place_of_row[layout.row_of_token_on_host] = places
+    on_device = (copied_to(torch.from_numpy(one), device) for one in (places, place_of_row))
+    return long_nodes, ShortNodes(layout, *on_device)
 
 
 def _visited(nodes: Sequence[Node]) -> list[int]:

@@ -80,6 +80,10 @@ def family(*ends: int, start: Sequence[int] = (7,) * 20, seed: int = 0) -> list[
 NESTED = [*family(5, 17), np.array([7] * 20), *family(3, 4, start=[7] * 20 + [8] * 6, seed=1), np.arange(50, 61)]
 
 
+# Nodes that are long enough for calls of their own, beside short ones.
+LONG = [*family(70, 5, 40, start=(7,) * 50), *family(33, 9, start=(7,) * 50 + (8,) * 36, seed=1), np.arange(200, 265)]
+
+
 def tree_of(rows: Sequence[np.ndarray], groups: Sequence[int] | None = None, min_tokens: int = 2) -> PrefixTree:
     tree = build_prefix_tree(rows, groups or [0] * len(rows), min_tokens=min_tokens)
     assert tree is not None, "the rows of the test begin alike"
@@ -144,6 +148,16 @@ def test_outputs_and_gradients_are_those_of_each_sequence_alone(way: str, kind: 
     tree = tree_of(NESTED)
     assert tree.num_rows < tree.num_tokens / 2
     check(way, NESTED, tree, states(tree.num_rows, key_heads), wanted)
+
+
+@pytest.mark.parametrize("kind", ["causal", "window", "window as long as the longest"])
+@pytest.mark.parametrize("way", WAYS)
+def test_long_nodes_have_the_same_outputs_and_gradients(way: str, kind: str) -> None:
+    tree = tree_of(LONG)
+    found = TreeLayouts(tree, CPU).depth_first(None)
+    assert found.long_nodes
+    assert found.short_nodes is not None
+    check(way, LONG, tree, states(tree.num_rows, 2), scores(**KINDS[kind]))
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -213,8 +227,8 @@ def joined(*families: list[np.ndarray]) -> PrefixTree:
 @pytest.mark.parametrize("kind", EXACT)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_task_has_the_same_bits_alone_and_in_company(way: str, kind: str) -> None:
-    other = family(6, 30, 11, start=(9,) * 33)
-    apart, together = joined(NESTED), joined(other, NESTED)
+    other, own_rows = family(6, 30, 11, start=(9,) * 33), [*NESTED, *LONG]
+    apart, together = joined(own_rows), joined(other, own_rows)
     own = slice(together.num_rows - apart.num_rows, None)
     qkv = states(together.num_rows, 2, torch.float32)
     mine = [x.detach()[own].clone().requires_grad_() for x in qkv]
@@ -324,3 +338,19 @@ def test_where_no_window_narrows_keys_are_read_where_they_lie() -> None:
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
         tree_attention((q, k, v), TreeLayouts(tree, CPU), scores(window=40))
     assert {shape[0] for shape in kept} == {tree.num_rows}, "copies of keys are kept for the backward pass"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("kind", ["causal", "window", "scaling"])
+def test_on_a_gpu_one_call_agrees_with_each_sequence_alone(kind: str) -> None:
+    tree = tree_of(NESTED)
+    exact = [x.detach().bfloat16().double().requires_grad_() for x in states(tree.num_rows, 2)]
+    q, k, v = (x.detach().to("cuda", torch.bfloat16).requires_grad_() for x in exact)
+    layouts = TreeLayouts(tree, torch.device("cuda"))
+    found = tree_varlen((q, k, v), layouts, scores(**KINDS[kind]))
+    wanted = one_by_one(NESTED, tree, exact, scores(**KINDS[kind]))
+    assert relative(found.cpu(), wanted) < 1e-2
+    gradients = torch.autograd.grad(found.sum(), (q, k, v))
+    for mine, theirs in zip(gradients, torch.autograd.grad(wanted.sum(), exact), strict=True):
+        assert relative(mine.cpu(), theirs) < 2e-2
