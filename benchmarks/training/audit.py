@@ -26,13 +26,16 @@ import re
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from benchmarks.paths import ROOT
 from benchmarks.training.baselines import CONTENDERS, contender
 from benchmarks.training.workloads import Case, ModelSpec
 
+T = TypeVar("T")
 NUM_STEPS = 2
 """The second step is the first that holds activations and optimizer state, and that adapters change."""
 
@@ -91,14 +94,23 @@ def run_audit(name: str, case: Case) -> Audit:
     tiny_case = dataclasses.replace(case, model=tiny, num_tasks=2, num_steps=1)
     run(tiny.build, tiny_case.workload(), True)
     workload = case.workload()
+    losses, peak_bytes = measured_peak(lambda: run(case.model.build, workload, True).losses)
+    backbone_bytes, state_bytes = _weights_bytes(case)
+    return Audit(peak_bytes, backbone_bytes, state_bytes, losses)
+
+
+def measured_peak(act: Callable[[], T]) -> tuple[T, int]:
+    """Return what something returns, and by how many bytes it raises the resident set at most.
+
+    Args:
+        act: what is done; something like it must have been done before, so that the libraries are there.
+    """
     gc.collect()
     _return_free_memory()
     before_bytes = _resident_bytes()
     _reset_peak()
-    losses = run(case.model.build, workload, True).losses
-    peak_bytes = _peak_bytes() - before_bytes
-    backbone_bytes, state_bytes = _weights_bytes(case)
-    return Audit(peak_bytes, backbone_bytes, state_bytes, losses)
+    found = act()
+    return found, _peak_bytes() - before_bytes
 
 
 def _weights_bytes(case: Case) -> tuple[int, list[int]]:

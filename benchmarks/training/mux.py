@@ -59,6 +59,7 @@ def trainer_for(
             max_steps=workload.num_steps,
             seed=task.seed,
             shuffle=False,
+            objective=task.objective,
         )
         for task in workload.tasks
     ]

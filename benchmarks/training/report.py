@@ -128,15 +128,23 @@ def write(path: Path, results: list[CaseResult], command: list[str]) -> None:
         }
         for result in results
     ]
-    content = {
+    content = {**circumstances(command), "cases": cases}
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    plot(path.with_suffix(".png"), results)
+
+
+def circumstances(command: list[str]) -> dict[str, Any]:
+    """Return with which command, when, on what and with which versions something was measured.
+
+    Args:
+        command: the command that was run, as a list of words.
+    """
+    return {
         "command": shlex.join(["python", *command[1:]]),
         "finished": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "hardware": hardware(),
         "versions": versions(),
-        "cases": cases,
     }
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    plot(path.with_suffix(".png"), results)
 
 
 def cpu_name() -> str:

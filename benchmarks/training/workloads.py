@@ -130,6 +130,7 @@ class TaskWorkload:
         batch_size: number of rows of an optimizer step.
         rows: `{"input_ids", "labels"}`; the first label is always masked, so that every count of labels is a
             count of targets, whichever way a contender counts.
+        objective: the loss, by its name in peft_mux; those but "sft" have rows of their own.
     """
 
     name: str
@@ -137,10 +138,11 @@ class TaskWorkload:
     rank: int
     seed: int
     batch_size: int
-    rows: tuple[dict[str, list[int]], ...]
+    rows: tuple[dict[str, Any], ...]
+    objective: str = "sft"
 
     @property
-    def batches(self) -> list[tuple[dict[str, list[int]], ...]]:
+    def batches(self) -> list[tuple[dict[str, Any], ...]]:
         """The rows of each optimizer step."""
         starts = range(0, len(self.rows), self.batch_size)
         return [self.rows[start : start + self.batch_size] for start in starts]
@@ -288,13 +290,20 @@ def _row(length: tuple[int, int], loss: str, vocab_size: int, draw: random.Rando
 
 
 @cache
-def _real_lengths(source: TextSource, data_folder: Path) -> list[tuple[int, int]]:
-    """Return (tokens, completion tokens) of each row of a data set, end of sequence included."""
+def gpt2_tokenizer(data_folder: Path) -> Any:
+    """Return GPT-2's tokenizer from the folder of the real inputs."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = data_folder / "gpt2-tokenizer"
     tokenizer = Tokenizer(models.BPE.from_file(str(folder / "vocab.json"), str(folder / "merges.txt")))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
+@cache
+def _real_lengths(source: TextSource, data_folder: Path) -> list[tuple[int, int]]:
+    """Return (tokens, completion tokens) of each row of a data set, end of sequence included."""
+    tokenizer = gpt2_tokenizer(data_folder)
     lines = (data_folder / "text" / f"{source.name}.train.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     prompts = tokenizer.encode_batch([row["prompt"] for row in rows])

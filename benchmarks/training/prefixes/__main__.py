@@ -1,0 +1,93 @@
+"""Sharing the tokens that rows begin with alike: the ideal and the realised gain of ordinary set-ups, time and memory.
+
+python -m benchmarks.training.prefixes                       about half an hour on one core
+python -m benchmarks.training.prefixes --only 4-shot --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from benchmarks.paths import RESULTS, SHARED_DATA
+from benchmarks.training import report
+from benchmarks.training.prefixes.measure import Found, measure, peak_bytes
+from benchmarks.training.prefixes.rows import SET_UPS
+from benchmarks.training.timing import use_clock
+from benchmarks.training.workloads import ModelSpec
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure every set-up that is asked for, print a row of each, and write the JSON."""
+    options = _parser().parse_args(arguments)
+    torch.set_num_threads(1)
+    use_clock("processor")
+    if options.memory_of:
+        given = json.loads(options.memory_of)
+        (set_up,) = (one for one in SET_UPS if one.name == given["name"])
+        print(peak_bytes(set_up, ModelSpec(**given["model"]), given["num_tasks"], given["share"]))
+        return
+    if not (SHARED_DATA / "text").is_dir():
+        raise SystemExit(f"there are no texts in {SHARED_DATA / 'text'}: nothing is measured")
+    model = ModelSpec(hidden_size=options.hidden_size, num_layers=options.layers, max_tokens=2048)
+    path = options.output or RESULTS / f"prefixes-{report.host_kind()}.json"
+    command = [sys.executable, "-m", "benchmarks.training.prefixes", *(arguments or sys.argv[1:])]
+    print(_HEADER, flush=True)
+    rows: dict[str, Found] = {}
+    # Those first that a gain was promised of, and a file after each, as this may be stopped before it ends.
+    for set_up in sorted(SET_UPS, key=lambda one: not one.has_target):
+        if options.only is None or any(part in set_up.name for part in options.only):
+            extras = {"with_hf": not options.no_hf, "with_memory": set_up.has_target and not options.no_memory}
+            rows[set_up.name] = measure(set_up, model, options.tasks, options.rounds, **extras)
+            print(line(rows[set_up.name]), flush=True)
+            kept = [asdict(rows[one.name]) for one in SET_UPS if one.name in rows]
+            found = {**report.circumstances(command), "model": asdict(model), "rows": kept}
+            path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    print(f"written: {path}")
+
+
+_HEADER = (
+    "| set-up | tokens a step | ideal | computed | realised | of the ideal | s a step | HF, in turn / this |"
+    " memory, MB: shared / not |\n|---|---|---|---|---|---|---|---|---|"
+)
+
+
+def line(row: Found) -> str:
+    """Return a set-up's row of the table."""
+    hf = "" if row.hf_s is None else f"{row.hf_s / row.share_s:.2f}"
+    memory = "" if row.peak_bytes is None else " / ".join(f"{peak / 1e6:,.0f}" for peak in row.peak_bytes)
+    return (
+        f"| {row.name} | {row.tokens:,.0f} | {row.ideal:.2f} | {row.computed:.2f} | {row.gain:.2f} |"
+        f" {row.realised:.0%} | {row.share_s:.2f} | {hf} | {memory} |"
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.training.prefixes", description="Gains of shared prefixes."
+    )
+    add = parser.add_argument
+    add("--only", nargs="+", help="parts of the names of the set-ups to measure; by default all")
+    add("--tasks", type=int, default=2, help="tasks that train together")
+    add("--rounds", type=int, default=5, help="timed steps with sharing and without, in turns")
+    add("--hidden-size", type=int, default=512, help="features of the backbone's hidden states")
+    add("--layers", type=int, default=8, help="layers of the backbone")
+    add("--no-hf", action="store_true", help="leave HF's Trainer out")
+    add(
+        "--no-memory",
+        action="store_true",
+        help="leave memory out, which is measured where a gain was promised, in processes of its own",
+    )
+    add("--output", type=Path, help="JSON file to write")
+    add("--memory-of", help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    main()

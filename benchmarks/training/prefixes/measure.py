@@ -1,0 +1,186 @@
+"""Steps with and without sharing in one process, in turns, and those of HF's Trainer and PEFT beside them.
+
+Seconds are those of the processor on one thread, which others on the machine hardly change. Losses of all contenders
+are compared before anything is timed.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.paths import ROOT
+from benchmarks.training.audit import measured_peak
+from benchmarks.training.baselines.hf_trainer import run_hf_trainer
+from benchmarks.training.mux import trainer_for
+from benchmarks.training.prefixes.rows import Batches, SetUp, batches
+from benchmarks.training.throughput import UnequalWorkError
+from benchmarks.training.timing import now_s
+from benchmarks.training.workloads import ModelSpec, TaskWorkload, Workload
+from peft_mux.packing.shared_runs import sort_rows
+
+WARM_STEPS = 2
+LOSS_TOLERANCE = 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was measured of one set-up.
+
+    Attributes:
+        name: the set-up.
+        num_tasks: tasks that train together.
+        tokens: tokens of the rows of a step, on average.
+        ideal: tokens of the rows over different ones, each beginning counted once.
+        computed: tokens of the rows over those that went through the backbone.
+        gain: seconds of a step without sharing over those with it, median over the steps.
+        gains: the same of each step.
+        share_s: seconds of a step with sharing, median.
+        hf_s: seconds of a step of all tasks, one after another, by HF's Trainer; `None` where it has no such loss.
+        peak_bytes: what training takes at most above what lies there before it, with sharing and without.
+    """
+
+    name: str
+    num_tasks: int
+    tokens: float
+    ideal: float
+    computed: float
+    gain: float
+    gains: list[float]
+    share_s: float
+    hf_s: float | None
+    peak_bytes: tuple[int, int] | None
+
+    @property
+    def realised(self) -> float:
+        """The share of the ideal gain that was reached; of nothing that could be gained, all."""
+        return self.gain / self.ideal
+
+
+class Steps:
+    """A run whose steps are taken one by one."""
+
+    def __init__(self, model: ModelSpec, workload: Workload, folder: str, share_prefixes: bool | str) -> None:
+        """Build the model and get ready for the first step."""
+        self.trainer = trainer_for(model.build, workload, folder, False, share_prefixes=share_prefixes)
+        self.trainer._opening.open(None)
+
+    def take(self) -> tuple[float, dict[str, float]]:
+        """Take a step; return its seconds of the processor, and the losses before its update."""
+        start_s = now_s()
+        self.trainer._loop.step()
+        seconds = now_s() - start_s
+        return seconds, {run.name: run.last_loss for run in self.trainer.table}
+
+    @property
+    def computed(self) -> float:
+        """Tokens of the rows so far over those that went through the backbone."""
+        counts = self.trainer._plans.token_counts
+        return sum(counts.asked.values()) / sum(counts.computed.values())
+
+
+def workload_of(set_up: SetUp, num_tasks: int, num_steps: int) -> tuple[Workload, list[Batches]]:
+    """Return the tasks of a set-up, and their rows by step."""
+    found = batches(set_up, num_tasks, num_steps)
+    tasks = tuple(
+        TaskWorkload(
+            name=f"task{number}",
+            source=set_up.name,
+            rank=(8, 16)[number % 2],
+            seed=100 + number,
+            batch_size=set_up.batch_size,
+            rows=tuple(row for step in own.steps for row in step),
+            objective=set_up.objective,
+        )
+        for number, own in enumerate(found)
+    )
+    return Workload(set_up.name, tasks, num_steps, "completion", "texts", learning_rate=1e-3), found
+
+
+def ideal_gain(found: Sequence[Batches]) -> tuple[float, float]:
+    """Return the tokens of a step of all tasks, and how many times fewer are different."""
+    steps = [[np.array(own) for own in step] for task in found for step in task.sequences]
+    tokens = sum(len(row) for rows in steps for row in rows)
+    alike = sum(sum(sort_rows(rows).common) for rows in steps)
+    return tokens / len(found[0].steps), tokens / (tokens - alike)
+
+
+def measure(set_up: SetUp, model: ModelSpec, num_tasks: int, rounds: int, *, with_hf: bool, with_memory: bool) -> Found:
+    """Take steps with and without sharing in turns, and those of HF's Trainer.
+
+    Raises:
+        UnequalWorkError: if the losses of two of them differ.
+    """
+    workload, found = workload_of(set_up, num_tasks, WARM_STEPS + rounds)
+    tokens, ideal = ideal_gain(found)
+    with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+        runs = Steps(model, workload, one, "auto"), Steps(model, workload, other, False)
+        losses = [[run.take()[1] for _ in range(WARM_STEPS)] for run in runs]
+        _compare(set_up.name, "share_prefixes=False", losses[0], losses[1])
+        hf_s = _hf_step_s(set_up, model, num_tasks, losses[0]) if with_hf and set_up.objective == "sft" else None
+        gc.collect()
+        times: list[tuple[float, float]] = []
+        for turn in range(rounds):
+            order = runs if turn % 2 == 0 else runs[::-1]
+            taken = {run: run.take()[0] for run in order}
+            times.append((taken[runs[0]], taken[runs[1]]))
+        computed = runs[0].computed
+    del runs
+    gains = [unshared / shared for shared, unshared in times]
+    peaks = None
+    if with_memory:
+        peaks = _peak(set_up.name, model, num_tasks, "auto"), _peak(set_up.name, model, num_tasks, False)
+    return Found(
+        set_up.name, num_tasks, tokens, ideal, computed, median(gains), gains,
+        median(shared for shared, _ in times), hf_s, peaks,
+    )  # fmt: skip
+
+
+def _compare(name: str, other: str, losses: Sequence[dict[str, float]], others: Sequence[dict[str, float]]) -> None:
+    for step, (mine, theirs) in enumerate(zip(losses, others, strict=True)):
+        for task, loss in mine.items():
+            # Written so that NaN is a difference.
+            if not abs(loss - theirs[task]) <= LOSS_TOLERANCE * max(abs(loss), 1e-3):
+                raise UnequalWorkError(f"{name}: {task} step {step} has loss {loss}, by {other} {theirs[task]}")
+
+
+def _hf_step_s(set_up: SetUp, model: ModelSpec, num_tasks: int, losses: Sequence[dict[str, float]]) -> float:
+    """Return the seconds of a step of all tasks by HF's Trainer, whose first losses have to be those of `losses`."""
+    workload, _ = workload_of(set_up, num_tasks, WARM_STEPS)
+    run = run_hf_trainer(model.build, workload, True)
+    told = [{task: own[step] for task, own in run.losses.items()} for step in range(len(losses))]
+    _compare(set_up.name, "HF's Trainer", losses[:1], told[:1])
+    return run.steps_s / (WARM_STEPS - 1)
+
+
+def _peak(name: str, model: ModelSpec, num_tasks: int, share: bool | str) -> int:
+    """Return the peak of a process of its own that takes two steps."""
+    given = json.dumps({"name": name, "model": asdict(model), "num_tasks": num_tasks, "share": share})
+    command = [sys.executable, "-m", "benchmarks.training.prefixes", "--memory-of", given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{name}: measuring memory ended with code {done.returncode}:\n{done.stderr[-3000:]}")
+    return int(done.stdout.splitlines()[-1])
+
+
+def peak_bytes(set_up: SetUp, model: ModelSpec, num_tasks: int, share: bool | str) -> int:
+    """Return how far two steps raise the resident set of this process, which must be a fresh one."""
+
+    def train(spec: ModelSpec) -> Any:
+        workload, _ = workload_of(set_up, num_tasks, WARM_STEPS)
+        with tempfile.TemporaryDirectory() as folder:
+            steps = Steps(spec, workload, folder, share)
+            return [steps.take() for _ in range(WARM_STEPS)]
+
+    tiny = ModelSpec(hidden_size=32, num_layers=1, intermediate_size=32, num_heads=2, vocab_size=model.vocab_size)
+    train(tiny)
+    return measured_peak(lambda: train(model))[1]
