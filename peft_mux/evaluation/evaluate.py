@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from peft_mux.data.batch import Arrange, TaskBatch, batch_totals
+from peft_mux.data.batch import Arrange, TaskBatch, batch_totals, prefix_trie
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.work import StepExecutor
 from peft_mux.errors import MetricsError
@@ -73,6 +73,7 @@ def evaluate_task(
     listener: Listener = nobody,
     arrange: Arrange | None = None,
     arranged_rows: int = 1,
+    shares_prefixes: bool = False,
 ) -> dict[str, float]:
     """Return the metrics of one task on held-out rows.
 
@@ -86,6 +87,7 @@ def evaluate_task(
         listener: told how long the task's own functions took, on the process where they took longest.
         arrange: makes the rows of a batch of rows of the dataset; `None` where they are the same.
         arranged_rows: number of rows of each batch where they are arranged.
+        shares_prefixes: whether what rows begin with alike may be computed once.
 
     Returns:
         `eval_loss`, the mean over all terms of the task's loss, what else its objective makes of that, and what
@@ -101,8 +103,9 @@ def evaluate_task(
     model.eval()
     try:
         with torch.no_grad(), executor.precision():
-            batches = None if arrange is None else partial(_arranged_batches, arrange, arranged_rows)
-            metrics = _loss_metrics(executor, task, dataset, collator, max_tokens, share, batches or _batches)
+            batches = _batches if arrange is None else partial(_arranged_batches, arrange, arranged_rows)
+            batches = partial(_sharing_batches, batches) if shares_prefixes else batches
+            metrics = _loss_metrics(executor, task, dataset, collator, max_tokens, share, batches)
             own, found = None, metrics
             if task.compute_metrics is not None:
                 own = _own_metrics(executor, task, dataset, collator, max_tokens, share)
@@ -209,6 +212,12 @@ def _batches(name: str, dataset: Any, limit: int, totals: Mapping[str, float] | 
         num_tokens += len(sequence)
     if sequences:
         yield TaskBatch(name, 0, 0, tuple(sequences), totals)
+
+
+def _sharing_batches(batches: Callable[..., Iterator[TaskBatch]], *arguments: Any) -> Iterator[TaskBatch]:
+    """Yield the same batches with what their rows begin with alike."""
+    for batch in batches(*arguments):
+        yield replace(batch, trie=prefix_trie(batch.sequences))
 
 
 def _arranged_batches(

@@ -94,6 +94,7 @@ class TaskEvaluator:
             listener=listener,
             arrange=run.loader.arrange,
             arranged_rows=run.hyper.train_batch_size,
+            shares_prefixes=run.loader.shares_prefixes,
         )
         if not run.eval_prompts:
             return metrics

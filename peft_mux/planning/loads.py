@@ -158,6 +158,7 @@ def task_share(run: TaskRun, shapes: ParameterShapes) -> TaskShare:
         tokens_per_step=run.loader.tokens_per_step,
         num_steps=run.num_steps,
         adapter_parameters=_num_elements(shapes),
+        computed_share=1.0 if (batch := _sharing_batch(run)) is None else _computed_share(batch),
     )
 
 

@@ -40,6 +40,8 @@ class TaskShare:
         tokens_per_step: mean tokens of its global batch.
         num_steps: optimizer steps that it takes from its first to its last.
         adapter_parameters: trainable parameters of its adapter.
+        computed_share: part of these tokens that is computed where the whole batch is in one pass: less than all where
+            its rows begin alike.
     """
 
     name: str
@@ -47,6 +49,7 @@ class TaskShare:
     tokens_per_step: float
     num_steps: int
     adapter_parameters: int
+    computed_share: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,6 +305,11 @@ def _rows(plan: Plan) -> list[str]:
             for share in plan.shares
             if share.name in htask.tasks
         ]
+        lines += [
+            f"  {share.name:<{width}}  computed / asked tokens {share.computed_share:.0%}: its rows begin alike"
+            for share in plan.shares
+            if share.name in htask.tasks and share.computed_share < 1
+        ]
         size = f" of about {htask.tokens_per_micro_batch:,.0f} tokens" if htask.tokens_per_micro_batch else ""
         bound = f" (at most {plan.max_tokens_per_micro_batch:,})"
         time = f", {seconds_text(htask.pass_s)} each" if htask.pass_s else ""
@@ -359,6 +367,10 @@ def _explanation(plan: Plan, share: TaskShare, index: int) -> list[str]:
         sentences.append(
             f"Its passes take turns with those of {', '.join(neighbours)}, up to {plan.turns.width} at a time: one"
             " computes while the sums of the others are under way."
+        )
+    if share.computed_share < 1:
+        sentences.append(
+            f"Its rows begin alike: of their tokens {share.computed_share:.0%} are computed where they share one pass."
         )
     if plan.step_s:
         htask_s = htask.micro_batches * htask.pass_s

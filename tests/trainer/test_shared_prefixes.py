@@ -13,6 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 
 from peft_mux import ConfigError, Task
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.engine.executor import Executor
 from peft_mux.reporting.metrics_file import read_metrics
 from tests.invariants import mux_lab as lab
 
@@ -81,6 +82,31 @@ def test_a_run_goes_on_from_its_checkpoint_bit_by_bit(tmp_path: Path) -> None:
     for name in "ac":
         final = whole.weights(name)
         assert all(torch.equal(mine, final[key]) for key, mine in rest.weights(name).items())
+
+
+def test_an_evaluation_shares_and_comes_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = [task("a", few_shot(1), eval_dataset=few_shot(4))]
+    seen: list[tuple[int, int]] = []
+    plain = Executor.forward_sums
+
+    def looking(self: Executor, micro_batches: Any) -> Any:
+        seen.extend((one.num_computed, one.num_tokens) for one in micro_batches)
+        return plain(self, micro_batches)
+
+    monkeypatch.setattr(Executor, "forward_sums", looking)
+    found = []
+    for share in (True, False):
+        trainer = lab.make_trainer(own, tmp_path / str(share), share_prefixes=share)
+        found.append(trainer.evaluate("a")["a/eval_loss"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    assert [computed < asked for computed, asked in seen] == [True, False]
+
+
+def test_the_plan_says_how_many_tokens_are_computed(tmp_path: Path) -> None:
+    told = str(lab.make_trainer(tasks(), tmp_path).plan()).splitlines()
+    shares = {line.split()[0]: line for line in told if "computed / asked tokens" in line}
+    assert shares.keys() == {"a", "c"}
+    assert "computed" not in str(lab.make_trainer(tasks(), tmp_path, share_prefixes=False).plan())
 
 
 # --------------------------------------------------------- where it is not done
