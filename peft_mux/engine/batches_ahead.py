@@ -63,6 +63,7 @@ class BatchesAhead:
         self._listener = listener
         self._held: dict[str, tuple[Loader, TaskBatch | DataError]] = {}
         self._steps: dict[str, int] = {}
+        self._taken: dict[str, tuple[Loader, int, TaskBatch]] = {}
 
     def take(self, task: SteppingTask) -> TaskBatch:
         """Return the batch of a task's current step, read early or now.
@@ -73,6 +74,16 @@ class BatchesAhead:
         Raises:
             DataError: if its rows cannot be read, or could not be when they were read early.
         """
+        batch = self._take(task)
+        self._taken[task.name] = task.loader, task.step, batch
+        return batch
+
+    def put_back(self) -> None:
+        """Hold what was taken last of each task once more, as the step that it is of is taken again."""
+        for name, (loader, step, batch) in self._taken.items():
+            self._held[name], self._steps[name] = (loader, batch), step
+
+    def _take(self, task: SteppingTask) -> TaskBatch:
         loader, found = self._held.pop(task.name, (None, None))
         # A task that was removed and came again under its name has another loader, and one that was put back to a
         # checkpoint another step: what was read for the old one must not be trained on.
@@ -129,5 +140,5 @@ class BatchesAhead:
 
     def drop(self, name: str) -> None:
         """Forget a task that was removed."""
-        self._held.pop(name, None)
-        self._steps.pop(name, None)
+        for own in (self._held, self._steps, self._taken):
+            own.pop(name, None)

@@ -56,6 +56,8 @@ class Planner:
     Attributes:
         model: the model from which the shapes of tasks are read that came later; it may be cut to a stage.
         num_replicas: replicas that divide the global batch of each task among them.
+        most_tokens: the most tokens of a pass that the device was found to have memory for; `None` where none was too
+            large yet.
         correction: learns from measured times how far the profile holds; plans are made with its `factors`.
         shape: the shape of the whole backbone.
         cut_layers: which layers tensor parallelism cuts, and how.
@@ -87,6 +89,7 @@ class Planner:
         self._base: RunProfile | None = None
         self._kept_bytes: dict[str, float] = {}
         self.correction = TimeCorrection()
+        self.most_tokens: int | None = None
         self._priced: tuple[Target, CostModel, dict[str, TaskLoad]] | None = None
 
     def plan_for(self, model: MultiTaskPeftModel | None, *, num_replicas: int) -> None:
@@ -235,8 +238,9 @@ class Planner:
 
     def _budget(self, target: Target, schedule: Any, num_chunks: int) -> Budget:
         """Return the bounds within which a plan for a target is looked for."""
+        asked = self.args.max_tokens_per_micro_batch
         return Budget(
-            self.args.max_tokens_per_micro_batch,
+            asked if self.most_tokens is None or not target.is_own else min(asked, self.most_tokens),
             target.limit_bytes,
             schedule=schedule,
             num_chunks=num_chunks,

@@ -17,6 +17,7 @@ from peft_mux.tasks.window import WindowSteps, steps_until_due
 from peft_mux.trainer.interrupts import stop_at_signal
 from peft_mux.trainer.lifecycle import Lifecycle
 from peft_mux.trainer.membership import Membership
+from peft_mux.trainer.memory_shortage import MemoryShortage
 from peft_mux.trainer.opening import Opening
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
@@ -63,6 +64,7 @@ class StepLoop:
         self._run, self._world, self._placement, self._plans = run, world, placement, plans
         self._collator, self._lifecycle, self._membership = collator, lifecycle, membership
         self._relocation, self._reporter, self._opening, self._control = relocation, reporter, opening, control
+        self._memory = MemoryShortage(run, world.processes, placement, plans)
         self._num_stream_tokens = 0
 
     def train(self, resume: str | bool | None) -> TrainOutput:
@@ -128,7 +130,7 @@ class StepLoop:
         self._run_step(self._plans.next_work(), started)
 
     def _run_step(self, work: StepWork, started: float) -> None:
-        result = self._placement.placed.executor.run(work)
+        result, started = self._memory.run(work, started)
         self._run.is_updating = True
         self._run.table.apply(result)
         # `apply` has waited for the device, so this is the time of the step and not of its launches.

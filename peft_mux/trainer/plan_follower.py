@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from peft_mux.data.collator import ChunkPackingCollator
@@ -28,6 +29,7 @@ from peft_mux.trainer.run import Run, StepTime
 from peft_mux.trainer.world import World
 
 _SAVED_AS = "time factor, "
+_MOST_TOKENS = "most tokens of a pass"
 
 
 class PlanFollower:
@@ -67,6 +69,7 @@ class PlanFollower:
         self.pass_report = PassReport()
         self.steps_s, self.last_times = 0.0, StepTimes()
         self.token_counts = TokenCounts()
+        self._report_before = self.pass_report
         self._waited_s = 0.0
         self._looked_at = 0
         self._rates: ReplicaRates | None = None
@@ -189,7 +192,8 @@ class PlanFollower:
     def _factors_in_force(self) -> dict[str, float]:
         """Return what a state has to hold so that the run goes on with the plan that it has."""
         factors = self.planner.correction.factors._asdict() if self._decides else {}
-        return {_SAVED_AS + name: factor for name, factor in factors.items()}
+        found = {_SAVED_AS + name: factor for name, factor in factors.items()}
+        return found if self.planner.most_tokens is None else {**found, _MOST_TOKENS: self.planner.most_tokens}
 
     def restore_times(self, saved: Mapping[str, Any]) -> None:
         """Plan as the run did whose state is gone on from; rates of replicas are measured anew.
@@ -198,6 +202,7 @@ class PlanFollower:
             saved: what decided the bits of that run, by name, of which factors are read if there are any.
         """
         self._looked_at = 0
+        self.planner.most_tokens = saved.get(_MOST_TOKENS)
         factors = factors_of({name: saved.get(_SAVED_AS + name) for name in Parts._fields})
         if self._decides and factors is not None:
             self.planner.correction.restore(factors)
@@ -264,6 +269,22 @@ class PlanFollower:
         self._steps.prepare(run for run in running if run.name not in work.failures)
         return work
 
+    def smaller_work(self, work: StepWork, max_tokens: int) -> StepWork:
+        """Return the same step in smaller passes, and plan for passes of so many tokens from now on.
+
+        Args:
+            work: the step, which no task has taken.
+            max_tokens: the most tokens of a pass that are left to try.
+        """
+        self.planner.most_tokens = max_tokens
+        self._ahead.put_back()
+        self.pass_report = self._report_before
+        self.replan()
+        assert self._steps is not None, "a run that has running tasks follows a plan"
+        again = self._steps.next(run for run in self._run.table.running if run.name not in work.failures)
+        self._compare_passes(again)
+        return replace(again, failures={**work.failures, **again.failures})
+
     def next_works(self, num_steps: int) -> list[StepWork]:
         """Return the next steps of all running tasks, or fewer where rows cannot be read.
 
@@ -282,6 +303,7 @@ class PlanFollower:
         """Count whether a step has the passes that the plan says."""
         replica = self._world.layout.place(self._world.processes.rank).replica
         self.token_counts = self.token_counts.after(work.micro_batches)
+        self._report_before = self.pass_report
         if self.current is not None and replica < len(self.current.passes):
             self.pass_report = self.pass_report.after(self.current.passes[replica], work.micro_batches)
 

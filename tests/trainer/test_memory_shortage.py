@@ -1,0 +1,117 @@
+"""A step for which memory does not suffice is taken again in smaller passes, and no task is the worse for it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import IterableDataset
+
+from peft_mux import MultiTaskTrainer, Task
+from peft_mux.errors import MemoryBudgetError
+from peft_mux.trainer.memory_shortage import is_out_of_memory
+from tests.invariants.mux_lab import Recorder, Run, assert_same, make_trainer, small_task, train
+
+CPU = "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
+ERRORS = (torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(CPU), MemoryError())
+
+
+def tasks() -> list[Task]:
+    return [small_task("one", data_seed=1, lora_dropout=0.2), small_task("two", data_seed=2, length=20)]
+
+
+def have_memory_for(
+    trainer: MultiTaskTrainer, max_tokens: int, error: BaseException, *, from_step: int = 0
+) -> list[int]:
+    """Let passes of more tokens fail in the middle of their backward; return the tokens of those that did."""
+    failed: list[int] = []
+
+    def look(module: Any, inputs: Any, output: torch.Tensor) -> None:
+        num_tokens = output.shape[-2]
+
+        def fail(gradient: torch.Tensor) -> None:
+            failed.append(num_tokens)
+            raise error
+
+        if output.requires_grad and num_tokens > max_tokens and trainer.state.global_step >= from_step:
+            output.register_hook(fail)
+
+    trainer.model.backbone.model.layers[0].register_forward_hook(look)
+    return failed
+
+
+def events(folder: Path) -> list[dict[str, Any]]:
+    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [record for record in records if record["event"] == "out_of_memory"]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=["of a GPU", "of a CPU", "of Python"])
+def test_a_run_goes_on_in_passes_that_fit_with_the_results_of_one_that_never_lacked_memory(
+    error: BaseException, tmp_path: Path
+) -> None:
+    recorder = Recorder()
+    trainer = make_trainer(tasks(), tmp_path / "short", recorder=recorder)
+    # Of 128 tokens a step; halved twice, and kept: later steps do not try again.
+    failed = have_memory_for(trainer, 40, error, from_step=3)
+    trainer.train()
+    first, last = (event["max_tokens"] for event in events(tmp_path / "short"))
+    assert (failed[0], len(failed), first) == (128, 2, 64)
+    assert last <= 40
+    assert trainer.plan().max_tokens_per_micro_batch == last
+    whole, short = train(tasks(), tmp_path / "whole"), Run(trainer, recorder)
+    own, theirs = trainer.pass_reports[0], whole.trainer.pass_reports[0]
+    assert (own.num_steps, own.tokens) == (theirs.num_steps, theirs.tokens), "no step counts twice"
+    for name in ("one", "two"):
+        assert_same(short, whole, name, 1e-5)
+
+
+def test_rows_that_were_read_for_the_step_are_those_of_the_next_attempt(tmp_path: Path) -> None:
+    recorder = Recorder()
+
+    def streamed() -> list[Task]:
+        one, two = tasks()
+        rows = [dict(row) for row in two.train_dataset] * 4  # type: ignore[union-attr]
+        return [one, replace(two, train_dataset=IterableDataset.from_generator(lambda: iter(rows)))]
+
+    trainer = make_trainer(streamed(), tmp_path / "short", recorder=recorder)
+    failed = have_memory_for(trainer, 70, ERRORS[0], from_step=2)
+    trainer.train()
+    assert len(failed) == 1
+    whole = train(streamed(), tmp_path / "whole")
+    assert len(events(tmp_path / "short")) == 1
+    for name in ("one", "two"):
+        assert_same(Run(trainer, recorder), whole, name, 1e-5)
+
+
+def test_a_resumed_run_keeps_to_what_fits(tmp_path: Path) -> None:
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
+    first = make_trainer(tasks(), tmp_path, **saving)
+    have_memory_for(first, 70, ERRORS[0])
+    first.train()
+    (tmp_path / "state" / "run-00000008.json").unlink()
+    second = make_trainer(tasks(), tmp_path, **saving)
+    second.train(resume_from_checkpoint=True)
+    assert second.plan().max_tokens_per_micro_batch == 64
+
+
+def test_a_row_that_does_not_fit_by_itself_is_told_by_task_and_length(tmp_path: Path) -> None:
+    trainer = make_trainer(tasks(), tmp_path)
+    have_memory_for(trainer, 15, ERRORS[0])
+    with pytest.raises(
+        MemoryBudgetError, match=r"tasks\.two: a pass of one row of 20 tokens does not fit .* max_length"
+    ):
+        trainer.train()
+
+
+def test_other_errors_are_none_of_memory(tmp_path: Path) -> None:
+    assert all(map(is_out_of_memory, ERRORS))
+    other = RuntimeError("CUDA error: unspecified launch failure")
+    assert not is_out_of_memory(other)
+    trainer = make_trainer(tasks(), tmp_path)
+    have_memory_for(trainer, 40, other)
+    with pytest.raises(RuntimeError, match="unspecified launch failure"):
+        trainer.train()
