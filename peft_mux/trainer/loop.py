@@ -14,10 +14,10 @@ from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.reporting.callbacks import hears_steps
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.window import WindowSteps, steps_until_due
-from peft_mux.trainer.interrupts import stop_at_signal
+from peft_mux.trainer.cut_off.interrupts import stop_at_signal
+from peft_mux.trainer.cut_off.memory_shortage import MemoryShortage
 from peft_mux.trainer.lifecycle import Lifecycle
 from peft_mux.trainer.membership import Membership
-from peft_mux.trainer.memory_shortage import MemoryShortage
 from peft_mux.trainer.opening import Opening
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
