@@ -45,7 +45,7 @@ class ReportRow(NamedTuple):
         step: optimizer steps taken.
         num_steps: optimizer steps to take.
         loss: loss of its last step; `None` before the first.
-        best_loss: least logged loss, of training rows; `None` where none was logged.
+        best_loss: least loss of training rows, of those that were logged and the last; `None` where there is none.
         eval_loss: held-out loss of the adapter that was kept: the best where it went back to that; `None` without one.
         seconds: seconds of the steps that it took part in, in this process.
         num_tokens: tokens that it was trained on.
@@ -74,7 +74,7 @@ def report_row(run: TaskRun, place: Path | None, seconds: float, status: TaskSta
         seconds: seconds of the steps that it took part in.
         status: how it is told of; by default its status.
     """
-    history = run.state.log_history
+    logged = [loss for _, loss in curve_of(run.state.log_history, "loss")]
     return ReportRow(
         run.name,
         (status or run.status).value,
@@ -82,7 +82,8 @@ def report_row(run: TaskRun, place: Path | None, seconds: float, status: TaskSta
         run.step,
         run.num_steps,
         run.last_loss if math.isfinite(run.last_loss) else None,
-        min((loss for _, loss in curve_of(history, "loss")), default=None),
+        # Logged losses are means over the steps since the log before, which the last one by itself may be below.
+        min((loss for loss in (run.last_loss, *logged) if math.isfinite(loss)), default=None),
         _kept_eval_loss(run),
         seconds,
         run.num_tokens,
