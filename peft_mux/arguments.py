@@ -41,6 +41,7 @@ from peft_mux.scheduler.dispatching.dispatch import Policy
 from peft_mux.scheduler.pipeline.template import SCHEDULES
 from peft_mux.scheduler.planner.policies import policy_names
 from peft_mux.task import Task
+from peft_mux.task_interop import is_default
 
 _TASK_DEFAULTS = (
     "learning_rate num_train_epochs max_steps weight_decay warmup_steps max_grad_norm adam_beta1 adam_beta2 "
@@ -188,10 +189,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
             ConfigError: naming every field that cannot be run.
         """
         raise_faults([Fault("config", type(config).__name__, "a TrainingArguments")] * (not _is_arguments(config)))
-        plain = TrainingArguments(output_dir=config.output_dir, use_cpu=config.use_cpu)
-        given = {item.name: getattr(config, item.name) for item in fields(TrainingArguments) if item.init}
-        # As far as they were set, in whatever form transformers keeps them.
-        own = {name: value for name, value in given.items() if str(value) != str(getattr(plain, name))}
+        names = [item.name for item in fields(TrainingArguments) if item.init and not is_default(config, item.name)]
+        own = {name: getattr(config, name) for name in names}
         own = {name: getattr(value, "value", value) for name, value in own.items()}
         if hasattr(config, "max_length") and config.max_length is not None:  # type: ignore[attr-defined]
             own["max_length"] = config.max_length  # type: ignore[attr-defined]

@@ -7,6 +7,7 @@ takes those. One that means nothing here is refused with its reason, so that non
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import MISSING
 from pathlib import Path
 from typing import Any
 
@@ -65,16 +66,37 @@ def _refused(config: Any) -> list[Fault]:
     if not isinstance(config, TrainingArguments):
         allowed = "a TrainingArguments of transformers, or SFTConfig of TRL"
         return [Fault("config", type(config).__name__, allowed)]
-    plain = TrainingArguments(output_dir=config.output_dir, use_cpu=config.use_cpu)
     faults = [
-        Fault(f"config.{name}", shown(getattr(config, name)), f"its default {shown(getattr(plain, name))}", reason)
+        Fault(f"config.{name}", shown(getattr(config, name)), "its default", f"Reason: {why}.")
         for name, why in REASONS.items()
-        if str(getattr(config, name, None)) != str(getattr(plain, name, None)) and (reason := f"Reason: {why}.")
+        if hasattr(config, name) and not is_default(config, name)
     ]
     template = getattr(config, "chat_template_path", None)
     if template and not Path(template).is_file():
         faults.append(Fault("config.chat_template_path", shown(template), "a file with a Jinja template"))
     return faults
+
+
+def is_default(config: Any, name: str) -> bool:
+    """Whether a field of `TrainingArguments` is at its default, in whatever form transformers keeps it.
+
+    No arguments are made to compare with: that would take the state away from which other trainers read their devices.
+
+    Args:
+        config: the arguments.
+        name: name of the field.
+    """
+    from transformers import TrainingArguments
+    from transformers.trainer_pt_utils import AcceleratorConfig
+
+    item = TrainingArguments.__dataclass_fields__[name]
+    default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
+    value = getattr(config, name)
+    if isinstance(value, AcceleratorConfig):
+        return value == AcceleratorConfig()
+    if value in ([], None, False) and default in ("", "none", [], None, False):
+        return True
+    return str(getattr(value, "value", value)) == str(getattr(default, "value", default))
 
 
 def task_settings_of_trainer(trainer: Any) -> dict[str, Any]:

@@ -1,11 +1,12 @@
-"""`peft-mux demo | train | plan | profile`: the same as in Python, from a file."""
+"""`peft-mux`: the same as in Python, from a file and from a shell; `docs/commands.md` lists its commands."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from peft_mux.cli import live
@@ -58,6 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     deployment.add_argument("--layer-profile", metavar="CSV", help="measured times of a layer: tp, seq_len, mbs, time")
     deployment.add_argument("--max-tokens", metavar="CSV", help="most tokens of a micro-batch: tp, pp, max_tokens")
     plan.set_defaults(command=_plan)
+    _add_other_commands(commands)
     live.add_commands(commands)
     profile = commands.add_parser("profile", help="measure the backbone on this device, to plan with; under a minute")
     _file_arguments(profile)
@@ -66,6 +68,43 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--refresh", action="store_true", help="measure anew although one that fits is stored")
     profile.set_defaults(command=_profile)
     return parser
+
+
+def _add_other_commands(commands: Any) -> None:
+    """Add what is done before a run and after it."""
+    init = commands.add_parser("init", help="write a tasks.yaml to begin with")
+    init.add_argument("file", nargs="?", default="tasks.yaml", help="where it goes (tasks.yaml)")
+    init.add_argument("--model", default="Qwen/Qwen3-0.6B", help="hub id or folder of the backbone")
+    init.add_argument("--data", action="append", metavar="ROWS", help="a file of rows, one for each task")
+    init.set_defaults(command=_of("starting", "init"))
+    validate = commands.add_parser("validate", help="show what each task trains on; loads no weights")
+    _file_arguments(validate)
+    validate.add_argument("--json", action="store_true", help="print JSON")
+    validate.set_defaults(command=_validate)
+    export = commands.add_parser("export", help="serve, merge or copy the adapters of a run")
+    export.add_argument("run", metavar="RUN", help="folder of the run (its output_dir)")
+    export.add_argument("task", nargs="?", metavar="TASK", help="copy the adapter of one task")
+    export.add_argument("--vllm", action="store_true", help="print the command that serves all adapters (the default)")
+    export.add_argument("--merge", metavar="TASK", help="merge one adapter into its backbone")
+    export.add_argument("--output", metavar="FOLDER", help="where a copy or a merged model goes")
+    export.add_argument("--json", action="store_true", help="print JSON")
+    export.set_defaults(command=_of("export", "export"))
+    doctor = commands.add_parser("doctor", help="show versions, devices, kernels, disk and log-in of this machine")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(command=_of("starting", "doctor"))
+    schema = commands.add_parser("config-schema", help="print the JSON schema of tasks.yaml, for editors")
+    schema.set_defaults(command=_of("starting", "print_schema"))
+
+
+def _of(module: str, name: str) -> Callable[[argparse.Namespace], int]:
+    """Return a command of a module that is imported when it is called: --help must not wait for torch."""
+    return lambda arguments: getattr(importlib.import_module(f"peft_mux.cli.{module}"), name)(arguments)
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from peft_mux.cli.validate import show_rows
+
+    return show_rows(_trainer_of_file(arguments), arguments)
 
 
 def _file_arguments(parser: argparse.ArgumentParser) -> None:

@@ -114,7 +114,8 @@ class MultiTaskPeftModel(PeftModel):
         config, adapter = injection.own_copy(peft_configs[first], model), self.registry.next_adapter
         with injection.injecting(first, config, seeds.get(first, 42)), injection.as_it_was(model, origin):
             if prompt_kind_of(config) is None:
-                super().__init__(model, config, adapter, low_cpu_mem_usage=injection.is_meta(model))
+                with injection.without_renaming_warnings():
+                    super().__init__(model, config, adapter, low_cpu_mem_usage=injection.is_meta(model))
             else:
                 open_without_tuner(self, model, config, adapter)
                 self._arrivals.tuners.inject(self, kind_of(config), adapter, config)

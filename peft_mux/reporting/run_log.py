@@ -16,10 +16,10 @@ from transformers import TrainerState
 
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.reporting.delays import Delays
-from peft_mux.reporting.held_memory import peak_bytes
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.report import ReportRow, report_row
 from peft_mux.reporting.row_notes import RowNotes
+from peft_mux.reporting.screen.memory import peak_bytes
 from peft_mux.reporting.screen.progress import Progress, SilentProgress
 from peft_mux.reporting.task_times import TaskTimes
 from peft_mux.task import TaskStatus

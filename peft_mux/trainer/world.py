@@ -20,8 +20,8 @@ from peft_mux.engine.replicas.layout import ParallelLayout, layout_of
 from peft_mux.errors import Fault, raise_faults
 from peft_mux.modeling.backbone.fingerprint import fingerprint
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.reporting.held_memory import peak_bytes
 from peft_mux.reporting.report import RankRecord
+from peft_mux.reporting.screen.memory import peak_bytes
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.table import TaskTable
 

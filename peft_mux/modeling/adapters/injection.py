@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -74,6 +75,14 @@ def own_copy(config: PeftConfig, backbone: Any) -> PeftConfig:
     own.inference_mode = False
     kind_of(own).complete(own, backbone)
     return own
+
+
+@contextmanager
+def without_renaming_warnings() -> Iterator[None]:
+    """Let PEFT read an older name of transformers without a word: no user of either can do anything about it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+        yield
 
 
 def is_meta(model: nn.Module) -> bool:

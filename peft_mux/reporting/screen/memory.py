@@ -1,11 +1,17 @@
-"""How much memory this process holds now, for those who look on."""
+"""How much memory this process holds now, for those who look on, and the most that it has held."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 import psutil
 import torch
+
+try:
+    import resource
+except ImportError:  # Windows has none
+    resource = None
 
 
 def memory_now(device: torch.device) -> Callable[[], tuple[int, int] | None]:
@@ -27,3 +33,20 @@ def memory_now(device: torch.device) -> Callable[[], tuple[int, int] | None]:
             return None
 
     return of_gpu if device.type == "cuda" else of_host
+
+
+def peak_bytes(device: torch.device | None = None) -> int:
+    """Return the most bytes that this process has held: of its GPU, else of the host; 0 where nobody knows.
+
+    Args:
+        device: the device that it trains on; by default a GPU where it uses one.
+    """
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if resource is None:
+        return 0
+    # Kilobytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,129 @@
+"""`peft-mux export RUN`: adapters for others: the command that serves them, one merged into its backbone, or a copy."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+from peft_mux.errors import ConfigError
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM takes for --max-lora-rank."""
+_FILES = ("adapter_config.json", "adapter_model.safetensors")
+
+
+def export(arguments: argparse.Namespace) -> int:
+    """Do what the options ask for; return the exit status.
+
+    Raises:
+        ConfigError: if the folder has no adapters, or one cannot be exported so.
+    """
+    adapters = _adapters(Path(arguments.run))
+    if arguments.merge:
+        return _merge(_one(adapters, arguments.merge), arguments)
+    if arguments.task:
+        return _copy(_one(adapters, arguments.task), arguments)
+    command, refused = serve_command(adapters)
+    if arguments.json:
+        print(json.dumps({"command": command, "refused": refused}, indent=1))  # noqa: T201
+    else:
+        for name, reason in refused.items():
+            print(f"{name}: vLLM does not serve it: {reason}")  # noqa: T201
+        print(command)  # noqa: T201
+    return 0 if command else 2
+
+
+def _adapters(root: Path) -> dict[str, dict[str, Any]]:
+    """Return the configuration of each task's adapter in a run folder, with its folder under "folder"."""
+    found = {}
+    for folder in sorted(root.iterdir()) if root.is_dir() else ():
+        if all((folder / name).is_file() for name in _FILES):
+            config = json.loads((folder / _FILES[0]).read_text(encoding="utf-8"))
+            found[folder.name] = {**config, "folder": folder}
+    if not found:
+        raise ConfigError(f"run: got {str(root)!r}, which holds no adapters; allowed: the output_dir of a run.")
+    return found
+
+
+def _one(adapters: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
+    if name not in adapters:
+        raise ConfigError(f"export: got task {name!r}; allowed: {', '.join(adapters)}.")
+    return adapters[name]
+
+
+def serve_command(adapters: dict[str, dict[str, Any]]) -> tuple[str, dict[str, str]]:
+    """Return the command that serves adapters with vLLM, and why it does not serve the others.
+
+    Args:
+        adapters: the configuration of each adapter by task, with its folder under "folder".
+    """
+    refused = {name: reason for name, one in adapters.items() if (reason := _reason_against(one))}
+    served = {name: one for name, one in adapters.items() if name not in refused}
+    if not served:
+        return "", refused
+    rank = max(max([one["r"], *(one.get("rank_pattern") or {}).values()]) for one in served.values())
+    base = next(iter(served.values())).get("base_model_name_or_path") or "BASE_MODEL"
+    modules = " ".join(f"{name}={shlex.quote(str(one['folder']))}" for name, one in served.items())
+    least = next((allowed for allowed in _RANKS if allowed >= rank), rank)
+    return (
+        f"vllm serve {shlex.quote(base)} --enable-lora --max-loras {len(served)} --max-lora-rank {least} "
+        f"--lora-modules {modules}"
+    ), refused
+
+
+def _reason_against(config: dict[str, Any]) -> str:
+    """Return why vLLM does not serve an adapter, as far as its configuration tells; "" where it does."""
+    if config.get("peft_type") != "LORA":
+        return f"it is of type {config.get('peft_type')}; LORA is served. Merge it: --merge"
+    if str(config.get("task_type") or "CAUSAL_LM") != "CAUSAL_LM":
+        return f"its task_type is {config['task_type']}"
+    for name in ("modules_to_save", "use_dora", "trainable_token_indices", "target_parameters"):
+        if config.get(name):
+            return f"it has {name}={config[name]}. Merge it: --merge"
+    if config.get("bias", "none") != "none":
+        return f"it has bias={config['bias']!r}. Merge it: --merge"
+    ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
+    return f"its rank {max(ranks)} is above {_RANKS[-1]}" if max(ranks) > _RANKS[-1] else ""
+
+
+def _merge(one: dict[str, Any], arguments: argparse.Namespace) -> int:
+    """Merge an adapter into its backbone, and write the whole model."""
+    output = _new_folder(arguments)
+    import transformers
+    from peft import PeftModel
+
+    from peft_mux.modeling.backbone.head_kinds import head_kind_for
+
+    base = one.get("base_model_name_or_path")
+    if not base:
+        raise ConfigError("export: got an adapter that names no backbone; allowed: one whose model had a name.")
+    kind = getattr(transformers, head_kind_for(one.get("task_type")).auto_class)
+    try:
+        model = PeftModel.from_pretrained(kind.from_pretrained(base, dtype="auto"), str(one["folder"]))
+        model.merge_and_unload().save_pretrained(output)
+        transformers.AutoTokenizer.from_pretrained(base).save_pretrained(output)
+    except (OSError, ValueError, NotImplementedError, AttributeError, TypeError, LookupError) as error:
+        raise ConfigError(f"export: got {one['folder']}, which cannot be merged: {error}") from error
+    print(f"merged: {output}")  # noqa: T201
+    return 0
+
+
+def _copy(one: dict[str, Any], arguments: argparse.Namespace) -> int:
+    """Copy the files of an adapter, without checkpoints and states."""
+    output = _new_folder(arguments)
+    output.mkdir(parents=True)
+    for name in _FILES:
+        shutil.copyfile(one["folder"] / name, output / name)
+    print(f"copied: {output}")  # noqa: T201
+    return 0
+
+
+def _new_folder(arguments: argparse.Namespace) -> Path:
+    output = Path(arguments.output) if arguments.output else None
+    if output is None or output.exists():
+        raise ConfigError(f"--output: got {arguments.output!r}; allowed: a folder that is not there yet.")
+    return output

@@ -1,0 +1,183 @@
+"""`peft-mux init | doctor | config-schema`: a first file, what this machine has, and the file's form for editors."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from peft_mux.errors import ConfigError
+
+_FILE = """\
+# peft-mux validate {file}    what is trained on;    peft-mux plan {file}    what runs together
+# peft-mux train {file}       every key: peft-mux config-schema; docs/data.md, docs/arguments.md
+model: {model}
+output_dir: {output_dir}
+run: {{bf16: {bf16}, logging_steps: 10, save_steps: 500}}
+defaults:
+  learning_rate: 2e-4
+  num_train_epochs: 1
+  max_length: 1024
+  train_batch_size: 16
+  peft: {{type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}}
+tasks:
+{tasks}"""
+_PACKAGES = "peft-mux torch transformers peft accelerate datasets safetensors triton bitsandbytes trl".split()
+
+
+def init(arguments: argparse.Namespace) -> int:
+    """Write a file to begin with; return the exit status.
+
+    Raises:
+        ConfigError: if there is one already, or a name cannot be made of a file of rows.
+    """
+    path = Path(arguments.file)
+    if path.exists():
+        raise ConfigError(f"init: got {path}, which is there; allowed: a new file. Name another one.")
+    data = arguments.data or ["data/first.jsonl", "data/second.jsonl"]
+    names = [Path(one).stem.replace(".", "-").replace(" ", "-") for one in data]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"init: got {', '.join(data)}; allowed: files of different names, as tasks get them.")
+    from peft_mux.storage.atomic import write_file
+    from peft_mux.task_names import check_task_names, name_fault
+
+    faults = [str(fault) for name in names if (fault := name_fault(name)) is not None]
+    if faults:
+        raise ConfigError(" ".join(faults))
+    check_task_names(names)
+    import torch
+
+    tasks = "".join(f"  {name}: {{dataset: {json.dumps(one)}}}\n" for name, one in zip(names, data, strict=True))
+    bf16 = str(torch.cuda.is_available()).lower()
+    filled = _FILE.format(file=path, model=arguments.model, output_dir=f"runs/{path.stem}", bf16=bf16, tasks=tasks)
+    write_file(path, filled.encode())
+    print(f"written: {path}; next: peft-mux validate {path}")  # noqa: T201
+    return 0
+
+
+def doctor(arguments: argparse.Namespace) -> int:
+    """Print what this machine has that training needs; return the exit status: 1 where something is amiss."""
+    found = facts()
+    if arguments.json:
+        print(json.dumps(found, indent=1))  # noqa: T201
+    else:
+        for key, value in found.items():
+            shown = value if not isinstance(value, (dict, list)) else _listed(value)
+            print(f"{key:<10} {shown}")  # noqa: T201
+    return 1 if found["amiss"] else 0
+
+
+def _listed(value: dict[str, Any] | list[Any]) -> str:
+    if isinstance(value, list):
+        return "; ".join(map(str, value)) or "nothing"
+    return ", ".join(f"{key} {own}" for key, own in value.items())
+
+
+def facts() -> dict[str, Any]:
+    """Return versions, devices, kernels, free disk and log-in, as plain JSON, to be pasted into an issue."""
+    import torch
+
+    amiss: list[str] = []
+    versions = {name: _version(name) for name in _PACKAGES}
+    devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    kernels = _kernels(amiss) if devices else "torch (no GPU)"
+    free_gib = shutil.disk_usage(".").free / 2**30
+    if free_gib < 5:
+        amiss.append(f"only {free_gib:.1f} GiB free on this disk")
+    return {
+        "python": f"{platform.python_version()} on {platform.platform()}",
+        "versions": versions,
+        "devices": devices or [f"cpu, {os.cpu_count()} cores, {torch.get_num_threads()} threads"],
+        "kernels": kernels,
+        "disk": f"{free_gib:.1f} GiB free here",
+        "hub": _hub(),
+        "amiss": amiss,
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def _kernels(amiss: list[str]) -> str:
+    """Try a kernel on the GPU."""
+    import torch
+
+    from peft_mux.kernels.adamw.update import joint_update
+
+    try:
+        update = joint_update(torch.device("cuda"))
+    except Exception as error:  # whatever a compiler, a driver or a library says
+        amiss.append(f"Triton's kernels do not run: {error}")
+        return "torch, as Triton's do not run"
+    return "triton" if update is not None else "torch"
+
+
+def _hub() -> str:
+    """Return who is logged in at the Hub, as far as that is known without asking it."""
+    from huggingface_hub import get_token
+
+    offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
+    return ("a token is there" if get_token() else "no token: `hf auth login` before you push") + offline
+
+
+def print_schema(arguments: argparse.Namespace) -> int:
+    """Print the JSON schema of `tasks.yaml`, with which editors complete and check it; return the exit status."""
+    del arguments
+    print(json.dumps(schema(), indent=1))  # noqa: T201
+    return 0
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of `tasks.yaml`."""
+    from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments
+    from peft_mux.cli.config_objects import DATA_KEYS, TASK_KEYS
+    from peft_mux.task import Task
+
+    run = {
+        name: {**_kind(str(item.type)), **({"description": item.metadata["help"]} if "help" in item.metadata else {})}
+        for name, item in sorted(MultiTaskTrainingArguments.__dataclass_fields__.items())
+        if name in SETTABLE_FIELDS and name != "output_dir"
+    }
+    fields = Task.__dataclass_fields__
+    task: dict[str, Any] = {key: _kind(str(fields[key].type)) for key in sorted(TASK_KEYS) if key in fields}
+    task |= {key: {"type": "string"} for key in DATA_KEYS}
+    task["peft"] = {"type": "object", "description": "type (lora by default) and options of the adapter"}
+    section = {"type": "object", "properties": task, "additionalProperties": False}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "tasks.yaml of peft-mux",
+        "type": "object",
+        "required": ["model", "tasks"],
+        "additionalProperties": False,
+        "properties": {
+            "model": {"type": "string", "description": "hub id or folder of the backbone"},
+            "tokenizer": {"type": "string"},
+            "output_dir": {"type": "string"},
+            "model_init_kwargs": {"type": "object"},
+            "run": {"type": "object", "properties": run, "additionalProperties": False},
+            "defaults": section,
+            "tasks": {"type": "object", "minProperties": 1, "additionalProperties": section},
+        },
+    }
+
+
+_KINDS = {"int": "integer", "float": "number", "bool": "boolean", "str": "string"}
+
+
+def _kind(annotation: str) -> dict[str, Any]:
+    """Return what JSON may hold for a field, as its annotation tells; anything where that says more."""
+    words = [word.strip().removeprefix("<class '").removesuffix("'>") for word in annotation.split("|")]
+    kinds = [_KINDS.get(word) for word in words if word != "None"]
+    if not kinds or None in kinds:
+        return {}
+    # YAML has null for what comes from elsewhere.
+    return {"type": [*dict.fromkeys(str(kind) for kind in kinds), "null"]}

@@ -1,0 +1,109 @@
+"""`peft-mux validate`: what each task of a file trains on, before anything is loaded or trained."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+_TARGET, _OTHER, _END = "\x1b[32m", "\x1b[2m", "\x1b[0m"
+_MOST_SHOWN = 240
+"""Tokens of a sample that are shown."""
+
+
+def show_rows(trainer: Any, arguments: argparse.Namespace) -> int:
+    """Print each task's format, lengths, cut and masked shares, a sample, and rows that stand in both datasets.
+
+    Args:
+        trainer: the trainer of the file's tasks, which has read their rows and no weights.
+        arguments: parsed options of `peft-mux validate`.
+
+    Returns:
+        The exit status: 0, or 1 where held-out rows are trained on.
+    """
+    found = {run.name: rows_of_task(run, trainer.processing_class) for run in trainer.table}
+    if arguments.json:
+        print(json.dumps(found, indent=1))  # noqa: T201
+    else:
+        for name, one in found.items():
+            print(_text(name, one, is_coloured=sys.stdout.isatty()))  # noqa: T201
+    return 1 if any(one["in_both"] for one in found.values()) else 0
+
+
+def rows_of_task(run: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return what a task trains on, as plain JSON.
+
+    Args:
+        run: the task, with its rows read.
+        tokenizer: writes tokens as text; `None` for their numbers.
+    """
+    splits = {"train_dataset": getattr(run.loader, "dataset", None), "eval_dataset": run.eval_data}
+    facts: dict[str, Any] = {
+        "steps": run.num_steps,
+        "batch": run.hyper.train_batch_size,
+        "splits": {name: _split(dataset) for name, dataset in splits.items() if dataset is not None},
+        "in_both": _in_both(splits["train_dataset"], splits["eval_dataset"]),
+    }
+    first = run.loader.batch(0).sequences[0] if splits["train_dataset"] is None else splits["train_dataset"][0]
+    facts["sample"] = _sample(first, tokenizer)
+    return facts
+
+
+def _split(dataset: Any) -> dict[str, Any]:
+    report, lengths = dataset.report, sorted(int(length) for length in dataset.lengths)
+    return {
+        "format": str(report.data_format),
+        "rows": report.num_rows,
+        "kept": report.num_kept,
+        "tokens": report.num_tokens,
+        "shortest": lengths[0],
+        "median": lengths[len(lengths) // 2],
+        "longest_of_95_percent": lengths[min(len(lengths) - 1, int(0.95 * len(lengths)))],
+        "longest": lengths[-1],
+        "limit": report.limit,
+        "cut_share": report.num_truncated / max(report.num_rows, 1),
+        "left_out_share": (report.num_dropped_long + report.num_without_targets) / max(report.num_rows, 1),
+        "masked_share": 1 - report.num_target_tokens / max(report.num_tokens, 1),
+    }
+
+
+def _in_both(train: Any, held_out: Any) -> int:
+    """Return how many held-out rows are among those that are trained on, token for token."""
+    if train is None or held_out is None:
+        return 0
+    known = {train[row].input_ids.tobytes() for row in range(len(train))}
+    return sum(held_out[row].input_ids.tobytes() in known for row in range(len(held_out)))
+
+
+def _sample(sequence: Any, tokenizer: Any) -> list[tuple[str, bool]]:
+    """Return the tokens of a sequence as text, each with whether it carries loss; alike neighbours are joined."""
+    parts: list[tuple[str, bool]] = []
+    ids, labels = sequence.input_ids.tolist(), sequence.labels.tolist()
+    for token, label in list(zip(ids, labels, strict=True))[:_MOST_SHOWN]:
+        text = f"{token} " if tokenizer is None else tokenizer.decode([token])
+        is_target = label != -100
+        if parts and parts[-1][1] == is_target:
+            parts[-1] = (parts[-1][0] + text, is_target)
+        else:
+            parts.append((text, is_target))
+    return parts
+
+
+def _text(name: str, one: dict[str, Any], *, is_coloured: bool) -> str:
+    lines = [f"{name}  {one['steps']:,} steps of {one['batch']} rows"]
+    for split, own in one["splits"].items():
+        lines.append(
+            f"  {split}: {own['kept']:,} of {own['rows']:,} rows ({own['format']}), {own['tokens']:,} tokens; "
+            f"lengths {own['shortest']} to {own['longest']}, median {own['median']}, "
+            f"95 % up to {own['longest_of_95_percent']}, limit {own['limit']}; cut {own['cut_share']:.1%}, "
+            f"left out {own['left_out_share']:.1%}, without loss {own['masked_share']:.1%} of the tokens"
+        )
+    if one["in_both"]:
+        lines.append(f"  {one['in_both']:,} held-out rows are trained on as well: take them out of train_dataset")
+    shown = "".join(
+        f"{_TARGET if is_target else _OTHER}{text}{_END}" if is_coloured else f"[{text}]" if is_target else text
+        for text, is_target in one["sample"]
+    )
+    meaning = "green carries loss" if is_coloured else "[...] carries loss"
+    return "\n".join([*lines, f"  first row ({meaning}):", *(f"    {line}" for line in shown.split("\n"))])

@@ -1,0 +1,142 @@
+"""`peft-mux init | validate | export | doctor | config-schema`, and `add` to a run that trains."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoModelForCausalLM
+
+from peft_mux.cli.main import main
+from peft_mux.cli.starting import schema
+from tests.cli import test_commands
+from tests.paths import ROOT
+
+made, file = test_commands.made, test_commands.file
+
+
+def test_a_first_file_is_written_once_and_can_be_validated(
+    made: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "first.yaml"
+    words = ["init", str(path), "--model", str(made / "backbone"), "--data", str(made / "rows.jsonl")]
+    assert main(words) == 0
+    assert main(words) == 2
+    assert "which is there" in capsys.readouterr().err
+    assert main(["validate", str(path), "--json"]) == 0
+    out = capsys.readouterr().out
+    found = json.loads(out[out.index("{") :])["rows"]
+    split = found["splits"]["train_dataset"]
+    assert (split["format"], split["rows"], split["kept"], split["cut_share"]) == ("prompt_completion", 6, 6, 0.0)
+    assert 0 < split["masked_share"] < 1
+    assert "".join(text for text, _ in found["sample"]).startswith("say one")
+
+
+def test_what_is_trained_on_is_shown_and_held_out_rows_among_it_are_told(
+    file: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["validate", str(file)]) == 1
+    said = capsys.readouterr().out
+    assert "train_dataset: 6 of 6 rows (prompt_completion)" in said
+    assert "6 held-out rows are trained on as well" in said
+    assert "say one[ one" in said, "what carries loss is marked"
+
+
+def test_adapters_of_a_run_are_served_merged_and_copied(
+    file: Path,
+    tmp_path: Path,
+    made: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", str(file), "--set", "tasks.math.peft.use_dora=true"]) == 0
+    capsys.readouterr()
+    run = str(tmp_path / "out")
+    assert main(["export", run]) == 0
+    said = capsys.readouterr().out
+    command = shlex.split(said.splitlines()[-1])
+    assert command[:2] == ["vllm", "serve"]
+    assert command[command.index("--max-lora-rank") + 1] == "8", "the least that holds rank 4"
+    assert f"sql={run}/sql" in command
+    assert "math: vLLM does not serve it: it has use_dora=True" in said
+    merged = tmp_path / "merged"
+    assert main(["export", run, "--merge", "sql", "--output", str(merged)]) == 0
+    base, own = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (made / "backbone", merged))
+    assert base.keys() == own.keys()
+    assert any((base[key] != own[key]).any() for key in base)
+    assert main(["export", run, "sql", "--output", str(tmp_path / "copy")]) == 0
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert main(["export", run, "sql", "--output", str(tmp_path / "copy")]) == 2
+    assert main(["export", run, "--merge", "absent", "--output", str(tmp_path / "x")]) == 2
+    assert main(["export", str(tmp_path / "nowhere")]) == 2
+
+
+def test_the_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"python", "versions", "devices", "kernels", "disk", "hub", "amiss"} == found.keys()
+    assert found["versions"]["torch"][0].isdigit()
+    assert main(["doctor"]) == 0
+    assert "torch" in capsys.readouterr().out
+
+
+def _faults(value: Any, rule: dict[str, Any], where: str = "") -> list[str]:
+    """Return where a value is not of a schema, as far as this one uses it."""
+    faults = []
+    if isinstance(value, dict) and "properties" in rule:
+        for key, own in value.items():
+            inner = rule["properties"].get(key, rule.get("additionalProperties"))
+            faults += [f"{where}{key}"] if inner is False else _faults(own, inner or {}, f"{where}{key}.")
+    elif isinstance(value, dict) and isinstance(rule.get("additionalProperties"), dict):
+        for key, own in value.items():
+            faults += _faults(own, rule["additionalProperties"], f"{where}{key}.")
+    kinds = rule.get("type", [])
+    names = {dict: "object", str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+    kind = names.get(type(value))
+    allowed = [kinds] if isinstance(kinds, str) else kinds
+    return faults + (
+        [where] if allowed and kind not in allowed and not (kind == "integer" and "number" in allowed) else []
+    )
+
+
+def test_the_schema_knows_good_files_and_finds_wrong_keys_and_types(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config-schema"]) == 0
+    assert json.loads(capsys.readouterr().out) == schema()
+    good = yaml.safe_load(test_commands.TASKS.format(output_dir="out").replace("1e-2", "0.01"))
+    assert _faults(good, schema()) == []
+    bad = {**good, "run": {**good["run"], "logging_stepz": 1, "bf16": "yes"}}
+    assert _faults(bad, schema()) == ["run.logging_stepz", "run.bf16."]
+
+
+@pytest.mark.slow
+def test_tasks_of_a_file_come_into_a_run_that_another_process_trains(file: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "peft_mux", "train", str(file), "--set", "run.max_steps=100000"]
+    process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    run, more = str(tmp_path / "out"), file.with_name("more.yaml")
+    more.write_text(
+        "model: backbone\ndefaults: {dataset: rows.jsonl, peft: {r: 2}}\ntasks:\n  sql: {}\n  late: {max_steps: 3}\n"
+    )
+    try:
+        until = time.monotonic() + 60
+        while not (tmp_path / "out" / "metrics.jsonl").is_file() and time.monotonic() < until:
+            time.sleep(0.2)
+        assert main(["add", run, str(more)]) == 0, "sql is there already, so only late is meant"
+        assert main(["pause", run, "sql"]) == 0
+        while not (tmp_path / "out" / "late" / "adapter_model.safetensors").is_file() and time.monotonic() < until:
+            time.sleep(0.2)
+        assert process.wait(30) == 0, "every task has ended or is paused"
+    finally:
+        process.kill()
+    assert (tmp_path / "out" / "late" / "adapter_model.safetensors").is_file()

@@ -1,0 +1,155 @@
+"""From TRL and Trainer to tasks: the same hyper-parameters, rows and losses; what cannot be done is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.errors import ConfigError
+from peft_mux.task import Task
+from peft_mux.trainer.trainer import MultiTaskTrainer
+from tests.invariants.mux_lab import rows, tiny_llama
+
+ROWS = rows(1, 8, 6, 6)
+LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+
+def plain(folder: Path, **settings: Any) -> TrainingArguments:
+    options = {"use_cpu": True, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "max_steps": 3}
+    return TrainingArguments(output_dir=str(folder), **{**options, **settings})
+
+
+def test_a_task_has_what_the_arguments_of_one_run_said(tmp_path: Path) -> None:
+    config = plain(
+        tmp_path,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=3,
+        learning_rate=3e-4,
+        lr_scheduler_type="cosine",
+        warmup_steps=0.1,
+        eval_strategy="steps",
+        eval_steps=2,
+        metric_for_best_model="loss",
+        seed=7,
+    )
+    task = Task.from_sft_config(
+        "sql", config, train_dataset=ROWS, eval_dataset=ROWS, peft_config=LORA, learning_rate=1e-3
+    )
+    assert (task.train_batch_size, task.max_steps, task.learning_rate, task.seed) == (6, 3, 1e-3, 7)
+    assert (task.lr_scheduler_type, task.warmup_steps, task.eval_steps) == ("cosine", 0.1, 2)
+    assert task.metric_for_best_model == "loss"
+
+
+def test_sft_config_says_what_is_trained_on(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    template = tmp_path / "chat.jinja"
+    template.write_text("{{ messages[0].content }}")
+    config = trl.SFTConfig(
+        output_dir=str(tmp_path),
+        use_cpu=True,
+        bf16=False,
+        max_length=77,
+        completion_only_loss=False,
+        chat_template_path=str(template),
+        dataset_text_field="body",
+    )
+    task = Task.from_sft_config("a", config, train_dataset=[{"body": "x"}], peft_config=LORA)
+    assert (task.max_length, task.completion_only_loss) == (77, False)
+    assert task.chat_template == "{{ messages[0].content }}"
+    assert task.train_dataset[0] == {"text": "x"}
+    args = MultiTaskTrainingArguments.from_training_arguments(config, logging_steps=3)
+    assert (args.max_length, args.logging_steps, args.learning_rate) == (77, 3, config.learning_rate)
+    assert args.uses_checkpointing == bool(config.gradient_checkpointing)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("neftune_noise_alpha", 5.0), ("label_smoothing_factor", 0.1), ("data_seed", 3)]
+)
+def test_what_no_task_can_have_is_refused_with_its_reason(field: str, value: Any, tmp_path: Path) -> None:
+    config = plain(tmp_path, **{field: value})
+    with pytest.raises(ConfigError, match=rf"config\.{field}: got {value}; .*Reason: "):
+        Task.from_sft_config("a", config, train_dataset=ROWS, peft_config=LORA)
+    with pytest.raises(ConfigError, match=rf"args\.{field}: got {value}"):
+        MultiTaskTrainingArguments.from_training_arguments(config)
+    with pytest.raises(ConfigError, match="config: got dict"):
+        Task.from_sft_config("a", {}, train_dataset=ROWS, peft_config=LORA)  # type: ignore[arg-type]
+
+
+def test_a_trainer_and_its_task_train_to_the_same_losses(tmp_path: Path) -> None:
+    class Losses(TrainerCallback):
+        def __init__(self) -> None:
+            self.found: list[float] = []
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            self.found += [logs["loss"]] if "loss" in logs else []
+
+    losses = Losses()
+    same = [{**row, "labels": row["input_ids"]} for row in ROWS[:2]]
+    config = plain(tmp_path, per_device_train_batch_size=2, logging_steps=1, learning_rate=1e-2, seed=1)
+    stops = EarlyStoppingCallback(2)
+    trainer = Trainer(
+        get_peft_model(tiny_llama(), LORA),
+        config,
+        train_dataset=same,
+        callbacks=[losses, stops],
+        data_collator=lambda batch: _stacked(batch),
+    )
+    task = Task.from_trainer("own", trainer, callbacks=[])
+    assert Task.from_trainer("own", trainer, eval_dataset=same).callbacks == [losses, stops], "those of its owner"
+    trainer.remove_callback(EarlyStoppingCallback)
+    trainer.train()
+    args = MultiTaskTrainingArguments.from_training_arguments(config, output_dir=str(tmp_path / "ours"))
+    ours = MultiTaskTrainer(tiny_llama(), args, [task])
+    ours.train()
+    found = [entry["loss"] for entry in ours.task_states["own"].log_history if "loss" in entry]
+    # The first steps tell: the initial weights of A are those of another draw, and B is 0.
+    assert found[0] == pytest.approx(losses.found[0], rel=1e-3)
+    assert len(found) == len(losses.found) == 3
+
+
+def _stacked(batch: Any) -> dict[str, Any]:
+    import torch
+
+    return {key: torch.tensor([row[key] for row in batch]) for key in ("input_ids", "labels")}
+
+
+def test_a_trainer_of_trl_gives_its_rows_with_their_masks(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    from tests.trl.trl_lab import tokenizer
+
+    config = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=2)
+    pairs = [{"prompt": "the sky is", "completion": " blue"}, {"prompt": "snow", "completion": " is white"}]
+    from tests.trl.trl_lab import _language_model
+
+    trainer = trl.SFTTrainer(
+        _copy(_language_model()),
+        config,
+        train_dataset=Dataset.from_list(pairs),
+        peft_config=LORA,
+        processing_class=tokenizer(),
+    )
+    task = Task.from_trainer("own", trainer)
+    row = task.train_dataset[0]
+    assert {"input_ids", "labels"} <= set(row)
+    masked = [label for label in row["labels"] if label == -100]
+    assert 0 < len(masked) < len(row["labels"]), "the prompt carries no loss"
+    assert task.peft_config.r == 4
+
+
+def _copy(model: Any) -> Any:
+    import copy
+
+    return copy.deepcopy(model)
+
+
+def test_a_trainer_without_an_adapter_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(tiny_llama(), plain(tmp_path), train_dataset=ROWS)
+    with pytest.raises(ConfigError, match=r"trainer\.model: got LlamaForCausalLM; allowed: .*one adapter"):
+        Task.from_trainer("own", trainer)
