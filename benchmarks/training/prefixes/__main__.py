@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,17 +40,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     path = options.output or RESULTS / f"prefixes-{report.host_kind()}.json"
     command = [sys.executable, "-m", "benchmarks.training.prefixes", *(arguments or sys.argv[1:])]
     print(_HEADER, flush=True)
-    rows: dict[str, Found] = {}
+    rows = _kept(path, asdict(model))
     # Those first that a gain was promised of, and a file after each, as this may be stopped before it ends.
     for set_up in sorted(SET_UPS, key=lambda one: not one.has_target):
         if options.only is None or any(part in set_up.name for part in options.only):
             extras = {"with_hf": not options.no_hf, "with_memory": set_up.has_target and not options.no_memory}
-            rows[set_up.name] = measure(set_up, model, options.tasks, options.rounds, **extras)
-            print(line(rows[set_up.name]), flush=True)
-            kept = [asdict(rows[one.name]) for one in SET_UPS if one.name in rows]
-            found = {**report.circumstances(command), "model": asdict(model), "rows": kept}
-            path.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            found = measure(set_up, model, options.tasks, options.rounds, **extras)
+            print(line(found), flush=True)
+            rows[set_up.name] = asdict(found)
+            kept = [rows[one.name] for one in SET_UPS if one.name in rows]
+            written = {**report.circumstances(command), "model": asdict(model), "rows": kept}
+            path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     print(f"written: {path}")
+
+
+def _kept(path: Path, model: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the rows of other set-ups that a file has of the same backbone, by name; they stay."""
+    if not path.is_file():
+        return {}
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return {row["name"]: row for row in found["rows"]} if found["model"] == model else {}
 
 
 _HEADER = (
