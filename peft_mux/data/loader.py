@@ -79,17 +79,31 @@ class TaskLoader:
         """Return the rows of an epoch in the order in which they are trained on."""
         # One epoch is kept: its batches are asked for one after another.
         if self._order is None or self._order[0] != epoch:
-            rows = np.arange(len(self.dataset))
-            if self.shuffle:
-                # From seed and epoch alone: a resumed run, or any process, finds the same order.
-                rows = np.random.default_rng([_ORDER_STREAM, self.seed, epoch]).permutation(rows)
-            self._order = (epoch, rows)
+            self._order = (epoch, self._drawn_order(epoch))
         return self._order[1]
+
+    def _drawn_order(self, epoch: int) -> np.ndarray:
+        rows = np.arange(len(self.dataset))
+        if self.shuffle:
+            # From seed and epoch alone: a resumed run, or any process, finds the same order.
+            rows = np.random.default_rng([_ORDER_STREAM, self.seed, epoch]).permutation(rows)
+        return rows
+
+    def sample_batches(self, num_batches: int) -> list[TaskBatch]:
+        """Return at most so many global batches, the first ones, for plans; nothing of the training changes by it."""
+        # Drawn anew: the epoch that is kept may be in use by a thread that reads ahead.
+        order, count = self._drawn_order(0), min(num_batches, self.steps_per_epoch)
+        return [
+            self._batch(step, order[step * self.batch_size : (step + 1) * self.batch_size]) for step in range(count)
+        ]
 
     def batch(self, step: int) -> TaskBatch:
         """Return the global batch of an optimizer step, counted from 0 over all epochs."""
         epoch, place = divmod(step, self.steps_per_epoch)
         rows = self.order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
+        return self._batch(step, rows)
+
+    def _batch(self, step: int, rows: np.ndarray) -> TaskBatch:
         sequences = tuple(self.dataset[int(row)] for row in rows)
         arranged = sequences if self.arrange is None else self.arrange(sequences)
         trie = prefix_trie(arranged) if self.shares_prefixes else None

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from peft_mux.data.batch import TaskBatch, prefix_trie
+from peft_mux.data.batch import TaskBatch
 from peft_mux.modeling.adapters.kind import AdapterKind, CutLayers, kind_of
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.task_objective import args_of, objective_of
@@ -92,13 +92,7 @@ def _sharing_batch(run: TaskRun) -> TaskBatch | None:
     """
     if not run.loader.shares_prefixes:
         return None
-    is_stream = run.loader.steps_per_epoch is None
-    if is_stream:
-        # Read as a sample already; another batch would move the stream.
-        rows = run.loader.sample(run.hyper.train_batch_size)
-        found = [TaskBatch(run.name, 0, 0, rows, trie=prefix_trie(rows))]
-    else:
-        found = [run.loader.batch(step) for step in range(min(_SAMPLE_BATCHES, run.loader.steps_per_epoch))]
+    found = run.loader.sample_batches(_SAMPLE_BATCHES)
     ratios = [(_computed_share(batch), -number) for number, batch in enumerate(found)]
     middle = found[-sorted(ratios)[len(ratios) // 2][1]]
     return None if middle.trie is None else middle

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from transformers import BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel
 
@@ -54,7 +56,13 @@ def test_each_task_is_trained_as_plain_peft_does_and_each_shared_token_is_comput
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"max_tokens_per_micro_batch": 80}, {"gradient_checkpointing": True}, {"num_micro_batches": 3}],
+    [
+        {},
+        {"max_tokens_per_micro_batch": 80},
+        {"gradient_checkpointing": True},
+        {"num_micro_batches": 3},
+        {"split_long_sequences": True, "max_tokens_per_micro_batch": 42, "chunk_size": 4},
+    ],
     ids=str,
 )
 def test_shared_is_unshared_however_steps_are_cut(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -179,3 +187,15 @@ def test_a_task_that_arrives_shares_as_one_that_was_there(tmp_path: Path) -> Non
 def test_other_values_are_refused_by_name(value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'share_prefixes: got .*; allowed: True, False or "auto"'):
         MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True, share_prefixes=value)
+
+
+def test_what_plans_look_at_leaves_the_order_of_rows_alone_and_streams_where_they_are(tmp_path: Path) -> None:
+    plain, streamed = task("a", few_shot(1)), task("b", few_shot(2))
+    stream = Dataset.from_list(few_shot(2)).to_iterable_dataset()
+    trainer = lab.make_trainer([plain, replace(streamed, train_dataset=stream)], tmp_path)
+    for run in trainer.table:
+        (first, *_), later = run.loader.sample_batches(3), run.loader.batch(3)
+        assert first.trie is not None
+        assert [row.row for row in first.sequences] == [row.row for row in run.loader.batch(0).sequences]
+        assert run.loader.batch(3).step == later.step == 3
+    assert "b" in {line.split()[0] for line in str(trainer.plan()).splitlines() if "computed / asked" in line}

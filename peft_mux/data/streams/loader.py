@@ -90,6 +90,12 @@ class StreamLoader:
             self._sample = self.batch(0).sequences
         return self._sample[:num_rows]
 
+    def sample_batches(self, num_batches: int) -> list[TaskBatch]:
+        """Return the first global batch, for plans; another one would move the stream."""
+        rows = self.sample(self.batch_size)
+        trie = prefix_trie(rows) if self.shares_prefixes else None
+        return [TaskBatch(self.task, 0, self.seed, rows, trie=trie)][:num_batches]
+
     @property
     def sample_lengths(self) -> list[int]:
         """Lengths of the rows of the first global batch, as a sample."""
