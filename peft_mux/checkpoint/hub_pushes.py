@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.checkpoint.hub import push_folder
+from peft_mux.checkpoint.sharing.hub import push_folder
 from peft_mux.errors import ConfigError
 from peft_mux.tasks.task_run import TaskRun
 

@@ -1,17 +1,27 @@
-"""Pictures of a run, from its `metrics.jsonl`."""
+"""Pictures of losses: one of a run with a panel for each task, and one of each task."""
 
 from __future__ import annotations
 
 import io
 import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from peft_mux.errors import ConfigError
+from peft_mux.reporting.views import Curve, curve_of
 from peft_mux.storage import write_file
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
-def plot_losses(records: list[dict[str, Any]], path: Path) -> Path:
+Curves = Mapping[str, Curve]
+"""The points of `loss` and `eval_loss` of one task, as far as there are any."""
+PICTURE_NAME = "loss.png"
+
+
+def plot_losses(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """Draw the training and held-out loss of every task, one panel each, into a PNG.
 
     Args:
@@ -25,39 +35,67 @@ def plot_losses(records: list[dict[str, Any]], path: Path) -> Path:
         ConfigError: if matplotlib is not installed, or no loss was recorded.
         CheckpointError: if the file cannot be written.
     """
+    make_figure = _figure_class()
+    found = task_curves(records)
+    if not found:
+        raise ConfigError("plots: got no loss in the records; allowed: a run that has logged at least once.")
+    columns = min(3, len(found))
+    rows = math.ceil(len(found) / columns)
+    figure = make_figure(figsize=(4.2 * columns, 2.8 * rows), layout="constrained")
+    for index, (name, curves) in enumerate(found.items()):
+        _draw(figure.add_subplot(rows, columns, index + 1), name, curves)
+    write_file(path, _image(figure, path.suffix.removeprefix(".") or "png"))
+    return path
+
+
+def plot_task(name: str, curves: Curves) -> bytes:
+    """Return a PNG of one task's losses.
+
+    Args:
+        name: name of the task.
+        curves: its curves, at least one.
+
+    Raises:
+        ConfigError: if matplotlib is not installed.
+    """
+    figure = _figure_class()(figsize=(5.6, 3.4))
+    figure.subplots_adjust(left=0.13, right=0.97, top=0.91, bottom=0.15)
+    _draw(figure.add_subplot(), name, curves)
+    return _image(figure, "png")
+
+
+def task_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
+    """Return the curves of each task that has any, from the records of a run."""
+    by_task: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        if isinstance(name := record.get("task"), str):
+            by_task.setdefault(name, []).append(record)
+    found = {name: {key: curve_of(own, key) for key in ("loss", "eval_loss")} for name, own in by_task.items()}
+    return {name: curves for name, curves in found.items() if any(curves.values())}
+
+
+def _figure_class() -> type[Figure]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("plots: got no matplotlib; allowed: pip install 'peft-mux[plots]'.") from error
-    curves: dict[str, dict[str, list[tuple[float, float]]]] = {}
-    for record in records:
-        for key in ("loss", "eval_loss"):
-            if (point := _point(record, key)) is not None:
-                curves.setdefault(record["task"], {}).setdefault(key, []).append(point)
-    if not curves:
-        raise ConfigError("plots: got no loss in the records; allowed: a run that has logged at least once.")
-    columns = min(3, len(curves))
-    rows = math.ceil(len(curves) / columns)
-    figure = Figure(figsize=(4.2 * columns, 2.8 * rows), layout="constrained")
-    for index, (name, own) in enumerate(curves.items()):
-        axes = figure.add_subplot(rows, columns, index + 1)
-        for key, label, style in (("loss", "train", "-"), ("eval_loss", "held out", "o--")):
-            if key in own:
-                axes.plot(*zip(*own[key], strict=True), style, label=label, markersize=4)
-        axes.set_title(name)
-        axes.set_xlabel("step")
-        axes.set_ylabel("loss")
-        axes.grid(alpha=0.3)
-        axes.legend()
+    return Figure
+
+
+def _draw(axes: Axes, name: str, curves: Curves) -> None:
+    # A line through a single point is nothing to see.
+    dots = "o-" if len(curves.get("loss", ())) == 1 else "-"
+    for key, label, style in (("loss", "train", dots), ("eval_loss", "held out", "o--")):
+        if curves.get(key):
+            axes.plot(*zip(*curves[key], strict=True), style, label=label, markersize=4)
+    axes.set_title(name)
+    axes.set_xlabel("step")
+    axes.set_ylabel("loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+
+
+def _image(figure: Figure, kind: str) -> bytes:
     image = io.BytesIO()
-    figure.savefig(image, format=path.suffix.removeprefix(".") or "png", dpi=120)
-    write_file(path, image.getvalue())
-    return path
-
-
-def _point(record: dict[str, Any], key: str) -> tuple[float, float] | None:
-    """Return step and loss of a record; `None` where it has none, or a changed byte has made something else of them."""
-    try:
-        return (float(record["step"]), float(record[key])) if isinstance(record["task"], str) else None
-    except (KeyError, TypeError, ValueError, OverflowError):
-        return None
+    figure.savefig(image, format=kind, dpi=120)
+    return image.getvalue()

@@ -230,7 +230,7 @@ def next_lines(root: Path, rows: Sequence[ReportRow], report: Path | None) -> li
     folder, name = shlex.quote(str(root)), saved[0].name
     lines = [
         f"next   peft-mux export {folder} --vllm              # the command that serves all adapters",
-        f"       peft-mux export {folder} --merge {name}      # one adapter merged into the backbone",
+        f"       peft-mux export {folder} --merge {name} --output merged   # one adapter merged into the backbone",
     ]
     if any(row.status in ("running", "paused", "waiting") for row in rows):
         lines.append("       trainer.train(resume_from_checkpoint=True)   # or: peft-mux train FILE --resume")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+from peft_mux.scheduler.pipeline.simulator import Simulation
 from peft_mux.scheduler.pipeline.svg import Bar, legend, memory_svg, rows_svg, time_end
 
 PARTS = ("backbone", "adapters and optimizers", "activations", "workspace")
@@ -38,26 +39,24 @@ def bucket_names(plan: Any) -> list[str]:
 def timeline_svg(plan: Any) -> str:
     """Draw when each pass of a step runs on each stage, as it was predicted."""
     simulation = plan.timeline()
-    rows = [
-        (
-            f"stage {stage}",
-            [
-                Bar(
-                    span.start_s,
-                    span.end_s,
-                    span.action.bucket,
-                    f"{simulation.bucket_names[span.action.bucket]}, "
-                    f"{'forward' if span.action.kind == 'F' else 'backward'} {span.action.micro_batch}: "
-                    f"{time_end(span.end_s - span.start_s)}",
-                    is_light=span.action.kind == "F",
-                )
-                for span in simulation.spans
-                if span.device == stage
-            ],
-        )
-        for stage in range(simulation.num_stages)
-    ]
+    rows = [(f"stage {stage}", planned_bars(simulation, stage)) for stage in range(simulation.num_stages)]
     return rows_svg(rows, simulation.makespan_s, time_end(simulation.makespan_s))
+
+
+def planned_bars(simulation: Simulation, stage: int) -> list[Bar]:
+    """Return the forwards and backwards of a stage, in seconds from the beginning of the step."""
+    return [
+        Bar(
+            span.start_s,
+            span.end_s,
+            span.action.bucket,
+            f"{simulation.bucket_names[span.action.bucket]}, {'forward' if span.action.kind == 'F' else 'backward'}: "
+            f"{time_end(span.end_s - span.start_s)}",
+            is_light=span.action.kind == "F",
+        )
+        for span in simulation.spans
+        if span.device == stage
+    ]
 
 
 def planned_parts(plan: Any) -> list[tuple[str, float]]:

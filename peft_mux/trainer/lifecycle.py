@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.table import TaskEvent
 from peft_mux.tasks.task_run import TaskRun
+from peft_mux.trainer.files.task_files import write_task_files
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run
@@ -84,9 +85,10 @@ class Lifecycle:
         if failure := self._run.saver.save_ended(run):
             self._endings[run.name] = run.status, run.reason
             self._fail(run, failure)
-        elif self._run.saver.is_writer and event.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
-            self._run.hub.ended(run)
         self._tell(run)
+        if self._run.saver.is_writer and run.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
+            # With the card and the picture that lie beside it by now.
+            self._run.hub.ended(run)
         if event.status is TaskStatus.FAILED and self._run.args.quarantine_policy == "stop":
             self._run.request_stop()
 
@@ -122,3 +124,4 @@ class Lifecycle:
         """Log how a task has ended; once."""
         self._run.log.status(TaskEvent(run.name, run.status, run.reason), run.step)
         self._run.table.note_told(run.name)
+        write_task_files(self._run, run)

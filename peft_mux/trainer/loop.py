@@ -16,6 +16,7 @@ from peft_mux.task import TaskStatus
 from peft_mux.tasks.window import WindowSteps, steps_until_due
 from peft_mux.trainer.cut_off.interrupts import stop_at_signal
 from peft_mux.trainer.cut_off.memory_shortage import MemoryShortage
+from peft_mux.trainer.files.task_files import write_task_files
 from peft_mux.trainer.lifecycle import Lifecycle
 from peft_mux.trainer.membership import Membership
 from peft_mux.trainer.opening import Opening
@@ -290,7 +291,9 @@ class StepLoop:
             for run in self._run.table.running:
                 self._run.log.callbacks[run.name].call("on_save")
             self._run.callbacks.call("on_save")
-            if self._run.saver.is_writer:
+            if self._run.saver.is_writer and self._run.args.push_to_hub:
+                for run in self._run.table.running:
+                    write_task_files(self._run, run)
                 self._run.hub.saved(self._run.table.running)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.batches_ahead import BatchesAhead
@@ -32,6 +32,20 @@ _SAVED_AS = "time factor, "
 _MOST_TOKENS = "most tokens of a pass"
 
 
+class FollowedPlan(NamedTuple):
+    """A plan and what came of it.
+
+    Attributes:
+        plan: the plan; `None` where there was none.
+        num_steps: steps that followed it.
+        times: the passes of the last of these, as they were timed on this process.
+    """
+
+    plan: Plan | None = None
+    num_steps: int = 0
+    times: StepTimes = StepTimes()
+
+
 class PlanFollower:
     """Makes plans and follows them.
 
@@ -50,8 +64,8 @@ class PlanFollower:
         current: the plan that is followed; `None` before the first one.
         pass_report: the passes of this process's replica, as planned and as run.
         steps_s: seconds that the passes and updates of all steps took on this process.
-        last_times: the passes of the last step, as they were timed on this process.
         token_counts: computed and asked tokens of these passes.
+        followed: the plan that was followed for most steps so far, and its last step as it was timed on this process.
     """
 
     def __init__(
@@ -67,7 +81,8 @@ class PlanFollower:
         self._clock: DispatchClock | None = None
         self._last_step: StepTime | None = None
         self.pass_report = PassReport()
-        self.steps_s, self.last_times = 0.0, StepTimes()
+        self.steps_s = 0.0
+        self.followed = self._following = FollowedPlan()
         self.token_counts = TokenCounts()
         self._report_before = self.pass_report
         self._waited_s = 0.0
@@ -322,7 +337,11 @@ class PlanFollower:
             num_steps: so many steps took this time each, where a pipeline is not flushed between them.
         """
         times = self._placement.placed.executor.clock.take()
-        self.steps_s, self.last_times = self.steps_s + seconds * num_steps, times
+        self.steps_s += seconds * num_steps
+        before = self._following.num_steps if self._following.plan is self.current else 0
+        self._following = FollowedPlan(self.current, before + num_steps, times)
+        if self._following.num_steps >= self.followed.num_steps:
+            self.followed = self._following
         prices = self.planner.prices(self._placement.part.place.stage)
         if prices is not None:
             # Of a window of steps that is not flushed, nothing lies between passes that could be told: it says nothing.

@@ -22,6 +22,8 @@ from peft_mux.reporting.views import RunView, view_of, view_of_records
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.task_run import TaskRun
 from peft_mux.tasks.window import run_interval
+from peft_mux.trainer.files.run_files import PLOT_NAME, RunFiles, measured_steps
+from peft_mux.trainer.files.task_files import write_task_files
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run
 from peft_mux.trainer.world import World
@@ -46,6 +48,7 @@ class Reporter:
         self._run, self._world, self._plans, self._evaluator = run, world, plans, evaluator
         # By the loader, as another task may come under the same name; weakly, as tasks leave with their rows.
         self._evaluated: WeakSet[Any] = WeakSet()
+        self._files = RunFiles(run, world)
 
     def log_if_due(self) -> None:
         """Log the losses of all tasks where the arguments or a callback ask for it after this step."""
@@ -123,7 +126,12 @@ class Reporter:
         self._run.callbacks.call("on_train_end")
         for callbacks in self._run.log.callbacks.values():
             callbacks.call("on_train_end")
+        steps = measured_steps(self._world, self._plans.followed.times)
+        for own in self._run.table:
+            if not own.status.is_final:  # those that have ended have theirs already
+                write_task_files(self._run, own)
         if self._run.log.is_shown:
+            self._files.write(self.report(), self._plans.followed.plan, steps)
             self._run.log.say(f"\n{self.report()}\n")
         # NaN, the loss of a task that took no step, does not equal itself.
         finite = [run.last_loss for run in self._run.table if run.last_loss == run.last_loss]
@@ -197,7 +205,7 @@ class Reporter:
 
     def plot_losses(self, path: str | Path | None) -> Path:
         """Draw the losses of all tasks from `metrics.jsonl` into a PNG, by default `losses.png` in the run folder."""
-        image = Path(path or self._run.root / "losses.png")
+        image = Path(path or self._run.root / PLOT_NAME)
         if not self._run.saver.is_writer:
             return image
         return plot_losses(read_metrics(self._run.root / "metrics.jsonl"), image)
@@ -217,7 +225,11 @@ class Reporter:
         run, log = self._run, self._run.log
         rows = [report_row(own, run.saver.place(own), log.times.seconds(own.name)) for own in run.table]
         rows += [row for row in log.removed if row.name not in run.table]
-        notes = [str(self._plans.planner.correction), str(self._in_turn() or ""), *next_lines(run.root, rows, None)]
+        notes = [
+            str(self._plans.planner.correction),
+            str(self._in_turn() or ""),
+            *next_lines(run.root, rows, self._files.page),
+        ]
         return RunReport(rows, self._world.records, [note for note in notes if note])
 
     def _in_turn(self) -> InTurn | None:

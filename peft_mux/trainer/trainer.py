@@ -24,10 +24,10 @@ from transformers import trainer as hf_trainer
 from transformers.trainer_utils import TrainOutput
 
 from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments
-from peft_mux.checkpoint.hub import check_push, push_task
 from peft_mux.checkpoint.hub_pushes import HubPushes
 from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.checkpoint.saver import Saver
+from peft_mux.checkpoint.sharing.hub import check_push, push_task
 from peft_mux.engine.allocator import keeping_freed_memory
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.evaluation.evaluator import TaskEvaluator
@@ -135,7 +135,6 @@ class MultiTaskTrainer(Trainer):
                 # Held-out rows are the tasks'; Trainer itself asks for some where eval_strategy is set.
                 eval_dataset=[],  # type: ignore[arg-type]
             )
-        # They log, save and stop by the arguments of the run alone, and print what the run log prints.
         # The default is another one in notebooks, whose table has a single task in mind.
         for callback in (DefaultFlowCallback, PrinterCallback, ProgressCallback, hf_trainer.DEFAULT_PROGRESS_CALLBACK):
             self.remove_callback(callback)
@@ -383,7 +382,10 @@ class MultiTaskTrainer(Trainer):
 
         def push() -> Any:
             weights = self._run.saver.full_weights(run)  # on every process, though one of them writes
-            return push_task(self.model, run, weights, repo_id, options) if self._run.saver.is_writer else None
+            if not self._run.saver.is_writer:
+                return None
+            own = {"folder": self._run.saver.place(run), "num_tasks": len(self.task_states)}
+            return push_task(self.model, run, weights, repo_id, options, **own)
 
         return self._membership.queue.ask(f"push_to_hub {task}", push)
 

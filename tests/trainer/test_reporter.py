@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from peft_mux.engine.replicas.layout import ParallelLayout
-from peft_mux.reporting.pass_report import PassReport
 from peft_mux.reporting.report import RankRecord
 from peft_mux.reporting.token_counts import TokenCounts
 from peft_mux.task import TaskStatus
@@ -35,7 +34,9 @@ def reporter_of(run: Run, calls: Calls, *, num_ranks: int = 1) -> Reporter:
     # The numbers of all ranks, of which one knows of a signal.
     processes = SimpleNamespace(
         gather=lambda value: (
-            [type(value)() if isinstance(value, PassReport | TokenCounts) else 0] * (num_ranks - 1) + [value]
+            [TokenCounts() if isinstance(value, TokenCounts) else 0 if isinstance(value, int) else value]
+            * (num_ranks - 1)
+            + [value]
         )
     )
     world: Any = SimpleNamespace(
@@ -131,7 +132,7 @@ def test_a_run_that_a_signal_has_ended_says_so_and_how_to_go_on(tmp_path: Path, 
     run.interrupt(signal.SIGTERM)
     output = reporter_of(run, Calls(), num_ranks=2).finish(2.0, 0.5, num_tokens=100, num_steps=4)
     assert output.metrics["interrupted_by"] == signal.SIGTERM
-    said, report = lines(run)
+    said, *_, report = lines(run)
     assert said == f"interrupted by SIGTERM after step 7; {way_on.format(root=tmp_path)}"
     assert report.startswith("\ntask  status ")
 

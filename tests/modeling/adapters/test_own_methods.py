@@ -13,7 +13,7 @@ from peft import LoraConfig, PeftModel
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from peft_mux import BottleneckConfig, ConfigError, DiffPruningConfig, MultiTaskPeftModel
-from peft_mux.checkpoint.hub import model_card
+from peft_mux.checkpoint.sharing.hub import model_card
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.modeling.adapters.kind import kind_of
 from tests.engine.processes.cases import launch, values

@@ -1,4 +1,4 @@
-"""One task's adapter on the Hub: its two files and a model card, and nothing else of a run."""
+"""One task's adapter on the Hub: its files, a model card, what lies beside these, and nothing else of a run."""
 
 from __future__ import annotations
 
@@ -8,28 +8,15 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import huggingface_hub
-from huggingface_hub import CommitOperationAdd, ModelCard, ModelCardData
-from peft import PeftConfig
+from huggingface_hub import CommitOperationAdd
 
 from peft_mux.checkpoint.run_folder import Weights
+from peft_mux.checkpoint.sharing.card import CARD_NAME, PICTURE_NAME, CardFacts, card_facts, card_for, model_card
+from peft_mux.checkpoint.sharing.task_extras import extra_files
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.modeling.adapters.files import CONFIG_NAME, WEIGHTS_NAME
-from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION, head_kind_for
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.tasks.task_run import TaskRun
-
-_PIPELINES = {
-    CLASSIFICATION: "text-classification",
-    TOKEN_CLASSIFICATION: "token-classification",
-    LANGUAGE_MODEL: "text-generation",
-}
-_LOADING = """```python
-{first}from peft import PeftModel
-from transformers import {auto_class}
-
-model = PeftModel.from_pretrained({auto_class}.from_pretrained("{base}"), "{repo_id}")
-```"""
-
 
 OPTIONS = ("token", "private", "revision", "commit_message")
 """Options of `huggingface_hub` that an upload takes."""
@@ -63,7 +50,14 @@ def check_push(run: TaskRun, repo_id: object, options: Mapping[str, Any]) -> Non
 
 
 def push_task(
-    model: MultiTaskPeftModel, run: TaskRun, weights: Weights | None, repo_id: str, options: Mapping[str, Any]
+    model: MultiTaskPeftModel,
+    run: TaskRun,
+    weights: Weights | None,
+    repo_id: str,
+    options: Mapping[str, Any],
+    *,
+    folder: Path | None = None,
+    num_tasks: int = 1,
 ) -> Any:
     """Upload one task's adapter and its card as one commit, and return what the Hub says of it.
 
@@ -73,26 +67,40 @@ def push_task(
         weights: the whole adapter's weights, where the model holds only a part of it.
         repo_id: repository on the Hub; made where absent.
         options: some of `OPTIONS`, by name.
+        folder: folder of the task in the run, whose picture, tokenizer and card of the owner's go with the adapter;
+            `None` where nothing was saved.
+        num_tasks: tasks of its run.
 
     Raises:
         ConfigError: if the Hub cannot be reached or refuses.
     """
+    has_picture = folder is not None and (folder / PICTURE_NAME).is_file()
+    facts = card_facts(run, num_tasks=num_tasks, has_picture=has_picture)
     # Not the folder of the run, in which checkpoints, states and the adapters of other owners lie.
     with TemporaryDirectory() as scratch:
-        folder = Path(scratch)
-        model.save_task(run.name, folder, weights)
-        upload = push_folder(folder, repo_id, run.step, options)
+        model.save_task(run.name, Path(scratch), weights)
+        upload = push_folder(Path(scratch), repo_id, run.step, options, beside=folder, facts=facts)
     return upload()
 
 
-def push_folder(folder: Path, repo_id: str, num_steps: int, options: Mapping[str, Any]) -> Callable[[], Any]:
+def push_folder(
+    folder: Path,
+    repo_id: str,
+    num_steps: int,
+    options: Mapping[str, Any],
+    *,
+    beside: Path | None = None,
+    facts: CardFacts | None = None,
+) -> Callable[[], Any]:
     """Return what uploads the adapter of a folder and its card as one commit; its files are read at once.
 
     Args:
-        folder: folder with the adapter at its root, as PEFT writes it; nothing else of it is uploaded.
+        folder: folder with the adapter at its root, as PEFT writes it; of the rest of it, only what is shared with it.
         repo_id: repository on the Hub; made where absent.
         num_steps: optimizer steps that the adapter was trained for.
         options: some of `OPTIONS`, by name.
+        beside: folder with picture, tokenizer and a card of the owner's; by default the same.
+        facts: how the adapter was trained; by default what the card in the folder says.
 
     Returns:
         What uploads them, and raises a `ConfigError` where the Hub cannot be reached or refuses.
@@ -101,7 +109,9 @@ def push_folder(folder: Path, repo_id: str, num_steps: int, options: Mapping[str
         OSError: if the folder has no adapter.
     """
     contents = {name: (folder / name).read_bytes() for name in (CONFIG_NAME, WEIGHTS_NAME)}
-    contents["README.md"] = str(model_card(folder, repo_id, num_steps)).encode()
+    card = None if facts is not None else card_for(folder, repo_id)
+    contents[CARD_NAME] = (card or str(model_card(folder, repo_id, num_steps, facts))).encode()
+    contents |= extra_files(beside or folder)
     files = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in contents.items()]
     message = options.get("commit_message") or f"Adapter after {num_steps} steps"
 
@@ -120,35 +130,3 @@ def push_folder(folder: Path, repo_id: str, num_steps: int, options: Mapping[str
             ) from error
 
     return upload
-
-
-def model_card(folder: Path, repo_id: str, num_steps: int) -> ModelCard:
-    """Return the model card of one adapter, which claims no more than is known of it.
-
-    Args:
-        folder: folder of the adapter, as PEFT writes it.
-        repo_id: repository that the card is for.
-        num_steps: optimizer steps that the adapter was trained for.
-    """
-    config = PeftConfig.from_pretrained(str(folder))
-    kind = str(getattr(config.peft_type, "value", config.peft_type))
-    head = head_kind_for(config.task_type)
-    base = config.base_model_name_or_path or ""
-    # The path of a folder on this machine names no model to anybody else.
-    is_local = not base or Path(base).exists() or base.startswith(("/", ".", "~"))
-    data = ModelCardData(
-        base_model=None if is_local else base,
-        library_name="peft",
-        pipeline_tag=_PIPELINES[head],
-        tags=[kind.lower(), "peft_mux"],
-    )
-    shown_base = "the base model that its owner trained it on" if is_local else f"`{base}`"
-    # PEFT knows types of our own once this package is imported.
-    first = "import peft_mux\n" if type(config).__module__.startswith("peft_mux.") else ""
-    shown_id = "BASE_MODEL" if is_local else base
-    loading = _LOADING.format(first=first, auto_class=head.auto_class, base=shown_id, repo_id=repo_id)
-    return ModelCard(
-        f"---\n{data.to_yaml()}\n---\n\n# {repo_id.rsplit('/', 1)[-1]}\n\n"
-        f"A {kind} adapter for {shown_base}, fine-tuned for {num_steps} optimizer steps with peft_mux. What rows it "
-        f"was trained on is not recorded here.\n\n{loading}\n"
-    )

@@ -1,0 +1,1 @@
+"""What is left of a run beside its adapters and states."""

@@ -1,0 +1,101 @@
+"""`report.html` and the pictures that a run leaves: whole, by themselves, and of what was measured."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+from html import unescape
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
+from peft_mux.trainer.files import run_files
+from tests.invariants.mux_lab import small_task, tiny_llama
+
+SECTIONS = ["Tasks", "Losses", "A step, planned and measured", "Memory, planned and measured", "Versions and devices"]
+
+
+def trained(folder: Path, **options: Any) -> MultiTaskTrainer:
+    given = {"report_to": "none", "use_cpu": True, "logging_steps": 2, "max_tokens_per_micro_batch": 48, **options}
+    # Eight steps of both, then two of the second one alone.
+    tasks = [small_task("a", data_seed=1), small_task("b", data_seed=2, max_steps=10)]
+    trainer = MultiTaskTrainer(tiny_llama(), MultiTaskTrainingArguments(output_dir=str(folder), **given), tasks)
+    trainer.train()
+    return trainer
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[MultiTaskTrainer, Path]:
+    folder = tmp_path_factory.mktemp("page") / "run"
+    return trained(folder), folder
+
+
+def test_the_page_needs_nothing_beside_itself(run: tuple[MultiTaskTrainer, Path]) -> None:
+    page = (run[1] / "report.html").read_text(encoding="utf-8")
+    assert re.findall("<h2>(.*?)</h2>", page) == [*SECTIONS, "Configuration"]
+    assert not re.search(r"https?:|<script|<link|<img|@import|url\(", page)
+    assert "color-scheme:light dark" in page
+    assert 'fill="black"' not in page
+
+
+def test_the_page_has_the_report_and_a_curve_of_each_task(run: tuple[MultiTaskTrainer, Path]) -> None:
+    trainer, folder = run
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "in turn" in page
+    assert page.count(f"<td style=text-align:left>{folder / 'b'}</td>") == 1
+    drawings = [ElementTree.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", page)]
+    lines = [[part.get("points").split() for part in svg.iter() if part.tag == "polyline"] for svg in drawings]
+    logged = [len([one for one in trainer.task_states[name].log_history if "loss" in one]) for name in "ab"]
+    of_run, of_a, of_b = ([len(line) for line in own] for own in lines[:3])
+    assert of_run == logged
+    assert [of_a[0], of_b[0]] == logged
+
+
+def test_the_measured_step_is_one_of_the_plan_that_was_followed_longest(run: tuple[MultiTaskTrainer, Path]) -> None:
+    trainer, folder = run
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    drawing = next(svg for svg in re.findall(r"<svg.*?</svg>", page) if ">measured<" in svg)
+    followed = trainer._plans.followed
+    assert followed.num_steps == 8
+    assert {share.name for share in followed.plan.shares} == {"a", "b"}
+    words = [title.text for title in ElementTree.fromstring(drawing).iter() if title.tag == "title"]
+    spans, passes = len(followed.plan.timeline().spans), len(followed.times.passes)
+    assert passes > 1, "the case is too easy"
+    assert len(words) == spans + passes
+    assert {word.split(":")[0] for word in words[spans:]} <= {"a", "b", "a, b", "b, a"}
+
+
+def test_every_setting_of_the_run_and_its_tasks_is_on_the_page(run: tuple[MultiTaskTrainer, Path]) -> None:
+    page = (run[1] / "report.html").read_text(encoding="utf-8")
+    sections = re.findall("<details><summary>(.*?)</summary><pre>(.*?)</pre>", page, re.DOTALL)
+    assert [name for name, _ in sections] == ["arguments of the run", "task a", "task b"]
+    settings = [json.loads(unescape(text)) for _, text in sections]
+    assert settings[0]["max_tokens_per_micro_batch"] == 48
+    assert (settings[2]["num_steps"], settings[2]["peft_config"]["r"]) == (10, 4)
+    assert "torch</td>" in page
+
+
+def test_losses_are_drawn_into_a_picture(run: tuple[MultiTaskTrainer, Path]) -> None:
+    pytest.importorskip("matplotlib", reason="needs the plots extra")
+    assert (run[1] / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_run_that_saves_nothing_leaves_no_page(tmp_path: Path) -> None:
+    report = trained(tmp_path, save_strategy="no").report()
+    assert not (tmp_path / "report.html").exists()
+    assert "report.html" not in report
+
+
+def test_a_page_that_cannot_be_written_costs_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(run_files, "write_file", full)
+    trainer = trained(tmp_path / "run")
+    assert set(trainer.task_statuses.values()) == {"succeeded"}
+    assert "report.html: could not be written" in capsys.readouterr().out
