@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from peft_mux.peft_methods.bottleneck.config import BottleneckConfig
     from peft_mux.peft_methods.diff_pruning.config import DiffPruningConfig
     from peft_mux.scheduler.plan import Plan
+    from peft_mux.sweeps.ranking import SweepResult
+    from peft_mux.sweeps.sweep import sweep
     from peft_mux.task import EarlyStopping, Task, TaskStatus
     from peft_mux.trainer.trainer import MultiTaskTrainer
 
@@ -62,11 +64,13 @@ _HOMES = {
     "PlanError": "errors",
     "ProcessError": "errors",
     "SamplingOptions": "generation.options",
+    "SweepResult": "sweeps.ranking",
     "Task": "task",
     "TaskStatus": "task",
     "UnsupportedModelError": "errors",
     "generate": "generation.generate",
     "load_rows": "data.sources",
+    "sweep": "sweeps.sweep",
 }
 
 __all__ = [
@@ -90,12 +94,14 @@ __all__ = [
     "PlanError",
     "ProcessError",
     "SamplingOptions",
+    "SweepResult",
     "Task",
     "TaskStatus",
     "UnsupportedModelError",
     "__version__",
     "generate",
     "load_rows",
+    "sweep",
 ]
 
 

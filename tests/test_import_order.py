@@ -47,6 +47,7 @@ ROOMS = (
     "checkpoint",
     "evaluation",
     "trainer",
+    "sweeps",
     "demo",
     "cli",
     "__main__",

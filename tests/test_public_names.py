@@ -13,7 +13,7 @@ import peft_mux
 
 REPOSITORY = Path(__file__).parents[1]
 CLASSES = [name for name in peft_mux.__all__ if not name.startswith("_")]
-FUNCTIONS = ("generate", "load_rows")
+FUNCTIONS = ("generate", "load_rows", "sweep")
 
 
 @pytest.mark.parametrize("name", CLASSES)

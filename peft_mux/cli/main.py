@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from peft_mux.cli import live
+from peft_mux.cli.sweep import add_sweep_options, swept
 from peft_mux.errors import ConfigError, PeftMuxError
 
 
@@ -46,6 +47,7 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train the tasks of a YAML file")
     _file_arguments(train)
     train.add_argument("--resume", action="store_true", help="go on with the run in output_dir")
+    add_sweep_options(train)
     train.set_defaults(command=_train)
     plan = commands.add_parser("plan", help="show what would run together and in how much memory; loads no weights")
     _file_arguments(plan)
@@ -128,7 +130,11 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     # A launcher starts this command once for each process; what it prints shall be there once.
-    trainer = _trainer_of_file(arguments)
+    from peft_mux.sweeps.sweep import add_referee, end_sweeps
+
+    config, contests = swept(_read_config(arguments), arguments.sweep)
+    trainer = _make_trainer(config)
+    referee = add_referee(trainer, contests, early_stop=arguments.early_stop)
     is_shown = trainer.is_world_process_zero()
     if is_shown:
         print(trainer.plan(), flush=True)  # noqa: T201
@@ -136,6 +142,7 @@ def _train(arguments: argparse.Namespace) -> int:
     trainer.train(resume_from_checkpoint=arguments.resume or None)
     if trainer.interrupted_by:
         return 128 + trainer.interrupted_by
+    end_sweeps(trainer, referee)
     return 1 if any(status == "failed" for status in trainer.task_statuses.values()) else 0
 
 

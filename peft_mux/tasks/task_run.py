@@ -45,6 +45,7 @@ class TaskRun:
         best_weights: weights of the best evaluation, on the CPU; empty without early stopping.
         eval_prompts: prompts of held-out rows that each evaluation completes; none without `eval_generate`.
         sharing_remark: why its rows do not share the tokens that they begin with, where that is to be told; else "".
+        own_eval_steps: steps after which it is evaluated whatever its settings say, as a sweep asks for.
     """
 
     task: Task
@@ -67,6 +68,7 @@ class TaskRun:
     best_weights: dict[str, torch.Tensor] = field(default_factory=dict)
     eval_prompts: tuple[PromptRow, ...] = ()
     sharing_remark: str = ""
+    own_eval_steps: frozenset[int] = frozenset()
 
     @property
     def name(self) -> str:
@@ -109,6 +111,8 @@ class TaskRun:
     @property
     def is_evaluation_due(self) -> bool:
         """Whether the step just taken calls for an evaluation."""
+        if self.eval_data is not None and self.step in self.own_eval_steps:
+            return True
         every = self.eval_every
         if not every or self.step % every:
             return False

@@ -236,6 +236,15 @@ class MultiTaskTrainer(Trainer):
         """Return a table of all tasks: how each ended, its losses, its time, and where its adapter lies; a string."""
         return self._reporter.report()
 
+    def tell(self, line: str) -> None:
+        """Print a line beside the progress, on the process that prints."""
+        if self._run.log.is_shown:
+            self._run.log.say(line)
+
+    def adapter_folder(self, task: str) -> Path | None:
+        """Return the folder with a task's adapter as it is now; `None` where the disk has none, or an older one."""
+        return self._run.saver.place(self._membership.run_of(task))
+
     def show(self) -> None:
         """Show the run as it stands: a table in a terminal; in a notebook with its curves, also after a reload.
 
