@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from peft_mux.errors import ConfigError
 from peft_mux.reporting.views import curve_of
 from peft_mux.sweeps.grid import Contest
 from peft_mux.sweeps.halving import losers, rungs
@@ -36,6 +37,11 @@ class Referee(TrainerCallback):
         for contest in self.contests:
             for name in contest.members:
                 run = trainer.table[name]
+                if run.hyper.load_best_model_at_end:
+                    raise ConfigError(
+                        f"tasks.{contest.name}.load_best_model_at_end: got True in a sweep, whose evaluations decide "
+                        "which adapter is kept; allowed: False. Take the best of the ranking."
+                    )
                 self._rungs[name] = rungs(run.num_steps, len(contest.members)) if halves else ()
                 run.own_eval_steps = frozenset({*self._rungs[name], run.num_steps})
 

@@ -17,7 +17,6 @@ from peft_mux.tasks.window import WindowSteps, steps_until_due
 from peft_mux.trainer.cut_off.interrupts import stop_at_signal
 from peft_mux.trainer.cut_off.memory_shortage import MemoryShortage
 from peft_mux.trainer.files.task_files import write_task_files
-from peft_mux.trainer.interrupts import stop_at_signal
 from peft_mux.trainer.lifecycle import Lifecycle
 from peft_mux.trainer.membership import Membership
 from peft_mux.trainer.opening import Opening

@@ -14,8 +14,8 @@ from transformers.trainer_utils import TrainOutput
 from peft_mux.errors import PeftMuxError
 from peft_mux.evaluation.evaluator import TaskEvaluator
 from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
+from peft_mux.reporting.page.plots import plot_losses
 from peft_mux.reporting.pass_report import PassReport, pass_lines
-from peft_mux.reporting.plots import plot_losses
 from peft_mux.reporting.report import InTurn, RankRecord, RunReport, next_lines, report_row
 from peft_mux.reporting.token_counts import summed_counts
 from peft_mux.reporting.views import RunView, view_of, view_of_records

@@ -75,7 +75,7 @@ def card_facts(run: TaskRun, *, num_tasks: int, has_picture: bool) -> CardFacts:
     }
     settings = {name: value for name, value in asdict(run.hyper).items() if value is not None}
     entries = [entry for entry in run.state.log_history if any(key.startswith("eval_") for key in entry)]
-    if run.best.value is not None:
+    if run.best.value is not None and run.best.keeps_weights:
         # Those of the adapter that was kept.
         entries = [entry for entry in entries if entry["step"] == run.best.step] or entries
     results = {"steps": f"{run.step:,} of {run.num_steps:,}", "status": run.status.value}

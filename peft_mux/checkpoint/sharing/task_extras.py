@@ -11,7 +11,7 @@ from peft import PeftConfig
 from peft_mux import storage
 from peft_mux.checkpoint.sharing.card import CARD_NAME, PICTURE_NAME, card_facts, is_edited, model_card, write_card
 from peft_mux.errors import ConfigError
-from peft_mux.reporting.plots import plot_task
+from peft_mux.reporting.page.plots import plot_task
 from peft_mux.reporting.views import curve_of
 from peft_mux.tasks.task_run import TaskRun
 

@@ -14,8 +14,8 @@ from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.reporting.banner import device_words
 from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.reporting.page.measured import MeasuredPass, MeasuredStep
+from peft_mux.reporting.page.plots import plot_losses, task_curves
 from peft_mux.reporting.page.run_page import RunFacts, page_html
-from peft_mux.reporting.plots import plot_losses, task_curves
 from peft_mux.reporting.report import RunReport
 from peft_mux.reporting.views import RunView, view_of
 from peft_mux.scheduler.plan import Plan
