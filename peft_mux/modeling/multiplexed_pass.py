@@ -117,6 +117,7 @@ def hidden_states(
     # A decoder would fill a cache of keys and values that nothing reads; encoders do not know the argument.
     if hasattr(model.backbone.config, "use_cache"):
         arguments["use_cache"] = False
+    model.stream.begin_at_the_bottom()
     with head.bypassed(model.backbone):
         return without_head(model.backbone)(**arguments).last_hidden_state[0]
 

@@ -131,6 +131,11 @@ class Page:
         gradient = None if self.values.grad is None else entry.rows_of(self.values.grad)
         return Factor(entry.rows_of(self._values_in(dtype)), gradient)
 
+    @property
+    def parameter_ids(self) -> set[int]:
+        """Ids of the parameters of the page."""
+        return set(self._entries)
+
     def is_in_place(self, device: torch.device) -> bool:
         """Whether the page is on a device, and every parameter still a view of it.
 
@@ -240,6 +245,11 @@ class TaskSlab:
         """
         found = (page.factor(parameter, dtype) for page in self.pages)
         return next((factor for factor in found if factor is not None), None)
+
+    @property
+    def parameter_ids(self) -> set[int]:
+        """Ids of all parameters of the task."""
+        return {number for page in self.pages for number in page.parameter_ids}
 
     def is_in_place(self, device: torch.device) -> bool:
         """Whether the weights lie on a device as they were laid out: neither moved nor cast since."""

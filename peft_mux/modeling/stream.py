@@ -75,6 +75,10 @@ class PassMaker(Protocol):
         """Forget where adapters lie; called whenever one came, went or moved."""
         ...
 
+    def tells(self, adapter: str) -> bool:
+        """Whether all weights of an adapter are in layers that take it out of `Stream.unmet` when they are computed."""
+        ...
+
 
 NO_ADAPTER = ""
 """Adapter id that no layer knows: that of padding, and of rows in a pass without adapters."""
@@ -100,6 +104,8 @@ class Stream:
         num_passes: how often a batch was dispatched; recomputations count.
         key_values: keys and values of long sequences, between the passes of their parts.
         has_adapters: whether rows are bound to the adapters of their tasks; if not, to none (`without_adapters`).
+        unmet: adapters that the pass in flight has not come to yet: nothing below needs the gradients of their rows.
+            Empty where that is not known, as in a stage, which does not see the layers below it.
 
     Args:
         makers: what makes the passes of a kind of adapters, by the kind's name; none by default.
@@ -118,6 +124,17 @@ class Stream:
         self.num_passes = 0
         self.key_values = KeyValueStore()
         self.has_adapters = True
+        self.unmet: frozenset[str] = frozenset()
+
+    def begin_at_the_bottom(self) -> None:
+        """Let the pass in flight stop the gradients of each task's rows at its lowest adapter; before any layer of it.
+
+        Raises:
+            AssertionError: outside of a pass.
+        """
+        assert self.batch is not None, "only a pass can begin"
+        adapters = [segment.adapter for segment in self.segments if segment.adapter != NO_ADAPTER]
+        self.unmet = frozenset(a for a in adapters if any(maker.tells(a) for maker in self.makers.values()))
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -167,10 +184,10 @@ class Stream:
             passes: passes that were made of the same batch before, where activations are recomputed or captured.
         """
         # Put back at the end, as a recomputation may run amid the pass of another batch.
-        before = self.batch, self.segments, self.places, self.num_rows, self.passes
+        before = self.batch, self.segments, self.places, self.num_rows, self.passes, self.unmet
         # Recomputations count, so that layers see what a pass before has left over.
         self.num_passes += 1
-        self.batch = batch
+        self.batch, self.unmet = batch, frozenset()
         self.segments = self._segments(batch, batch.computed_offsets, adapters)
         self.places = batch.computed(batch.token_places)
         self.num_rows = batch.num_computed
@@ -179,7 +196,7 @@ class Stream:
         try:
             yield self
         finally:
-            self.batch, self.segments, self.places, self.num_rows, self.passes = before
+            self.batch, self.segments, self.places, self.num_rows, self.passes, self.unmet = before
 
     @contextmanager
     def selected_rows(

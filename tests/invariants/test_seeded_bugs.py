@@ -49,7 +49,7 @@ def multiply_by_masks(patch: pytest.MonkeyPatch) -> None:
     """Every adapter on every row, times 0 or 1: 0 * NaN is NaN, so one task's NaN is everybody's."""
 
     def masked_lora(
-        x_TD: torch.Tensor, slices: Sequence[LinearSlice], places: torch.Tensor
+        x_TD: torch.Tensor, slices: Sequence[LinearSlice], places: torch.Tensor, needed: Any = None
     ) -> tuple[torch.Tensor, ...]:
         ys = []
         for part in slices:

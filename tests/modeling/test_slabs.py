@@ -160,9 +160,9 @@ def test_q_k_and_v_are_one_call_and_gate_and_up_another(monkeypatch: pytest.Monk
     calls: list[int] = []
     original = layers.grouped_lora_slices
 
-    def count(x: torch.Tensor, slices: Any, places: torch.Tensor) -> Any:
+    def count(x: torch.Tensor, slices: Any, *others: Any) -> Any:
         calls.append(len(slices))
-        return original(x, slices, places)
+        return original(x, slices, *others)
 
     monkeypatch.setattr(layers, "grouped_lora_slices", count)
     two_tasks()(batch())

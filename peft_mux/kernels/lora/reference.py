@@ -87,8 +87,18 @@ def grouped_lora(
     return y
 
 
+class Rows(NamedTuple):
+    """Consecutive rows of a stream: from `start` to before `end`."""
+
+    start: int
+    end: int
+
+
 def grouped_lora_slices(
-    x_TD: torch.Tensor, slices: Sequence[LinearSlice], places: torch.Tensor
+    x_TD: torch.Tensor,
+    slices: Sequence[LinearSlice],
+    places: torch.Tensor,
+    needed: tuple[Rows, ...] | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Return the outputs of several frozen layers that read the same `x`, each with its adapters (M §3.4.3).
 
@@ -98,6 +108,7 @@ def grouped_lora_slices(
         x_TD: `[T, D]` activations, sorted by task.
         slices: the frozen layers with their adapters.
         places: int64 `[T]`, place of each row in its task's global batch, for dropout.
+        needed: the rows whose gradients a layer below needs, as ranges in order; those of others are 0. All by default.
 
     Returns:
         One `[T, K]` a slice, in the autocast dtype where autocast is on, else in that of `x`.
@@ -108,7 +119,7 @@ def grouped_lora_slices(
     flat = _factors(slices)
     # The dtype is settled here, once for forward and backward; autocast would cast each product by itself.
     with torch.autocast(device_type, enabled=False):
-        return GroupedLoraFunction.apply(x_TD, tuple(slices), places, dtype, *flat)
+        return GroupedLoraFunction.apply(x_TD, tuple(slices), places, dtype, needed, *flat)
 
 
 class _Bundle(NamedTuple):
@@ -154,6 +165,7 @@ class GroupedLoraFunction(torch.autograd.Function):
         slices: tuple[LinearSlice, ...],
         places: torch.Tensor,
         dtype: torch.dtype,
+        needed: tuple[Rows, ...] | None,
         *factors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Compute each `y`; save `x` and S."""
@@ -161,7 +173,7 @@ class GroupedLoraFunction(torch.autograd.Function):
         saved = x.new_empty(num_saved(slices))
         ys = slices_forward(x, slices, places, saved)
         ctx.save_for_backward(x, places, saved)
-        ctx.slices, ctx.dtype, ctx.input_dtype = slices, dtype, x_TD.dtype
+        ctx.slices, ctx.dtype, ctx.input_dtype, ctx.needed = slices, dtype, x_TD.dtype, needed
         return ys
 
     @staticmethod
@@ -171,9 +183,11 @@ class GroupedLoraFunction(torch.autograd.Function):
         x, places, saved = ctx.saved_tensors
         dys = [dy.to(ctx.dtype) for dy in dys_TK]
         # Below the lowest adapter nothing trains, and no dx is needed.
-        dx, gradients = slices_backward(dys, x, ctx.slices, places, saved, needs_dx=ctx.needs_input_grad[0])
+        dx, gradients = slices_backward(
+            dys, x, ctx.slices, places, saved, needs_dx=ctx.needs_input_grad[0], needed=ctx.needed
+        )
         dx = None if dx is None else dx.to(ctx.input_dtype)
-        return (dx, None, None, None, *gradients)
+        return (dx, None, None, None, None, *gradients)
 
 
 def num_saved(slices: Sequence[LinearSlice]) -> int:
@@ -216,6 +230,7 @@ def slices_backward(
     saved: torch.Tensor,
     *,
     needs_dx: bool,
+    needed: tuple[Rows, ...] | None = None,
 ) -> tuple[torch.Tensor | None, list[Any]]:
     """Return `dx` and the gradient of each factor.
 
@@ -229,9 +244,10 @@ def slices_backward(
         places: int64 `[T]`, place of each row in its task's global batch, for dropout.
         saved: S of all adapters, as `slices_forward` has filled it.
         needs_dx: whether a layer below needs `dx`.
+        needed: the rows of `dx` that it needs; all by default.
     """
     factors, dtype = _factors(slices), x_TD.dtype
-    dx = _base_input_gradient(x_TD, dys_TK, [part.weight_KD for part in slices]) if needs_dx else None
+    dx = _base_input_gradient(x_TD, dys_TK, [part.weight_KD for part in slices], needed) if needs_dx else None
     gradients: list[Any] = [None] * len(factors)
     for bundle, s_RT in _bundles_with_s(slices, factors, saved):
         rows = slice(bundle.segment.start, bundle.segment.end)
@@ -244,7 +260,7 @@ def slices_backward(
         # Drawn once more, from seed and place: a mask that was kept would take memory for every layer.
         x_g = _dropped(x_TD, bundle.segment, places)
         _write_a_gradients(bundle, factors, ds_RT, x_g, gradients)
-        if dx is not None:
+        if dx is not None and (needed is None or any(part.start <= rows.start < part.end for part in needed)):
             _add_input_gradient(dx, ds_RT, _joint_a(bundle, factors, dtype), bundle.segment, places)
     return dx, gradients
 
@@ -325,14 +341,32 @@ def _base_output(x: torch.Tensor, part: LinearSlice) -> torch.Tensor:
 
 
 def _base_input_gradient(
-    x: torch.Tensor, dys: Sequence[torch.Tensor], weights: Sequence[torch.Tensor | None]
+    x: torch.Tensor,
+    dys: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor | None],
+    needed: tuple[Rows, ...] | None = None,
 ) -> torch.Tensor:
-    """Return the sum of `dy W` over the slices that have a frozen weight."""
+    """Return the sum of `dy W` over the slices that have a frozen weight; 0 in rows that are not needed."""
+    if needed is not None:
+        dx, sizes = torch.zeros_like(x), [end - start for start, end in needed]
+        if not needed:
+            return dx
+        together = [_rows_of(dy, needed) for dy in dys]
+        found = _base_input_gradient(x[: sum(sizes)], together, weights)
+        for (start, end), part in zip(needed, found.split(sizes), strict=True):
+            dx[start:end] = part
+        return dx
     dx = None
     for dy, weight in zip(dys, weights, strict=True):
         if weight is not None:
             dx = dy @ weight.to(x.dtype) if dx is None else dx.addmm_(dy, weight.to(x.dtype))
     return torch.zeros_like(x) if dx is None else dx
+
+
+def _rows_of(x: torch.Tensor, ranges: Sequence[Rows]) -> torch.Tensor:
+    """Return some ranges of rows as one tensor; a view where there is one range."""
+    parts = [x[start:end] for start, end in ranges]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _joint_a(bundle: _Bundle, factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

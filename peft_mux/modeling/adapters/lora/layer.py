@@ -18,7 +18,8 @@ from torch import nn
 from peft_mux.kernels import philox
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.kernels.lora.group import Base, LoraGroup
-from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, grouped_lora_slices
+from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, Rows, grouped_lora_slices
+from peft_mux.modeling.adapters.lora.depth import rows_needed
 from peft_mux.modeling.adapters.lora.dora import is_apart
 from peft_mux.modeling.adapters.lora.lora_pass import linear_tables
 from peft_mux.modeling.adapters.lora.row_steps import InitialPart, OwnBias, RowStep, is_block_diagonal, steps_of
@@ -63,6 +64,17 @@ class MultiplexedLinear(MultiplexedForward):
         if adapter not in layer.lora_A or adapter not in self._steps:
             return adapter in layer.lora_A
         return not is_apart(layer, adapter) and not is_block_diagonal(layer, adapter)
+
+    def has(self, adapter: str) -> bool:
+        """Whether an adapter does anything here."""
+        layer: Any = self.module
+        return adapter in layer.lora_A or adapter in self._steps
+
+    def weights_of(self, adapter: str) -> list[nn.Parameter]:
+        """Return the weights of an adapter that only this layer reads."""
+        layer: Any = self.module
+        parts = [getattr(layer, name, {}) for name in ("lora_A", "lora_B", "lora_magnitude_vector")]
+        return [weight for part in parts if adapter in part for weight in part[adapter].parameters()]
 
     @property
     def is_plain(self) -> bool:
@@ -243,6 +255,7 @@ class LinearGroup:
     def outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return `[..., K]` of each layer, for `x [..., D]`."""
         self.members[0].check_rows(x, x.shape[-1])
+        needed = self._meet() if self.stream.unmet else None
         lora_pass, lead = self._usable_pass(x), x.shape[:-1]
         if lora_pass is not None:
             device_type = x.device.type
@@ -257,8 +270,20 @@ class LinearGroup:
             if ys is not None:
                 return ys
         x_TD = x.reshape(-1, x.shape[-1])
-        ys = grouped_lora_slices(x_TD, [member.slice() for member in self.members], self.stream.places)
+        ys = grouped_lora_slices(x_TD, [member.slice() for member in self.members], self.stream.places, needed)
         return tuple(y.view(*lead, -1) for y in ys)
+
+    def _meet(self) -> tuple[Rows, ...] | None:
+        """Return which rows need the gradient of `x`, and note that the adapters of these layers are met now."""
+        stream = self.stream
+        layers: list[Any] = [member.module for member in self.members]
+        if torch.compiler.is_compiling() or any(layer.disable_adapters for layer in layers):
+            # A compiled graph must not depend on who was met, and a frozen pass may ask for gradients of its input.
+            stream.unmet = frozenset()
+            return None
+        needed = rows_needed(stream.segments, stream.unmet)
+        stream.unmet = frozenset(a for a in stream.unmet if not any(member.has(a) for member in self.members))
+        return needed
 
     def shared_output(self, member: MultiplexedLinear, x: torch.Tensor) -> torch.Tensor:
         """Return one member's output for `x`."""

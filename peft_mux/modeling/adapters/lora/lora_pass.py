@@ -120,6 +120,7 @@ class LoraGroups:
         self._slab_of = slab_of
         self._compositions: OrderedDict[tuple[Any, ...], Composition] = OrderedDict()
         self._num_enrolled = 0
+        self._telling: dict[str, bool] = {}
         # Weakly, as groups belong to their layers, which may be regrouped or removed.
         self._groups: weakref.WeakValueDictionary[int, KernelGroup] = weakref.WeakValueDictionary()
 
@@ -132,6 +133,19 @@ class LoraGroups:
     def clear(self) -> None:
         """Forget all tables; needed whenever an adapter came, went or moved."""
         self._compositions.clear()
+        self._telling.clear()
+
+    def tells(self, adapter: str) -> bool:
+        """Whether all weights of an adapter are in linear layers of the groups; see `PassMaker.tells`."""
+        if adapter not in self._telling:
+            slab = self._slab_of(adapter)
+            members = [member for group in self._groups.values() for member in group.members]
+            # Of other layers, such as experts, nothing is known here.
+            linear = [member for member in members if hasattr(member, "weights_of")]
+            held = {id(weight) for member in linear for weight in member.weights_of(adapter)}
+            own = set() if slab is None else slab.parameter_ids
+            self._telling[adapter] = bool(own) and own <= held
+        return self._telling[adapter]
 
     def watched(self, adapters: tuple[str, ...]) -> frozenset[int]:
         """Return the ids of parameters whose gradients somebody waits to see pass through autograd."""

@@ -1,0 +1,143 @@
+"""Gradients go down as far as a task's lowest adapter, and what a task trains to does not change by it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig
+
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.kernels.lora import reference
+from peft_mux.kernels.lora.reference import Rows
+from peft_mux.modeling.adapters.lora.depth import rows_needed
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.stream import RowSegment, Stream
+from tests.invariants.mux_lab import tiny_llama
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+CONFIGS: dict[str, Any] = {
+    "whole": LoraConfig(r=2, target_modules=LINEAR),
+    "top": LoraConfig(r=3, target_modules=LINEAR, layers_to_transform=[1]),
+    "low": LoraConfig(r=2, target_modules=["v_proj"], layers_to_transform=[0]),
+    "last": LoraConfig(r=2, target_modules=["down_proj"], layers_to_transform=[1]),
+}
+
+
+def batch_of(*names: str) -> Any:
+    """Return a stream with two sequences of each task."""
+    rng = torch.Generator().manual_seed(0)
+    rows = []
+    for number, name in enumerate(names):
+        for length in (5 + number, 9):
+            rows.append({"task": name, "input_ids": torch.randint(1, 60, (length,), generator=rng).tolist()})
+    return ChunkPackingCollator()(rows)
+
+
+def model_of(*names: str, **others: Any) -> MultiTaskPeftModel:
+    """Return a model of some tasks, whose factors B are not zero."""
+    model = MultiTaskPeftModel(tiny_llama(), {name: CONFIGS[name] for name in names} | others, verify=False)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name in model.tasks:
+            for key, weight in sorted(model.task_parameters(name).items()):
+                weight.copy_(0.1 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(len(key))))
+    return model.train()
+
+
+def gradients(model: MultiTaskPeftModel, names: tuple[str, ...]) -> dict[str, dict[str, torch.Tensor]]:
+    """Return the gradients of each task after one pass of these."""
+    model(batch_of(*names)).losses.sum().backward()
+    return {
+        name: {
+            key: weight.grad.clone() for key, weight in model.task_parameters(name).items() if weight.grad is not None
+        }
+        for name in model.tasks
+    }
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("names", [("whole", "top", "low", "last"), ("last", "whole", "top"), ("top", "last")])
+def test_tasks_of_different_depth_have_the_gradients_of_a_full_backward(
+    names: tuple[str, ...], checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_out = watched(monkeypatch)
+    models = [model_of(*names), model_of(*names)]
+    if checkpointing:
+        for model in models:
+            model.gradient_checkpointing_enable()
+    found = gradients(models[0], names)
+    assert checkpointing or any(left_out), "some product was made for some rows alone"
+    monkeypatch.setattr(Stream, "begin_at_the_bottom", lambda stream: None)
+    left_out.clear()
+    wanted = gradients(models[1], names)
+    assert not any(left_out)
+    for name in names:
+        assert found[name].keys() == wanted[name].keys()
+        for key, gradient in found[name].items():
+            torch.testing.assert_close(gradient, wanted[name][key], rtol=1e-5, atol=1e-8)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each product adds how many rows it was not made for."""
+    left_out: list[int] = []
+    plain = reference._base_input_gradient
+
+    def noted(x: Any, dys: Any, weights: Any, needed: Any = None) -> Any:
+        left_out.append(0 if needed is None else len(x) - sum(end - start for start, end in needed))
+        return plain(x, dys, weights, needed)
+
+    monkeypatch.setattr(reference, "_base_input_gradient", noted)
+    return left_out
+
+
+def test_a_task_whose_adapter_lies_elsewhere_too_goes_all_the_way_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    scales = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    words = LoraConfig(r=2, target_modules=["embed_tokens", "down_proj"])
+    model = model_of("top", scales=scales, words=words)
+    seen: list[frozenset[str]] = []
+    begin = Stream.begin_at_the_bottom
+
+    def noted(stream: Stream) -> None:
+        begin(stream)
+        seen.append(stream.unmet)
+
+    monkeypatch.setattr(Stream, "begin_at_the_bottom", noted)
+    model(batch_of("top", "scales", "words"))
+    assert seen == [frozenset({model.adapter_of("top")})]
+    assert model.stream.unmet == frozenset(), "the stream is idle"
+
+
+def test_a_pass_without_adapters_keeps_the_gradients_of_its_input() -> None:
+    model = model_of("top", "last")
+    kept: list[torch.Tensor] = []
+
+    def keep(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        kept.append(output.detach().requires_grad_())
+        return kept[-1]
+
+    handle = model.backbone.get_input_embeddings().register_forward_hook(keep)
+    with model.without_adapters():
+        model(batch_of("top", "last")).losses.sum().backward()
+    handle.remove()
+    assert kept[0].grad is not None
+    assert (kept[0].grad[0].abs().sum(dim=1) > 0).sum() >= len(kept[0][0]) - 4, "all rows but last tokens"
+
+
+def segments(**ends: int) -> tuple[RowSegment, ...]:
+    """Return segments that follow each other, by adapter."""
+    found, start = [], 0
+    for name, end in ends.items():
+        found.append(RowSegment(name, start, end, 0, 0))
+        start = end
+    return tuple(found)
+
+
+def test_rows_that_go_on_are_joined_and_few_rows_are_not_left_out() -> None:
+    rows = segments(a=10, b=20, c=30, d=40)
+    assert rows_needed(rows, frozenset("b")) == (Rows(0, 10), Rows(20, 40))
+    assert rows_needed(rows, frozenset("ab")) == (Rows(20, 40),)
+    assert rows_needed(rows, frozenset("abcd")) == ()
+    assert rows_needed(rows, frozenset()) is None
+    assert rows_needed(segments(a=2, b=40), frozenset("a")) is None
