@@ -99,3 +99,32 @@ def test_the_runs_eval_strategy_evaluates_every_task(tmp_path: Path, strategy: s
     # 10 rows in batches of 4: an epoch is three steps, too.
     steps = [entry["step"] for entry in trainer.task_states["a"].log_history if "eval_loss" in entry]
     assert steps == [3, 6]
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder with a decoder whose head gives words, as most that people classify with."""
+    folder = tmp_path_factory.mktemp("decoder")
+    tiny_llama().save_pretrained(folder)
+    return str(folder)
+
+
+def test_two_classifiers_on_all_layers_of_a_decoder_train_without_a_plan_before_and_as_alone(
+    decoder: str, tmp_path: Path
+) -> None:
+    def own(name: str, classes: int) -> Task:
+        rows = [{"input_ids": [2, 5 + row, 3], "label": row % classes} for row in range(12)]
+        config = LoraConfig(task_type=TaskType.SEQ_CLS, r=2, target_modules="all-linear")
+        return Task(name=name, peft_config=config, train_dataset=rows, max_steps=2, learning_rate=1e-2, seed=7)
+
+    together = losses(decoder, [own("two", 2), own("three", 3)], tmp_path / "both")
+    assert together["two"] == pytest.approx(losses(decoder, [own("two", 2)], tmp_path / "one")["two"], rel=1e-4)
+    assert together["three"] > together["two"]
+
+
+def test_a_run_warns_of_no_names_that_transformers_has_changed(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    losses_of = MultiTaskTrainingArguments(output_dir=str(tmp_path), save_strategy="no", report_to="none", use_cpu=True)
+    MultiTaskTrainer(tiny_llama(), losses_of, [small_task("a", data_seed=1, max_steps=1)]).train()
+    assert [str(one.message) for one in recwarn if issubclass(one.category, FutureWarning)] == []
