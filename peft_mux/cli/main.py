@@ -133,6 +133,7 @@ def _train(arguments: argparse.Namespace) -> int:
     from peft_mux.sweeps.sweep import add_referee, end_sweeps
 
     config, contests = swept(_read_config(arguments), arguments.sweep)
+    _check_folder(config.args, is_resumed=arguments.resume)
     trainer = _make_trainer(config)
     referee = add_referee(trainer, contests, early_stop=arguments.early_stop)
     is_shown = trainer.is_world_process_zero()
@@ -144,6 +145,15 @@ def _train(arguments: argparse.Namespace) -> int:
         return 128 + trainer.interrupted_by
     end_sweeps(trainer, referee)
     return 1 if any(status == "failed" for status in trainer.task_statuses.values()) else 0
+
+
+def _check_folder(args: Any, *, is_resumed: bool) -> None:
+    """Look at the run folder before rows are tokenised; several processes do so when they have met."""
+    from peft_mux.checkpoint.open_folder import refuse_held_folder, require_state
+    from peft_mux.trainer.run import output_folder
+
+    if args.world_size == 1 and args.save_strategy != "no":
+        (require_state if is_resumed else refuse_held_folder)(output_folder(args))
 
 
 def _plan(arguments: argparse.Namespace) -> int:

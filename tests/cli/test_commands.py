@@ -162,6 +162,16 @@ def test_resume_without_a_run_is_refused(file: Path, capsys: pytest.CaptureFixtu
     assert "holds no state of a run" in refused(["train", str(file), "--resume"], capsys)
 
 
+def test_a_folder_that_cannot_be_trained_in_is_told_before_a_model_or_rows_are_looked_at(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(file)]) == 0
+    monkeypatch.setattr("peft_mux.cli.main._make_trainer", lambda config: pytest.fail("a trainer was made"))
+    assert "which holds a run" in refused(["train", str(file)], capsys)
+    new = f"output_dir={tmp_path / 'new'}"
+    assert "holds no state of a run" in refused(["train", str(file), "--resume", "--set", new], capsys)
+
+
 def test_resume_with_more_steps_and_another_rate_says_so(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
