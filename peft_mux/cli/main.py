@@ -132,6 +132,8 @@ def _train(arguments: argparse.Namespace) -> int:
     # A launcher starts this command once for each process; what it prints shall be there once.
     from peft_mux.sweeps.sweep import add_referee, end_sweeps
 
+    if arguments.early_stop is not None and not arguments.sweep:
+        raise ConfigError("--early-stop: got it without --sweep; allowed: both. Name what is swept, or leave it out.")
     config, contests = swept(_read_config(arguments), arguments.sweep)
     _check_folder(config.args, is_resumed=arguments.resume)
     trainer = _make_trainer(config)

@@ -87,7 +87,7 @@ def _all_fixes(load: TaskLoad, memory: MemoryModel, args: MultiTaskTrainingArgum
     longest = load.longest
     if longest > 64:
         cut = tuple(min(length, longest // 2) for length in load.lengths)
-        shorter = replace(load, lengths=cut, longest_row_tokens=longest // 2)
+        shorter = replace(load, lengths=cut, shared=(), trie=None, longest_row_tokens=longest // 2)
         add(f"max_length={longest // 2}", "cuts longer rows", memory, shorter)
     if weight_bytes >= 2:
         # Half a byte a weight and a scale for every 64; what is not linear stays as it is, which this leaves out.

@@ -62,3 +62,8 @@ def test_what_cannot_be_swept_ends_with_2(
 ) -> None:
     assert main(["train", str(file), "--sweep", option]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_rule_for_sweeps_without_a_sweep_ends_with_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(file), "--early-stop", "halving"]) == 2
+    assert "--early-stop: got it without --sweep" in capsys.readouterr().err

@@ -155,6 +155,9 @@ def _share(load: TaskLoad, rows: tuple[int, ...], longest: int) -> TaskLoad:
     return replace(
         load,
         lengths=rows,
+        # Rows stand for lengths here; which of them begin alike is known of a task's own rows alone.
+        shared=(),
+        trie=None,
         num_targets=max(1, round(load.num_targets * sum(rows) / max(1, load.tokens))),
         longest_row_tokens=min(load.longest, longest),
     )
