@@ -463,10 +463,10 @@ def _best_faults(task: Task, where: str) -> list[Fault]:
     wants = {
         "early_stopping": rule is not None,
         "an EarlyStoppingCallback": isinstance(task.callbacks, (list, tuple)) and task.stops_by_callback,
-        "load_best_model_at_end": bool(task.load_best_model_at_end),
+        "load_best_model_at_end": task.load_best_model_at_end is True,
         "metric_for_best_model": task.metric_for_best_model is not None,
-        "eval_on_start": bool(task.eval_on_start),
-        "eval_delay": bool(task.eval_delay),
+        "eval_on_start": task.eval_on_start is True,
+        "eval_delay": _is_real(task.eval_delay) and task.eval_delay != 0,
     }
     for name in [name for name, is_wanted in wants.items() if is_wanted]:
         if task.eval_dataset is None:

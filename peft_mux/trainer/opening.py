@@ -65,17 +65,21 @@ class Opening:
         Raises:
             CheckpointError: if it is not there.
         """
-        # Only the process that writes needs to see the folder.
-        if resume and self._run.saver.is_writer:
-            require_state(self._run.root if resume is True else Path(resume))
+        root = self._run.root if resume is True else Path(resume or "")
+        # Only the process that writes needs to see the folder. Whether the run's own one, where it is there, belongs to
+        # somebody else is found out first, by keeping it.
+        if resume and self._run.saver.is_writer and not (root == self._run.root and root.is_dir()):
+            require_state(root)
 
     def check_folder(self, resume: str | bool | None) -> None:
         """Look at the run folder, which this process keeps now, before weights are loaded.
 
         Raises:
-            CheckpointError: if it holds a run that is not resumed.
+            CheckpointError: if it holds a run that is not resumed, or none to be resumed.
         """
         saver = self._run.saver
+        if resume and saver.is_writer:
+            require_state(self._run.root if resume is True else Path(resume))
         if not resume and saver.is_writer and saver.folder is None and self._run.args.save_strategy != "no":
             refuse_held_folder(self._run.root)
 

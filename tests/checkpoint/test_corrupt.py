@@ -479,10 +479,10 @@ def test_a_pickle_in_the_place_of_a_checkpoint_is_not_opened(root: Path) -> None
     assert not marker.exists()
 
 
-def test_everything_that_a_run_writes_is_safetensors_or_json(whole: Run) -> None:
+def test_everything_that_a_run_writes_is_safetensors_json_or_text_to_read(whole: Run) -> None:
     folder = Path(whole.trainer.args.output_dir or "")
     kinds = {path.suffix for path in folder.rglob("*") if path.is_file()}
-    assert kinds == {".safetensors", ".json", ".jsonl"}
+    assert kinds == {".safetensors", ".json", ".jsonl", ".md", ".html"}
 
 
 def test_the_adapter_of_the_last_save_loads_in_plain_peft_after_a_crash(crashed: Path, whole: Run) -> None:
