@@ -87,7 +87,8 @@ def obey(job):
 lab.make_trainer(tasks(), Path(sys.argv[1]))
 print("ready", flush=True)
 for line in sys.stdin:
-    print(json.dumps(obey(json.loads(line))), flush=True)
+    # On a line of its own: a run that was killed while it printed has left a part of one.
+    print("\\n" + json.dumps(obey(json.loads(line))), flush=True)
 '''
 
 
