@@ -62,15 +62,16 @@ class MemoryShortage:
 
     def _smaller(self, work: StepWork, reason: str) -> StepWork:
         self._forget_step()
-        largest = max(work.micro_batches, key=lambda micro_batch: micro_batch.num_tokens)
+        # By what a pass computes, which its bound counts: tokens that rows share are there once.
+        largest = max(work.micro_batches, key=lambda micro_batch: micro_batch.num_computed)
         if len(largest.row_sequences) < 2 and not self._run.args.split_long_sequences:
             raise MemoryBudgetError(_too_long(largest, reason))
-        most = max(1, largest.num_tokens // 2)
+        most = max(1, largest.num_computed // 2)
         self._run.log.say(
-            f"out of memory in a pass of {largest.num_tokens:,} tokens ({reason}): the step is taken again, in passes"
+            f"out of memory in a pass of {largest.num_computed:,} tokens ({reason}): the step is taken again, in passes"
             f" of at most {most:,} from now on"
         )
-        self._run.log.event("out_of_memory", tokens=largest.num_tokens, max_tokens=most, reason=reason)
+        self._run.log.event("out_of_memory", tokens=largest.num_computed, max_tokens=most, reason=reason)
         return self._plans.smaller_work(work, most)
 
     def _forget_step(self) -> None:
