@@ -15,6 +15,7 @@ from peft_mux.modeling.objectives.task_objective import objective_of
 from peft_mux.planning.targets import Target
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.tasks.task_run import TaskRun
+from peft_mux.tasks.window import run_interval
 
 _LEAST_STEPS = 4
 """Steps between two logs below which a pipeline counts as drained: a window of two has half of the flushes left."""
@@ -36,7 +37,7 @@ def is_drained(
     # Where gradients are summed over processes, all of them meet at the end of every step.
     if target.num_replicas > 1 or target.devices_per_stage > 1:
         return True
-    if args.logging_strategy != "no" and int(args.logging_steps) < _LEAST_STEPS:
+    if args.logging_strategy == "steps" and run_interval(args.logging_steps, runs) < _LEAST_STEPS:
         return True
     has_passes_before = any(load.has_reference_forward or load.has_batch_forward for load in loads)
     is_read_ahead = any(run.loader.steps_per_epoch is None for run in runs)

@@ -40,13 +40,23 @@ def drained(folder: Path, *, target: Target = TARGET, arguments: dict[str, Any] 
         train_dataset=[{"input_ids": [1, 2]}],
         peft_config=SimpleNamespace(task_type="CAUSAL_LM"),
     )
-    run: Any = SimpleNamespace(task=task, loader=SimpleNamespace(steps_per_epoch=changed.get("steps_per_epoch", 3)))
+    loader = SimpleNamespace(steps_per_epoch=changed.get("steps_per_epoch", 3))
+    run: Any = SimpleNamespace(task=task, num_steps=changed.get("num_steps", 100), loader=loader)
     return is_drained(args, target, [run], [replace(load("a"), **changed.get("load", {}))])
 
 
 def test_a_plain_pipeline_with_logs_now_and_then_is_not_drained(tmp_path: Path) -> None:
     assert not drained(tmp_path)
     assert not drained(tmp_path, arguments={"logging_strategy": "no", "logging_steps": 1})
+
+
+def test_logs_of_a_share_of_the_steps_count_as_the_steps_that_they_are_apart(tmp_path: Path) -> None:
+    assert not drained(tmp_path, arguments={"logging_steps": 0.1}, num_steps=100)
+    assert drained(tmp_path, arguments={"logging_steps": 0.1}, num_steps=20)
+
+
+def test_logs_after_each_epoch_do_not_drain_it_whatever_logging_steps_says(tmp_path: Path) -> None:
+    assert not drained(tmp_path, arguments={"logging_strategy": "epoch", "logging_steps": 1})
 
 
 @pytest.mark.parametrize(
