@@ -53,8 +53,6 @@ def task_settings_of(config: Any, *, has_eval: bool) -> dict[str, Any]:
         settings["chat_template"] = Path(config.chat_template_path).read_text(encoding="utf-8")
     if getattr(config, "dataset_text_field", "text") != "text":
         settings["row_format"] = {"text": config.dataset_text_field}
-    if getattr(config, "shuffle_dataset", True) is False:
-        settings["shuffle"] = settings.get("shuffle", True)  # TRL shuffles every epoch all the same
     # What is left out has the same meaning on a `Task`: nothing of it is set.
     return {name: value for name, value in settings.items() if value is not None}
 

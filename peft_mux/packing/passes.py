@@ -143,7 +143,8 @@ def cut_into_passes(
     capacity = min(bound, math.ceil(tokens / meant * _SLACK))
     if rules.split_long_sequences:  # evenness is no reason to cut what a pass may hold
         capacity = max(capacity, min(bound, max(item.longest for item in items)))
-    items = _items(tasks, capacity)
+    if any(own.trie is not None for own in tasks):  # which rows go together depends on what a pass holds
+        items = _items(tasks, capacity)
     filled = _filled(tasks, items, rules, capacity)
     if len(filled) == meant or any(_is_part(tasks, member) for cut in filled for member in cut):
         return _with_shared(tasks, filled)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 MIN_RUN_TOKENS = 16
-"""Least tokens of a shared run: shorter ones spare less than their branch costs."""
+"""Least tokens of a shared run; rows that have fewer in common each compute them."""
 
 
 class SortedRows(NamedTuple):

@@ -27,8 +27,9 @@ def decide_sharing(runs: Iterable[TaskRun], args: MultiTaskTrainingArguments, ba
         if reason is None and args.pad_to_chunks:
             reason = "pad_to_chunks=True asks for streams of equal shapes"
         run.loader.shares_prefixes = reason is None and args.share_prefixes is not False
-        is_told = args.share_prefixes is True or (args.share_prefixes == "auto" and _begin_alike(run))
-        if reason is not None and is_told:
+        if reason is None or args.share_prefixes is False:
+            continue
+        if args.share_prefixes is True or _begin_alike(run):
             run.sharing_remark = f"{run.name}: tokens that rows begin with alike are computed for each row, as {reason}"
 
 

@@ -158,6 +158,8 @@ class PlanFollower:
 
     def _with_dispatched_rows(self, plan: Plan, shares: DispatchedShares) -> Plan:
         """Return the plan with the passes of unlike replicas, whose rows are dispatched as those of a step are."""
+        if not shares.looks_ahead:
+            return plan
         names = {name for htask in plan.htasks for name in htask.tasks}
         runs = [run for run in self._run.table.plannable if run.name in names]
         rows = shares.typical_rows(self.planner.typical_lengths(runs))
