@@ -42,8 +42,14 @@ def _adapters(root: Path) -> dict[str, dict[str, Any]]:
     found = {}
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
         if all((folder / name).is_file() for name in _FILES):
-            config = json.loads((folder / _FILES[0]).read_text(encoding="utf-8"))
-            found[folder.name] = {**config, "folder": folder}
+            try:
+                config = json.loads((folder / _FILES[0]).read_text(encoding="utf-8"))
+                found[folder.name] = {**config, "folder": folder}
+            except (OSError, ValueError, TypeError) as error:
+                raise ConfigError(
+                    f"export: got {folder / _FILES[0]}, which cannot be read ({error}); allowed: what PEFT wrote. "
+                    "Copy the adapter from its last checkpoint, or move its folder away."
+                ) from error
     if not found:
         raise ConfigError(f"run: got {str(root)!r}, which holds no adapters; allowed: the output_dir of a run.")
     return found

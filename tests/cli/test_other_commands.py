@@ -83,6 +83,15 @@ def test_adapters_of_a_run_are_served_merged_and_copied(
     assert main(["export", str(tmp_path / "nowhere")]) == 2
 
 
+def test_an_adapter_whose_configuration_is_cut_off_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run" / "sql"
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text('{"peft_type": "LO', encoding="utf-8")
+    (folder / "adapter_model.safetensors").touch()
+    assert main(["export", str(tmp_path / "run")]) == 2
+    assert f"{folder / 'adapter_config.json'}, which cannot be read" in capsys.readouterr().err
+
+
 def test_the_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
