@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from peft_mux.cli.main import main
+from tests.examples.notebook_run import executed, num_cells_without_outputs, printed_by
 from tests.invariants.mux_lab import rows, tiny_llama
 from tests.paths import ROOT
 
@@ -178,27 +179,13 @@ def test_accelerate_on_cpus_starts_one_process_and_is_told_what_to_type(folder: 
 
 
 def test_the_notebook_of_many_processes_is_stored_without_outputs() -> None:
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    code = [cell for cell in cells if cell["cell_type"] == "code"]
-    assert len(code) >= 5
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    assert num_cells_without_outputs(NOTEBOOK) >= 5
 
 
 @pytest.mark.slow
 @pytest.mark.notebook
 def test_the_notebook_of_many_processes_runs_to_its_last_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    nbformat = pytest.importorskip("nbformat", reason="needs the notebooks extra: nbformat")
-    nbclient = pytest.importorskip("nbclient", reason="needs the notebooks extra: nbclient")
-    pytest.importorskip("ipykernel", reason="needs the notebooks extra: ipykernel")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])))
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=280, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    printed = "".join(output.text for output in outputs if output.get("name") == "stdout")
+    printed = printed_by(executed(NOTEBOOK, tmp_path, monkeypatch))
     assert [int(rank) for rank in re.findall(r"^rank (\d): [\d,]+ tokens", printed, re.MULTILINE)] == [0, 1]
     for name in ("mood", "kind"):
         assert re.search(rf"^{name}: (1[5-9]|20) of 20 held-out answers begin right$", printed, re.MULTILINE)
