@@ -45,7 +45,7 @@ from peft_mux.task_interop import is_default
 
 _TASK_DEFAULTS = (
     "learning_rate num_train_epochs max_steps weight_decay warmup_steps max_grad_norm adam_beta1 adam_beta2 "
-    "adam_epsilon seed max_length data_timeout_s"
+    "adam_epsilon seed max_length data_timeout_s label_smoothing_factor"
 ).split()
 
 
@@ -242,7 +242,8 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
     batch_size = task.train_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps
     direct = (
         "learning_rate num_train_epochs weight_decay lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm "
-        "optim optim_args adam_beta1 adam_beta2 adam_epsilon seed max_length data_timeout_s eval_delay eval_on_start"
+        "optim optim_args adam_beta1 adam_beta2 adam_epsilon seed max_length data_timeout_s eval_delay eval_on_start "
+        "label_smoothing_factor"
     ).split()
     return HyperParameters(
         train_batch_size=batch_size,

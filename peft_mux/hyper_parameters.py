@@ -43,6 +43,7 @@ class HyperParameters:
         load_best_model_at_end: whether it ends with the adapter of its best evaluation.
         metric_for_best_model: the metric that tells the best evaluation; `None` where nobody asks.
         greater_is_better: whether a greater one is better; `None` for what the name of the metric tells.
+        label_smoothing_factor: share of the loss that all words of the vocabulary have alike.
     """
 
     train_batch_size: int
@@ -69,6 +70,7 @@ class HyperParameters:
     load_best_model_at_end: bool = False
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
+    label_smoothing_factor: float = 0.0
 
 
 def hyper_parameter_faults(values: Any, where: str, *, but: Iterable[str] = ()) -> list[Fault]:
@@ -190,6 +192,7 @@ _NUMBER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         lambda value: _is_real(value) and 0 < value <= 1e6,
         "a finite number of seconds above 0, at most 1,000,000",
     ),
+    "label_smoothing_factor": (lambda value: _is_real(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "priority": _integer(-MOST_STEPS),
 }
 

@@ -146,6 +146,8 @@ class Task:
             once an epoch. `early_stopping` does so by itself.
         metric_for_best_model: the metric that tells which evaluation is best, `loss` by default.
         greater_is_better: its direction; by default as in `early_stopping`.
+        label_smoothing_factor: share of the loss that all words of the vocabulary have alike, as in Trainer; for the
+            loss of next tokens (objective "sft"). `eval_loss` is smoothed, too; `eval_perplexity` is not.
         hub_model_id: repository of this task's adapter where the run has `push_to_hub=True`; by default the run's
             `hub_model_id`, or the name of its folder, with the name of the task behind it.
         data_timeout_s: seconds within which a stream must give the rows of a step once the others wait for them;
@@ -205,6 +207,7 @@ class Task:
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
     hub_model_id: str | None = None
+    label_smoothing_factor: float | None = None
 
     def __new__(cls, *args: Any, **settings: Any) -> Task:
         """Refuse settings of other classes and releases by saying where they belong, which Python would not."""

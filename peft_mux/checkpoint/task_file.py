@@ -30,6 +30,8 @@ _FROM_HERE_ON = frozenset(
     ).split()
 )
 """What a resumed task may have otherwise than before: none of it says anything of the steps that were taken."""
+_OF_OLDER_STATES = {"label_smoothing_factor": 0.0}
+"""Settings that older states do not name, as there was only this."""
 _NOT_OF_THE_ADAPTER = frozenset(
     {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
 )
@@ -166,7 +168,7 @@ def check_settings(run: TaskRun, saved: dict[str, Any]) -> dict[str, tuple[Any, 
     Raises:
         ChangedSettingsError: naming each setting that has changed and must not.
     """
-    now = task_settings(run)
+    now, saved = task_settings(run), {**_OF_OLDER_STATES, **saved}
     changed = {
         key: (saved.get(key), now[key]) for key in now if key not in _FREE_TO_CHANGE and saved.get(key) != now[key]
     }

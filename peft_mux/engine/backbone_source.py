@@ -27,7 +27,7 @@ from peft_mux.modeling.backbone.quantized import (
     require_bitsandbytes,
 )
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives.task_objective import args_of, objective_of
+from peft_mux.modeling.objectives.task_objective import args_of, objective_of, smoothing_faults
 from peft_mux.task import Task
 
 _HUB_OPTIONS = "revision code_revision subfolder token cache_dir local_files_only force_download proxies".split()
@@ -113,7 +113,7 @@ class BackboneSource:
             own = peft_config_faults(task.peft_config, f"tasks.{task.name}")
             if not own and against is not None:
                 own = target_faults(task.peft_config, against.backbone, f"tasks.{task.name}")  # type: ignore[arg-type]
-            faults += own
+            faults += own + _smoothing_faults(task, self.args)
         kinds = _head_kinds(tasks)
         if len(kinds) > 1:
             names = ", ".join(task.name for task in tasks if objective_of(task).head.kind == kinds[0])
@@ -219,7 +219,7 @@ class BackboneSource:
             is_head_new=is_head_new,
             verify=verify,
         )
-        return assign_objectives(model, tasks)
+        return assign_objectives(model, tasks, self.args)
 
     def _completed(
         self, model: MultiTaskPeftModel, tasks: list[Task], class_counts: dict[str, int]
@@ -243,7 +243,7 @@ class BackboneSource:
                 seeds={task.name: resolve(task, self.args).seed for task in missing},
                 num_labels=class_counts,
             )
-        return assign_objectives(model, tasks)
+        return assign_objectives(model, tasks, self.args)
 
     def _from_config(self, tasks: list[Task], config: Any) -> Any:
         try:
@@ -274,6 +274,13 @@ class BackboneSource:
         return wanted if isinstance(wanted, torch.dtype) else getattr(self.config, "dtype", None) or torch.float32
 
 
+def _smoothing_faults(task: Task, args: MultiTaskTrainingArguments) -> list[Fault]:
+    """Return a fault where the run smooths labels but the task's loss has none to smooth; its own are looked at."""
+    share = args.label_smoothing_factor if task.label_smoothing_factor is None else 0.0
+    fix = f"Set label_smoothing_factor=0 on the task {task.name}."
+    return smoothing_faults(objective_of(task), share, "args.label_smoothing_factor", fix)
+
+
 def _has_images(config: Any) -> bool:
     """Whether transformers knows a model with a language head for a configuration among those of images alone."""
     model_type = getattr(config, "model_type", None)
@@ -294,10 +301,19 @@ def _option_faults(options: object) -> list[Fault]:
     return []
 
 
-def assign_objectives(model: MultiTaskPeftModel, tasks: Iterable[Task]) -> MultiTaskPeftModel:
-    """Let a model that holds some tasks train each towards its own loss, and return it."""
+def assign_objectives(
+    model: MultiTaskPeftModel, tasks: Iterable[Task], args: MultiTaskTrainingArguments
+) -> MultiTaskPeftModel:
+    """Let a model that holds some tasks train each towards its own loss, and return it.
+
+    Args:
+        model: the model.
+        tasks: some of its tasks.
+        args: the arguments of the run, which complete theirs.
+    """
     for task in tasks:
-        model.objectives.assign(task.name, objective_of(task), args_of(task))
+        smoothing = resolve(task, args).label_smoothing_factor
+        model.objectives.assign(task.name, objective_of(task), args_of(task, smoothing))
     return model
 
 

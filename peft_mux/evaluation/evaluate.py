@@ -143,12 +143,14 @@ def _loss_metrics(
             # Sums, not means, travel between replicas: batches have unequal numbers of terms. Where losses divide by
             # totals, those are of all rows, and what batches give is parts of the mean already.
             count = batch.num_targets if totals is None else 1
-            sums[number] = loss * count, count, found.statistics.get(task.name, torch.zeros(0)).tolist()
+            statistics = found.statistics.get(task.name, torch.zeros(0)) * count
+            sums[number] = loss * count, count, statistics.tolist()
     objectives.take_failures()  # a loss function of the task's own that failed gave NaN, which is what is told here
     losses, counts, parts = zip(*share.merged(sums).values(), strict=True)
-    loss = sum(losses) / (sum(counts) if totals is None else 1)
-    statistics = dict(zip(objectives.statistic_names(task.name), map(sum, zip(*parts, strict=True)), strict=True))
-    return objective.metrics(loss, statistics)
+    terms = sum(counts) if totals is None else 1
+    means = [sum(own) / terms for own in zip(*parts, strict=True)]
+    statistics = dict(zip(objectives.statistic_names(task.name), means, strict=True))
+    return objective.metrics(sum(losses) / terms, statistics)
 
 
 def _totals(executor: StepExecutor, task: Task, dataset: Any) -> Mapping[str, float] | None:

@@ -77,7 +77,8 @@ class TaskRun:
 
     def read_statistics(self) -> dict[str, float]:
         """Return the means of what is logged beside the loss since this was last asked for, by name."""
-        return self.statistics_mean.read(objective_of(self.task).statistic_names(args_of(self.task)))
+        args = args_of(self.task, self.hyper.label_smoothing_factor)
+        return self.statistics_mean.read(objective_of(self.task).statistic_names(args))
 
     @property
     def epoch(self) -> float | None:

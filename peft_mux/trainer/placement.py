@@ -210,7 +210,7 @@ class Placement:
                 whole = self.part.is_whole
                 register_tasks(self.model, configs, seeds=seeds, counts=counts, is_whole=whole, tensor_parallel=None)
             for model in (self.outline, self.model):
-                assign_objectives(model, [run.task for run in runs])
+                assign_objectives(model, [run.task for run in runs], self._run.args)
             decide_sharing(runs, self._run.args, self._unshared_reason)
             self._class_counts.update(counts)
             self.tasks = [*self.tasks, *(run.task for run in runs)]

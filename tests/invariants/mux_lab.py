@@ -279,8 +279,16 @@ class Verdict:
     weights: dict[str, torch.Tensor]
 
 
-def judge(trainer: MultiTaskTrainer, task: Task) -> Verdict:
-    """Train one task alone with plain PEFT and an ordinary loop, on the same rows."""
+def judge(
+    trainer: MultiTaskTrainer, task: Task, sequence_losses: Callable[..., Iterator[torch.Tensor]] | None = None
+) -> Verdict:
+    """Train one task alone with plain PEFT and an ordinary loop, on the same rows.
+
+    Args:
+        trainer: the trainer, which has the rows of each global batch.
+        task: one of its tasks.
+        sequence_losses: gives the parts of the loss of a global batch by a model; by default their mean.
+    """
     run = trainer.table[task.name]
     hyper = run.hyper
     torch.manual_seed(hyper.seed)
@@ -291,7 +299,8 @@ def judge(trainer: MultiTaskTrainer, task: Task) -> Verdict:
     schedule = get_scheduler(hyper.lr_scheduler_type, optimizer, int(hyper.warmup_steps), run.num_steps)
     losses = []
     for step in range(run.num_steps):
-        loss = torch.stack(list(_sequence_losses(model, run.loader.batch(step)))).sum()
+        parts = (sequence_losses or _sequence_losses)(model, run.loader.batch(step))
+        loss = torch.stack(list(parts)).sum()
         loss.backward()
         losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(parameters, hyper.max_grad_norm)

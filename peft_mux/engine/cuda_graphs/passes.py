@@ -236,6 +236,8 @@ def reason_against(model: MultiTaskPeftModel) -> str | None:
     reason = next((objective.eager_reason for objective in objectives if objective.eager_reason), None)
     if reason is not None:
         return reason
+    if model.objectives.smoothed(model.tasks):
+        return "a task smooths its labels (label_smoothing_factor)"
     if encoders_of(model):
         return "a task's prompt stands before each of its sequences"
     if frozen_weight(output_head(model.backbone)[0])[0] is None:

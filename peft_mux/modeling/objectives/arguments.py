@@ -12,6 +12,9 @@ from peft_mux.errors import Fault, closest, shown
 
 T = TypeVar("T", bound="LossArgs")
 
+_OF_THE_TASK = ("loss_type", "label_smoothing_factor")
+"""Arguments that are fields of `Task` itself."""
+
 _BEYOND_FLOATS = 2**1000
 SEVERAL = "+"
 """Between the names of variants that are added up, where a loss may be several at once."""
@@ -23,9 +26,11 @@ class LossArgs:
 
     Attributes:
         loss_type: which variant of the loss; it is `Task.loss_type`, and none of `Task.objective_args`.
+        label_smoothing_factor: share of the loss that all words of the vocabulary have alike; a field of `Task`, too.
     """
 
     loss_type: str = ""
+    label_smoothing_factor: float = 0.0
 
     refused: ClassVar[Mapping[str, str]] = {}
     """Arguments that are known from TRL but not honoured, with the reason and what to do instead."""
@@ -76,7 +81,7 @@ def read_args(kind: type[T], given: object, loss_type: str, where: str) -> tuple
     if given is not None and (not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given)):
         return None, [Fault(where, shown(given), "a dict of arguments by name")]
     values: Mapping[str, Any] = given or {}
-    known = {item.name: item for item in fields(kind) if item.name != "loss_type" and item.init}
+    known = {item.name: item for item in fields(kind) if item.name not in _OF_THE_TASK and item.init}
     faults = [_unknown(name, values[name], kind, list(known), where) for name in values if name not in known]
     hints = get_type_hints(kind)
     read = {}
@@ -99,7 +104,7 @@ def _unknown(name: str, value: object, kind: type[LossArgs], known: list[str], w
     allowed = ", ".join(known) or "none with this loss"
     if name in kind.refused:
         return Fault(f"{where}.{name}", shown(value), allowed, f"{name} is not supported: {kind.refused[name]}.")
-    hint = "Set Task.loss_type." if name == "loss_type" else closest(name, known)
+    hint = f"Set Task.{name}." if name in _OF_THE_TASK else closest(name, known)
     return Fault(f"{where}.{name}", "an unknown argument", allowed, hint)
 
 

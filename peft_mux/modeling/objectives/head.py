@@ -24,11 +24,13 @@ class HeadPass:
         backbone: the transformers model whose last module or modules are the head.
         stream: reads the micro-batch of the pass.
         adapters: internal adapter id of each task name.
+        smoothed: tasks whose losses also read how likely all other words are (`TokenOutputs.spread_M`).
     """
 
     backbone: Any
     stream: Stream
     adapters: Mapping[str, str]
+    smoothed: frozenset[str] = frozenset()
 
 
 class OutputHead(Protocol):

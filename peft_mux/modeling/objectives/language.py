@@ -2,12 +2,17 @@
 
 Rows may weigh their targets: `weights` w of a token, or several `target_ids` of a token with `target_weights`. Then the
 loss of a step is the weighted mean over its global batch, `sum(w * nll) / sum(w)`.
+
+With `label_smoothing_factor` epsilon, the loss is that of transformers' `LabelSmoother`: `(1 - epsilon)` times this
+mean, plus epsilon times the same mean of what all words of the vocabulary have on average.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+
+import torch
 
 from peft_mux.data.formats import LANGUAGE_ROWS
 from peft_mux.modeling.objectives.arguments import LossArgs
@@ -29,24 +34,48 @@ class LanguageLoss(BaseObjective):
     is_default = True
     uses_totals = False
     eager_reason = None
+    takes_smoothing = True
 
     def loss(self, outputs: TokenOutputs, args: LossArgs) -> TaskLoss:
         """Return the sum over the targets, divided by the number or the weights of the targets of the global batch."""
-        if "weights" in outputs.columns:
-            weights_M = outputs.columns["weights"]
-            return TaskLoss((outputs.nll_M * weights_M).sum() / (outputs.totals["weights"] or 1.0))
-        if outputs.word_logprobs_MK is not None:
-            weights_MK = outputs.columns["target_weights"]
-            return TaskLoss(-(outputs.word_logprobs_MK * weights_MK).sum() / (outputs.totals["target_weights"] or 1.0))
-        return TaskLoss(outputs.nll_M.sum() * outputs.loss_weight)
+        nll = _mean_nll(outputs)
+        share = args.label_smoothing_factor
+        if not share:
+            return TaskLoss(nll)
+        assert outputs.spread_M is not None, "the head is told of tasks that smooth their labels"
+        of_all_words = _mean(outputs, outputs.nll_M + outputs.spread_M)
+        return TaskLoss((1 - share) * nll + share * of_all_words, nll.detach()[None])
+
+    def statistic_names(self, args: LossArgs) -> tuple[str, ...]:
+        """Return the name of the mean without smoothing, where the loss is another one."""
+        return ("nll",) if args.label_smoothing_factor else ()
 
     def metrics(self, loss: float, statistics: Mapping[str, float]) -> dict[str, float]:
-        """Return the mean loss and its exponential, the perplexity."""
-        return {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, _GREATEST_EXPONENT))}
+        """Return the mean loss, and the exponential of the mean negative log-likelihood, the perplexity."""
+        nll = statistics.get("nll", loss)
+        return {"eval_loss": loss, "eval_perplexity": math.exp(min(nll, _GREATEST_EXPONENT))}
 
     def metric_names(self, args: LossArgs) -> tuple[str, ...]:
         """Return the names of these two."""
         return ("eval_loss", "eval_perplexity")
+
+
+def _mean_nll(outputs: TokenOutputs) -> torch.Tensor:
+    """Return this micro-batch's part of the mean over the targets, or the words, that rows name."""
+    if "weights" in outputs.columns or outputs.word_logprobs_MK is None:
+        return _mean(outputs, outputs.nll_M)
+    weights_MK = outputs.columns["target_weights"]
+    return -(outputs.word_logprobs_MK * weights_MK).sum() / (outputs.totals["target_weights"] or 1.0)
+
+
+def _mean(outputs: TokenOutputs, terms_M: torch.Tensor) -> torch.Tensor:
+    """Return this micro-batch's part of the mean of terms, each of the weight that its target has."""
+    if "weights" in outputs.columns:
+        return (terms_M * outputs.columns["weights"]).sum() / (outputs.totals["weights"] or 1.0)
+    if outputs.word_logprobs_MK is not None:
+        weights_M = outputs.columns["target_weights"].sum(dim=1)
+        return (terms_M * weights_M).sum() / (outputs.totals["target_weights"] or 1.0)
+    return terms_M.sum() * outputs.loss_weight
 
 
 register_objective(LanguageLoss())

@@ -20,7 +20,7 @@ from peft_mux.modeling.attention.shared_rows import take_rows
 from peft_mux.modeling.backbone.head_kinds import LANGUAGE_MODEL
 from peft_mux.modeling.objectives.head import HeadPass, register_head
 from peft_mux.modeling.objectives.outputs import WORDS, TokenOutputs, common_fields
-from peft_mux.modeling.objectives.token_losses import output_head, token_losses
+from peft_mux.modeling.objectives.token_losses import TargetLosses, output_head, target_losses
 from peft_mux.modeling.objectives.word_losses import target_and_words, without_targets
 from peft_mux.modeling.sharding.gathering import gathered
 
@@ -40,13 +40,17 @@ class LanguageHead:
 
     def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
         """Return the negative log-likelihoods `[M]` of the targets of all tasks, whatever their losses."""
+        return self._losses(hidden_TD, batch, head).nll_M
+
+    def _losses(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> TargetLosses:
         pairs = None if batch.shared is None else batch.shared.pairs
         if pairs is None:
-            return token_losses(hidden_TD, head.backbone, batch, head.stream, head.adapters)
+            return target_losses(hidden_TD, head.backbone, batch, head.stream, head.adapters, head.smoothed)
         # Sequences that have a row and its next token in common have that target in common, too.
         once = replace(batch, target_rows=batch.target_rows.index_select(0, pairs.first), target_offsets=pairs.offsets)
-        nll_P = token_losses(hidden_TD, head.backbone, once, head.stream, head.adapters)
-        return take_rows(nll_P, pairs.of_target)
+        found = target_losses(hidden_TD, head.backbone, once, head.stream, head.adapters, head.smoothed)
+        spread_M = None if found.spread_M is None else take_rows(found.spread_M, pairs.of_target)
+        return TargetLosses(take_rows(found.nll_M, pairs.of_target), spread_M)
 
     def outputs(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> list[TokenOutputs]:
         """Return each task's own targets, from one linear cross-entropy over those of all tasks.
@@ -54,14 +58,18 @@ class LanguageHead:
         Tasks whose rows name several words for each target have a pass of the head of their own instead.
         """
         naming = [index for index, columns in enumerate(batch.target_columns) if not columns.keys().isdisjoint(WORDS)]
-        if not naming:
-            return token_outputs(self.terms(hidden_TD, batch, head), batch)
-        rest = without_targets(batch, naming)
-        nll = list(self.terms(hidden_TD, rest, head).split(_counts(rest)))
+        rest = without_targets(batch, naming) if naming else batch
+        found = self._losses(hidden_TD, rest, head)
+        nll = list(found.nll_M.split(_counts(rest)))
+        spreads: dict[int, torch.Tensor] = {}
+        if found.spread_M is not None:
+            own = enumerate(found.spread_M.split(_counts(rest)))
+            spreads = {index: own_M for index, own_M in own if batch.task_names[index] in head.smoothed}
         words: dict[int, torch.Tensor] = {}
         for index in naming:
-            nll[index], words[index] = target_and_words(hidden_TD, batch, head, index)
-        return token_outputs(nll, batch, words)
+            nll[index], words[index], spread_M = target_and_words(hidden_TD, batch, head, index)
+            spreads |= {} if spread_M is None else {index: spread_M}
+        return token_outputs(nll, batch, words, spreads)
 
     def logits(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> list[torch.Tensor]:
         """Return the logits `[L, V]` of every sequence."""
@@ -108,7 +116,10 @@ def _between(hidden_TD: torch.Tensor, batch: MuxBatch, start: int, end: int) -> 
 
 
 def token_outputs(
-    nll: torch.Tensor | Sequence[torch.Tensor], batch: MuxBatch, words: Mapping[int, torch.Tensor] | None = None
+    nll: torch.Tensor | Sequence[torch.Tensor],
+    batch: MuxBatch,
+    words: Mapping[int, torch.Tensor] | None = None,
+    spreads: Mapping[int, torch.Tensor] | None = None,
 ) -> list[TokenOutputs]:
     """Return what the losses of each task of a micro-batch read.
 
@@ -116,6 +127,7 @@ def token_outputs(
         nll: negative log-likelihoods `[M]` of all targets, or `[M_task]` of those of each task.
         batch: the micro-batch.
         words: `[M_task, K]` log-probabilities of the words that rows name, by number of the task.
+        spreads: `[M_task]` of the tasks that smooth their labels, by number of the task.
     """
     # Split, not masked or scattered: 0 * NaN is NaN, so a sum over all rows would carry one task's NaN to the others.
     return [
@@ -127,6 +139,7 @@ def token_outputs(
             row_sequences=batch.row_sequences[batch.row_offsets[index] : batch.row_offsets[index + 1]],
             columns=batch.target_columns[index],
             word_logprobs_MK=None if words is None else words.get(index),
+            spread_M=None if spreads is None else spreads.get(index),
             **common_fields(batch, index),
         )
         for index, own_M in enumerate(nll.split(_counts(batch)) if isinstance(nll, torch.Tensor) else nll)

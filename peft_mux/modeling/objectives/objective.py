@@ -90,6 +90,11 @@ class Objective(Protocol):
         ...
 
     @property
+    def takes_smoothing(self) -> bool:
+        """Whether `label_smoothing_factor` may be set, which its arguments then have."""
+        ...
+
+    @property
     def has_logits(self) -> bool:
         """Whether `compute_metrics` may be given the logits and labels of its rows."""
         ...
@@ -166,6 +171,7 @@ class BaseObjective:
     num_batch_values: int = 0
     is_default: bool = False
     uses_totals: bool = True
+    takes_smoothing: bool = False
     has_logits: bool = True
     eager_reason: str | None = "a task's loss is more than the sum over its targets"
 

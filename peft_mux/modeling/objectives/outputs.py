@@ -76,6 +76,8 @@ class TokenOutputs(TaskOutputs):
         columns: token columns of the rows at their targets, `[M]` or `[M, K]`, by name.
         word_logprobs_MK: fp32 `[M, K]` with gradient, log-probabilities of the words that a row names for each target
             (`target_ids`, `teacher_ids`); `None` where it names none.
+        spread_M: fp32 `[M]` with gradient, by how many nats the mean over all words of their negative log-likelihood
+            exceeds that of the target (`cross_entropy/spreads.py`); `None` for tasks whose labels are not smoothed.
         batch: the micro-batch that the targets are of; `None` where no loss asks for their ids.
         index: number of the task in the micro-batch.
     """
@@ -87,6 +89,7 @@ class TokenOutputs(TaskOutputs):
     index: int = 0
     columns: Columns = field(default_factory=dict)
     word_logprobs_MK: torch.Tensor | None = None
+    spread_M: torch.Tensor | None = None
 
     @property
     def anchor(self) -> torch.Tensor:

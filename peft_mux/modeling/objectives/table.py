@@ -5,8 +5,9 @@ Shape letters: T tokens, M targets, N tasks, D hidden features.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -106,6 +107,10 @@ class TaskObjectives:
         """Return the names of the statistics of a task's loss."""
         return self.of(task).statistic_names(self.args_of(task))
 
+    def smoothed(self, tasks: Iterable[str]) -> frozenset[str]:
+        """Return those of some tasks that smooth their labels."""
+        return frozenset(task for task in tasks if self.args_of(task).label_smoothing_factor)
+
     def of_all(self, tasks: Sequence[str]) -> list[Objective]:
         """Return the different losses of some tasks, in the order in which they come first."""
         return [OBJECTIVES[name] for name in dict.fromkeys(self._assigned(task).objective for task in tasks)]
@@ -118,6 +123,7 @@ class TaskObjectives:
             batch: micro-batch that the hidden states are of.
             head: what the output head is computed with.
         """
+        head = replace(head, smoothed=self.smoothed(batch.task_names))
         found = [self._loss(outputs) for outputs in self.head.outputs(hidden_TD, batch, head)]
         return StreamLosses(torch.stack([one.loss for one in found]), tuple(one.statistics for one in found))
 

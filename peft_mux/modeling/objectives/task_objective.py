@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from peft import PromptLearningConfig
@@ -37,6 +38,11 @@ class TrainedTask(Protocol):
         ...
 
     @property
+    def label_smoothing_factor(self) -> Any:
+        """Share of the loss that all words have alike; `None` for that of the run."""
+        ...
+
+    @property
     def peft_config(self) -> Any:
         """Configuration of the adapter, whose `task_type` tells the kind of head."""
         ...
@@ -57,6 +63,7 @@ def objective_faults(task: TrainedTask, where: str) -> list[Fault]:
         objective.Args, _given(task), loss_type or objective.loss_types[0], f"{where}.objective_args"
     )
     found = [*faults, *type_faults, *more, *_label_faults(objective, task, where)]
+    found += smoothing_faults(objective, task.label_smoothing_factor, f"{where}.label_smoothing_factor")
     return found if args is None else found + _reference_faults(objective, args, task, where)
 
 
@@ -91,8 +98,12 @@ def objective_of(task: TrainedTask) -> Objective:
     return objective
 
 
-def args_of(task: TrainedTask) -> LossArgs:
+def args_of(task: TrainedTask, smoothing: float | None = None) -> LossArgs:
     """Return the arguments of the loss that a task is trained towards.
+
+    Args:
+        task: the task.
+        smoothing: its `label_smoothing_factor`, that of the run included; by default what the task itself says.
 
     Raises:
         ConfigError: naming every argument that cannot be used.
@@ -103,7 +114,26 @@ def args_of(task: TrainedTask) -> LossArgs:
     args, faults = read_args(objective.Args, _given(task), loss_type or "", f"{where}.objective_args")
     raise_faults(faults)
     assert args is not None, "no arguments are a fault"
-    return args
+    share = task.label_smoothing_factor if smoothing is None else smoothing
+    # What is no number is told where numbers are looked at.
+    return replace(args, label_smoothing_factor=share) if isinstance(share, (int, float)) and share else args
+
+
+def smoothing_faults(objective: Objective, share: float | None, where: str, fix: str = "") -> list[Fault]:
+    """Return a fault where a task's labels shall be smoothed but its loss has none to smooth.
+
+    Args:
+        objective: the loss of the task.
+        share: its `label_smoothing_factor`, or that of the run.
+        where: path of the field, for messages.
+        fix: what to do instead, beside the smoothing that the loss may have of its own.
+    """
+    if objective.takes_smoothing or not isinstance(share, (int, float)) or not share:
+        return []
+    able = ", ".join(entry.name for entry in OBJECTIVES.values() if entry.takes_smoothing)
+    own = "Its own label_smoothing is one of objective_args." if hasattr(objective.Args, "label_smoothing") else ""
+    got = f"{shown(share)} with the objective {objective.name}"
+    return [Fault(where, got, f"0 or None; more for {able}, whose targets are words", f"{fix} {own}".strip())]
 
 
 def given_references(task: TrainedTask) -> tuple[str, ...]:

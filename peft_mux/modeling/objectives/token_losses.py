@@ -5,9 +5,10 @@ Shape letters: T tokens, M rows that have a target, D hidden features.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -18,12 +19,17 @@ from torch.utils.checkpoint import checkpoint
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels.cross_entropy.linear import Head, block_rows, linear_cross_entropy
-from peft_mux.kernels.cross_entropy.vocab_parallel import VocabParallelCrossEntropy, vocab_parallel_linear_cross_entropy
+from peft_mux.kernels.cross_entropy.spreads import linear_spreads, spreads_of_logits
+from peft_mux.kernels.cross_entropy.vocab_parallel import (
+    Targets,
+    VocabParallelCrossEntropy,
+    vocab_parallel_linear_cross_entropy,
+)
 from peft_mux.modeling.attention.shared_rows import states_of
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.sharding.gathering import free_after_backward, gather_before_backward, gathered
-from peft_mux.modeling.sharding.sums import copy_to_tp_region
-from peft_mux.modeling.sharding.vocabulary import vocab_parallel_head
+from peft_mux.modeling.sharding.sums import copy_to_tp_region, reduce_from_tp_region
+from peft_mux.modeling.sharding.vocabulary import VocabParallelHead, vocab_parallel_head
 from peft_mux.modeling.stream import Stream
 
 
@@ -46,10 +52,35 @@ def output_head(backbone: Any) -> tuple[Any, float, float | None]:
     return module, scale, getattr(config, "final_logit_softcapping", None)
 
 
+class TargetLosses(NamedTuple):
+    """What the output head gives for the targets of a micro-batch, sorted by task.
+
+    Attributes:
+        nll_M: negative log-likelihoods `[M]` of the M targets, in nats.
+        spread_M: their spreads `[M]` (`peft_mux.kernels.cross_entropy.spreads`); 0 for tasks that do not smooth their
+            labels, and `None` where no task does.
+    """
+
+    nll_M: torch.Tensor
+    spread_M: torch.Tensor | None = None
+
+
 def token_losses(
     hidden_TD: torch.Tensor, backbone: Any, batch: MuxBatch, stream: Stream, adapters: Mapping[str, str]
 ) -> torch.Tensor:
-    """Return the negative log-likelihood of every target of a micro-batch, sorted by task.
+    """Return the negative log-likelihoods `[M]` alone of what `target_losses` returns."""
+    return target_losses(hidden_TD, backbone, batch, stream, adapters).nll_M
+
+
+def target_losses(
+    hidden_TD: torch.Tensor,
+    backbone: Any,
+    batch: MuxBatch,
+    stream: Stream,
+    adapters: Mapping[str, str],
+    smoothed: Collection[str] = (),
+) -> TargetLosses:
+    """Return the negative log-likelihood of every target of a micro-batch, and the spreads of some tasks.
 
     Args:
         hidden_TD: the last hidden states `[T, D]`, or `[U, D]` of computed rows where tokens are shared.
@@ -57,32 +88,63 @@ def token_losses(
         batch: micro-batch that the hidden states are of.
         stream: the stream of the adapted layers, which holds `batch` as the micro-batch in flight.
         adapters: internal adapter id of each task name.
-
-    Returns:
-        Negative log-likelihoods `[M]` of the M targets, in nats.
+        smoothed: tasks that smooth their labels.
     """
     # Rows without a target, such as those of a prompt, never meet the output head: its logits are the widest tensor.
     hidden_MD = states_of(hidden_TD, batch, batch.target_rows)
     targets_M = batch.labels[0].index_select(0, batch.target_rows)
     module, scale, softcap = output_head(backbone)
+    wanted = [index for index, name in enumerate(batch.task_names) if name in smoothed]
     # The backward pass makes these logits again, so it needs the head's weights once more.
     if _is_adapted(module):
         hidden_MD = free_after_backward(hidden_MD, module)
         with gathered(module):
-            losses_M = _adapted_losses(hidden_MD, targets_M, module, batch, stream, adapters, (scale, softcap))
-        return gather_before_backward(losses_M, module)
+            reads = (batch, stream, adapters)
+            losses = _adapted_losses(hidden_MD, targets_M, module, reads, (scale, softcap), has_spreads=bool(wanted))
+        # One column where spreads are not wanted: a single gathering serves both.
+        nll_M, *spread_M = gather_before_backward(losses, module).unbind()
+        return TargetLosses(nll_M, *spread_M)
     with gathered(module):
         weight, bias = frozen_weight(module)
         if weight is not None:
             head, words = Head(weight, bias, scale, softcap), vocab_parallel_head(module)
             if words is None:
-                return linear_cross_entropy(hidden_MD, head, targets_M)
-            return vocab_parallel_linear_cross_entropy(
-                hidden_MD, head, targets_M, first=words.first, vocab_size=words.vocab_size, links=words.links
-            )
+                nll_M = linear_cross_entropy(hidden_MD, head, targets_M)
+            else:
+                nll_M = vocab_parallel_linear_cross_entropy(
+                    hidden_MD, head, targets_M, first=words.first, vocab_size=words.vocab_size, links=words.links
+                )
+            if not wanted:
+                return TargetLosses(nll_M)
+            return TargetLosses(nll_M, _task_spreads(hidden_MD, targets_M, batch.target_offsets, wanted, head, words))
     raise UnsupportedModelError(
         f"the output head of {type(backbone).__name__} is a {type(module).__name__}; allowed: a linear layer."
     )
+
+
+def _task_spreads(
+    hidden_MD: torch.Tensor,
+    targets_M: torch.Tensor,
+    offsets: Sequence[int],
+    wanted: Collection[int],
+    head: Head,
+    words: VocabParallelHead | None,
+) -> torch.Tensor:
+    """Return the spreads `[M]` of the targets of the tasks of some numbers, and 0 for those of the others."""
+    exact = torch.promote_types(hidden_MD.dtype, torch.float32)
+    parts = []
+    # By slices, so that the rows of other tasks take no part: 0 * NaN would be NaN.
+    for index, (start, end) in enumerate(pairwise(offsets)):
+        own_MD, own_M = hidden_MD[start:end], targets_M[start:end]
+        if index not in wanted:
+            parts.append(hidden_MD.new_zeros(end - start, dtype=exact))
+        elif words is None:
+            parts.append(linear_spreads(own_MD, head, own_M))
+        else:
+            copied_MD = copy_to_tp_region(own_MD, words.links)
+            spreads_M = linear_spreads(copied_MD, head, own_M, first=words.first, vocab_size=words.vocab_size)
+            parts.append(reduce_from_tp_region(spreads_M, words.links))
+    return torch.cat(parts)
 
 
 def _is_adapted(module: Any) -> bool:
@@ -93,12 +155,16 @@ def _adapted_losses(
     hidden_MD: torch.Tensor,
     targets_M: torch.Tensor,
     module: Any,
-    batch: MuxBatch,
-    stream: Stream,
-    adapters: Mapping[str, str],
+    reads: tuple[MuxBatch, Stream, Mapping[str, str]],
     transform: tuple[float, float | None],
+    *,
+    has_spreads: bool,
 ) -> torch.Tensor:
-    """Return the losses `[M]` where some task adapts the head: logits are made in blocks, and again in the backward."""
+    """Return the losses `[1, M]`, or losses and spreads `[2, M]`, where some task adapts the head.
+
+    Logits are made in blocks, and again in the backward pass.
+    """
+    batch, stream, adapters = reads
     scale, softcap = transform
     places_M = batch.token_places.index_select(0, batch.target_rows)
     words = vocab_parallel_head(module)
@@ -116,9 +182,14 @@ def _adapted_losses(
             logits = module(hidden).float() * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
+        targets, found = targets_M[start:end], []
         if words is not None:
-            return VocabParallelCrossEntropy.apply(logits, targets_M[start:end], words.first, words.links)
-        return F.cross_entropy(logits, targets_M[start:end], reduction="none")
+            found.append(VocabParallelCrossEntropy.apply(logits, targets, words.first, words.links))
+        else:
+            found.append(F.cross_entropy(logits, targets, reduction="none"))
+        if has_spreads:
+            found.append(_spreads_of_logits(logits, targets, words))
+        return torch.stack(found)
 
     parts = []
     for start in range(0, len(hidden_MD), size):
@@ -126,4 +197,16 @@ def _adapted_losses(
         # Recomputed block by block, so that the logits of one block alone are ever held; draws need no state.
         parts.append(checkpoint(block, hidden_MD[start:end], start, end, use_reentrant=False, preserve_rng_state=False))
     # An empty sum keeps the graph where no row has a target.
-    return torch.cat(parts) if parts else hidden_MD.sum(dim=1)
+    empty = hidden_MD.sum(dim=1)[None]
+    return torch.cat(parts, dim=1) if parts else empty.expand(1 + has_spreads, -1)
+
+
+def _spreads_of_logits(
+    logits_MV: torch.Tensor, targets_M: torch.Tensor, words: VocabParallelHead | None
+) -> torch.Tensor:
+    """Return the spreads `[M]` of targets under an adapted head."""
+    if words is None:
+        num_words = logits_MV.shape[1]
+        return spreads_of_logits(logits_MV, Targets.of(targets_M, 0, num_words), num_words)
+    own = Targets.of(targets_M, words.first, logits_MV.shape[1])
+    return reduce_from_tp_region(spreads_of_logits(logits_MV, own, words.vocab_size), words.links)

@@ -37,7 +37,7 @@ def without_targets(batch: MuxBatch, tasks: Sequence[int]) -> MuxBatch:
 
 def target_and_words(
     hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass, task: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return what a task's targets, and the words that its rows name for each of them, have as log-probabilities.
 
     The logits of one block of targets alone are ever held, and made again in the backward pass.
@@ -49,7 +49,8 @@ def target_and_words(
         task: number of the task in the micro-batch.
 
     Returns:
-        Negative log-likelihoods `[M]` of the targets, and log-probabilities `[M, K]` of the words, fp32.
+        Negative log-likelihoods `[M]` of the targets, log-probabilities `[M, K]` of the words, and, where the task
+        smooths its labels, the spreads `[M]` of the targets (`TokenOutputs.spread_M`); fp32.
 
     Raises:
         UnsupportedModelError: if tensor parallelism divides the vocabulary.
@@ -74,7 +75,10 @@ def target_and_words(
             arguments = hidden_MD[start : start + size], ids_MK[start : start + size]
             parts.append(checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False))
     logprobs_MK = gather_before_backward(torch.cat(parts), module)
-    return -logprobs_MK[:, 0], logprobs_MK[:, 1:]
+    target_M, words_MK = logprobs_MK[:, 0], logprobs_MK[:, 1:]
+    if batch.task_names[task] not in head.smoothed:
+        return -target_M, words_MK, None
+    return -target_M, words_MK[:, :-1], target_M - words_MK[:, -1]
 
 
 class _Block:
@@ -84,9 +88,12 @@ class _Block:
         self._batch, self._head, self._task, self._places = batch, head, task, places
 
     def __call__(self, hidden_MD: torch.Tensor, ids_MK: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities `[M, K]` of words."""
+        """Return the log-probabilities `[M, K]` of words; behind them the mean over all words, where it is read."""
         logits_MV = self._logits(hidden_MD)
-        return logits_MV.gather(1, ids_MK) - torch.logsumexp(logits_MV, dim=1, keepdim=True)
+        of_words = logits_MV.gather(1, ids_MK)
+        if self._batch.task_names[self._task] in self._head.smoothed:
+            of_words = torch.cat([of_words, logits_MV.mean(dim=1, keepdim=True)], dim=1)
+        return of_words - torch.logsumexp(logits_MV, dim=1, keepdim=True)
 
     def _logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
         module, scale, softcap = output_head(self._head.backbone)

@@ -54,10 +54,17 @@ def answers(seed: int, count: int) -> list[Row]:
 
 
 def tasks() -> list[Task]:
-    """Return tasks of five losses, in batches and on rows of unequal sizes, some with held-out rows."""
+    """Return tasks of six losses, in batches and on rows of unequal sizes, some with held-out rows."""
     held_out: dict[str, Any] = {"eval_steps": 3}
     return [
         _task("sft", lab.rows(1, 11, 5, 20), train_batch_size=4),
+        _task(
+            "smoothed",
+            lab.rows(7, 9, 3, 15),
+            eval_dataset=lab.rows(17, 5, 3, 12),
+            label_smoothing_factor=0.3,
+            **held_out,
+        ),
         _task("dpo", pairs(2, 9), eval_dataset=pairs(12, 5), objective="dpo", train_batch_size=3, **held_out),
         _task("ipo", pairs(3, 7), objective="dpo", loss_type="ipo", objective_args={"ld_alpha": 0.5}, seed=4),
         _task("orpo", pairs(4, 8), eval_dataset=pairs(14, 4), objective="orpo", rank=2, **held_out),
@@ -96,4 +103,4 @@ def _figures(entry: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in entry.items() if key.removeprefix("eval_").startswith(_FIGURES)}
 
 
-_FIGURES = ("loss", "rewards/", "logps/", "kl", "nll_loss", "log_odds")
+_FIGURES = ("loss", "rewards/", "logps/", "kl", "nll", "log_odds")

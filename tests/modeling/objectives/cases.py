@@ -83,6 +83,16 @@ def mean_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
     return -torch.cat([row.logprobs() for row in rows]).mean()
 
 
+@dataclass(frozen=True)
+class SmoothedCase(LossCase):
+    """A loss with smoothed labels."""
+
+    @property
+    def loss_args(self) -> LossArgs:
+        """The arguments with a share for all words."""
+        return replace(super().loss_args, label_smoothing_factor=0.3)
+
+
 def mean_class_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
     """Return the mean negative log-likelihood of the classes."""
     labels = torch.tensor([row.row.class_label for row in rows])
@@ -124,6 +134,9 @@ CASES: list[LossCase] = [
     LossCase("sft", "nll", mean_nll),
     LossCase("sft", "nll", targets.weighted_nll, rows=targets.weighted_rows, label="weights"),
     LossCase("sft", "nll", targets.several_nll, rows=targets.rows_with_several_targets, label="several-targets"),
+    SmoothedCase("sft", "nll", targets.smoothed_nll, label="smoothed"),
+    SmoothedCase("sft", "nll", targets.smoothed_nll, rows=targets.weighted_rows, label="smoothed-weights"),
+    SmoothedCase("sft", "nll", targets.smoothed_nll, rows=targets.rows_with_several_targets, label="smoothed-several"),
     LossCase("classification", "nll", mean_class_nll),
     LossCase("classification", "nll", multi_label, rows=rows_with_a_number_for_each_class, label="multi-label"),
     LossCase("token_classification", "nll", mean_tag_nll, rows=tagged_rows),

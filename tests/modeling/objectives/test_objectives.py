@@ -272,7 +272,7 @@ def test_a_task_finds_the_loss_by_its_name_and_the_type_of_its_adapter(case: Los
             objective_args=case.args,
         )
         assert objective_of(task) is case.objective
-        assert args_of(task) == case.loss_args
+        assert args_of(task, case.loss_args.label_smoothing_factor) == case.loss_args
         assert task.is_classification == (case.objective.head.kind == CLASSIFICATION)
 
 

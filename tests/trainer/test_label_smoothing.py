@@ -1,0 +1,146 @@
+"""Smoothed labels: each task as with transformers' own `LabelSmoother`, alone and in company; refused elsewhere."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from transformers.trainer_pt_utils import LabelSmoother
+
+from peft_mux import ConfigError, MultiTaskTrainingArguments, Task
+from peft_mux.checkpoint.task_file import ChangedSettingsError
+from tests.invariants import mux_lab as lab
+
+HELD_OUT = lab.rows(9, 5, 4, 20)
+
+
+def smoother(share: float) -> Any:
+    """Return what gives the loss of a global batch as Trainer does: all rows padded, by the number of its targets."""
+
+    def losses(model: Any, batch: Any) -> Iterator[torch.Tensor]:
+        yield smoothed(model, [sequence.input_ids.tolist() for sequence in batch.sequences], share)
+
+    return losses
+
+
+def smoothed(model: Any, rows: list[list[int]], share: float) -> torch.Tensor:
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    labels = torch.tensor([row + [-100] * (longest - len(row)) for row in rows])
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in rows])
+    count = torch.tensor(sum(len(row) - 1 for row in rows))
+    outputs = model(input_ids=ids, attention_mask=mask)
+    return LabelSmoother(epsilon=share)(outputs, labels, shift_labels=True, num_items_in_batch=count)
+
+
+def task(name: str, seed: int, **settings: Any) -> Task:
+    options: dict[str, Any] = {"train_batch_size": 4, "learning_rate": 3e-3, "max_steps": 5, "seed": seed, **settings}
+    targets = options.pop("target_modules", "all-linear")
+    rows = options.pop("rows", None) or lab.rows(seed, 11, 4, 20)
+    return Task(name=name, peft_config=LoraConfig(r=4, target_modules=targets), train_dataset=rows, **options)
+
+
+def test_tasks_of_different_factors_are_each_as_with_the_smoother_of_transformers(tmp_path: Path) -> None:
+    tasks = [task("own", 1, label_smoothing_factor=0.1), task("none", 2, label_smoothing_factor=0), task("of-run", 3)]
+    run = lab.train(tasks, tmp_path, label_smoothing_factor=0.4, max_tokens_per_micro_batch=150)
+    shares = {"own": 0.1, "none": 0.0, "of-run": 0.4}
+    verdicts = {one.name: lab.judge(run.trainer, one, smoother(shares[one.name])) for one in tasks}
+    lab.assert_as_judged(run, verdicts)
+    plain = lab.judge(run.trainer, tasks[2])
+    assert abs(plain.losses[0] / verdicts["of-run"].losses[0] - 1) > 1e-3, "the factor shows"
+
+
+def test_a_task_alone_goes_as_beside_others(tmp_path: Path) -> None:
+    tasks = [task("a", 1, label_smoothing_factor=0.2), task("b", 2), task("c", 3, label_smoothing_factor=0.7)]
+    together = lab.train(tasks, tmp_path / "all", share_prefixes=False)
+    for own in tasks:
+        alone = lab.train(
+            [task(own.name, own.seed or 0, label_smoothing_factor=own.label_smoothing_factor)],
+            tmp_path / own.name,
+            share_prefixes=False,
+        )
+        lab.assert_same(alone, together, own.name, 1e-5)
+
+
+@pytest.mark.parametrize("targets", [["q_proj", "lm_head"], "all-linear"], ids=["adapted head", "frozen head"])
+def test_rows_that_begin_alike_are_smoothed_as_without_sharing(targets: Any, tmp_path: Path) -> None:
+    start = lab.rows(5, 1, 24, 24)[0]["input_ids"]
+    rows = [{"input_ids": start + row["input_ids"]} for row in lab.rows(6, 9, 3, 9)]
+    own = task("own", 4, rows=rows, label_smoothing_factor=0.3, target_modules=targets)
+    run = lab.train([own, task("other", 2)], tmp_path / "run")
+    assert run.trainer.table["own"].loader.batch(0).trie is not None, "its rows share"
+    verdict = lab.judge(run.trainer, own, smoother(0.3))
+    lab.assert_as_judged(run, {"own": verdict})
+
+
+def test_evaluations_give_the_smoothed_loss_and_the_plain_perplexity(tmp_path: Path) -> None:
+    own = task("own", 1, label_smoothing_factor=0.3, eval_dataset=HELD_OUT, eval_steps=4)
+    run = lab.train([own, task("other", 2)], tmp_path, logging_strategy="steps", logging_steps=1)
+    history = run.trainer.task_states["own"].log_history
+    found = [entry for entry in history if "eval_loss" in entry][-1]
+    view = run.trainer.model.task_view("own")
+    rows = [row["input_ids"] for row in HELD_OUT]
+    with torch.no_grad():
+        assert found["eval_loss"] == pytest.approx(smoothed(view, rows, 0.3).item(), rel=1e-5)
+        plain = smoothed(view, rows, 0.0).item()
+    assert found["eval_perplexity"] == pytest.approx(math.exp(plain), rel=1e-4)
+    steps = [entry for entry in history if "loss" in entry]
+    assert all(entry["nll"] != entry["loss"] for entry in steps)
+    assert not any("nll" in entry for entry in run.trainer.task_states["other"].log_history)
+
+
+def test_a_nan_of_a_smoothed_task_stays_at_home(tmp_path: Path) -> None:
+    def poison(trainer: Any) -> None:
+        next(iter(trainer.model.task_parameters("sick").values())).data.fill_(float("nan"))
+
+    def tasks() -> list[Task]:
+        return [task("sick", 1, label_smoothing_factor=0.2), task("well", 2, label_smoothing_factor=0.5)]
+
+    sick = lab.train(tasks(), tmp_path / "sick", recorder=lab.Recorder(at_begin={3: poison}))
+    well = lab.train(tasks(), tmp_path / "well")
+    assert sick.trainer.table["sick"].reason.startswith("non_finite")
+    lab.assert_same(sick, well, "well", 1e-6)
+
+
+PAIRS = [{"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5]}] * 4
+
+
+def test_a_loss_without_labels_to_smooth_refuses_the_factor_by_name() -> None:
+    with pytest.raises(ConfigError) as caught:
+        task("pairs", 1, rows=PAIRS, objective="dpo", label_smoothing_factor=0.1)
+    assert str(caught.value) == (
+        "tasks.pairs.label_smoothing_factor: got 0.1 with the objective dpo; allowed: 0 or None; more for sft, whose "
+        "targets are words. Its own label_smoothing is one of objective_args."
+    )
+    with pytest.raises(ConfigError, match=r"tasks\.own\.label_smoothing_factor: got 1\.5; allowed: a number from 0 to"):
+        task("own", 1, label_smoothing_factor=1.5)
+    with pytest.raises(ConfigError, match=r"objective_args\.label_smoothing_factor: .* Set Task\.label_smoothing"):
+        task("own", 1, objective_args={"label_smoothing_factor": 0.1})
+
+
+def test_the_factor_of_a_run_with_such_a_loss_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:
+    tasks = [task("own", 2), task("pairs", 1, rows=PAIRS, objective="dpo")]
+    with pytest.raises(
+        ConfigError, match=r"args\.label_smoothing_factor: got 0\.1 with the objective dpo.*the task pairs"
+    ):
+        lab.make_trainer(tasks, tmp_path, label_smoothing_factor=0.1)
+    tasks[1] = task("pairs", 1, rows=PAIRS, objective="dpo", label_smoothing_factor=0)
+    lab.make_trainer(tasks, tmp_path, label_smoothing_factor=0.1)
+    with pytest.raises(ConfigError, match=r"args\.label_smoothing_factor: got None; allowed: a value"):
+        MultiTaskTrainingArguments(str(tmp_path), use_cpu=True, label_smoothing_factor=None)  # type: ignore[arg-type]
+
+
+def test_a_state_of_before_the_factor_goes_on_and_another_factor_is_refused(tmp_path: Path) -> None:
+    from peft_mux.checkpoint.task_file import check_settings, task_settings
+
+    run = lab.make_trainer([task("own", 1)], tmp_path / "a").table["own"]
+    older = {key: value for key, value in task_settings(run).items() if key != "label_smoothing_factor"}
+    assert check_settings(run, older) == {}
+    other = lab.make_trainer([task("own", 1, label_smoothing_factor=0.1)], tmp_path / "b").table["own"]
+    with pytest.raises(ChangedSettingsError, match=r"label_smoothing_factor 0\.0 -> 0\.1"):
+        check_settings(other, older)
