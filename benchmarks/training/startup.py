@@ -3,7 +3,8 @@
     python -m benchmarks.training.startup --tasks 8 32 64 --layers 32         half a minute, one thread
 
 The backbone has the shapes of Llama-2-7B and no weights, as in `peft-mux plan`; a run does the same once more on the
-loaded weights. Every task has LoRA of rank 8 with dropout on all linear layers.
+loaded weights. Every task has LoRA with dropout on all linear layers: of rank 8 where tasks are alike, so that adapters
+are copies of the first one's, else each of a scaling of its own, so that PEFT injects them all.
 """
 
 from __future__ import annotations
@@ -20,15 +21,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", type=int, nargs="+", default=[8, 32, 64], help="numbers of tasks")
     parser.add_argument("--layers", type=int, default=32, help="layers of the backbone")
     options = parser.parse_args(arguments)
-    print(f"{'tasks':>5} {'layers':>6} {'registered in s':>16} {'one more in s':>14} {'pass counted in s':>18}")
+    print(f"{'tasks':>5} {'':>6} {'registered in s':>16} {'one more in s':>14} {'pass counted in s':>18}")
     for number in options.tasks:
-        print(
-            f"{number:>5} {options.layers:>6} "
-            + "{:>16.2f} {:>14.2f} {:>18.2f}".format(*measure(number, options.layers))
-        )
+        for kind in ("alike", "unlike"):
+            seconds = measure(number, options.layers, are_alike=kind == "alike")
+            print(f"{number:>5} {kind:>6} " + "{:>16.2f} {:>14.2f} {:>18.2f}".format(*seconds))
 
 
-def measure(num_tasks: int, num_layers: int) -> tuple[float, float, float]:
+def measure(num_tasks: int, num_layers: int, *, are_alike: bool) -> tuple[float, float, float]:
     """Return seconds of registering all tasks, one more, and of counting the bytes that a pass keeps."""
     import torch
     from peft import LoraConfig
@@ -41,7 +41,9 @@ def measure(num_tasks: int, num_layers: int) -> tuple[float, float, float]:
     with torch.device("meta"):
         backbone = LlamaForCausalLM(LlamaConfig(num_hidden_layers=num_layers))
     configs = {
-        f"task-{number}": LoraConfig(r=8, lora_dropout=0.05, target_modules="all-linear")
+        f"task-{number}": LoraConfig(
+            r=8, lora_alpha=8 if are_alike else 8 + number, lora_dropout=0.05, target_modules="all-linear"
+        )
         for number in range(num_tasks + 1)
     }
     last = configs.popitem()

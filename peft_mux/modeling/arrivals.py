@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,8 +13,9 @@ from torch import nn
 
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.attach import attach
-from peft_mux.modeling.adapters.injection import hidden_adapters, injecting, is_meta, own_copy
+from peft_mux.modeling.adapters.injection import HiddenAdapters, hidden_adapters, injecting, is_meta, own_copy
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.lora.config import can_be_copied
 from peft_mux.modeling.adapters.lora.parameters import drop_unused_wrappers
 from peft_mux.modeling.adapters.own.biases import add_biases, forget_biases, names_alone
 from peft_mux.modeling.adapters.own.copies import hidden_copies
@@ -40,6 +42,7 @@ class Arrivals:
         """Start with no task."""
         self.tuners = Tuners()
         self._registry, self._is_head_new = registry, is_head_new
+        self._fresh: dict[str, int] = {}  # seeds of tasks whose weights are as drawn, of which others may be copies
 
     def register(
         self,
@@ -64,8 +67,11 @@ class Arrivals:
             # PEFT goes through all modules for each adapter: with those of others in sight, time by their square.
             with _without_collections(), hidden_adapters(model.backbone) as hidden:
                 for name, config in peft_configs.items():
-                    own, kind = own_copy(config, model.backbone), kind_of(config)
-                    adapter, seed = self._registry.next_adapter, seeds.get(name, 42)
+                    seed = seeds.get(name, 42)
+                    if (alike := self._alike(config, seed)) is not None:
+                        self._copy(model, hidden, name, config, alike)
+                        continue
+                    own, kind, adapter = own_copy(config, model.backbone), kind_of(config), self._registry.next_adapter
                     with (
                         injecting(name, own, seed, model.peft_config),
                         hidden_copies(model.backbone),
@@ -81,7 +87,23 @@ class Arrivals:
             self.remove(model, [name for name in self._registry.tasks if name not in before])
             raise
         finally:
+            self._fresh.clear()
             self._attach(model)
+
+    def _alike(self, config: PeftConfig, seed: int) -> str | None:
+        """Return a task that came just now with this configuration and seed, where a copy of it is what PEFT makes."""
+        given = config.to_dict() if seed in self._fresh.values() else None
+        names = (name for name, other in self._fresh.items() if other == seed and self._registry.given(name) == given)
+        return next(names, None)
+
+    def _copy(self, model: Any, hidden: HiddenAdapters, name: str, config: PeftConfig, alike: str) -> None:
+        """Add a task whose adapter is, but for its id, that of another one."""
+        registry = self._registry
+        adapter, other = registry.add(name, config, kind_of(config)), registry.adapter_of(alike)
+        model.peft_config[adapter] = copy.deepcopy(model.peft_config[other])
+        new = hidden.copy(other, adapter)
+        own = {key: new[id(parameter)] for key, parameter in registry.parameters_of(alike).items()}
+        registry.adopt(name, own, are_described=is_meta(model.backbone))
 
     def adopt(self, model: Any, name: str, config: PeftConfig, num_labels: int | None, seed: int) -> None:
         """Take an injected adapter in: its head and its parameters.
@@ -123,6 +145,8 @@ class Arrivals:
                 " that its type can adapt, and at least one part of it that is trained."
             )
         self._registry.adopt(name, own, are_described=is_meta(model.backbone))
+        if can_be_copied(model.peft_config[adapter]):
+            self._fresh[name] = seed
 
     def register_absent(self, model: Any, name: str, config: PeftConfig) -> None:
         """Add a task that has no adapter in this model, which is a part of one.

@@ -148,10 +148,14 @@ class TaskRegistry:
         self.adapter_of(name)
         return self._entries[name].kind
 
+    def given(self, name: str) -> dict[str, Any]:
+        """Return the fields of the configuration that a task was added with."""
+        self.adapter_of(name)
+        return self._entries[name].given
+
     def was_given(self, name: str, config: PeftConfig) -> bool:
         """Return whether a task was added with this configuration."""
-        self.adapter_of(name)
-        return config.to_dict() == self._entries[name].given
+        return config.to_dict() == self.given(name)
 
     def parameters_of(self, name: str) -> dict[str, nn.Parameter]:
         """Return a task's own parameters, by their PEFT names without the adapter id."""

@@ -48,11 +48,15 @@ def check_configs(
         ConfigError: naming every fault of every task.
     """
     faults: list[Fault] = []
+    sound: list[Any] = []  # what has fitted the backbone is not held against it again, as that goes through all modules
     for name, config in peft_configs.items():
         fault = name_fault(name, f"tasks.{name}.name")
         faults += [fault] if fault else []
         own = peft_config_faults(config, f"tasks.{name}")
-        faults += own or target_faults(config, backbone, f"tasks.{name}") + _task_type_faults(config, backbone, name)
+        if not own and (fields := (type(config), vars(config))) not in sound:
+            own = target_faults(config, backbone, f"tasks.{name}") + _task_type_faults(config, backbone, name)
+            sound += [] if own else [fields]
+        faults += own
     held = held or {}
     raise_faults(faults or claim_faults(peft_configs, held, backbone))
     check_task_names(peft_configs, tuple(held))
@@ -166,6 +170,27 @@ class HiddenAdapters:
             # A `ParameterDict` keeps its keys beside its parameters, so both are emptied.
             child.__dict__[field].clear()
 
+    def copy(self, adapter: str, new: str) -> dict[int, nn.Parameter]:
+        """Enter an adapter into all layers that hold another one, alike to it, and hidden as it is.
+
+        Args:
+            adapter: internal id of an adapter that is hidden.
+            new: that of the new one.
+
+        Returns:
+            its parameters, by `id` of those that they are alike to; they share memory until they are laid out.
+        """
+        parameters: dict[int, nn.Parameter] = {}
+        for own in self._entries.values():
+            for entries in own.values():
+                if adapter in entries:
+                    entries[new] = _copied(entries[adapter], parameters)
+        for layer in self._order:
+            for value in vars(layer).values():
+                if type(value) is dict and adapter in value:  # ranks, scalings and the like, by adapter
+                    value[new] = _copied(value[adapter], parameters)
+        return parameters
+
     def show_new(self) -> None:
         """Let walks over modules meet the adapters that have come since they were hidden, and no others."""
         for layer, order in self._order.items():
@@ -186,6 +211,25 @@ class HiddenAdapters:
                 for key in entries:
                     child.__dict__[field][key] = child.__dict__[field].pop(key)
         self._entries.clear()
+
+
+def _copied(entry: Any, parameters: dict[int, nn.Parameter]) -> Any:
+    """Return what a layer shall hold of a new adapter: alike, of parameters that lie where those of the other lie."""
+    if isinstance(entry, nn.Parameter):
+        if id(entry) not in parameters:
+            values = torch.empty_like(entry) if entry.is_meta else entry.detach()
+            parameters[id(entry)] = nn.Parameter(values, requires_grad=entry.requires_grad)
+        return parameters[id(entry)]
+    if not isinstance(entry, nn.Module):
+        return copy.copy(entry)
+    new = object.__new__(type(entry))
+    # Hooks and buffers lie in dictionaries of the module's own.
+    new.__dict__.update(
+        {key: copy.copy(value) if isinstance(value, dict) else value for key, value in vars(entry).items()}
+    )
+    for entries in (new._parameters, new._modules):
+        entries.update({key: _copied(value, parameters) for key, value in entries.items()})
+    return new
 
 
 @contextmanager

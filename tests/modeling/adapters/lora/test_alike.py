@@ -1,0 +1,117 @@
+"""Tasks of one configuration and seed: copies of the first one's adapter are what PEFT's injection makes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig
+from peft.tuners.tuners_utils import BaseTunerLayer
+
+from peft_mux.errors import ConfigError
+from peft_mux.modeling import arrivals
+from peft_mux.modeling.adapters.lora.config import can_be_copied
+from peft_mux.modeling.model import MultiTaskPeftModel
+from tests.invariants.mux_lab import tiny_llama
+
+COPIED: dict[str, dict[str, Any]] = {
+    "plain": {"r": 2, "target_modules": "all-linear", "lora_dropout": 0.1},
+    "patterns": {"r": 2, "target_modules": ["q_proj", "up_proj"], "rank_pattern": {"up_proj": 4}, "use_rslora": True},
+    "embeddings": {"r": 3, "target_modules": ["embed_tokens", "v_proj"], "init_lora_weights": "gaussian"},
+    "random": {"r": 2, "target_modules": r".*layers\.0.*q_proj", "init_lora_weights": False, "lora_alpha": 5},
+}
+INJECTED: dict[str, dict[str, Any]] = {
+    "dora": {"use_dora": True, "target_modules": ["q_proj"]},
+    "pissa": {"init_lora_weights": "pissa", "target_modules": ["q_proj"]},
+    "biases": {"bias": "lora_only", "target_modules": ["q_proj"]},
+    "modules": {"modules_to_save": ["norm"], "target_modules": ["q_proj"]},
+    "tokens": {"trainable_token_indices": [1], "target_modules": ["q_proj"]},
+}
+
+
+def injected_model(monkeypatch: pytest.MonkeyPatch, configs: dict[str, Any], **options: Any) -> MultiTaskPeftModel:
+    """Return a model all of whose adapters PEFT has injected."""
+    with monkeypatch.context() as patch:
+        patch.setattr(arrivals, "can_be_copied", lambda config: False)
+        return MultiTaskPeftModel(tiny_llama(), configs, verify=False, **options)
+
+
+def told(value: Any) -> Any:
+    return {key: told(one) for key, one in value.items()} if isinstance(value, dict) else type(value), str(value)
+
+
+def layers(model: MultiTaskPeftModel) -> dict[str, Any]:
+    """Return what lies in every tuned layer beside tensors, and the modules in it, by the layer's name."""
+    tuned = {name: one for name, one in model.backbone.named_modules() if isinstance(one, BaseTunerLayer)}
+    plain = {name: {k: told(v) for k, v in vars(one).items() if type(v) is dict} for name, one in tuned.items()}
+    modules = {name: [(key, set(vars(m)), m.training) for key, m in one.named_modules()] for name, one in tuned.items()}
+    return {name: (plain[name], modules[name], repr(one)) for name, one in tuned.items()}
+
+
+@pytest.mark.parametrize("fields", COPIED.values(), ids=COPIED)
+def test_a_copy_is_what_peft_would_have_injected(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: dict[str, Any] = {name: LoraConfig(**fields) for name in ("a", "b")}
+    configs |= {"other": IA3Config(target_modules=["v_proj"], feedforward_modules=[]), "c": LoraConfig(**fields)}
+    injected, copied = injected_model(monkeypatch, configs), MultiTaskPeftModel(tiny_llama(), configs, verify=False)
+    assert can_be_copied(copied.peft_config["t000002"])
+    theirs, ours = dict(injected.named_parameters()), dict(copied.named_parameters())
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[key], value) for key, value in theirs.items())
+    assert all(ours[key].stride() == value.stride() for key, value in theirs.items())
+    assert {k: v.requires_grad for k, v in ours.items()} == {k: v.requires_grad for k, v in theirs.items()}
+    assert layers(copied) == layers(injected)
+    assert {k: told(v.to_dict()) for k, v in copied.peft_config.items()} == {
+        k: told(v.to_dict()) for k, v in injected.peft_config.items()
+    }
+    assert [*copied.task_parameters("c")] == [*injected.task_parameters("c")]
+
+
+@pytest.mark.parametrize("fields", INJECTED.values(), ids=INJECTED)
+def test_what_peft_keeps_elsewhere_than_in_entries_of_layers_is_never_copied(fields: dict[str, Any]) -> None:
+    assert not can_be_copied(LoraConfig(**fields))
+    assert not can_be_copied(IA3Config(target_modules=["v_proj"], feedforward_modules=[]))
+
+
+def test_copies_share_no_memory_and_leave_one_by_one() -> None:
+    configs = {name: LoraConfig(**COPIED["plain"]) for name in ("a", "b", "c")}
+    model = MultiTaskPeftModel(tiny_llama(), configs, verify=False)
+    before = {name: value.detach().clone() for name, value in model.task_parameters("c").items()}
+    with torch.no_grad():
+        for parameter in model.task_parameters("a").values():
+            parameter.fill_(float("nan"))
+    model.remove_tasks(["a"])
+    assert all(torch.equal(before[name], value) for name, value in model.task_parameters("c").items())
+    model.remove_tasks(["b", "c"])
+    assert not any("lora" in name and "t00" in name for name, _ in model.named_parameters())
+
+
+def test_tasks_of_another_seed_or_of_a_later_call_are_drawn_by_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    configs = {name: LoraConfig(**COPIED["plain"]) for name in ("a", "b")}
+    seeds = {"a": 1, "b": 2}
+    copied = MultiTaskPeftModel(tiny_llama(), configs, verify=False, seeds=seeds)
+    injected = injected_model(monkeypatch, configs, seeds=seeds)
+    with torch.no_grad():
+        for parameter in copied.task_parameters("a").values():
+            parameter.fill_(7.0)  # as training does
+    for model in (copied, injected):
+        model.register_tasks({"late": LoraConfig(**COPIED["plain"])}, seeds={"late": 1})
+    for name in ("b", "late"):
+        theirs = injected.task_parameters(name)
+        assert all(torch.equal(value, theirs[key]) for key, value in copied.task_parameters(name).items())
+
+
+def test_where_a_later_task_is_refused_copies_leave_again() -> None:
+    model = MultiTaskPeftModel(tiny_llama(), {"a": LoraConfig(**COPIED["plain"])}, verify=False)
+    before = [name for name, _ in model.named_parameters()]
+    new = {name: LoraConfig(r=2, target_modules=["q_proj"]) for name in ("x", "y")}
+    bad = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights="corda")
+    with pytest.raises(ConfigError, match="bad"):
+        model.register_tasks(new | {"bad": bad}, are_checked=True)
+    assert (model.tasks, [name for name, _ in model.named_parameters()]) == (("a",), before)
+
+
+def test_a_fault_is_told_of_each_of_several_alike_tasks() -> None:
+    configs = {name: LoraConfig(target_modules=["nowhere"]) for name in ("x", "y")}
+    with pytest.raises(ConfigError, match=r"tasks\.x(.|\n)*tasks\.y"):
+        MultiTaskPeftModel(tiny_llama(), configs, verify=False)
