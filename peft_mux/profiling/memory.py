@@ -20,6 +20,7 @@ from peft_mux.modeling.backbone.quantized import quantized_layers
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.profiling.autocast import AutocastOnMeta
+from peft_mux.profiling.counted import counted_once, description_of
 from peft_mux.profiling.subject import config_of, plain_backbone, shortened_config
 from peft_mux.scheduler.costs import memory
 
@@ -58,14 +59,12 @@ def count_activation_bytes_per_token(
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths are {tuple(lengths[:5])}; allowed: one or more, of 1 token or more.")
     held: torch.dtype = dtype or plain_backbone(model).dtype
-    state = AutocastOnMeta(autocast, device_type)
     try:
-        with _FusedAttentionOnMeta(), state.asked():
-            kinds = _kinds_of_layers(model)
-            with _described(model, held, num_telling_layers(kinds)) as described:
-                kept = _SavedStorages(described)
-                with _training_mode(described), state.casting(kept), kept.by_layer(described.backbone):
-                    _forward(described, _batch(described, lengths), kept)
+        kinds = _kinds_of_layers(model)
+        # A model that is described already is run as it is, and may be unlike what its configuration says.
+        description = None if is_meta(plain_backbone(model)) else description_of(model)
+        how = (tuple(kinds), tuple(lengths), held, autocast, device_type)
+        counted = counted_once(description, how, lambda: _kept_per_token(model, kinds, lengths, *how[2:]))
     # Of a kind that cannot be described without weights, too.
     except (NotImplementedError, RuntimeError, ConfigError) as error:
         warnings.warn(
@@ -74,12 +73,29 @@ def count_activation_bytes_per_token(
         )
         shape = model_shape(plain_backbone(model), config_of(model), dtype=held, activation_dtype=autocast or held)
         return float(memory.activation_bytes_per_token(shape, checkpointing=checkpointing))
-    counted = (kept.num_bytes + _bytes_of_others(kinds, kept.layer_bytes)) / sum(lengths)
     if not checkpointing:
         return counted
     shape = model_shape(plain_backbone(model), config_of(model), dtype=held, activation_dtype=held)
     # The residual stream is in the dtype of the weights, also under autocast.
     return shape.num_layers * shape.hidden_size * shape.activation_bytes + counted / shape.num_layers
+
+
+def _kept_per_token(
+    model: MultiTaskPeftModel,
+    kinds: Sequence[int],
+    lengths: Sequence[int],
+    held: torch.dtype,
+    autocast: torch.dtype | None,
+    device_type: str,
+) -> float:
+    """Return the bytes that a pass without checkpointing keeps for each token, the layers being of these kinds."""
+    state = AutocastOnMeta(autocast, device_type)
+    with _FusedAttentionOnMeta(), state.asked():
+        with _described(model, held, num_telling_layers(kinds)) as described:
+            kept = _SavedStorages(described)
+            with _training_mode(described), state.casting(kept), kept.by_layer(described.backbone):
+                _forward(described, _batch(described, lengths), kept)
+    return (kept.num_bytes + _bytes_of_others(kinds, kept.layer_bytes)) / sum(lengths)
 
 
 def _kinds_of_layers(model: MultiTaskPeftModel) -> list[int]:

@@ -131,8 +131,9 @@ class Reporter:
             if not own.status.is_final:  # those that have ended have theirs already
                 write_task_files(self._run, own)
         if self._run.log.is_shown:
-            self._files.write(self.report(), self._plans.followed.plan, steps)
-            self._run.log.say(f"\n{self.report()}\n")
+            in_turn = self._in_turn()
+            self._files.write(self._report(in_turn), self._plans.followed.plan, steps)
+            self._run.log.say(f"\n{self._report(in_turn)}\n")  # with the page that has been written now
         # NaN, the loss of a task that took no step, does not equal itself.
         finite = [run.last_loss for run in self._run.table if run.last_loss == run.last_loss]
         return TrainOutput(self._run.state.global_step, sum(finite) / max(len(finite), 1), metrics)
@@ -222,12 +223,15 @@ class Reporter:
 
     def report(self) -> RunReport:
         """Return a table of all tasks: how each ended, its losses, its time and tokens, and where its adapter lies."""
+        return self._report(self._in_turn())
+
+    def _report(self, in_turn: InTurn | None) -> RunReport:
         run, log = self._run, self._run.log
         rows = [report_row(own, run.saver.place(own), log.times.seconds(own.name)) for own in run.table]
         rows += [row for row in log.removed if row.name not in run.table]
         notes = [
             str(self._plans.planner.correction),
-            str(self._in_turn() or ""),
+            str(in_turn or ""),
             *next_lines(run.root, rows, self._files.page),
         ]
         return RunReport(rows, self._world.records, [note for note in notes if note])

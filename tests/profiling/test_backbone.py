@@ -27,6 +27,7 @@ from peft_mux.profiling import backbone as profiling
 from peft_mux.profiling import memory as profiling_memory
 from peft_mux.profiling import parts as profiling_parts
 from peft_mux.profiling.backbone import profile_backbone
+from peft_mux.profiling.counted import forget
 from peft_mux.profiling.memory import _SavedStorages, count_activation_bytes_per_token
 from peft_mux.profiling.stopwatch import Stopwatch
 from peft_mux.profiling.subject import RANKS, Subject
@@ -39,6 +40,11 @@ from peft_mux.scheduler.costs.profile_text import profile_text
 from tests.invariants.mux_lab import tiny_llama
 
 LENGTHS = [40, 17, 60, 33]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_counted_yet() -> None:
+    forget()
 
 
 def a_backbone(num_layers: int = 2) -> LlamaForCausalLM:
@@ -322,6 +328,7 @@ def test_layers_that_are_alike_are_counted_as_those_that_are_run(
     model = a_model(backbone())
     counted = count_activation_bytes_per_token(model, LENGTHS)
     monkeypatch.setattr(profiling_memory, "num_telling_layers", len)
+    forget()
     assert counted == count_activation_bytes_per_token(model, LENGTHS)
     assert num_telling_layers(profiling_memory._kinds_of_layers(model)) in (2, 3)
 

@@ -1,0 +1,109 @@
+"""What a description was counted to keep stands for all models like it, and for no other."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftType
+from transformers import LlamaForCausalLM
+
+from peft_mux.modeling.adapters import kind as kinds
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.profiling import counted, memory
+from peft_mux.profiling.memory import count_activation_bytes_per_token
+from tests.invariants.mux_lab import tiny_llama
+
+LENGTHS = (9, 5)
+
+
+def lora(**changed: Any) -> LoraConfig:
+    return LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], **changed})
+
+
+def a_model(backbone: LlamaForCausalLM | None = None, **changed: LoraConfig) -> MultiTaskPeftModel:
+    return MultiTaskPeftModel(backbone or tiny_llama(), {"a": lora(), "b": lora(r=2), **changed}, verify=False)
+
+
+def of_other_width() -> LlamaForCausalLM:
+    config = copy.deepcopy(tiny_llama().config)
+    config.intermediate_size = 128
+    return LlamaForCausalLM(config)
+
+
+@pytest.fixture
+def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """Return a list that grows by one with each count, none of which is known before or after."""
+    made: list[Any] = []
+    count = memory._kept_per_token
+    monkeypatch.setattr(memory, "_kept_per_token", lambda *given: made.append(given) or count(*given))
+    counted.forget()
+    yield made
+    counted.forget()
+
+
+def test_models_that_are_alike_are_counted_once(counts: list[Any]) -> None:
+    first, second = (count_activation_bytes_per_token(a_model(), LENGTHS) for _ in range(2))
+    assert first == second
+    assert len(counts) == 1
+
+
+OTHERS: dict[str, Callable[[], tuple[MultiTaskPeftModel, dict[str, Any]]]] = {
+    "rank": lambda: (a_model(b=lora(r=16)), {}),
+    "target modules": lambda: (a_model(b=lora(r=2, target_modules=["q_proj", "down_proj"])), {}),
+    "dropout": lambda: (a_model(b=lora(r=2, lora_dropout=0.5)), {}),
+    "one task more": lambda: (a_model(c=lora()), {}),
+    "width of the backbone": lambda: (a_model(of_other_width()), {}),
+    "lengths": lambda: (a_model(), {"lengths": (9, 6)}),
+    "dtype": lambda: (a_model(), {"dtype": torch.bfloat16}),
+    "autocast": lambda: (a_model(), {"autocast": torch.bfloat16}),
+    "device": lambda: (a_model(), {"autocast": torch.bfloat16, "device_type": "cuda"}),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS)
+def test_another_model_or_pass_is_counted_anew(other: str, counts: list[Any]) -> None:
+    count_activation_bytes_per_token(a_model(), LENGTHS)
+    model, how = OTHERS[other]()
+    how = {"lengths": LENGTHS, **how}
+    found = count_activation_bytes_per_token(model, **how)
+    assert len(counts) == 2
+    counted.forget()
+    assert found == count_activation_bytes_per_token(model, **how)
+
+
+def test_another_kind_under_the_same_type_is_another_description(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = a_model()
+    before = counted.description_of(model)
+    assert before == counted.description_of(a_model())
+    monkeypatch.setitem(kinds.KINDS, PeftType.LORA, copy.copy(kinds.kind_of(lora())))
+    assert counted.description_of(model) != before
+
+
+def test_what_has_no_values_to_tell_it_apart_by_is_counted_each_time(counts: list[Any]) -> None:
+    model = a_model()
+    model.backbone.config.something_of_the_owners = object()
+    assert counted.description_of(model) is None
+    for _ in range(2):
+        counted.counted_once(None, (), lambda: counts.append("counted") or 1.0)
+    assert counts == ["counted", "counted"]
+
+
+def test_an_estimate_is_told_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*given: object) -> float:
+        raise NotImplementedError("this operator has no description")
+
+    monkeypatch.setattr(memory, "_kept_per_token", fails)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="estimated by formula"):
+            count_activation_bytes_per_token(a_model(), (3, 3, 3))
+
+
+def test_of_many_descriptions_a_bounded_number_is_known() -> None:
+    for number in range(3 * counted._MOST):
+        assert counted.counted_once(("another",), number, lambda number=number: float(number)) == number
+        assert len(counted._COUNTED) <= counted._MOST
+    counted.forget()
