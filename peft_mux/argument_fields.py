@@ -64,7 +64,7 @@ HONOURED: Mapping[str, _Rule] = {
             "per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate "
             "lr_scheduler_type warmup_steps optim weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm "
             "logging_strategy logging_steps eval_strategy eval_steps save_strategy save_steps save_total_limit "
-            "eval_delay hub_strategy label_smoothing_factor"
+            "eval_delay hub_strategy label_smoothing_factor neftune_noise_alpha"
         ).split(),
         _CHECKED,
     ),
@@ -153,7 +153,6 @@ _SAME_REASONS = {
 REASONS: Mapping[str, str] = {
     **{name: reason for reason, names in _SAME_REASONS.items() for name in names.split()},
     "fp16": "losses would need one scaler a task; use bf16",
-    "neftune_noise_alpha": "its noise would be shared between tasks",
     "train_sampling_strategy": "sequences are packed, so their lengths need no grouping; for the order of the rows set "
     "shuffle=False on the Task",
     "auto_find_batch_size": "set max_tokens_per_micro_batch instead",

@@ -253,6 +253,7 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
         load_best_model_at_end=load_best,
         metric_for_best_model=metric,
         greater_is_better=greater,
+        neftune_noise_alpha=pick("neftune_noise_alpha") or 0.0,
         **{name: pick(name) for name in direct},
     )
 

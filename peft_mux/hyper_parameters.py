@@ -44,6 +44,7 @@ class HyperParameters:
         metric_for_best_model: the metric that tells the best evaluation; `None` where nobody asks.
         greater_is_better: whether a greater one is better; `None` for what the name of the metric tells.
         label_smoothing_factor: share of the loss that all words of the vocabulary have alike.
+        neftune_noise_alpha: strength of the noise on the embeddings of its tokens in training; 0 for none.
     """
 
     train_batch_size: int
@@ -71,6 +72,7 @@ class HyperParameters:
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
     label_smoothing_factor: float = 0.0
+    neftune_noise_alpha: float = 0.0
 
 
 def hyper_parameter_faults(values: Any, where: str, *, but: Iterable[str] = ()) -> list[Fault]:
@@ -193,6 +195,10 @@ _NUMBER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a finite number of seconds above 0, at most 1,000,000",
     ),
     "label_smoothing_factor": (lambda value: _is_real(value) and 0 <= value <= 1, "a number from 0 to 1"),
+    "neftune_noise_alpha": (
+        lambda value: _is_real(value) and 0 <= value <= MOST_STEPS,
+        f"a number from 0 to {MOST_STEPS}, or None",
+    ),
     "priority": _integer(-MOST_STEPS),
 }
 

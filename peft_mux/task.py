@@ -148,6 +148,8 @@ class Task:
         greater_is_better: its direction; by default as in `early_stopping`.
         label_smoothing_factor: share of the loss that all words of the vocabulary have alike, as in Trainer; for the
             loss of next tokens (objective "sft"). `eval_loss` is smoothed, too; `eval_perplexity` is not.
+        neftune_noise_alpha: strength of the noise on the embeddings of its tokens in training (NEFTune), 0 for none:
+            uniform draws of (-1, 1), times `alpha / sqrt(L * D)` with L tokens of the row and D hidden features.
         hub_model_id: repository of this task's adapter where the run has `push_to_hub=True`; by default the run's
             `hub_model_id`, or the name of its folder, with the name of the task behind it.
         data_timeout_s: seconds within which a stream must give the rows of a step once the others wait for them;
@@ -208,6 +210,7 @@ class Task:
     greater_is_better: bool | None = None
     hub_model_id: str | None = None
     label_smoothing_factor: float | None = None
+    neftune_noise_alpha: float | None = None
 
     def __new__(cls, *args: Any, **settings: Any) -> Task:
         """Refuse settings of other classes and releases by saying where they belong, which Python would not."""

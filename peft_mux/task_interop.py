@@ -17,7 +17,7 @@ from peft_mux.errors import ConfigError, Fault, raise_faults, shown
 _AS_THEY_ARE = (
     "learning_rate num_train_epochs weight_decay lr_scheduler_kwargs warmup_steps max_grad_norm optim_args adam_beta1 "
     "adam_beta2 adam_epsilon seed max_length completion_only_loss assistant_only_loss hub_model_id "
-    "label_smoothing_factor"
+    "label_smoothing_factor neftune_noise_alpha"
 ).split()
 _OF_EVALUATION = "eval_delay eval_on_start load_best_model_at_end metric_for_best_model greater_is_better".split()
 _SAME_LOSS = (None, "nll", "chunked_nll")

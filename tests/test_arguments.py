@@ -54,7 +54,6 @@ def task(**settings: Any) -> Task:
     ("field", "value", "reason"),
     [
         ("fp16", True, "use bf16"),
-        ("neftune_noise_alpha", 5.0, "shared between tasks"),
         ("auto_find_batch_size", True, "max_tokens_per_micro_batch"),
         ("torch_compile", True, "compile modules of the backbone"),
         ("use_liger_kernel", True, "layers that are multiplexed"),

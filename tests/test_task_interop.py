@@ -43,6 +43,9 @@ def test_a_task_has_what_the_arguments_of_one_run_said(tmp_path: Path) -> None:
     assert (task.train_batch_size, task.max_steps, task.learning_rate, task.seed) == (6, 3, 1e-3, 7)
     assert (task.lr_scheduler_type, task.warmup_steps, task.eval_steps) == ("cosine", 0.1, 2)
     assert task.metric_for_best_model == "loss"
+    config = plain(tmp_path, label_smoothing_factor=0.2, neftune_noise_alpha=5.0)
+    task = Task.from_sft_config("sql", config, train_dataset=ROWS, peft_config=LORA)
+    assert (task.label_smoothing_factor, task.neftune_noise_alpha) == (0.2, 5.0)
 
 
 def test_sft_config_says_what_is_trained_on(tmp_path: Path) -> None:
@@ -67,7 +70,7 @@ def test_sft_config_says_what_is_trained_on(tmp_path: Path) -> None:
     assert args.uses_checkpointing == bool(config.gradient_checkpointing)
 
 
-@pytest.mark.parametrize(("field", "value"), [("neftune_noise_alpha", 5.0), ("data_seed", 3)])
+@pytest.mark.parametrize(("field", "value"), [("eval_do_concat_batches", False), ("data_seed", 3)])
 def test_what_no_task_can_have_is_refused_with_its_reason(field: str, value: Any, tmp_path: Path) -> None:
     config = plain(tmp_path, **{field: value})
     with pytest.raises(ConfigError, match=rf"config\.{field}: got {value}; .*Reason: "):

@@ -30,7 +30,7 @@ _FROM_HERE_ON = frozenset(
     ).split()
 )
 """What a resumed task may have otherwise than before: none of it says anything of the steps that were taken."""
-_OF_OLDER_STATES = {"label_smoothing_factor": 0.0}
+_OF_OLDER_STATES = {"label_smoothing_factor": 0.0, "neftune_noise_alpha": 0.0}
 """Settings that older states do not name, as there was only this."""
 _NOT_OF_THE_ADAPTER = frozenset(
     {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}

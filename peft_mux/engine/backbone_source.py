@@ -219,7 +219,7 @@ class BackboneSource:
             is_head_new=is_head_new,
             verify=verify,
         )
-        return assign_objectives(model, tasks, self.args)
+        return assign_settings(model, tasks, self.args)
 
     def _completed(
         self, model: MultiTaskPeftModel, tasks: list[Task], class_counts: dict[str, int]
@@ -243,7 +243,7 @@ class BackboneSource:
                 seeds={task.name: resolve(task, self.args).seed for task in missing},
                 num_labels=class_counts,
             )
-        return assign_objectives(model, tasks, self.args)
+        return assign_settings(model, tasks, self.args)
 
     def _from_config(self, tasks: list[Task], config: Any) -> Any:
         try:
@@ -301,10 +301,10 @@ def _option_faults(options: object) -> list[Fault]:
     return []
 
 
-def assign_objectives(
+def assign_settings(
     model: MultiTaskPeftModel, tasks: Iterable[Task], args: MultiTaskTrainingArguments
 ) -> MultiTaskPeftModel:
-    """Let a model that holds some tasks train each towards its own loss, and return it.
+    """Let a model that holds some tasks train each towards its own loss, with its own noise, and return it.
 
     Args:
         model: the model.
@@ -312,8 +312,9 @@ def assign_objectives(
         args: the arguments of the run, which complete theirs.
     """
     for task in tasks:
-        smoothing = resolve(task, args).label_smoothing_factor
-        model.objectives.assign(task.name, objective_of(task), args_of(task, smoothing))
+        hyper = resolve(task, args)
+        model.objectives.assign(task.name, objective_of(task), args_of(task, hyper.label_smoothing_factor))
+        model.noise.assign(model.adapter_of(task.name), hyper.neftune_noise_alpha)
     return model
 
 

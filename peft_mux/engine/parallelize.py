@@ -16,7 +16,7 @@ import torch
 from peft import PeftConfig
 
 from peft_mux.arguments import MultiTaskTrainingArguments, resolve
-from peft_mux.engine.backbone_source import BackboneSource, assign_objectives
+from peft_mux.engine.backbone_source import BackboneSource, assign_settings
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp.backbone import ShardedBackbone, gathering_mesh, shard_backbone
 from peft_mux.engine.fsdp.executor import ShardedExecutor, ShardedSync
@@ -211,7 +211,7 @@ class ModelPart:
         model = MultiTaskPeftModel(
             backbone, _configs(tasks), seeds=_seeds(tasks, self.args), num_labels=dict(counts), verify=False
         )
-        return assign_objectives(model, tasks, self.args)
+        return assign_settings(model, tasks, self.args)
 
     def parallelize(
         self,
@@ -288,7 +288,7 @@ def _load_weights(
     else:
         seeds, dtype = _seeds(tasks, args), source.dtype
         stage = load_stage(folder, _configs(tasks), stages, place.stage, seeds=seeds, dtype=dtype)
-    return assign_objectives(stage.model, tasks, args), stage
+    return assign_settings(stage.model, tasks, args), stage
 
 
 def _connect_tensor_parallel(layout: ParallelLayout, processes: Processes) -> TensorLinks | None:

@@ -105,7 +105,27 @@ def keep_mask(
     """
     if places.is_meta:  # a description has no bits, and drawing none takes hundreds of operations less
         return places.new_empty((len(places), num_columns), dtype=torch.bool)
-    window = window or Window(0, num_columns)
+    return _draws(seed, places, num_columns, window or Window(0, num_columns)) >= drop_threshold(probability)
+
+
+def uniform_rows(seed: int, places: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """Return numbers in (0, 1) for rows of a task's tokens, such as noise on activations.
+
+    Args:
+        seed: 64-bit key of the draws, from `draw_seed`.
+        places: int64 `[L]`, place of each row in its task's global batch.
+        num_columns: width of the activation.
+
+    Returns:
+        fp32 `[L, num_columns]`, each an odd multiple of 2**-17.
+    """
+    if places.is_meta:
+        return places.new_empty((len(places), num_columns), dtype=torch.float32)
+    return _draws(seed, places, num_columns, Window(0, num_columns)).float().add_(0.5).div_(65536.0)
+
+
+def _draws(seed: int, places: torch.Tensor, num_columns: int, window: Window) -> torch.Tensor:
+    """Return draws from 0 to 65,535 for elements of `[L, num_columns]`."""
     # Of the whole activation, so that every process counts calls alike.
     calls_per_row = -(-window.num_columns // _DRAWS_PER_CALL)
     first_call, skipped = divmod(window.first, _DRAWS_PER_CALL)
@@ -116,7 +136,7 @@ def keep_mask(
     # Neighbouring columns take the lower and then the upper half of words 0 to 3, as the kernels do.
     draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
     draws = draws.permute(1, 2, 0, 3).reshape(len(places), len(columns) * _DRAWS_PER_CALL)
-    return draws[:, skipped : skipped + num_columns] >= drop_threshold(probability)
+    return draws[:, skipped : skipped + num_columns]
 
 
 def uniform(seed: int, num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:

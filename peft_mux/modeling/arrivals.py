@@ -178,6 +178,7 @@ class Arrivals:
         for name in dict.fromkeys(names):
             adapter = registry.remove(name)
             model.objectives.forget(name)
+            model.noise.forget(adapter)
             model.stream.clear_tables()
             forget_biases(model.backbone, adapter)
             others = list(registry.adapters.values())

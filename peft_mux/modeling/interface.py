@@ -12,6 +12,7 @@ from torch import nn
 from peft_mux.data.batch import MuxBatch
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.prompt_pass import PromptPass
+from peft_mux.modeling.neftune import EmbeddingNoise
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.modeling.stream import Passes, Stream
@@ -25,6 +26,7 @@ class MultiplexedModel(Protocol):
         active_adapter: internal id of the adapter that plain forwards use.
         peft_config: completed configuration of each adapter, by its internal id.
         stream: what the attached layers read of the micro-batch in flight.
+        noise: which tasks have noise on their embeddings in training.
         module_names: name of each module within the backbone.
         num_stages: into which the backbone was cut; this model is one of them.
         tp_size: tensor parallel ranks among which each stage is cut; this model is what one of them holds.
@@ -35,6 +37,7 @@ class MultiplexedModel(Protocol):
     active_adapter: Any
     peft_config: Any
     stream: Stream
+    noise: EmbeddingNoise
     module_names: dict[nn.Module, str]
     num_stages: int
     tp_size: int

@@ -32,6 +32,7 @@ from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
 from peft_mux.modeling.backbone.probe import ComputingPath, check_packing, path_of
 from peft_mux.modeling.backbone.quantized import prepare_quantized
 from peft_mux.modeling.multiplexed_pass import MuxOutput
+from peft_mux.modeling.neftune import EmbeddingNoise
 from peft_mux.modeling.objectives.head import HeadPass
 from peft_mux.modeling.objectives.outputs import TokenOutputs
 from peft_mux.modeling.objectives.table import StreamLosses, TaskObjectives
@@ -66,6 +67,7 @@ class MultiTaskPeftModel(PeftModel):
         registry: the tasks that the model holds, their parameters, and where these lie.
         stream: what the attached layers read of the micro-batch in flight.
         objectives: which loss each task is trained towards, and the head that they all read.
+        noise: which tasks have noise on their embeddings in training.
         module_names: name of each module within the backbone.
         num_stages: into which the backbone was cut; this model is one of them (`peft_mux.engine.pipeline.stage`).
         tp_size: tensor parallel ranks among which each stage is cut; this model is what one of them holds.
@@ -102,6 +104,7 @@ class MultiTaskPeftModel(PeftModel):
         register_attention()
         # Before PEFT's construction, so that `_apply` finds them whenever it is called.
         self.registry, self.stream = TaskRegistry(), Stream()
+        self.noise = EmbeddingNoise(self.stream)
         self.module_names: dict[nn.Module, str] = {}
         self._arrivals = Arrivals(self.registry, is_head_new=is_head_new)
         self._origin = origin = injection.Origin(model)

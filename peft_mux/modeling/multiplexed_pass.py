@@ -68,6 +68,7 @@ def multiplexing(model: MultiplexedModel, batch: MuxBatch, passes: Passes | None
         batch: the micro-batch, its tensors on the model's device.
         passes: passes that were made of the same batch before; `None` to make them.
     """
+    model.noise.watch(model.backbone)
     config = model.backbone.config
     attention = config._attn_implementation
     # Only while a stream is read: `generate` and plain forwards keep the attention that the backbone came with.

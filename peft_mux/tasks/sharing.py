@@ -24,6 +24,8 @@ def decide_sharing(runs: Iterable[TaskRun], args: MultiTaskTrainingArguments, ba
     """
     for run in runs:
         reason = backbone_reason or reason_of_adapter(run.task.peft_config)
+        if reason is None and run.hyper.neftune_noise_alpha:
+            reason = f"its neftune_noise_alpha={run.hyper.neftune_noise_alpha:g} is drawn for each row"
         if reason is None and args.pad_to_chunks:
             reason = "pad_to_chunks=True asks for streams of equal shapes"
         run.loader.shares_prefixes = reason is None and args.share_prefixes is not False

@@ -19,7 +19,7 @@ from peft_mux.arguments import task_arguments
 from peft_mux.checkpoint.full_state import gather_task
 from peft_mux.checkpoint.snapshot import take_snapshot
 from peft_mux.checkpoint.task_state import TaskState, split_state
-from peft_mux.engine.backbone_source import BackboneSource, assign_objectives
+from peft_mux.engine.backbone_source import BackboneSource, assign_settings
 from peft_mux.engine.parallelize import ModelPart, ParallelModel
 from peft_mux.engine.part_tasks import register_tasks
 from peft_mux.engine.replicas.layout import ParallelLayout
@@ -210,7 +210,7 @@ class Placement:
                 whole = self.part.is_whole
                 register_tasks(self.model, configs, seeds=seeds, counts=counts, is_whole=whole, tensor_parallel=None)
             for model in (self.outline, self.model):
-                assign_objectives(model, [run.task for run in runs], self._run.args)
+                assign_settings(model, [run.task for run in runs], self._run.args)
             decide_sharing(runs, self._run.args, self._unshared_reason)
             self._class_counts.update(counts)
             self.tasks = [*self.tasks, *(run.task for run in runs)]

@@ -238,6 +238,8 @@ def reason_against(model: MultiTaskPeftModel) -> str | None:
         return reason
     if model.objectives.smoothed(model.tasks):
         return "a task smooths its labels (label_smoothing_factor)"
+    if model.noise.is_on:
+        return "a task adds noise to its embeddings (neftune_noise_alpha)"
     if encoders_of(model):
         return "a task's prompt stands before each of its sequences"
     if frozen_weight(output_head(model.backbone)[0])[0] is None:

@@ -63,6 +63,7 @@ def tasks() -> list[Task]:
             lab.rows(7, 9, 3, 15),
             eval_dataset=lab.rows(17, 5, 3, 12),
             label_smoothing_factor=0.3,
+            neftune_noise_alpha=5,
             **held_out,
         ),
         _task("dpo", pairs(2, 9), eval_dataset=pairs(12, 5), objective="dpo", train_batch_size=3, **held_out),
