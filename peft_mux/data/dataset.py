@@ -54,23 +54,18 @@ class DataReport:
 
     @property
     def remarks(self) -> list[str]:
-        """What the owner should know: rows cut and left out."""
-        lines = []
-        if self.num_truncated:
-            lines.append(f"{self.where}: {self.num_truncated:,} of {self.num_rows:,} rows cut to {self.limit:,} tokens")
-        if self.num_dropped_long:
-            lines.append(
-                f"{self.where}: {self.num_dropped_long:,} of {self.num_rows:,} rows longer than {self.limit:,} left out"
-            )
-        if self.num_without_targets:
-            lines.append(
-                f"{self.where}: {self.num_without_targets:,} of {self.num_rows:,} rows without targets left out"
-            )
-        return lines
+        """What the owner should know in at most one line: rows cut and left out."""
+        counts = [
+            (self.num_truncated, f"cut to {self.limit:,} tokens"),
+            (self.num_dropped_long, f"longer than {self.limit:,} left out"),
+            (self.num_without_targets, "without targets left out"),
+        ]
+        words = [f"{count:,} of {self.num_rows:,} rows {what}" for count, what in counts if count]
+        return [f"{self.where}: {', '.join(words)}"] if words else []
 
     @property
     def warning(self) -> str:
-        """The remarks with what to do about them, in one line; "" where there are none."""
+        """The remark with what to do about it, in one line; "" where there is none."""
         fixes = []
         if self.num_truncated or self.num_dropped_long:
             fixes.append("Raise max_length to train on them whole.")
@@ -78,7 +73,7 @@ class DataReport:
             fixes.append('Set overlong_policy="truncate" to train on the beginning of longer ones.')
         if self.num_without_targets:
             fixes.append("Check labels, prompts and max_length: a row needs a token that carries loss.")
-        return f"{'; '.join(self.remarks)}. {' '.join(fixes)}" if fixes else ""
+        return f"{self.remarks[0]}. {' '.join(fixes)}" if fixes else ""
 
     def summary(self) -> str:
         """Return the report in one line."""

@@ -156,7 +156,8 @@ class TaskCallbacks:
                 self._show_state()
                 self._take(self.handler.call_event(event, self.args, self._state, self._handed, **kwargs))
         except OwnCodeError as error:
-            _logger.warning('a callback of task "%s" failed in %s', self.run.name, event, exc_info=True)
+            # What it raised itself: the guard around it is nothing to the owner.
+            _logger.warning('a callback of task "%s" failed in %s', self.run.name, event, exc_info=error.__cause__)
             if not self.run.status.is_final:
                 self.run.quarantine(f"a callback failed in {event}: {error}")
         return self.control

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import shlex
+import textwrap
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from peft_mux.reporting.views import curve_of
-from peft_mux.reporting.words import number_text, time_text
+from peft_mux.reporting.words import number_text, shortened, time_text
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.task_run import TaskRun
 
@@ -103,7 +104,12 @@ def _kept_eval_loss(run: TaskRun) -> float | None:
     return points[-1][1] if points else None
 
 
-def report_table(rows: Iterable[ReportRow], records: Sequence[RankRecord] = (), notes: Sequence[str] = ()) -> str:
+def report_table(
+    rows: Iterable[ReportRow],
+    records: Sequence[RankRecord] = (),
+    notes: Sequence[str] = (),
+    width: int | None = None,
+) -> str:
     """Return one line a task: how it ended, its steps, its losses, its time, its tokens, and where its adapter lies.
 
     Where several processes have trained, one line a process follows: its tokens, its seconds, how many it waited, its
@@ -113,17 +119,54 @@ def report_table(rows: Iterable[ReportRow], records: Sequence[RankRecord] = (), 
         rows: the tasks of the run, in the order of the lines.
         records: what each process has done, by rank.
         notes: lines for the end, such as how fast the run was and what to type next.
+        width: characters of the window, to which all is fitted; by default as many as it takes.
     """
+    rows = tuple(rows)
     cells = [_HEADS, *(_cells(row) for row in rows)]
+    lines = _aligned(cells)
+    if width is not None and max(map(len, lines)) > width:
+        lines = _narrow(cells, rows, width)
+    lines += [f"{row.name}: {row.reason}" for row in rows if row.reason]
+    lines += _process_lines(records) if len(records) > 1 else []
+    lines += [*([""] if notes else []), *notes]
+    return "\n".join(lines if width is None else [fitted for line in lines for fitted in _fitted(line, width)])
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for own in cells:
         left = [cell.ljust(width) for cell, width in zip(own[:2], widths, strict=False)]
         right = [cell.rjust(width) for cell, width in zip(own[2:-1], widths[2:], strict=False)]
         # Paths come last, as they are the longest, and are copied from here.
-        lines.append("  ".join([*left, *right, own[-1]]))
-    lines += _process_lines(records) if len(records) > 1 else []
-    return "\n".join([*lines, *([""] if notes else []), *notes])
+        lines.append("  ".join([*left, *right, own[-1]]).rstrip())
+    return lines
+
+
+def _narrow(cells: Sequence[Sequence[str]], rows: Sequence[ReportRow], width: int) -> list[str]:
+    """Return the lines without paths, which are told once for all below, and with names cut as far as they must be."""
+    rest = [(*own[1:-1], "") for own in cells]
+    room = max(_LEAST_NAME, width - max(map(len, _aligned([("", *own) for own in rest]))))
+    lines = _aligned([(shortened(own[0], room), *other) for own, other in zip(cells, rest, strict=True)])
+    folders = dict.fromkeys(row.place.parent for row in rows if row.place is not None)
+    lines += [f"adapters are in {folder}/TASK" for folder in folders]
+    without = [row.name for row in rows if row.place is None]
+    return [*lines, *([f"not saved: {', '.join(without)}"] if without else [])]
+
+
+def _fitted(line: str, width: int) -> list[str]:
+    """Return a line in as many as the window needs, broken between words; commands stay whole, without their remark."""
+    if len(line) <= width:
+        return [line]
+    if _REMARK in line:
+        return [line[: line.index(_REMARK)].rstrip()]
+    return textwrap.wrap(
+        line, max(width, 20), subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
+    )
+
+
+_LEAST_NAME = 10
+_REMARK = "  # "
 
 
 class RunReport(str):
@@ -154,21 +197,43 @@ class RunReport(str):
         made._made_of = rows, tuple(records), tuple(notes)
         return made
 
+    def fitted(self, width: int | None) -> str:
+        """Return the text for a window.
+
+        Args:
+            width: its characters; `None` where lines may be of any length.
+        """
+        return report_table(*self._made_of, width=width)
+
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel between processes as what the report was made of."""
         return RunReport, self._made_of
 
     def _repr_html_(self) -> str:
         """Return the report as a table, and its lines as text."""
-        heads = "".join(f'<th style="text-align:left">{head}</th>' for head in _HEADS)
-        body = "".join(
-            f"<tr>{''.join(f'<td style=text-align:left>{escape(cell)}</td>' for cell in _cells(row))}</tr>"
-            for row in self.rows
-        )
-        return f"<table><tr>{heads}</tr>{body}</table><pre>{escape(self.lines)}</pre>"
+        heads = _html_row("th", _HEADS)
+        body = "".join(f"{_html_row('td', _cells(row))}{_html_reason(row)}" for row in self.rows)
+        lines = f"<pre style='white-space:pre-wrap'>{escape(self.lines)}</pre>" if self.lines else ""
+        return f"<div style='overflow-x:auto'><table>{heads}{body}</table></div>{lines}"
 
 
-_HEADS = ("task", "status", "steps", "loss", "best", "held out", "time", "tokens", "adapter")
+def _html_row(tag: str, cells: Sequence[str]) -> str:
+    """Return a row, its numbers to the right."""
+    sides = ["left" if head in ("task", "status", "adapter") else "right" for head in _HEADS]
+    styles = [f"text-align:{side};white-space:nowrap" for side in sides]
+    written = "".join(
+        f'<{tag} style="{style}">{escape(cell)}</{tag}>' for style, cell in zip(styles, cells, strict=True)
+    )
+    return f"<tr>{written}</tr>"
+
+
+def _html_reason(row: ReportRow) -> str:
+    if not row.reason:
+        return ""
+    return f'<tr class="reason"><td style="text-align:left" colspan="{len(_HEADS)}">{escape(row.reason)}</td></tr>'
+
+
+_HEADS = ("task", "status", "steps", "loss", "best", "eval", "time", "tokens", "adapter")
 
 
 def _cells(row: ReportRow) -> tuple[str, ...]:
@@ -179,7 +244,7 @@ def _cells(row: ReportRow) -> tuple[str, ...]:
         *map(number_text, (row.loss, row.best_loss, row.eval_loss)),
         time_text(row.seconds),
         f"{row.num_tokens:,}",
-        f"{row.place or 'not saved'}{f'  ({row.reason})' if row.reason else ''}",
+        str(row.place or "not saved"),
     )
 
 
@@ -228,12 +293,16 @@ def next_lines(root: Path, rows: Sequence[ReportRow], report: Path | None) -> li
     if not saved:
         return []
     folder, name = shlex.quote(str(root)), saved[0].name
-    lines = [
-        f"next   peft-mux export {folder} --vllm              # the command that serves all adapters",
-        f"       peft-mux export {folder} --merge {name} --output merged   # one adapter merged into the backbone",
+    commands = [
+        (f"peft-mux export {folder} --vllm", "serve all adapters"),
+        (f"peft-mux export {folder} --merge {name} --output merged", "merge one into the backbone"),
     ]
     if any(row.status in ("running", "paused", "waiting") for row in rows):
-        lines.append("       trainer.train(resume_from_checkpoint=True)   # or: peft-mux train FILE --resume")
+        commands.insert(0, ("trainer.train(resume_from_checkpoint=True)", "or: peft-mux train FILE --resume"))
     if report is not None:
-        lines.append(f"       {report}      # curves, timeline, memory and configuration, for a browser")
-    return lines
+        commands.append((str(report), "curves, times, memory: open it in a browser"))
+    longest = max(len(command) for command, _ in commands)
+    return [
+        f"{'       ' if number else 'next   '}{command.ljust(longest)}{_REMARK}{remark}"
+        for number, (command, remark) in enumerate(commands)
+    ]

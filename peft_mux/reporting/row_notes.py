@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 from weakref import WeakSet
@@ -28,19 +28,24 @@ class RowNotes:
         self._begun: WeakSet[Any] = WeakSet()
         self._warned: WeakSet[Any] = WeakSet()
 
-    def begin(self, run: TaskRun) -> None:
-        """Record and print what became of the rows of a task that begins; once a task."""
-        if run.loader in self._begun:
-            return
-        self._begun.add(run.loader)
-        self._tell(run, "train_dataset", run.loader.report)
-        if run.eval_data is not None:
-            self._tell(run, "eval_dataset", run.eval_data.report)
-        if run.sharing_remark:
-            self._say(run.sharing_remark)
-        if run.loader.report.remarks:
-            # A `UserWarning` has told of it when the task was made.
-            self._warned.add(run.loader)
+    def begin(self, *runs: TaskRun) -> None:
+        """Record and print what became of the rows of tasks that begin, once a task; of many the numbers together."""
+        reports, sharing = [], []
+        for run in runs:
+            if run.loader in self._begun:
+                continue
+            self._begun.add(run.loader)
+            own = {"train_dataset": run.loader.report}
+            own |= {} if run.eval_data is None else {"eval_dataset": run.eval_data.report}
+            for split, report in own.items():
+                self._record("data", task=run.name, split=split, **_numbers(report))
+            reports += [report for report in own.values() if report.remarks]
+            sharing += [run.sharing_remark] if run.sharing_remark else []
+            if run.loader.report.remarks:
+                # A `UserWarning` has told of it when the task was made.
+                self._warned.add(run.loader)
+        for line in _lines(reports) + sharing:
+            self._say(line)
 
     def step(self, runs: Iterable[TaskRun]) -> None:
         """Warn of each stream that has left out or cut its first row."""
@@ -60,6 +65,27 @@ class RowNotes:
         self._record("data", task=run.name, split=split, **_numbers(report))
         for remark in report.remarks:
             self._say(remark)
+
+
+def _lines(reports: Sequence[DataReport]) -> list[str]:
+    """Return the remarks of datasets; of so many that they would push all else off the screen, their sum."""
+    if len(reports) <= _MOST_LINES:
+        return [remark for report in reports for remark in report.remarks]
+    counts = [
+        (sum(report.num_truncated for report in reports), "cut"),
+        (sum(report.num_dropped_long for report in reports), "left out as too long"),
+        (sum(report.num_without_targets for report in reports), "left out without targets"),
+    ]
+    words = [f"{count:,} {what}" for count, what in counts if count]
+    worst = max(reports, key=lambda report: 1 - report.num_kept / max(report.num_rows, 1))
+    return [
+        f"rows     of {sum(report.num_rows for report in reports):,} in {len(reports)} datasets {', '.join(words)}; "
+        "each: trainer.plan().notes, peft-mux validate",
+        f"         most of all {worst.remarks[0]}",
+    ]
+
+
+_MOST_LINES = 6
 
 
 def _numbers(report: DataReport) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from peft_mux.reporting.row_notes import RowNotes
 from peft_mux.reporting.screen.memory import peak_bytes
 from peft_mux.reporting.screen.progress import Progress, SilentProgress
 from peft_mux.reporting.task_times import TaskTimes
+from peft_mux.reporting.words import rate_text, time_text
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.table import TaskEvent, TaskTable
 from peft_mux.tasks.task_run import TaskRun
@@ -72,7 +73,8 @@ class RunLog:
         self.times = TaskTimes()
         self.removed: list[ReportRow] = []
         self._emit = emit
-        self._counted = (time.perf_counter(), -1)
+        self._counted = (time.perf_counter(), -1, 0)
+        self._steps_per_s = 0.0
 
     def open(self, metrics: MetricsLog, progress: Progress) -> None:
         """Write to a file and a screen from now on."""
@@ -151,26 +153,39 @@ class RunLog:
             shown.append(f"{run.name} {loss:.4f}")
             logs.update(_prefixed(run.name, own))
         if logs:
+            own = self._run_numbers()
             if not self.progress.shows_losses:
-                self.say("  ".join((f"step {self.state.global_step}", *_shortened(shown, logs))))
-            logs |= self._run_numbers()
+                self.say(
+                    "  ".join((f"step {self.state.global_step}", *_shortened(shown, logs), *self._pace_words(own)))
+                )
+            logs |= own
             # Once for all tasks, so that integrations get one record a step.
             self._emit(logs)
 
     def _run_numbers(self) -> dict[str, float]:
         """Return what is logged of the whole run: its speed since the last log, and its memory."""
         now, num_tokens = time.perf_counter(), sum(run.num_tokens for run in self.table)
-        (since, before), self._counted = self._counted, (now, num_tokens)
+        (since, before, step), self._counted = self._counted, (now, num_tokens, self.state.global_step)
         # Tasks that were removed have taken their tokens with them, and a first log has nothing to compare with.
         speed = {"run/tokens_per_second": (num_tokens - before) / (now - since)} if num_tokens > before > -1 else {}
+        self._steps_per_s = (self.state.global_step - step) / (now - since) if speed else 0.0
         return {**speed, "run/memory_gib": peak_bytes() / 2**30}
+
+    def _pace_words(self, numbers: Mapping[str, float]) -> list[str]:
+        """Return how fast the run is and how long it goes on, for a line; nothing where steps have just begun."""
+        speed = numbers.get("run/tokens_per_second")
+        left = max((run.num_steps - run.step for run in self.table.running), default=0)
+        if speed is None or not left or not self._steps_per_s:
+            return []
+        return [f"({rate_text(speed)} tokens/s, {time_text(left / self._steps_per_s)} left)"]
 
     def evaluation(self, run: TaskRun, metrics: dict[str, float]) -> dict[str, float]:
         """Log what an evaluation found; return it under `task/metric` keys."""
         self.numbers(run, "eval", metrics)
         logs = _prefixed(run.name, metrics)
         if not self.progress.shows_losses:
-            self.say("  ".join(f"{key} {value:.4f}" for key, value in logs.items()))
+            # The step of the task, as evaluations are due by that.
+            self.say("  ".join((f"{run.name} step {run.step}", *(f"{k} {v:.4f}" for k, v in metrics.items()))))
         self._emit(logs)
         return logs
 

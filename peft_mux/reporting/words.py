@@ -27,3 +27,17 @@ def time_text(seconds: float | None) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def shortened(text: str, width: int, mark: str = "…") -> str:
+    """Return a name in at most so many characters: its middle goes, as the names of a sweep differ at their ends.
+
+    Args:
+        text: the name.
+        width: characters that there are.
+        mark: what stands for the middle.
+    """
+    if len(text) <= width:
+        return text
+    kept = max(width - len(mark), 0)
+    return (text[: kept - kept // 2] + mark + text[len(text) - kept // 2 :])[: max(width, 0)]

@@ -160,7 +160,8 @@ class Plan:
         """Return the plan as a table, a row for each task under its hTask."""
         return "\n".join(
             [*_header(self), *_rows(self), "", *_times(self), self.memory.summary(), *_limit(self)]
-            + [f"note  {note}" for note in self.notes]
+            + [f"note  {note}" for note in self.notes[:_MOST_NOTES]]
+            + [f"note  ... and {len(self.notes) - _MOST_NOTES} more, in notes"] * (len(self.notes) > _MOST_NOTES)
         )
 
     def explain(self, task: str) -> str:
@@ -283,6 +284,10 @@ def _turn_plan(item: dict[str, Any]) -> TurnPlan:
 
 
 # --------------------------------------------------------------------- in words
+
+
+_MOST_NOTES = 12
+"""Notes of a plan that its text has."""
 
 
 def _header(plan: Plan) -> list[str]:

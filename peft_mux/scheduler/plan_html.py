@@ -18,11 +18,11 @@ def plan_html(plan: Any) -> str:
     Args:
         plan: the `Plan`, which itself imports this.
     """
-    text = f"<pre style='line-height:1.3'>{escape(plan.summary())}</pre>"
+    text = f"<pre style='line-height:1.3;overflow:auto'>{escape(plan.summary())}</pre>"
     if plan.template is None:
         return text
     return (
-        f"{text}<div>a step, predicted: {legend(bucket_names(plan))} light: forward</div>{timeline_svg(plan)}"
+        f"{text}<div>a step, predicted: {legend(bucket_names(plan))} paler: forward</div>{timeline_svg(plan)}"
         f"<div>memory of the fullest stage, predicted: {legend(PARTS)}</div>{planned_memory_svg(plan)}"
     )
 

@@ -196,8 +196,7 @@ class Opening:
         for line in self._banner() if run.log.is_shown else ():
             run.log.say(line)
         run.log.begin()
-        for own in run.table:
-            run.log.rows.begin(own)
+        run.log.rows.begin(*run.table)
         # Where tasks stand at the beginning is no change to tell of.
         run.table.collect()
         run.callbacks.call("on_train_begin")

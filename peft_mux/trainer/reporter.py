@@ -28,6 +28,9 @@ from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run
 from peft_mux.trainer.world import World
 
+_MANY = 12
+"""Tasks from which on what is written at the end takes seconds, so that it is announced."""
+
 
 class Reporter:
     """Logs and evaluates while a run goes on, and reports when it is over.
@@ -127,13 +130,19 @@ class Reporter:
         for callbacks in self._run.log.callbacks.values():
             callbacks.call("on_train_end")
         steps = measured_steps(self._world, self._plans.followed.times)
+        num_tasks = sum(1 for _ in self._run.table)
+        if num_tasks >= _MANY and self._run.saver.folder is not None:
+            self._run.log.say(f"writing cards and pictures of {num_tasks} tasks, and the page of the run")
         for own in self._run.table:
             if not own.status.is_final:  # those that have ended have theirs already
                 write_task_files(self._run, own)
         if self._run.log.is_shown:
             in_turn = self._in_turn()
             self._files.write(self._report(in_turn), self._plans.followed.plan, steps)
-            self._run.log.say(f"\n{self._report(in_turn)}\n")  # with the page that has been written now
+            report = self._report(in_turn)  # with the page that has been written now
+            self._run.log.say(f"
+{report.fitted(self._run.log.progress.width)}
+")
         # NaN, the loss of a task that took no step, does not equal itself.
         finite = [run.last_loss for run in self._run.table if run.last_loss == run.last_loss]
         return TrainOutput(self._run.state.global_step, sum(finite) / max(len(finite), 1), metrics)

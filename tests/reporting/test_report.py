@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from peft_mux import EarlyStopping, MultiTaskTrainer, MultiTaskTrainingArguments
+from peft_mux.reporting.report import ReportRow, RunReport, next_lines
 from peft_mux.reporting.task_times import TaskTimes
 from tests.invariants.mux_lab import rows, small_task, tiny_llama
 
@@ -97,6 +98,55 @@ def test_a_notebook_shows_the_report_as_a_table_also_one_of_another_process(tmp_
     html = report._repr_html_()
     assert html.count("<tr>") == 2
     assert "not saved" in html
+
+
+def shown_row(name: str, folder: Path | None, reason: str = "") -> ReportRow:
+    status = "failed" if reason else "succeeded"
+    return ReportRow(name, status, reason, 60, 60, 0.96751, 0.81159, 1.00554, 19.0, 5_930, folder and folder / name)
+
+
+def test_in_a_window_of_80_characters_the_report_has_whole_numbers_and_commands_that_can_be_pasted() -> None:
+    root = Path("/data/runs/support")
+    names = ["sql", "summaries_of_long_legal_documents_v1", "summaries_of_long_legal_documents_v2"]
+    rows = [shown_row(name, root) for name in names] + [shown_row("lost", None, "a callback failed: " + "why " * 30)]
+    notes = [
+        "speed  steps together 7.2 s, measured; " + "in turn 8.9 s " * 6,
+        *next_lines(root, rows, root / "report.html"),
+    ]
+    lines = RunReport(rows, notes=notes).fitted(80).splitlines()
+    assert lines[:7] == [
+        "task                      status     steps    loss    best    eval  time  tokens",
+        "sql                       succeeded  60/60  0.9675  0.8116  1.0055  0:19   5,930",
+        "summaries_of…ocuments_v1  succeeded  60/60  0.9675  0.8116  1.0055  0:19   5,930",
+        "summaries_of…ocuments_v2  succeeded  60/60  0.9675  0.8116  1.0055  0:19   5,930",
+        "lost                      failed     60/60  0.9675  0.8116  1.0055  0:19   5,930",
+        "adapters are in /data/runs/support/TASK",
+        "not saved: lost",
+    ]
+    assert max(map(len, lines)) <= 80
+    assert "lost: a callback failed: why why" in lines[7]
+    assert "next   peft-mux export /data/runs/support --vllm" in "\n".join(lines)
+    assert "       peft-mux export /data/runs/support --merge sql --output merged" in lines
+
+
+def test_without_a_window_lines_are_as_long_as_they_must_be() -> None:
+    rows = [shown_row("a", Path("/" + "long/" * 60))]
+    assert RunReport(rows).fitted(None) == RunReport(rows)
+    assert str(rows[0].place) in RunReport(rows)
+
+
+def test_lines_of_losses_say_how_fast_it_goes_and_for_how_long(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    held_out = rows(9, 4, 5, 9)
+    task = small_task("a", data_seed=1, max_steps=6, eval_dataset=held_out, eval_steps=4)
+    trainer_of(tmp_path, [task], save_strategy="no").train()
+    printed = capsys.readouterr().out
+    first, second, last = re.findall(r"^step \d  .*$", printed, re.MULTILINE)
+    assert re.fullmatch(r"step 2  a [\d.]+", first)
+    assert re.fullmatch(r"step 4  a [\d.]+  \([\d,.k]+ tokens/s, \d+:\d\d left\)", second)
+    assert re.fullmatch(r"step 6  a [\d.]+", last), "nothing is left"
+    assert re.search(r"^a step 4  eval_loss [\d.]+  eval_perplexity [\d.]+$", printed, re.MULTILINE)
 
 
 def test_a_task_is_given_the_time_of_its_own_steps_only() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,22 @@ def test_a_stream_is_told_of_with_its_first_row_left_out_and_in_the_end(
     printed = capsys.readouterr().out
     assert printed.count("2 of 10 rows longer than 16 left out") == 1
     assert printed.count("left out") == 2
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_of_many_tasks_that_lose_rows_the_sum_is_told_in_two_lines_and_a_plan_lists_a_dozen(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    masked = {"input_ids": [1, 2, 3], "labels": [-100] * 3}
+    tasks = [own_task(SHORT + LONG)] + [
+        replace(own_task([*SHORT, *LONG[:number], masked]), name=f"t{number:02}") for number in range(13)
+    ]
+    trainer = make_trainer(tasks, tmp_path, disable_tqdm=False, max_steps=1)
+    assert str(trainer.plan()).count("note  ") == 13
+    assert "note  ... and 2 more, in notes" in str(trainer.plan())
+    trainer.train()
+    told_lines = [line for line in capsys.readouterr().out.splitlines() if "cut" in line or "most of all" in line]
+    assert len(told_lines) == 2
+    assert "98 cut, 13 left out without targets" in told_lines[0]
+    assert "tasks.t00.train_dataset: 1 of 5 rows without targets left out" in told_lines[1]
+    assert {record["task"] for record in told(tmp_path)} == {task.name for task in tasks}, "the file has each"

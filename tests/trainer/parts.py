@@ -46,6 +46,7 @@ class Screen:
         self.lines: list[str] = []
         self.is_stopped = False
         self.shows_losses = False
+        self.width = None
 
     def start(self, tasks: Any) -> None:
         del tasks

@@ -7,11 +7,15 @@ from html import escape
 from typing import NamedTuple
 
 from peft_mux.reporting.views import Curve
-from peft_mux.reporting.words import number_text
+from peft_mux.reporting.words import number_text, shortened
 from peft_mux.scheduler.pipeline.svg import PALETTE
 
 _MOST_POINTS = 200
 _LEFT, _BOTTOM, _TOP = 46, 18, 20
+_LETTER = 6.4
+"""Width of a letter of a title, in pixels; rather too much."""
+_FEW_POINTS = 3
+"""Curves of so few points show them."""
 
 
 class Line(NamedTuple):
@@ -44,6 +48,7 @@ def chart_svg(title: str, lines: Sequence[Line], *, width: int = 240, height: in
         return ""
     last = max(max(step for step, _ in points), 1)
     low, high = min(value for _, value in points), max(value for _, value in points)
+    middle = 0.5 * low + 0.5 * high
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 0.05
     scale_x, scale_y = (width - _LEFT - 8) / last, (height - _TOP - _BOTTOM) / (high - low + 2 * pad)
 
@@ -55,18 +60,27 @@ def chart_svg(title: str, lines: Sequence[Line], *, width: int = 240, height: in
         color, kept = PALETTE[line.color % len(PALETTE)], thinned(line.points)
         places = [place(point) for point in kept]
         drawn.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{" ".join(places)}"/>')
-        if line.has_dots or len(kept) == 1:
+        if line.has_dots or len(kept) <= _FEW_POINTS:
             for at, (step, value) in zip(places, kept, strict=True):
                 x, y = at.split(",")
                 words = escape(f"{line.name}, step {step}: {number_text(value)}")
                 drawn.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}"><title>{words}</title></circle>')
     bottom = height - _BOTTOM
+    heights = [float(place((0, value)).split(",")[1]) for value in (high, middle, low)]
+    lines_at = "".join(f"M{_LEFT} {y:.1f}H{width - 8}" for y in heights)
+    values = "".join(
+        f'<text x="{_LEFT - 4}" y="{y + 4:.1f}" text-anchor="end">{number_text(value)}</text>'
+        for y, value in zip(heights, (high, middle, low), strict=True)
+        if value == high or low < high
+    )
+    shown = escape(shortened(title, int((width - _LEFT) / _LETTER)))
     return (
-        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" font-family="sans-serif" '
-        f'font-size="11" fill="currentColor"><text x="{_LEFT}" y="13" font-weight="bold">{escape(title)}</text>'
-        f'<path d="M{_LEFT} {_TOP}V{bottom}H{width - 8}" fill="none" stroke="currentColor" opacity="0.4"/>'
-        f'<text x="{_LEFT - 4}" y="{_TOP + 9}" text-anchor="end">{number_text(high)}</text>'
-        f'<text x="{_LEFT - 4}" y="{bottom}" text-anchor="end">{number_text(low)}</text>'
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" style="max-width:100%;height:auto" '
+        f'role="img" font-family="sans-serif" font-size="11" fill="currentColor">'
+        f'<text x="{_LEFT}" y="13" font-weight="bold">{shown}<title>{escape(title)}</title></text>'
+        f'<path d="{lines_at}" fill="none" stroke="currentColor" opacity="0.15"/>'
+        f'<path d="M{_LEFT} {_TOP}V{bottom}H{width - 8}" fill="none" stroke="currentColor" opacity="0.5"/>{values}'
+        f'<text x="{_LEFT}" y="{height - 5}">0</text>'
         f'<text x="{width - 8}" y="{height - 5}" text-anchor="end">step {last:,}</text>{"".join(drawn)}</svg>'
     )
 

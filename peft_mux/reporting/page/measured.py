@@ -59,8 +59,9 @@ def timeline_html(plan: Plan | None, steps: Sequence[MeasuredStep]) -> str:
                 who = f" process {step.rank}" if len(steps) > 1 else ""
                 rows.append((f"measured{who}", bars))
     return (
-        f"{rows_svg(rows, end, time_end(end))}<div>{legend(bucket_names(plan))}</div>"
-        "<p class=note>Planned is a typical step, forwards lighter than backwards, by the profile "
+        f'<div class="wide">{rows_svg(rows, end, time_end(end))}</div>'
+        f"<div>{legend(bucket_names(plan))}</div>"
+        "<p class=note>Planned is a typical step, forwards paler than backwards, by the profile "
         f"({plan.profile_source or 'none'}). Measured is the last step that followed this plan: forward and backward "
         "of each pass together, one behind the other, without what lay between them.</p>"
     )

@@ -16,10 +16,12 @@ _STYLE = (
     ".peft-mux .bar i{display:block;height:100%;border-radius:.2em;background:#4fa86b}"
     ".peft-mux .failed i{background:#c95f5f}.peft-mux .paused i,.peft-mux .waiting i{background:#e08a2e}"
     ".peft-mux .failed .s{color:#c95f5f;font-weight:bold}.peft-mux .box{max-height:34em;overflow:auto}"
-    ".peft-mux pre{line-height:1.3}</style>"
+    ".peft-mux pre{line-height:1.3}.peft-mux td.l:first-child{white-space:nowrap}.peft-mux .why td{opacity:.8;"
+    "white-space:pre-wrap}.peft-mux svg{vertical-align:top}</style>"
 )
 _ARROWS = {"down": "&#8595;", "up": "&#8593;", "flat": "&#8594;", "": ""}
-_HEADS = ("task", "status", "done", "step", "loss", "held out", "tokens/s", "left")
+_HEADS = ("task", "status", "done", "step", "loss", "eval", "tokens/s", "eta")
+_MOST_CHARACTERS = 400
 
 
 def run_html(view: RunView, *, most_charts: int | None = None) -> str:
@@ -62,8 +64,15 @@ def _row(task: TaskView) -> str:
         f'{escape(task.status)}</td><td class=l><span class=bar><i style="width:{share:.1f}%"></i></span></td>'
         f"<td>{task.step:,}/{task.num_steps:,}</td><td>{number_text(task.loss)} {_ARROWS[task.trend]}</td>"
         f"<td>{number_text(task.eval_loss)}</td><td>{rate_text(task.tokens_per_s)}</td>"
-        f"<td>{time_text(task.left_s)}</td></tr>"
+        f"<td>{time_text(task.left_s)}</td></tr>{_why(task)}"
     )
+
+
+def _why(task: TaskView) -> str:
+    """Return a row that says why a task failed; other reasons are told where one points at the task."""
+    if task.status != "failed" or not task.reason:
+        return ""
+    return f'<tr class="why"><td class=l colspan={len(_HEADS)}>{escape(task.reason[:_MOST_CHARACTERS])}</td></tr>'
 
 
 def charts_html(view: RunView, most: int | None = None) -> str:

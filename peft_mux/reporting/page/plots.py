@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from peft_mux.errors import ConfigError
 from peft_mux.reporting.views import Curve, curve_of
+from peft_mux.reporting.words import shortened
 from peft_mux.storage import write_file
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 Curves = Mapping[str, Curve]
 """The points of `loss` and `eval_loss` of one task, as far as there are any."""
 PICTURE_NAME = "loss.png"
+_MOST_COLUMNS = 6
 
 
 def plot_losses(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
@@ -39,9 +41,12 @@ def plot_losses(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     found = task_curves(records)
     if not found:
         raise ConfigError("plots: got no loss in the records; allowed: a run that has logged at least once.")
-    columns = min(3, len(found))
+    columns = min(_MOST_COLUMNS, len(found) if len(found) < 4 else math.ceil(math.sqrt(len(found))))
     rows = math.ceil(len(found) / columns)
-    figure = make_figure(figsize=(4.2 * columns, 2.8 * rows), layout="constrained")
+    width, height = 4.2 * columns, 2.8 * rows
+    figure = make_figure(figsize=(width, height))
+    # Set by hand, as a layout that measures all texts takes seconds where panels are many.
+    figure.subplots_adjust(0.65 / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.3 / height, 0.22, 0.42)
     for index, (name, curves) in enumerate(found.items()):
         _draw(figure.add_subplot(rows, columns, index + 1), name, curves)
     write_file(path, _image(figure, path.suffix.removeprefix(".") or "png"))
@@ -88,8 +93,9 @@ def _draw(axes: Axes, name: str, curves: Curves) -> None:
     for key, label, style in (("loss", "train", dots), ("eval_loss", "held out", "o--")):
         if curves.get(key):
             axes.plot(*zip(*curves[key], strict=True), style, label=label, markersize=4)
-    axes.set_title(name)
+    axes.set_title(shortened(name, 40))
     axes.set_xlabel("step")
+    axes.locator_params(axis="x", integer=True)
     axes.set_ylabel("loss")
     axes.grid(alpha=0.3)
     axes.legend()

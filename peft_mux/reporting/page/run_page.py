@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -12,15 +13,19 @@ from peft_mux.reporting.page.measured import MeasuredStep, timeline_html
 from peft_mux.reporting.page.parts import charts_html
 from peft_mux.reporting.report import RankRecord, RunReport
 from peft_mux.reporting.views import RunView
+from peft_mux.reporting.words import time_text
 from peft_mux.scheduler.pipeline.svg import legend, memory_svg
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.plan_html import PARTS, planned_parts
 
 _STYLE = (
-    ":root{color-scheme:light dark}body{font:15px/1.5 sans-serif;max-width:70em;margin:2em auto;padding:0 1em;"
-    "background:Canvas;color:CanvasText}table{border-collapse:collapse}td,th{padding:.15em .8em;border:0}"
-    "th{border-bottom:1px solid}h2{margin-top:1.6em;font-size:1.15em}pre{overflow:auto;line-height:1.3}"
-    ".note{opacity:.75}.wide{overflow:auto}"
+    ":root{color-scheme:light dark}body{font:15px/1.5 sans-serif;max-width:76em;margin:2em auto;padding:0 1em;"
+    "background:Canvas;color:CanvasText}table{border-collapse:collapse}"
+    "td,th{padding:.15em .7em;border:0;vertical-align:top}td:first-child,th:first-child{padding-left:0}"
+    "th{border-bottom:1px solid}h1{margin-bottom:.2em}h2{margin-top:1.6em;font-size:1.15em}"
+    "pre{overflow:auto;line-height:1.3}svg{vertical-align:top}.note,.reason{opacity:.75}"
+    # Drawings keep letters that can be read on a small screen, and move sideways there.
+    ".wide{overflow-x:auto}.wide svg{min-width:600px}"
 )
 _MOST_LINES = 10
 
@@ -38,6 +43,7 @@ class RunFacts:
         records: what each process has done, by rank.
         config: all settings in effect, by section.
         versions: versions and devices, by name.
+        remark: what else came of it, such as that it was interrupted; "" for nothing.
         is_host: whether the memory that processes measured is that of the host, with Python and its libraries.
     """
 
@@ -49,13 +55,14 @@ class RunFacts:
     records: Sequence[RankRecord]
     config: Mapping[str, Any]
     versions: Mapping[str, Any]
+    remark: str
     is_host: bool
 
 
 def page_html(facts: RunFacts) -> str:
     """Return the page."""
     sections = [
-        ("Tasks", f'<div class="wide">{facts.report._repr_html_()}</div>'),
+        ("Tasks", facts.report._repr_html_()),
         ("Losses", _curves(facts.view)),
         ("A step, planned and measured", timeline_html(facts.plan, facts.steps)),
         ("Memory, planned and measured", _memory(facts)),
@@ -66,8 +73,20 @@ def page_html(facts: RunFacts) -> str:
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(facts.title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>'
-        f"<body><h1>{escape(facts.title)}</h1>{body}</body></html>"
+        f"<body><h1>{escape(facts.title)}</h1><div>{escape(_headline(facts))}</div>{body}</body></html>"
     )
+
+
+def _headline(facts: RunFacts) -> str:
+    """Return what came of the run in one line."""
+    rows = facts.report.rows
+    counts = Counter(row.status for row in rows)
+    words = [f"{len(rows)} task{'' if len(rows) == 1 else 's'}"]
+    words[0] += f" ({', '.join(f'{count} {status}' for status, count in counts.items())})" if rows else ""
+    words.append(f"{facts.view.step:,} steps of the run")
+    words.append(f"{sum(row.num_tokens for row in rows):,} tokens")
+    words += [f"{time_text(max(one.seconds for one in facts.records))} of training"] if facts.records else []
+    return f"{', '.join(words)}. {facts.remark}".strip()
 
 
 def _curves(view: RunView) -> str:
@@ -76,7 +95,8 @@ def _curves(view: RunView) -> str:
     more = f" (the first {_MOST_LINES} of {len(tasks)} tasks)" if len(tasks) > _MOST_LINES else ""
     names = legend([line.name for line in lines])
     return (
-        f"{chart_svg(f'loss of training rows{more}', lines, width=760, height=260)}<div>{names}</div>"
+        f'<div class="wide">{chart_svg(f"loss of training rows{more}", lines, width=760, height=260)}</div>'
+        f"<div>{names}</div>"
         f"<p class=note>Each task by itself: training rows in blue, held-out rows in orange.</p>{charts_html(view)}"
     )
 
@@ -93,14 +113,15 @@ def _memory(facts: RunFacts) -> str:
         else " Measured is the most that was allocated on the GPU."
     )
     return (
-        f"{memory_svg(rows, facts.plan.limit_bytes)}<div>{legend(PARTS)}</div>"
+        f'<div class="wide">{memory_svg(rows, facts.plan.limit_bytes)}</div>'
+        f"<div>{legend([*PARTS, *['measured'] * (len(rows) > 1)])}</div>"
         f"<p class=note>Planned is the peak of the fullest stage, an analytic estimate.{of_host}</p>"
     )
 
 
 def _pairs(pairs: Mapping[str, Any]) -> str:
     rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in pairs.items())
-    return f"<table>{rows}</table>"
+    return f'<div class="wide"><table>{rows}</table></div>'
 
 
 def _details(section: tuple[str, Any]) -> str:

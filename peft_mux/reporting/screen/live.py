@@ -44,6 +44,11 @@ class LiveProgress:
             vertical_overflow="crop",
         )
 
+    @property
+    def width(self) -> int:
+        """Characters of a line of the window, as it is now."""
+        return self.console.size.width
+
     def start(self, tasks: Iterable[ShownTask]) -> None:
         """Show every task."""
         self.watch.start(tasks)

@@ -23,6 +23,7 @@ class NotebookProgress:
     """
 
     shows_losses = True
+    width = 110
 
     def __init__(self, watch: RunWatch) -> None:
         """Show nothing yet."""

@@ -22,6 +22,11 @@ class Progress(Protocol):
 
     shows_losses: bool
 
+    @property
+    def width(self) -> int | None:
+        """Characters of a line; `None` where lines may be of any length."""
+        ...
+
     def start(self, tasks: Iterable[ShownTask]) -> None:
         """Begin."""
         ...
@@ -43,6 +48,7 @@ class SilentProgress:
     """Shows nothing: a process other than the first."""
 
     shows_losses = False
+    width: int | None = None
 
     def start(self, tasks: Iterable[ShownTask]) -> None:
         """Do nothing."""

@@ -11,6 +11,8 @@ from peft_mux.scheduler.units import bytes_text, seconds_text
 PALETTE = ("#4c8dd6", "#e08a2e", "#4fa86b", "#c95f5f", "#9479c9", "#a07a5f", "#d67fb5", "#8a8f98", "#b3ab3d", "#4bb0bf")
 """Colours of middle brightness."""
 _LABEL_WIDTH, _ROW, _WIDTH = 150, 26, 760
+_GAP_FROM = 4
+"""Pixels from which on a bar gives one of them up to the gap behind it."""
 
 
 class Bar(NamedTuple):
@@ -50,7 +52,9 @@ def rows_svg(rows: Sequence[tuple[str, Sequence[Bar]]], end: float, end_words: s
         top = number * _ROW
         parts.append(f'<text x="{_LABEL_WIDTH - 8}" y="{top + 17}" text-anchor="end">{escape(label)}</text>')
         for bar in bars:
-            left, width = _LABEL_WIDTH + bar.start * scale, max((bar.end - bar.start) * scale, 0.5)
+            left, width = _LABEL_WIDTH + bar.start * scale, (bar.end - bar.start) * scale
+            # A gap, as neighbours may have one colour.
+            width = max(width - 1, 0.5) if width > _GAP_FROM else max(width, 0.5)
             parts.append(
                 f'<rect x="{left:.1f}" y="{top + 4}" width="{width:.1f}" height="{_ROW - 8}" '
                 f'fill="{PALETTE[bar.color % len(PALETTE)]}" fill-opacity="{0.55 if bar.is_light else 0.95}">'
@@ -72,7 +76,7 @@ def rows_svg(rows: Sequence[tuple[str, Sequence[Bar]]], end: float, end_words: s
 
 
 def memory_svg(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], limit_bytes: int | None) -> str:
-    """Draw what memory is made of, a row for each device or stage.
+    """Draw what memory is made of, a row for each device or stage; parts of one name have one colour.
 
     Args:
         rows: label of each row, and the names and bytes of its parts.
@@ -83,20 +87,21 @@ def memory_svg(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], limit_by
     # A limit far beyond what is used would leave nothing to be seen of the parts.
     shows_limit = limit_bytes is not None and limit_bytes <= 4 * largest
     end = max(largest, limit_bytes if shows_limit and limit_bytes else 0)
+    names = list(dict.fromkeys(name for _, parts in rows for name, _ in parts))
     drawn = []
     for (label, parts), total in zip(rows, totals, strict=True):
         bars, at = [], 0.0
-        for number, (name, size) in enumerate(parts):
-            bars.append(Bar(at, at + size, number, f"{name}: {bytes_text(size)}"))
+        for name, size in parts:
+            bars.append(Bar(at, at + size, names.index(name), f"{name}: {bytes_text(size)}"))
             at += size
-        drawn.append((f"{label} {bytes_text(total)}", bars))
+        drawn.append((f"{label}: {bytes_text(total)}", bars))
     return rows_svg(drawn, end, bytes_text(end), mark=limit_bytes or 0 if shows_limit else 0)
 
 
 def legend(names: Sequence[str]) -> str:
     """Return the names of colours, in their order."""
     return " ".join(
-        f'<span style="white-space:nowrap;margin-right:1em"><span style="color:{PALETTE[number % len(PALETTE)]}">'
+        f'<span style="display:inline-block;margin-right:1em"><span style="color:{PALETTE[number % len(PALETTE)]}">'
         f"&#9632;</span> {escape(name)}</span>"
         for number, name in enumerate(names)
     )

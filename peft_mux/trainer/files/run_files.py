@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -91,9 +92,14 @@ class RunFiles:
             records=self._world.records,
             config=self._config(),
             versions=self._versions(),
+            remark=self._remark(),
             is_host=run.args.device.type != "cuda",
         )
         write_file(run.root / PAGE_NAME, page_html(facts).encode())
+
+    def _remark(self) -> str:
+        number = self._run.interrupted_by
+        return f"Interrupted by {signal.Signals(number).name}: it may go on." if number else ""
 
     def _config(self) -> Mapping[str, str]:
         run = self._run

@@ -37,14 +37,35 @@ def many(count: int) -> RunView:
 
 def test_at_a_width_of_80_the_table_is_this() -> None:
     assert table_text(RUN, 80).splitlines() == [
-        "task          status     done         step         loss    eval  tokens/s    eta",
-        "sql           running    ━━━╸     570/1000     0.8400 ↓  0.9100     9,812  12:00",
-        "math          paused     ━        210/1000     1.3700 →  1.4000         -      -",
-        "a-name-that…  failed                  3/60            -       -         -      -",
-        "tales         waiting                 0/24            -       -         -      -",
-        "sums          succeeded  ━━━━━━━     60/60  1.235e+05 ↑  0.0123         -      -",
-        "run  1:02:05, 12:00 left   13.1k tokens/s   memory 58.10/139.0 GiB   1 failed, …",
+        "task           status     done        step         loss    eval  tokens/s    eta",
+        "sql            running    ━━━     570/1000     0.8400 ↓  0.9100     9,812  12:00",
+        "math           paused     ━       210/1000     1.3700 →  1.4000         -      -",
+        "a-name…column  failed                 3/60            -       -         -      -",
+        "tales          waiting                0/24            -       -         -      -",
+        "sums           succeeded  ━━━━━━     60/60  1.235e+05 ↑  0.0123         -      -",
+        "run  1:02:05, 12:00 left  13.1k tokens/s  memory 58.10/139.0 GiB",
+        "     1 failed, 1 running, 1 paused, 1 waiting, 1 succeeded",
     ]
+
+
+def test_names_that_differ_in_their_middle_or_at_their_end_stay_apart_at_any_width() -> None:
+    names = [f"sql-learning_rate-{rate}-r-{rank}" for rate in ("1e-4", "1e-3") for rank in (8, 16)]
+    tasks = tuple(TaskView(name, "running", 7, 99, "", 2.5, "down", 2.6, 812.0, 20.4) for name in names)
+    for width in (56, 80, 120):
+        lines = drawn(RunView(tasks), width, 24)[1:5]
+        assert all(line.split()[0].endswith(name[-3:]) for line, name in zip(lines, names, strict=True))
+    assert [line.split()[0] for line in drawn(RunView(tasks), 100, 24)[1:5]] == names
+
+
+def test_wide_windows_do_not_stretch_the_table() -> None:
+    assert max(map(len, drawn(many(5), 300, 24)[:-1])) < 80
+
+
+def test_numbers_are_never_cut_where_columns_can_go() -> None:
+    for width in range(42, 121):
+        lines = drawn(RUN, width, 24)
+        assert "570/1000" in lines[1], width
+        assert "1.235e+05 ↑" in lines[5], width
 
 
 def test_no_line_is_wider_than_the_window() -> None:
@@ -92,14 +113,15 @@ def test_a_window_of_three_rows_shows_one_task() -> None:
 
 def test_a_terminal_without_unicode_gets_plain_characters() -> None:
     lines = drawn(RUN, 80, 24, encoding="ascii")
-    assert "  ####" in lines[1]
+    assert "  ###---  " in lines[1]
+    assert lines[3].startswith("a-name..olumn ")
     assert "0.8400 v" in lines[1]
     assert all(line.isascii() for line in lines)
 
 
 def test_a_run_of_unknown_memory_and_without_steps_says_nothing_of_them() -> None:
     bare = replace(RUN, tokens_per_s=None, memory_bytes=None, tasks=TASKS[3:4])
-    assert table_text(bare).splitlines()[-1] == "run  1:02:05   1 waiting"
+    assert table_text(bare).splitlines()[-1] == "run  1:02:05  1 waiting"
 
 
 @pytest.mark.parametrize(
