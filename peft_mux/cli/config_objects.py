@@ -40,6 +40,25 @@ _LORA_VARIANTS = {
 """Names of methods that are options of another type of PEFT, and how they are written."""
 
 
+_SHORT_NAMES = {
+    "lr": "learning_rate",
+    "batch_size": "train_batch_size",
+    "per_device_train_batch_size": "train_batch_size",
+    "epochs": "num_train_epochs",
+    "num_epochs": "num_train_epochs",
+    "steps": "max_steps",
+    "data": "dataset",
+    "train_dataset": "dataset",
+    "peft_config": "peft",
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "args": "run",
+    "base_model": "model",
+}
+"""What settings are called elsewhere, too far from our names to be guessed by their letters."""
+
+
 def unknown_keys(
     section: Mapping[str, Any], allowed: Sequence[str], prefix: str, hint: Callable[[str], str] | None = None
 ) -> list[Fault]:
@@ -54,7 +73,9 @@ def unknown_keys(
     faults = []
     for key in section:
         if key not in allowed:
-            fix = (hint(str(key)) if hint else "") or closest(str(key), allowed)
+            meant = _SHORT_NAMES.get(str(key), "")
+            fix = f'Did you mean "{meant}"?' if meant in allowed else hint(str(key)) if hint else ""
+            fix = fix or closest(str(key), allowed)
             # The whole list helps nobody who was told what is meant.
             choices = "the keys of this section" if fix else ", ".join(sorted(allowed))
             faults.append(Fault(f"{prefix}{key}", "an unknown key", choices, fix))

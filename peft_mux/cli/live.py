@@ -78,6 +78,9 @@ def show_status(arguments: argparse.Namespace) -> int:
         print(json.dumps(found, indent=1, default=str))  # noqa: T201
         return 0
     print(table_text(view))  # noqa: T201
+    for one in view.tasks:
+        if one.reason:
+            print(f"{one.name}: {one.reason}")  # noqa: T201
     print(f"{f'{keeper} trains' if keeper else 'nobody trains'} in {root}")  # noqa: T201
     for request in waiting:
         print(f"not taken up yet: {request.get('command')} {request.get('task') or request.get('file')}")  # noqa: T201

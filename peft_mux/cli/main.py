@@ -6,7 +6,9 @@ import argparse
 import importlib
 import signal
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from peft_mux.cli import live
@@ -25,13 +27,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = _parser().parse_args(argv)
     try:
-        return arguments.command(arguments)
+        with _short_warnings():
+            return arguments.command(arguments)
     except PeftMuxError as error:
         print(f"error: {error}", file=sys.stderr)  # noqa: T201
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)  # noqa: T201
         return 128 + signal.SIGINT
+
+
+@contextmanager
+def _short_warnings() -> Iterator[None]:
+    """Print warnings as one line: where in a package one was made tells nothing to who reads it in a shell."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _parser() -> argparse.ArgumentParser:

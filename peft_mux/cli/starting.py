@@ -16,17 +16,26 @@ from peft_mux.errors import ConfigError
 _FILE = """\
 # peft-mux validate {file}    what is trained on;    peft-mux plan {file}    what runs together
 # peft-mux train {file}       every key: peft-mux config-schema; docs/data.md, docs/arguments.md
-model: {model}
-output_dir: {output_dir}
-run: {{bf16: {bf16}, logging_steps: 10, save_steps: 500}}
-defaults:
+model: {model}  # hub id, or a folder
+output_dir: {output_dir}  # adapters go to {output_dir}/TASK
+
+run:  # what holds for all tasks
+  bf16: {bf16}
+  logging_steps: 10
+  save_steps: 500  # states to resume from
+
+defaults:  # for every task that does not say otherwise
   learning_rate: 2e-4
   num_train_epochs: 1
-  max_length: 1024
-  train_batch_size: 16
+  max_length: 1024  # tokens of a row
+  train_batch_size: 16  # rows of a step
   peft: {{type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}}
-tasks:
-{tasks}"""
+
+tasks:  # rows: text; prompt + completion; messages; others by row_format
+{tasks}  # held out, with settings of its own:
+  # another: {{dataset: rows.jsonl, split: "train[:90%]", eval_split: "train[90%:]", eval_steps: 50,
+  #           learning_rate: 1e-4, peft: {{r: 64}}, early_stopping: {{patience: 3}}}}
+"""
 _PACKAGES = "peft-mux torch transformers peft accelerate datasets safetensors triton bitsandbytes trl".split()
 
 

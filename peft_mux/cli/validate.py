@@ -79,9 +79,12 @@ def _in_both(train: Any, held_out: Any) -> int:
 def _sample(sequence: Any, tokenizer: Any) -> list[tuple[str, bool]]:
     """Return the tokens of a sequence as text, each with whether it carries loss; alike neighbours are joined."""
     parts: list[tuple[str, bool]] = []
-    ids, labels = sequence.input_ids.tolist(), sequence.labels.tolist()
-    for token, label in list(zip(ids, labels, strict=True))[:_MOST_SHOWN]:
-        text = f"{token} " if tokenizer is None else tokenizer.decode([token])
+    ids, labels = sequence.input_ids.tolist()[:_MOST_SHOWN], sequence.labels.tolist()[:_MOST_SHOWN]
+    written = ""
+    for number, label in enumerate(labels, start=1):
+        # Behind those before it, as tokenizers drop the space of a token that stands first.
+        before, written = written, "" if tokenizer is None else tokenizer.decode(ids[:number])
+        text = f"{ids[number - 1]} " if tokenizer is None else written[len(before) :]
         is_target = label != -100
         if parts and parts[-1][1] == is_target:
             parts[-1] = (parts[-1][0] + text, is_target)

@@ -77,6 +77,10 @@ def _text_of(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read: {error}; allowed: UTF-8. Save it as UTF-8.") from error
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"file: got {str(path)!r}, which is not there; allowed: a YAML file. peft-mux init {path} writes one."
+        ) from error
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -91,10 +95,21 @@ def _parsed(text: str, where: str) -> tuple[Any, Any]:
     except ConfigError:
         raise
     except yaml.YAMLError as error:
-        raise ConfigError(f"{where}: is not YAML: {error}") from error
+        raise ConfigError(f"{where}{_yaml_words(error)}") from error
     # What PyYAML raises of values such as the date 2024-13-01, or a number of 5,000 digits.
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(f"{where}: is not YAML: a value cannot be read: {error}. Write it in quotes.") from error
+
+
+def _yaml_words(error: yaml.YAMLError) -> str:
+    """Return line, column and fault in one line; PyYAML draws them over six."""
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return f": is not YAML: {' '.join(str(error).split())}"
+    began, context = getattr(error, "context_mark", None), getattr(error, "context", None) or ""
+    since = f", {context} that begins in line {began.line + 1}" if began is not None and context else ""
+    problem = getattr(error, "problem", None) or "it cannot be read"
+    return f":{mark.line + 1}: is not YAML: column {mark.column + 1}: {problem}{since}."
 
 
 def _require_bounded(text: str, where: str) -> None:

@@ -38,6 +38,12 @@ _LOADING_ERRORS += (torch.serialization.pickle.UnpicklingError,)  # pickled weig
 """What transformers raises of files and options that it cannot make a model of."""
 
 
+def _is_missing_folder(name: str) -> bool:
+    """Whether a name can only be that of a folder, which is not there; hub ids have at most one slash."""
+    is_path = Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+    return is_path and not Path(name).exists()
+
+
 class BackboneSource:
     """Describes and loads the model of a run.
 
@@ -88,6 +94,11 @@ class BackboneSource:
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=self.trust_remote_code, **options)
         except _LOADING_ERRORS as error:
+            if _is_missing_folder(name):
+                raise ConfigError(
+                    f'model: got "{name}", which is not there; allowed: a folder with a config.json, or a hub id. '
+                    "Check the path."
+                ) from error
             raise ConfigError(f'model: got "{name}", which cannot be read: {self._told(error)}') from error
         if tokenizer is None:
             # Rows that are tokenised already need none; others are refused by name where there is none.

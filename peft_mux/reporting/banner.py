@@ -105,6 +105,8 @@ def _range(numbers: Sequence[Any]) -> str:
 
 
 def _plan_words(plan: Plan) -> str:
+    if not plan.htasks and not plan.waiting:
+        return "no task has steps to take: all have ended, or rest"
     passes = sum(htask.micro_batches for htask in plan.htasks)
     words = [f"{len(plan.htasks)} hTask{'' if len(plan.htasks) == 1 else 's'}"]
     words += [f"{passes} pass{'' if passes == 1 else 'es'} a step"]

@@ -38,6 +38,8 @@ def refuse_trainer_arguments(given: Mapping[str, Any]) -> None:
         "optimizer_cls_and_kwargs": "Every task has an optimizer of its own; set optim on the Task",
         "compute_loss_func": "Set loss_type on the Task",
         "peft_config": "Set it on the Task",
+        "tokenizer": "Pass it as processing_class",
+        "train_batch_size": "Set it on the Task",
     }
     faults = [
         Fault(

@@ -129,23 +129,29 @@ class Reporter:
         self._run.callbacks.call("on_train_end")
         for callbacks in self._run.log.callbacks.values():
             callbacks.call("on_train_end")
-        steps = measured_steps(self._world, self._plans.followed.times)
-        num_tasks = sum(1 for _ in self._run.table)
-        if num_tasks >= _MANY and self._run.saver.folder is not None:
-            self._run.log.say(f"writing cards and pictures of {num_tasks} tasks, and the page of the run")
-        for own in self._run.table:
-            if not own.status.is_final:  # those that have ended have theirs already
-                write_task_files(self._run, own)
-        if self._run.log.is_shown:
-            in_turn = self._in_turn()
-            self._files.write(self._report(in_turn), self._plans.followed.plan, steps)
-            report = self._report(in_turn)  # with the page that has been written now
-            self._run.log.say(f"
-{report.fitted(self._run.log.progress.width)}
-")
+        self._write_end(num_steps)
         # NaN, the loss of a task that took no step, does not equal itself.
         finite = [run.last_loss for run in self._run.table if run.last_loss == run.last_loss]
         return TrainOutput(self._run.state.global_step, sum(finite) / max(len(finite), 1), metrics)
+
+    def _write_end(self, num_steps: int) -> None:
+        """Write what is left of the run, and print its report; all processes call this."""
+        run = self._run
+        steps = measured_steps(self._world, self._plans.followed.times)
+        num_tasks = sum(1 for _ in run.table)
+        if num_tasks >= _MANY and run.saver.folder is not None:
+            run.log.say(f"writing cards and pictures of {num_tasks} tasks, and the page of the run")
+        for own in run.table:
+            if not own.status.is_final:  # those that have ended have theirs already
+                write_task_files(run, own)
+        if not run.log.is_shown:
+            return
+        in_turn = self._in_turn()
+        # Where no step was taken, the page of those before has more to tell.
+        if num_steps or self._files.page is None:
+            self._files.write(self._report(in_turn), self._plans.followed.plan, steps)
+        report = self._report(in_turn)  # with the page that has been written now
+        run.log.say(f"\n{report.fitted(run.log.progress.width)}\n")
 
     def _tell_interruption(self) -> None:
         """Say that a signal has ended the training, and how to go on; all processes call this."""

@@ -194,7 +194,8 @@ def test_a_task_that_fails_makes_the_status_1_and_the_others_are_trained(
     said = capsys.readouterr().out
     report = said[said.rindex("task  ") :].splitlines()
     assert [line.split()[:2] for line in report[1:3]] == [["sql", "failed"], ["math", "succeeded"]]
-    assert "non_finite" in report[1]
+    assert report[3].startswith("sql: ")
+    assert "non_finite" in report[3]
     assert (tmp_path / "out" / "math" / "adapter_model.safetensors").is_file()
 
 

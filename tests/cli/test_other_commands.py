@@ -7,15 +7,20 @@ import shlex
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from peft_mux.cli import main as main_module
 from peft_mux.cli.main import main
 from peft_mux.cli.starting import schema
+from peft_mux.cli.validate import _sample
 from tests.cli import test_commands
 from tests.paths import ROOT
 
@@ -149,3 +154,30 @@ def test_tasks_of_a_file_come_into_a_run_that_another_process_trains(file: Path,
     finally:
         process.kill()
     assert (tmp_path / "out" / "late" / "adapter_model.safetensors").is_file()
+
+
+def test_a_sample_keeps_the_spaces_that_a_tokenizer_drops_of_a_first_token() -> None:
+    class Words:
+        words = ("", "▁the", "▁film", "▁is", "▁good")
+
+        def decode(self, ids: list[int]) -> str:
+            return "".join(self.words[one] for one in ids).replace("▁", " ").removeprefix(" ")
+
+    row = SimpleNamespace(input_ids=np.array([1, 2, 3, 4]), labels=np.array([-100, -100, -100, 4]))
+    assert _sample(row, Words()) == [("the film is", False), (" good", True)]
+    assert _sample(row, None) == [("1 2 3 ", False), ("4 ", True)]
+
+
+def test_a_command_prints_a_warning_as_one_line_and_leaves_python_as_it_was(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(arguments: Any) -> int:
+        # What Python prints of a warning; tests record warnings instead of printing them.
+        sys.stderr.write(warnings.formatwarning("rows are cut", UserWarning, "file.py", 7))
+        return 0
+
+    before = warnings.formatwarning
+    monkeypatch.setattr(main_module, "_demo", command)
+    assert main(["demo"]) == 0
+    assert capsys.readouterr().err == "warning: rows are cut\n"
+    assert warnings.formatwarning is before

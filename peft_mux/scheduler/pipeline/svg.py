@@ -53,8 +53,9 @@ def rows_svg(rows: Sequence[tuple[str, Sequence[Bar]]], end: float, end_words: s
         parts.append(f'<text x="{_LABEL_WIDTH - 8}" y="{top + 17}" text-anchor="end">{escape(label)}</text>')
         for bar in bars:
             left, width = _LABEL_WIDTH + bar.start * scale, (bar.end - bar.start) * scale
-            # A gap, as neighbours may have one colour.
-            width = max(width - 1, 0.5) if width > _GAP_FROM else max(width, 0.5)
+            is_followed = any(other.start == bar.end and other.color == bar.color for other in bars)
+            # A gap between neighbours of one colour.
+            width = width - 1 if is_followed and width > _GAP_FROM else max(width, 0.5)
             parts.append(
                 f'<rect x="{left:.1f}" y="{top + 4}" width="{width:.1f}" height="{_ROW - 8}" '
                 f'fill="{PALETTE[bar.color % len(PALETTE)]}" fill-opacity="{0.55 if bar.is_light else 0.95}">'

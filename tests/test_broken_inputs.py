@@ -1,0 +1,213 @@
+"""What people get wrong, one row a fault, with what they read: where, what came, what is allowed, and the way out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from peft import LoraConfig
+
+from peft_mux import EarlyStopping, MultiTaskTrainer, MultiTaskTrainingArguments, Task
+from peft_mux.cli.main import main
+from peft_mux.errors import PeftMuxError
+from tests.invariants.mux_lab import rows, tiny_llama
+
+SHORT = rows(1, 6, 5, 9)
+MASKED = [{**row, "labels": [-100] * len(row["input_ids"])} for row in SHORT]
+TRAIN = "tasks.sql.train_dataset"
+FILE = """\
+model: {folder}/no-model
+output_dir: {folder}/out
+run: {{use_cpu: true, report_to: none}}
+tasks:
+  sql: {{dataset: {folder}/rows.jsonl, peft: {{r: 4, target_modules: all-linear}}, max_steps: 2}}
+"""
+
+
+class Fault:
+    """A fault of an owner's.
+
+    Args:
+        name: what is wrong, in the owner's words.
+        make: makes it, in a folder of its own.
+        says: pieces of the message, in their order: where and what came, what is allowed, the way out.
+    """
+
+    def __init__(self, name: str, make: Callable[[Path], Any], *says: str) -> None:
+        self.name, self.make, self.says = name, make, says
+
+
+def task(**settings: Any) -> Task:
+    config = settings.pop("peft_config", None) or LoraConfig(r=4, target_modules=["q_proj"])
+    given = {"name": "sql", "train_dataset": SHORT, "train_batch_size": 2, "max_steps": 2, **settings}
+    return Task(peft_config=config, **given)
+
+
+def of_task(**settings: Any) -> Callable[[Path], Any]:
+    """Return what makes a trainer of one task with such settings."""
+    return lambda folder: trainer(folder, [task(**settings)])
+
+
+def of_run(**arguments: Any) -> Callable[[Path], Any]:
+    """Return what makes a trainer of one good task with such arguments of the run."""
+    return lambda folder: trainer(folder, [task()], **arguments)
+
+
+def trainer(folder: Path, tasks: list[Task], **arguments: Any) -> MultiTaskTrainer:
+    options = {"output_dir": str(folder / "out"), "use_cpu": True, "report_to": "none", **arguments}
+    return MultiTaskTrainer(tiny_llama(), MultiTaskTrainingArguments(**options), tasks)
+
+
+def of_rows(row: dict[str, Any]) -> Callable[[Path], Any]:
+    return of_task(train_dataset=[row] * 4)
+
+
+def with_tokenizer(folder: Path) -> None:
+    MultiTaskTrainer(tiny_llama(), MultiTaskTrainingArguments(output_dir=str(folder)), [task()], tokenizer=1)
+
+
+def of_adapter(**options: Any) -> Callable[[Path], Any]:
+    return lambda folder: trainer(folder, [task(peft_config=LoraConfig(**options))])
+
+
+def of_file(old: str, new: str, *words: str) -> Callable[[Path], Any]:
+    """Return what gives `peft-mux` a good file in which a piece is another."""
+
+    def make(folder: Path) -> None:
+        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SHORT), encoding="utf-8")
+        text = FILE.format(folder=folder)
+        assert old in text
+        (folder / "tasks.yaml").write_text(text.replace(old, new), encoding="utf-8")
+        of_command(*(words or ("validate", "{folder}/tasks.yaml")))(folder)
+
+    return make
+
+
+def of_command(*words: str) -> Callable[[Path], Any]:
+    def make(folder: Path) -> None:
+        assert main([word.format(folder=folder) for word in words]) == 2
+
+    return make
+
+
+def resumed_with_nothing(folder: Path) -> None:
+    trainer(folder, [task()]).train(resume_from_checkpoint=True)
+
+
+def trained_twice(folder: Path) -> None:
+    trainer(folder, [task()]).train()
+    trainer(folder, [task()]).train()
+
+
+def of_trained(ask: Callable[[MultiTaskTrainer], Any]) -> Callable[[Path], Any]:
+    return lambda folder: ask(trainer(folder, [task()], save_strategy="no"))
+
+
+ALPACA = [{"instruction": "a", "input": "", "output": "b"}] * 4
+SHAREGPT = [{"conversations": [{"from": "human", "value": "a"}]}] * 4
+PAIRS = [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4
+SPLITS = datasets.DatasetDict({"train": datasets.Dataset.from_list(SHORT)})
+BY_F1 = EarlyStopping(metric="eval_f1")
+FILE_KEY = ("plan", "{folder}/tasks.yaml", "--set", "tasks.sql.lr=1")
+
+FAULTS = (
+    # ------------------------------------------------------------------ names
+    Fault("no name", of_task(name=""), "task.name: got ''; allowed: 1 to 64 letters"),
+    Fault("a name that is a path", of_task(name="../sql"), "task.name: got '../sql'; allowed: 1 to 64 letters"),
+    Fault("a name twice", lambda folder: trainer(folder, [task(), task()]), 'got "sql" beside "sql"', "Rename one"),
+    Fault("an argument of nobody", of_task(learning_rat=1e-3), "unexpected keyword argument 'learning_rat'"),
+    Fault("an argument of TRL", of_run(max_seq_length=99), "args.max_seq_length: got 99", "Use max_length."),
+    Fault("a tokenizer under its old name", with_tokenizer, "tokenizer: got int", "Pass it as processing_class."),
+    # ------------------------------------------------------------------- rows
+    Fault("no rows", of_task(train_dataset=[]), f"{TRAIN}: got an empty dataset", "with at least one row"),
+    Fault(
+        "columns of nobody", of_rows({"question": "a", "reply": "b"}), f"{TRAIN}: got columns question", "row_format="
+    ),
+    Fault("rows of Alpaca", of_task(train_dataset=ALPACA), "got columns instruction", 'set row_format="alpaca"'),
+    Fault("rows of ShareGPT", of_task(train_dataset=SHAREGPT), "got columns conv", 'set row_format="sharegpt"'),
+    Fault("pairs without a tokenizer", of_task(train_dataset=PAIRS), f"{TRAIN}: got preference rows", "Pass process"),
+    Fault("text without a tokenizer", of_rows({"text": "a"}), f"{TRAIN}: got text rows", "Pass processing_class="),
+    Fault("no loss at all", of_task(train_dataset=MASKED), "all labels are masked (-100) in 6", "Check the labels"),
+    Fault(
+        "too long a row", of_run(max_length=4, overlong_policy="error"), "row 0", "7 tokens or", "at most 4", "shorten"
+    ),
+    Fault(
+        "a token of nobody", of_rows({"input_ids": [1, 99_999]}), "row 0 column input_ids", "99999", "ids from 0 to 96"
+    ),
+    Fault("a file that is not there", of_task(train_dataset="a/sql.jsonl"), f"{TRAIN}: got 'a/sql.jsonl'", "Check the"),
+    Fault("a dict of splits", of_task(train_dataset=SPLITS), f"{TRAIN}: got DatasetDict", "Pick one split"),
+    # ---------------------------------------------------------------- settings
+    Fault(
+        "a rate below 0", of_task(learning_rate=-1e-3), "sql.learning_rate: got -0.001; allowed: a finite number above"
+    ),
+    Fault("a rate as text", of_task(learning_rate="2e-4"), "tasks.sql.learning_rate: got '2e-4'; allowed: a finite"),
+    Fault("no batch", of_task(train_batch_size=0), "tasks.sql.train_batch_size: got 0; allowed: an integer from 1"),
+    Fault("an optimizer misspelt", of_task(optim="adamw"), "sql.optim: got 'adamw'", 'Did you mean "adamw_torch"?'),
+    Fault("a schedule misspelt", of_task(lr_scheduler_type="cosin"), "got 'cosin'", 'Did you mean "cosine"?'),
+    Fault(
+        "a metric of nobody",
+        of_task(eval_dataset=SHORT, early_stopping=BY_F1),
+        "sql.early_stopping.metric",
+        "eval_loss",
+    ),
+    Fault("nothing held out", of_task(early_stopping=EarlyStopping()), "sql.eval_dataset: got None", "early_stopping"),
+    Fault("a policy misspelt", of_run(planner="sequental"), "args.planner: got", 'Did you mean "sequential"?'),
+    Fault("a tracker of nobody", of_run(report_to="comet_ml"), "args.report_to: got 'comet_ml'", 'or "none"'),
+    # ---------------------------------------------------------------- adapters
+    Fault("a rank of 0", of_adapter(r=0, target_modules=["q_proj"]), "sql.peft_config.r: got 0", "at least 1"),
+    Fault("a target misspelt", of_adapter(r=4, target_modules=["q_prj"]), "got 'q_prj'", 'Did you mean "q_proj"?'),
+    Fault("no adapter", of_task(peft_config={"r": 4}), "tasks.sql.peft_config: got dict", "such as LoraConfig(r=8)"),
+    # -------------------------------------------------------------------- runs
+    Fault("nothing to resume", resumed_with_nothing, "which holds no state", "Call train() without it to begin"),
+    Fault("a folder that holds a run", trained_twice, "which holds a run", "resume_from_checkpoint=True", "Delete it"),
+    Fault("a task of nobody", of_trained(lambda own: own.pause_task("sqll")), 'got task "sqll"', 'Did you mean "sql"?'),
+    # ------------------------------------------------------------- from a file
+    Fault("no such file", of_command("plan", "{folder}/tasks.yml"), "tasks.yml', which is not there", "peft-mux init"),
+    Fault("a key misspelt", of_file("max_steps", "max_step"), "tasks.yaml:5 tasks.sql.max_step", 'mean "max_steps"?'),
+    Fault(
+        "a key of the run",
+        of_file("max_steps: 2", "logging_steps: 2"),
+        "tasks.yaml:5 tasks.sql.logging",
+        "for the run.",
+    ),
+    Fault("a key twice", of_file("tasks:", "output_dir: b\ntasks:"), "tasks.yaml:4 output_dir: got the same key twice"),
+    Fault(
+        "an open bracket", of_file("max_steps: 2}", "max_steps: 2"), "tasks.yaml:6: is not YAML", "begins in line 5."
+    ),
+    Fault(
+        "a type that is an option", of_file("{r: 4", "{type: dora, r: 4"), "sql.peft.type: got 'dora'", "use_dora: true"
+    ),
+    Fault("no such rows", of_file("rows.jsonl", "row.jsonl"), "tasks.yaml:5 tasks.sql.dataset: got", "Check the path."),
+    Fault("no such model", of_file("tasks:", "tasks:"), 'no-model", which is not there', "a hub id. Check the path."),
+    Fault("a short name", of_file("tasks:", "tasks:", *FILE_KEY), "tasks.sql.lr: got an unknown", '"learning_rate"?'),
+    Fault(
+        "no run", of_command("status", "{folder}"), "run: got", "which holds no run; allowed: the output_dir of one."
+    ),
+    Fault(
+        "no adapters", of_command("export", "{folder}"), "which holds no adapters; allowed: the output_dir of a run."
+    ),
+    Fault("a file there", of_file("tasks:", "tasks:", "init", "{folder}/tasks.yaml"), "init: got", "Name another one."),
+)
+
+
+def message(fault: Fault, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Return what the owner reads."""
+    try:
+        fault.make(folder)
+    except (PeftMuxError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
+def test_the_owner_reads(fault: Fault, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = message(fault, tmp_path, capsys)
+    assert "Traceback" not in said
+    at = 0
+    for piece in fault.says:
+        assert piece in said[at:], said
+        at += said[at:].index(piece) + len(piece)
