@@ -14,6 +14,8 @@ _Rule = tuple[Callable[[Any], bool], str]
 
 OVERLONG_POLICIES = ("truncate", "drop", "error")
 QUARANTINE_POLICIES = ("quarantine", "stop")
+LOGGERS_OF_MANY_RUNS = ("tensorboard",)
+"""Loggers whose callbacks in transformers may each have a run of their own; the others know one run a process."""
 FLUSHES = ("auto", "every_step")
 
 

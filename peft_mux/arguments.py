@@ -19,6 +19,7 @@ from peft_mux.argument_fields import (
     FLUSHES,
     HARMLESS,
     HONOURED,
+    LOGGERS_OF_MANY_RUNS,
     OVERLONG_POLICIES,
     QUARANTINE_POLICIES,
     REASONS,
@@ -115,6 +116,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
             evaluation, a checkpoint, the end of a task) and each 8 steps, where that is predicted to be faster: then a
             bucket's next step begins when its own is over. Results are the same.
         shard_backbone: divide the frozen weights among replicas (FSDP2), which gather each layer before they use it.
+        report_per_task: in the loggers of `report_to`, a run of its own for each task instead of one for all: with the
+            task's own steps, arguments and plain keys (`train/loss`), under `<output_dir>/<task>`.
 
     Raises:
         ConfigError: naming every field that cannot be run.
@@ -153,6 +156,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
     pipeline_schedule: str = field(default="mux", metadata={"help": "mux, 1f1b, gpipe or interleaved_1f1b."})
     pipeline_flush: str = field(default="auto", metadata={"help": "auto or every_step."})
     shard_backbone: bool = field(default=False, metadata={"help": "Divide the frozen weights among replicas (FSDP2)."})
+    report_per_task: bool = field(default=False, metadata={"help": "A run of its own in report_to for each task."})
 
     def __new__(cls, *args: Any, **settings: Any) -> MultiTaskTrainingArguments:
         """Refuse settings of other classes and releases by saying where they belong, which Python would not."""
@@ -176,6 +180,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
             raise ConfigError(f"args: transformers refuses them: {error}") from error
         self.load_best_model_at_end, self.metric_for_best_model, self.greater_is_better = best
         self.dataloader_prefetch_factor, self.dataloader_num_workers = loaders
+        raise_faults(_tracker_faults(self))
 
     @classmethod
     def from_training_arguments(cls, config: TrainingArguments, **settings: Any) -> MultiTaskTrainingArguments:
@@ -307,6 +312,16 @@ def _tf32_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     return []
 
 
+def _tracker_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
+    """Return why the tasks cannot have runs of their own in the loggers of `report_to`, which Trainer has listed."""
+    others = [name for name in args.report_to or () if name not in LOGGERS_OF_MANY_RUNS]
+    if not args.report_per_task or (args.report_to and not others):
+        return []
+    got = f"True with report_to={', '.join(args.report_to or ()) or 'none'}"
+    why = f"{', '.join(others)} keeps one run a process; as one run, it has keys such as task/loss." if others else ""
+    return [Fault("args.report_per_task", got, f"True with {', '.join(LOGGERS_OF_MANY_RUNS)} alone, or False", why)]
+
+
 def _is_flag_or_auto(value: object) -> bool:
     return isinstance(value, bool) or (isinstance(value, str) and value == "auto")
 
@@ -345,7 +360,7 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
 
 def _own_field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     faults = []
-    for name in ("pad_to_chunks", "shard_backbone", "redeploy", "split_long_sequences"):
+    for name in ("pad_to_chunks", "shard_backbone", "redeploy", "split_long_sequences", "report_per_task"):
         if not isinstance(getattr(args, name), bool):
             faults.append(Fault(f"args.{name}", shown(getattr(args, name)), "True or False"))
     faults += [*_auto_faults(args), *_tf32_faults(args)]

@@ -19,7 +19,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.own_code import Listener, OwnCodeError, nobody, own_code
-from peft_mux.reporting.trackers import NamedLogs, keys_as_they_are
+from peft_mux.reporting.trackers import NamedLogs, keys_as_they_are, trackers_of
 from peft_mux.tasks.task_run import TaskRun
 
 _logger = logging.getLogger(__name__)
@@ -117,11 +117,24 @@ class TaskCallbacks:
         self._num_shown = 0
         # The handler of transformers warns where no flow callback is in it, and the usual one would decide about
         # saving.
-        self.handler = CallbackHandler([TaskFlowCallback(), *run.task.callbacks], model, processing_class, None, None)
+        self._trackers = trackers_of(run.name, args)
+        own = [TaskFlowCallback(), *run.task.callbacks, *self._trackers]
+        self.handler = CallbackHandler(own, model, processing_class, None, None)
 
     def use_model(self, model: Any) -> None:
         """Hand another model to the callbacks from now on; `None` while there is none."""
         self.handler.model = model
+
+    def take_trackers(self, before: TaskCallbacks) -> None:
+        """Go on with the runs in loggers that the same task had before it was started anew."""
+        for mine, theirs in zip(self._trackers, before._trackers, strict=True):
+            self.handler.callbacks[self.handler.callbacks.index(mine)] = theirs
+        self._trackers = before._trackers
+
+    def leave(self) -> None:
+        """End the task's runs in loggers: it leaves before the run is over."""
+        for tracker in self._trackers:
+            tracker.on_train_end(self.args, self._state, self.control)
 
     def step_begins(self) -> None:
         """Tell of a step, and of an epoch where one begins with it."""
@@ -145,7 +158,7 @@ class TaskCallbacks:
 
         What a callback of a task raises fails that task and no other, and so does an answer that is no control.
         """
-        if not self.run.task.callbacks:
+        if not self.run.task.callbacks and not self._trackers:
             return self.control
         optimizer = self.run.optimizer
         # Set at each call, as the optimizer comes when the task starts and goes when it ends.

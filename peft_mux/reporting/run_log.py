@@ -83,12 +83,16 @@ class RunLog:
 
     def add_callbacks(self, task: str, callbacks: TaskCallbacks) -> None:
         """Tell a task's own callbacks of its numbers from now on."""
+        if task in self.callbacks:
+            callbacks.take_trackers(self.callbacks[task])
         self.callbacks[task] = callbacks
         callbacks.listener = self.delays.note
 
     def drop_callbacks(self, task: str) -> None:
         """Tell a task's own callbacks nothing more: it has left."""
-        self.callbacks.pop(task, None)
+        left = self.callbacks.pop(task, None)
+        if left is not None:
+            left.leave()
         self.delays.forget(task)
 
     def use_model(self, model: Any) -> None:

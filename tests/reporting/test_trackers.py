@@ -1,0 +1,121 @@
+"""One run in a logger for all tasks, or one for each: TensorBoard's callback of transformers with a writer of ours."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from transformers.integrations import integration_utils
+
+from peft_mux import ConfigError, MultiTaskTrainingArguments
+from tests.invariants import mux_lab as lab
+
+
+class Writer:
+    """Keeps what a `SummaryWriter` would write."""
+
+    made: list[Writer]
+
+    def __init__(self, log_dir: str) -> None:
+        self.log_dir, self.scalars, self.texts, self.closed = log_dir, [], {}, 0
+        Writer.made.append(self)
+
+    def add_scalar(self, key: str, value: float, step: int) -> None:
+        self.scalars.append((key, value, step))
+
+    def add_text(self, key: str, text: str, step: int | None = None) -> None:
+        self.texts[key] = text
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+@pytest.fixture(autouse=True)
+def _tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let transformers find TensorBoard."""
+    module: Any = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter, Writer.made = Writer, []
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
+    monkeypatch.setattr(integration_utils, "is_wandb_available", lambda: True)
+
+
+def trained(folder: Path, recorder: lab.Recorder | None = None, **arguments: Any) -> lab.Run:
+    tasks = [
+        lab.small_task("a", data_seed=1, max_steps=4, learning_rate=1e-3),
+        lab.small_task("b", data_seed=2, max_steps=6, eval_dataset=lab.rows(3, 4, 5, 9), eval_steps=3),
+    ]
+    options = {"report_to": "tensorboard", "logging_strategy": "steps", "logging_steps": 2, **arguments}
+    return lab.train(tasks, folder, recorder=recorder, **options)
+
+
+def steps_of(writer: Writer, key: str) -> list[int]:
+    return [step for name, _, step in writer.scalars if name == key]
+
+
+def test_one_run_has_all_tasks_by_their_names(tmp_path: Path) -> None:
+    trained(tmp_path / "run")
+    (writer,) = Writer.made
+    assert steps_of(writer, "a/loss") == [2, 4]
+    assert steps_of(writer, "b/loss") == [2, 4, 6]
+    assert steps_of(writer, "b/eval_loss") == [3, 6]
+    assert writer.closed == 1
+
+
+def test_each_task_has_a_run_of_its_own_with_its_own_steps_arguments_and_plain_keys(tmp_path: Path) -> None:
+    run = trained(tmp_path / "run", report_per_task=True, run_name="both")
+    writers = {Path(one.log_dir).relative_to(tmp_path / "run").parts[0]: one for one in Writer.made}
+    assert sorted(writers) == ["a", "b"]
+    assert len(Writer.made) == 2
+    assert steps_of(writers["a"], "train/loss") == [2, 4]
+    assert steps_of(writers["b"], "train/loss") == [2, 4, 6]
+    assert steps_of(writers["b"], "eval/loss") == [3, 6]
+    assert not any("/" in key.removeprefix("train/").removeprefix("eval/") for key, _, _ in writers["a"].scalars)
+    assert '"learning_rate": 0.001' in writers["a"].texts["args"]
+    assert '"run_name": "both/a"' in writers["a"].texts["args"]
+    assert '"learning_rate": 0.003' in writers["b"].texts["args"]
+    assert [one.closed for one in Writer.made] == [1, 1]
+    assert run.trainer.args.report_to == ["tensorboard"]
+
+
+def test_a_folder_of_the_environment_has_one_below_it_for_each_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "boards"))
+    trained(tmp_path / "run", report_per_task=True)
+    assert sorted(one.log_dir for one in Writer.made) == [str(tmp_path / "boards" / name) for name in "ab"]
+
+
+def test_a_task_that_was_paused_goes_on_with_its_run(tmp_path: Path) -> None:
+    pauses: dict[int, Any] = {2: lambda trainer: trainer.pause_task("b"), 3: lambda trainer: trainer.resume_task("b")}
+    trained(tmp_path, lab.Recorder(at_end=pauses), report_per_task=True, logging_steps=1)
+    first, second = sorted(Writer.made, key=lambda one: one.log_dir)
+    assert steps_of(first, "train/loss") == [1, 2, 3, 4]
+    assert steps_of(second, "train/loss") == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_removed_task_ends_its_run(tmp_path: Path) -> None:
+    leaves: dict[int, Any] = {2: lambda trainer: trainer.remove_task("a")}
+    trained(tmp_path, lab.Recorder(at_end=leaves), report_per_task=True)
+    first, second = sorted(Writer.made, key=lambda one: one.log_dir)
+    assert steps_of(first, "train/loss") == [2]
+    assert steps_of(second, "train/loss") == [2, 4, 6]
+    assert (first.closed, second.closed) == (1, 1)
+
+
+def test_loggers_with_one_run_a_process_and_no_logger_are_refused_by_name(tmp_path: Path) -> None:
+    def refusal(report_to: Any) -> str:
+        with pytest.raises(ConfigError) as caught:
+            MultiTaskTrainingArguments(str(tmp_path), use_cpu=True, report_to=report_to, report_per_task=True)
+        return str(caught.value)
+
+    message = "args.report_per_task: got True with report_to={}; allowed: True with tensorboard alone, or False."
+    assert refusal("none").startswith(message.format("none"))
+    assert refusal(["tensorboard", "wandb"]).startswith(message.format("tensorboard, wandb"))
+    assert "wandb keeps one run a process" in refusal("wandb")
