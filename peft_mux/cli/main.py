@@ -61,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     train = commands.add_parser("train", help="train the tasks of a YAML file")
     _file_arguments(train)
     train.add_argument("--resume", action="store_true", help="go on with the run in output_dir")
+    train.add_argument("--json", action="store_true", help="print what it came to as JSON, all else on standard error")
     add_sweep_options(train)
     train.set_defaults(command=_train)
     plan = commands.add_parser("plan", help="show what would run together and in how much memory; loads no weights")
@@ -82,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--output", default="profile.json", help="where the measured profile goes")
     profile.add_argument("--seconds", type=float, default=60.0, help="how long it may take (60)")
     profile.add_argument("--refresh", action="store_true", help="measure anew although one that fits is stored")
+    profile.add_argument("--json", action="store_true", help="print the profile as JSON")
     profile.set_defaults(command=_profile)
     return parser
 
@@ -143,6 +145,17 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    from peft_mux.cli.as_json import print_json, run_summary, told_aside
+
+    with told_aside(is_json=arguments.json):
+        status, trainer, results = _trained(arguments)
+    if arguments.json and trainer.is_world_process_zero():
+        print_json(run_summary(trainer, results))
+    return status
+
+
+def _trained(arguments: argparse.Namespace) -> tuple[int, Any, list[Any]]:
+    """Train the tasks of a file; return the exit status, the trainer, and the results of sweeps."""
     # A launcher starts this command once for each process; what it prints shall be there once.
     from peft_mux.sweeps.sweep import add_referee, end_sweeps
 
@@ -158,9 +171,10 @@ def _train(arguments: argparse.Namespace) -> int:
     trainer.control_channel.read_tasks = _tasks_of_file
     trainer.train(resume_from_checkpoint=arguments.resume or None)
     if trainer.interrupted_by:
-        return 128 + trainer.interrupted_by
-    end_sweeps(trainer, referee)
-    return 1 if any(status == "failed" for status in trainer.task_statuses.values()) else 0
+        return 128 + trainer.interrupted_by, trainer, []
+    results = end_sweeps(trainer, referee)
+    has_failed = any(status == "failed" for status in trainer.task_statuses.values())
+    return int(has_failed), trainer, results
 
 
 def _check_folder(args: Any, *, is_resumed: bool) -> None:
@@ -203,21 +217,28 @@ def _plan(arguments: argparse.Namespace) -> int:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
+    import json
     from pathlib import Path
 
+    from peft_mux.cli.as_json import print_json, told_aside
     from peft_mux.scheduler.costs.profile_text import profile_text
     from peft_mux.storage.atomic import write_file
 
     path = Path(arguments.output)
     stored = path.parent / "profiles"  # by device, dtype, shapes and versions
-    trainer = _trainer_of_file(arguments)
-    is_main = trainer.is_world_process_zero()
-    # On every process, as the link between them is measured too; one of them keeps the result.
-    profile = trainer.measure_profile(arguments.seconds, folder=stored if is_main else None, refresh=arguments.refresh)
+    with told_aside(is_json=arguments.json):
+        trainer = _trainer_of_file(arguments)
+        is_main = trainer.is_world_process_zero()
+        # On every process, as the link between them is measured too; one of them keeps the result.
+        folder = stored if is_main else None
+        profile = trainer.measure_profile(arguments.seconds, folder=folder, refresh=arguments.refresh)
     if not is_main:
         return 0
     write_file(path, profile.to_json().encode())
-    print(f"{profile_text(profile)}\nwritten: {path}; to plan with it, set run.cost_profile: {path}")  # noqa: T201
+    if arguments.json:
+        print_json({"written": path, "profile": json.loads(profile.to_json())})
+    else:
+        print(f"{profile_text(profile)}\nwritten: {path}; to plan with it, set run.cost_profile: {path}")  # noqa: T201
     return 0
 
 

@@ -199,6 +199,21 @@ def test_a_task_that_fails_makes_the_status_1_and_the_others_are_trained(
     assert (tmp_path / "out" / "math" / "adapter_model.safetensors").is_file()
 
 
+def test_json_of_a_training_stands_alone_on_standard_output(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(file), "--json", "--set", "tasks.sql.learning_rate=1e30"]) == 1
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert (found["output_dir"], found["interrupted_by"], found["sweeps"]) == (str(tmp_path / "out"), None, [])
+    sql, math = found["tasks"]["sql"], found["tasks"]["math"]
+    assert (sql["status"], math["status"], math["reason"]) == ("failed", "succeeded", "")
+    assert (math["step"], math["num_steps"], math["place"]) == (2, 2, str(tmp_path / "out" / "math"))
+    assert math["loss"] > 0
+    assert "NaN" not in said.out
+    assert "plan  2 tasks on cpu" in said.err
+
+
 # -------------------------------------------------------------------- plan
 
 
@@ -219,6 +234,10 @@ def test_a_profile_is_measured_once_and_read_again_until_asked_anew(
     assert main([*command, "--refresh"]) == 0
     assert len(measured) == 2
     assert "measured up to" in capsys.readouterr().out
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["written"] == str(output)
+    assert found["profile"] == json.loads(output.read_text(encoding="utf-8"))
 
 
 def test_plan_shows_every_task_and_the_memory(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
