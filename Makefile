@@ -4,8 +4,10 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # On a machine with CUDA: make demo TORCH_SPEC="torch>=2.11"
 TORCH_SPEC ?= torch==2.13.0
-# One process a core; each computes on one thread.
-PYTEST_ARGS ?= --numprocesses auto --dist loadfile
+# One process a core; each computes on one thread. Files run in the order of tests/conftest.py, the long ones first.
+PYTEST_ARGS ?= --numprocesses auto --dist loadfile --no-loadscope-reorder
+# What has been compiled is kept for the processes that tests start, and for the next run.
+test test-slow-ci test-slow attack: export PYTHONDONTWRITEBYTECODE =
 
 # Slow tests that CI runs too: checkpoints and kills, layouts of processes, evaluation, examples on real data, whole
 # steps on a pretended GPU, and a part of the attacks.

@@ -47,6 +47,22 @@ settings.register_profile(
 settings.load_profile("peft_mux")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let files that take long come first: at the end one of them would keep one worker busy and leave others idle."""
+    ranks: dict[Path, int] = {}
+    for item in items:
+        ranks[item.path] = min(ranks.get(item.path, 2), _rank(item))
+    items.sort(key=lambda item: ranks[item.path])
+
+
+def _rank(item: pytest.Item) -> int:
+    """Return 0 for a test that may take longer than others, 1 for one that starts processes, and 2 for all others."""
+    limit = item.get_closest_marker("timeout")
+    if limit is not None and limit.args[0] > float(item.config.getini("timeout")):
+        return 0
+    return 2 if item.get_closest_marker("distributed") is None and item.get_closest_marker("notebook") is None else 1
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _one_thread_everywhere() -> Iterator[None]:
     """Fix the number of threads: it takes part in the order of sums, and so in the last bit."""

@@ -72,6 +72,7 @@ def sources() -> Sources:
     return {module: path.read_text(encoding="utf-8") for module, path in PATHS.items()}
 
 
+@cache
 def imported(module: str, text: str) -> set[str]:
     """Return the dotted names that a module imports, `a.b` for `from a import b`."""
     names: set[str] = set()

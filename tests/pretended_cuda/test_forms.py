@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -23,29 +23,38 @@ CASES: dict[str, dict[str, Any]] = {
     "plain AdamW": {"optim": "adamw_torch"},
     "SGD": {"optim": "sgd"},
 }
+SLOW = ("adapted head", "captured under autocast", "captured bottlenecks", "SGD")
+"""Forms whose like is among the others."""
 Found = dict[str, dict[str, Any]]
 
 
+def each(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names]
+
+
 @pytest.fixture(scope="module")
-def found(run_cases: Callable[..., Found]) -> Found:
-    return run_cases(CASES)
+def found(request: pytest.FixtureRequest, run_cases: Callable[..., Found]) -> Found:
+    """Return what was seen of the cases that selected tests ask for."""
+    beside = [item for item in request.session.items if item.path == request.path]
+    asked = {item.get_closest_marker("slow") is not None for item in beside}
+    return run_cases({name: case for name, case in CASES.items() if (name in SLOW) in asked})
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", each(CASES))
 def test_no_pass_waits_and_a_step_reads_once(found: Found, name: str) -> None:
     seen = seen_of(found, name)
     assert_trained(seen)
     assert_nothing_waits(seen)
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "an old card"])
+@pytest.mark.parametrize("name", each(name for name in CASES if name != "an old card"))
 def test_attention_is_one_call_for_all_sequences(found: Found, name: str) -> None:
     seen = seen_of(found, name)
     assert slower_attention(seen) == []
     assert seen["attention"][VARLEN] > 0
 
 
-@pytest.mark.parametrize("name", ["captured", "captured under autocast", "captured bottlenecks"])
+@pytest.mark.parametrize("name", each(["captured", "captured under autocast", "captured bottlenecks"]))
 def test_a_captured_pass_touches_nothing_on_the_host(found: Found, name: str) -> None:
     seen = seen_of(found, name)
     assert seen["num_captures"] > 0
