@@ -184,6 +184,8 @@ def test_the_notebook_is_stored_without_outputs() -> None:
     assert num_cells_without_outputs(NOTEBOOK) > 0
 
 
+# The quickstart trains the same tasks in the fast tests.
+@pytest.mark.slow
 @pytest.mark.notebook
 def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib", reason="needs the plots extra: the notebook draws the losses")

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from tests.children import run_script
+from tests.kernels.interpreter import keep_patches
 
 NUM_STEPS = 5
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -406,4 +407,6 @@ def test_on_a_gpu_the_steps_are_those_of_torch_and_a_task_has_the_same_bits_alon
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "cases":
+        keep_patches()
     {"cases": lambda: run_cases(sys.argv[2]), "complain": complain, "compile": compile_for_sm90}[sys.argv[1]]()

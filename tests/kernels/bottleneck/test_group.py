@@ -22,6 +22,7 @@ from peft_mux.modeling.adapters.bottleneck.kind import BottleneckKind
 from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.peft_methods.bottleneck.layer import ACTIVATIONS
 from tests.children import run_script
+from tests.kernels.interpreter import keep_patches
 
 NAN = float("nan")
 NAME = "model.layers.0.mlp.down_proj"
@@ -235,6 +236,7 @@ def extremes() -> dict[str, list[float]]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    keep_patches()
     cases = {name: errors_of(tasks, width) for name, (tasks, width) in CASES.items()}
     print(json.dumps({"cases": cases, "company": company(), "extremes": extremes()}))
 

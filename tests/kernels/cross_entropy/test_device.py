@@ -22,6 +22,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.children import run_script
+from tests.kernels.interpreter import keep_patches
 
 IGNORE = -100
 TRANSFORMS: dict[str, dict[str, Any]] = {
@@ -489,4 +490,6 @@ def test_on_a_gpu_losses_and_gradient_are_those_of_torch_in_float64(transform: s
 
 
 if __name__ == "__main__":
+    if sys.argv[1] == "cases":
+        keep_patches()
     {"cases": lambda: run_cases(sys.argv[2]), "complain": complain, "compile": compile_for_sm90}[sys.argv[1]]()

@@ -18,6 +18,7 @@ from peft_mux.kernels import philox
 from peft_mux.kernels.lora.factors import Factors
 from peft_mux.kernels.lora.tables import RankTable, SegmentTables
 from tests.children import run_script
+from tests.kernels.interpreter import keep_patches
 
 MODULE_SEED = philox.hash_seed("layers.3.q_proj")
 QUANTITIES: tuple[str, ...] = ("y", "dx", "dA", "dB")
@@ -318,6 +319,7 @@ def refusals() -> dict[str, str]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    keep_patches()
     torch.manual_seed(0)
     report = {
         "errors": {name: errors_of(case) for name, case in CASES.items()},

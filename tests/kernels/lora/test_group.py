@@ -23,6 +23,7 @@ from peft_mux.kernels.lora.tables import SegmentTables
 from peft_mux.modeling.adapters.lora.slab_layout import lora_slot
 from peft_mux.modeling.slabs import TaskSlab
 from tests.children import run_script
+from tests.kernels.interpreter import keep_patches
 
 NAN = float("nan")
 LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -508,6 +509,7 @@ def transposed_x() -> str:
 
 def main() -> None:
     torch.set_num_threads(1)
+    keep_patches()
     report = {
         "cases": {name: report_of(case) for name, case in CASES.items()},
         "company": company(),

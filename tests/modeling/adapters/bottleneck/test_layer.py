@@ -19,6 +19,7 @@ from peft_mux.kernels.bottleneck.group import BottleneckGroup
 from peft_mux.modeling.adapters.bottleneck import layer as bottleneck_layer
 from tests.children import run_script
 from tests.invariants.mux_lab import tiny_llama
+from tests.kernels.interpreter import keep_patches
 from tests.modeling.adapters.lora.test_lora_pass import batch, differing, one_pass, through_kernels, worst
 
 
@@ -34,6 +35,7 @@ def model(wide: int = 20) -> MultiTaskPeftModel:
 
 
 def main() -> None:
+    keep_patches()
     made: list[Any] = []
 
     def making(*args: Any) -> BottleneckGroup:

@@ -27,6 +27,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.modeling.adapters.lora import lora_pass
 from tests.children import run_script
 from tests.invariants.mux_lab import Recorder, make_trainer, relative, rows, small_task, tiny_llama
+from tests.kernels.interpreter import keep_patches
 
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 NUM_GROUPS = 8  # q/k/v, o, gate/up and down, in each of two layers
@@ -311,6 +312,7 @@ def compiled_kernels() -> dict[str, Any]:
 
 def main() -> None:
     torch.set_num_threads(1)
+    keep_patches()
     report = {
         part.__name__: part()
         for part in (plain, trained, in_bf16, changes, moved_between_passes, watched, compiled_kernels)
