@@ -19,6 +19,9 @@ import torch
 _MASK = 0xFFFFFFFF
 _ROUNDS = 7  # the fewest that pass the BigCrush tests, by the paper
 _DRAWS_PER_CALL = 8
+_FACTOR_0, _FACTOR_2 = 0xD2511F53, 0xCD9E8D57
+_SIGN = -(2**15)
+"""The highest of 16 bits, as int16."""
 
 
 class Window(NamedTuple):
@@ -69,23 +72,29 @@ def philox(seed: int, counters: torch.Tensor) -> torch.Tensor:
     Returns:
         int64 `[4, ...]` with values in [0, 2**32).
     """
-    # Words of 32 bits in int64, as torch has no arithmetic on unsigned numbers.
-    zeros = torch.zeros_like(counters)
-    word_0, word_1, word_2, word_3 = counters & _MASK, zeros, zeros, zeros
-    key_0, key_1 = seed & _MASK, (seed >> 32) & _MASK
-    for _ in range(_ROUNDS):
-        high_0, low_0 = _multiply(word_0, 0xD2511F53)
-        high_2, low_2 = _multiply(word_2, 0xCD9E8D57)
-        word_0, word_1, word_2, word_3 = high_2 ^ word_1 ^ key_0, low_2, high_0 ^ word_3 ^ key_1, low_0
-        key_0, key_1 = (key_0 + 0x9E3779B9) & _MASK, (key_1 + 0xBB67AE85) & _MASK
-    return torch.stack((word_0, word_1, word_2, word_3))
+    return torch.stack(_words(seed, counters)).bitwise_and_(_MASK)
 
 
-def _multiply(words: torch.Tensor, constant: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the high and low 32 bits of a 32 x 32 bit product."""
-    # Of 64 bits, which int64 holds as they are: it wraps around, and only the sign is lost, which the mask takes off.
-    product = words * constant
-    return (product >> 32) & _MASK, product & _MASK
+def _words(seed: int, counters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the four words of each counter in the lower halves of int64, whatever is left in the upper ones.
+
+    Torch has no arithmetic on unsigned numbers. A product of 32 x 32 bits lies in int64 as it is: it wraps around, and
+    only the sign is lost, which stays in the upper half. Draws take much of a step where adapters drop, so that nearly
+    everything is computed in place, and nothing of what the first round's three zeros make constant.
+    """
+    keys = [((seed + n * 0x9E3779B9) & _MASK, ((seed >> 32) + n * 0xBB67AE85) & _MASK) for n in range(_ROUNDS)]
+    word_3 = (counters & _MASK).mul_(_FACTOR_0)
+    constant = keys[0][0] * _FACTOR_0
+    word_1 = (word_3 >> 32).bitwise_xor_(keys[0][1]).bitwise_and_(_MASK).mul_(_FACTOR_2)
+    word_0 = (word_1 >> 32).bitwise_xor_(keys[1][0]).bitwise_and_(_MASK)
+    word_2 = word_3.bitwise_xor_((constant >> 32) ^ keys[1][1]).bitwise_and_(_MASK)
+    word_3 = torch.full_like(word_2, constant & _MASK)
+    for key_0, key_1 in keys[2:]:
+        product_0, product_2 = word_0.mul_(_FACTOR_0), word_2.mul_(_FACTOR_2)
+        word_0 = (product_2 >> 32).bitwise_xor_(word_1).bitwise_xor_(key_0).bitwise_and_(_MASK)
+        word_2 = (product_0 >> 32).bitwise_xor_(word_3).bitwise_xor_(key_1).bitwise_and_(_MASK)
+        word_1, word_3 = product_2, product_0
+    return word_0, word_1, word_2, word_3
 
 
 def keep_mask(
@@ -105,7 +114,7 @@ def keep_mask(
     """
     if places.is_meta:  # a description has no bits, and drawing none takes hundreds of operations less
         return places.new_empty((len(places), num_columns), dtype=torch.bool)
-    return _draws(seed, places, num_columns, window or Window(0, num_columns)) >= drop_threshold(probability)
+    return _draws(seed, places, num_columns, window or Window(0, num_columns)) >= drop_threshold(probability) + _SIGN
 
 
 def uniform_rows(seed: int, places: torch.Tensor, num_columns: int) -> torch.Tensor:
@@ -121,22 +130,24 @@ def uniform_rows(seed: int, places: torch.Tensor, num_columns: int) -> torch.Ten
     """
     if places.is_meta:
         return places.new_empty((len(places), num_columns), dtype=torch.float32)
-    return _draws(seed, places, num_columns, Window(0, num_columns)).float().add_(0.5).div_(65536.0)
+    return _draws(seed, places, num_columns, Window(0, num_columns)).float().add_(0.5 - _SIGN).div_(65536.0)
 
 
 def _draws(seed: int, places: torch.Tensor, num_columns: int, window: Window) -> torch.Tensor:
-    """Return draws from 0 to 65,535 for elements of `[L, num_columns]`."""
+    """Return draws for elements of `[L, num_columns]`: int16, each 2**15 less than the number from 0 to 65,535."""
     # Of the whole activation, so that every process counts calls alike.
     calls_per_row = -(-window.num_columns // _DRAWS_PER_CALL)
     first_call, skipped = divmod(window.first, _DRAWS_PER_CALL)
     # The window may begin amid the eight columns of a call: whole calls are drawn, and what lies outside is cut off.
     last_call = -(-(window.first + num_columns) // _DRAWS_PER_CALL)
     columns = torch.arange(first_call, last_call, device=places.device)
-    words = philox(seed, places[:, None] * calls_per_row + columns)
+    words = places.new_empty((len(places), len(columns), 4), dtype=torch.int32)
+    for number, word in enumerate(_words(seed, places[:, None] * calls_per_row + columns)):
+        words[..., number] = word
     # Neighbouring columns take the lower and then the upper half of words 0 to 3, as the kernels do.
-    draws = torch.stack((words & 0xFFFF, words >> 16), dim=-1)
-    draws = draws.permute(1, 2, 0, 3).reshape(len(places), len(columns) * _DRAWS_PER_CALL)
-    return draws[:, skipped : skipped + num_columns]
+    draws = words.view(torch.int16).view(len(places), len(columns) * _DRAWS_PER_CALL)
+    # Torch has no arithmetic on unsigned numbers: with the sign turned around, those with one compare as they do.
+    return draws.bitwise_xor_(_SIGN)[:, skipped : skipped + num_columns]
 
 
 def uniform(seed: int, num_rows: int, num_columns: int, device: torch.device) -> torch.Tensor:
@@ -173,6 +184,16 @@ def dropout(
         seed: 64-bit key of the draws, from `draw_seed`.
         window: where these columns lie in a wider activation; by default there is no wider one.
     """
-    mask = keep_mask(seed, places, x_LK.shape[-1], probability, window)
+    return dropped(x_LK, keep_mask(seed, places, x_LK.shape[-1], probability, window), probability)
+
+
+def dropped(x: torch.Tensor, kept: torch.Tensor, probability: float) -> torch.Tensor:
+    """Return `x` with the elements that are kept scaled, and 0 for the others; differentiable in `x`.
+
+    Args:
+        x: of any shape.
+        kept: bool, of the same shape: what `keep_mask` gives.
+        probability: probability with which an element was dropped.
+    """
     # Chosen and not multiplied: 0 * NaN would be NaN.
-    return torch.where(mask, x_LK * keep_scale(probability), 0.0)
+    return torch.where(kept, x * keep_scale(probability), 0.0)

@@ -258,10 +258,16 @@ def slices_backward(
             torch.mm(b.to(dtype).t().contiguous(), dy_g.t(), out=ds).mul_(scale)
             gradients[2 * number + 1] = _b_gradient(b, s, dy_g, scale)
         # Drawn once more, from seed and place: a mask that was kept would take memory for every layer.
-        x_g = _dropped(x_TD, bundle.segment, places)
+        kept = _kept(x_TD, bundle.segment, places)
+        x_g = x_TD[rows] if kept is None else philox.dropped(x_TD[rows], kept, bundle.segment.dropout)
         _write_a_gradients(bundle, factors, ds_RT, x_g, gradients)
-        if dx is not None and (needed is None or any(part.start <= rows.start < part.end for part in needed)):
-            _add_input_gradient(dx, ds_RT, _joint_a(bundle, factors, dtype), bundle.segment, places)
+        if dx is None or not (needed is None or any(part.start <= rows.start < part.end for part in needed)):
+            continue
+        a = _joint_a(bundle, factors, dtype)
+        if kept is None:
+            dx[rows].addmm_(ds_RT.t(), a)
+        else:
+            dx[rows] += philox.dropped(ds_RT.t() @ a, kept, bundle.segment.dropout)
     return dx, gradients
 
 
@@ -381,23 +387,18 @@ def _split(x_R: torch.Tensor, bundle: _Bundle, factors: Sequence[torch.Tensor]) 
     return x_R.split([len(factors[2 * number]) for _, number, _ in bundle.members])
 
 
+def _kept(x: torch.Tensor, segment: LoraSegment, places: torch.Tensor) -> torch.Tensor | None:
+    """Return which elements the dropout of a segment keeps in its rows; `None` where it drops none."""
+    if segment.dropout == 0.0:
+        return None
+    rows = slice(segment.start, segment.end)
+    return philox.keep_mask(segment.seed, places[rows], x.shape[-1], segment.dropout, segment.window)
+
+
 def _dropped(x: torch.Tensor, segment: LoraSegment, places: torch.Tensor) -> torch.Tensor:
     """Return the rows of a segment after its dropout."""
-    rows = slice(segment.start, segment.end)
-    if segment.dropout == 0.0:
-        return x[rows]
-    return philox.dropout(x[rows], places[rows], segment.dropout, segment.seed, segment.window)
-
-
-def _add_input_gradient(
-    dx: torch.Tensor, ds_RT: torch.Tensor, a: torch.Tensor, segment: LoraSegment, places: torch.Tensor
-) -> None:
-    """Add what the adapters of a bundle give to `dx`, in the segment's rows only."""
-    rows = slice(segment.start, segment.end)
-    if segment.dropout == 0.0:
-        dx[rows].addmm_(ds_RT.t(), a)
-    else:
-        dx[rows] += philox.dropout(ds_RT.t() @ a, places[rows], segment.dropout, segment.seed, segment.window)
+    kept, rows = _kept(x, segment, places), x[segment.start : segment.end]
+    return rows if kept is None else philox.dropped(rows, kept, segment.dropout)
 
 
 def reference_grouped_lora(

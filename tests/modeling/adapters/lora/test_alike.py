@@ -38,7 +38,9 @@ def injected_model(monkeypatch: pytest.MonkeyPatch, configs: dict[str, Any], **o
 
 
 def told(value: Any) -> Any:
-    return {key: told(one) for key, one in value.items()} if isinstance(value, dict) else type(value), str(value)
+    if isinstance(value, dict):
+        return {key: told(one) for key, one in value.items()}
+    return type(value), sorted(value) if isinstance(value, set) else str(value)
 
 
 def layers(model: MultiTaskPeftModel) -> dict[str, Any]:
