@@ -37,7 +37,10 @@ class RowCells:
         """
         value = row[column]
         if not isinstance(value, str):
-            raise self.error(index, column, f"{value!r:.60} ({type(value).__name__})", "a string")
+            # The usual way to numbers: CSV has no types, and digits are taken for them.
+            fix = f'. Of a CSV file: load_rows(...).cast_column("{column}", Value("string"))'
+            allowed = f"a string{fix if isinstance(value, (int, float)) else ''}"
+            raise self.error(index, column, f"{value!r:.60} ({type(value).__name__})", allowed)
         try:
             # A tokenizer would raise as well, but could not say in which row.
             value.encode("utf-8")

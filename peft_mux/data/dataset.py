@@ -19,6 +19,8 @@ from peft_mux.own_code import describe_error
 
 _MAX_ERRORS = 10
 _ROW_NUMBER = re.compile(r" row (\d+)")
+_VALUE = re.compile(r"got [^;]{1,62} \((int|float|bool)\);")
+"""A number where none belongs; that others have other numbers is no other fault."""
 _Extras = tuple[tuple[int, ...], Mapping[str, np.ndarray], Mapping[str, float | np.ndarray]]
 """What few rows have: `starts`, `token_columns` and `row_values` of `TokenSequence`."""
 _NO_EXTRAS: _Extras = ((), {}, {})
@@ -268,7 +270,7 @@ def _told_once(errors: list[str]) -> list[str]:
     rows: dict[str, list[str]] = {}
     firsts: dict[str, str] = {}
     for error in errors:
-        number, kind = _ROW_NUMBER.search(error), _ROW_NUMBER.sub("", error, count=1)
+        number, kind = _ROW_NUMBER.search(error), _VALUE.sub(r"\1", _ROW_NUMBER.sub("", error, count=1))
         firsts.setdefault(kind, error)
         rows.setdefault(kind, []).extend([number[1]] if number else [])
     return [

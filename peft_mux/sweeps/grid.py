@@ -54,7 +54,9 @@ def _grid_faults(task: Task, grid: Mapping[str, Sequence[Any]]) -> list[Fault]:
     for name, values in grid.items():
         where = f"sweep.{name}"
         if name not in allowed:
-            hint = closest(name, allowed) or "Fields of the adapter are written peft_config.r."
+            # What people call r is not the name most like it, which is that of the ranks by layer.
+            asked = _PEFT + "r" if name in ("rank", "r", _PEFT + "rank") and _PEFT + "r" in allowed else name
+            hint = closest(asked, allowed) or "Fields of the adapter are written peft_config.r."
             faults.append(Fault(where, "a field that cannot be swept", "a field of Task, or peft_config.<field>", hint))
         elif isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
             faults.append(Fault(where, shown(values), "a list of at least one value"))

@@ -470,6 +470,16 @@ def test_all_faults_are_told_together_up_to_ten() -> None:
     assert str(caught.value).endswith("(and perhaps more)")
 
 
+def test_numbers_where_text_belongs_are_told_once_with_what_mends_a_csv_file() -> None:
+    with pytest.raises(DataError) as caught:
+        tokenised([{"prompt": "the", "completion": number} for number in (3, 4, 5, "six")], words_tokenizer())
+    assert str(caught.value).startswith(
+        "tasks.own.train_dataset row 0 column completion: got 3 (int); allowed: a string. "
+    )
+    assert 'cast_column("completion", Value("string")). The same in rows 1, 2.' in str(caught.value)
+    assert str(caught.value).count("column completion") == 1
+
+
 def test_a_missing_template_is_told_once_for_all_rows() -> None:
     messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
     with pytest.raises(DataError) as caught:

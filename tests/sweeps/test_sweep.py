@@ -47,6 +47,7 @@ def test_every_combination_is_a_task_with_a_name_of_its_own() -> None:
     [
         ({}, {}, "sweep: got no settings"),
         ({"learning_rat": [1]}, {}, 'Did you mean "learning_rate"?'),
+        ({"peft_config.rank": [1, 2]}, {}, 'Did you mean "peft_config.r"?'),
         ({"r": [1, 2]}, {}, "peft_config.r"),
         ({"name": ["a", "b"]}, {}, "sweep.name: got a field that cannot be swept"),
         ({"learning_rate": "1e-4"}, {}, "sweep.learning_rate: got '1e-4'"),
