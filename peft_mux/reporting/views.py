@@ -16,6 +16,8 @@ from typing import Any, NamedTuple, Protocol
 Curve = tuple[tuple[int, float], ...]
 """Points of a curve: step of the task, and value."""
 
+_OF_TASKS = ("data", "train", "eval", "status")
+"""Events of `metrics.jsonl` that tell of a task which has begun."""
 _WINDOW_S = 20.0
 """Rates are those of about so many seconds."""
 _GAP_S = 0.25
@@ -287,19 +289,21 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
         records: the records of its `metrics.jsonl`, in order.
         num_steps: steps that each of its tasks is to take, as far as they are known.
     """
-    by_task: dict[str, list[Mapping[str, Any]]] = {}
+    # Tasks that have logged nothing yet are tasks of the run as well.
+    by_task: dict[str, list[Mapping[str, Any]]] = {name: [] for name in num_steps}
     for record in records:
-        if isinstance(name := record.get("task"), str) and record.get("event") in ("train", "eval", "status"):
+        if isinstance(name := record.get("task"), str) and record.get("event") in _OF_TASKS:
             by_task.setdefault(name, []).append(record)
+    reached = _steps_at_ends(records)
     tasks = []
     for name, own in by_task.items():
         losses, held_out = curve_of(own, "loss"), curve_of(own, "eval_loss")
         ends = [record for record in own if record["event"] == "status"]
-        step = max([0, *(step for step, _ in (*losses, *held_out))])
+        step = max([0, *(step for step, _ in (*losses, *held_out)), *reached.get(name, ())])
         tasks.append(
             TaskView(
                 name,
-                str(ends[-1].get("status")) if ends else "running",
+                str(ends[-1].get("status")) if ends else "running" if own else "waiting",
                 step,
                 num_steps.get(name, step),
                 str(ends[-1].get("reason") or "") if ends else "",
@@ -312,6 +316,20 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
     steps = [step for record in records if isinstance(step := record.get("run_step"), int)]
     seconds = [value for record in records if isinstance(value := record.get("train_runtime"), (int, float))]
     return RunView(tuple(tasks), max(steps, default=0), seconds[-1] if seconds else 0.0)
+
+
+def _steps_at_ends(records: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return the steps at which each task changed its status, or stood at an interruption."""
+    found: dict[str, list[int]] = {}
+    for record in records:
+        event, steps = record.get("event"), record.get("steps")
+        if event == "status":
+            steps = {record.get("task"): record.get("step")}
+        if event in ("status", "interrupted") and isinstance(steps, Mapping):
+            for name, step in steps.items():
+                if isinstance(name, str) and isinstance(step, int):
+                    found.setdefault(name, []).append(step)
+    return found
 
 
 def curve_of(records: Iterable[Any], key: str) -> Curve:

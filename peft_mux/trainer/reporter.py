@@ -160,7 +160,9 @@ class Reporter:
         run.interrupted_by = max(self._world.processes.gather(run.interrupted_by))
         if run.interrupted_by:
             name, step = signal.Signals(run.interrupted_by).name, run.state.global_step
-            run.log.event("interrupted", signal=name, is_saved=run.saver.folder is not None and run.saver.is_current)
+            is_saved = run.saver.folder is not None and run.saver.is_current
+            steps = {own.name: own.step for own in run.table}
+            run.log.event("interrupted", signal=name, is_saved=is_saved, steps=steps)
             run.log.warn(f"interrupted by {name} after step {step}; {self._way_on()}")
 
     def _way_on(self) -> str:

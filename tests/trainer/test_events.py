@@ -242,7 +242,7 @@ def test_an_interrupt_ends_the_run_at_a_step_with_everything_saved_and_resumes_e
     assert signal.getsignal(number) is before, "the handler of the caller is back in place"
     assert run.trainer.interrupted_by == number
     (line,) = [line for line in records(tmp_path / "a") if line["event"] == "interrupted"]
-    assert (line["signal"], line["is_saved"]) == (number.name, True)
+    assert (line["signal"], line["is_saved"], line["steps"]) == (number.name, True, {"one": 3, "two": 3})
     assert {entry.step for entry in run.trainer.table} == {3}
     assert (tmp_path / "a" / "state" / "run-00000003.json").is_file()
     whole = train(tasks, tmp_path / "b")

@@ -87,6 +87,21 @@ def test_what_a_folder_has_of_a_run_is_shown_as_the_run_was() -> None:
     assert (b.status, b.step, b.num_steps, b.loss) == ("running", 0, 0, None)
 
 
+def test_a_run_that_was_interrupted_before_its_first_log_shows_its_tasks_and_their_steps() -> None:
+    records = [
+        {"event": "data", "task": "a", "split": "train_dataset", "run_step": 0},
+        {"event": "data", "task": "b", "split": "train_dataset", "run_step": 0},
+        {"event": "status", "task": "b", "step": 8, "status": "paused", "reason": "", "run_step": 8},
+        {"event": "interrupted", "steps": {"a": 12, "b": 8, "c": None}, "run_step": 12},
+    ]
+    view = view_of_records(records, {"a": 30, "b": 20, "c": 10})
+    assert [(one.name, one.status, one.step, one.num_steps) for one in view.tasks] == [
+        ("a", "running", 12, 30),
+        ("b", "paused", 8, 20),
+        ("c", "waiting", 0, 10),
+    ]
+
+
 class Handle:
     def __init__(self) -> None:
         self.shown: list[str] = []
