@@ -15,24 +15,14 @@ from peft import LoraConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
-from peft_mux.demo.sentences import corpus
-from peft_mux.demo.small_llama import make_backbone, make_tokenizer, pretrain
+from peft_mux.demo.small_model import save_small_model
 from peft_mux.demo.task_rows import demo_tasks, exact_match, last_token_ids
 
 
-def make_small_model(folder: Path) -> str:
-    """Make a Llama of half a million parameters, teach it a few sentences, and return where it lies."""
-    lines = corpus(2_000)
-    tokenizer = make_tokenizer([*lines, *("".join(row.values()) for task in demo_tasks() for row in task.train_rows)])
-    model = make_backbone(tokenizer, num_layers=2)
-    pretrain(model, tokenizer, lines, num_steps=120)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
 def main(model: str | None, output_dir: Path, max_steps: int) -> None:
-    model = model or make_small_model(output_dir / "backbone")
+    if model is None:
+        model = str(output_dir / "backbone")
+        save_small_model(model)
 
     # 1. Say what to train: a name, an adapter and rows ({"prompt": ..., "completion": ...}) for each task.
     tasks = [

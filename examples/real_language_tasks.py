@@ -12,132 +12,69 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from peft import LoraConfig
 
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
 
-DEFAULT_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
-MAX_LENGTH = 256  # tokens; this model's vocabulary is so small that a token is one or two letters
-MAX_CHARACTERS = 450  # about as much
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a task's rows come from, and how they are trained on."""
-
-    name: str
-    train_file: str
-    eval_file: str | None  # None: the last rows of train_file are held out
-    rank: int
-    batch_size: int
-    learning_rate: float
-
-
-SOURCES = (
-    Source("sst2", "sst2.train", "sst2.dev", rank=8, batch_size=16, learning_rate=5e-3),
-    Source("openbookqa", "openbookqa.train", "openbookqa.test", rank=16, batch_size=16, learning_rate=5e-3),
-    Source("rte", "rte.train", "rte.dev", rank=4, batch_size=8, learning_rate=3e-3),
-    Source("shakespeare", "tinyshakespeare", None, rank=32, batch_size=8, learning_rate=5e-3),
-    Source("instruct", "instruct", None, rank=8, batch_size=8, learning_rate=3e-3),
-)
-
-
-@dataclass(frozen=True)
-class Result:
-    """Held-out loss of one task: untrained, trained with the others, trained alone."""
-
-    name: str
-    before: float
-    together: float
-    alone: float
-
-    @property
-    def difference(self) -> float:
-        """Of together and alone, relative to alone."""
-        return abs(self.together - self.alone) / self.alone
+# Name: rows to train on, held-out rows (none: the last of the others), and what Task is given.
+SOURCES = {
+    "sst2": ("sst2.train", "sst2.dev", 8, {"train_batch_size": 16, "learning_rate": 5e-3}),
+    "openbookqa": ("openbookqa.train", "openbookqa.test", 16, {"train_batch_size": 16, "learning_rate": 5e-3}),
+    "rte": ("rte.train", "rte.dev", 4, {"train_batch_size": 8, "learning_rate": 3e-3}),
+    "shakespeare": ("tinyshakespeare", None, 32, {"train_batch_size": 8, "learning_rate": 5e-3}),
+    "instruct": ("instruct", None, 8, {"train_batch_size": 8, "learning_rate": 3e-3}),
+}
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
     """Return the rows of a file; plain text is cut to its start, which a prompt with its completion must not be."""
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    return [{"text": row["text"][:MAX_CHARACTERS]} if "text" in row else row for row in rows]
+    return [{"text": row["text"][:450]} if "text" in row else row for row in rows]
 
 
-def make_tasks(data: Path, sources: Sequence[Source], *, max_steps: int, num_eval_rows: int) -> list[Task]:
-    tasks = []
-    for source in sources:
-        train = read_rows(data / "text" / f"{source.train_file}.jsonl")
-        if source.eval_file is None:
-            train, held_out = train[:-num_eval_rows], train[-num_eval_rows:]
-        else:
-            held_out = read_rows(data / "text" / f"{source.eval_file}.jsonl")[:num_eval_rows]
-        tasks.append(
-            Task(
-                name=source.name,
-                peft_config=LoraConfig(r=source.rank, lora_alpha=2 * source.rank, target_modules="all-linear"),
-                train_dataset=train,
-                eval_dataset=held_out,
-                train_batch_size=source.batch_size,
-                learning_rate=source.learning_rate,
-                max_steps=max_steps,
-                seed=7,
-            )
-        )
-    return tasks
+def make_task(data: Path, name: str, *, max_steps: int, num_eval_rows: int) -> Task:
+    train_file, eval_file, rank, settings = SOURCES[name]
+    train = read_rows(data / "text" / f"{train_file}.jsonl")
+    if eval_file is None:
+        train, held_out = train[:-num_eval_rows], train[-num_eval_rows:]
+    else:
+        held_out = read_rows(data / "text" / f"{eval_file}.jsonl")[:num_eval_rows]
+    adapter = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    settings = {"train_dataset": train, "eval_dataset": held_out, "max_steps": max_steps, "seed": 7, **settings}
+    return Task(name=name, peft_config=adapter, **settings)
 
 
 def train(model: Path, tasks: list[Task]) -> tuple[dict[str, float], dict[str, float]]:
     """Train tasks on one backbone; return their held-out losses before and after."""
     with tempfile.TemporaryDirectory() as folder:
-        args = MultiTaskTrainingArguments(
-            output_dir=folder,
-            save_strategy="no",
-            report_to="none",
-            logging_steps=25,
-            lr_scheduler_type="cosine",
-            max_length=MAX_LENGTH,
-            # Cutting would take the completion away, the only part of such a row that is trained on.
-            overlong_policy="drop",
-        )
+        # Cutting long rows would take the completion away, the only part of them that is trained on.
+        rows = {"max_length": 256, "overlong_policy": "drop"}
+        args = MultiTaskTrainingArguments(folder, save_strategy="no", lr_scheduler_type="cosine", **rows)
         trainer = MultiTaskTrainer(str(model), args, tasks)
-        print(trainer.plan())
         before = trainer.evaluate()
         trainer.train()
         after = trainer.evaluate()
-    losses = [{task.name: values[f"{task.name}/eval_loss"] for task in tasks} for values in (before, after)]
+    losses = [{task.name: found[f"{task.name}/eval_loss"] for task in tasks} for found in (before, after)]
     return losses[0], losses[1]
 
 
-def compare(
-    data: Path, sources: Sequence[Source] = SOURCES, *, max_steps: int = 100, num_eval_rows: int = 100
-) -> list[Result]:
-    """Train all tasks together, then each alone; return what came of it."""
-    model = data / "stories260K"
-    tasks = make_tasks(data, sources, max_steps=max_steps, num_eval_rows=num_eval_rows)
-    before, together = train(model, tasks)
-    alone = {task.name: train(model, [task])[1][task.name] for task in tasks}
-    return [Result(task.name, before[task.name], together[task.name], alone[task.name]) for task in tasks]
+def compare(data: Path, *, max_steps: int = 100, num_eval_rows: int = 100) -> dict[str, dict[str, float]]:
+    """Return held-out losses by task: before, after training together, and after training alone."""
+    tasks = [make_task(data, name, max_steps=max_steps, num_eval_rows=num_eval_rows) for name in SOURCES]
+    before, together = train(data / "stories260K", tasks)
+    alone = {task.name: train(data / "stories260K", [task])[1][task.name] for task in tasks}
+    return {name: {"before": before[name], "together": together[name], "alone": alone[name]} for name in before}
 
 
-def main() -> None:
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, default=DEFAULT_DATA, help="folder with stories260K/ and text/")
+    shared = Path(__file__).resolve().parents[2] / "shared" / "data"
+    parser.add_argument("--data", type=Path, default=shared, help="folder with stories260K/ and text/")
     parser.add_argument("--max-steps", type=int, default=100, help="of each task")
     arguments = parser.parse_args()
     if not (arguments.data / "stories260K").is_dir():
         parser.error(f"--data: got {arguments.data}; allowed: a folder with stories260K/ and text/*.jsonl.")
-    results = compare(arguments.data, max_steps=arguments.max_steps)
-    print(f"\n{'held-out loss':<14} {'before':>8} {'together':>9} {'alone':>9} {'difference':>11}")
-    for result in results:
-        print(
-            f"{result.name:<14} {result.before:>8.4f} {result.together:>9.4f} {result.alone:>9.4f} "
-            f"{result.difference:>11.1e}"
-        )
-
-
-if __name__ == "__main__":
-    main()
+    for name, losses in compare(arguments.data, max_steps=arguments.max_steps).items():
+        print(f"{name:<12} held-out loss:", ", ".join(f"{when} {loss:.4f}" for when, loss in losses.items()))

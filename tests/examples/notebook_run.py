@@ -28,7 +28,8 @@ def executed(path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, *, timeo
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")])))
     for name, value in (("HF_HUB_OFFLINE", "1"), ("OMP_NUM_THREADS", "1"), ("TMPDIR", str(folder))):
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("IPYTHONDIR", str(folder / "ipython"))
+    for name in ("IPYTHONDIR", "HF_HOME"):
+        monkeypatch.setenv(name, str(folder / name))
     notebook = nbformat.read(path, as_version=4)
     nbclient.NotebookClient(notebook, timeout=timeout_s, resources={"metadata": {"path": str(folder)}}).execute()
     return notebook
@@ -42,3 +43,12 @@ def outputs_of(notebook: Any) -> list[Any]:
 def printed_by(notebook: Any) -> str:
     """Return what its cells printed."""
     return "".join(output.text for output in outputs_of(notebook) if output.get("name") == "stdout")
+
+
+def html_of(notebook: Any, *sources: str) -> list[str]:
+    """Return the HTML that its cells show, or those that have one of `sources` in them, by cell."""
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    if sources:
+        cells = [cell for cell in cells if all(source in cell.source for source in sources)]
+    found = [output.data for cell in cells for output in cell.outputs if "data" in output]
+    return [data["text/html"] for data in found if "text/html" in data]

@@ -19,13 +19,11 @@ from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
 from peft_mux.cli.main import main
-from tests.examples.notebook_run import executed, num_cells_without_outputs, printed_by
 from tests.invariants.mux_lab import rows, tiny_llama
 from tests.paths import ROOT
 
 pytestmark = pytest.mark.distributed
 
-NOTEBOOK = ROOT / "notebooks" / "02_many_processes.ipynb"
 TASKS = ("one", "two")
 NUM_STEPS = 3
 TORCHRUN = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -176,17 +174,3 @@ def test_accelerate_on_cpus_starts_one_process_and_is_told_what_to_type(folder: 
         assert "processes: got 1 where the launcher was asked for several" in printed.error, way
         assert "torchrun --nproc-per-node N script.py" in printed.error, way
     assert not (folder / "none").exists()
-
-
-def test_the_notebook_of_many_processes_is_stored_without_outputs() -> None:
-    assert num_cells_without_outputs(NOTEBOOK) >= 5
-
-
-@pytest.mark.slow
-@pytest.mark.notebook
-def test_the_notebook_of_many_processes_runs_to_its_last_cell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed = printed_by(executed(NOTEBOOK, tmp_path, monkeypatch))
-    assert [int(rank) for rank in re.findall(r"^rank (\d): [\d,]+ tokens", printed, re.MULTILINE)] == [0, 1]
-    for name in ("mood", "kind"):
-        assert re.search(rf"^{name}: (1[5-9]|20) of 20 held-out answers begin right$", printed, re.MULTILINE)
-        assert len(list(tmp_path.glob(f"many-processes-*/run/{name}/adapter_model.safetensors"))) == 1
