@@ -458,6 +458,8 @@ def test_a_compiled_block_is_one_graph_that_serves_every_step() -> None:
     assert worst((torch.ones(1), gradients(compiled)), (torch.ones(1), gradients(eager))) <= 1e-6
 
 
+# A block, compiled whole, is among the fast tests.
+@pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_a_compiled_model_is_not_compiled_anew_by_new_seeds_and_steps() -> None:
     eager, compiled, counting = mux_model(), mux_model(), Counting()
