@@ -46,6 +46,8 @@ def test_what_a_notebook_points_to_is_there(path: Path) -> None:
     assert [link for link in links if not (path.parent / link).is_file()] == []
 
 
+# The quickstart trains the same tasks in the fast tests.
+@pytest.mark.slow
 @pytest.mark.notebook
 def test_the_first_run_teaches_three_tasks_as_each_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     notebook = run("01_first_run", tmp_path, monkeypatch)

@@ -173,35 +173,7 @@ def test_the_example_file_explains_every_setting_of_the_run() -> None:
     assert [line for line in sections + run_settings if "#" not in line] == []
 
 
-<<<<<<< HEAD
-# ------------------------------------------------------------------- notebook
-
-
-def test_the_notebook_is_stored_without_outputs() -> None:
-    cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
-    assert 8 <= len(cells) <= 10
-    assert num_cells_without_outputs(NOTEBOOK) > 0
-
-
-# The quickstart trains the same tasks in the fast tests.
-@pytest.mark.slow
-@pytest.mark.notebook
-def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib", reason="needs the plots extra: the notebook draws the losses")
-    notebook = executed(NOTEBOOK, tmp_path, monkeypatch, timeout_s=240)
-    outputs, printed = outputs_of(notebook), printed_by(notebook)
-    assert any("image/png" in output.get("data", {}) for output in outputs), "the losses are not drawn"
-    (trained,) = [cell for cell in notebook.cells if "trainer.train()" in cell.source]
-    (shown,) = [output.data["text/html"] for output in trained.outputs if "text/html" in output.get("data", {})]
-    assert "peft-mux" in shown
-    assert len(re.findall(r"<svg", shown)) == 3, "one output, with a chart of each task"
-    assert shown.count(">succeeded<") == 3
-    for name in ("mood", "kind", "action"):
-        assert f"run/{name}/adapter_model.safetensors" in printed
-        assert re.search(rf"^{name} +right answers +\d+% -> +(9\d|100)%$", printed, flags=re.MULTILINE), name
-=======
 def test_every_example_is_short_enough_to_be_read_at_once() -> None:
     lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in TASKS_YAML.parent.glob("*.*")}
     assert len(lengths) == 5
     assert {name: length for name, length in lengths.items() if length > 80} == {}
->>>>>>> 887fc4c (wip)
