@@ -115,7 +115,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
         pipeline_flush: when a pipeline is drained: "every_step", or "auto" for only where something is due (a log, an
             evaluation, a checkpoint, the end of a task) and each 8 steps, where that is predicted to be faster: then a
             bucket's next step begins when its own is over. Results are the same.
-        shard_backbone: divide the frozen weights among replicas (FSDP2), which gather each layer before they use it.
+        shard_backbone: divide the frozen weights (those of each stage, where there are stages) among replicas (FSDP2),
+            which gather each layer before they use it.
         report_per_task: in the loggers of `report_to`, a run of its own for each task instead of one for all: with the
             task's own steps, arguments and plain keys (`train/loss`), under `<output_dir>/<task>`.
 

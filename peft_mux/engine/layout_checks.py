@@ -119,17 +119,27 @@ def _generation_faults(layout: ParallelLayout, args: MultiTaskTrainingArguments,
 
 def _sharding_faults(layout: ParallelLayout, source: BackboneSource, args: MultiTaskTrainingArguments) -> list[Fault]:
     """Return what does not go together with sharded frozen weights (FSDP2)."""
-    others = {
-        "tensor_parallel_size, pipeline_parallel_size, replicas": str(layout),
-        "cuda_graphs": "True",
-        "model": "a quantised backbone",
-    }
-    found = (not layout.is_data_parallel, args.cuda_graphs is True, source.quantization is not None)
-    return [
+    others = {"cuda_graphs": "True", "model": "a quantised backbone"}
+    found = (args.cuda_graphs is True, source.quantization is not None)
+    faults = [
         Fault(f"args.{name}", got, "its default beside shard_backbone=True", "Leave one of the two out.")
         for (name, got), is_fault in zip(others.items(), found, strict=True)
         if is_fault
     ]
+    # What a process holds of a stage is sharded over the replicas, which must have cut the backbone alike.
+    if layout.is_data_parallel or (layout.are_alike and not layout.is_tensor_parallel and layout.num_replicas > 1):
+        return faults
+    where = "args.tensor_parallel_size, pipeline_parallel_size, replicas"
+    allowed = "no tensor parallelism beside shard_backbone=True"
+    if layout.is_tensor_parallel:
+        got, fix = f"{layout}, with tensor parallelism", "Leave one of the two out: both divide each layer."
+    elif layout.are_alike:
+        got, allowed = f"{layout}, a single replica", "several replicas, which share the weights of each stage"
+        fix = f"Start twice as many processes, {2 * layout.world_size}, or more; or leave shard_backbone out."
+    else:
+        got, allowed = f"{layout}, unlike replicas", "replicas of as many stages each beside shard_backbone=True"
+        fix = "Replicas share the weights of each stage, so all have to cut the backbone alike."
+    return [*faults, Fault(where, got, allowed, fix)]
 
 
 def _sharded_prompt_faults(tasks: Sequence[Task]) -> list[Fault]:

@@ -19,7 +19,8 @@ from peft_mux.arguments import MultiTaskTrainingArguments, resolve
 from peft_mux.engine.backbone_source import BackboneSource, assign_settings
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp.backbone import ShardedBackbone, gathering_mesh, shard_backbone
-from peft_mux.engine.fsdp.executor import ShardedExecutor, ShardedSync
+from peft_mux.engine.fsdp.executor import DeferredSync, ShardedExecutor
+from peft_mux.engine.fsdp.stages import ShardedPipelineExecutor, shard_stage
 from peft_mux.engine.gradients.sync import GradientSync
 from peft_mux.engine.layout_checks import check_layout
 from peft_mux.engine.part_tasks import register_tasks
@@ -136,11 +137,10 @@ def parallelize(
         _verify_where_it_trains(model, args)
     _checkpoint_activations(model, args)
     model.train()
-    sharded = _shard_frozen_weights(model, args, processes)
-    sync = GradientSync(model, processes, layout) if sharded is None else ShardedSync(sharded)
+    sharded = _shard_frozen_weights(model, stage, args, layout, processes)
     interleaving = _interleave_passes(model, turn_links, args)
     executor = _make_executor(
-        model, stage, plan, args=args, layout=layout, processes=processes, sync=sync, interleaving=interleaving
+        model, stage, plan, args=args, layout=layout, processes=processes, sharded=sharded, interleaving=interleaving
     )
     if plan is not None:
         executor.follow(plan)
@@ -318,11 +318,17 @@ def _checkpoint_activations(model: MultiTaskPeftModel, args: MultiTaskTrainingAr
 
 
 def _shard_frozen_weights(
-    model: MultiTaskPeftModel, args: MultiTaskTrainingArguments, processes: Processes
+    model: MultiTaskPeftModel,
+    stage: StageModel | None,
+    args: MultiTaskTrainingArguments,
+    layout: ParallelLayout,
+    processes: Processes,
 ) -> ShardedBackbone | None:
-    """Return the model with its frozen weights sharded over all processes (FSDP2); `None` where they stay whole."""
+    """Return the model with its frozen weights sharded over the replicas (FSDP2); `None` where they stay whole."""
     if not args.shard_backbone or processes.is_alone:
         return None
+    if stage is not None:
+        return shard_stage(stage, processes, layout)
     return shard_backbone(model, processes, gathering_mesh(processes))
 
 
@@ -344,23 +350,27 @@ def _make_executor(
     args: MultiTaskTrainingArguments,
     layout: ParallelLayout,
     processes: Processes,
-    sync: GradientSync,
+    sharded: ShardedBackbone | None,
     interleaving: Interleaving | None,
 ) -> StepExecutor:
     """Return what runs the passes of this process: a pipeline's, one that gathers sharded weights, or the plain one."""
     if stage is not None:
         assert plan is not None, "several stages are planned before they are cut"
-        return InterleavedPipelineExecutor(
-            stage, plan, processes, pipelines=layout.pipelines, bf16=args.bf16, sync=sync, interleaving=interleaving
-        )
-    if isinstance(sync, ShardedSync):
-        return ShardedExecutor(sync.backbone, bf16=args.bf16, sync=sync)
+        options: dict[str, Any] = {"pipelines": layout.pipelines, "bf16": args.bf16}
+        if sharded is not None:
+            sync = DeferredSync(model, processes, layout)
+            return ShardedPipelineExecutor(stage, plan, sharded, sync=sync, **options)
+        sync = GradientSync(model, processes, layout)
+        return InterleavedPipelineExecutor(stage, plan, processes, sync=sync, interleaving=interleaving, **options)
+    if sharded is not None:
+        return ShardedExecutor(sharded, bf16=args.bf16)
     if any(replica.pp > 1 for replica in layout.replicas):
         # This process needs none of them, but every process has to take part in making the groups of all pipelines.
         PipelineLinks(layout.pipelines, _num_chunks(args), processes)
     # Nobody has asked for graphs of passes that wait for other processes, so none are tried.
     is_cut = any(replica.tp > 1 for replica in layout.replicas)
     cuda_graphs = False if args.cuda_graphs == "auto" and is_cut else args.cuda_graphs
+    sync = GradientSync(model, processes, layout)
     return Executor(model, bf16=args.bf16, cuda_graphs=cuda_graphs, sync=sync, interleaving=interleaving)
 
 

@@ -29,10 +29,11 @@ class Target:
         num_stages: S, number of pipeline stages of each replica.
         devices_per_stage: number of devices that share every layer (tensor parallelism).
         num_replicas: number of replicas that divide each global batch.
-        backbone_shards: number of replicas that divide the frozen weights; 1 where each has all of them.
+        backbone_shards: number of replicas that divide the frozen weights of each stage; 1 where each has all of them.
         limit_bytes: bytes that a plan may fill on each device; `None` for no limit.
         profile: the profile of one device.
-        tensor_link: the link between the devices of a stage, and between replicas; `None` where there is one device.
+        tensor_link: the link between the devices of a stage, or between the replicas that divide its weights; `None`
+            where there is one device.
         stage_link: the link from one stage to the next; `None` where there is one stage.
         notes: remarks on the profile, for the reader of the plan.
         is_own: whether these are the run's own devices.
@@ -81,15 +82,16 @@ def own_target(
         num_replicas: number of replicas of the run.
     """
     num_devices = num_stages * devices_per_stage
-    cluster = data_sheet_cluster(profile.profile, max(num_devices, num_replicas))
-    tensor_link, stage_link = _links(cluster, devices_per_stage)
+    shards = num_replicas if args.shard_backbone else 1
+    cluster = data_sheet_cluster(profile.profile, max(num_devices * shards, num_replicas))
+    tensor_link, stage_link = _links(cluster, devices_per_stage, num_stages, shards)
     return Target(
         device=str(args.device) if num_devices == 1 else f"{num_devices} x {args.device.type}",
         device_type=args.device.type,
         num_stages=num_stages,
         devices_per_stage=devices_per_stage,
         num_replicas=num_replicas,
-        backbone_shards=num_replicas if args.shard_backbone else 1,
+        backbone_shards=shards,
         limit_bytes=memory_limit_bytes(args),
         profile=profile.profile,
         # A link that was measured here comes before the one of a data sheet.
@@ -115,29 +117,30 @@ def other_target(
         shape: the shape of the backbone.
         devices: the devices to plan for, such as "4xA100-80GB".
         num_stages: number of stages of each pipeline; `None` for one pipeline of all devices, or with `shard_backbone`
-            none at all.
+            none at all: then every device is a replica.
         devices_per_stage: number of devices that share every layer.
 
     Raises:
         ConfigError: for unknown devices, a number of them that cannot be divided so, or two ways of dividing weights.
     """
     cluster = _cluster(devices)
-    if args.shard_backbone and (devices_per_stage, num_stages or 1) != (1, 1):
+    if args.shard_backbone and devices_per_stage > 1:
         raise ConfigError(
-            f"plan: got shard_backbone=True beside tensor_parallel_size={devices_per_stage} and"
-            f" pipeline_parallel_size={num_stages or 1}; allowed: 1 and 1. Leave one of the two out."
+            f"plan: got shard_backbone=True beside tensor_parallel_size={devices_per_stage}; allowed: 1. Leave one of"
+            " the two out."
         )
-    # With sharded weights every device is a replica: stages would divide the same weights a second way.
-    stages = 1 if args.shard_backbone else num_stages
+    # With sharded weights replicas are what divides the backbone, unless stages are asked for too.
+    stages = num_stages or 1 if args.shard_backbone else num_stages
     num_stages, num_replicas = _divided(cluster, stages, devices_per_stage)
-    tensor_link, stage_link = _links(cluster, devices_per_stage)
+    shards = num_replicas if args.shard_backbone else 1
+    tensor_link, stage_link = _links(cluster, devices_per_stage, num_stages, shards)
     return Target(
         device=f"{num_stages * devices_per_stage} x {cluster.device.name}",
         device_type="cuda" if cluster.device.name != "cpu" else "cpu",
         num_stages=num_stages,
         devices_per_stage=devices_per_stage,
         num_replicas=num_replicas,
-        backbone_shards=num_replicas if args.shard_backbone else 1,
+        backbone_shards=shards,
         limit_bytes=cluster.device.memory_bytes,
         profile=analytic_profile(cluster.device, shape, devices_per_stage, link=tensor_link),
         tensor_link=tensor_link,
@@ -199,10 +202,11 @@ def target_notes(
             f" and times hold {_sums_words(target.tensor_link)}{_hidden_words(target, turns)}"
         )
     if target.backbone_shards > 1:
+        over_stages = f", over {target.num_stages} stages" if target.num_stages > 1 else ""
         notes.append(
-            f"the frozen weights ({bytes_text(shape.backbone_bytes)}) are divided among {target.backbone_shards}"
-            " replicas: memory is that of one of them with the layer that it has gathered, and times hold"
-            f" {_sums_words(target.tensor_link, 'every gathering')}"
+            f"the frozen weights ({bytes_text(shape.backbone_bytes)}{over_stages}) are divided among"
+            f" {target.backbone_shards} replicas: memory is that of one of them with the layer that it has gathered,"
+            f" and times hold {_sums_words(target.tensor_link, 'every gathering')}"
         )
     if max(layers_per_stage) - min(layers_per_stage) > 1:
         listed = ", ".join(map(str, layers_per_stage))
@@ -252,10 +256,16 @@ def _divided(cluster: Cluster, num_stages: int | None, devices_per_stage: int) -
     return num_stages, cluster.num_devices // unit
 
 
-def _links(cluster: Cluster | None, devices_per_stage: int) -> tuple[Link | None, Link | None]:
-    """Return the link within a stage, and that from one stage to the next, the shards of a stage lying side by side."""
+def _links(
+    cluster: Cluster | None, devices_per_stage: int, num_stages: int, shards: int
+) -> tuple[Link | None, Link | None]:
+    """Return the link that a stage's weights are divided over, and that from one stage to the next.
+
+    Tensor parallel ranks of a stage lie side by side, and replicas that share its weights one whole replica apart.
+    """
     if cluster is None or cluster.num_devices == 1:
         return None, None
-    # The two devices of a stage that lie farthest apart: the slowest link bounds an all-reduce.
-    within = cluster.link(0, max(1, devices_per_stage - 1))
+    # The two devices that lie farthest apart: the slowest link bounds an all-reduce, and a gathering.
+    farthest = (shards - 1) * num_stages if shards > 1 else devices_per_stage - 1
+    within = cluster.link(0, max(1, farthest))
     return within, cluster.link(devices_per_stage - 1, min(devices_per_stage, cluster.num_devices - 1))

@@ -31,6 +31,7 @@ DIVIDED = {
     **{f"replicas {layout}": (layout, False) for layout in LAYOUTS.values()},
     "shard_backbone=True": (ParallelLayout.of(2), True),
 }
+SHARDED_STAGES = ParallelLayout.of(4, pp=2), True
 
 
 def check(layout: ParallelLayout, is_sharded: bool, config: LoraConfig, folder: Any) -> None:
@@ -55,3 +56,24 @@ def test_a_field_that_needs_the_whole_backbone_is_refused_where_it_is_divided(
 @pytest.mark.parametrize("divided", DIVIDED)
 def test_plain_lora_is_trained_on_every_layout(divided: str, tmp_path: Any) -> None:
     check(*DIVIDED[divided], LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="gaussian"), tmp_path)
+
+
+def test_plain_lora_is_trained_on_stages_that_replicas_divide(tmp_path: Any) -> None:
+    check(*SHARDED_STAGES, LoraConfig(r=4, target_modules=["q_proj"]), tmp_path)
+    field = next(iter(FIELDS))
+    with pytest.raises(ConfigError, match="with shard_backbone=True"):
+        check(*SHARDED_STAGES, LoraConfig(r=4, target_modules=["q_proj"], **{field: FIELDS[field]}), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("layout", "said"),
+    [
+        ("<1,2>", r"got <1,2>x1, a single replica; allowed: several replicas.*twice as many processes, 4"),
+        ("<1,2>, <1,1>x2", r"unlike replicas; allowed: replicas of as many stages each beside shard_backbone=True"),
+        ("<2,2>x2", r"got <2,2>x2, with tensor parallelism; allowed: no tensor parallelism.*both divide each layer"),
+        ("<2,1>x2", r"got <2,1>x2, with tensor parallelism"),
+    ],
+)
+def test_replicas_that_cannot_share_their_stages_are_refused(layout: str, said: str, tmp_path: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"args\.tensor_parallel_size, pipeline_parallel_size, replicas: .*{said}"):
+        check(ParallelLayout.parse(layout), True, LoraConfig(r=4, target_modules=["q_proj"]), tmp_path)

@@ -20,6 +20,7 @@ LAYOUTS = {
     "unequal": (3, {"replicas": "<1,2>, <1,1>"}),
     "dp3": (3, {}),
     "fsdp2": (2, {"shard_backbone": True}),
+    "fsdp2 x pp2": (4, {**PP2, "shard_backbone": True}),
 }
 
 
@@ -82,6 +83,7 @@ def test_only_processes_with_logits_call_the_functions_of_tasks(
         "unequal": [0, alone.num_calls, alone.num_calls],
         "dp3": [alone.num_calls] * 3,
         "fsdp2": [alone.num_calls] * 2,
+        "fsdp2 x pp2": [0, alone.num_calls] * 2,
     }
 
 

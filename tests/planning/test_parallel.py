@@ -302,8 +302,25 @@ def test_devices_that_divide_the_backbone_are_replicas(tmp_path: Path) -> None:
     plan = trainer.plan(devices="4xA40")
     assert (plan.num_stages, plan.num_replicas, plan.layers_per_stage) == (1, 4, (4,))
     assert "are divided among 4 replicas" in str(plan)
-    with pytest.raises(ConfigError, match=r"got shard_backbone=True beside tensor_parallel_size=2 .*Leave one of the"):
+    with pytest.raises(ConfigError, match=r"got shard_backbone=True beside tensor_parallel_size=2; .*Leave one of the"):
         planner_of(trainer).plan(list(trainer.table), devices="4xA40", devices_per_stage=2)
+
+
+def test_a_plan_of_stages_that_replicas_divide_counts_a_share_of_the_stage_and_its_largest_unit(tmp_path: Path) -> None:
+    plans = []
+    for flag in (False, True):
+        trainer = make_trainer(three(), tmp_path / str(flag), model=llama(4), shard_backbone=flag, planner="together")
+        planner = planner_of(trainer)
+        plans.append(planner.plan(list(trainer.table), devices="4xA40", num_stages=2))
+    whole, divided = plans
+    parts = planner.shape.parts
+    assert parts is not None
+    assert [(plan.num_stages, plan.num_replicas) for plan in plans] == [(2, 2)] * 2
+    largest = max(parts.layer_bytes, parts.before_bytes, parts.head_bytes)
+    expected = whole.memory.backbone_bytes / 2 + 2 * largest
+    assert divided.memory.backbone_bytes == pytest.approx(expected, abs=4)
+    assert divided.step_s > whole.step_s, "nothing is charged for gathering"
+    assert ", over 2 stages) are divided among 2 replicas" in str(divided)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,9 @@
 
 Each decoder layer is a unit that FSDP2 gathers before its forward, frees, gathers again before its backward, and frees
 for good. The token embedding and the output head, which tie and adapt and are read in other ways than by one call, are
-units of their own that are gathered once a pass, by hand. What is left (final norm, learned positions) is one more::
-
-    forward     rest  embedding  layer 0  layer 1 ... layer L-1  head
-    backward    (head, where a task adapts it)  rest  layer L-1 ... layer 0
+units of their own that are gathered once a pass, by hand. What is left (final norm, learned positions) is one more. The
+order is told in `peft_mux.engine.fsdp.units`. Processes that share weights are all of the run, or those that hold one
+stage of a pipeline, one in each replica.
 
 A loss over a frozen head has its gradient already in the forward pass, and a frozen embedding needs none, so neither
 is gathered for backward passes. Weights are only ever gathered: they have no gradients, so nothing is reduced.
@@ -16,9 +15,9 @@ without computing anything (`agree_on_passes`): no adapter sees a pass that is n
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -28,34 +27,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from peft_mux.engine.fsdp.units import PassPart, Units, units_of
 from peft_mux.engine.processes.processes import Processes
-from peft_mux.errors import ConfigError, UnsupportedModelError
+from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.injection import is_meta
-from peft_mux.modeling.backbone.modules import language_model
 from peft_mux.modeling.backbone.quantized import quantized_layers
 from peft_mux.modeling.model import MultiTaskPeftModel
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """All-gather of this version of torch: the second name is deprecated where the first one exists."""
-
-
-class _Units(NamedTuple):
-    """Modules that are gathered together, each once a pass.
-
-    Attributes:
-        base: the base model, whose unit holds what is in no other one.
-        embedding: the token embedding; its base layer where a task adapts it.
-        layers: the decoder layers, in order.
-        head: the output head of a language model; `None` where it stays whole.
-    """
-
-    base: Any
-    embedding: Any
-    layers: tuple[Any, ...]
-    head: Any | None
-
-    def all(self) -> tuple[Any, ...]:
-        return (self.base, self.embedding, *self.layers, *([] if self.head is None else [self.head]))
 
 
 class _Gathering:
@@ -82,29 +62,45 @@ class ShardedBackbone:
     """A model whose frozen weights are sharded over processes; made by `shard_backbone`.
 
     Args:
-        model: the model, whose units FSDP2 has sharded.
-        processes: the processes that hold one shard each.
+        model: the model, or the stage of one, whose units FSDP2 has sharded.
+        processes: the processes of the run.
         units: the modules that are gathered together.
+        parts: the parts of the backbone that passes go through here, by number of the virtual stage.
+        num_shards: processes that hold one shard each.
 
     Attributes:
         model: the model, with its adapters, slabs and names as before.
-        processes: the processes that hold one shard each.
+        processes: the processes of the run.
     """
 
-    def __init__(self, model: MultiTaskPeftModel, processes: Processes, units: _Units) -> None:
+    def __init__(
+        self,
+        model: MultiTaskPeftModel,
+        processes: Processes,
+        units: Units,
+        parts: Mapping[int, PassPart],
+        num_shards: int,
+    ) -> None:
         """Remember the units, and watch over those that FSDP2 does not free by itself."""
         self.model, self.processes = model, processes
-        self._units = units
+        self._units, self._parts, self._num_shards = units, parts, num_shards
         self._is_unsharded = False
         self._gathering = _Gathering(processes)
         for unit in units.all():
             unit.set_custom_all_gather(self._gathering)
-        # Its backward reads no weights; FSDP2 would gather it there all the same, once more in each pass.
-        units.embedding.set_unshard_in_backward(False)
+        for part in parts.values():
+            units.prefetch_in_backward(part)
         # Before FSDP2's own hook of this unit: what was left is freed before more is gathered.
         units.base.register_forward_pre_hook(self._free_ends, prepend=True)
-        units.embedding.register_forward_hook(_require_gradients)
-        units.layers[0].register_forward_pre_hook(self._free_embedding)
+        if units.embedding is not None:
+            # Its backward reads no weights; FSDP2 would gather it there all the same, once more in each pass.
+            units.embedding.set_unshard_in_backward(False)
+            units.embedding.register_forward_hook(_require_gradients)
+            next(iter(units.layers.values())).register_forward_pre_hook(self._free_embedding)
+        if len(parts) > 1:
+            # Now, as all layers are in place: within a pass the base model holds those of one virtual stage alone, and
+            # FSDP2 would take each of the others, which it meets later, for a model of its own.
+            units.base._get_fsdp_state()._lazy_init()
 
     @property
     def num_bytes(self) -> int:
@@ -122,15 +118,16 @@ class ShardedBackbone:
         own = {id(item) for name in self.model.tasks for item in self.model.task_parameters(name).values()}
         return sum(_local_bytes(item) for item in self.model.backbone.parameters() if id(item) not in own)
 
-    def bytes_per_pass(self, *, with_backward: bool = True) -> int:
+    def bytes_per_pass(self, *, with_backward: bool = True, virtual_stage: int = 0) -> int:
         """Return the bytes of frozen weights that a process receives in one pass: the closed form.
 
         A unit of weights `[K_i, ...]` over n processes brings the other n - 1 shards of `ceil(K_i / n)` rows each.
 
         Args:
             with_backward: whether the pass has a backward.
+            virtual_stage: which of this process's parts the pass goes through.
         """
-        units = self._forward_order() + (self._backward_order() if with_backward else [])
+        units = self._forward_order(virtual_stage) + (self._backward_order(virtual_stage) if with_backward else [])
         return sum(self._received_bytes(unit) for unit in units)
 
     def agree_on_passes(self, chain_lengths: Sequence[int]) -> list[int]:
@@ -151,27 +148,41 @@ class ShardedBackbone:
         padded = [*chain_lengths, *[0] * (num_positions - len(chain_lengths))]
         return [max(lengths) for lengths in zip(*self.processes.exchange(padded), strict=True)]
 
-    def join_forwards(self, num_passes: int) -> None:
+    def join_forwards(self, num_passes: int, virtual_stage: int = 0) -> None:
         """Take part in forwards of other processes: units are gathered in their order, and freed at once.
 
         Args:
             num_passes: number of passes that this process has fewer than others.
+            virtual_stage: which of this process's parts they go through.
         """
         self._free_ends()
-        for unit in self._forward_order() * num_passes:
+        for unit in self._forward_order(virtual_stage) * num_passes:
             unit.unshard()
             # Freed at once: the joining process computes nothing, so gathered weights are only memory here.
             unit.reshard()
 
-    def join_backwards(self, num_passes: int) -> None:
+    def join_backwards(self, num_passes: int, virtual_stage: int = 0) -> None:
         """Take part in backwards of other processes: units are gathered in their order, and freed at once.
 
         Args:
             num_passes: number of passes that this process has fewer than others.
+            virtual_stage: which of this process's parts they go through.
         """
-        for unit in self._backward_order() * num_passes:
+        for unit in self._backward_order(virtual_stage) * num_passes:
             unit.unshard()
             unit.reshard()
+
+    def begin_backward(self, virtual_stage: int) -> None:
+        """Gather what is in no other unit before the backward of a pass; called by who runs stages.
+
+        Where a part ends with a layer, nothing tells FSDP2 of this: what the base model gives lies outside the graph,
+        or does not, by what model code does behind its layers.
+
+        Args:
+            virtual_stage: which of this process's parts the pass goes through.
+        """
+        if not self._parts[virtual_stage].is_last:
+            self._units.base.unshard()
 
     @contextmanager
     def unsharded(self) -> Iterator[MultiTaskPeftModel]:
@@ -200,24 +211,19 @@ class ShardedBackbone:
 
     # --------------------------------------------------------------- internal
 
-    def _forward_order(self) -> list[Any]:
-        units = self._units
-        return [units.base, units.embedding, *units.layers, *self._heads()]
+    def _forward_order(self, virtual_stage: int) -> list[Any]:
+        return self._units.forward_order(self._parts[virtual_stage])
 
-    def _backward_order(self) -> list[Any]:
+    def _backward_order(self, virtual_stage: int) -> list[Any]:
         is_adapted = isinstance(self.model.backbone.get_output_embeddings(), BaseTunerLayer)
-        return [*(self._heads() if is_adapted else []), self._units.base, *reversed(self._units.layers)]
-
-    def _heads(self) -> list[Any]:
-        return [] if self._units.head is None else [self._units.head]
+        return self._units.backward_order(self._parts[virtual_stage], adapts_head=is_adapted)
 
     def _frees_itself(self, unit: Any) -> bool:
-        return unit is self._units.base or any(unit is layer for layer in self._units.layers)
+        return not any(unit is end for end in self._units.ends())
 
     def _received_bytes(self, unit: Any) -> int:
-        num_others = self.processes.world_size - 1
-        shards = (_padded_shard_bytes(item, self.processes.world_size) for item in self._weights_of(unit))
-        return num_others * sum(shards)
+        shards = (_padded_shard_bytes(item, self._num_shards) for item in self._weights_of(unit))
+        return (self._num_shards - 1) * sum(shards)
 
     def _weights_of(self, unit: Any) -> Iterator[DTensor]:
         """Yield the sharded weights of a unit, but not those of units below it."""
@@ -232,17 +238,21 @@ class ShardedBackbone:
     def _free_ends(self, *_: Any) -> None:
         """Free what the pass before has left gathered (a head that plain PEFT code called)."""
         if not self._is_unsharded:
-            self._units.embedding.reshard()
-            if self._units.head is not None:
-                self._units.head.reshard()
+            for end in self._units.ends():
+                end.reshard()
 
     def _free_embedding(self, *_: Any) -> None:
         """Free the token embedding once the first layer begins: FSDP2 was told not to."""
-        if not self._is_unsharded:
+        if not self._is_unsharded and self._units.embedding is not None:
             self._units.embedding.reshard()
 
 
-def shard_backbone(model: MultiTaskPeftModel, processes: Processes, mesh: DeviceMesh) -> ShardedBackbone:
+def shard_backbone(
+    model: MultiTaskPeftModel,
+    processes: Processes,
+    mesh: DeviceMesh,
+    parts: Mapping[int, PassPart] | None = None,
+) -> ShardedBackbone:
     """Shard the frozen weights of a model over processes, in place.
 
     Each process must hold the same whole weights; it keeps 1/n of them. Call this after the packing was probed and the
@@ -252,9 +262,12 @@ def shard_backbone(model: MultiTaskPeftModel, processes: Processes, mesh: Device
     its rows, lies there twice. Move or cast the model before: FSDP2 keeps device and dtype from the first gathering on.
 
     Args:
-        model: the whole model, on its device, with any tasks; more may be registered later.
-        processes: the processes of the run; each holds the whole backbone so far.
-        mesh: device mesh of one dimension over all processes, on a group of its own (see `gathering_mesh`).
+        model: the whole model, or a stage of it, on its device, with any tasks; more may be registered later.
+        processes: the processes of the run.
+        mesh: device mesh of one dimension over the processes that hold the same weights so far, on a group of its own
+            (see `gathering_mesh`).
+        parts: the parts of the backbone that passes go through here, by number of the virtual stage; by default one of
+            all layers and both ends, numbered 0.
 
     Raises:
         ConfigError: if the weights are quantised, on no device, or divided already.
@@ -262,32 +275,35 @@ def shard_backbone(model: MultiTaskPeftModel, processes: Processes, mesh: Device
     """
     _check(model)
     backbone = model.backbone
-    units = _Units(backbone.base_model, _embedding(backbone), _decoder_layers(backbone), _head(backbone))
+    units = units_of(backbone)
     kept = _kept_whole(backbone)
-    is_tied = units.head is not None and units.head.weight is units.embedding.weight
+    head, embedding = units.head, units.embedding
+    is_tied = head is not None and embedding is not None and head.weight is embedding.weight
     # The warning of models that end with a reshape; nothing here changes an output in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     # From the leaves up: what a unit below has sharded, the base model no longer takes as its own.
-    for unit in units.layers:
+    for unit in units.layers.values():
         fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=kept)
-    fully_shard(units.embedding, mesh=mesh, reshard_after_forward=False)
-    if units.head is not None:
-        fully_shard(units.head, mesh=mesh, reshard_after_forward=False)
-        if is_tied:
-            units.head.weight = units.embedding.weight  # one shard for both; each gathers it when it is needed
+    for end in units.ends():
+        fully_shard(end, mesh=mesh, reshard_after_forward=False)
+    if is_tied and head is not None and embedding is not None:
+        head.weight = embedding.weight  # one shard for both; each gathers it when it is needed
     fully_shard(units.base, mesh=mesh, reshard_after_forward=True, ignored_params=kept)
-    return ShardedBackbone(model, processes, units)
+    return ShardedBackbone(model, processes, units, parts or {0: units.whole()}, mesh.size())
 
 
-def gathering_mesh(processes: Processes) -> DeviceMesh:
-    """Return a mesh over all processes on a group of its own; every process must call this.
+def gathering_mesh(processes: Processes, sets: Sequence[Sequence[int]] | None = None) -> DeviceMesh:
+    """Return a mesh over the processes that share weights, on a group of its own; every process must call this.
 
     Sums of gradients run in another group at their own pace, and must not come between gatherings.
 
     Args:
         processes: the processes of the run, connected.
+        sets: ranks of the processes that hold the same weights, for each part of the backbone; by default all hold all
+            of it.
     """
-    return DeviceMesh.from_group(processes.open_group(), processes.device.type)
+    groups = [processes.open_group(ranks) for ranks in sets or [range(processes.world_size)]]
+    return DeviceMesh.from_group(next(group for group in groups if group is not None), processes.device.type)
 
 
 def is_sharded(model: MultiTaskPeftModel) -> bool:
@@ -306,31 +322,6 @@ def _check(model: MultiTaskPeftModel) -> None:
             f"shard_backbone: got a backbone whose layer {quantised} is quantised; allowed: weights in a floating "
             "point type. Set shard_backbone=False, or load the backbone without quantization."
         )
-
-
-def _decoder_layers(backbone: Any) -> tuple[nn.Module, ...]:
-    config = backbone.config.get_text_config()
-    count = next((getattr(config, key) for key in ("num_hidden_layers", "n_layer") if hasattr(config, key)), None)
-    found = [
-        item for item in language_model(backbone).modules() if isinstance(item, nn.ModuleList) and len(item) == count
-    ]
-    if not found:
-        raise UnsupportedModelError(
-            f"{type(backbone).__name__} has no list of {count} decoder layers; allowed with shard_backbone=True: "
-            "models whose layers are one such list. Set shard_backbone=False."
-        )
-    return tuple(found[0])
-
-
-def _embedding(backbone: Any) -> Any:
-    module = backbone.get_input_embeddings()
-    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-
-
-def _head(backbone: Any) -> Any | None:
-    module = backbone.get_output_embeddings()
-    module = module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
-    return module if type(module) is nn.Linear else None
 
 
 def _kept_whole(backbone: Any) -> set[nn.Parameter]:

@@ -18,11 +18,43 @@ from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.multiplexed_pass import MuxOutput
 
 
-class ShardedSync(GradientSync):
-    """Sums of gradients that begin when all passes of all processes are through.
+class DeferredSync(GradientSync):
+    """Sums of gradients that begin when all passes of this process are through.
 
     Between passes, one process would begin an all-reduce while another gathers weights, and NCCL does not order the
     collectives of one group among those of another: two processes could each wait for the other's.
+    """
+
+    def begin(self, work: StepWork) -> None:
+        """Forget the passes of the step before.
+
+        Args:
+            work: the step that is about to run.
+        """
+        self._ran: list[MuxBatch] = []
+        super().begin(work)
+
+    def after_backward(self, micro_batch: MuxBatch) -> None:
+        """Remember a micro-batch whose backward is done; its sums begin in `finish`.
+
+        Args:
+            micro_batch: the micro-batch whose backward is done.
+        """
+        self._ran.append(micro_batch)
+
+    def finish(self, result: StepResult) -> StepResult:
+        """Begin all sums, and wait for them.
+
+        Args:
+            result: the result of this process, with the losses over its own rows.
+        """
+        for micro_batch in self._ran:
+            super().after_backward(micro_batch)
+        return super().finish(result)
+
+
+class ShardedSync(DeferredSync):
+    """Sums of gradients that begin when all passes of all processes are through.
 
     Args:
         backbone: the frozen weights, sharded over the processes that sum.
@@ -37,7 +69,6 @@ class ShardedSync(GradientSync):
         super().__init__(backbone.model, backbone.processes)
         self.agenda: deque[int] = deque()
         self.backbone = backbone
-        self._ran: list[MuxBatch] = []
 
     def begin(self, work: StepWork) -> None:
         """Agree on the passes of all processes, before the first one gathers anything.
@@ -48,16 +79,7 @@ class ShardedSync(GradientSync):
         chains = chains_of(work.micro_batches)
         # First of all: a process that begins its passes must know that the others take part in as many gatherings.
         self.agenda = deque(self.backbone.agree_on_passes([len(chain) for chain in chains]))
-        self._ran = []
         super().begin(work)
-
-    def after_backward(self, micro_batch: MuxBatch) -> None:
-        """Remember a micro-batch whose backward is done; its sums begin in `finish`.
-
-        Args:
-            micro_batch: the micro-batch whose backward is done.
-        """
-        self._ran.append(micro_batch)
 
     def finish(self, result: StepResult) -> StepResult:
         """Take part in the passes that other processes have more of, and then sum.
@@ -70,8 +92,6 @@ class ShardedSync(GradientSync):
             num_passes = self.agenda.popleft()
             self.backbone.join_forwards(num_passes)
             self.backbone.join_backwards(num_passes)
-        for micro_batch in self._ran:
-            super().after_backward(micro_batch)
         return super().finish(result)
 
 

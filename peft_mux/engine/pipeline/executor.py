@@ -268,8 +268,9 @@ class PipelineExecutor:
             self.model.prepare(tasks)
             self._begin_sums([tasks])
             # One bucket: without backwards nothing is held, so the plan's order has nothing to gain.
-            slots = {Slot(0, number): [micro_batch] for number, micro_batch in enumerate(ready)}
-            self._execute(_forwards_only(self.plan.template, len(ready)), slots)
+            num_slots = self._most_passes(len(ready))
+            slots = {Slot(0, number): list(ready[number : number + 1]) for number in range(num_slots)}
+            self._execute(forwards_only(self.plan.template, num_slots), slots)
             self._share_sums()
             return self._step_sums[0]
 
@@ -294,7 +295,7 @@ class PipelineExecutor:
     def _through(self, micro_batch: MuxBatch, last: Callable[[MuxBatch, torch.Tensor | None], T]) -> T | None:
         """Take a micro-batch through without gradient; return what `last` makes of it, on the last stage."""
         self.model.prepare(micro_batch.task_names)
-        template, batch = _forwards_only(self.plan.template, 1), micro_batch.to(self.device)
+        template, batch = forwards_only(self.plan.template, 1), micro_batch.to(self.device)
         found = None
         with self._closing_on_failure():
             traffic = self._begin_traffic(template, {Slot(0, 0): [micro_batch]})
@@ -333,6 +334,10 @@ class PipelineExecutor:
     @property
     def _key_values(self) -> KeyValueStore:
         return self.model.model.stream.key_values
+
+    def _most_passes(self, num_passes: int) -> int:
+        """Return how many places for passes a list of forwards has here, of which this process has so many."""
+        return num_passes
 
     def _begin_sums(self, tasks: Sequence[Sequence[str]]) -> None:
         """Begin to add up what the passes of each step give, by its tasks."""
@@ -424,9 +429,13 @@ class PipelineExecutor:
             flight = flights[number]
             output, gradient = flight.passed.output, traffic.take(action, number)
             gradient = torch.ones_like(output) if gradient is None else gradient.to(output.dtype)
-            pass_backward(output, gradient, flight.kept)
+            self._pass_backward(action, flight, gradient)
             self._key_values.release(flight.kept)
             self._hand_back(action, number, flight)
+
+    def _pass_backward(self, action: Action, flight: Flight, gradient: torch.Tensor) -> None:
+        """Run the backward of one pass of an action."""
+        pass_backward(flight.passed.output, gradient, flight.kept)
 
     def _hand_back(self, action: Action, number: int, flight: Flight) -> None:
         """Put the gradient of a pass's input to the stage before; nothing at virtual stage 0."""
@@ -467,8 +476,13 @@ def _result(work: StepWork, sums: StepSums, norms: dict[str, torch.Tensor]) -> S
     return StepResult(sums.losses, work.num_tokens, stream_tokens, work.failures, norms, sums.statistics)
 
 
-def _forwards_only(like: PipelineTemplate, num_micro_batches: int) -> PipelineTemplate:
-    """Return a template of the same pipeline that takes the micro-batches of one bucket through it, one by one."""
+def forwards_only(like: PipelineTemplate, num_micro_batches: int) -> PipelineTemplate:
+    """Return a template of the same pipeline that takes the micro-batches of one bucket through it, one by one.
+
+    Args:
+        like: a template of the pipeline.
+        num_micro_batches: micro-batches of the bucket.
+    """
     rows = tuple(
         tuple(
             Action("F", 0, number, stage, chunk)

@@ -174,6 +174,16 @@ class ParallelLayout:
         )
 
     @property
+    def stage_groups(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks that hold the same weights, where replicas are alike: one group for each stage and rank of it."""
+        first = self.replicas[0]
+        return tuple(
+            tuple(self.rank(Place(index, stage, tp_rank)) for index in range(self.num_replicas))
+            for stage in range(first.pp)
+            for tp_rank in range(first.tp)
+        )
+
+    @property
     def leaders(self) -> tuple[int, ...]:
         """The first rank of each replica, whose losses count for all of it."""
         return tuple(self.rank(Place(index, 0, 0)) for index in range(self.num_replicas))

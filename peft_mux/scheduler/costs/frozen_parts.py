@@ -69,10 +69,16 @@ class FrozenParts:
         head = 0.0 if self.is_tied and is_first else self.head_bytes / devices
         return num_layers * layer + is_first * self.before_bytes + is_last * (self.after_bytes + head)
 
-    @property
-    def gathered_bytes(self) -> int:
-        """What a device holds of whole weights while it computes, where the weights are divided among replicas."""
-        return _GATHERED_COPIES * max(self.layer_bytes, self.before_bytes, self.after_bytes, self.head_bytes)
+    def gathered_bytes(self, *, is_first: bool = True, is_last: bool = True) -> int:
+        """Return what a device holds of whole weights while it computes, where the weights are divided among replicas.
+
+        Args:
+            is_first: whether its stage has the embedding.
+            is_last: whether its stage has the head.
+        """
+        before = self.before_bytes if is_first else 0
+        after = max(self.after_bytes, self.head_bytes) if is_last else 0
+        return _GATHERED_COPIES * max(self.layer_bytes, before, after)
 
     def units(self, num_layers: int) -> tuple[tuple[float, int], ...]:
         """Return bytes of each kind of gathered unit, and how often one is gathered in a pass and its backward.

@@ -59,7 +59,7 @@ class CostModel:
         layers_per_stage: S numbers that add up to the layers of the backbone; by default as equal as can be.
         tensor_link: the link between the devices of a stage, and between replicas that divide the backbone; by default
             that of the profile. Where neither is known, messages take no time.
-        backbone_shards: replicas that divide the frozen weights (FSDP2) and gather them in every pass.
+        backbone_shards: replicas that divide the frozen weights of each stage (FSDP2) and gather them in every pass.
 
     Raises:
         ValueError: for counts below 1, or layers that do not add up.

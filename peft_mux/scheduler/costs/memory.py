@@ -152,13 +152,13 @@ class MemoryModel:
         allocator_margin: part of the dynamic bytes that the allocator holds beyond them; `None` for that of the device.
         layers_per_stage: the layers of each of the S stages; by default as equal as can be.
         device_type: "cuda" or "cpu", which decides the blocks of the loss and the margin of the allocator.
-        backbone_shards: replicas that divide the frozen weights (FSDP2); each gathers one unit at a time.
+        backbone_shards: replicas that divide the frozen weights of each stage (FSDP2); each gathers one unit at a time.
         passes_in_turns: passes that compute in turns (M §3.4.2); each of them is left in the midst of a layer or of the
             loss, and holds its transient buffers until its turn comes again.
 
     Raises:
-        ValueError: for counts below 1, layers that do not add up, negative numbers, or frozen weights that are divided
-            among replicas and within them.
+        ValueError: for counts below 1, layers that do not add up, negative numbers, or layers that are divided among
+            replicas and within them.
     """
 
     shape: ModelShape
@@ -176,10 +176,10 @@ class MemoryModel:
         for field in ("devices_per_stage", "backbone_shards", "passes_in_turns"):
             if getattr(self, field) < 1:
                 raise ValueError(f"{field} is {getattr(self, field)}; allowed: 1 or more. Use 1 for one.")
-        if self.backbone_shards > 1 and (self.num_stages, self.devices_per_stage) != (1, 1):
+        if self.backbone_shards > 1 and self.devices_per_stage > 1:
             raise ValueError(
-                f"backbone_shards is {self.backbone_shards} beside {self.num_stages} stages of "
-                f"{self.devices_per_stage} devices; allowed: 1, or one stage of one device. Divide weights one way."
+                f"backbone_shards is {self.backbone_shards} beside stages of {self.devices_per_stage} devices; allowed:"
+                " 1, or stages of one device. Divide each layer one way."
             )
         for field in ("activation_bytes_per_token", "allocator_margin"):
             value = getattr(self, field)
@@ -334,7 +334,8 @@ class MemoryModel:
             return math.ceil(held)
         parts = self.shape.parts or FrozenParts.even(self.shape.backbone_bytes, self.shape.num_layers)
         # Beside its part of the weights, a device holds the unit that it computes with.
-        return math.ceil(held / self.backbone_shards + parts.gathered_bytes)
+        gathered = parts.gathered_bytes(is_first=stage == 0, is_last=stage == self.num_stages - 1)
+        return math.ceil(held / self.backbone_shards + gathered)
 
     def _weight_bytes(self, stage: int) -> float:
         share, parts, devices = self._share_of_layers(stage), self.shape.parts, self.devices_per_stage

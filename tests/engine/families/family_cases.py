@@ -19,7 +19,8 @@ from transformers.pytorch_utils import Conv1D
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp.backbone import gathering_mesh, shard_backbone
-from peft_mux.engine.fsdp.executor import ShardedExecutor
+from peft_mux.engine.fsdp.executor import DeferredSync, ShardedExecutor
+from peft_mux.engine.fsdp.stages import ShardedPipelineExecutor, shard_stage
 from peft_mux.engine.gradients.sync import GradientSync
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
@@ -223,9 +224,7 @@ def train_layout(kind: str, layout: ParallelLayout, processes: Processes, links:
     sync = GradientSync(model, processes, layout)
     if stage is None:
         return train(Executor(model, sync=sync), model, folder, sync)
-    template = build_template(stage_cases.loads_of(replica.pp, (1000, 700))[:1], "mux")
-    plan = PipelinePlan(template, (("a", "b"),), ((0,),))
-    executor = PipelineExecutor(stage, plan, processes, pipelines=layout.pipelines, sync=sync)
+    executor = PipelineExecutor(stage, two_stages(), processes, pipelines=layout.pipelines, sync=sync)
     seen = train(executor, model, folder, sync)
     executor.links.close()
     return seen
@@ -236,6 +235,24 @@ def train_sharded(kind: str, processes: Processes, mesh: Any, folder: Path) -> S
     model = mux_model(kind)
     executor = ShardedExecutor(shard_backbone(model, processes, mesh))
     return train(executor, model, folder, has_rows=processes.rank == 0)
+
+
+def train_sharded_stage(kind: str, layout: ParallelLayout, processes: Processes, folder: Path) -> Seen:
+    """Train as one of two stages whose weights are sharded over the replicas; the first replica has all rows."""
+    model, place = mux_model(kind), layout.place(processes.rank)
+    stage = StageModel(model, StageLayout.of(NUM_LAYERS, layout.replicas[0].pp), place.stage)
+    backbone = shard_stage(stage, processes, layout)
+    sync = DeferredSync(model, processes, layout)
+    executor = ShardedPipelineExecutor(stage, two_stages(), backbone, pipelines=layout.pipelines, sync=sync)
+    seen = train(executor, model, folder, sync, has_rows=place.replica == 0)
+    executor.links.close()
+    return seen
+
+
+def two_stages() -> PipelinePlan:
+    """Return a plan of two stages and one hTask."""
+    template = build_template(stage_cases.loads_of(2, (1000, 700))[:1], "mux")
+    return PipelinePlan(template, (("a", "b"),), ((0,),))
 
 
 def conform(rank: int, kinds: Sequence[str], folder: Path) -> dict[str, dict[str, Seen]]:
@@ -259,6 +276,12 @@ def conform_of_four(rank: int, kinds: Sequence[str], folder: Path) -> dict[str, 
     processes, layout = connected(rank, 4), ParallelLayout.of(4, pp=2, tp=2)
     links = TensorLinks(layout.tensor_groups, processes)
     return {kind: train_layout(kind, layout, processes, links, folder) for kind in kinds}
+
+
+def conform_of_sharded_stages(rank: int, kinds: Sequence[str], folder: Path) -> dict[str, Seen]:
+    """Train every family as one of two stages, each of which two replicas hold half of."""
+    processes, layout = connected(rank, 4), ParallelLayout.of(4, pp=2)
+    return {kind: train_sharded_stage(kind, layout, processes, folder) for kind in kinds}
 
 
 def connected(rank: int, size: int) -> Processes:

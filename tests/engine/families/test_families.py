@@ -21,6 +21,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "architectures.md"
 FAST = ("gemma3_text", "phi3", "olmo2", "mixtral")
 OF_FOUR = ("granite", "gpt_neox", "opt", "qwen3_moe")
 SLOW = tuple(kind for kind in FAMILIES if kind not in FAST)
+ALL_PARTS = tuple(tuple(FAMILIES)[start : start + 15] for start in range(0, len(FAMILIES), 15))
 PARTS = tuple(SLOW[start : start + 8] for start in range(0, len(SLOW), 8))
 
 
@@ -81,6 +82,16 @@ def test_all_other_families_train_in_two_processes_as_in_one(kind: str, together
 @pytest.mark.parametrize("kind", OF_FOUR)
 def test_two_stages_of_two_shards_train_as_one_process_does(kind: str, of_four: dict[str, Any], home: Path) -> None:
     check_as_alone(of_four[kind], cases.train_alone(kind, home))
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("kinds", ALL_PARTS, ids=lambda kinds: f"{kinds[0]} to {kinds[-1]}")
+def test_two_sharded_stages_train_every_family_as_one_process_does(kinds: tuple[str, ...], home: Path) -> None:
+    launched = parallel_cases.launch(4, cases.conform_of_sharded_stages, kinds, home, limit_s=600)
+    seen = parallel_cases.values(launched)[0]
+    for kind in kinds:
+        check_as_alone(seen[kind], cases.train_alone(kind, home))
 
 
 def test_families_are_named_once_in_order_and_known_to_transformers() -> None:

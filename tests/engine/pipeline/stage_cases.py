@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -244,30 +244,37 @@ class Alone:
 
 
 def train(
-    executor: Any, model: MultiTaskPeftModel, optimizers: dict[str, Any], *, steps: range, poison: bool = False
+    executor: Any, model: MultiTaskPeftModel, optimizers: dict[str, Any], *, steps: range, poisons: bool = False
 ) -> Seen:
     """Train as the trainer does: verdicts first, then the steps of those that passed."""
     seen = Seen()
     for step in steps:
-        if poison and step == 1:
-            _poison(model)
+        if poisons and step == 1:
+            poison(model)
         tasks = [name for name in optimizers if name not in seen.failures]
         result = executor.run(step_work(step, tasks))
         norms = executor.gradient_norms(tasks) if result.norms is None else result.norms
-        for name in tasks:
-            loss, norm = result.losses[name].item(), norms[name].item()
-            seen.losses.setdefault(name, []).append(loss)
-            seen.norms.setdefault(name, []).append(norm)
-            reason = non_finite_reason(loss, norm)
-            if reason is not None:
-                seen.failures[name] = reason
-            elif optimizers[name] is not None:
-                optimizers[name].step(norms[name])
+        take_step(replace(result, norms=norms), tasks, optimizers, seen)
     return seen
 
 
+def take_step(result: StepResult, tasks: Sequence[str], optimizers: Mapping[str, Any], seen: Seen) -> None:
+    """Let tasks step by the verdict on their losses and norms, and remember both."""
+    assert result.norms is not None, "the caller knows them"
+    for name in tasks:
+        loss, norm = result.losses[name].item(), result.norms[name].item()
+        seen.losses.setdefault(name, []).append(loss)
+        seen.norms.setdefault(name, []).append(norm)
+        reason = non_finite_reason(loss, norm)
+        if reason is not None:
+            seen.failures[name] = reason
+        elif optimizers[name] is not None:
+            optimizers[name].step(result.norms[name])
+
+
 @torch.no_grad()
-def _poison(model: MultiTaskPeftModel) -> None:
+def poison(model: MultiTaskPeftModel) -> None:
+    """Spoil the weights of one task in one layer."""
     for key, parameter in model.task_parameters(POISONED).items():
         if "layers.2." in key and "lora_A" in key:
             parameter.fill_(float("nan"))
@@ -277,7 +284,7 @@ def train_alone(case: Case, folder: Path, num_steps: int = NUM_STEPS) -> tuple[S
     """Return what one process sees, and the state of every task afterwards."""
     model = mux_model(case)
     optimizers = {name: optimizer_of(model, name, folder) for name in model.tasks}
-    seen = train(Alone(model, bf16=case.bf16), model, optimizers, steps=range(num_steps), poison=case.poison)
+    seen = train(Alone(model, bf16=case.bf16), model, optimizers, steps=range(num_steps), poisons=case.poison)
     states = {name: split_state(model.task_parameters(name), optimizers[name]) for name in model.tasks}
     return seen, states
 
@@ -327,7 +334,7 @@ def train_stage(name: str, processes: Processes, folder: Path) -> None:
     case = CASES[name]
     executor, optimizers = make_stage(case, processes, folder)
     model = executor.model.model
-    seen = train(executor, model, optimizers, steps=range(NUM_STEPS), poison=case.poison)
+    seen = train(executor, model, optimizers, steps=range(NUM_STEPS), poisons=case.poison)
     facts = {
         "losses": seen.losses,
         "norms": seen.norms,
@@ -372,7 +379,7 @@ def train_window(name: str, processes: Processes, folder: Path) -> None:
             elif optimizers[task] is not None:
                 optimizers[task].step(norms[task])
         if case.poison and step == 0 and POISONED in losses:
-            _poison(model)
+            poison(model)
         return list(seen.failures)
 
     results = executor.run_window([step_work(step, list(optimizers)) for step in range(NUM_STEPS)], update)

@@ -71,6 +71,17 @@ LAYOUTS = [
     pytest.param(4, "llama", {**PP2, **TP2, "interleaved_passes": 2}, id="tp2 x pp2, passes in turns"),
     pytest.param(4, "llama", {"replicas": "<2,1>, <1,1>x2", **CHAINS}, id="unequal replicas of shards, long rows cut"),
     pytest.param(2, "llama", {"shard_backbone": True}, id="fsdp2"),
+    pytest.param(4, "llama", {**PP2, "shard_backbone": True}, id="fsdp2 x pp2"),
+    pytest.param(
+        4, "gpt2", {**PP2, "shard_backbone": True, **CHAINS}, id="fsdp2 x pp2, GPT-2, long rows cut", marks=SLOW
+    ),
+    pytest.param(
+        4,
+        "qwen3",
+        {**PP2, "shard_backbone": True, "gradient_checkpointing": True, "pipeline_schedule": "interleaved_1f1b"},
+        id="fsdp2 x pp2, two chunks a process, recomputed, tied",
+        marks=SLOW,
+    ),
     pytest.param(2, "gpt2", {**PP2, **CHAINS}, id="pp2, long rows cut", marks=SLOW),
 ]
 
@@ -120,18 +131,23 @@ def alone_with_changes(folders: dict[str, str], tmp_path_factory: pytest.TempPat
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("world_size", "arguments"),
     [
-        pytest.param(PP2, id="pp2"),
-        pytest.param({**TP2, "interleaved_passes": 2}, id="tp2, passes in turns", marks=SLOW),
-        pytest.param({"shard_backbone": True}, id="fsdp2", marks=SLOW),
+        pytest.param(2, PP2, id="pp2"),
+        pytest.param(2, {**TP2, "interleaved_passes": 2}, id="tp2, passes in turns", marks=SLOW),
+        pytest.param(2, {"shard_backbone": True}, id="fsdp2", marks=SLOW),
+        pytest.param(4, {**PP2, "shard_backbone": True}, id="fsdp2 x pp2", marks=SLOW),
     ],
 )
 def test_tasks_come_go_and_pause_in_any_layout_as_in_one_process(
-    arguments: dict[str, Any], folders: dict[str, str], alone_with_changes: LaidOut, tmp_path: Path
+    world_size: int,
+    arguments: dict[str, Any],
+    folders: dict[str, str],
+    alone_with_changes: LaidOut,
+    tmp_path: Path,
 ) -> None:
     part = cases.train_with_comings_and_goings
-    parts = values(launch(2, part, tmp_path, folders["llama"], arguments, limit_s=120))
+    parts = values(launch(world_size, part, tmp_path, folders["llama"], arguments, limit_s=120))
     assert_alike(parts)
     assert "large" not in parts[0].statuses
     assert_as_one(parts[0], alone_with_changes)
@@ -142,6 +158,7 @@ def test_tasks_come_go_and_pause_in_any_layout_as_in_one_process(
 @pytest.mark.parametrize(
     ("before", "world_size", "after"),
     [
+        pytest.param({"shard_backbone": True}, 4, {**PP2, "shard_backbone": True}, id="fsdp2, then x pp2", marks=SLOW),
         pytest.param(PP2, 1, {}, id="pp2, then one process"),
         pytest.param({}, 3, {"replicas": "<1,1>, <1,2>"}, id="dp2, then unequal replicas"),
         pytest.param(TP2, 4, {**PP2, **TP2}, id="tp2, then tp2 x pp2", marks=SLOW),

@@ -14,6 +14,7 @@ from tests.invariants.mux_lab import assert_close
 
 pytestmark = pytest.mark.distributed
 SLOW = pytest.mark.slow
+SHARDED_STAGES = {"pipeline_parallel_size": 2, "shard_backbone": True}
 LAYOUTS = [
     pytest.param({}, True, id="replicas", marks=SLOW),
     pytest.param({"pipeline_parallel_size": 2, "pipeline_schedule": "1f1b"}, True, id="pipeline"),
@@ -25,6 +26,7 @@ LAYOUTS = [
         marks=SLOW,
     ),
     pytest.param({"shard_backbone": True}, False, id="sharded"),
+    pytest.param(SHARDED_STAGES, False, id="sharded stages", marks=SLOW),
 ]
 
 
@@ -44,7 +46,8 @@ def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_losses_statistics_and_evaluations_are_those_of_one_process(
     arguments: dict[str, Any], has_words: bool, alone: Any, model: str, tmp_path: Path
 ) -> None:
-    parts = values(launch(2, cases.train, tmp_path, model, arguments, {"has_words": has_words}, limit_s=120))
+    world_size = 4 if arguments == SHARDED_STAGES else 2
+    parts = values(launch(world_size, cases.train, tmp_path, model, arguments, {"has_words": has_words}, limit_s=120))
     one, logs = alone
     for found, own_logs in parts:
         assert own_logs.keys() == {name for name in logs if has_words or name != "taught"}

@@ -196,6 +196,13 @@ def test_replicas_divide_the_frozen_weights_and_hold_the_largest_gathered_unit_t
     assert divided.activation_bytes(77) == whole.activation_bytes(77)
 
 
+@pytest.mark.parametrize(("stage", "largest"), [(0, 128_000), (1, 100_000), (2, 128_000)])
+def test_replicas_that_divide_each_stage_hold_the_largest_unit_of_theirs_twice(stage: int, largest: int) -> None:
+    whole, divided = (MemoryModel(WITH_PARTS, num_stages=3, backbone_shards=count) for count in (1, 4))
+    own = whole.static_bytes([], stage) / 4 + 2 * largest
+    assert divided.static_bytes([], stage) == math.ceil(own)
+
+
 def test_a_backbone_of_which_nothing_is_known_but_its_bytes_is_gathered_layer_by_layer() -> None:
     assert MemoryModel(SHAPE, backbone_shards=4).static_bytes([]) == 1_000_000 // 4 + 2 * 1_000_000 // 8
 
@@ -237,7 +244,10 @@ def test_layers_are_split_as_equally_as_can_be(num_layers: int, num_stages: int)
     [
         ({"devices_per_stage": 0}, "devices_per_stage is 0; allowed: 1 or more"),
         ({"backbone_shards": 0}, "backbone_shards is 0; allowed: 1 or more"),
-        ({"backbone_shards": 2, "num_stages": 2}, "backbone_shards is 2 beside 2 stages of 1 devices; allowed: 1, or"),
+        (
+            {"backbone_shards": 2, "devices_per_stage": 2},
+            "backbone_shards is 2 beside stages of 2 devices; allowed: 1, or",
+        ),
         ({"allocator_margin": -0.1}, "allocator_margin is -0.1; allowed: 0 or more"),
         ({"activation_bytes_per_token": float("nan")}, "activation_bytes_per_token is nan; allowed: 0 or more"),
         ({"layers_per_stage": (7,)}, "layers_per_stage is"),

@@ -1,0 +1,146 @@
+"""`ShardedPipelineExecutor`: a pipeline whose stages share their frozen weights with those of other replicas (FSDP2).
+
+For two replicas of two stages, each layer is gathered from the two processes that hold its stage::
+
+    rank      0                    1                    2                    3
+    replica   0                    0                    1                    1
+    stage     0                    1                    0                    1
+    holds     half of stage 0      half of stage 1      half of stage 0      half of stage 1
+
+Gatherings are collective among the replicas of a stage. All replicas follow one template, so they come to its actions
+in one order; how many passes an action has differs from replica to replica. So the replicas tell each other these
+numbers before a step, and in each action every one gathers as often as the one that has most passes there: behind its
+own passes it takes part in the others' without computing anything. Nobody waits in a circle: an action waits for
+actions that are earlier in the template on other stages, and for the same action in other replicas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from zlib import crc32
+
+import torch
+
+from peft_mux.data.batch import MuxBatch
+from peft_mux.engine.fsdp.backbone import ShardedBackbone, gathering_mesh, shard_backbone
+from peft_mux.engine.fsdp.executor import DeferredSync
+from peft_mux.engine.fsdp.units import PassPart
+from peft_mux.engine.pipeline.executor import Flight, PipelineExecutor, forwards_only
+from peft_mux.engine.pipeline.plan import PipelinePlan
+from peft_mux.engine.pipeline.stage import StageModel
+from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.errors import PlanError
+from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
+from peft_mux.scheduler.plan import Plan
+
+
+class ShardedPipelineExecutor(PipelineExecutor):
+    """Runs the micro-batches of a step through a pipeline that gathers the weights of its layers.
+
+    Args:
+        model: the stage of this process, on its device, in training mode.
+        plan: the plan to follow, the same in all replicas.
+        backbone: the frozen weights of that stage, sharded; see `shard_stage`.
+        pipelines: global ranks of the stages of every pipeline of the run.
+        bf16: run under bfloat16 autocast.
+        sync: sums the gradients of all replicas once all passes are through.
+
+    Attributes:
+        backbone: the frozen weights of the stage, sharded.
+    """
+
+    def __init__(
+        self,
+        model: StageModel,
+        plan: Plan | PipelinePlan,
+        backbone: ShardedBackbone,
+        *,
+        pipelines: Sequence[Sequence[int]],
+        bf16: bool = False,
+        sync: DeferredSync,
+    ) -> None:
+        """Open the channels."""
+        super().__init__(model, plan, backbone.processes, pipelines=pipelines, bf16=bf16, sync=sync)
+        self.backbone = backbone
+        self._most: dict[Slot, int] = {}
+        self._compared: PipelineTemplate | None = None
+
+    def forward_terms(self, micro_batches: Sequence[MuxBatch]) -> list[torch.Tensor | None]:
+        """Return the negative log-likelihoods `[M]` of each on the last stage; every process of the run calls this.
+
+        Raises:
+            ProcessError: if another process fails, dies, or does not answer within the time limit.
+        """
+        num_missing = self._most_passes(len(micro_batches)) - len(micro_batches)
+        found = super().forward_terms(micro_batches)
+        for action in forwards_only(self.plan.template, num_missing).actions[self.model.stage]:
+            self.backbone.join_forwards(1, self._virtual_stage(action))
+        return found
+
+    def _most_passes(self, num_passes: int) -> int:
+        """Return the passes of the replica that has most of them; every process of the run calls this."""
+        return max(count for (count,) in self.processes.exchange([num_passes]))
+
+    def _execute(
+        self,
+        template: PipelineTemplate,
+        slots: Mapping[Slot, list[MuxBatch]],
+        num_tasks: Mapping[int, int] | None = None,
+    ) -> None:
+        """Execute this stage's list, when all processes have told how many passes they have in each slot of it."""
+        if template is self.plan.template and template is not self._compared:
+            self._compare(template)
+        counts = self.processes.exchange([len(slots[slot]) for slot in sorted(slots)])
+        self._most = dict(zip(sorted(slots), map(max, zip(*counts, strict=True)), strict=True))
+        super()._execute(template, slots, num_tasks)
+
+    def _compare(self, template: PipelineTemplate) -> None:
+        """Require that all replicas follow one template; once for each plan, before anything is gathered by it."""
+        found = [digest for (digest,) in self.processes.exchange([crc32(repr(template).encode())])]
+        if len(set(found)) > 1:
+            raise PlanError(
+                f"processes follow different templates (their digests, by rank: {found}); allowed: one, as replicas"
+                " gather the weights of a stage together. Start every process with the same tasks, rows and arguments."
+            )
+        self._compared = template
+
+    def _forward(self, action: Action) -> None:
+        super()._forward(action)
+        self.backbone.join_forwards(self._num_missing(action), self._virtual_stage(action))
+
+    def _backward(self, action: Action) -> None:
+        super()._backward(action)
+        self.backbone.join_backwards(self._num_missing(action), self._virtual_stage(action))
+
+    def _pass_backward(self, action: Action, flight: Flight, gradient: torch.Tensor) -> None:
+        self.backbone.begin_backward(self._virtual_stage(action))
+        super()._pass_backward(action, flight, gradient)
+
+    def _num_missing(self, action: Action) -> int:
+        """Return how many passes of an action another replica has that this one lacks."""
+        return self._most[action.slot] - len(self._slots[action.slot])
+
+    def _virtual_stage(self, action: Action) -> int:
+        return self.model.layout.virtual_stage(action.stage, action.chunk)
+
+
+def shard_stage(stage: StageModel, processes: Processes, layout: ParallelLayout) -> ShardedBackbone:
+    """Shard the frozen weights of a stage over the replicas, in place; every process of the run calls this.
+
+    Args:
+        stage: the stage of this process, on its device.
+        processes: the processes of the run, connected.
+        layout: which process holds which stage of which replica; replicas are alike, and have no tensor parallel ranks.
+
+    Raises:
+        ConfigError: if the weights are quantised, on no device, or divided already.
+        UnsupportedModelError: if the decoder layers cannot be told.
+    """
+    of_stage, last = stage.layout, stage.layout.last_virtual_stage
+    parts = {
+        number: PassPart(of_stage.layers_of(number), is_first=number == 0, is_last=number == last)
+        for number in stage.virtual_stages
+    }
+    mesh = gathering_mesh(processes, layout.stage_groups)
+    return shard_backbone(stage.model, processes, mesh, parts)
