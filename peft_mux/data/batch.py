@@ -35,7 +35,7 @@ Columns = Mapping[str, torch.Tensor]
 IGNORE_INDEX = -100
 """Label of a position that carries no loss, as in torch and transformers."""
 
-_MOST_COMPUTED = 0.97
+_MOST_COMPUTED = 0.95
 """Part of the tokens of a global batch above which sharing the others is not worth its gathers."""
 
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from peft_mux.modeling.attention.parts import causal_mask
-from peft_mux.modeling.attention.prefix_tree.depth_first import DepthFirst, ShortNodes
+from peft_mux.modeling.attention.prefix_tree.depth_first import DepthFirst
+from peft_mux.modeling.attention.prefix_tree.gathered import Gathered
 from peft_mux.modeling.attention.rectangles import heads_first
 from peft_mux.modeling.attention.scores import Scores
 
@@ -68,20 +69,22 @@ class TreeBlocks(torch.autograd.Function):
 def _within_nodes(qkv: Sequence[torch.Tensor], tree: DepthFirst, scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
     """Return outputs `[U, H, C]` and logarithms of divisors `[U, H]` of each node's queries over its own keys.
 
-    Both are in fp32 at least, as several of them will be joined.
+    Those of a tree that is computed at once are over all that they see. Both are in fp32 at least, as
+    several of them will be joined.
     """
     q_UHC, wide = qkv[0], torch.promote_types(qkv[0].dtype, torch.float32)
     out_UHC, lse_UH = q_UHC.new_empty(q_UHC.shape, dtype=wide), q_UHC.new_empty(q_UHC.shape[:2], dtype=wide)
     for node in tree.long_nodes:
         out, lse = _forward_causal([_heads(x[node]) for x in qkv], scores)
         out_UHC[node], lse_UH[node] = out[0].transpose(0, 1), lse[0].transpose(0, 1)
-    if tree.short_nodes is not None:
-        short, parts = tree.short_nodes, []
-        rows = [_to_rows(x, short) for x in qkv]
-        for rectangle in short.layout.rectangles:
-            parts.append(_forward_causal([heads_first(x[rectangle.rows], rectangle) for x in rows], scores))
+    for gathered in tree.gathered:
+        parts = []
+        rows = [_to_rows(x, gathered) for x in qkv]
+        for rectangle, mask in zip(gathered.layout.rectangles, gathered.masks, strict=True):
+            own = [heads_first(x[rectangle.rows], rectangle) for x in rows]
+            parts.append(_forward_causal(own, scores, mask))
         for total, own in zip((out_UHC, lse_UH), zip(*parts, strict=True), strict=True):
-            _from_rows(total, own, short)
+            _from_rows(total, own, gathered)
     return out_UHC, lse_UH
 
 
@@ -92,25 +95,29 @@ def _within_nodes_backward(saved: Sequence[torch.Tensor], tree: DepthFirst, scor
         *states, lse = (x[node].transpose(0, 1)[None] for x in saved)
         for total, part in zip(grads, _backward_causal(states, lse, scores), strict=True):
             total[node] = part[0].transpose(0, 1)
-    if tree.short_nodes is not None:
-        short, parts = tree.short_nodes, []
-        *rows, lse_PH = (_to_rows(x, short) for x in saved)
-        for rectangle in short.layout.rectangles:
+    for gathered in tree.gathered:
+        parts = []
+        *rows, lse_PH = (_to_rows(x, gathered) for x in saved)
+        for rectangle, mask in zip(gathered.layout.rectangles, gathered.masks, strict=True):
             states = [heads_first(x[rectangle.rows], rectangle) for x in rows]
             lse = lse_PH[rectangle.rows].view(rectangle.num_sequences, rectangle.length, -1).transpose(1, 2)
-            parts.append(_backward_causal(states, lse, scores))
+            parts.append(_backward_causal(states, lse, scores, mask))
         for total, own in zip(grads, zip(*parts, strict=True), strict=True):
-            _from_rows(total, own, short)
+            _from_rows(total, own, gathered)
     return grads
 
 
-def _forward_causal(qkv: Sequence[torch.Tensor], scores: Scores) -> tuple[torch.Tensor, torch.Tensor]:
-    mask = _own_mask(qkv[0].shape[2], scores)
+def _forward_causal(
+    qkv: Sequence[torch.Tensor], scores: Scores, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = _own_mask(qkv[0].shape[2], scores) if mask is None else mask
     return _FORWARD(*qkv, 0.0, mask is None, **_options(mask, scores, qkv[0].dtype))
 
 
-def _backward_causal(states: Sequence[torch.Tensor], lse: torch.Tensor, scores: Scores) -> tuple[torch.Tensor, ...]:
-    mask = _own_mask(states[0].shape[2], scores)
+def _backward_causal(
+    states: Sequence[torch.Tensor], lse: torch.Tensor, scores: Scores, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, ...]:
+    mask = _own_mask(states[0].shape[2], scores) if mask is None else mask
     return _BACKWARD(*states, lse, 0.0, mask is None, **_options(mask, scores, states[1].dtype))
 
 
@@ -127,16 +134,17 @@ def _options(mask: torch.Tensor | None, scores: Scores, dtype: torch.dtype) -> d
     return {"attn_mask": mask, "scale": scores.scaling}
 
 
-def _to_rows(x_U: torch.Tensor, short: ShortNodes) -> torch.Tensor:
+def _to_rows(x_U: torch.Tensor, gathered: Gathered) -> torch.Tensor:
     """`[U, ...] -> [P, ...]`, with zeros in the padding, which must be finite: 0 * NaN = NaN."""
-    return x_U.index_select(0, short.place_of_row).index_fill_(0, short.layout.padding_rows, 0.0)
+    return x_U.index_select(0, gathered.place_of_row).index_fill_(0, gathered.layout.padding_rows, 0.0)
 
 
-def _from_rows(total_U: torch.Tensor, parts: Sequence[torch.Tensor], short: ShortNodes) -> None:
+def _from_rows(total_U: torch.Tensor, parts: Sequence[torch.Tensor], gathered: Gathered) -> None:
     """Put what calls have given for the rectangles, `[n, H, L, ...]`, into its places of a stream."""
     rows = [part.transpose(1, 2).flatten(0, 1) for part in parts]
     found_P = torch.cat(rows) if len(rows) > 1 else rows[0]
-    total_U.index_copy_(0, short.places, found_P.index_select(0, short.layout.row_of_token).to(total_U.dtype))
+    found_U = found_P.index_select(0, gathered.layout.row_of_token)
+    total_U.index_copy_(0, gathered.places, found_U.to(total_U.dtype))
 
 
 def _join(out_UHC: torch.Tensor, lse_UH: torch.Tensor, other_UHC: torch.Tensor, other_lse_UH: torch.Tensor) -> None:

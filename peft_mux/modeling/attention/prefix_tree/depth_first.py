@@ -3,25 +3,32 @@
     nodes in the stream    a [b] [c] d [e]    where b, c and e are below a, and d is a tree of its own
     depth first            a [b] [c] [e] d    the block of a: keys a, queries b c e
 
+A tree of few rows, such as a question and its answers, is computed at once, as a sequence whose queries a mask leads to
+what they see: that is less than a call for each of its nodes and blocks.
+
 Shape letters: U computed rows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from peft_mux.modeling.attention.rectangles import LENGTH_STEP, Layout, build_layout, copied_to
+from peft_mux.modeling.attention.prefix_tree.gathered import Gathered, gathered_parts, tree_mask
+from peft_mux.modeling.attention.rectangles import LENGTH_STEP, copied_to
+from peft_mux.packing.chunking import round_up
 from peft_mux.packing.prefix_tree import Node, PrefixTree
 
 _LONG = 32
 """Tokens from which on a node fills a call of its own, and copying it into a rectangle costs more than that call."""
+_PAIRS_OF_CALL = 2048
+"""Pairs of a query and a key whose scores take about as long as one more call, with what joins its outputs."""
 
 
 class Block(NamedTuple):
@@ -57,28 +64,21 @@ class DepthFirst:
     Attributes:
         order: int64 `[U]`, the computed row at each place; `None` where rows lie so already.
         long_nodes: places of the nodes that are long enough for a call of their own, and are read where they lie.
-        short_nodes: the others; `None` where there are none.
-        blocks: what the nodes see of those above them, parents before children.
+        gathered: the other nodes, and whole trees of few rows.
+        blocks: what the nodes see of those above them, parents before children; of whole trees none.
     """
 
     order: torch.Tensor | None
     long_nodes: tuple[slice, ...]
-    short_nodes: ShortNodes | None
+    gathered: tuple[Gathered, ...]
     blocks: tuple[Block, ...]
 
 
-class ShortNodes(NamedTuple):
-    """Nodes that share calls, gathered into rectangles of near-equal length.
+class _Tree(NamedTuple):
+    """A root and all below it: their nodes' numbers in depth-first order, and their places."""
 
-    Attributes:
-        layout: the rectangles of their tokens.
-        places: int64, the place of each of their tokens in depth-first order.
-        place_of_row: int64 `[P]`, the place whose token each row of the rectangles takes; any where it is padding.
-    """
-
-    layout: Layout
-    places: torch.Tensor
-    place_of_row: torch.Tensor
+    numbers: list[int]
+    places: slice
 
 
 def depth_first(tree: PrefixTree, window: int | None, device: torch.device) -> DepthFirst:
@@ -91,27 +91,49 @@ def depth_first(tree: PrefixTree, window: int | None, device: torch.device) -> D
     """
     nodes, visited = tree.nodes, _visited(tree.nodes)
     order = np.concatenate([np.arange(nodes[one].start, nodes[one].start + nodes[one].length) for one in visited])
+    ends = np.cumsum([nodes[one].length for one in visited]).tolist()
+    place_of = {one: slice(end - nodes[one].length, end) for one, end in zip(visited, ends, strict=True)}
+    blocks = list(_blocks(nodes, visited, window, device))
+    whole, at_once = [], set()
+    for root in _trees(nodes, visited, place_of):
+        if _is_whole(root, [place_of[one] for one in root.numbers], blocks):
+            whole.append((root.places, tree_mask(nodes, root.numbers, window)))
+            at_once.update(range(root.places.start, root.places.stop))
+    others = [place for place in place_of.values() if place.start not in at_once]
+    short = [node for node in others if node.stop - node.start < _LONG]
     return DepthFirst(
         None if visited == sorted(visited) else copied_to(torch.from_numpy(order), device),
-        *_by_length([nodes[one].length for one in visited], device),
-        tuple(_blocks(nodes, visited, window, device)),
+        tuple(node for node in others if node.stop - node.start >= _LONG),
+        tuple(
+            gathered_parts([place for place, _ in own], [mask for _, mask in own], device)
+            for own in ([(node, None) for node in short], whole)
+            if own
+        ),
+        tuple(block for block in blocks if block.queries.start not in at_once),
     )
 
 
-def _by_length(lengths: Sequence[int], device: torch.device) -> tuple[tuple[slice, ...], ShortNodes | None]:
-    """Return the long nodes and the short ones; which a node is depends on its own length alone."""
-    ends = list(accumulate(lengths))
-    nodes = [slice(end - length, end) for length, end in zip(lengths, ends, strict=True)]
-    long_nodes = tuple(node for node, length in zip(nodes, lengths, strict=True) if length >= _LONG)
-    short = [node for node, length in zip(nodes, lengths, strict=True) if length < _LONG]
-    if not short:
-        return long_nodes, None
-    layout = build_layout(tuple(node.stop - node.start for node in short), LENGTH_STEP, device)
-    places = np.concatenate([np.arange(node.start, node.stop) for node in short])
-    place_of_row = np.zeros(layout.num_rows, dtype=np.int64)
-    place_of_row[layout.row_of_token_on_host] = places
-    on_device = (copied_to(torch.from_numpy(one), device) for one in (places, place_of_row))
-    return long_nodes, ShortNodes(layout, *on_device)
+def _trees(nodes: Sequence[Node], visited: Sequence[int], place_of: Mapping[int, slice]) -> list[_Tree]:
+    """Return the trees of several nodes."""
+    starts = [place for place, one in enumerate(visited) if nodes[one].parent < 0]
+    found = []
+    for first, last in pairwise([*starts, len(visited)]):
+        numbers = list(visited[first:last])
+        if len(numbers) > 1:
+            found.append(_Tree(numbers, slice(place_of[numbers[0]].start, place_of[numbers[-1]].stop)))
+    return found
+
+
+def _is_whole(tree: _Tree, nodes: Sequence[slice], blocks: Sequence[Block]) -> bool:
+    """Return whether a tree is computed at once; that depends on nothing but itself."""
+
+    def size(part: slice) -> int:
+        return part.stop - part.start
+
+    own = [block for block in blocks if tree.places.start <= block.queries.start < tree.places.stop]
+    pairs = sum(size(block.queries) * size(block.keys) for block in own) + sum(size(node) ** 2 for node in nodes)
+    calls = len(own) + sum(size(node) >= _LONG for node in nodes)
+    return round_up(size(tree.places), LENGTH_STEP) ** 2 <= pairs + calls * _PAIRS_OF_CALL
 
 
 def _visited(nodes: Sequence[Node]) -> list[int]:

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from peft_mux.modeling.attention.prefix_tree import attention
+from peft_mux.modeling.attention.prefix_tree import attention, depth_first
 from peft_mux.modeling.attention.prefix_tree.attention import tree_attention, tree_varlen
 from peft_mux.modeling.attention.prefix_tree.layouts import TreeLayouts
 from peft_mux.modeling.attention.scores import Scores
@@ -58,7 +58,15 @@ def by_one_call(qkv: Sequence[torch.Tensor], tree: TreeLayouts, kind: Scores) ->
         return tree_varlen((q, k, v), tree, kind)
 
 
+def by_blocks(qkv: Sequence[torch.Tensor], tree: TreeLayouts, kind: Scores) -> torch.Tensor:
+    """Attend by blocks alone, with no tree computed at once."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(depth_first, "_PAIRS_OF_CALL", -(10**9))
+        return tree_attention((qkv[0], qkv[1], qkv[2]), tree, kind)
+
+
 WAYS: dict[str, Attend] = {
+    "by blocks": by_blocks,
     "on a cpu": lambda qkv, tree, kind: tree_attention((qkv[0], qkv[1], qkv[2]), tree, kind),
     "by rectangles": by_rectangles,
     "in one call": by_one_call,
@@ -156,7 +164,7 @@ def test_long_nodes_have_the_same_outputs_and_gradients(way: str, kind: str) -> 
     tree = tree_of(LONG)
     found = TreeLayouts(tree, CPU).depth_first(None)
     assert found.long_nodes
-    assert found.short_nodes is not None
+    assert [own.masks[0] for own in found.gathered] == [None], "short nodes, and no tree that is computed at once"
     check(way, LONG, tree, states(tree.num_rows, 2), scores(**KINDS[kind]))
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peft_mux.modeling.attention.prefix_tree.depth_first import DepthFirst
 from peft_mux.modeling.attention.prefix_tree.layouts import TreeLayouts
 from peft_mux.packing.prefix_tree import PrefixTree, build_prefix_tree
 
@@ -43,11 +44,57 @@ def test_blocks_lead_every_query_once_to_all_keys_above_its_node_that_its_window
                 chosen = slice(None) if mask is None else (mask.added[place] == 0).numpy()
                 seen[row] += order[keys][chosen].tolist()
                 assert mask is None or bool(mask.is_blind[place]) == (not chosen.any())
+        at_once = by_masks(found, order)
+        assert not any(seen[row] for row in at_once)
         for number, node in enumerate(tree.nodes):
             for place in range(node.length):
-                before = rows_before(tree, number)
+                row, before = node.start + place, rows_before(tree, number)
                 hidden = 0 if window is None else max(len(before) + place - (window - 1), 0)
-                assert seen[node.start + place] == before[hidden:]
+                if row in at_once:
+                    assert sorted(at_once[row]) == sorted([*before, *range(node.start, row + 1)][hidden:])
+                else:
+                    assert seen[row] == before[hidden:]
+
+
+def by_masks(found: DepthFirst, order: np.ndarray) -> dict[int, list[int]]:
+    """Return the computed rows that those of trees which are computed at once see; padding sees itself alone."""
+    seen = {}
+    for gathered in found.gathered:
+        row_of = dict(
+            zip(gathered.layout.row_of_token_on_host.tolist(), order[gathered.places.numpy()].tolist(), strict=True)
+        )
+        for rectangle, masks in zip(gathered.layout.rectangles, gathered.masks, strict=True):
+            for number, mask in enumerate([] if masks is None else masks):
+                start = rectangle.start + number * rectangle.length
+                for query, added in enumerate(mask[0]):
+                    keys = (start + torch.nonzero(added == 0)[:, 0]).tolist()
+                    if start + query in row_of:
+                        seen[row_of[start + query]] = [row_of[key] for key in keys]
+                    else:
+                        assert keys == [start + query]
+    return seen
+
+
+def test_small_trees_are_computed_at_once_and_large_ones_by_blocks() -> None:
+    draw = np.random.default_rng(0)
+
+    def rows(prefix: int, own: int, count: int) -> list[np.ndarray]:
+        start = draw.integers(0, 9, prefix)
+        return [np.concatenate([start, draw.integers(10, 10**6, own)]) for _ in range(count)]
+
+    given_rows = [*rows(45, 5, 4), *rows(400, 60, 8), *rows(0, 40, 1), *rows(20, 8, 2)]
+    tree = build_prefix_tree(given_rows, [0] * len(given_rows))
+    assert tree is not None
+    found = TreeLayouts(tree, CPU).depth_first(None)
+    assert len(found.blocks) == 1
+    sizes = [sum(one.num_sequences for one in own.layout.rectangles) for own in found.gathered]
+    assert sizes == [2], "the questions with their answers; what is left is long"
+    # Which trees these are depends on no other tree.
+    alone = build_prefix_tree(given_rows[:4], [0] * 4)
+    assert alone is not None
+    (own,) = TreeLayouts(alone, CPU).depth_first(None).gathered
+    (rectangle,) = own.layout.rectangles
+    assert rectangle.length in [one.length for one in found.gathered[0].layout.rectangles]
 
 
 @PROPERTY
