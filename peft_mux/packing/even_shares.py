@@ -59,7 +59,6 @@ def _items(
         if trie is None:
             items += [(-length, task, (index,)) for index, length in enumerate(own)]
             continue
-        for bundle in trie.bundles(range(len(own))):
-            for piece in trie.pieces(bundle, math.ceil(total / num_replicas)):
-                items.append((-trie.num_computed(piece), task, tuple(sorted(piece))))
+        for item in trie.items(range(len(own)), math.ceil(total / num_replicas)):
+            items.append((-trie.num_computed(item), task, tuple(item)))
     return items

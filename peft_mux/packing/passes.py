@@ -252,11 +252,7 @@ def _items(tasks: Sequence[TaskRows], capacity: int) -> list[_Item]:
             items += [_Item((Member(task, row, 0, own.lengths[row]),), *[own.lengths[row]] * 2) for row in rows]
             continue
         alone = {row: trie.num_computed([row]) for row in rows}
-        # A row that no pass holds is cut, or has a pass of its own, and shares nothing.
-        bundles = [[row] for row in rows if alone[row] > capacity]
-        for bundle in trie.bundles([row for row in rows if alone[row] <= capacity]):
-            bundles += trie.pieces(bundle, capacity)
-        for bundle in sorted(map(sorted, bundles)):
+        for bundle in trie.items(rows, capacity):
             members = tuple(Member(task, row, 0, own.lengths[row]) for row in bundle)
             items.append(_Item(members, trie.num_computed(bundle), max(alone[row] for row in bundle)))
     return items

@@ -89,6 +89,23 @@ class RowTrie:
             start = fits
         return pieces
 
+    def items(self, chosen: Sequence[int], capacity: int) -> list[list[int]]:
+        """Return rows by what goes into one pass, or onto one replica: bundles, cut into pieces that are held.
+
+        Args:
+            chosen: indices of rows.
+            capacity: the most tokens that an item computes; a row that computes more is one by itself.
+
+        Returns:
+            The rows of each item, ascending; items by their first rows.
+        """
+        # Beside others it would share, but it has a pass of its own or is cut, and then shares nothing.
+        is_long = {row: self.num_computed([row]) > capacity for row in chosen}
+        items = [[row] for row in chosen if is_long[row]]
+        for bundle in self.bundles([row for row in chosen if not is_long[row]]):
+            items += self.pieces(bundle, capacity)
+        return sorted(map(sorted, items))
+
     def of_rows(self, chosen: Sequence[int]) -> RowTrie:
         """Return the trie of some rows, numbered anew in the order that is given.
 

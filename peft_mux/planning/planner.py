@@ -11,6 +11,7 @@ import torch
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.backbone_source import BackboneSource
+from peft_mux.engine.replicas.row_items import BatchRows
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.backbone.quantized import quantization_method
@@ -214,9 +215,10 @@ class Planner:
             ),
         )
 
-    def typical_lengths(self, runs: Sequence[TaskRun]) -> dict[str, tuple[int, ...]]:
-        """Return the tokens of each row of a typical global batch, by name of the task."""
-        return {run.name: tuple(self._load_of(run, self.shapes_of(run.name)).lengths) for run in runs}
+    def typical_batches(self, runs: Sequence[TaskRun]) -> list[BatchRows]:
+        """Return the rows of a typical global batch of each task."""
+        loads = [self._load_of(run, self.shapes_of(run.name)) for run in runs]
+        return [BatchRows(load.name, 0, load.lengths, load.trie) for load in loads]
 
     def with_rows(
         self, plan: Plan, runs: Sequence[TaskRun], rows: Sequence[Mapping[str, Sequence[int]]], bounds: Sequence[int]

@@ -162,7 +162,7 @@ class PlanFollower:
             return plan
         names = {name for htask in plan.htasks for name in htask.tasks}
         runs = [run for run in self._run.table.plannable if run.name in names]
-        rows = shares.typical_rows(self.planner.typical_lengths(runs))
+        rows = shares.typical_rows(self.planner.typical_batches(runs))
         if rows is None:
             return plan
         bound = plan.max_tokens_per_micro_batch

@@ -12,6 +12,7 @@ import torch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.replicas.row_items import BatchRows
 from peft_mux.engine.work import StepResult
 from peft_mux.planning.correction import TimeCorrection
 from peft_mux.task import TaskStatus
@@ -47,8 +48,8 @@ class FakePlanner:
     def forget_cuts(self) -> None:
         self.calls.note("forget cuts")
 
-    def typical_lengths(self, runs: Any) -> dict[str, tuple[int, ...]]:
-        return {run.name: (4, 4) for run in runs}
+    def typical_batches(self, runs: Any) -> list[BatchRows]:
+        return [BatchRows(run.name, 0, (4, 4)) for run in runs]
 
     def plan(self, runs: Any, **options: Any) -> Any:
         self.calls.note("plan", options.get("devices"), *(run.name for run in runs))

@@ -1,7 +1,8 @@
 """`DispatchedShares`: which replica trains which sequences of a step (L section 4.3), the same answer on every process.
 
 Equal replicas divide rows by tokens, as processes have always done. Unlike ones are dispatched: bucket boundaries for
-this step's lengths (Eq. 4), sequences for each replica (Eq. 3), then single sequences. Rank 0 solves, as a time limit
+this step's lengths (Eq. 4), sequences for each replica (Eq. 3), then single sequences. Rows that begin alike are one
+sequence of the tokens that they compute (`row_items`). Rank 0 solves, as a time limit
 makes answers depend on the machine, and the others get its answer as numbers. The next step can be solved while this
 one runs::
 
@@ -15,7 +16,7 @@ for `peft_mux.engine.gradients.sync`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,10 +25,11 @@ from peft_mux.data.batch import TaskBatch
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.replicas.dispatch_clock import DispatchClock
 from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.replicas.row_items import BatchRows, RowItems, row_items
 from peft_mux.engine.replicas.row_owners import StepKey, dealt_out
 from peft_mux.errors import ConfigError
 from peft_mux.packing.even_shares import even_shares
-from peft_mux.scheduler.dispatching.ahead import DispatchPlanner, StepDispatch, plan_step
+from peft_mux.scheduler.dispatching.ahead import DispatchPlanner, StepDispatch, plan_fastest
 from peft_mux.scheduler.dispatching.bucketing import DEFAULT_NUM_BUCKETS, interval_tokens
 from peft_mux.scheduler.dispatching.dispatch import DEFAULT_TIME_LIMIT_S, Policy
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
@@ -119,6 +121,7 @@ class DispatchedShares:
         self._members: tuple[tuple[int, ...], ...] = ()
         self._planner: DispatchPlanner | None = None
         self._pending: StepKey | None = None
+        self._pending_ways: list[RowItems] = []
         self._even_tokens = [0] * layout.num_replicas
         self._owners: dict[tuple[str, int], np.ndarray] = {}
 
@@ -169,7 +172,7 @@ class DispatchedShares:
         # One step ahead at most: the planner holds one answer, which the next step takes.
         if self._pending is not None or any(self.refusal(batch) is not None for batch in batches):
             return
-        self._submit(self._key([(batch.task, batch.step, [len(one) for one in batch.sequences]) for batch in batches]))
+        self._submit(self._key_of(batches))
 
     def begin(self, batches: Sequence[TaskBatch]) -> None:
         """Decide where the sequences of a step go; `divide` then returns it, hTask by hTask.
@@ -192,15 +195,15 @@ class DispatchedShares:
         if not any(batch.sequences for batch in batches):
             self._owners = {(batch.task, batch.step): np.zeros(0, dtype=np.int64) for batch in batches}
             return
-        key = self._key([(batch.task, batch.step, [len(one) for one in batch.sequences]) for batch in batches])
+        key = self._key_of(batches)
         owners, self.expected_s = self._agreed_owners(key, self._solve)
-        self._owners = {(task, step): own for (task, step, _), own in zip(key, owners, strict=True)}
+        self._owners = {(one.task, one.step): own for one, own in zip(key, owners, strict=True)}
 
-    def typical_rows(self, lengths: Mapping[str, Sequence[int]]) -> list[dict[str, list[int]]] | None:
+    def typical_rows(self, batches: Sequence[BatchRows]) -> list[dict[str, list[int]]] | None:
         """Return the rows of each replica in a step of typical batches, for plans; every process calls this alike.
 
         Args:
-            lengths: tokens of each row of a typical batch, by name of the task.
+            batches: the rows of a typical batch of each task.
 
         Returns:
             For each replica the indices of its rows of each task; `None` where there is nothing to divide, or a row
@@ -209,13 +212,13 @@ class DispatchedShares:
         if not self._is_dispatched:
             return None
         longest = max((group.max_tokens for group in self._known_groups()), default=0)
-        most = max((length for own in lengths.values() for length in own), default=0)
+        most = max((length for one in batches for length in one.lengths), default=0)
         if not most or (most > longest and not self.cuts_rows):
             return None
-        key = self._key([(name, 0, own) for name, own in lengths.items()])
+        key = self._key(batches)
         owners, _ = self._agreed_owners(key, self._solve_once)
         return [
-            {name: np.flatnonzero(own == replica).tolist() for name, own in zip(lengths, owners, strict=True)}
+            {one.task: np.flatnonzero(own == replica).tolist() for one, own in zip(batches, owners, strict=True)}
             for replica in range(self.layout.num_replicas)
         ]
 
@@ -298,7 +301,7 @@ class DispatchedShares:
         self, key: StepKey, solve: Callable[[StepKey], tuple[np.ndarray, tuple[float, ...]]]
     ) -> tuple[list[np.ndarray], tuple[float, ...]]:
         """Return the replica of each sequence of each batch, and the predicted seconds, as rank 0 has them."""
-        sizes = [len(own) for _, _, own in key]
+        sizes = [len(one.lengths) for one in key]
         num_replicas = self.layout.num_replicas
         # Rank 0 alone solves: a solver that ends by a time limit finds different answers on different machines. Its
         # answer goes round as integers, so that every process has the same bits.
@@ -315,10 +318,10 @@ class DispatchedShares:
         """Return what `_solve` does, for batches of no step; on rank 0 only."""
         groups, members = self._groups_by_rate()
         assert self.time_model is not None, "checked when this was made"
-        lengths = [length for _, _, own in key for length in own]
-        interval = self._interval or interval_tokens(max(lengths))
-        found = plan_step(lengths, groups, self.time_model, interval=interval, **self._options)
-        return dealt_out(found, key, members), (0.0,) * self.layout.num_replicas
+        ways = self._ways(key)
+        interval = self._interval_of(ways)
+        found = plan_fastest([way.lengths for way in ways], groups, self.time_model, interval=interval, **self._options)
+        return dealt_out(found, ways[found.number], members), (0.0,) * self.layout.num_replicas
 
     def _solve(self, key: StepKey) -> tuple[np.ndarray, tuple[float, ...]]:
         """Return the replica of each sequence and the predicted seconds of each replica; on rank 0 only."""
@@ -336,7 +339,7 @@ class DispatchedShares:
         self.clock.num_ahead += is_ahead
         self.clock.solve_s += found.dispatch.solve_s
         self.clock.waited_s += time.perf_counter() - started
-        return dealt_out(found, key, self._members), self._replica_s(found)
+        return dealt_out(found, self._pending_ways[found.number], self._members), self._replica_s(found)
 
     def _submit(self, key: StepKey) -> None:
         # Nothing is pending here, so that what is solved is dealt out among the groups that it was solved for.
@@ -346,15 +349,30 @@ class DispatchedShares:
             self.close()
             self._solved_groups, self._members = groups, members
             self._planner = DispatchPlanner(groups, self.time_model, **self._options)
-        lengths = [length for _, _, own in key for length in own]
+        self._pending, self._pending_ways = key, self._ways(key)
         # Bucket boundaries by Eq. 4, then the replicas' shares of each bucket by Eq. 3 (L section 4.3).
-        self._planner.submit(lengths, interval=self._interval or interval_tokens(max(lengths)))
-        self._pending = key
+        lengths = [way.lengths for way in self._pending_ways]
+        self._planner.submit(*lengths, interval=self._interval_of(self._pending_ways))
 
-    def _key(self, rows: Sequence[tuple[str, int, Sequence[int]]]) -> StepKey:
+    def _key_of(self, batches: Sequence[TaskBatch]) -> StepKey:
+        """Return what the dispatch of a step depends on."""
+        lengths = [tuple(map(len, batch.sequences)) for batch in batches]
+        return self._key(
+            [BatchRows(one.task, one.step, own, one.trie) for one, own in zip(batches, lengths, strict=True)]
+        )
+
+    def _key(self, batches: Sequence[BatchRows]) -> StepKey:
         """Return what a dispatch depends on; a row that is cut counts as one of the most tokens that a pass holds."""
         longest = max((group.max_tokens for group in self._known_groups()), default=0)
-        return tuple((task, step, tuple(min(length, longest) for length in own)) for task, step, own in rows)
+        return tuple(one._replace(lengths=tuple(min(length, longest) for length in one.lengths)) for one in batches)
+
+    def _ways(self, key: StepKey) -> list[RowItems]:
+        """Return the items that a step may be dispatched as."""
+        least = min(group.max_tokens for group in self._known_groups())
+        return row_items(key, self.layout.num_replicas, least)
+
+    def _interval_of(self, ways: Sequence[RowItems]) -> int:
+        return self._interval or interval_tokens(max(max(way.lengths) for way in ways))
 
     def _drop_pending(self) -> None:
         if self._pending is not None and self._planner is not None:

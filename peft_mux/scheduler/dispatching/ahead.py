@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
@@ -37,11 +37,13 @@ class StepDispatch:
         bucketing: the padded lengths that were chosen for this step.
         dispatch: how many sequences each replica gets, and the predicted seconds.
         assignment: positions in the step's lengths for each replica, replicas in the order of groups.
+        number: which of the ways to cut the step was taken, counted from 0.
     """
 
     bucketing: Bucketing
     dispatch: Dispatch
     assignment: tuple[tuple[int, ...], ...]
+    number: int = 0
 
 
 def plan_step(
@@ -97,6 +99,19 @@ def plan_step(
     return StepDispatch(bucketing, dispatched, assign_sequences(dispatched, bucketing, lengths))
 
 
+def plan_fastest(ways: Sequence[Sequence[int]], *arguments: Any, **options: Any) -> StepDispatch:
+    """Return the fastest plan of a step that can be cut into sequences in several ways; the first wins a tie.
+
+    Args:
+        ways: for each way, the lengths of the sequences, in tokens.
+        *arguments: further arguments of `plan_step`.
+        **options: its options.
+    """
+    found = [plan_step(lengths, *arguments, **options) for lengths in ways]
+    number = min(range(len(found)), key=lambda one: found[one].dispatch.makespan_s)
+    return replace(found[number], number=number)
+
+
 class DispatchPlanner:
     """Plans steps in the order in which they are submitted, each warm-started by the one before.
 
@@ -131,17 +146,18 @@ class DispatchPlanner:
         # A single thread plans in the order of submission, so that the dispatch before is there to start from.
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatch")
 
-    def submit(self, lengths: Sequence[int], **options: Any) -> None:
+    def submit(self, *ways: Sequence[int], **options: Any) -> None:
         """Start planning a step of sequences of these lengths, in tokens; returns at once.
 
         Args:
-            lengths: lengths of the step's sequences, in tokens.
+            ways: lengths of the step's sequences, in tokens; several where it can be cut in several ways, of which the
+                fastest is taken.
             options: keyword arguments of `plan_step` for this step alone, in place of those for every step.
 
         Raises:
             RuntimeError: after `close`.
         """
-        self._pending.append(self._thread.submit(self._plan_next, tuple(lengths), self._options | options))
+        self._pending.append(self._thread.submit(self._plan_next, tuple(map(tuple, ways)), self._options | options))
 
     def result(self, timeout_s: float | None = None) -> StepDispatch:
         """Return the plan of the earliest submitted step that was not yet returned, waiting for it.
@@ -172,8 +188,8 @@ class DispatchPlanner:
     ) -> None:
         self.close()
 
-    def _plan_next(self, lengths: tuple[int, ...], options: dict[str, Any]) -> StepDispatch:
+    def _plan_next(self, ways: tuple[tuple[int, ...], ...], options: dict[str, Any]) -> StepDispatch:
         """Plan one step on the background thread, which alone reads and writes the last dispatch."""
-        work = plan_step(lengths, self._groups, self._time_model, warm_start=self._last_dispatch, **options)
+        work = plan_fastest(ways, self._groups, self._time_model, warm_start=self._last_dispatch, **options)
         self._last_dispatch = work.dispatch
         return work

@@ -100,9 +100,14 @@ def test_every_layout_computes_what_rows_begin_with_once_and_as_planned(
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", ["<2,1>, <1,1>", "<1,2>, <1,1>"])
-def test_unequal_replicas_share_what_lands_on_them(
+def test_unequal_replicas_are_dispatched_what_rows_compute_together_and_as_planned(
     replicas: str, tmp_path: Path, backbone: str, unshared: LaidOut
 ) -> None:
     arguments = {**BOUND, "replicas": replicas}
     part = values(launch(3, train_few_shot, tmp_path, backbone, arguments, limit_s=240))[0]
     assert_as_unshared(part, unshared)
+    for report in part.pass_reports:
+        assert (report.num_steps, report.same_tasks, report.same_tokens) == (NUM_STEPS,) * 3, report
+    # Each of two replicas computes a beginning once at most.
+    most = NUM_STEPS * sum(2 * prefix + NUM_ROWS * own for prefix, own in LENGTHS.values())
+    assert sum(report.tokens for report in part.pass_reports) <= most

@@ -1,0 +1,143 @@
+"""What of a step is dispatched as a whole, and by how many tokens: bundles where they fit, else pieces and rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from peft_mux.data.batch import TaskBatch, TokenSequence, prefix_trie
+from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
+from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.replicas.row_items import BatchRows, row_items
+from peft_mux.packing.row_trie import row_trie
+from tests.engine.replicas import dispatch_cases as cases
+from tests.packing.tries import Rows, tries
+
+PROPERTY = settings(deadline=None, max_examples=30)
+LAYOUT = ParallelLayout.parse(cases.LAYOUT)
+
+
+def batch_rows(sequences: Rows, task: str = "a") -> BatchRows:
+    trie = row_trie([[one] for one in sequences], min_tokens=2)
+    return BatchRows(task, 0, tuple(map(len, sequences)), trie)
+
+
+def groups_of(sizes: list[tuple[int, int, int]], seed: int = 0) -> tuple[TokenSequence, ...]:
+    """Return rows in groups: how many, tokens that they begin with, tokens of their own."""
+    draw, rows = np.random.default_rng(seed), []
+    for count, prefix, own in sizes:
+        start = draw.integers(1, 10**6, prefix)
+        for _ in range(count):
+            ids = np.concatenate([start, draw.integers(1, 10**6, own)])
+            rows.append(TokenSequence(ids, ids.copy(), len(rows)))
+    return tuple(rows)
+
+
+def sharing_batch(task: str, sizes: list[tuple[int, int, int]], seed: int = 0, step: int = 0) -> TaskBatch:
+    rows = groups_of(sizes, seed)
+    return TaskBatch(task, step, seed=0, sequences=rows, trie=prefix_trie(rows))
+
+
+def divided(batches: list[TaskBatch], **options: Any) -> list[list[list[int]]]:
+    shares = DispatchedShares(LAYOUT, cases.times(), **options)
+    found = shares.divide(batches)
+    shares.close()
+    return found
+
+
+@PROPERTY
+@given(st.lists(tries(max_rows=8, words=3), min_size=1, max_size=3), st.integers(1, 4), st.integers(1, 60))
+def test_each_row_lies_in_one_item_and_items_of_several_rows_fit_everywhere(
+    tasks: list[Rows], num_replicas: int, least: int
+) -> None:
+    batches = [batch_rows(own) for own in tasks if own]
+    for found in row_items(batches, num_replicas, least):
+        for batch, rows, tokens in zip(batches, found.rows, found.tokens, strict=True):
+            assert sorted(row for own in rows for row in own) == list(range(len(batch.lengths)))
+            computed = [
+                batch.alone(own[0]) if len(own) == 1 or batch.trie is None else batch.trie.num_computed(own)
+                for own in rows
+            ]
+            for own, count, apart in zip(rows, tokens, computed, strict=True):
+                assert 1 <= count <= apart
+                assert len(own) == 1 or apart <= least
+                assert apart <= least or count == apart, "what some replicas do not hold goes by what it is"
+            together = sum(batch.lengths) if batch.trie is None else batch.trie.num_computed(range(len(batch.lengths)))
+            # Half a token an item is lost to rounding.
+            assert together - len(rows) / 2 <= sum(tokens) <= sum(batch.lengths)
+
+
+def test_rows_that_share_nothing_are_dispatched_by_their_lengths() -> None:
+    batches = [BatchRows("a", 0, (30, 7)), BatchRows("b", 2, (12,))]
+    (found,) = row_items(batches, 3, 64)
+    assert found.rows == (((0,), (1,)), ((0,),))
+    assert found.tokens == ((30, 7), (12,))
+
+
+def test_pieces_of_a_bundle_count_what_they_compute_on_so_many_replicas() -> None:
+    rows = [one.input_ids for one in groups_of([(8, 40, 10)])]
+    found = row_items([batch_rows(rows)], 2, 70)
+    # 60 tokens hold two of the eight rows; 15 hold none, which then go one by one.
+    assert [len(own.rows[0]) for own in found] == [4, 8]
+    for own in found:
+        # Once for each of two replicas, where pieces alone would compute 4 or 8 times the beginning.
+        assert abs(sum(own.tokens[0]) - (2 * 40 + 8 * 10)) <= len(own.rows[0])
+
+
+def test_groups_of_completions_stay_on_one_replica() -> None:
+    batch = sharing_batch("grpo", [(4, 60, 8)] * 12)
+    for share in divided([batch]):
+        rows = share[0]
+        assert rows, "every replica has work"
+        groups = {row // 4 for row in rows}
+        assert sorted(rows) == [4 * group + place for group in sorted(groups) for place in range(4)]
+
+
+def test_replicas_are_balanced_by_computed_tokens_where_one_task_shares_and_another_does_not() -> None:
+    # By the lengths of rows the first task would be nine tenths of the work; it computes less than half of it.
+    batches = [sharing_batch("shots", [(4, 200, 10)] * 8), cases.batch_of("plain", (120,) * 20)]
+    trie = batches[0].trie
+    assert trie is not None
+    config = dict(zip(range(LAYOUT.num_replicas), LAYOUT.replicas, strict=True))
+    computed = [
+        trie.num_computed(own[0]) + 120 * len(own[1]) if own[0] else 120 * len(own[1]) for own in divided(batches)
+    ]
+    alike = [tokens for replica, tokens in enumerate(computed) if config[replica].tp == 1]
+    assert max(alike) - min(alike) <= 240 + 120, "no more than an item apart"
+    assert sum(computed) == 8 * 240 + 20 * 120, "no beginning twice"
+
+
+def test_a_bundle_larger_than_a_replica_holds_is_cut_and_rows_too_long_for_it_go_to_others() -> None:
+    # The smallest replicas hold 256 tokens, the largest 1,024.
+    batch = sharing_batch("a", [(6, 150, 50), (2, 300, 100), (1, 0, 20)])
+    found = divided([batch])
+    assert sorted(row for share in found for row in share[0]) == list(range(9))
+    for replica, share in enumerate(found):
+        if LAYOUT.replicas[replica].tp == 1:
+            assert not {6, 7} & set(share[0])
+
+
+def test_a_step_of_bundles_that_was_prepared_is_not_solved_again() -> None:
+    shares = DispatchedShares(LAYOUT, cases.times())
+    first, second = ([sharing_batch("a", [(4, 60, 8)] * 6, step=step)] for step in range(2))
+    shares.begin(first)
+    shares.prepare(second)
+    shares.begin(second)
+    assert (shares.clock.num_steps, shares.clock.num_ahead) == (2, 1)
+    assert shares.divide(second) == divided(second)
+    shares.close()
+
+
+def test_all_ranks_act_on_the_items_that_rank_0_dispatched() -> None:
+    batches = [sharing_batch("a", [(4, 60, 8)] * 6), cases.batch_of("b", (30, 200, 17))]
+
+    def part(processes: Any) -> Any:
+        shares = DispatchedShares(LAYOUT, cases.times(), processes)
+        return shares.divide(batches), shares.expected_s
+
+    found = cases.on_threads(3, part)
+    assert found[0] == found[1] == found[2]
+    assert found[0][0] == divided(batches)
