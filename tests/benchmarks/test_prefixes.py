@@ -31,7 +31,7 @@ def test_rows_of_a_set_up_begin_alike_as_far_as_its_name_promises(kind: str) -> 
 
 def test_every_set_up_has_a_full_batch_for_each_step_and_something_to_learn() -> None:
     for set_up in SET_UPS:
-        for task in batches(set_up, 2, 2):
+        for task in batches(set_up, set_up.num_tasks or 2, 2):
             assert [len(rows) for rows in task.steps] == [set_up.batch_size] * 2, set_up.name
             for row in task.steps[0]:
                 assert all(0 <= token < task.vocabulary for ids in sequences_of(row) for token in ids)
@@ -39,12 +39,20 @@ def test_every_set_up_has_a_full_batch_for_each_step_and_something_to_learn() ->
                     assert any(label != IGNORE_INDEX for label in row["labels"][1:])
 
 
-@pytest.mark.parametrize("name", ["4-shot: sst2", "DPO: instruct"])
+def test_eight_tasks_have_three_data_sets_in_turn_and_each_step_other_rows() -> None:
+    found = batches(named("4-shot: eight tasks of these"), 8, 2)
+    starts = [task.steps[0][0]["input_ids"][:100] for task in found]
+    assert [starts.index(one) for one in starts] == [0, 1, 2, 0, 1, 2, 0, 1]
+    rows = [tuple(row["input_ids"]) for task in found for step in task.steps for row in step]
+    assert len(set(rows)) == len(rows)
+
+
+@pytest.mark.parametrize("name", [pytest.param("4-shot: sst2", marks=pytest.mark.slow), "DPO: instruct"])
 def test_both_sides_are_measured_on_equal_losses(name: str) -> None:
     found = measure.measure(named(name), TINY, num_tasks=1, rounds=1, with_hf=True, with_memory=False)
     assert 1.0 < found.computed <= found.ideal
     assert found.gain > 0
-    assert (found.hf_s is None) == (named(name).objective != "sft")
+    assert (found.hf_s is None) == (found.trl_s is None) == (named(name).objective != "sft")
     assert name in line(found)
 
 

@@ -1,6 +1,6 @@
 """Sharing the tokens that rows begin with alike: the ideal and the realised gain of ordinary set-ups, time and memory.
 
-python -m benchmarks.training.prefixes                       about half an hour on one core
+python -m benchmarks.training.prefixes                       some 15 minutes on one core
 python -m benchmarks.training.prefixes --only 4-shot --rounds 5
 """
 
@@ -64,17 +64,17 @@ def _kept(path: Path, model: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 _HEADER = (
     "| set-up | tokens a step | ideal | computed | realised | of the ideal | s a step | HF, in turn / this |"
-    " memory, MB: shared / not |\n|---|---|---|---|---|---|---|---|---|"
+    " TRL, in turn / this | memory, MB: shared / not |\n|---|---|---|---|---|---|---|---|---|---|"
 )
 
 
 def line(row: Found) -> str:
     """Return a set-up's row of the table."""
-    hf = "" if row.hf_s is None else f"{row.hf_s / row.share_s:.2f}"
+    hf, trl = ("" if one is None else f"{one / row.share_s:.2f}" for one in (row.hf_s, row.trl_s))
     memory = "" if row.peak_bytes is None else " / ".join(f"{peak / 1e6:,.0f}" for peak in row.peak_bytes)
     return (
         f"| {row.name} | {row.tokens:,.0f} | {row.ideal:.2f} | {row.computed:.2f} | {row.gain:.2f} |"
-        f" {row.realised:.0%} | {row.share_s:.2f} | {hf} | {memory} |"
+        f" {row.realised:.0%} | {row.share_s:.2f} | {hf} | {trl} | {memory} |"
     )
 
 
@@ -85,10 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--only", nargs="+", help="parts of the names of the set-ups to measure; by default all")
     add("--tasks", type=int, default=2, help="tasks that train together")
-    add("--rounds", type=int, default=5, help="timed steps with sharing and without, in turns")
-    add("--hidden-size", type=int, default=512, help="features of the backbone's hidden states")
-    add("--layers", type=int, default=8, help="layers of the backbone")
-    add("--no-hf", action="store_true", help="leave HF's Trainer out")
+    add("--rounds", type=int, default=3, help="timed steps with sharing and without, in turns")
+    add("--hidden-size", type=int, default=384, help="features of the backbone's hidden states")
+    add("--layers", type=int, default=4, help="layers of the backbone")
+    add("--no-hf", action="store_true", help="leave HF's Trainer and TRL's out")
     add(
         "--no-memory",
         action="store_true",

@@ -1,4 +1,4 @@
-"""Steps with and without sharing in one process, in turns, and those of HF's Trainer and PEFT beside them.
+"""Steps with and without sharing in one process, in turns, and those of HF's Trainer and TRL's beside them.
 
 Seconds are those of the processor on one thread, which others on the machine hardly change. Losses of all contenders
 are compared before anything is timed.
@@ -20,7 +20,9 @@ import numpy as np
 
 from benchmarks.paths import ROOT
 from benchmarks.training.audit import measured_peak
+from benchmarks.training.baselines import Contender
 from benchmarks.training.baselines.hf_trainer import run_hf_trainer
+from benchmarks.training.baselines.trl_packing import run_trl_packing
 from benchmarks.training.mux import trainer_for
 from benchmarks.training.prefixes.rows import Batches, SetUp, batches
 from benchmarks.training.throughput import UnequalWorkError
@@ -46,6 +48,7 @@ class Found:
         gains: the same of each step.
         share_s: seconds of a step with sharing, median.
         hf_s: seconds of a step of all tasks, one after another, by HF's Trainer; `None` where it has no such loss.
+        trl_s: the same by TRL's trainer, a step's rows packed into one stream; `None` where HF's is.
         peak_bytes: what training takes at most above what lies there before it, with sharing and without.
     """
 
@@ -58,6 +61,7 @@ class Found:
     gains: list[float]
     share_s: float
     hf_s: float | None
+    trl_s: float | None
     peak_bytes: tuple[int, int] | None
 
     @property
@@ -115,18 +119,20 @@ def ideal_gain(found: Sequence[Batches]) -> tuple[float, float]:
 
 
 def measure(set_up: SetUp, model: ModelSpec, num_tasks: int, rounds: int, *, with_hf: bool, with_memory: bool) -> Found:
-    """Take steps with and without sharing in turns, and those of HF's Trainer.
+    """Take steps with and without sharing in turns, and those of HF's Trainer and of TRL's.
 
     Raises:
         UnequalWorkError: if the losses of two of them differ.
     """
+    num_tasks = set_up.num_tasks or num_tasks
     workload, found = workload_of(set_up, num_tasks, WARM_STEPS + rounds)
     tokens, ideal = ideal_gain(found)
     with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
         runs = Steps(model, workload, one, "auto"), Steps(model, workload, other, False)
         losses = [[run.take()[1] for _ in range(WARM_STEPS)] for run in runs]
         _compare(set_up.name, "share_prefixes=False", losses[0], losses[1])
-        hf_s = _hf_step_s(set_up, model, num_tasks, losses[0]) if with_hf and set_up.objective == "sft" else None
+        others = _OTHERS if with_hf and set_up.objective == "sft" else {}
+        in_turn = {name: _in_turn_s(name, set_up, model, num_tasks, losses[0]) for name in others}
         gc.collect()
         times: list[tuple[float, float]] = []
         for turn in range(rounds):
@@ -141,7 +147,7 @@ def measure(set_up: SetUp, model: ModelSpec, num_tasks: int, rounds: int, *, wit
         peaks = _peak(set_up.name, model, num_tasks, "auto"), _peak(set_up.name, model, num_tasks, False)
     return Found(
         set_up.name, num_tasks, tokens, ideal, computed, median(gains), gains,
-        median(shared for shared, _ in times), hf_s, peaks,
+        median(shared for shared, _ in times), in_turn.get("HF's Trainer"), in_turn.get("TRL's"), peaks,
     )  # fmt: skip
 
 
@@ -153,12 +159,15 @@ def _compare(name: str, other: str, losses: Sequence[dict[str, float]], others: 
                 raise UnequalWorkError(f"{name}: {task} step {step} has loss {loss}, by {other} {theirs[task]}")
 
 
-def _hf_step_s(set_up: SetUp, model: ModelSpec, num_tasks: int, losses: Sequence[dict[str, float]]) -> float:
-    """Return the seconds of a step of all tasks by HF's Trainer, whose first losses have to be those of `losses`."""
+_OTHERS: dict[str, Contender] = {"HF's Trainer": run_hf_trainer, "TRL's": run_trl_packing}
+
+
+def _in_turn_s(name: str, set_up: SetUp, model: ModelSpec, num_tasks: int, losses: Sequence[dict[str, float]]) -> float:
+    """Return the seconds of a step of all tasks by another trainer, whose first losses have to be those of `losses`."""
     workload, _ = workload_of(set_up, num_tasks, WARM_STEPS)
-    run = run_hf_trainer(model.build, workload, True)
+    run = _OTHERS[name](model.build, workload, True)
     told = [{task: own[step] for task, own in run.losses.items()} for step in range(len(losses))]
-    _compare(set_up.name, "HF's Trainer", losses[:1], told[:1])
+    _compare(set_up.name, name, losses[:1], told[:1])
     return run.steps_s / (WARM_STEPS - 1)
 
 

@@ -50,6 +50,7 @@ class SetUp:
         make: yields the batches of texts, one for each step, without end.
         objective: the loss.
         has_target: whether 85 % of the ideal gain were promised of it.
+        num_tasks: tasks that train together; `None` for as many as are asked for.
     """
 
     name: str
@@ -57,6 +58,7 @@ class SetUp:
     make: Callable[[], Iterator[list[Any]]]
     objective: str = "sft"
     has_target: bool = False
+    num_tasks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +103,14 @@ def few_shot(name: str, shots: int = 4) -> Iterator[list[Text]]:
     """Yield rows behind the same few solved ones."""
     solved = "".join(f"{row.prompt}{row.completion}\n\n" for row in texts(name)[:shots])
     return batched([Text(solved + row.prompt, row.completion) for row in texts(name)[shots:]], 8)
+
+
+def few_shot_in_turn(num_tasks: int) -> Iterator[list[Text]]:
+    """Yield batches of tasks that have one of three data sets each, for a step of all tasks after another."""
+    sources = [few_shot(name) for name in ("openbookqa", "sst2", "rte")]
+    while True:
+        for task in range(num_tasks):
+            yield next(sources[task % len(sources)])
 
 
 def options(*, are_listed: bool) -> Iterator[list[Text]]:
@@ -169,6 +179,7 @@ SET_UPS: tuple[SetUp, ...] = (
         for name in ("sst2", "openbookqa", "instruct")
     ),
     *(SetUp(f"4-shot: {name}", 8, partial(few_shot, name), has_target=True) for name in ("sst2", "openbookqa", "rte")),
+    SetUp("4-shot: eight tasks of these", 8, partial(few_shot_in_turn, 8), has_target=True, num_tasks=8),
     SetUp("options: stem only", 16, partial(options, are_listed=False)),
     SetUp("options: listed", 16, partial(options, are_listed=True)),
     *(SetUp(f"DPO: {name}", 4, partial(pairs, name), "dpo") for name in ("instruct", "humaneval", "pubmedqa", "qmsum")),

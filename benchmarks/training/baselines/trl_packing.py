@@ -1,0 +1,98 @@
+"""Contender `trl`: TRL's `SFTTrainer` with the rows of a step packed into one stream, one task after the other.
+
+`packing=True` computes the same way, but puts rows into packs whatever step they are of, so that its steps have other
+rows and losses; `padding_free=True` is its path with each step's own rows as the pack, and losses can be compared. On a
+CPU its attention is torch's over the whole stream, behind a mask that keeps rows apart: exact, and quadratic in the
+tokens of a step. All other settings are TRL's defaults, but that nothing is recomputed and precision is fp32, as for
+the other contenders.
+"""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from typing import Any
+
+import torch
+from peft import get_peft_model
+
+from benchmarks.training.baselines import ModelFactory
+from benchmarks.training.baselines.hf_trainer import StepClock
+from benchmarks.training.timing import Run, now_s
+from benchmarks.training.workloads import DEFAULT_DATA, TaskWorkload, Workload, gpt2_tokenizer
+
+
+def run_trl_packing(model_factory: ModelFactory, workload: Workload, record_losses: bool = False) -> Run:
+    """Train every task alone, one after the other.
+
+    Args:
+        model_factory: returns a fresh backbone.
+        workload: the tasks and their rows.
+        record_losses: whether to keep the loss of each step.
+    """
+    train_s = steps_s = 0.0
+    losses: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for task in workload.tasks:
+            clock = StepClock()
+            trainer = _trainer(task, workload, model_factory, folder)
+            trainer.add_callback(clock)
+            start_s = now_s()
+            trainer.train()
+            train_s += now_s() - start_s
+            steps_s += clock.steps_s
+            if trainer.state.global_step != workload.num_steps:
+                raise RuntimeError(f"{task.name}: {trainer.state.global_step} steps, not {workload.num_steps}")
+            if record_losses:
+                losses[task.name] = trainer.losses
+            del trainer
+            gc.collect()
+    return Run(train_s, workload.num_timed_tokens, steps_s, losses)
+
+
+def _trainer(task: TaskWorkload, workload: Workload, model_factory: ModelFactory, folder: str) -> Any:
+    from datasets import Dataset
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    class Recording(SFTTrainer):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.losses: list[float] = []
+
+        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+            result = super().compute_loss(*args, **kwargs)
+            loss = result[0] if isinstance(result, tuple) else result
+            self.losses.append(loss.item())
+            return result
+
+    backbone = model_factory()
+    torch.manual_seed(task.seed)
+    arguments = SFTConfig(
+        output_dir=folder,
+        per_device_train_batch_size=task.batch_size,
+        max_steps=workload.num_steps,
+        learning_rate=workload.learning_rate,
+        seed=task.seed,
+        padding_free=True,
+        max_length=None,
+        train_sampling_strategy="sequential",
+        gradient_checkpointing=False,
+        bf16=False,
+        logging_strategy="no",
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        dataloader_pin_memory=False,
+    )
+    # Rows are tokenised; the tokenizer only names the token that padding would have.
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=gpt2_tokenizer(DEFAULT_DATA), eos_token="<|endoftext|>", pad_token="<|endoftext|>"
+    )
+    return Recording(
+        model=get_peft_model(backbone, task.lora_config()),
+        args=arguments,
+        train_dataset=Dataset.from_list([dict(row) for row in task.rows]),
+        processing_class=tokenizer,
+    )
