@@ -13,6 +13,7 @@ import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.kernels.availability import reason_against_kernels
+from peft_mux.scheduler.bands import MEMORY, time_band
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.units import bytes_text, seconds_text
 from peft_mux.tasks.task_run import TaskRun
@@ -111,14 +112,17 @@ def _plan_words(plan: Plan) -> str:
     words = [f"{len(plan.htasks)} hTask{'' if len(plan.htasks) == 1 else 's'}"]
     words += [f"{passes} pass{'' if passes == 1 else 'es'} a step"]
     words += [f"{len(plan.waiting)} tasks wait"] if plan.waiting else []
-    words += [f"{seconds_text(plan.step_s)} a step, predicted ({plan.profile_source} profile)"] if plan.step_s else []
+    band = time_band(plan.profile_source).words
+    words += [f"{seconds_text(plan.step_s)} a step {band}, predicted ({plan.profile_source} profile)"] * bool(
+        plan.step_s
+    )
     return ", ".join(words)
 
 
 def _memory_words(plan: Plan) -> str:
     peak = max(plan.peak_bytes, default=plan.memory.peak_bytes)
     limit = "" if plan.limit_bytes is None else f" of {bytes_text(plan.limit_bytes)} that a device may use"
-    return f"{bytes_text(peak)} at its peak, predicted{limit}"
+    return f"{bytes_text(peak)} {MEMORY.words} at its peak, predicted{limit}"
 
 
 def _version(package: str) -> str:

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from peft_mux.scheduler.bands import MEMORY, time_band
 from peft_mux.scheduler.costs.latency_sums import PassParts
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.memory import MemoryEstimate
@@ -118,6 +119,12 @@ class Plan:
     def tokens_per_s(self) -> float | None:
         """Predicted throughput; `None` where nothing is predicted."""
         return self.tokens_per_step / self.step_s if self.step_s else None
+
+    @property
+    def forecast(self) -> dict[str, Any]:
+        """Seconds of a step and peak bytes of the fullest stage, each with its error band and what it is made from."""
+        time = time_band(self.profile_source).around(self.step_s) if self.step_s else None
+        return {"step_s": time, "peak_bytes": MEMORY.around(self.memory.peak_bytes)}
 
     @property
     def num_stages(self) -> int:
@@ -235,6 +242,7 @@ class Plan:
         """Return the plan as JSON."""
         data = asdict(self)
         data["template"] = None if self.template is None else self.template.to_dict()
+        data["forecast"] = self.forecast
         return json.dumps({"format_version": FORMAT_VERSION, **data}, indent=2)
 
     @classmethod
@@ -251,6 +259,7 @@ class Plan:
         version = data.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise ValueError(f"format_version: got {version!r}; allowed: {FORMAT_VERSION}.")
+        data.pop("forecast", None)  # follows from the rest
         template = data.pop("template")
         read = {
             "htasks": tuple(HTask(**{**item, "tasks": tuple(item["tasks"])}) for item in data.pop("htasks")),
@@ -345,7 +354,8 @@ def _times(plan: Plan) -> list[str]:
     source = {"measured": "profile measured on this device", "analytic": "analytic profile, not measured"}
     words = source.get(plan.profile_source, plan.profile_source)
     return [
-        f"time ({words})  {seconds_text(plan.step_s)} a step, {plan.tokens_per_s:,.0f} tokens/s;"
+        f"time ({words})  {seconds_text(plan.step_s)} a step {time_band(plan.profile_source).words},"
+        f" {plan.tokens_per_s:,.0f} tokens/s;"
         f" {policy_words(plan.policy)}"
     ]
 

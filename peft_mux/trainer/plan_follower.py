@@ -15,6 +15,7 @@ from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.engine.steps import StepSource
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.planning.deployment import report_deployment
+from peft_mux.planning.forecast import Forecast
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import LayerProfile, run_time_model
 from peft_mux.reporting.pass_report import PassReport
@@ -80,6 +81,7 @@ class PlanFollower:
         self._steps: StepSource | None = None
         self._clock: DispatchClock | None = None
         self._last_step: StepTime | None = None
+        self._forecast = Forecast()
         self.pass_report = PassReport()
         self.steps_s = 0.0
         self.followed = self._following = FollowedPlan()
@@ -374,6 +376,13 @@ class PlanFollower:
         last, self._last_step = self._last_step, None
         if last is None or last.plan is None:
             return
-        self.planner.correction.observe(last.plan, last.num_tokens, seconds)
+        correction = self.planner.correction
+        correction.observe(last.plan, last.num_tokens, seconds)
+        left = {run.name: run.num_steps - run.step for run in self._run.table.running}
+        found = self._forecast.held_against(last.plan, correction.time_ratio, left)
+        if found is not None:
+            self._run.log.say(found.line)
+            predicted = {"predicted_s": found.predicted_s, "corrected_s": found.corrected_s}
+            self._run.log.event("forecast", ratio=found.ratio, **predicted)
         if self._steps is not None and len(process_s) > 1:
             self._steps.shares.observe(process_s)

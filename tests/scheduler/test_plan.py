@@ -79,7 +79,11 @@ def test_a_printed_plan_shows_each_task_under_its_htask_and_every_note() -> None
     assert sums == ["sums", "2", "2", "40", "5", "50"]
     assert "  hTask 1: 2 passes a step of about 150 tokens (at most 256), 500 ms each" in lines
     assert "  late   waits: 0.10 GiB too much beside sql; runs when others end" in lines
-    assert any(line.startswith("time (analytic profile, not measured)  1.25 s a step, 272 tokens/s") for line in lines)
+    assert any(
+        line.startswith("time (analytic profile, not measured)  1.25 s a step (order of magnitude), 272")
+        for line in lines
+    )
+    assert any(line.startswith("memory (analytic estimate)  peak ") and "iB +-15 %: " in line for line in lines)
     assert lines[-1] == "note  sql: 3 of 40 rows are cut"
 
 

@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from peft_mux.scheduler.bands import MEMORY
 from peft_mux.scheduler.costs.frozen_parts import FrozenParts
 from peft_mux.scheduler.costs.kernel_buffers import loss_block_rows, weight_gradient_bytes
 from peft_mux.scheduler.costs.loads import TaskLoad
@@ -72,7 +73,7 @@ class MemoryEstimate:
         }
         unit, name_of_unit = (_GIB, "GiB") if self.peak_bytes >= _GIB else (2**20, "MiB")
         listed = ", ".join(f"{name} {size / unit:.2f}" for name, size in parts.items())
-        return f"memory (analytic estimate)  peak {self.peak_bytes / unit:.2f} {name_of_unit}: {listed}"
+        return f"memory (analytic estimate)  peak {self.peak_bytes / unit:.2f} {name_of_unit} {MEMORY.words}: {listed}"
 
 
 def activation_bytes_per_token(shape: ModelShape, *, checkpointing: bool, devices: int = 1) -> float:
