@@ -39,6 +39,7 @@ from peft_mux.modeling.attention import packed as attention
 from peft_mux.modeling.attention import varlen
 from peft_mux.modeling.attention.varlen import as_kernel
 from peft_mux.modeling.model import MultiTaskPeftModel
+from tests.kernels.interpreter import keep_patches
 
 VOCABULARY = 64
 TARGETS = {
@@ -584,6 +585,7 @@ CASES = [
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
+    keep_patches()
     # Only where a case listens may a pass run eagerly: it would be right, and prove nothing.
     warnings.filterwarnings("error", message="passes run eagerly")
     captured_inputs.TOKEN_STEP = 32  # the interpreter takes its time for every row
