@@ -23,8 +23,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.paths import ROOT, SHARED_DATA
 
-# Thousands of small runs flush every file that they write, which costs nothing in memory, and a third of their time
-# on a disk.
+# Thousands of small runs flush every file that they write; in memory that costs next to nothing.
 _IN_MEMORY = Path("/dev/shm")
 if _IN_MEMORY.is_dir() and shutil.disk_usage(_IN_MEMORY).free > 4 * 2**30:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_IN_MEMORY))

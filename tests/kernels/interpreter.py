@@ -9,7 +9,7 @@ from typing import Any
 def keep_patches() -> None:
     """Let Triton's language stay as its interpreter needs it, once patched: by itself it is for every launch anew.
 
-    A fourth of the time of small launches goes there. For processes that interpret whatever they launch.
+    A fifth of the time of small launches goes there. For processes that interpret whatever they launch.
     """
     from triton.runtime import interpreter
 
