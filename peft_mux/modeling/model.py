@@ -207,6 +207,15 @@ class MultiTaskPeftModel(PeftModel):
         """Return a task's own parameters, by their PEFT names without the adapter id."""
         return self.registry.parameters_of(name)
 
+    def print_trainable_parameters(self) -> None:
+        """Print PEFT's line for each task: its own parameters, those with the backbone, and their share."""
+        counts = {name: sum(own.numel() for own in self.task_parameters(name).values()) for name in self.tasks}
+        frozen = self.backbone.num_parameters() - sum(counts.values())
+        for name, count in counts.items():
+            total = max(frozen + count, 1)
+            share = f"trainable%: {100 * count / total:.4f}"
+            print(f"{name}: trainable params: {count:,d} || all params: {total:,d} || {share}")  # noqa: T201
+
     def task_slab(self, name: str) -> TaskSlab:
         """Return the flat buffers that a task's parameters are views of."""
         return self.registry.slab_of(name)

@@ -786,3 +786,15 @@ def test_another_number_of_classes_is_refused_where_the_head_is_no_single_layer(
     )
     with pytest.raises(ConfigError, match=r"num_labels: got 5 for the RobertaClassificationHead .* allowed: 3"):
         MultiTaskPeftModel(base, {"a": lora(2, ["query"], task_type="SEQ_CLS")}, num_labels={"a": 5})
+
+
+def test_trainable_parameters_are_printed_as_peft_prints_them_of_each_task_alone(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configs = {name: LoraConfig(r=rank, target_modules=["q_proj"]) for name, rank in (("a", 2), ("b", 8))}
+    said = {}
+    for name, config in configs.items():
+        get_peft_model(copy.deepcopy(_backbone("llama")), config).print_trainable_parameters()
+        said[name] = capsys.readouterr().out
+    MultiTaskPeftModel(copy.deepcopy(_backbone("llama")), configs).print_trainable_parameters()
+    assert capsys.readouterr().out == "".join(f"{name}: {line}" for name, line in said.items())
