@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import xml.etree.ElementTree as ElementTree
 from html import unescape
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
+from peft_mux.errors import ConfigError
 from peft_mux.trainer.files import run_files
 from tests.invariants.mux_lab import small_task, tiny_llama
 
@@ -99,3 +101,15 @@ def test_a_page_that_cannot_be_written_costs_a_line(
     trainer = trained(tmp_path / "run")
     assert set(trainer.task_statuses.values()) == {"succeeded"}
     assert "report.html: could not be written" in capsys.readouterr().out
+
+
+def test_without_matplotlib_a_run_leaves_its_page_and_says_how_to_get_pictures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    trainer = trained(tmp_path / "run")
+    assert set(trainer.task_statuses.values()) == {"succeeded"}
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert not list((tmp_path / "run").rglob("*.png"))
+    with pytest.raises(ConfigError, match=r"got no matplotlib; allowed: pip install 'peft-mux\[plots\]'"):
+        trainer.plot_losses()
