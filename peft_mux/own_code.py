@@ -7,9 +7,12 @@ other tasks waiting, and tells a listener; `reporting.delays` is the one that li
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
 
 from peft_mux.errors import ForcedInterrupt, PeftMuxError
 
@@ -17,6 +20,7 @@ Listener = Callable[[str, str, float], None]
 """Told the name of a task, what of its own has run, and for how many seconds the others waited for it."""
 
 _MAX_CHARACTERS = 2000
+_PACKAGE = f"{Path(__file__).resolve().parent}{os.sep}"
 
 
 class OwnCodeError(PeftMuxError):
@@ -48,6 +52,18 @@ def own_code(task: str, what: str, listener: Listener = nobody) -> Iterator[None
         raise OwnCodeError(describe_error(error)) from error
     finally:
         listener(task, what, time.perf_counter() - started)
+
+
+def own_frames(error: BaseException) -> TracebackType | None:
+    """Return where an error came from, from the task's own code on: the guard around it tells its owner nothing."""
+    found = error.__traceback__
+    while found is not None and found.tb_next is not None and _is_around(found.tb_frame.f_code.co_filename):
+        found = found.tb_next
+    return found
+
+
+def _is_around(file: str) -> bool:
+    return file.startswith(_PACKAGE) or file.endswith(("trainer_callback.py", "contextlib.py"))
 
 
 def describe_error(error: BaseException) -> str:

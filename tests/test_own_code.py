@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
+from transformers import TrainerCallback, TrainerControl
+from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.errors import ForcedInterrupt
-from peft_mux.own_code import OwnCodeError, describe_error, own_code
+from peft_mux.own_code import OwnCodeError, describe_error, own_code, own_frames
 
 
 class Hostile(Exception):
@@ -60,3 +64,18 @@ def test_the_listener_is_told_how_long_it_took_whether_it_failed_or_not(fails: b
     ((task, what, seconds),) = told
     assert (task, what) == ("own", "callback")
     assert seconds >= 0
+
+
+def test_a_traceback_begins_in_the_own_code_and_not_in_what_called_it() -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise ValueError("gone")
+
+    callback = type("Own", (TrainerCallback,), {"on_step_end": fails})()
+    handler = CallbackHandler([callback], None, None, None, None)
+    with pytest.raises(OwnCodeError) as caught, own_code("own", "callback"):
+        handler.call_event("on_step_end", None, None, TrainerControl())  # type: ignore[arg-type]
+    error = caught.value.__cause__
+    assert error is not None
+    frames = traceback.extract_tb(own_frames(error))
+    assert frames[-1].name == "fails"
+    assert all(frame.filename == __file__ for frame in (frames[0], frames[-1]))

@@ -18,7 +18,7 @@ from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, T
 from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.own_code import Listener, OwnCodeError, nobody, own_code
+from peft_mux.own_code import Listener, OwnCodeError, nobody, own_code, own_frames
 from peft_mux.reporting.trackers import NamedLogs, keys_as_they_are, trackers_of
 from peft_mux.tasks.task_run import TaskRun
 
@@ -169,8 +169,9 @@ class TaskCallbacks:
                 self._show_state()
                 self._take(self.handler.call_event(event, self.args, self._state, self._handed, **kwargs))
         except OwnCodeError as error:
-            # What it raised itself: the guard around it is nothing to the owner.
-            _logger.warning('a callback of task "%s" failed in %s', self.run.name, event, exc_info=error.__cause__)
+            raised = error.__cause__ or error
+            found = (type(raised), raised, own_frames(raised))
+            _logger.warning('a callback of task "%s" failed in %s', self.run.name, event, exc_info=found)
             if not self.run.status.is_final:
                 self.run.quarantine(f"a callback failed in {event}: {error}")
         return self.control
