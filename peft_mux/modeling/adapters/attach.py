@@ -13,6 +13,7 @@ from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.adapters.own.biases import MultiplexedBias, forget_biases, own_biases
 from peft_mux.modeling.adapters.own.copies import MultiplexedCopies
 from peft_mux.modeling.adapters.own.token_rows import MultiplexedTokenRows
+from peft_mux.modeling.backbone.modules import modules_around_adapters
 from peft_mux.modeling.stream import Stream
 
 
@@ -24,7 +25,8 @@ def attach(model: nn.Module, stream: Stream) -> None:
         stream: what the layers will ask which rows are whose.
     """
     drawing = ""  # how names begin within the layer met last that draws its dropout by itself
-    for name, module in model.named_modules():
+    # Of adapters only those of layers that do not, as there are several modules a layer and task.
+    for name, module in [*modules_around_adapters(model, passed_over=_draws_itself)]:
         kind = kind_of_layer(module)
         is_inside = bool(drawing) and name.startswith(drawing)
         if kind is not None and kind.draws_itself and not is_inside:
@@ -50,6 +52,11 @@ def attach(model: nn.Module, stream: Stream) -> None:
             module.forward = MultiplexedDropout(module, name, stream)
     for kind in KINDS.values():
         kind.arrange(model, stream)
+
+
+def _draws_itself(layer: nn.Module) -> bool:
+    kind = kind_of_layer(layer)
+    return kind is not None and kind.draws_itself
 
 
 def _adds_own_biases(model: nn.Module, name: str) -> bool:

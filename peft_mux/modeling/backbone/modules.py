@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -80,11 +80,10 @@ _BASE_LAYERS = re.compile(r"(\.token_adapter)?(\.base_layer)+$")
 def adaptable_modules(backbone: nn.Module) -> dict[str, nn.Module]:
     """Return the linear and embedding modules of a backbone by name, seen through injected tuner layers."""
     modules: dict[str, nn.Module] = {}
-    of_adapters = {id(module) for module in _modules_of_adapters(backbone)}
-    for name, module in backbone.named_modules():
+    for name, module in modules_below_adapters(backbone):
         if not name.startswith(HEAD_NAMES):
             name = name.removesuffix(".original_module")  # of which tasks train copies
-        if id(module) in of_adapters or ".modules_to_save." in name or ".original_module" in name:
+        if ".modules_to_save." in name or ".original_module" in name:
             continue
         if isinstance(module, (nn.Linear, Conv1D, *_EMBEDDINGS)):
             modules[_BASE_LAYERS.sub("", name)] = module
@@ -97,12 +96,14 @@ def frozen_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]
     Yields:
         its name, as if no tuner layer lay around its module, and the parameter.
     """
-    tuned = [module for module in backbone.modules() if isinstance(module, BaseTunerLayer)]
-    modules: list[Any] = [*tuned, *_modules_of_adapters(backbone)]
-    of_adapters = {id(parameter) for module in modules for parameter in module.parameters(recurse=False)}
-    for name, parameter in backbone.named_parameters():
-        if id(parameter) not in of_adapters and not _OF_TASKS.search(name):
-            yield _plain_name(name), parameter
+    seen: set[int] = set()
+    for name, module in modules_below_adapters(backbone):
+        is_tuned = isinstance(module, BaseTunerLayer)
+        for own, parameter in () if is_tuned else module.named_parameters(name, recurse=False):
+            # Tied weights have the name under which they are met first.
+            if id(parameter) not in seen and not _OF_TASKS.search(own):
+                seen.add(id(parameter))
+                yield _plain_name(own), parameter
 
 
 def _plain_name(name: str) -> str:
@@ -123,7 +124,7 @@ def is_inside_wrapper(name: str) -> bool:
 
 
 def modules_around_adapters(
-    model: nn.Module, prefix: str = "", seen: set[nn.Module] | None = None
+    model: nn.Module, passed_over: Callable[[nn.Module], bool] = lambda layer: True
 ) -> Iterator[tuple[str, nn.Module]]:
     """Yield each module once by name, as `named_modules` does, but for those of the adapters in tuner layers.
 
@@ -131,30 +132,37 @@ def modules_around_adapters(
 
     Args:
         model: a model with adapters.
-        prefix: what its own name is.
-        seen: modules that were yielded already; kept up to date.
+        passed_over: of which tuner layers adapters are left out; of all by default.
     """
-    seen = set() if seen is None else seen
-    if model in seen:
-        return
-    seen.add(model)
-    yield prefix, model
-    is_tuned = isinstance(model, BaseTunerLayer)
-    for name, child in model.named_children():
-        if not (is_tuned and isinstance(child, nn.ModuleDict | nn.ParameterDict)):
-            yield from modules_around_adapters(child, f"{prefix}.{name}" if prefix else name, seen)
+    return _walk(
+        model, lambda layer, _, child: passed_over(layer) and isinstance(child, nn.ModuleDict | nn.ParameterDict)
+    )
+
+
+def modules_below_adapters(backbone: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module once by name, but for what PEFT keeps in tuner layers beside the layers that they wrap."""
+    return _walk(backbone, lambda _, key, child: key != "base_layer")
+
+
+def _walk(
+    model: nn.Module, is_left_out: Callable[[nn.Module, str, nn.Module], bool]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield each module once by name, as `named_modules` does, but for some children of tuner layers."""
+    seen: set[nn.Module] = set()
+    waiting: list[tuple[str, nn.Module]] = [("", model)]
+    while waiting:
+        name, module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        yield name, module
+        is_tuned, prefix = isinstance(module, BaseTunerLayer), f"{name}." if name else ""
+        for key, child in reversed([*module.named_children()]):
+            if not (is_tuned and is_left_out(module, key, child)):
+                waiting.append((f"{prefix}{key}", child))
 
 
 def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put a module in the place of the one of a name."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
-
-
-def _modules_of_adapters(backbone: nn.Module) -> Iterator[nn.Module]:
-    """Yield what PEFT keeps in tuner layers beside the layers that they wrap."""
-    for layer in backbone.modules():
-        if isinstance(layer, BaseTunerLayer):
-            for name, child in layer.named_children():
-                if name != "base_layer":
-                    yield from child.modules()

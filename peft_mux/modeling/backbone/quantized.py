@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from peft_mux.errors import ConfigError, Fault, UnsupportedModelError, closest, raise_faults
-from peft_mux.modeling.backbone.modules import HEAD_NAMES
+from peft_mux.modeling.backbone.modules import HEAD_NAMES, modules_below_adapters
 
 _METHOD = "bitsandbytes"
 _NESTED_BLOCK = 256
@@ -45,7 +45,7 @@ def bits_of(module: nn.Module) -> int | None:
 
 def quantized_layers(backbone: nn.Module) -> Iterator[tuple[str, Any, int]]:
     """Yield name, layer and bits of every layer that bitsandbytes holds, adapters injected or not."""
-    for name, module in backbone.named_modules():
+    for name, module in modules_below_adapters(backbone):
         bits = bits_of(module)
         if bits is not None:
             yield f"{name}.".replace(".base_layer.", ".").removesuffix("."), module, bits
