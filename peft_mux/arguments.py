@@ -75,6 +75,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
             backward and loss. "auto", the default, does so wherever it is exact and spares enough; True also says why
             a task cannot: dropout of its adapter or of the backbone, tokens that see later ones, learnt prompts. Losses
             and gradients stay as promised.
+        last_layer_at_targets: compute the last layer's queries, output projection and MLP for those rows alone that a
+            loss reads. "auto", the default, does so wherever it was proven on the model and at most three quarters of a
+            pass are read; True also says why it cannot be; False never. Losses and gradients stay as promised.
         planner: how tasks are put together: "mux" by predicted cost, or a baseline: "together" all in one batch,
             "interleaved" every task by itself in each step, "sequential" one task after another.
         memory_limit_gib: memory of a device that a plan may fill; by default 95 % of a GPU, and no limit on a CPU.
@@ -134,6 +137,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
     split_long_sequences: bool = field(default=False, metadata={"help": "Cut rows longer than a pass into chunks."})
     share_prefixes: bool | str = field(
         default="auto", metadata={"help": "Compute what rows begin with alike once: True, False, auto."}
+    )
+    last_layer_at_targets: bool | str = field(
+        default="auto", metadata={"help": "Compute the last layer where it is read alone: True, False, auto."}
     )
     planner: str = field(default="mux", metadata={"help": "mux, together, interleaved or sequential."})
     memory_limit_gib: float | None = field(default=None, metadata={"help": "Memory of a device that a plan may fill."})
@@ -330,7 +336,7 @@ def _is_flag_or_auto(value: object) -> bool:
 def _auto_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     faults = [
         Fault(f"args.{name}", shown(getattr(args, name)), 'True, False or "auto"')
-        for name in ("share_prefixes", "cuda_graphs")
+        for name in ("share_prefixes", "last_layer_at_targets", "cuda_graphs")
         if not _is_flag_or_auto(getattr(args, name))
     ]
     if args.cuda_graphs is True and (args.use_cpu is True or not torch.cuda.is_available()):

@@ -14,9 +14,9 @@ from peft_mux.modeling.attention.varlen import varlen_kernel
 
 _ARGUMENTS = (
     "bf16 planner max_tokens_per_micro_batch chunk_size min_chunk_size pad_to_chunks split_long_sequences "
-    "share_prefixes memory_limit_gib cost_profile num_micro_batches tensor_parallel_size pipeline_parallel_size "
-    "replicas dispatch interleaved_passes pipeline_schedule shard_backbone measured_times cuda_graphs full_determinism "
-    "world_size"
+    "share_prefixes last_layer_at_targets memory_limit_gib cost_profile num_micro_batches tensor_parallel_size "
+    "pipeline_parallel_size replicas dispatch interleaved_passes pipeline_schedule shard_backbone measured_times "
+    "cuda_graphs full_determinism world_size"
 ).split()
 _PACKAGES = ("torch", "transformers", "peft")
 

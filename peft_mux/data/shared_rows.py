@@ -44,6 +44,8 @@ class SharedRows:
         task_offsets: where each task's computed rows begin, `N + 1` numbers.
         may_share: for each of the N tasks whether its sequences may share tokens.
         min_tokens: least tokens that are shared.
+        target_rows: int64, the computed rows that predict something, ascending.
+        target_offsets: where each task's begin among those, `N + 1` numbers.
         pairs: the targets, each pair of a computed row and a label once; `None` where no two are the same, or where
             some of the targets were left out.
     """
@@ -54,6 +56,8 @@ class SharedRows:
     task_offsets: tuple[int, ...]
     may_share: tuple[bool, ...]
     min_tokens: int
+    target_rows: torch.Tensor
+    target_offsets: tuple[int, ...]
     pairs: TargetPairs | None = None
 
     @property
@@ -68,7 +72,8 @@ class SharedRows:
     def to(self, move: Callable[[torch.Tensor], torch.Tensor]) -> SharedRows:
         """Return it with its tensors moved; `move` moves one."""
         pairs = self.pairs and TargetPairs(move(self.pairs.first), move(self.pairs.of_target), self.pairs.offsets)
-        return replace(self, computed=move(self.computed), row_of_token=move(self.row_of_token), pairs=pairs)
+        moved = {name: move(getattr(self, name)) for name in ("computed", "row_of_token", "target_rows")}
+        return replace(self, **moved, pairs=pairs)
 
 
 class StreamTokens(NamedTuple):
@@ -119,11 +124,14 @@ def shared_rows(
     tree = build_prefix_tree(sequences, groups, min_tokens=min_tokens)
     if tree is None:
         return None
+    task_offsets, target_rows = tree.row_offsets(tokens.task_offsets), np.unique(tree.row_of_token[tokens.target_rows])
     return SharedRows(
         tree=tree,
         computed=torch.from_numpy(tree.computed),
         row_of_token=torch.from_numpy(tree.row_of_token),
-        task_offsets=tree.row_offsets(tokens.task_offsets),
+        task_offsets=task_offsets,
+        target_rows=torch.from_numpy(target_rows),
+        target_offsets=tuple(np.searchsorted(target_rows, task_offsets).tolist()),
         may_share=tuple(may_share),
         min_tokens=min_tokens,
         pairs=_pairs(tokens, tree),

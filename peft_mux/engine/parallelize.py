@@ -135,6 +135,7 @@ def parallelize(
     model.to(args.device)  # only now, so that no device ever holds what it does not keep
     if is_whole:
         _verify_where_it_trains(model, args)
+    _prepare_last_layer(model, stage, args)
     _checkpoint_activations(model, args)
     model.train()
     sharded = _shard_frozen_weights(model, stage, args, layout, processes)
@@ -309,6 +310,20 @@ def _verify_where_it_trains(model: MultiTaskPeftModel, args: MultiTaskTrainingAr
     is_autocast = args.bf16 and args.device.type == "cuda"
     with torch.autocast(args.device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
         model.verify_once()
+
+
+def _prepare_last_layer(model: MultiTaskPeftModel, stage: StageModel | None, args: MultiTaskTrainingArguments) -> None:
+    """Let the last layer compute the rows alone that are read, as the arguments say; tell why where it does not."""
+    last_layer = model.last_layer
+    last_layer.is_wanted = args.last_layer_at_targets is not False
+    if not last_layer.is_wanted or (stage is not None and not stage.has_head):
+        return
+    if stage is not None and model.tp_size == 1:
+        stage.prove_last_layer()
+    reason = last_layer.reason_on(model)
+    # Of tensor parallelism it is known beforehand (docs/prefixes.md).
+    if reason is not None and (args.last_layer_at_targets is True or model.tp_size == 1):
+        warnings.warn(f"the last layer computes all rows, also those that no loss reads, as {reason}.", stacklevel=2)
 
 
 def _checkpoint_activations(model: MultiTaskPeftModel, args: MultiTaskTrainingArguments) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 from peft_mux.data.batch import MuxBatch
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.prompt_pass import PromptPass
+from peft_mux.modeling.attention.read_rows import ReadRows
 from peft_mux.modeling.neftune import EmbeddingNoise
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.modeling.slabs import TaskSlab
@@ -123,7 +124,9 @@ class MultiplexedModel(Protocol):
         """Return what learnt prompts bring into a pass; `None` where no task of it has one."""
         ...
 
-    def hidden_states(self, batch: MuxBatch, attention: AttentionStream | None = None) -> torch.Tensor:
+    def hidden_states(
+        self, batch: MuxBatch, attention: AttentionStream | None = None, *, read: ReadRows | None = None
+    ) -> torch.Tensor:
         """Return the `[T, D]` last hidden states of a batch that is multiplexed."""
         ...
 

@@ -27,10 +27,13 @@ from peft_mux.modeling.arrivals import Arrivals
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.packed import register_attention
 from peft_mux.modeling.attention.prompt_pass import PromptPass
+from peft_mux.modeling.attention.read_rows import ReadRows
 from peft_mux.modeling.backbone.checks import check_backbone
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
+from peft_mux.modeling.backbone.layer_list import last_layer_alone
 from peft_mux.modeling.backbone.probe import ComputingPath, check_packing, path_of
 from peft_mux.modeling.backbone.quantized import prepare_quantized
+from peft_mux.modeling.last_layer.last_layer import LastLayer
 from peft_mux.modeling.multiplexed_pass import MuxOutput
 from peft_mux.modeling.neftune import EmbeddingNoise
 from peft_mux.modeling.objectives.head import HeadPass
@@ -66,6 +69,7 @@ class MultiTaskPeftModel(PeftModel):
     Attributes:
         registry: the tasks that the model holds, their parameters, and where these lie.
         stream: what the attached layers read of the micro-batch in flight.
+        last_layer: whether the last layer computes the rows alone whose outputs are read.
         objectives: which loss each task is trained towards, and the head that they all read.
         noise: which tasks have noise on their embeddings in training.
         module_names: name of each module within the backbone.
@@ -111,6 +115,7 @@ class MultiTaskPeftModel(PeftModel):
         self._prompts = Prompts()
         self._proofs: set[ComputingPath] = set()
         self._is_probed = verify is not False
+        self.last_layer = LastLayer()
         # PEFT makes its tuner with a first adapter; all further ones are added to it.
         first, *others = peft_configs
         seeds, num_labels = seeds or {}, num_labels or {}
@@ -357,6 +362,7 @@ class MultiTaskPeftModel(PeftModel):
         # The probe's rows are of one task, and modules of the others are many.
         with injection.only_adapter(self.backbone, self.adapter_of(self.tasks[0])):
             check_packing(self)
+            self.last_layer.prove(self, self._states_of_probe)
         self.train(self.training)
         self._proofs.add(path_of(self))
 
@@ -391,7 +397,8 @@ class MultiTaskPeftModel(PeftModel):
             return self._plain_forward(*args, **kwargs)
         self.prepare(mux_batch.task_names)
         with self.multiplexing(mux_batch):
-            losses = self.losses_of(self.hidden_states(mux_batch), mux_batch)
+            hidden_TD = self.hidden_states(mux_batch, read=self.last_layer.rows(self, mux_batch))
+            losses = self.losses_of(hidden_TD, mux_batch)
             return MuxOutput(losses.losses_N, mux_batch.task_names, losses.statistics)
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -432,7 +439,8 @@ class MultiTaskPeftModel(PeftModel):
             attention: what attention reads of the same batch; made by default.
         """
         with self.multiplexing(mux_batch, passes):
-            return self.terms_of(self.hidden_states(mux_batch, attention), mux_batch)
+            read = None if attention is not None else self.last_layer.rows(self, mux_batch)
+            return self.terms_of(self.hidden_states(mux_batch, attention, read=read), mux_batch)
 
     def terms_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> torch.Tensor:
         """Return the negative log-likelihoods `[M]` from the last hidden states, while the stream is read."""
@@ -460,7 +468,8 @@ class MultiTaskPeftModel(PeftModel):
             raise ConfigError("token_logprobs: got a classifier; allowed: a causal language model.")
         self.prepare(mux_batch.task_names)
         with self.multiplexing(mux_batch):
-            found = self.objectives.head.outputs(self.hidden_states(mux_batch), mux_batch, self._head_pass())
+            hidden_TD = self.hidden_states(mux_batch, read=self.last_layer.rows(self, mux_batch))
+            found = self.objectives.head.outputs(hidden_TD, mux_batch, self._head_pass())
         return {outputs.task: outputs for outputs in found if isinstance(outputs, TokenOutputs)}
 
     @torch.no_grad()
@@ -481,9 +490,21 @@ class MultiTaskPeftModel(PeftModel):
         """Let the attached layers and attention read `batch` in the `with` block; see `multiplexed_pass`."""
         return multiplexed_pass.multiplexing(self, batch, passes)
 
-    def hidden_states(self, batch: MuxBatch, attention: AttentionStream | None = None) -> torch.Tensor:
-        """Return the `[T, D]` last hidden states of a batch that is multiplexed; `attention` is made by default."""
-        return multiplexed_pass.hidden_states(self, self.objectives.head, batch, attention)
+    def hidden_states(
+        self, batch: MuxBatch, attention: AttentionStream | None = None, *, read: ReadRows | None = None
+    ) -> torch.Tensor:
+        """Return the `[T, D]` last hidden states of a batch that is multiplexed, or `[U, D]` where tokens are shared.
+
+        Args:
+            batch: the micro-batch, on the model's device.
+            attention: what attention reads of it; made by default.
+            read: the rows that will be read (`last_layer`); what others hold has no meaning then. By default all.
+        """
+        return multiplexed_pass.hidden_states(self, self.objectives.head, batch, attention, read=read)
+
+    def _states_of_probe(self, batch: MuxBatch, read: ReadRows | None) -> torch.Tensor:
+        with last_layer_alone(self.backbone), self.multiplexing(batch):
+            return self.hidden_states(batch, read=read)
 
     # --------------------------------------------------------------- prompts
 

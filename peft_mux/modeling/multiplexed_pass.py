@@ -16,6 +16,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.packed import ATTENTION_NAME
+from peft_mux.modeling.attention.read_rows import ReadRows
 from peft_mux.modeling.attention.rows import KeyValueRows
 from peft_mux.modeling.backbone.checks import position_offset
 from peft_mux.modeling.backbone.modules import without_head
@@ -88,6 +89,7 @@ def hidden_states(
     batch: MuxBatch,
     attention: AttentionStream | None,
     rows: KeyValueRows | None = None,
+    read: ReadRows | None = None,
 ) -> torch.Tensor:
     """Return the `[T, D]` last hidden states of a batch that is multiplexed, `[U, D]` where tokens are shared.
 
@@ -97,6 +99,8 @@ def hidden_states(
         batch: the micro-batch, on the model's device.
         attention: the layouts of its sequences; made where `None`.
         rows: keys and values of rows that are being completed, of which the batch is prompts or newest tokens.
+        read: the rows that will be read, where the last layer need compute no others; `None` for all. Nothing is read
+            where `attention` is given.
     """
     # Given and not left to the model, which would count on through the whole stream.
     position_ids = batch.computed(batch.position_ids) + position_offset(model.backbone)
@@ -112,11 +116,12 @@ def hidden_states(
             words_1TD = model.backbone.get_input_embeddings()(arguments.pop("input_ids"))
             # Tasks with virtual tokens share none, so each of them has a row of its own.
             arguments["inputs_embeds"] = prompts.embedded(words_1TD, batch.rows_of(prompts.rows))
-    arguments["mux_stream"] = attention or AttentionStream(model.stream, batch, model.module_names, prefixes, rows)
+    attention = attention or AttentionStream(model.stream, batch, model.module_names, prefixes, rows, read)
+    arguments["mux_stream"] = attention
     if batch.token_type_ids is not None:
         arguments["token_type_ids"] = batch.computed(batch.token_type_ids)
     # A decoder would fill a cache of keys and values that nothing reads; encoders do not know the argument.
-    if hasattr(model.backbone.config, "use_cache"):
+    if hasattr(model.backbone.config.get_text_config(), "use_cache"):
         arguments["use_cache"] = False
     model.stream.begin_at_the_bottom()
     with head.bypassed(model.backbone):

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import nn
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.kernels import philox
@@ -106,6 +108,7 @@ class Stream:
         has_adapters: whether rows are bound to the adapters of their tasks; if not, to none (`without_adapters`).
         unmet: adapters that the pass in flight has not come to yet: nothing below needs the gradients of their rows.
             Empty where that is not known, as in a stage, which does not see the layers below it.
+        left_out: layers whose outputs nobody reads now; siblings that are computed with them go on without.
 
     Args:
         makers: what makes the passes of a kind of adapters, by the kind's name; none by default.
@@ -125,6 +128,7 @@ class Stream:
         self.key_values = KeyValueStore()
         self.has_adapters = True
         self.unmet: frozenset[str] = frozenset()
+        self.left_out: frozenset[nn.Module] = frozenset()
 
     def begin_at_the_bottom(self) -> None:
         """Let the pass in flight stop the gradients of each task's rows at its lowest adapter; before any layer of it.
@@ -214,6 +218,34 @@ class Stream:
             yield self
 
     @contextmanager
+    def read_rows(self, rows: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[None]:
+        """Let layers see some of the rows that they see now, sorted by task: those whose outputs are read.
+
+        Args:
+            rows: int64 `[R]`, their numbers.
+            offsets: where each of the batch's tasks begins among them, `N + 1` numbers.
+        """
+        assert self.batch is not None, "rows can only be read inside reading()"
+        segments, owners = [], iter(self.segments)
+        for (first, last), (start, end) in zip(pairwise(self.batch.computed_offsets), pairwise(offsets), strict=True):
+            owner = next(owners) if last > first else None
+            if owner is not None and end > start:
+                segments.append(owner._replace(start=start, end=end))
+        places = self.places.index_select(0, rows)
+        passes = self.begin_passes(tuple(segments), places)
+        with self._seeing(tuple(segments), places, offsets[-1], passes):
+            yield
+
+    @contextmanager
+    def leaving_out(self, modules: frozenset[nn.Module]) -> Iterator[None]:
+        """Let layers be left out where others are computed with them, in the `with` block."""
+        self.left_out = modules
+        try:
+            yield
+        finally:
+            self.left_out = frozenset()
+
+    @contextmanager
     def only(self, segment: RowSegment) -> Iterator[Stream]:
         """Let modules see the rows of one task alone, out of those that they see now.
 
@@ -226,10 +258,16 @@ class Stream:
             yield self
 
     @contextmanager
-    def _seeing(self, segments: tuple[RowSegment, ...], places: torch.Tensor, num_rows: int) -> Iterator[None]:
-        # No passes in here: their tables are of all tokens, so that layers fall back to slices.
+    def _seeing(
+        self,
+        segments: tuple[RowSegment, ...],
+        places: torch.Tensor,
+        num_rows: int,
+        # Tables of the passes in flight are of all tokens; without others of these rows, layers fall back to slices.
+        passes: Passes = _NO_PASSES,
+    ) -> Iterator[None]:
         before = self.segments, self.places, self.num_rows, self.passes
-        self.segments, self.places, self.num_rows, self.passes = segments, places, num_rows, _NO_PASSES
+        self.segments, self.places, self.num_rows, self.passes = segments, places, num_rows, passes
         try:
             yield
         finally:

@@ -295,7 +295,9 @@ def judge(
     model = get_peft_model(tiny_llama(), copy.deepcopy(task.peft_config))
     model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=hyper.learning_rate, weight_decay=hyper.weight_decay)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=hyper.learning_rate, eps=hyper.adam_epsilon, weight_decay=hyper.weight_decay
+    )
     schedule = get_scheduler(hyper.lr_scheduler_type, optimizer, int(hyper.warmup_steps), run.num_steps)
     losses = []
     for step in range(run.num_steps):
@@ -312,11 +314,10 @@ def judge(
 
 
 def _sequence_losses(model: Any, batch: Any) -> Iterator[torch.Tensor]:
-    num_targets = sum(len(sequence.input_ids) - 1 for sequence in batch.sequences)
     for sequence in batch.sequences:
-        ids = torch.tensor(sequence.input_ids)
+        ids, labels = torch.tensor(sequence.input_ids), torch.tensor(sequence.labels)
         logits = model(input_ids=ids[None]).logits[0]
-        yield F.cross_entropy(logits[:-1], ids[1:], reduction="sum") / num_targets
+        yield F.cross_entropy(logits[:-1], labels[1:], reduction="sum") / batch.num_targets
 
 
 def assert_as_judged(run: Run, verdicts: Mapping[str, Verdict]) -> None:

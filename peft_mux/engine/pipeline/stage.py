@@ -24,6 +24,7 @@ from torch import nn
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.pipeline.stage_layout import StageLayout
 from peft_mux.modeling.attention.attention_stream import AttentionStream
+from peft_mux.modeling.attention.read_rows import ReadRows
 from peft_mux.modeling.backbone.families import family_of
 from peft_mux.modeling.backbone.modules import HEAD_NAMES, put_module
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -129,8 +130,9 @@ class StageModel:
             )
         model = self.model
         with model.multiplexing(batch), self.only(virtual_stage):
-            output = self._hidden_states(batch, hidden_TD)
-            if virtual_stage != self.layout.last_virtual_stage:
+            is_last = virtual_stage == self.layout.last_virtual_stage
+            output = self._hidden_states(batch, hidden_TD, model.last_layer.rows(model, batch) if is_last else None)
+            if not is_last:
                 return StagePass(output, model.stream.passes)
             losses = self.model.losses_of(output, batch)
             return StagePass(losses.losses_N, model.stream.passes, losses.statistics)
@@ -144,7 +146,8 @@ class StageModel:
             hidden_TD: `[T, D]` output of the virtual stage before; `None` where there is none.
         """
         with self.model.multiplexing(batch), self.only(self.layout.last_virtual_stage):
-            return self.model.terms_of(self._hidden_states(batch, hidden_TD), batch)
+            read = self.model.last_layer.rows(self.model, batch)
+            return self.model.terms_of(self._hidden_states(batch, hidden_TD, read), batch)
 
     @torch.no_grad()
     def sequence_logits(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> list[torch.Tensor]:
@@ -159,9 +162,23 @@ class StageModel:
             output_TD = self._hidden_states(batch, hidden_TD)
             return model.logits_of(output_TD, batch)
 
-    def _hidden_states(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:
+    def prove_last_layer(self) -> None:
+        """Hold the last layer, where it lies here, against itself on some of its rows (`LastLayer`)."""
+        if self.has_head:
+            self.model.last_layer.prove(self.model, self._states_of_probe)
+
+    def _states_of_probe(self, batch: MuxBatch, read: ReadRows | None) -> torch.Tensor:
+        virtual_stage = self.layout.last_virtual_stage
+        given = torch.randn(batch.num_tokens, self.hidden_size, generator=torch.Generator().manual_seed(0))
+        hidden_TD = given.to(self.model.device, self.dtype) if virtual_stage > 0 else None
+        with self.model.multiplexing(batch), self.only(virtual_stage):
+            return self._hidden_states(batch, hidden_TD, read)
+
+    def _hidden_states(
+        self, batch: MuxBatch, hidden_TD: torch.Tensor | None, read: ReadRows | None = None
+    ) -> torch.Tensor:
         """Return the `[T, D]` hidden states that the modules in place now make of a micro-batch."""
-        attention = AttentionStream(self.model.stream, batch, self.model.module_names)
+        attention = AttentionStream(self.model.stream, batch, self.model.module_names, read=read)
         position_ids = batch.computed(batch.position_ids)
         arguments: dict[str, Any] = {"position_ids": position_ids, "mux_stream": attention, "use_cache": False}
         if hidden_TD is None:

@@ -5,6 +5,9 @@ Shape letters: T tokens, S sequences.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import numpy as np
 import torch
 from torch import nn
@@ -13,6 +16,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.modeling.attention.parts import PartsInFlight
 from peft_mux.modeling.attention.prefix_tree.layouts import TreeLayouts
 from peft_mux.modeling.attention.prefixes import Prefixes
+from peft_mux.modeling.attention.read_rows import LayerCalls, ReadRows
 from peft_mux.modeling.attention.rectangles import LENGTH_STEP, Layout, build_layout, copied_to
 from peft_mux.modeling.attention.rows import KeyValueRows
 from peft_mux.modeling.stream import Stream
@@ -31,6 +35,7 @@ class AttentionStream:
         module_names: dict[nn.Module, str],
         prefixes: Prefixes | None = None,
         rows: KeyValueRows | None = None,
+        read: ReadRows | None = None,
     ) -> None:
         """Bind a micro-batch.
 
@@ -40,8 +45,11 @@ class AttentionStream:
             module_names: name of every attention module, for dropout draws and messages.
             prefixes: learnt keys and values in front of some of the sequences.
             rows: keys and values of rows that are being completed, of which the batch is prompts or newest tokens.
+            read: the rows whose outputs of the last layer are read; `None` for all.
         """
         self.rows = rows
+        self.read = read
+        self.calls: LayerCalls | None = None
         self.stream = stream
         self.batch = batch
         self.module_names = module_names
@@ -62,6 +70,15 @@ class AttentionStream:
         if self._tree is None:
             self._tree = TreeLayouts(shared.tree, self.batch.input_ids.device)
         return self._tree
+
+    @contextmanager
+    def in_calls(self, calls: LayerCalls) -> Iterator[None]:
+        """Let attention in the `with` block be that of a layer which computes some of its rows alone."""
+        self.calls = calls
+        try:
+            yield
+        finally:
+            self.calls = None
 
     def layout(self, *, is_causal: bool) -> Layout:
         """Return the rectangles for causal or full attention."""

@@ -72,7 +72,8 @@ def packed_attention(
         **kwargs: what else the architecture passes; refused where it would change the result.
 
     Returns:
-        Outputs `[1, T, H, C']`, or `[1, U, H, C']`, and `None` in place of the attention weights.
+        Outputs `[1, T, H, C']`, or `[1, U, H, C']`, and `None` in place of the attention weights. Of a layer that
+        computes some of its rows alone, those of these rows.
 
     Raises:
         UnsupportedModelError: if the architecture asks for what packed attention does not do.
@@ -83,6 +84,8 @@ def packed_attention(
             "so its sequences cannot be told apart; allowed: architectures that pass **kwargs through to attention."
         )
     refuse_unknown(module, attention_mask, kwargs)
+    if mux_stream.calls is not None:
+        query, key, value = mux_stream.calls.of_all(module, query, key, value)
     tree = mux_stream.tree if dropout == 0.0 else None
     # Parts of long sequences, learnt prefixes and draws are of all tokens of the stream.
     shared = mux_stream.batch.shared if tree is None else None
@@ -109,7 +112,8 @@ def packed_attention(
     out = _through_kernels(module, (query, key, value), mux_stream, scores, dropout, tree)
     if parts is not None:
         parts.release_finished(mux_stream.module_names[module])
-    return out if shared is None else to_computed(out, shared), None
+    out = out if shared is None else to_computed(out, shared)
+    return out if mux_stream.calls is None else mux_stream.calls.of_read(out), None
 
 
 def _through_kernels(

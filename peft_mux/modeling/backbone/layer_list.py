@@ -7,7 +7,7 @@ their own numbers and flags, their parameters' shapes and their adapters are the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -95,9 +95,30 @@ def first_layers(backbone: Any, count: int) -> Iterator[None]:
     if found is None or not 0 < count < len(found.layers):
         yield
         return
-    config = backbone.config.get_text_config()
-    setattr(found.parent, found.name, nn.ModuleList(found.layers[:count]))
-    config.num_hidden_layers = count
+    with _with_layers(backbone, found, found.layers[:count]):
+        yield
+
+
+@contextmanager
+def last_layer_alone(backbone: Any) -> Iterator[None]:
+    """Let a backbone have its last layer only, for the time of the block; all where they are not in one list.
+
+    Args:
+        backbone: a transformers model, possibly with adapters.
+    """
+    found = find_layers(backbone)
+    if found is None:
+        yield
+        return
+    with _with_layers(backbone, found, found.layers[-1:]):
+        yield
+
+
+@contextmanager
+def _with_layers(backbone: Any, found: LayerList, layers: Iterable[nn.Module]) -> Iterator[None]:
+    config, kept = backbone.config.get_text_config(), nn.ModuleList(layers)
+    setattr(found.parent, found.name, kept)
+    config.num_hidden_layers = len(kept)
     try:
         yield
     finally:

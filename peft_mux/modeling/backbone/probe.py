@@ -66,7 +66,7 @@ def check_packing(model: MultiplexedModel) -> None:
     try:
         # What layers of one kind do to a packed stream, one of them shows.
         with first_layers(model.backbone, num_telling_layers(kinds)):
-            _check_first_layers(model, _probe_batch(model, next(iter(model.tasks))))
+            _check_first_layers(model, probe_batch(model, next(iter(model.tasks))))
     finally:
         model.train(was_training)
 
@@ -82,7 +82,8 @@ def _check_first_layers(model: MultiplexedModel, batch: Any) -> None:
     _check_random_numbers(model, batch)
 
 
-def _probe_batch(model: MultiplexedModel, task: str) -> Any:
+def probe_batch(model: MultiplexedModel, task: str) -> Any:
+    """Return a few made-up sequences of a task as a micro-batch."""
     vocabulary = model.backbone.config.get_text_config().vocab_size
     rng = np.random.default_rng(0)
     sequences = []
@@ -108,7 +109,7 @@ def _separate_logits(model: MultiplexedModel, batch: Any) -> list[torch.Tensor]:
 
 
 def _compare(model: MultiplexedModel, packed: list[torch.Tensor], separate: list[torch.Tensor]) -> None:
-    tolerance = _tolerance(path_of(model))
+    tolerance = tolerance_of(path_of(model))
     for ours, theirs in zip(packed, separate, strict=True):
         scale = theirs.abs().max().clamp_min(1e-6)
         difference = ((ours.float() - theirs).abs().max() / scale).item()
@@ -119,7 +120,7 @@ def _compare(model: MultiplexedModel, packed: list[torch.Tensor], separate: list
             )
 
 
-def _tolerance(path: ComputingPath) -> float:
+def tolerance_of(path: ComputingPath) -> float:
     """Return by which share of their size logits may differ: packed tokens go through products of other shapes."""
     if path == ("cuda", torch.float32) and torch.backends.cuda.matmul.fp32_precision == "tf32":
         return _TF32_TOLERANCE

@@ -20,6 +20,7 @@ from torch import nn
 from peft_mux.data.batch import MuxBatch, TaskBatch
 from peft_mux.data.rows.labelled_rows import CLASS_LABELS
 from peft_mux.errors import ConfigError, UnsupportedModelError
+from peft_mux.modeling.attention.read_rows import ReadRows
 from peft_mux.modeling.attention.shared_rows import states_of
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
 from peft_mux.modeling.backbone.modules import HEAD_NAMES
@@ -40,6 +41,12 @@ class ClassificationHead:
     def bypassed(self, backbone: Any) -> AbstractContextManager[None]:
         """Keep the encoder from pooling; see `without_pooler`."""
         return without_pooler(backbone)
+
+    def read_rows(self, batch: MuxBatch, backbone: Any) -> ReadRows | None:
+        """Return the row of each sequence that is pooled; `None` where several sequences may have it in common."""
+        if batch.shared is not None:
+            return None
+        return ReadRows(_pooled_tokens(batch, backbone), batch.sequence_offsets)
 
     def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
         """Refuse: no loss of classifiers is captured."""
@@ -106,13 +113,18 @@ def without_pooler(backbone: Any) -> Iterator[None]:
 
 def pooled_states(hidden_TD: torch.Tensor, backbone: Any, batch: MuxBatch) -> torch.Tensor:
     """Return `[S, D]`: the first token of each sequence for encoders, the last for decoders, through the pooler."""
-    name, _ = head_module(backbone)
-    starts = batch.cu_seqlens[:-1].to(torch.int64)
-    rows = _last_tokens(batch, backbone.config.get_text_config().pad_token_id) if name == "score" else starts
-    pooled = states_of(hidden_TD, batch, rows)
+    pooled = states_of(hidden_TD, batch, _pooled_tokens(batch, backbone))
     pooler = getattr(backbone.base_model, "pooler", None)
     # Poolers take `[S, L, D]` and look at the first token of each; here that is the only one.
     return pooled if pooler is None else pooler(pooled.unsqueeze(1))
+
+
+def _pooled_tokens(batch: MuxBatch, backbone: Any) -> torch.Tensor:
+    """Return the token `[S]` of each sequence whose state is pooled."""
+    name, _ = head_module(backbone)
+    if name == "score":
+        return _last_tokens(batch, backbone.config.get_text_config().pad_token_id)
+    return batch.cu_seqlens[:-1].to(torch.int64)
 
 
 def _last_tokens(batch: MuxBatch, pad_token_id: int | None) -> torch.Tensor:

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
+from peft_mux.modeling.attention.read_rows import ReadRows
 from peft_mux.modeling.backbone.head_kinds import HeadKind, head_kind_of
 from peft_mux.modeling.objectives.outputs import TaskOutputs
 from peft_mux.modeling.stream import Stream
@@ -60,6 +61,10 @@ class OutputHead(Protocol):
 
     def bypassed(self, backbone: Any) -> AbstractContextManager[None]:
         """Keep the backbone's base model from computing a part of the head by itself, during the `with` block."""
+        ...
+
+    def read_rows(self, batch: MuxBatch, backbone: Any) -> ReadRows | None:
+        """Return the rows whose hidden states `outputs` and `terms` read; `None` where that is not known."""
         ...
 
     def outputs(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> Sequence[TaskOutputs]:

@@ -16,6 +16,7 @@ import torch
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
 from peft_mux.data.rows.virtual_tokens import virtual_tokens_of_sequences
+from peft_mux.modeling.attention.read_rows import ReadRows, rows_of_targets
 from peft_mux.modeling.attention.shared_rows import take_rows
 from peft_mux.modeling.backbone.head_kinds import LANGUAGE_MODEL
 from peft_mux.modeling.objectives.head import HeadPass, register_head
@@ -37,6 +38,10 @@ class LanguageHead:
     def bypassed(self, backbone: Any) -> AbstractContextManager[None]:
         """Do nothing: base models end before the head."""
         return nullcontext()
+
+    def read_rows(self, batch: MuxBatch, backbone: Any) -> ReadRows:
+        """Return the rows that have a target."""
+        return rows_of_targets(batch)
 
     def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
         """Return the negative log-likelihoods `[M]` of the targets of all tasks, whatever their losses."""

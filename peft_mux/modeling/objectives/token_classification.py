@@ -15,6 +15,7 @@ from torch import nn
 
 from peft_mux.data.batch import MuxBatch, TaskBatch
 from peft_mux.data.rows.tagged_rows import TAGGED_ROWS
+from peft_mux.modeling.attention.read_rows import ReadRows, rows_of_targets
 from peft_mux.modeling.attention.shared_rows import states_of
 from peft_mux.modeling.backbone.head_kinds import TOKEN_CLASSIFICATION
 from peft_mux.modeling.objectives.arguments import LossArgs
@@ -39,6 +40,10 @@ class TokenClassificationHead:
     def bypassed(self, backbone: Any) -> AbstractContextManager[None]:
         """Keep the encoder from pooling; see `without_pooler`."""
         return without_pooler(backbone)
+
+    def read_rows(self, batch: MuxBatch, backbone: Any) -> ReadRows:
+        """Return the rows that have a target."""
+        return rows_of_targets(batch)
 
     def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
         """Refuse: no loss of classifiers is captured."""

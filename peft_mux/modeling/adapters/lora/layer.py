@@ -212,6 +212,7 @@ class LinearGroup:
         self.are_apart = False
         self._x: torch.Tensor | None = None
         self._pass = -1
+        self._parts: dict[tuple[int, ...], LinearGroup] = {}
         self._ready: dict[int, torch.Tensor] = {}
 
     @property
@@ -246,6 +247,13 @@ class LinearGroup:
     def tables(self, *of_tasks: Any) -> LoraGroup | None:
         """Return what launches need to know for a set of tasks; see `KernelGroup` of `lora_pass`."""
         return linear_tables(self.members, *of_tasks)
+
+    def _part(self, members: list[MultiplexedLinear]) -> LinearGroup:
+        """Return the group of some of the members, which are computed without the others."""
+        key = tuple(map(id, members))
+        if key not in self._parts:
+            self._parts[key] = LinearGroup(members, self.stream)
+        return self._parts[key]
 
     def count_columns(self) -> None:
         """Count anew what S needs: whole groups of eight ranks of each layer's greatest adapter."""
@@ -287,6 +295,12 @@ class LinearGroup:
 
     def shared_output(self, member: MultiplexedLinear, x: torch.Tensor) -> torch.Tensor:
         """Return one member's output for `x`."""
+        if self.stream.left_out:
+            kept = [one for one in self.members if one.module not in self.stream.left_out]
+            if len(kept) == 1:
+                return self._part(kept).outputs(x)[0]
+            if len(kept) < len(self.members):
+                return self._part(kept).shared_output(member, x)
         # The same object and not equal numbers: siblings are called with one tensor, and comparing would wait.
         if x is self._x and id(member) in self._ready:
             # Given out once, so that no activation outlives its last reader here.

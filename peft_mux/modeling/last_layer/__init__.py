@@ -1,0 +1,1 @@
+"""The last layer of a backbone where its results are read, and nowhere else (`docs/prefixes.md`)."""

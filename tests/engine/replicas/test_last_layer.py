@@ -1,0 +1,74 @@
+"""The last layer at the rows that are read, in any layout of processes: the result of one that computes all rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+
+from peft_mux import Task
+from tests.engine.processes.cases import launch, values
+from tests.engine.replicas import layout_cases as cases
+from tests.engine.replicas.layout_cases import LaidOut
+from tests.invariants import mux_lab as lab
+
+SLOW = pytest.mark.slow
+
+
+def completion_tasks() -> list[Task]:
+    """Return tasks whose loss is of the last tokens of each row."""
+    rng, tasks = np.random.default_rng(4), []
+    for name, (prompt, own) in {"a": (14, 3), "b": (20, 1), "c": (9, 4)}.items():
+        rows = []
+        for _ in range(6):
+            ids = rng.integers(1, lab.VOCABULARY, size=prompt + own).tolist()
+            rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+        config = LoraConfig(r=4, target_modules="all-linear")
+        options: dict[str, Any] = {"train_batch_size": 6, "max_steps": 3, "learning_rate": 3e-3}
+        tasks.append(Task(name=name, peft_config=config, train_dataset=rows, seed=1, **options))
+    return tasks
+
+
+def train_completions(rank: int, folder: Path, model: Any, arguments: dict[str, Any]) -> LaidOut:
+    """Train them."""
+    return cases.train(folder, model or cases.backbone("llama"), completion_tasks(), **arguments)
+
+
+@pytest.fixture(scope="module")
+def of_all_rows(tmp_path_factory: pytest.TempPathFactory) -> LaidOut:
+    """Return what one process makes of them whose last layer computes all rows."""
+    return train_completions(0, tmp_path_factory.mktemp("alone"), None, {"last_layer_at_targets": False})
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return the folder of a backbone, as sharded weights are read from one."""
+    return cases.saved_backbone("llama", tmp_path_factory.mktemp("backbone"))
+
+
+PP2 = {"pipeline_parallel_size": 2}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("world_size", "arguments"),
+    [
+        pytest.param(2, {**PP2, "gradient_checkpointing": True}, id="pp2, recomputed"),
+        pytest.param(2, {**PP2, "num_micro_batches": 4}, id="pp2, four passes", marks=[SLOW]),
+        pytest.param(2, {"tensor_parallel_size": 2}, id="tp2", marks=[SLOW]),
+        pytest.param(2, {"shard_backbone": True, "gradient_checkpointing": True}, id="sharded", marks=[SLOW]),
+    ],
+)
+def test_every_layout_gives_the_results_of_all_rows(
+    world_size: int, arguments: dict[str, Any], tmp_path: Path, backbone: str, of_all_rows: LaidOut
+) -> None:
+    part = values(launch(world_size, train_completions, tmp_path, backbone, arguments, limit_s=240))[0]
+    assert part.statuses == of_all_rows.statuses
+    for name, weights in of_all_rows.adapters.items():
+        lab.assert_close(part.losses[name], of_all_rows.losses[name], 1e-5, name)
+        for key, weight in weights.items():
+            assert lab.relative(torch.from_numpy(part.adapters[name][key]), torch.from_numpy(weight)) <= 1e-4, key

@@ -1,0 +1,360 @@
+"""The last layer at the rows that are read: the losses and gradients of all rows, and where it is not done."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from peft import PeftType
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from peft_mux.data.batch import IGNORE_INDEX, MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.executor import Executor
+from peft_mux.engine.prepasses import prepared
+from peft_mux.modeling.backbone.layer_list import find_layers
+from peft_mux.modeling.last_layer.forward import LastLayerForward
+from peft_mux.modeling.model import MultiTaskPeftModel
+from tests.invariants.mux_lab import tiny_llama
+from tests.modeling.adapters.cases import CASES as ADAPTER_CASES
+from tests.modeling.objectives.cases import CASES as LOSS_CASES
+from tests.modeling.objectives.cases import LossCase
+from tests.modeling.objectives.preference.cases import PREFERENCE_CASES
+from tests.modeling.objectives.test_objectives import model_for
+from tests.modeling.test_architectures import (
+    CLASSIFIERS,
+    LANGUAGE_MODELS,
+    VISION_LANGUAGE_MODELS,
+    VOCABULARY,
+    filled,
+    multiplexed,
+)
+
+MIXTURES = ("Qwen3MoE", "Mixtral", "OLMoE", "DeepseekV3", "GptOss")
+BACKBONES = {
+    **LANGUAGE_MODELS,
+    **{f"{name} with images": (make, ["q_proj", "up_proj"]) for name, make in VISION_LANGUAGE_MODELS.items()},
+    **{f"{name} classifier": case for name, case in CLASSIFIERS.items()},
+}
+Masks = list[list[bool]]
+"""For each row which of its tokens are targets."""
+
+
+@cache
+def model_of(name: str) -> MultiTaskPeftModel:
+    """Return a model of two tasks with adapters that do something, in float64 where its products know it."""
+    make, targets = BACKBONES[name]
+    model = multiplexed(filled(make), targets)
+    return model if name in MIXTURES else model.double()
+
+
+def stream_of(*tasks: Masks, classes: bool = False, seed: int = 3) -> MuxBatch:
+    """Return the tasks `a`, `b` and so on with random tokens as one micro-batch, targets where the masks say."""
+    rng, batches = np.random.default_rng(seed), []
+    for name, masks in zip("abc", tasks, strict=False):
+        rows = []
+        for number, mask in enumerate(masks):
+            ids = rng.integers(2, VOCABULARY, len(mask))
+            labels = np.where(mask, ids, IGNORE_INDEX)
+            rows.append(TokenSequence(ids, labels, number, class_label=number % 3 if classes else None))
+        batches.append(TaskBatch(name, 0, 7, tuple(rows)))
+    (batch,) = ChunkPackingCollator().micro_batches(batches, max_tokens=100_000)
+    return batch
+
+
+def completions(*shapes: tuple[int, int]) -> Masks:
+    """Return the masks of rows of so many tokens, the last few of which are targets."""
+    return [[False] * (length - targets) + [True] * targets for length, targets in shapes]
+
+
+def some_rows() -> MuxBatch:
+    """Return rows of which some have no target, one has one, and one nothing but targets."""
+    return stream_of(completions((9, 3), (5, 0), (20, 1), (3, 3)), completions((17, 4), (1, 0), (12, 0)))
+
+
+def losses_and_gradients(model: MultiTaskPeftModel, batch: MuxBatch) -> list[torch.Tensor]:
+    """Return what a pass gives: losses, statistics, and the gradient of each parameter."""
+    model.zero_grad(set_to_none=False)
+    output = model(batch)
+    output.losses.sum().backward()
+    parameters = [one for name in batch.task_names for one in model.task_parameters(name).values()]
+    gradients = [torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in parameters]
+    return [output.losses.detach(), *(one for one in output.statistics if one is not None), *gradients]
+
+
+@contextmanager
+def computing_all_rows(model: MultiTaskPeftModel) -> Iterator[None]:
+    model.last_layer.is_wanted = False
+    try:
+        yield
+    finally:
+        model.last_layer.is_wanted = True
+
+
+def forward_of(model: MultiTaskPeftModel) -> LastLayerForward:
+    found = find_layers(model.backbone)
+    assert found is not None, "these backbones have their layers in one list"
+    forward: Any = found.layers[-1].forward
+    return forward
+
+
+def assert_as_all_rows(model: MultiTaskPeftModel, batch: MuxBatch, *, narrows: bool = True) -> None:
+    """Assert that a pass gives what it gives where the last layer computes all rows."""
+    with computing_all_rows(model):
+        wanted = losses_and_gradients(model, batch)
+    forward_of(model).was_narrowed = False
+    found = losses_and_gradients(model, batch)
+    assert forward_of(model).was_narrowed == narrows
+    for mine, theirs in zip(found, wanted, strict=True):
+        # Losses are summed in fp32.
+        tolerance = 1e-6 if mine.dtype == torch.float64 else 3e-5
+        assert (mine - theirs).norm() <= tolerance * theirs.norm() + 1e-3 * tolerance
+
+
+# ------------------------------------------------------------- architectures
+
+
+@pytest.mark.parametrize("name", BACKBONES)
+def test_every_architecture_gives_the_losses_and_gradients_of_all_rows(name: str) -> None:
+    model = model_of(name)
+    assert model.last_layer.reason is None
+    batch = some_rows()
+    if "classifier" in name:
+        batch = stream_of(completions((9, 0), (5, 0), (20, 0)), completions((17, 0), (12, 0)), classes=True)
+    assert_as_all_rows(model, batch)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPT2", "DeepseekV3"])
+def test_where_rows_begin_alike_the_rows_that_are_read_are_among_the_computed(name: str) -> None:
+    masks = completions((9, 3), (5, 0), (20, 1), (20, 2), (9, 3))
+    batch = stream_of(masks, masks[::-1])
+    ids = batch.input_ids.clone()
+    bounds = batch.cu_seqlens.tolist()
+    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+        ids[0, start : min(start + 4, end)] = torch.arange(5, 9)[: end - start]
+    batch.input_ids.copy_(ids)
+    shared = batch.sharing([True, True], 2)
+    assert shared.num_computed < batch.num_tokens
+    assert_as_all_rows(model_of(name), shared)
+
+
+def masks_of_rows() -> st.SearchStrategy[Masks]:
+    return st.lists(st.lists(st.booleans(), min_size=1, max_size=40), min_size=1, max_size=4)
+
+
+@pytest.mark.parametrize("name", ["Llama", "GPT2", "Mistral"])
+def test_any_choice_of_targets_gives_the_losses_and_gradients_of_all_rows(name: str) -> None:
+    model = model_of(name)
+
+    @settings(deadline=None, max_examples=12)
+    @given(masks_of_rows(), masks_of_rows())
+    def check(a: Masks, b: Masks) -> None:
+        batch = stream_of(a, b)
+        num_read = len(batch.target_rows)
+        if num_read:
+            assert_as_all_rows(model, batch, narrows=num_read <= 0.75 * batch.num_tokens)
+
+    check()
+
+
+def test_the_last_layer_computes_keys_of_all_rows_and_everything_else_of_those_that_are_read() -> None:
+    model, batch = multiplexed(filled(LANGUAGE_MODELS["Llama"][0]), ["q_proj"]), some_rows()
+    heights: dict[str, list[int]] = {}
+    layers = find_layers(model.backbone)
+    assert layers is not None
+    for name, module in layers.layers[-1].named_modules():
+        if isinstance(module, nn.Linear) and name.endswith("base_layer"):
+            continue
+        if name.endswith(("_proj", "layernorm")):
+            module.register_forward_hook(
+                lambda _, given, out, name=name: heights.setdefault(name, []).append(out.shape[1] * bool(out.any()))
+            )
+    model(batch)
+    num_tokens, num_read = batch.num_tokens, len(batch.target_rows)
+    assert num_read < num_tokens / 4
+    for name, found in heights.items():
+        if name.endswith(("k_proj", "v_proj")):
+            assert found == [num_tokens, 0], name
+        elif name.endswith("q_proj"):
+            assert found == [0, num_read], name
+        else:
+            assert found == [*([num_tokens] if name == "input_layernorm" else []), num_read], name
+
+
+def test_siblings_that_are_computed_together_stay_so_where_all_rows_are_read() -> None:
+    model, batch = multiplexed(filled(LANGUAGE_MODELS["Llama"][0]), ["q_proj"]), some_rows()
+    attention = forward_of(model).module.self_attn
+    model(batch)
+    group = attention.q_proj.forward.group
+    assert [member.module for member in group.members] == [attention.q_proj, attention.k_proj, attention.v_proj]
+    assert not group.are_apart
+
+
+# ------------------------------------------------------- adapters and losses
+
+
+# AdaMSS needs a package that may be absent (`catalogue/test_adamss.py`).
+@pytest.mark.parametrize(
+    "kind", [kind for kind in ADAPTER_CASES if kind.value != "ADAMSS"], ids=lambda kind: kind.value
+)
+def test_every_type_of_adapters_gives_the_losses_and_gradients_of_all_rows(kind: PeftType) -> None:
+    case = ADAPTER_CASES[kind]
+    configs = {"a": case.make(0), "b": case.dropped() if case.dropped else case.make(1)}
+    model = MultiTaskPeftModel(tiny_llama(), configs).train()
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for task in model.tasks:
+            for parameter in model.task_parameters(task).values():
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    assert_as_all_rows(model, some_rows())
+
+
+def test_dropout_is_drawn_for_the_tokens_that_are_left_as_for_all() -> None:
+    backbone = filled(LANGUAGE_MODELS["GPT2"][0])
+    for module in backbone.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.3
+    model = multiplexed(backbone, ["c_attn"]).double()
+    drawn = losses_and_gradients(model, some_rows())[0]
+    assert_as_all_rows(model, some_rows())
+    model.eval()
+    assert (losses_and_gradients(model, some_rows())[0] - drawn).abs().min() > 1e-3
+
+
+@pytest.mark.parametrize("case", [*LOSS_CASES, *PREFERENCE_CASES], ids=str)
+def test_every_loss_reads_what_it_reads_of_all_rows(case: LossCase) -> None:
+    model = model_for(case, "a", "b")
+    model.verify()
+    batches = [case.batch("a", 1), case.batch("b", 2)]
+    (batch,) = ChunkPackingCollator().micro_batches(batches, max_tokens=100_000)
+    (ready,) = prepared(Executor(model), [batch], ["a", "b"])
+    read = model.objectives.head.read_rows(ready, model.backbone)
+    assert read is not None
+    assert_as_all_rows(model, ready, narrows=0 < read.offsets[-1] <= 0.75 * ready.num_tokens)
+
+
+def test_log_probabilities_of_targets_are_those_of_all_rows() -> None:
+    model, batch = model_of("Llama"), some_rows()
+    found = model.token_logprobs(batch)
+    with computing_all_rows(model):
+        wanted = model.token_logprobs(batch)
+    for name in "ab":
+        assert torch.allclose(found[name].nll_M, wanted[name].nll_M, rtol=1e-6)
+
+
+# --------------------------------------------------------------------- passes
+
+
+def test_recomputed_activations_are_those_of_the_same_rows() -> None:
+    model = multiplexed(filled(LANGUAGE_MODELS["Llama"][0]), ["q_proj", "down_proj"]).double()
+    kept = losses_and_gradients(model, some_rows())
+    model.activation_checkpointing_enable()
+    assert_as_all_rows(model, some_rows())
+    for mine, theirs in zip(losses_and_gradients(model, some_rows()), kept, strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_recomputed_last_layer_keeps_its_inputs_alone() -> None:
+    model, sizes = multiplexed(filled(LANGUAGE_MODELS["Llama"][0]), ["q_proj"]), []
+    for _ in range(2):
+        count: list[int] = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda x, count=count: count.append(x.numel()) or x, lambda x: x):
+            model(some_rows())
+        sizes.append(sum(count))
+        model.activation_checkpointing_enable()
+    assert sizes[1] < 0.5 * sizes[0]
+
+
+def test_nan_of_one_task_reaches_no_other() -> None:
+    model, batch = multiplexed(filled(LANGUAGE_MODELS["Llama"][0]), ["q_proj", "down_proj"]), some_rows()
+    names = list(model.task_parameters("b"))
+    healthy = losses_and_gradients(model, batch)
+    with torch.no_grad():
+        for parameter in model.task_parameters("a").values():
+            parameter.fill_(float("nan"))
+    ill = losses_and_gradients(model, batch)
+    assert ill[0][0].isnan()
+    assert torch.equal(ill[0][1], healthy[0][1])
+    for mine, theirs in zip(ill[-len(names) :], healthy[-len(names) :], strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_a_task_alone_has_what_it_has_beside_another() -> None:
+    model, batch = model_of("Llama"), some_rows()
+    together, apart = losses_and_gradients(model, batch), losses_and_gradients(model, batch.of_tasks([0]))
+    assert torch.allclose(together[0][:1], apart[0], rtol=1e-6)
+    for mine, theirs in zip(together[1:], apart[1:], strict=False):
+        assert torch.allclose(mine, theirs, rtol=1e-6, atol=1e-10)
+
+
+def test_logits_of_all_tokens_are_computed_where_they_are_asked_for() -> None:
+    model, batch = model_of("Llama").eval(), some_rows()
+    found = model.sequence_logits(batch)
+    with computing_all_rows(model):
+        wanted = model.sequence_logits(batch)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(mine, theirs)
+    model.train()
+
+
+# ------------------------------------------------------ where it is not done
+
+
+class LooksAround(LlamaDecoderLayer):
+    """A layer whose outputs depend on those of other rows behind attention."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        return out + out.mean(dim=1, keepdim=True)
+
+
+class KeepsItsHeight(LlamaDecoderLayer):
+    """A layer that wants as many rows as it had before."""
+
+    height = 0
+
+    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if hidden_states.shape[1] < self.height:
+            raise ValueError("rows are missing")
+        self.height = hidden_states.shape[1]
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("layer", "reason"),
+    [(LooksAround, "differs by .* of its size"), (KeepsItsHeight, "does not run .*ValueError: rows are missing")],
+)
+def test_an_architecture_that_is_not_proven_computes_all_rows_and_says_why(layer: type[nn.Module], reason: str) -> None:
+    backbone = tiny_llama()
+    backbone.model.layers[-1].__class__ = layer
+    model = MultiTaskPeftModel(backbone, {"a": ADAPTER_CASES[PeftType.LORA].make(0)}, verify=False)
+    model.last_layer.prove(model, model._states_of_probe)
+    assert model.last_layer.reason is not None
+    assert re.search(reason, model.last_layer.reason)
+    assert model.last_layer.rows(model, stream_of(completions((9, 1)))) is None
+
+
+def test_a_model_that_was_never_verified_computes_all_rows() -> None:
+    case = ADAPTER_CASES[PeftType.LORA]
+    model = MultiTaskPeftModel(tiny_llama(), {"a": case.make(0)}, verify=False)
+    assert model.last_layer.rows(model, stream_of(completions((9, 1)))) is None
+    model.verify()
+    assert model.last_layer.rows(model, stream_of(completions((9, 1)))) is not None
+
+
+def test_nothing_is_left_of_it_where_all_tasks_are_taken_out() -> None:
+    backbone = tiny_llama()
+    case = ADAPTER_CASES[PeftType.LORA]
+    model = MultiTaskPeftModel(backbone, {"a": case.make(0)})
+    assert isinstance(backbone.model.layers[-1].forward, LastLayerForward)
+    unloaded = model.unload()
+    assert not any("forward" in vars(module) for module in unloaded.modules())

@@ -1,0 +1,79 @@
+"""Runs whose last layer computes the rows alone that losses read: as plain PEFT has them, and as without."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from peft import IA3Config, LoraConfig
+
+from peft_mux import ConfigError, Task
+from peft_mux.arguments import MultiTaskTrainingArguments
+from tests.invariants import mux_lab as lab
+
+
+def completions(seed: int, count: int = 10, prompt: int = 14) -> list[dict[str, list[int]]]:
+    """Return rows of a prompt, which is not trained on, and one to six tokens that are."""
+    rng, rows = np.random.default_rng(seed), []
+    for size in rng.integers(1, 7, size=count):
+        ids = rng.integers(1, lab.VOCABULARY, size=prompt + int(size)).tolist()
+        rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
+    return rows
+
+
+def tasks() -> list[Task]:
+    # Of inputs that are dropped throughout a step, gradients are rounding; with less, AdamW makes whole steps of it.
+    options: dict[str, Any] = {"train_batch_size": 4, "learning_rate": 3e-3, "seed": 1, "adam_epsilon": 1e-5}
+    dropped = LoraConfig(r=3, target_modules="all-linear", lora_dropout=0.2)
+    own = {"a": LoraConfig(r=4, target_modules="all-linear"), "b": dropped, "c": LoraConfig(r=2, use_dora=True)}
+    found = [
+        Task(name=name, peft_config=config, train_dataset=completions(number), max_steps=5, **options)
+        for number, (name, config) in enumerate(own.items())
+    ]
+    scaled = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
+    return [*found, Task(name="d", peft_config=scaled, train_dataset=completions(7), max_steps=3, **options)]
+
+
+def test_each_task_is_trained_as_plain_peft_trains_it_alone(tmp_path: Path) -> None:
+    run = lab.train(tasks(), tmp_path)
+    assert run.trainer.model.last_layer.reason is None
+    # What is dropped is drawn by other rules in plain PEFT.
+    judged = [task for task in tasks() if task.name != "b"]
+    lab.assert_as_judged(run, {task.name: lab.judge(run.trainer, task) for task in judged})
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_tokens_per_micro_batch": 48, "gradient_checkpointing": True},
+        {"split_long_sequences": True, "max_tokens_per_micro_batch": 32, "chunk_size": 4},
+    ],
+    ids=str,
+)
+def test_runs_are_those_in_which_it_computes_all_rows(settings: dict[str, Any], tmp_path: Path) -> None:
+    narrow, wide = (
+        lab.train(tasks(), tmp_path / str(choice), last_layer_at_targets=choice, **settings) for choice in (True, False)
+    )
+    for name in "abcd":
+        lab.assert_close(narrow.losses[name], wide.losses[name], 1e-5, name)
+        for key, weight in narrow.weights(name).items():
+            assert lab.relative(weight, wide.weights(name)[key]) <= 1e-4, f"{name} {key}"
+
+
+def test_fewer_rows_meet_the_last_mlp(tmp_path: Path) -> None:
+    heights: dict[bool, set[int]] = {True: set(), False: set()}
+    for choice, found in heights.items():
+        trainer = lab.make_trainer(tasks()[:1], tmp_path / str(choice), last_layer_at_targets=choice)
+        mlp = trainer.model.backbone.model.layers[-1].mlp
+        mlp.register_forward_hook(lambda _, given, out, found=found: found.add(out.shape[1]))
+        trainer.train()
+    assert max(heights[True]) < 0.5 * max(heights[False])
+
+
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_other_values_are_refused_by_name(value: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r'last_layer_at_targets: got .*; allowed: True, False or "auto"'):
+        MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True, last_layer_at_targets=value)
