@@ -22,7 +22,7 @@ from peft_mux.data.batch import IGNORE_INDEX
 
 NUM_TASKS, ROUNDS = 8, 5
 LAYERS = (4, 16)
-SHARES = (0.02, 0.25, 0.5, 0.75)
+SHARES = (0.02, 0.25, 0.5, 0.7)
 """Parts of each row that are targets; one token at least."""
 
 

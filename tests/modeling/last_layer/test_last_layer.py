@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import PeftType
+from peft import LoraConfig, PeftType
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
@@ -215,6 +215,18 @@ def test_every_type_of_adapters_gives_the_losses_and_gradients_of_all_rows(kind:
         for task in model.tasks:
             for parameter in model.task_parameters(task).values():
                 parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
+    assert_as_all_rows(model, some_rows())
+
+
+@pytest.mark.parametrize("target", ["q_proj", "v_proj", "o_proj", "down_proj"])
+def test_a_task_whose_lowest_adapter_is_in_the_last_layer_stops_there(target: str) -> None:
+    upper = LoraConfig(r=3, target_modules=[target], layers_to_transform=[1])
+    configs = {"a": upper, "b": LoraConfig(r=2, target_modules=["v_proj", "up_proj"])}
+    model = MultiTaskPeftModel(tiny_llama(), configs).train()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(4))
     assert_as_all_rows(model, some_rows())
 
 

@@ -253,6 +253,7 @@ class LinearGroup:
         key = tuple(map(id, members))
         if key not in self._parts:
             self._parts[key] = LinearGroup(members, self.stream)
+            self._parts[key].count_columns()
         return self._parts[key]
 
     def count_columns(self) -> None:
