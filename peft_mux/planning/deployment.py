@@ -94,7 +94,7 @@ def report_deployment(
         lengths=compared_lengths(plan),
         configs=config_rows(facts, plan, curve, measured),
         by_length=dispatch(plan.groups, plan.bucketing, times, policy="length"),
-        alternatives=alternatives(tasks, plan, times, interval),
+        alternatives=alternatives(tasks, plan, times, interval, None if composed is None else composed.equal),
         # Where whole plans are compared, equal replicas are among them.
         notes=notes_on(facts, plan, fused if composed is None else None, measured),
         planned=None if composed is None else planned_replicas(composed),

@@ -9,6 +9,7 @@ from pathlib import Path
 from peft_mux.planning.replica_facts import LayerProfile
 from peft_mux.scheduler.deployment.baselines import Baseline, lobra_sequential, task_fused, task_sequential
 from peft_mux.scheduler.deployment.composed.compose import ComposedDeployment
+from peft_mux.scheduler.deployment.composed.pricing import PricedDeployment
 from peft_mux.scheduler.deployment.plan import DeploymentPlan
 from peft_mux.scheduler.deployment.report import Alternative, ConfigRow, PlannedReplicas, ReplicaRow
 from peft_mux.scheduler.deployment.space import DEFAULT_NUM_MICRO_BATCHES
@@ -58,9 +59,21 @@ def config_rows(
 
 
 def alternatives(
-    tasks: Sequence[TaskLengths], plan: DeploymentPlan, time_model: DeployableTimeModel, interval: int
+    tasks: Sequence[TaskLengths],
+    plan: DeploymentPlan,
+    time_model: DeployableTimeModel,
+    interval: int,
+    equal: PricedDeployment | None = None,
 ) -> tuple[Alternative, ...]:
-    """Return the baselines of L section 5.1 on the same devices."""
+    """Return the baselines of L section 5.1 on the same devices.
+
+    Args:
+        tasks: the tasks that are trained, each with a sample of its lengths.
+        plan: the deployment that was chosen.
+        time_model: the times that it was chosen by, and that the baselines are given.
+        interval: distance of candidate boundaries of buckets, in tokens.
+        equal: the fastest equal replicas by whole plans, where deployments were compared by these: Task-Fused then.
+    """
     num_gpus = plan.num_gpus
     # The same replicas without balancing: L Figure 4(c).
     by_length = dispatch(plan.groups, plan.bucketing, time_model, policy="length")
@@ -70,6 +83,9 @@ def alternatives(
     # One search for each task: with the full time for each, the comparison would outlast the plan.
     quick = functools.partial(lobra_sequential, budget_s=_BUDGET_S_OF_A_TASK, time_limit_s=_BUDGET_S_OF_A_TASK)
     ways = {"Task-Fused": task_fused, "Task-Sequential": task_sequential, "LobRA-Sequential": quick}
+    if equal is not None:
+        found.append(Alternative("Task-Fused", (equal.layout,), equal.step_s, equal.step_s * num_gpus))
+        del ways["Task-Fused"]
     for name, way in ways.items():
         try:
             found.append(Alternative.from_baseline(way(tasks, num_gpus, time_model, interval=interval), num_gpus))

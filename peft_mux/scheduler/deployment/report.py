@@ -147,7 +147,8 @@ class DeploymentReport:
         alternatives: what the baselines of the paper would take.
         notes: sentences on what the report leaves out.
         planned: what MuxTune's plans run on the replicas, by which they were chosen; `None` where the curve alone was
-            asked, as with measured layer times. Plan and alternatives then have the seconds of the fitted forms.
+            asked, as with measured layer times. Where it is given, the chosen deployment and Task-Fused have the
+            seconds of whole plans among the alternatives, the others those of the fitted forms.
     """
 
     plan: DeploymentPlan
@@ -241,7 +242,9 @@ class DeploymentReport:
     def _alternative_lines(self) -> list[str]:
         """Return a table of the chosen deployment and its alternatives."""
         plan = self.plan
-        rows = [Alternative("LobRA (chosen)", (plan.layout,), plan.expected_step_s, plan.gpu_seconds)]
+        step_s = plan.expected_step_s if self.planned is None else self.planned.step_s
+        chosen_gpu_s = step_s * plan.num_gpus
+        rows = [Alternative("LobRA (chosen)", (plan.layout,), step_s, chosen_gpu_s)]
         rows += self.alternatives
         width = max(len(row.name) for row in rows)
         lines = [f"  {'way':<{width}} {'step s':>9} {'GPU s':>9} {'to LobRA':>8}  replicas"]
@@ -249,7 +252,7 @@ class DeploymentReport:
             if row.gpu_seconds is None or row.step_s is None:
                 lines.append(f"  {row.name:<{width}} {'-':>9} {'-':>9} {'-':>8}  {row.note}")
                 continue
-            ratio = row.gpu_seconds / plan.gpu_seconds if plan.gpu_seconds else 1.0
+            ratio = row.gpu_seconds / chosen_gpu_s if chosen_gpu_s else 1.0
             lines.append(
                 f"  {row.name:<{width}} {row.step_s:>9.4f} {row.gpu_seconds:>9.3f} {ratio:>7.2f}x"
                 f"  {'; '.join(dict.fromkeys(row.layouts))}"

@@ -8,8 +8,9 @@ part of the integer programme, so that prices come in three steps, repeated unti
     search   deployments by that form, as ever: proposal, filter, solve
     price    the best of them by whole plans of all their replicas (`pricing.py`); what these take goes into the fit
 
-What one curve chooses is priced in the same way and is among those compared: the answer is never above it by this
-price. The search is no exact one: of deployments that the fit puts far behind, whole plans are not made.
+What one curve chooses, and the equal replicas that are fastest by the forms, are priced in the same way and are among
+those compared: the answer is never above them by this price. The search is no exact one: of deployments that the fit
+puts far behind, whole plans are not made.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from peft_mux.scheduler.deployment.baselines import task_fused
 from peft_mux.scheduler.deployment.composed.planned_loads import PlannedLoads
 from peft_mux.scheduler.deployment.composed.pricing import DeploymentPricer, PricedDeployment
 from peft_mux.scheduler.deployment.composed.row_mix import RowMix
@@ -28,6 +30,7 @@ from peft_mux.scheduler.deployment.plan import Candidate, DeploymentPlan
 from peft_mux.scheduler.deployment.search import plan_deployment, replica_groups
 from peft_mux.scheduler.deployment.space import count_plans
 from peft_mux.scheduler.deployment.task_lengths import TaskLengths, joint_sample
+from peft_mux.scheduler.dispatching.bucketing import DEFAULT_INTERVAL_TOKENS
 from peft_mux.scheduler.replicas.configs import ReplicaGroup
 from peft_mux.scheduler.replicas.planned_times import PlannedTimeModel
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
@@ -56,6 +59,7 @@ class ComposedDeployment:
         plan: the deployment; its times are those of `model`.
         chosen: what MuxTune's plans of all its replicas take.
         single: the same of the deployment that one curve chooses.
+        equal: the same of the fastest equal replicas; `None` where no configuration holds all sequences.
         model: what the plans of each configuration were fitted by.
         num_priced: deployments that were priced by whole plans.
         num_plans: plans of single replicas that were made.
@@ -67,6 +71,7 @@ class ComposedDeployment:
     plan: DeploymentPlan
     chosen: PricedDeployment
     single: PricedDeployment
+    equal: PricedDeployment | None
     model: PlannedTimeModel
     num_priced: int
     num_plans: int
@@ -117,15 +122,17 @@ def compose_deployment(
     always = {group.config for groups in (single.groups, *also) for group in groups}
     loads = PlannedLoads(planner, RowMix(tasks), single.bucketing, curve, single.num_gpus, always)
     loads.plan_all(deadline=start + _PLANNED_SHARE * budget_s)
-    run = _Composition(single, loads, joint_sample(tasks), start + budget_s, search)
+    run = _Composition(single, loads, tasks, start + budget_s, search)
     for groups in also:
         run.price(groups)
     run.search_until_stable()
+    equal = run.fastest_equal()
     best = run.best
     return ComposedDeployment(
         plan=run.plan_of(best),
         chosen=best,
         single=run.single_price,
+        equal=equal,
         model=loads.model(),
         num_priced=len(run.priced),
         num_plans=planner.num_plans,
@@ -142,11 +149,11 @@ class _Composition:
         self,
         single: DeploymentPlan,
         loads: PlannedLoads,
-        sample: tuple[list[int], int],
+        tasks: Sequence[TaskLengths],
         deadline: float,
         search: dict[str, Any],
     ) -> None:
-        self.single, self.loads, self.sample, self.deadline, self.search = single, loads, sample, deadline, search
+        self.single, self.loads, self.tasks, self.deadline, self.search = single, loads, tasks, deadline, search
         self.pricer = DeploymentPricer(loads)
         self.found: DeploymentPlan = single
         self.num_rounds = 0
@@ -188,6 +195,19 @@ class _Composition:
         if is_able and groups not in self.priced:
             self.priced[groups] = self.pricer.price(groups)
 
+    def fastest_equal(self) -> PricedDeployment | None:
+        """Return the fastest equal replicas: those fastest by the forms are priced, until whole plans leave them so."""
+        interval = self.search.get("interval", DEFAULT_INTERVAL_TOKENS)
+        while True:
+            try:
+                fused = task_fused(self.tasks, self.single.num_gpus, self.loads.model(), interval=interval)
+            except ValueError:  # no configuration holds all sequences
+                return None
+            groups = fused.deployments[0]
+            if groups in self.priced:
+                return min((one for one in self.priced.values() if len(one.groups) == 1), key=lambda one: one.step_s)
+            self.priced[groups] = self.pricer.price(groups)
+
     def plan_of(self, best: PricedDeployment) -> DeploymentPlan:
         """Return the plan of the deployment that was chosen, with times of the fitted model.
 
@@ -210,7 +230,7 @@ class _Composition:
         )
 
     def _searched(self) -> DeploymentPlan:
-        lengths, global_batch = self.sample
+        lengths, global_batch = joint_sample(self.tasks)
         model, num_gpus = self.loads.model(), self.single.num_gpus
         own = {group.config for group in self.best.groups}
         for within in (_NEAR, 1.0):

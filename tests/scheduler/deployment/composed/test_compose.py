@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peft_mux.scheduler.deployment.baselines import task_fused
 from peft_mux.scheduler.deployment.composed.planned_loads import PlannedLoads
 from peft_mux.scheduler.deployment.composed.pricing import DeploymentPricer, PricedDeployment
 from peft_mux.scheduler.deployment.composed.row_mix import RowMix
@@ -15,7 +16,7 @@ from peft_mux.scheduler.deployment.search import replica_groups
 from peft_mux.scheduler.deployment.space import enumerate_plans
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
-from tests.scheduler.deployment.composed.cases import Case, make_case
+from tests.scheduler.deployment.composed.cases import INTERVAL, Case, make_case
 
 TWO_ROWS = ((881, 717),)
 PIPELINE_LOSES = ((1894,), (2003,), (32, 51, 57, 16))
@@ -107,12 +108,13 @@ def test_forms_fitted_to_plans_are_near_them_and_its_plan_has_their_seconds() ->
     assert found.num_unplanned == 0
 
 
-def test_without_time_the_curve_stands_in_and_what_it_chose_is_the_answer_at_worst() -> None:
+def test_without_time_the_curve_stands_in_and_what_it_chose_or_equal_replicas_are_the_answer() -> None:
     case = make_case(PIPELINE_LOSES, limit_bytes=6 * 10**9, pass_tokens=1024)
     found = case.composed(budget_s=1e-6)
     assert found.num_unplanned > 0
     assert found.num_rounds == 0
-    assert found.chosen == found.single
+    assert found.equal is not None
+    assert found.chosen == min(found.single, found.equal, key=lambda one: one.step_s)
     assert set(found.model.terms) <= set(case.curve.configurations)
 
 
@@ -123,6 +125,19 @@ def test_replicas_that_there_are_are_priced_too_unless_they_hold_less_than_the_b
     assert short[0].max_tokens < case.single.bucketing.boundaries[-1] <= able[0].max_tokens
     plain = case.composed(budget_s=1e-6)
     assert case.composed(also=[able, short], budget_s=1e-6).num_priced == plain.num_priced + 1
+
+
+@pytest.mark.parametrize("budget_s", [1e-6, 600.0])
+@pytest.mark.parametrize("drawn", [TWO_ROWS, PIPELINE_LOSES, ((300, 200, 100) * 4, (2000, 1500))])
+def test_no_equal_replicas_are_faster_than_the_answer_however_little_time_there_was(
+    drawn: tuple[tuple[int, ...], ...], budget_s: float
+) -> None:
+    case = make_case(drawn, limit_bytes=6 * 10**9, pass_tokens=1024)
+    found = case.composed(budget_s=budget_s)
+    fused = task_fused(case.tasks, case.single.num_gpus, found.model, interval=INTERVAL)
+    assert found.equal is not None
+    assert found.equal.layout == ", ".join(map(str, fused.deployments[0]))
+    assert found.chosen.step_s <= found.equal.step_s
 
 
 def test_other_tasks_and_no_time_at_all_are_refused() -> None:
