@@ -79,7 +79,7 @@ def test_rows_that_begin_alike_are_smoothed_as_without_sharing(targets: Any, tmp
 
 
 def test_evaluations_give_the_smoothed_loss_and_the_plain_perplexity(tmp_path: Path) -> None:
-    own = task("own", 1, label_smoothing_factor=0.3, eval_dataset=HELD_OUT, eval_steps=4)
+    own = task("own", 1, label_smoothing_factor=0.3, eval_dataset=HELD_OUT, eval_steps=5)
     run = lab.train([own, task("other", 2)], tmp_path, logging_strategy="steps", logging_steps=1)
     history = run.trainer.task_states["own"].log_history
     found = [entry for entry in history if "eval_loss" in entry][-1]
