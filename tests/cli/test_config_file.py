@@ -396,9 +396,11 @@ def test_yaml_cannot_run_code(folder: Path) -> None:
     assert not (folder / "exploited").exists()
 
 
-@pytest.mark.parametrize("what", ["absent.yaml", "."])
-def test_a_file_that_cannot_be_read_is_named(what: str, folder: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+@pytest.mark.parametrize(
+    ("what", "told"), [("absent.yaml", r"which is not there(.|\n)*peft-mux init"), (".", "cannot be read")]
+)
+def test_a_file_that_cannot_be_read_is_named(what: str, told: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=told):
         read_config(folder / what)
 
 

@@ -34,6 +34,7 @@ def test_packing_is_proven_where_and_in_which_precision_it_will_train(found: Fou
 @pytest.mark.parametrize("name", CASES)
 def test_the_proof_goes_through_flash_attention_and_the_kernels(found: Found, name: str) -> None:
     seen = seen_of(found, name)
-    assert seen["attention"][VARLEN] == 4, "two layers, packed once without and once with adapters"
+    # Two layers, packed without and with adapters; then the last of them, for all rows and for some.
+    assert seen["attention"][VARLEN] == 6
     assert seen["launches"]["shrink_kernel"] > 0
     assert seen["launches"]["expand_kernel"] > 0

@@ -301,7 +301,7 @@ def really_kept_bytes(model: MultiTaskPeftModel, autocast: torch.dtype | None = 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with precision, hooks, model.multiplexing(batch):
         hidden_TD = model.hidden_states(batch)
-        losses.token_losses(hidden_TD, model.backbone, batch, model.stream, model.adapters)
+        losses.target_losses(hidden_TD, model.backbone, batch, model.stream, model.adapters)
     return kept.num_bytes
 
 
@@ -399,7 +399,7 @@ def test_what_does_not_run_on_a_description_is_estimated_with_a_warning(monkeypa
     def fails(*given: object) -> None:
         raise NotImplementedError("this operator has no description")
 
-    monkeypatch.setattr(losses, "token_losses", fails)
+    monkeypatch.setattr(losses, "target_losses", fails)
     with pytest.warns(UserWarning, match="estimated by formula.*this operator has no description"):
         estimated = count_activation_bytes_per_token(model, LENGTHS)
     shape = model_shape(model.backbone, model.backbone.config, dtype=torch.float32, activation_dtype=torch.float32)

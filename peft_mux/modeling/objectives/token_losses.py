@@ -65,13 +65,6 @@ class TargetLosses(NamedTuple):
     spread_M: torch.Tensor | None = None
 
 
-def token_losses(
-    hidden_TD: torch.Tensor, backbone: Any, batch: MuxBatch, stream: Stream, adapters: Mapping[str, str]
-) -> torch.Tensor:
-    """Return the negative log-likelihoods `[M]` alone of what `target_losses` returns."""
-    return target_losses(hidden_TD, backbone, batch, stream, adapters).nll_M
-
-
 def target_losses(
     hidden_TD: torch.Tensor,
     backbone: Any,

@@ -294,7 +294,7 @@ def _train_stages(names: Sequence[str], processes: Processes, folder: Path) -> d
 def _train(case: ShardCase, executor: Any, model: MultiTaskPeftModel, links: TensorLinks, folder: Path) -> Shown:
     optimizers = {name: stage_cases.optimizer_of(model, name, folder) for name in model.tasks}
     sharded = Sharded(executor, model, links)
-    seen = stage_cases.train(sharded, model, optimizers, steps=range(stage_cases.NUM_STEPS), poison=case.poison)
+    seen = stage_cases.train(sharded, model, optimizers, steps=range(stage_cases.NUM_STEPS), poisons=case.poison)
     return Shown(seen, whole_weights(model, links), frozen_bytes(model))
 
 
@@ -303,7 +303,7 @@ def train_alone(case: ShardCase, folder: Path) -> Shown:
     model = mux_model(case)
     optimizers = {name: stage_cases.optimizer_of(model, name, folder) for name in model.tasks}
     alone = stage_cases.Alone(model)
-    seen = stage_cases.train(alone, model, optimizers, steps=range(stage_cases.NUM_STEPS), poison=case.poison)
+    seen = stage_cases.train(alone, model, optimizers, steps=range(stage_cases.NUM_STEPS), poisons=case.poison)
     weights = {
         name: {key: parameter.detach().numpy().copy() for key, parameter in model.task_parameters(name).items()}
         for name in model.tasks
