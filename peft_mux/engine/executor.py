@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -93,7 +93,7 @@ class Executor:
         # Also of tasks without rows here, as losses are summed over all replicas.
         sums = StepSums(self.model, work.tasks, self.device)
         for group in self._groups(chains_of(micro_batches)):
-            with self.clock.timing([micro_batch for chain in group for micro_batch in chain]):
+            with self.clock.timing([micro_batch for chain in group for micro_batch in chain], self._waited_s(group)):
                 outputs = self._group_passes(group)
             for chain, passes in zip(group, outputs, strict=True):
                 for micro_batch, output in zip(chain, passes, strict=True):
@@ -104,6 +104,12 @@ class Executor:
         result = StepResult(sums.losses, work.num_tokens, stream_tokens, work.failures)
         failures = self.model.objectives.take_failures()
         return self.sync.finish(replace(result, statistics=sums.statistics, loss_failures=failures))
+
+    def _waited_s(self, group: Sequence[Chain]) -> Callable[[], float] | None:
+        """Return what tells how long this process has waited for sums, where it waits for each one at once."""
+        if self.interleaving is None or len(group) > 1:
+            return None
+        return lambda: self.sync.processes.waited_s
 
     def _groups(self, chains: Sequence[Chain]) -> Sequence[Sequence[Chain]]:
         """Return the groups of chains that run together, in order."""

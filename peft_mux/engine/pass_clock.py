@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -37,10 +37,13 @@ class PassTime:
     Attributes:
         passes: for each pass what each of its tasks has in it.
         seconds: seconds of forward and backward on this process, without waiting for other stages.
+        waited_s: those of them in which this process waited for sums over the devices of its stage; `None` where it
+            waits for none, or where that is not known: on a GPU, and where several passes ran in turns.
     """
 
     passes: tuple[tuple[TaskInPass, ...], ...]
     seconds: float
+    waited_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,21 +80,25 @@ class PassClock:
 
     def start_step(self) -> None:
         """Forget the passes of the step before."""
-        self._timed: list[tuple[tuple[tuple[TaskInPass, ...], ...], Any, Any]] = []
+        self._timed: list[tuple[tuple[tuple[TaskInPass, ...], ...], Any, Any, float | None]] = []
         self._acted: list[PassTime] = []
         self._part_s: dict[Hashable, float] = {}
         self._acted_s = 0.0
 
     @contextmanager
-    def timing(self, micro_batches: Sequence[MuxBatch]) -> Iterator[None]:
+    def timing(self, micro_batches: Sequence[MuxBatch], waited_s: Callable[[], float] | None = None) -> Iterator[None]:
         """Time the passes of the `with` block.
 
         Args:
             micro_batches: the micro-batches that pass in it.
+            waited_s: returns the seconds that this process has waited for others so far, where all that it waits for
+                within the block are sums of these passes, one after another; not asked on a GPU, whose host goes on.
         """
         begin = self._mark()
+        before_s = waited_s() if waited_s is not None and self.device.type == "cpu" else None
         yield
-        self._timed.append((tuple(map(rows_of, micro_batches)), begin, self._mark()))
+        in_sums_s = None if waited_s is None or before_s is None else waited_s() - before_s
+        self._timed.append((tuple(map(rows_of, micro_batches)), begin, self._mark(), in_sums_s))
 
     def add(self, key: Hashable, seconds: float) -> None:
         """Add to a pass that is taken in several parts, as in a pipeline, by the host's clock.
@@ -125,7 +132,7 @@ class PassClock:
         """Return the times of the step, once; to be read when the device is done with it."""
         timed, acted, span_s = self._timed, self._acted, self._acted_s
         self.start_step()
-        passes = tuple(PassTime(rows, self._seconds(begin, end)) for rows, begin, end in timed)
+        passes = tuple(PassTime(rows, self._seconds(begin, end), in_sums_s) for rows, begin, end, in_sums_s in timed)
         if timed:
             span_s = self._seconds(timed[0][1], timed[-1][2])
         return StepTimes((*passes, *acted), span_s)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from peft_mux.engine.pass_clock import StepTimes
+from peft_mux.engine.pass_clock import PassTime, StepTimes
 from peft_mux.planning.pass_prices import PassPrices
 from peft_mux.scheduler.costs.measured.fit import PartFit
 from peft_mux.scheduler.costs.measured.parts import AS_PROFILED, Parts
@@ -77,8 +77,17 @@ class TimeCorrection:
             return
         stride = -(-len(times.passes) // _MOST_PASSES) or 1
         for timed in times.passes[self._num_steps % stride :: stride]:
-            self.fit.observe(prices.of(timed), timed.seconds)
+            self._observe_pass(timed, prices)
         self.fit.observe(prices.between(tasks), between_s)
+
+    def _observe_pass(self, timed: PassTime, prices: PassPrices) -> None:
+        """Learn from one pass, or from several in turns: of its sums by themselves where waiting for them was timed."""
+        predicted = prices.of(timed)
+        if timed.waited_s is None:
+            self.fit.observe(predicted, timed.seconds)
+            return
+        self.fit.observe(predicted._replace(communication=0.0), timed.seconds - timed.waited_s)
+        self.fit.observe(Parts(communication=predicted.communication), prices.summed_s(timed))
 
     @property
     def differs(self) -> bool:

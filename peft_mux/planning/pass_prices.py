@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,10 @@ from peft_mux.engine.pass_clock import PassTime, TaskInPass
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.measured.parts import Parts, summed
+from peft_mux.scheduler.planner.turn_times import TurnTimes
+
+_LEAST_SUMMED = 0.1
+"""Part of the waiting for sums that the sums take themselves, however far ranks were apart by the profile."""
 
 
 class PassPrices:
@@ -19,11 +23,20 @@ class PassPrices:
         cost: predicts seconds from the profile as it was measured or read off a data sheet.
         loads: what each task brings into a step, by its name; its adapters count here, and not its rows.
         stage: stage of the pipeline that lies in this process.
+        learnt: returns the seconds of passes in turns by all that was learnt so far, and the factor of communication
+            among that; `None` where sums are charged in full.
     """
 
-    def __init__(self, cost: CostModel, loads: Mapping[str, TaskLoad], stage: int) -> None:
+    def __init__(
+        self,
+        cost: CostModel,
+        loads: Mapping[str, TaskLoad],
+        stage: int,
+        learnt: Callable[[], tuple[TurnTimes, float]] | None = None,
+    ) -> None:
         """Remember the models."""
         self.cost, self.loads, self.stage = cost, loads, min(stage, cost.num_stages - 1)
+        self._learnt = learnt
 
     def of(self, timed: PassTime) -> Parts:
         """Return the predicted seconds of passes that were timed together.
@@ -31,7 +44,31 @@ class PassPrices:
         Args:
             timed: the passes, with the rows of each.
         """
-        return summed(self.cost.parts_of_pass(self._rows(rows), stage=self.stage) for rows in timed.passes)
+        parts = summed(self.cost.parts_of_pass(self._rows(rows), stage=self.stage) for rows in timed.passes)
+        if len(timed.passes) < 2 or self._learnt is None:
+            return parts
+        turns, factor = self._learnt()
+        return parts if not turns.is_known else parts._replace(communication=self._shown_s(timed, turns) / factor)
+
+    def _shown_s(self, timed: PassTime, turns: TurnTimes) -> float:
+        """Return the seconds that passes in turns take beyond their computing: sums that show, and the turns' own.
+
+        How much of them shows depends on how long they are, so that it is taken from what was learnt of that so far.
+        """
+        rows = [self._rows(own) for own in timed.passes]
+        computed = summed(turns.cost.parts_of_pass(own) for own in rows)._replace(communication=0.0)
+        return max(0.0, turns.group_s([turns.cost.pass_parts(own, 1) for own in rows]) - computed.total)
+
+    def summed_s(self, timed: PassTime) -> float:
+        """Return the seconds that the sums of a pass took, of those in which it waited for them.
+
+        Args:
+            timed: a pass of which waiting was timed. Beside the sums themselves it has waited for ranks that came to
+                them later, in the mean as long as the profile says, which plans count as such.
+        """
+        waited_s = timed.waited_s or 0.0
+        skew = 0.0 if self.cost.profile.overlap is None else self.cost.profile.overlap.skew
+        return max(waited_s - skew * (timed.seconds - waited_s), _LEAST_SUMMED * waited_s)
 
     def between(self, tasks: Iterable[str]) -> Parts:
         """Return the predicted seconds of a step outside of its passes.

@@ -38,6 +38,7 @@ from peft_mux.scheduler.planner.admission import DoesNotFitError
 from peft_mux.scheduler.planner.passes import planned_passes
 from peft_mux.scheduler.planner.planner import Budget, plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
+from peft_mux.scheduler.planner.turn_times import TurnTimes
 from peft_mux.scheduler.repricing import repriced_s
 from peft_mux.tasks.task_run import TaskRun
 
@@ -124,7 +125,15 @@ class Planner:
         if self._priced is None or self._base is None:
             return None
         target, cost, loads = self._priced
-        return PassPrices(self._cost_model(self._uncorrected(target), cost.layers_per_stage), loads, stage)
+        given, layers = self._uncorrected(target), cost.layers_per_stage
+
+        def learnt() -> tuple[TurnTimes, float]:
+            factors = self.correction.fit.factors()
+            known = self._cost_model(given.corrected(factors), layers)
+            return TurnTimes(known, recomputes=self.args.uses_checkpointing), factors.communication
+
+        # Of stages it is not known which of the passes of an action have taken turns.
+        return PassPrices(self._cost_model(given, layers), loads, stage, learnt if given.num_stages == 1 else None)
 
     def gain_of(self, plan: Plan, factors: Parts, runs: Sequence[TaskRun], **options: Any) -> float:
         """Return by what part a plan made anew with other factors would be faster than one that is followed.
@@ -146,8 +155,9 @@ class Planner:
             if not plan.htasks or {share.name for share in plan.shares} != {share.name for share in other.shares}:
                 return 0.0
             drains = is_drained(self.args, target, runs, list(loads.values()))
+            rules, recomputes = self.collator.rules, self.args.uses_checkpointing
             before_s, after_s = (
-                repriced_s(one, loads, cost, self.collator.rules, drains=drains) for one in (plan, other)
+                repriced_s(one, loads, cost, rules, drains=drains, recomputes=recomputes) for one in (plan, other)
             )
             return before_s / after_s - 1.0
         finally:

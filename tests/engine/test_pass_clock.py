@@ -25,6 +25,17 @@ def test_a_pass_is_timed_with_the_rows_of_each_of_its_tasks() -> None:
     assert clock.take().passes == (), "a step is told of once"
 
 
+def test_what_a_pass_waits_for_sums_is_told_apart_where_somebody_tells_it() -> None:
+    (micro_batch,) = ChunkPackingCollator().micro_batches(batches_of({"a": [5]}), max_tokens=64)
+    clock, waited_s = PassClock(torch.device("cpu")), [1.0]
+    for added_s in (0.0, 2.5):
+        with clock.timing([micro_batch], lambda: waited_s[0]):
+            waited_s[0] += added_s
+    with clock.timing([micro_batch]):
+        waited_s[0] += 9.0
+    assert [one.waited_s for one in clock.take().passes] == [0.0, 2.5, None]
+
+
 def test_parts_of_a_pass_add_up_and_a_step_forgets_what_was_not_ended() -> None:
     (micro_batch,) = ChunkPackingCollator().micro_batches(batches_of({"a": [5]}), max_tokens=64)
     clock = PassClock(torch.device("cpu"))

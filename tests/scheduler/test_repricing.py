@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from peft_mux.packing.passes import PassRules
 from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.link import Link, Overlap
 from peft_mux.scheduler.costs.measured.parts import AS_PROFILED, Parts
 from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.costs.profile import corrected
@@ -46,6 +49,32 @@ def test_a_part_that_takes_longer_makes_the_plan_take_longer_by_what_it_has_of_i
     added = [with_factors(AS_PROFILED._replace(**{name: 2.0})) - before for name in names]
     assert min(added) > 0
     assert added.index(max(added)) == 1, "most of a pass are its tokens"
+
+
+def in_turns(link: Link) -> tuple[Plan, CostModel]:
+    """Return a plan of two devices that share every layer, and its costs."""
+    cost, memory = models(1)
+    profile = replace(cost.profile, overlap=Overlap(slowdown=0.1, turn_s=2e-4))
+    own = CostModel(profile, LLAMA_7B, devices_per_stage=2, tensor_link=link)
+    budget = Budget(4096, interleaved_passes="auto")
+    found = plan_tasks(list(LOADS.values()), own, replace(memory, devices_per_stage=2), budget)
+    plan = Plan(
+        found.htasks, (), found.max_tokens, 64, False, MemoryEstimate(0, 0, 0, 0), "2 x A40",
+        buckets=found.buckets, template=found.template, bucket_loads=found.bucket_loads, step_s=found.step_s,
+        turns=found.turns,
+    )  # fmt: skip
+    return plan, own
+
+
+def test_what_turns_hide_is_priced_so_that_slower_links_make_turns_pay() -> None:
+    fast, slow = Link(1e-6, 1e12), Link(2e-5, 5e9)
+    (apart, at_first), (turns, measured) = in_turns(fast), in_turns(slow)
+    assert (apart.passes_in_turns, turns.passes_in_turns > 1) == (1, True)
+    for plan, cost in ((apart, at_first), (turns, measured)):
+        assert repriced_s(plan, LOADS, cost, PassRules()) == pytest.approx(plan.step_s, rel=1e-6)
+    # Each is the better one of the two by the costs that it was made with.
+    assert repriced_s(turns, LOADS, measured, PassRules()) < repriced_s(apart, LOADS, measured, PassRules())
+    assert repriced_s(apart, LOADS, at_first, PassRules()) < repriced_s(turns, LOADS, at_first, PassRules())
 
 
 def test_a_plan_of_other_stages_is_refused() -> None:

@@ -27,9 +27,8 @@ from peft_mux.scheduler.planner.grouping import group
 from peft_mux.scheduler.planner.one_device import LEAST_PASS_TOKENS, cheapest_passes, largest_pass_tokens
 from peft_mux.scheduler.planner.passes import CutHTask, PassCosts, planned_passes
 from peft_mux.scheduler.planner.policies import Policy
-from peft_mux.scheduler.planner.turn_times import TurnTimes, turn_plan
+from peft_mux.scheduler.planner.turn_times import TurnMember, TurnTimes, turn_plan
 from peft_mux.scheduler.planner.values import Budget, HTask, Outcome
-from peft_mux.scheduler.subgraphs.groups import GroupedPass, turn_groups
 
 _MOST_HTASKS = 8
 """Of partitions that are compared beside those of the policy."""
@@ -51,6 +50,10 @@ class _Part:
     @property
     def count(self) -> int:
         return self.cut.num_passes
+
+    @property
+    def member(self) -> TurnMember:
+        return TurnMember(tuple(load.name for load in self.loads), self.count, self.parts, self.cut.pass_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +129,7 @@ class _Search:
         bucket_loads = tuple(self._bucket_load(bucket, number, memory) for number, bucket in enumerate(buckets, 1))
         estimate = max((self._estimate(bucket, memory) for bucket in buckets), key=lambda one: one.peak_bytes)
         passes_s = math.fsum(bucket.step_s for bucket in buckets)
-        apart_s = math.fsum(part.count * self._group_s((part,)) for part in parts)
+        apart_s = math.fsum(part.count * self._alone_s(part) for part in parts)
         htasks = tuple(self._htask(part) for part in parts)
         return Outcome(
             htasks=htasks,
@@ -189,17 +192,12 @@ class _Search:
         chosen = group([float(one.cut.stage_s.sum()) for one in members], num_buckets)
         return tuple(self._bucket([members[index] for index in bucket]) for bucket in chosen)
 
-    def _bucket(self, members: Sequence[_Part]) -> _Bucket:
-        passes = [part for part in members for _ in range(part.count)]
-        named = [GroupedPass(0, tuple(load.name for load in part.loads)) for part in passes]
-        groups = turn_groups(named, self.width, may_repeat=self.may_repeat)
-        seconds = tuple(self._group_s([passes[index] for index in own]) for own in groups)
-        return _Bucket(tuple(members), tuple(groups), seconds)
+    def _alone_s(self, part: _Part) -> float:
+        return self.times.bucket_s([part.member._replace(num_passes=1)], 1)[1][0]
 
-    def _group_s(self, group: Sequence[_Part]) -> float:
-        if not self.times.is_known:
-            return math.fsum(part.cut.pass_s for part in group)
-        return self.times.group_s([part.parts for part in group])
+    def _bucket(self, members: Sequence[_Part]) -> _Bucket:
+        groups, seconds = self.times.bucket_s([part.member for part in members], self.width)
+        return _Bucket(tuple(members), tuple(groups), tuple(seconds))
 
     # ------------------------------------------------------------------- plan
 

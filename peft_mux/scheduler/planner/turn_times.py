@@ -6,15 +6,34 @@ Every group is run through Algorithm 1's order on a compute and a communication 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.latency_sums import PassParts
 from peft_mux.scheduler.planner.values import TurnPlan
+from peft_mux.scheduler.subgraphs.groups import GroupedPass, turn_groups
 from peft_mux.scheduler.subgraphs.passes import Direction, Stretch, pass_times, turns_timeline
 
 _FEW_LAYERS = (2, 4)
 """Layers that are simulated of deeper stages: after the first ones every further layer adds the same."""
+
+
+class TurnMember(NamedTuple):
+    """An hTask whose passes may take turns with those of others.
+
+    Attributes:
+        tasks: names of its tasks.
+        num_passes: its passes of a step.
+        parts: what a mean pass computes between its sums.
+        pass_s: seconds of a mean pass with its sums in full.
+    """
+
+    tasks: Sequence[str]
+    num_passes: int
+    parts: PassParts
+    pass_s: float
 
 
 class TurnTimes:
@@ -47,6 +66,21 @@ class TurnTimes:
         if key not in self._known:
             self._known[key] = self._simulated_s(group, stage, direction)
         return self._known[key]
+
+    def bucket_s(self, members: Sequence[TurnMember], width: int) -> tuple[list[tuple[int, ...]], list[float]]:
+        """Return the groups of a bucket's passes on one stage, by their places, and the seconds of each.
+
+        Args:
+            members: the hTasks of the bucket, in the order of the work.
+            width: the most passes of a group.
+        """
+        passes = [member for member in members for _ in range(member.num_passes)]
+        # On a GPU two passes of one task are never in a group: their streams would add to the same gradients.
+        may_repeat = self.cost.profile.device.startswith("cpu")
+        groups = turn_groups([GroupedPass(0, member.tasks) for member in passes], width, may_repeat=may_repeat)
+        if not self.is_known:
+            return groups, [math.fsum(passes[index].pass_s for index in own) for own in groups]
+        return groups, [self.group_s([passes[index].parts for index in own]) for own in groups]
 
     def _simulated_s(self, group: Sequence[PassParts], stage: int, direction: Direction) -> float:
         num_layers = self.cost.layers_per_stage[stage]

@@ -5,6 +5,10 @@ predicted seconds. Factors are the least squares of relative errors over all pas
 (recursive least squares with forgetting, kept as information, which is a sum over passes and so over processes). Passes
 of one run look alike, so that parts are told apart only as far as passes differ; what these do not tell is held by a
 ridge: parts are as much slower as all together are, unless the passes say otherwise. No factor is below a bound.
+
+Communication grows with the tokens of a pass, as computing does, and has a fixed part, as a pass has: no passes tell it
+from these two. So it is measured apart wherever that can be done (`PassTime.waited_s`); elsewhere it stays near what it
+was, and what slower links add counts as slower computing.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ _LEAST_OF_COMMON = 0.1
 """No part is taken to be so much faster than all together, whatever passes seem to say."""
 _OUTLIER = 3.0
 """Passes that are off by more than so many times the usual residual count less."""
-_BETWEEN = Parts._fields.index("optimizer")
+_KINDS = {Parts._fields.index("optimizer"): 1, Parts._fields.index("communication"): 2}
+"""Measurements of unlike noise, by the part that most of their seconds are predicted for; all others are of kind 0."""
 _COMPUTED = np.array([1.0, 1.0, 1.0, 1.0, 0.0, 1.0])
 """The parts that one device computes, which are slower or faster together; links are a matter of their own."""
 
@@ -60,7 +65,7 @@ class PartFit:
         self._start = np.array(start)
         self._information = np.zeros((len(start), len(start)))
         self._evidence = np.zeros(len(start))
-        self._usual_residuals = [0.5, 0.5]
+        self._usual_residuals = [0.5, 0.5, 0.5]
         self.num_passes = 0
 
     def observe(self, predicted: Parts, seconds: float) -> None:
@@ -74,7 +79,7 @@ class PartFit:
         if not (0 < seconds < np.inf and 0 < row.sum() < np.inf):
             return
         expected = float(row @ np.array(self.factors()))
-        weight = self._weight(int(np.argmax(row) == _BETWEEN), abs(np.log(seconds / expected)))
+        weight = self._weight(_KINDS.get(int(np.argmax(row)), 0), abs(np.log(seconds / expected)))
         # Relative to the larger of the two: neither a pass that stood still nor a tiny one outweighs the others.
         scale = _NOISE * max(seconds, expected)
         row = row / scale
@@ -115,7 +120,7 @@ class PartFit:
         """Return how much a measurement counts by how far it is from what was expected; learn what is usual.
 
         Args:
-            kind: 0 for passes, 1 for what lies between them.
+            kind: 0 for passes, 1 for what lies between them, 2 for waiting for sums.
             residual: logarithm of measured over expected seconds, without its sign.
         """
         usual = self._usual_residuals[kind]
