@@ -24,6 +24,7 @@ from peft_mux.scheduler.pipeline.template import PipelineTemplate
 from peft_mux.scheduler.plan_html import plan_html
 from peft_mux.scheduler.planner.policies import POLICIES, policy_words
 from peft_mux.scheduler.planner.values import HTask, PlannedPass, TurnPlan, Waiting
+from peft_mux.scheduler.run_times import RunTimes, run_times
 from peft_mux.scheduler.units import bytes_text, seconds_text
 
 __all__ = ["FORMAT_VERSION", "POLICIES", "HTask", "Plan", "TaskShare", "TurnPlan", "Waiting"]
@@ -43,6 +44,7 @@ class TaskShare:
         adapter_parameters: trainable parameters of its adapter.
         computed_share: part of these tokens that is computed where the whole batch is in one pass: less than all where
             its rows begin alike.
+        alone_s: predicted seconds of its step if it trained alone on the same devices; 0 where that was not predicted.
     """
 
     name: str
@@ -51,6 +53,7 @@ class TaskShare:
     num_steps: int
     adapter_parameters: int
     computed_share: float = 1.0
+    alone_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +124,18 @@ class Plan:
         return self.tokens_per_step / self.step_s if self.step_s else None
 
     @property
+    def run_times(self) -> RunTimes | None:
+        """Predicted times of all steps of its tasks, in turn and together; `None` for one task, or where unknown."""
+        steps, alone_s = [share.num_steps for share in self.shares], [share.alone_s for share in self.shares]
+        return run_times(steps, alone_s, self.step_s)
+
+    @property
     def forecast(self) -> dict[str, Any]:
-        """Seconds of a step and peak bytes of the fullest stage, each with its error band and what it is made from."""
+        """Seconds of a step and peak bytes of the fullest stage, with error bands and sources; seconds of all steps."""
         time = time_band(self.profile_source).around(self.step_s) if self.step_s else None
-        return {"step_s": time, "peak_bytes": MEMORY.around(self.memory.peak_bytes)}
+        times = self.run_times
+        run = None if times is None else {**times._asdict(), "ratio": times.ratio}
+        return {"step_s": time, "peak_bytes": MEMORY.around(self.memory.peak_bytes), "run": run}
 
     @property
     def num_stages(self) -> int:
@@ -353,10 +364,12 @@ def _times(plan: Plan) -> list[str]:
         return []
     source = {"measured": "profile measured on this device", "analytic": "analytic profile, not measured"}
     words = source.get(plan.profile_source, plan.profile_source)
+    without = ", without the tasks that wait" if plan.waiting else ""
     return [
         f"time ({words})  {seconds_text(plan.step_s)} a step {time_band(plan.profile_source).words},"
         f" {plan.tokens_per_s:,.0f} tokens/s;"
-        f" {policy_words(plan.policy)}"
+        f" {policy_words(plan.policy)}",
+        *([] if plan.run_times is None else [f"        {plan.run_times}{without}"]),
     ]
 
 

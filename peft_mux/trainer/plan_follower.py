@@ -14,6 +14,7 @@ from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.engine.steps import StepSource
 from peft_mux.engine.work import StepResult, StepWork
+from peft_mux.errors import PeftMuxError
 from peft_mux.planning.deployment import report_deployment
 from peft_mux.planning.forecast import Forecast
 from peft_mux.planning.planner import Planner
@@ -25,6 +26,7 @@ from peft_mux.scheduler.deployment.report import DeploymentReport
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import TaskStatus
+from peft_mux.tasks.task_run import TaskRun
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.run import Run, StepTime
 from peft_mux.trainer.world import World
@@ -113,21 +115,39 @@ class PlanFollower:
         Raises:
             ConfigError: if nothing fits into memory, or for devices that are unknown or cannot be divided so.
         """
-        if devices is None:
-            return self.planner.plan(self._run.table.plannable, running=self._running_names, **self.own_pipeline)
-        return self.planner.plan(
-            self._run.table.plannable,
-            running=self._running_names,
-            devices=devices,
-            num_stages=num_stages,
-            devices_per_stage=devices_per_stage,
-        )
+        runs = self._run.table.plannable
+        other = {"devices": devices, "num_stages": num_stages, "devices_per_stage": devices_per_stage}
+        pipeline = self.own_pipeline if devices is None else other
+        plan = self.planner.plan(runs, running=self._running_names, **pipeline)
+        names = {name for htask in plan.htasks for name in htask.tasks}
+        if len(names) < 2:
+            return plan
+        # Only for who asks: each task is planned by itself for this, which replans need not wait for.
+        alone_s = self.alone_s([run for run in runs if run.name in names], **pipeline)
+        shares = (replace(share, alone_s=alone_s.get(share.name, 0.0)) for share in plan.shares)
+        return replace(plan, shares=tuple(shares))
+
+    def alone_s(self, runs: Sequence[TaskRun], **pipeline: Any) -> dict[str, float]:
+        """Return the predicted seconds of a step of each task if it trained alone; none where that cannot be told.
+
+        Args:
+            runs: the tasks, ended ones too.
+            **pipeline: what they would train on; by default the run's own processes.
+        """
+        try:
+            return self.planner.alone_s(runs, **(pipeline or self.own_pipeline))
+        # A task that fits beside others fits alone; but whatever a plan fails on, what is told beside it is no reason.
+        except (PeftMuxError, ValueError):
+            return {}
 
     def plan_stages(self) -> Plan:
         """Return the plan by which a model is cut into stages, the same on every process."""
         # One process alone may have planned before, and for other tasks.
         self.planner.forget_cuts()
-        return self.plan()
+        return self._plan_here()
+
+    def _plan_here(self) -> Plan:
+        return self.planner.plan(self._run.table.plannable, running=self._running_names, **self.own_pipeline)
 
     def plan_deployment(self, devices: str | None, measured: LayerProfile | None) -> DeploymentReport:
         """Return the replicas that would train these tasks fastest (L section 4.2)."""
@@ -139,10 +159,10 @@ class PlanFollower:
         Raises:
             ConfigError: if not even one task fits into memory.
         """
-        runs, table = self._run.table.plannable, self._run.table
+        table = self._run.table
         if self._decides:
             self.planner.correction.take_up()
-        plan = self.planner.plan(runs, running=self._running_names, **self.own_pipeline)
+        plan = self._plan_here()
         self.planner.correction.begin_plan()
         admitted = {name for htask in plan.htasks for name in htask.tasks}
         reasons = {one.name: one.reason for one in plan.waiting}

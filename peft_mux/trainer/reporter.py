@@ -11,7 +11,6 @@ from weakref import WeakSet
 
 from transformers.trainer_utils import TrainOutput
 
-from peft_mux.errors import PeftMuxError
 from peft_mux.evaluation.evaluator import TaskEvaluator
 from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.reporting.page.plots import plot_losses
@@ -261,10 +260,6 @@ class Reporter:
         if ratio is None or profile is None or not measured_s or run.log.removed:
             return None
         taken = {own.name: run.log.times.num_steps(own) for own in run.table}
-        try:
-            alone_s = planner.alone_s([own for own in run.table if taken[own.name]], **self._plans.own_pipeline)
-        # A task that fits beside others fits alone; but whatever a plan fails on, a report is no reason to end a run.
-        except (PeftMuxError, ValueError):
-            return None
+        alone_s = self._plans.alone_s([own for own in run.table if taken[own.name]])
         predicted_s = ratio * sum(taken[name] * seconds for name, seconds in alone_s.items())
         return InTurn(measured_s, predicted_s, ratio, profile.source) if predicted_s else None

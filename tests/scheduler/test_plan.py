@@ -87,6 +87,31 @@ def test_a_printed_plan_shows_each_task_under_its_htask_and_every_note() -> None
     assert lines[-1] == "note  sql: 3 of 40 rows are cut"
 
 
+def test_a_plan_says_what_its_steps_take_one_task_after_another_and_together() -> None:
+    plan = a_plan()
+    assert plan.run_times is None, "times alone were not asked for"
+    assert "one after another" not in str(plan)
+    assert json.loads(plan.to_json())["forecast"]["run"] is None
+    shares = [
+        dataclasses.replace(share, alone_s=seconds)
+        for share, seconds in zip(plan.shares, (1.0, 0.75, 0.5), strict=True)
+    ]
+    plan = dataclasses.replace(plan, shares=tuple(shares))
+    # 30, 10 and 5 steps: 5 of all three, 5 of two of them, 20 of one. Of the 1 s that company saves, each brings half.
+    together_s = 5 * 1.25 + 5 * (1.75 - 0.5) + 20 * 1.0
+    words = "        one after another 40 s   together 32.5 s   1.2x (estimate), without the tasks that wait"
+    assert words in str(plan).splitlines()
+    assert words.strip() in plan._repr_html_()
+    assert json.loads(plan.to_json())["forecast"]["run"] == {
+        "in_turn_s": 40.0,
+        "together_s": together_s,
+        "ratio": 40.0 / together_s,
+    }
+    assert Plan.from_json(plan.to_json()) == plan
+    alone = dataclasses.replace(plan, shares=plan.shares[:1])
+    assert "one after another" not in str(alone), "a single task has nothing to be compared with"
+
+
 def test_a_task_is_explained_with_its_company_and_its_share() -> None:
     told = a_plan().explain("sql")
     assert told.startswith("sql shares its passes with tales (hTask 1 of 2).")

@@ -40,6 +40,18 @@ def test_every_policy_trains_each_task_as_alone(policy: str, tmp_path: Path) -> 
         assert_same(together, train([task], tmp_path / task.name), task.name, 1e-5)
 
 
+@pytest.mark.parametrize("devices", [None, "1xA100-80GB"])
+def test_a_plan_knows_what_each_of_its_tasks_would_take_alone(devices: str | None, tmp_path: Path) -> None:
+    plan = make_trainer(three(), tmp_path / "all").plan(devices)
+    for task, share in zip(three(), plan.shares, strict=True):
+        own = make_trainer([task], tmp_path / task.name).plan(devices)
+        assert share.alone_s == pytest.approx(own.step_s), task.name
+        assert own.run_times is None
+    assert len({share.alone_s for share in plan.shares}) == 3, "else they would tell nothing"
+    assert plan.run_times is not None
+    assert plan.run_times.in_turn_s == pytest.approx(sum(one.alone_s * one.num_steps for one in plan.shares))
+
+
 def test_interleaved_tasks_have_passes_of_their_own_and_fused_ones_share_them(tmp_path: Path) -> None:
     apart, fused = (make_trainer(three(), tmp_path / p, planner=p).plan() for p in ("interleaved", "together"))
     assert sorted(htask.tasks for htask in apart.htasks) == [("a",), ("b",), ("c",)]
