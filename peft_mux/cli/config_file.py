@@ -8,7 +8,8 @@
       sql:  {dataset: data/sql.jsonl, num_train_epochs: 3}
       math: {dataset: org/math, eval_split: test, peft: {r: 64}, early_stopping: {patience: 3}}
 
-Paths are relative to the file. `dataset` is a .jsonl, .json, .csv or .parquet file, a folder, or a hub id.
+Paths are relative to the file. `dataset` is a .jsonl, .json, .csv or .parquet file, a folder, or a hub id. Where a
+secret stands (`secret_values.SECRETS`), `${HF_TOKEN}` is a variable of the environment.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 from peft_mux.argument_fields import REASONS
 from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments
 from peft_mux.cli.config_objects import TASK_KEYS, make_task, unknown_keys
+from peft_mux.cli.secret_values import expand_secrets
 from peft_mux.cli.yaml_text import parse_value, read_yaml
 from peft_mux.data.sources import SOURCES
 from peft_mux.errors import ConfigError, Fault, raise_faults, shown
@@ -65,7 +67,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     data, lines, faults = _parse(path)
     for override in overrides:
         _apply_override(data, override)
-    faults += _structure_faults(data)
+    faults += expand_secrets(data) + _structure_faults(data)
     # Whatever can be made is made all the same, so that one call tells all faults of a file.
     config, more = _make_run_config(data, path.parent)
     known = {fault.where for fault in faults}

@@ -111,6 +111,19 @@ def test_train_obeys_set(file: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_tokens_of_the_environment_are_written_nowhere(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUX_TOKEN", "hf_secret_of_the_owner")
+    tokens = ["run.hub_token=${MUX_TOKEN}", "model_init_kwargs.token=${MUX_TOKEN}"]
+    assert main(["train", str(file), *(part for token in tokens for part in ("--set", token))]) == 0
+    said = capsys.readouterr()
+    files = {path.name: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert {"config.json", "report.html", "metrics.jsonl"} <= files.keys()
+    assert [name for name, data in files.items() if b"hf_secret" in data] == []
+    assert "hf_secret" not in said.out + said.err
+
+
 def test_a_second_train_is_refused_and_resume_goes_on(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

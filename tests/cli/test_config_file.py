@@ -416,3 +416,41 @@ def test_two_tasks_whose_names_differ_in_case_only_are_refused(
     path = write(folder, good(folder).replace("  math:", "  SQL:"))
     assert main(["plan", str(path)]) == 2
     assert "tasks" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------- secrets
+
+
+def test_variables_of_the_environment_stand_where_secrets_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MUX_TOKEN", "hf_abc")
+    overrides = ["run.hub_token=${MUX_TOKEN}", "model_init_kwargs.token=${MUX_TOKEN}"]
+    config = read_config(write(folder, good(folder)), overrides)
+    assert (config.args.hub_token, config.model_init_kwargs) == ("hf_abc", {"token": "hf_abc"})
+    template = "{{ messages }} costs ${MUX_TOKEN}"
+    config = read_config(write(folder, good(folder)), [f"tasks.sql.chat_template='{template}'"])
+    assert config.tasks[0].chat_template == template, "a template has a language of its own"
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("run.hub_token=${MUX_TOKEN}", "got ${MUX_TOKEN}, a variable of the environment that is not set"),
+        ("run.hub_token=a${MUX_EMPTY}", "got ${MUX_EMPTY}, a variable of the environment that is not set"),
+        ("model_init_kwargs.token=$MUX_TOKEN", "Write ${MUX_TOKEN}."),
+        ("run.run_name=${MUX_SET}", "variables stand in run.hub_token and model_init_kwargs.token alone"),
+        ("tasks.sql.dataset=${MUX_SET}/rows", "variables stand in run.hub_token and model_init_kwargs.token alone"),
+        ("output_dir=runs/${MUX_SET}", "variables stand in run.hub_token and model_init_kwargs.token alone"),
+    ],
+)
+def test_a_variable_that_is_not_set_or_stands_elsewhere_is_refused_with_its_field(
+    override: str, told: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MUX_TOKEN", raising=False)
+    monkeypatch.setenv("MUX_EMPTY", "")
+    monkeypatch.setenv("MUX_SET", "hf_abc")
+    with pytest.raises(ConfigError) as refusal:
+        read_config(write(folder, good(folder)), [override])
+    (fault,) = refusal.value.faults
+    assert fault.where.endswith(f" {override.partition('=')[0]}")
+    assert told in str(fault)
+    assert "hf_abc" not in str(refusal.value)
