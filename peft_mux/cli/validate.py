@@ -10,10 +10,14 @@ from typing import Any
 _TARGET, _OTHER, _END = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _MOST_SHOWN = 240
 """Tokens of a sample that are shown."""
+_MOST_BINS, _BAR = 8, 32
+"""Of a histogram of lengths: its bins, and the characters of its longest bar."""
+_MOST_READ = 1000
+"""Rows in which the end of sequence is looked for."""
 
 
 def show_rows(trainer: Any, arguments: argparse.Namespace) -> int:
-    """Print each task's format, lengths, cut and masked shares, a sample, and rows that stand in both datasets.
+    """Print each task's format, lengths, cut and masked shares, end of sequence, a sample, and rows of both datasets.
 
     Args:
         trainer: the trainer of the file's tasks, which has read their rows and no weights.
@@ -45,9 +49,34 @@ def rows_of_task(run: Any, tokenizer: Any) -> dict[str, Any]:
         "splits": {name: _split(dataset) for name, dataset in splits.items() if dataset is not None},
         "in_both": _in_both(splits["train_dataset"], splits["eval_dataset"]),
     }
-    first = run.loader.batch(0).sequences[0] if splits["train_dataset"] is None else splits["train_dataset"][0]
-    facts["sample"] = _sample(first, tokenizer)
+    # Of a stream only what its first step reads is known.
+    is_stream = splits["train_dataset"] is None
+    sequences = run.loader.batch(0).sequences if is_stream else run.loader.sample(_MOST_READ)
+    facts["end_of_sequence"] = _end_of_sequence(sequences, tokenizer)
+    facts["sample"] = _sample(sequences[0], tokenizer)
     return facts
+
+
+def _end_of_sequence(sequences: Any, tokenizer: Any) -> dict[str, Any] | None:
+    """Return in how many rows the end of sequence carries loss; `None` where rows are classified, or none is known."""
+    end = getattr(tokenizer, "eos_token_id", None)
+    if end is None or sequences[0].class_label is not None or sequences[0].labels_itself:
+        return None
+    trained = sum(bool((sequence.labels == end).any()) for sequence in sequences)
+    return {"token": str(tokenizer.eos_token), "trained": trained, "rows": len(sequences)}
+
+
+def _histogram(lengths: list[int]) -> list[dict[str, int]]:
+    """Return how many rows have lengths of each of a few equal ranges, from the shortest row to the longest."""
+    first = lengths[0]
+    width = -(-(lengths[-1] - first + 1) // _MOST_BINS)
+    bins = [
+        {"from": low, "to": min(low + width - 1, lengths[-1]), "rows": 0}
+        for low in range(first, lengths[-1] + 1, width)
+    ]
+    for length in lengths:
+        bins[(length - first) // width]["rows"] += 1
+    return bins
 
 
 def _split(dataset: Any) -> dict[str, Any]:
@@ -61,6 +90,7 @@ def _split(dataset: Any) -> dict[str, Any]:
         "median": lengths[len(lengths) // 2],
         "longest_of_95_percent": lengths[min(len(lengths) - 1, int(0.95 * len(lengths)))],
         "longest": lengths[-1],
+        "histogram": _histogram(lengths),
         "limit": report.limit,
         "cut_share": report.num_truncated / max(report.num_rows, 1),
         "left_out_share": (report.num_dropped_long + report.num_without_targets) / max(report.num_rows, 1),
@@ -102,6 +132,8 @@ def _text(name: str, one: dict[str, Any], *, is_coloured: bool) -> str:
             f"95 % up to {own['longest_of_95_percent']}, limit {own['limit']}; cut {own['cut_share']:.1%}, "
             f"left out {own['left_out_share']:.1%}, without loss {own['masked_share']:.1%} of the tokens"
         )
+        lines += _bars(own["histogram"])
+    lines += _end_line(one["end_of_sequence"])
     if one["in_both"]:
         lines.append(f"  {one['in_both']:,} held-out rows are trained on as well: take them out of train_dataset")
     shown = "".join(
@@ -110,3 +142,24 @@ def _text(name: str, one: dict[str, Any], *, is_coloured: bool) -> str:
     )
     meaning = "green carries loss" if is_coloured else "[...] carries loss"
     return "\n".join([*lines, f"  first row ({meaning}):", *(f"    {line}" for line in shown.split("\n"))])
+
+
+def _bars(histogram: list[dict[str, int]]) -> list[str]:
+    """Return a bar for each range of lengths; none where all rows are of one."""
+    if len(histogram) < 2:
+        return []
+    most, width = max(own["rows"] for own in histogram), len(str(histogram[-1]["to"]))
+    bars = ["#" * -(-_BAR * own["rows"] // most) for own in histogram]
+    return [
+        f"    {own['from']:>{width}} to {own['to']:>{width}}  {bar:<{_BAR}}  {own['rows']:,}"
+        for own, bar in zip(histogram, bars, strict=True)
+    ]
+
+
+def _end_line(end: dict[str, Any] | None) -> list[str]:
+    if end is None:
+        return []
+    line = f"  end of sequence {end['token']}: trained in {end['trained']:,} of {end['rows']:,} rows"
+    if end["trained"] == end["rows"]:
+        return [line]
+    return [f"{line}; rows without it teach no end: it is cut off with max_length, or the chat template writes none"]

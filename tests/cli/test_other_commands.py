@@ -57,6 +57,32 @@ def test_what_is_trained_on_is_shown_and_held_out_rows_among_it_are_told(
     assert "say one[ one" in said, "what carries loss is marked"
 
 
+def test_lengths_are_drawn_and_it_is_told_whether_the_end_of_sequence_is_trained(
+    file: Path,
+    made: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rows = [{"prompt": "say", "completion": " one" * count} for count in (1, 1, 1, 1, 2, 20)]
+    (made / "lengths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    words = ["validate", str(file), "--set", f"defaults.dataset={made / 'lengths.jsonl'}"]
+    cut = [*words, "--set", "tasks.math.max_length=10"]
+    main([*cut, "--json"])
+    out = capsys.readouterr().out
+    found = json.loads(out[out.index("{") :])
+    bins = found["sql"]["splits"]["train_dataset"]["histogram"]
+    shortest = found["sql"]["splits"]["train_dataset"]["shortest"]
+    assert [own["rows"] for own in bins] == [5, 0, 0, 0, 0, 0, 1]
+    assert [own["from"] for own in bins] == [shortest + 3 * number for number in range(7)]
+    assert bins[-1]["to"] == shortest + 19
+    assert (found["sql"]["end_of_sequence"]["trained"], found["math"]["end_of_sequence"]["trained"]) == (6, 5)
+    main(cut)
+    sql, math = capsys.readouterr().out.split("\nmath  ")
+    assert f"  {'#' * 32}  5\n" in sql
+    assert f"  {'#' * 7}{' ' * 25}  1\n" in sql
+    assert ": trained in 6 of 6 rows\n" in sql
+    assert ": trained in 5 of 6 rows; rows without it teach no end" in math
+
+
 def test_adapters_of_a_run_are_served_merged_and_copied(
     file: Path,
     tmp_path: Path,
