@@ -17,6 +17,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from peft import PeftConfig
 
 from peft_mux import storage
+from peft_mux.checkpoint.sharing.citation import CITATION
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION, head_kind_for
 from peft_mux.tasks.task_run import TaskRun
 
@@ -115,7 +116,7 @@ def model_card(folder: Path, name: str, num_steps: int, facts: CardFacts | None 
     text = (
         f"---\n{data.to_yaml()}\n---\n\n# {name.rsplit('/', 1)[-1]}\n\n"
         f"A {kind} adapter for {shown_base}, fine-tuned for {num_steps} optimizer steps with peft_mux. What rows it "
-        f"was trained on is not recorded here.\n\n{loading}\n{_training(facts, config)}"
+        f"was trained on is not recorded here.\n\n{loading}\n{_training(facts, config)}{CITATION}"
     )
     return ModelCard(text + _MARK.format(digest=_digest(text)))
 

@@ -55,6 +55,24 @@ def test_a_card_tells_how_the_adapter_came_about(folder: Path) -> None:
     assert str(folder) not in card.text
 
 
+def test_a_card_asks_for_the_papers_and_libraries_to_be_cited_and_for_no_others(folder: Path) -> None:
+    _, found, citation = card_of(folder, "sql").text.partition("\n## Citation\n")
+    assert found
+    titles = [line for line in citation.replace("{", "").replace("}", "").splitlines() if line.startswith("  title")]
+    assert titles == [
+        "  title = MuxTune: Efficient Multi-Task LLM Fine-Tuning in Multi-Tenant Datacenters via Spatial-Temporal "
+        "Backbone Multiplexing,",
+        "  title = LobRA: Multi-tenant Fine-tuning over Heterogeneous Data,",
+        "  title = PEFT: State-of-the-art Parameter-Efficient Fine-Tuning methods,",
+        "  title = Transformers: State-of-the-Art Natural Language Processing,",
+    ]
+    entries = citation[citation.index("```bibtex") : citation.rindex("```")]
+    assert entries.count("{") == entries.count("}"), "it can be pasted"
+    path = folder / "sql" / "README.md"
+    assert not is_edited(path.read_text(encoding="utf-8"))
+    assert is_edited(path.read_text(encoding="utf-8").replace("## Citation", "## My citation"))
+
+
 def test_losses_are_pictured_where_there_is_more_than_one(folder: Path) -> None:
     pytest.importorskip("matplotlib", reason="needs the plots extra")
     assert (folder / "sql" / "loss.png").read_bytes().startswith(b"\x89PNG")
