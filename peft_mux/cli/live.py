@@ -54,7 +54,7 @@ def show_status(arguments: argparse.Namespace) -> int:
     """
     from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
     from peft_mux.reporting.screen.table import table_text
-    from peft_mux.reporting.views import view_of_records
+    from peft_mux.reporting.views import interrupted, view_of_records
     from peft_mux.storage.lock import keeper_of
     from peft_mux.storage.mailbox import Mailbox
 
@@ -74,10 +74,12 @@ def show_status(arguments: argparse.Namespace) -> int:
             }
             for one in view.tasks
         }
-        found = {"run": str(root), "trained_by": keeper or None, "tasks": tasks, "requests": waiting}
+        is_interrupted = not keeper and interrupted(view).is_interrupted
+        found = {"run": str(root), "trained_by": keeper or None, "interrupted": is_interrupted, "tasks": tasks}
+        found["requests"] = waiting
         print(json.dumps(found, indent=1, default=str))  # noqa: T201
         return 0
-    print(table_text(view))  # noqa: T201
+    print(table_text(view if keeper else interrupted(view)))  # noqa: T201
     for one in view.tasks:
         if one.reason:
             print(f"{one.name}: {one.reason}")  # noqa: T201

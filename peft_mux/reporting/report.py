@@ -281,21 +281,23 @@ class InTurn(NamedTuple):
         )
 
 
-def next_lines(root: Path, rows: Sequence[ReportRow], report: Path | None) -> list[str]:
+def next_lines(root: Path, rows: Sequence[ReportRow], report: Path | None, best: str = "") -> list[str]:
     """Return what may be typed next.
 
     Args:
         root: folder of the run.
         rows: its tasks.
         report: the page of the run; `None` where none was written.
+        best: the task to merge, such as the winner of a sweep; "" for the first one.
     """
     saved = [row for row in rows if row.place is not None]
     if not saved:
         return []
-    folder, name = shlex.quote(str(root)), saved[0].name
+    folder, names = shlex.quote(str(root)), [row.name for row in saved]
+    name, merged = (best, "the best one") if best in names else (names[0], "one")
     commands = [
         (f"peft-mux export {folder} --vllm", "serve all adapters"),
-        (f"peft-mux export {folder} --merge {name} --output merged", "merge one into the backbone"),
+        (f"peft-mux export {folder} --merge {name} --output merged", f"merge {merged} into the backbone"),
     ]
     if any(row.status in ("running", "paused", "waiting") for row in rows):
         commands.insert(0, ("trainer.train(resume_from_checkpoint=True)", "or: peft-mux train FILE --resume"))

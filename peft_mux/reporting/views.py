@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 Curve = tuple[tuple[int, float], ...]
@@ -88,6 +88,7 @@ class RunView:
         memory_bytes: what this process holds now: of its GPU, else of the host; `None` where that is not known.
         total_bytes: memory of that device.
         lines: what was logged, oldest first; terminals print it instead.
+        is_interrupted: whether nobody trains it, though tasks of it would take more steps.
     """
 
     tasks: tuple[TaskView, ...]
@@ -97,6 +98,7 @@ class RunView:
     memory_bytes: int | None = None
     total_bytes: int | None = None
     lines: tuple[str, ...] = ()
+    is_interrupted: bool = False
 
     @property
     def left_s(self) -> float | None:
@@ -280,6 +282,21 @@ def view_of(task: ShownTask) -> TaskView:
         losses=curve_of(task.state.log_history, "loss"),
         eval_losses=held_out,
     )
+
+
+def interrupted(view: RunView) -> RunView:
+    """Return a view of a run that nobody trains: its running tasks as interrupted; the same where none ran.
+
+    What a task is recorded as stays "running", which it goes on as; a view is for people, who would wait for it.
+
+    Args:
+        view: the run as it was left.
+    """
+    if not view.count("running"):
+        return view
+    left = {"status": "interrupted", "tokens_per_s": None, "left_s": None}
+    tasks = tuple(replace(task, **left) if task.status == "running" else task for task in view.tasks)
+    return replace(view, tasks=tasks, tokens_per_s=None, is_interrupted=True)
 
 
 def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str, int]) -> RunView:

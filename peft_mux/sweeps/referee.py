@@ -11,6 +11,7 @@ from peft_mux.errors import ConfigError
 from peft_mux.reporting.views import curve_of
 from peft_mux.sweeps.grid import Contest
 from peft_mux.sweeps.halving import losers, rungs
+from peft_mux.sweeps.ranking import RankedTask
 from peft_mux.task import EarlyStopping, TaskStatus
 from peft_mux.tasks.task_run import TaskRun
 from peft_mux.trainer.trainer import MultiTaskTrainer
@@ -73,6 +74,32 @@ class Referee(TrainerCallback):
             shown = sorted(here - set(out), key=lambda name: values[name], reverse=self.maximise)
             line = ", ".join(f"{name} {values[name]:.4f}" for name in shown[:8])
             self.trainer.tell(f"sweep {contest.name}: {len(shown)} of {len(here)} go on: {line}")
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Have the run suggest the adapter that won, of several sweeps that of the first."""
+        rankings = [self.ranking(contest) for contest in self.contests]
+        best = [ranking[0].name for ranking in rankings if ranking and ranking[0].value is not None]
+        self.trainer.prefer(best[0] if best else "")
+
+    def ranking(self, contest: Contest) -> list[RankedTask]:
+        """Return the tasks of a sweep, best first: those that came further stand before those that ended earlier.
+
+        Args:
+            contest: the sweep.
+        """
+        rows = []
+        for run in self._runs(contest):
+            curve = curve_of(run.state.log_history, self.metric)
+            step, value = curve[-1] if curve else (run.step, None)
+            place, settings = self.trainer.adapter_folder(run.name), contest.members[run.name]
+            rows.append(RankedTask(run.name, settings, value, step, run.num_steps, run.status.value, curve, place))
+
+        def order(row: RankedTask) -> tuple[bool, float, float]:
+            value = float("inf") if row.value is None else -row.value if self.maximise else row.value
+            # A loss of fewer steps is no match for one of more.
+            return row.status == TaskStatus.FAILED, -row.step / max(row.num_steps, 1), value
+
+        return sorted(rows, key=order)
 
     def values_at(self, contest: Contest, number: int) -> dict[str, float]:
         """Return the metric of each task at one of its rungs, as far as it has come to it.

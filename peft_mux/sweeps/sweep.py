@@ -10,11 +10,11 @@ from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError, PeftMuxError, shown
 from peft_mux.modeling.adapters.files import ADAPTER_NAMES
-from peft_mux.reporting.views import curve_of
+from peft_mux.reporting.words import number_text
 from peft_mux.sweeps.grid import Contest, sweep_tasks
 from peft_mux.sweeps.ranking import RankedTask, SweepResult
 from peft_mux.sweeps.referee import Referee
-from peft_mux.task import Task, TaskStatus
+from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 
 EARLY_STOPS = (None, "halving")
@@ -48,7 +48,8 @@ def sweep(
         **options: further arguments of `MultiTaskTrainer`, such as `processing_class`.
 
     Returns:
-        The ranking. Where the run is saved, the best adapter lies in the run folder under the name of the task.
+        The ranking, which `print` shows as text and a notebook as a table. Where the run is saved, the best adapter
+        lies in the run folder under the name of the task.
 
     Raises:
         ConfigError: naming every setting that cannot be run.
@@ -61,7 +62,8 @@ def sweep(
     trainer = MultiTaskTrainer(model, args, tasks, **options)
     referee = add_referee(trainer, [contest], early_stop=early_stop, metric=metric)
     trainer.train(resume_from_checkpoint=resume_from_checkpoint)
-    (result,) = end_sweeps(trainer, referee)
+    (result,) = end_sweeps(trainer, referee, is_told=False)
+    trainer.tell(f"sweep {result.name}: best {result.best.name}, {metric} {number_text(result.best.value)}")
     return result
 
 
@@ -87,45 +89,28 @@ def add_referee(
     return referee
 
 
-def end_sweeps(trainer: MultiTaskTrainer, referee: Referee) -> list[SweepResult]:
+def end_sweeps(trainer: MultiTaskTrainer, referee: Referee, *, is_told: bool = True) -> list[SweepResult]:
     """Return the ranking of each sweep, show it, and keep a copy of the best adapter under the name of the task.
 
     Args:
         trainer: has trained.
         referee: has compared the tasks.
+        is_told: whether rankings are printed; a caller who is given them prints them as text or as a table.
 
     Raises:
         ConfigError: if no task of a sweep was evaluated by the metric.
     """
     results = []
     for contest in referee.contests:
-        ranking = _ranking(trainer, referee, contest)
+        ranking = referee.ranking(contest)
         if not ranking or (ranking[0].value is None and not trainer.interrupted_by):
             known = f"no task has {referee.metric}; allowed: a metric of its evaluations"
             raise ConfigError(f"sweep {contest.name}: {known}.")
         result = SweepResult(contest.name, referee.metric, tuple(ranking), _keep_best(trainer, contest, ranking[0]))
-        trainer.tell(f"sweep {contest.name}\n{result}")
+        if is_told:
+            trainer.tell(f"sweep {contest.name}\n{result}")
         results.append(result)
     return results
-
-
-def _ranking(trainer: MultiTaskTrainer, referee: Referee, contest: Contest) -> list[RankedTask]:
-    rows = []
-    for name, settings in contest.members.items():
-        if name not in trainer.table:
-            continue
-        run = trainer.table[name]
-        curve = curve_of(run.state.log_history, referee.metric)
-        step, value = curve[-1] if curve else (run.step, None)
-        place = trainer.adapter_folder(name)
-        rows.append(RankedTask(name, settings, value, step, run.num_steps, run.status.value, curve, place))
-
-    def order(row: RankedTask) -> tuple[bool, float, float]:
-        value = float("inf") if row.value is None else -row.value if referee.maximise else row.value
-        # A loss of fewer steps is no match for one of more.
-        return row.status == TaskStatus.FAILED, -row.step / max(row.num_steps, 1), value
-
-    return sorted(rows, key=order)
 
 
 def _keep_best(trainer: MultiTaskTrainer, contest: Contest, best: RankedTask) -> Path | None:

@@ -17,7 +17,8 @@ from peft_mux.reporting.page.plots import plot_losses
 from peft_mux.reporting.pass_report import PassReport, pass_lines
 from peft_mux.reporting.report import InTurn, RankRecord, RunReport, next_lines, report_row
 from peft_mux.reporting.token_counts import summed_counts
-from peft_mux.reporting.views import RunView, view_of, view_of_records
+from peft_mux.reporting.views import RunView, interrupted, view_of, view_of_records
+from peft_mux.storage.lock import keeper_of
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.task_run import TaskRun
 from peft_mux.tasks.window import run_interval
@@ -230,12 +231,15 @@ class Reporter:
     def view(self) -> RunView:
         """Return what is to be shown of the run now; before it trains here, what its folder has of it."""
         watch = getattr(self._run.log.progress, "watch", None)
+        runs, path, is_trained = list(self._run.table), self._run.root / METRICS_NAME, self._run.is_in_train
         if watch is not None:
-            return watch.view(with_curves=True)
-        runs, path = list(self._run.table), self._run.root / METRICS_NAME
-        if not any(own.step for own in runs) and path.is_file():
-            return view_of_records(read_metrics(path), {own.name: own.num_steps for own in runs})
-        return RunView(tuple(map(view_of, runs)), self._run.state.global_step)
+            view = watch.view(with_curves=True)
+        elif not any(own.step for own in runs) and path.is_file():
+            view = view_of_records(read_metrics(path), {own.name: own.num_steps for own in runs})
+            is_trained = is_trained or bool(keeper_of(self._run.root))  # another process may
+        else:
+            view = RunView(tuple(map(view_of, runs)), self._run.state.global_step)
+        return view if is_trained else interrupted(view)
 
     def report(self) -> RunReport:
         """Return a table of all tasks: how each ended, its losses, its time and tokens, and where its adapter lies."""
@@ -248,7 +252,7 @@ class Reporter:
         notes = [
             str(self._plans.planner.correction),
             str(in_turn or ""),
-            *next_lines(run.root, rows, self._files.page),
+            *next_lines(run.root, rows, self._files.page, run.best_task),
         ]
         return RunReport(rows, self._world.records, [note for note in notes if note])
 

@@ -50,6 +50,7 @@ class Run:
         is_updating: whether tasks are being updated. Where it still is after a step was cut off, some tasks have taken
             that step and others have not, so that nothing but a saved state can be gone on from.
         interrupted_by: number of the signal that the last training was ended by; 0 for none.
+        best_task: the task that the last lines of the run suggest to merge; "" for none before the others.
     """
 
     args: MultiTaskTrainingArguments
@@ -63,6 +64,7 @@ class Run:
     is_in_train: bool = False
     is_updating: bool = False
     interrupted_by: int = 0
+    best_task: str = ""
 
     @property
     def root(self) -> Path:

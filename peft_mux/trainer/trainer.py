@@ -242,6 +242,10 @@ class MultiTaskTrainer(Trainer):
         if self._run.log.is_shown:
             self._run.log.say(line)
 
+    def prefer(self, task: str) -> None:
+        """Have the last lines of the run suggest to merge this task's adapter, such as the best one of a sweep."""
+        self._run.best_task = task
+
     def adapter_folder(self, task: str) -> Path | None:
         """Return the folder with a task's adapter as it is now; `None` where the disk has none, or an older one."""
         return self._run.saver.place(self._membership.run_of(task))

@@ -41,6 +41,7 @@ def test_a_task_is_trained_with_all_combinations_beside_one_that_is_not_swept(
     ranking = printed[printed.index("sweep sql\n") :].splitlines()
     assert ranking[1].split() == ["task", "learning_rate", "peft_config.r", "eval_loss", "step", "status"]
     assert len([line for line in ranking if line[:1].isdigit()]) == 4
+    assert printed.count("sweep sql\n") == 1
     paths = tmp_path.glob("out/*/adapter_config.json")
     configs = {path.parent.name: json.loads(path.read_text("utf-8")) for path in paths}
     assert sorted(configs) == ["math", "sql", "sql-01", "sql-02", "sql-03", "sql-04"]

@@ -157,7 +157,21 @@ def test_without_halving_all_train_to_their_end(tmp_path: Path, capsys: pytest.C
     values = [one.value for one in result.ranking]
     assert values == sorted(values)
     assert result.place is None
-    assert "sweep sql\n" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"sweep sql: best {result.best.name}, eval_loss {result.best.value:.4f}\n" in said
+    assert str(result) not in said, "who is given the ranking prints it"
+
+
+def test_the_last_lines_of_a_run_suggest_the_adapter_that_won(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = {"learning_rate": [3.0, 1e-4]}
+    result = sweep(swept_task(max_steps=4), grid, model=lab.tiny_llama(), args=arguments(tmp_path / "run"))
+    assert result.best.name == "sql-02", "else the first task would do as well"
+    said = capsys.readouterr().out
+    assert "--merge sql-02 --output merged" in said
+    assert "# merge the best one into the backbone" in said
+    assert "--merge sql-01" not in said
 
 
 def test_a_sweep_goes_on_after_an_interrupt_as_if_there_had_been_none(halved: tuple[Any, Path], tmp_path: Path) -> None:

@@ -114,15 +114,29 @@ def test_what_is_asked_of_a_run_that_nobody_trains_is_refused_or_left_for_the_ne
         return [small_task(name, data_seed=seed, max_steps=4) for seed, name in enumerate(("a", "b"))]
 
     stops = lab.Recorder(at_end={2: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
-    lab.train(tasks(), tmp_path, recorder=stops, save_strategy="steps")
+    stopped = lab.train(tasks(), tmp_path, recorder=stops, save_strategy="steps")
     assert keeper_of(tmp_path) == ""
     assert main(["remove", str(tmp_path), "b"]) == 2
     assert "in which nobody trains" in capsys.readouterr().err
     assert main(["remove", str(tmp_path), "b", "--next"]) == 0
+    capsys.readouterr()
     assert main(["status", str(tmp_path)]) == 0
-    assert "not taken up yet: remove b" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "not taken up yet: remove b" in said
+    rows = [line.split()[:2] for line in said.splitlines()]
+    assert rows[1:4] == [["a", "interrupted"], ["b", "interrupted"], ["run", "interrupted,"]]
+    assert main(["status", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["interrupted"], found["trained_by"]) == (True, None)
+    assert {own["status"] for own in found["tasks"].values()} == {"running"}, "it goes on as what it was"
+    stopped.trainer.show()
+    table = capsys.readouterr().out
+    assert "run  interrupted, " in table
+    assert " running" not in table
     run = lab.train(tasks(), tmp_path, recorder=lab.Recorder(), resume=True, save_strategy="steps")
     assert run.trainer.task_statuses == {"a": "succeeded"}
+    assert main(["status", str(tmp_path)]) == 0
+    assert "interrupted" not in capsys.readouterr().out, "all have ended"
     assert "b" not in run.losses, "it was done before the first step"
 
 

@@ -14,7 +14,8 @@ _STYLE = (
     "text-align:right;border:0}.peft-mux th{border-bottom:1px solid currentColor}.peft-mux .l{text-align:left}"
     ".peft-mux .bar{display:inline-block;width:9em;height:.7em;background:rgba(128,128,128,.3);border-radius:.2em}"
     ".peft-mux .bar i{display:block;height:100%;border-radius:.2em;background:#4fa86b}"
-    ".peft-mux .failed i{background:#c95f5f}.peft-mux .paused i,.peft-mux .waiting i{background:#e08a2e}"
+    ".peft-mux .failed i{background:#c95f5f}.peft-mux .paused i,.peft-mux .waiting i,"
+    ".peft-mux .interrupted i{background:#e08a2e}"
     ".peft-mux .failed .s{color:#c95f5f;font-weight:bold}.peft-mux .box{max-height:34em;overflow:auto}"
     ".peft-mux pre{line-height:1.3}.peft-mux td.l:first-child{white-space:nowrap}.peft-mux .why td{opacity:.8;"
     "white-space:pre-wrap}.peft-mux svg{vertical-align:top}</style>"
@@ -42,7 +43,7 @@ def run_html(view: RunView, *, most_charts: int | None = None) -> str:
 
 
 def _head(view: RunView) -> str:
-    words = [f"step {view.step:,}", time_text(view.seconds)]
+    words = ["interrupted"] * view.is_interrupted + [f"step {view.step:,}", time_text(view.seconds)]
     words += [f"{time_text(view.left_s)} left"] if view.left_s is not None else []
     words += [f"{rate_text(view.tokens_per_s)} tokens/s"] if view.tokens_per_s else []
     if view.memory_bytes is not None and view.total_bytes:

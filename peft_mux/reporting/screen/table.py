@@ -15,6 +15,7 @@ from peft_mux.reporting.words import number_text, rate_text, shortened, time_tex
 
 _STYLES = {
     "running": "green",
+    "interrupted": "yellow",
     "paused": "yellow",
     "waiting": "dim",
     "succeeded": "bold green",
@@ -22,7 +23,7 @@ _STYLES = {
     "failed": "bold red",
     "removed": "dim",
 }
-_FIRST = ("failed", "running", "paused", "waiting", "stopped_early", "succeeded", "removed")
+_FIRST = ("failed", "running", "interrupted", "paused", "waiting", "stopped_early", "succeeded", "removed")
 """Which tasks are shown where not all have room."""
 _ARROWS = {"down": ("↓", "v"), "up": ("↑", "^"), "flat": ("→", "-"), "": (" ", " ")}
 _COLUMNS = (("eval", 66), ("tokens/s", 76), ("eta", 40))
@@ -144,14 +145,14 @@ def _bar(task: TaskView, width: int, *, is_plain: bool) -> RenderableType:
     if is_plain:
         filled = min(width, round(width * task.step / max(task.num_steps, 1)))
         return Text("#" * filled + "-" * (width - filled))
-    style = "red" if task.status == "failed" else "yellow" if task.status == "paused" else "green"
+    style = {"failed": "red", "paused": "yellow", "interrupted": "yellow"}.get(task.status, "green")
     return ProgressBar(task.num_steps, task.step, complete_style=style, finished_style=style)
 
 
 def _total(view: RunView, width: int, overflow: OverflowMethod) -> list[Text]:
     """Return the line of the whole run, or two where one has no room for it."""
     left = f", {time_text(view.left_s)} left" if view.left_s is not None else ""
-    parts = [f"run  {time_text(view.seconds)}{left}"]
+    parts = [f"run  {'interrupted, ' if view.is_interrupted else ''}{time_text(view.seconds)}{left}"]
     if view.tokens_per_s:
         parts.append(f"{rate_text(view.tokens_per_s)} tokens/s")
     if view.memory_bytes is not None and view.total_bytes:

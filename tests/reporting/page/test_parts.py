@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from peft_mux.reporting.page.charts import Line, chart_svg, thinned
 from peft_mux.reporting.page.parts import run_html
 from peft_mux.reporting.screen.notebook import NotebookProgress
-from peft_mux.reporting.views import RunView, RunWatch, TaskView, view_of_records
+from peft_mux.reporting.views import RunView, RunWatch, TaskView, interrupted, view_of_records
 
 CURVE = tuple((step, 5.0 - step / 100) for step in range(1, 401))
 TASKS = (
@@ -99,6 +100,20 @@ def test_a_run_that_was_interrupted_before_its_first_log_shows_its_tasks_and_the
         ("a", "running", 12, 30),
         ("b", "paused", 8, 20),
         ("c", "waiting", 0, 10),
+    ]
+    left = interrupted(view)
+    assert [one.status for one in left.tasks] == ["interrupted", "paused", "waiting"]
+    assert "<b>run</b> interrupted, step 12" in run_html(left)
+    rest = replace(view, tasks=view.tasks[1:])
+    assert interrupted(rest) is rest, "no task of it would take steps by itself"
+
+
+def test_a_run_that_nobody_trains_has_no_rates_and_no_time_left() -> None:
+    view = interrupted(RunView(TASKS, 50, 61.0, 98.0))
+    assert view.tokens_per_s is None
+    assert view.left_s is None
+    assert [one.name for one in view.tasks if one.status == "interrupted"] == [
+        one.name for one in TASKS if one.status == "running"
     ]
 
 
