@@ -1,7 +1,7 @@
 """Checkpoints of a run: one folder a task and step, and one record that says which of them belong together.
 
     <output_dir>/
-      metrics.jsonl  plan.json  config.json
+      metrics.jsonl  plan.json  config.json  environment.json
       run.lock                               while a process trains here: who
       state/run-00000030.json                which checkpoint of which task; written last
       <task>/adapter_config.json  adapter_model.safetensors       the task's adapter, loadable by plain PEFT

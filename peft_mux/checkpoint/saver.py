@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.checkpoint.environment import ENVIRONMENT_NAME, environment_of
 from peft_mux.checkpoint.numerics import changed_numerics, numerics_of
 from peft_mux.checkpoint.run_folder import RunFolder, Weights
 from peft_mux.checkpoint.snapshot import take_snapshot
@@ -327,7 +328,7 @@ def _present(snapshot: TaskState | None) -> TaskState:
 
 
 def describe_run(root: Path, args: MultiTaskTrainingArguments, table: TaskTable, plan: Plan) -> None:
-    """Write `config.json` and `plan.json` into the run folder: every setting in effect, and what runs together.
+    """Write into the run folder every setting in effect, what runs together, and the versions of what trains it.
 
     Raises:
         CheckpointError: if they cannot be written.
@@ -339,3 +340,4 @@ def describe_run(root: Path, args: MultiTaskTrainingArguments, table: TaskTable,
     config = json.dumps({"args": args.to_dict(), "tasks": tasks}, indent=2, default=str)
     storage.write_file(root / "config.json", config.encode())
     storage.write_file(root / "plan.json", plan.to_json().encode())
+    storage.write_file(root / ENVIRONMENT_NAME, json.dumps(environment_of(args), indent=2).encode())

@@ -266,6 +266,7 @@ PLACES = [
     "metrics.tmp",
     "config.json",
     "plan.json",
+    "environment.json",
     "run.lock",
     "state",
     "long",

@@ -84,7 +84,16 @@ def test_train_writes_adapters_that_plain_peft_loads_and_ends_with_0(
         assert learned
         assert all(torch.count_nonzero(value) for value in learned), f"{name} was not trained"
     written = {path.name for path in out.iterdir()} - {"losses.png"}  # where matplotlib is
-    assert written == {"sql", "math", "state", "metrics.jsonl", "config.json", "plan.json", "report.html"}
+    assert written == {
+        "sql",
+        "math",
+        "state",
+        "metrics.jsonl",
+        "config.json",
+        "plan.json",
+        "environment.json",
+        "report.html",
+    }
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     losses = [(record["task"], record["step"]) for record in records if record["event"] == "train"]
     assert sorted(losses) == [("math", 1), ("math", 2), ("sql", 1), ("sql", 2), ("sql", 3)]

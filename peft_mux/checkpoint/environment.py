@@ -1,0 +1,62 @@
+"""`environment.json` of a run folder: with what, and on what, a run was trained; no names of hosts, users or paths."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.checkpoint.numerics import numerics_of
+from peft_mux.reporting.banner import device_words
+
+ENVIRONMENT_NAME = "environment.json"
+_PACKAGES = "peft-mux torch transformers peft accelerate datasets tokenizers safetensors numpy triton".split()
+_GIT_S = 2.0
+"""Seconds after which a checkout is left alone: large ones on slow disks take minutes."""
+
+
+def environment_of(args: MultiTaskTrainingArguments) -> dict[str, Any]:
+    """Return versions, the device of this process, the number of processes and the checkout, as plain JSON.
+
+    Args:
+        args: the arguments of the run.
+    """
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
+        "device": device_words(args.device),
+        "num_processes": args.world_size,
+        "attention": numerics_of(args)["attention"],
+        "git": _checkout(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _checkout() -> dict[str, Any] | None:
+    """Return the commit of the working directory, and whether files differ from it; `None` outside of a checkout."""
+    command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules"]
+    # Whoever works in the checkout meanwhile does not find it locked.
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        found = subprocess.run(
+            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_S, check=True
+        )
+    # No git, no checkout, one of another user, or one that takes too long.
+    except (OSError, subprocess.SubprocessError):
+        return None
+    heads, changes = [], []
+    for line in found.stdout.decode(errors="replace").splitlines():
+        (heads if line.startswith("# ") else changes).append(line)
+    commits = [line.split()[-1] for line in heads if line.startswith("# branch.oid ")]
+    is_born = commits and commits[0] != "(initial)"
+    return {"commit": commits[0], "is_dirty": bool(changes)} if is_born else None
