@@ -162,4 +162,4 @@ def _end_line(end: dict[str, Any] | None) -> list[str]:
     line = f"  end of sequence {end['token']}: trained in {end['trained']:,} of {end['rows']:,} rows"
     if end["trained"] == end["rows"]:
         return [line]
-    return [f"{line}; rows without it teach no end: cut off by max_length, or not in the chat template or the input_ids"]
+    return [f"{line}; rows without it teach no end: max_length cuts it off, or chat template or input_ids lack it"]
