@@ -181,6 +181,8 @@ class ShardedBackbone:
         Args:
             virtual_stage: which of this process's parts the pass goes through.
         """
+        # With the head in the part this is for FSDP2: a head that a task adapts is gathered first, and processes that
+        # join gather in that order.
         if not self._parts[virtual_stage].is_last:
             self._units.base.unshard()
 

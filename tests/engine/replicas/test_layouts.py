@@ -193,6 +193,18 @@ def test_a_run_that_moves_to_other_replicas_trains_as_if_it_had_not(folders: dic
     assert found == [("<1,3>x1", "<2,1>x1, <1,1>x1"), ("<2,1>x1, <1,1>x1", "<1,1>x3")]
 
 
+@SLOW
+def test_stages_that_share_their_weights_move_to_replicas_of_one_process_and_back(
+    folders: dict[str, str], tmp_path: Path
+) -> None:
+    one = cases.train_and_move(0, tmp_path / "one", folders["llama"], {}, {})
+    moves, arguments = {2: "<1,1>x4", 5: "<1,2>x2"}, {**PP2, "shard_backbone": True}
+    part = cases.train_and_move
+    parts = values(launch(4, part, tmp_path / "four", folders["llama"], arguments, moves, limit_s=120))
+    assert_alike(parts)
+    assert_as_one(parts[0], one)
+
+
 def test_moving_on_one_process_alone_is_an_error_on_every_one(folders: dict[str, str], tmp_path: Path) -> None:
     outcomes = launch(2, cases.move_on_one, tmp_path, folders["llama"], limit_s=120)
     for outcome in outcomes:
