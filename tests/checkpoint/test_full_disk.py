@@ -72,11 +72,13 @@ def test_a_disk_that_takes_nothing_for_a_while_costs_records_and_nothing_else(
     assert run.losses == whole.losses
     assert run.recorder.digests == whole.recorder.digests
     lost = [one for one in records(tmp_path) if one["event"] == "records_lost"]
-    # Losses of two tasks after steps 3 and 4 (callbacks come before logs), and the notice of the failed save of step 4.
-    assert [one["count"] for one in lost] == [5]
     said = capsys.readouterr().out
+    # Losses of two tasks after steps 3 and 4 (callbacks come before logs), the notice of the failed save of step 4, and
+    # after step 5 what time is left, where this machine is slower than planned.
+    count = 5 + said.count("corrected ETA")
+    assert [one["count"] for one in lost] == [count]
     assert said.count("metrics.jsonl: could not be written") == 1
-    assert "5 records are missing" in said
+    assert f"{count} records are missing" in said
     assert set(run.trainer.task_statuses.values()) == {TaskStatus.SUCCEEDED}
     assert not list(tmp_path.rglob(".tmp-*"))
 
