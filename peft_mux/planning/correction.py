@@ -121,4 +121,4 @@ class TimeCorrection:
         """Return one line; "" where nothing was measured."""
         if not self.num_passes:
             return ""
-        return f"times over the profile's: {self.agreed} ({self.num_passes:,} measured)"
+        return f"times, measured over predicted: {self.agreed} ({self.num_passes:,} measured)"

@@ -100,7 +100,7 @@ def test_a_profile_that_is_wrong_in_one_part_ends_in_the_plan_of_the_right_one(
     (times,) = records_of(folder, "times")
     assert times["fixed"] > 50, "the profile said 0.1 ms of 50 ms"
     assert records_of(folder, "replanned")
-    assert "times over the profile's: fixed" in run.trainer.report()
+    assert "times, measured over predicted: fixed" in run.trainer.report()
     # Another plan in the midst of a run, and no other result.
     monkeypatch.undo()
     for task in tasks_of_many_lengths():
