@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import gc
 import tempfile
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from peft import get_peft_model
@@ -70,18 +71,65 @@ class StepClock(TrainerCallback):
         return self.ends_s[-1] - (self.ends_s[0] if len(self.ends_s) > 1 else self.first_begin_s)
 
 
-class _RecordingTrainer(Trainer):
-    """Trainer that keeps the loss of each step; for the guard, not for timed runs."""
+class RecordsLosses:
+    """What keeps the loss of each step of a Trainer that it is put before; for the guard, not for timed runs."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Pass everything on."""
         super().__init__(*args, **kwargs)
         self.losses: list[float] = []
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-        result = super().compute_loss(*args, **kwargs)
-        loss = result[0] if isinstance(result, tuple) else result
-        self.losses.append(loss.item())
+        """Return what the trainer returns, and keep the loss."""
+        result = super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        self.losses.append((result[0] if isinstance(result, tuple) else result).item())
         return result
+
+
+class _RecordingTrainer(RecordsLosses, Trainer):
+    pass
+
+
+class InTurn(NamedTuple):
+    """What runs of one task after another took.
+
+    Attributes:
+        train_s: seconds of the `train()` calls.
+        steps_s: seconds of all steps but the first of each task.
+        losses: the loss of each step of each task, where they were recorded.
+    """
+
+    train_s: float
+    steps_s: float
+    losses: dict[str, list[float]]
+
+
+def train_in_turn(workload: Workload, make_trainer: Callable[[TaskWorkload, str], Any], record_losses: bool) -> InTurn:
+    """Train every task alone, one after the other; building the models is not timed.
+
+    Args:
+        workload: the tasks and their rows.
+        make_trainer: returns the trainer of a task, given a folder that it may write to.
+        record_losses: whether trainers have kept the losses of their steps.
+    """
+    train_s = steps_s = 0.0
+    losses: dict[str, list[float]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for task in workload.tasks:
+            clock, trainer = StepClock(), make_trainer(task, folder)
+            trainer.add_callback(clock)
+            start_s = now_s()
+            trainer.train()
+            train_s += now_s() - start_s
+            steps_s += clock.steps_s
+            if trainer.state.global_step != workload.num_steps:
+                raise RuntimeError(f"{task.name}: {trainer.state.global_step} steps, not {workload.num_steps}")
+            if record_losses:
+                losses[task.name] = trainer.losses
+            # A Trainer sits in reference cycles, which would keep its backbone alive beside the next one.
+            del trainer
+            gc.collect()
+    return InTurn(train_s, steps_s, losses)
 
 
 def run_hf_trainer(model_factory: ModelFactory, workload: Workload, record_losses: bool = False) -> Run:
@@ -92,27 +140,17 @@ def run_hf_trainer(model_factory: ModelFactory, workload: Workload, record_losse
         workload: the tasks and their rows.
         record_losses: whether to keep the loss of each step.
     """
-    train_s = steps_s = 0.0
-    losses, num_tokens = {}, 0
-    with tempfile.TemporaryDirectory() as folder:
-        for task in workload.tasks:
-            clock, collator = StepClock(), PadToLongest()
-            trainer = _trainer(task, workload, model_factory, collator, folder, record_losses)
-            trainer.remove_callback(PrinterCallback)
-            trainer.add_callback(clock)
-            start_s = now_s()
-            trainer.train()
-            train_s += now_s() - start_s
-            steps_s += clock.steps_s
-            num_tokens += sum(timed(collator.tokens_per_batch))
-            if trainer.state.global_step != workload.num_steps:
-                raise RuntimeError(f"{task.name}: {trainer.state.global_step} steps, not {workload.num_steps}")
-            if record_losses:
-                losses[task.name] = trainer.losses
-            # A Trainer sits in reference cycles, which would keep its backbone alive beside the next one.
-            del trainer
-            gc.collect()
-    return Run(train_s, num_tokens, steps_s, losses)
+    collators: list[PadToLongest] = []
+
+    def make(task: TaskWorkload, folder: str) -> Any:
+        collators.append(PadToLongest())
+        trainer = _trainer(task, workload, model_factory, collators[-1], folder, record_losses)
+        trainer.remove_callback(PrinterCallback)
+        return trainer
+
+    found = train_in_turn(workload, make, record_losses)
+    num_tokens = sum(sum(timed(collator.tokens_per_batch)) for collator in collators)
+    return Run(found.train_s, num_tokens, found.steps_s, found.losses)
 
 
 def _trainer(

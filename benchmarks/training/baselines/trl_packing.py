@@ -9,16 +9,14 @@ the other contenders.
 
 from __future__ import annotations
 
-import gc
-import tempfile
 from typing import Any
 
 import torch
 from peft import get_peft_model
 
 from benchmarks.training.baselines import ModelFactory
-from benchmarks.training.baselines.hf_trainer import StepClock
-from benchmarks.training.timing import Run, now_s
+from benchmarks.training.baselines.hf_trainer import RecordsLosses, train_in_turn
+from benchmarks.training.timing import Run
 from benchmarks.training.workloads import DEFAULT_DATA, TaskWorkload, Workload, gpt2_tokenizer
 
 
@@ -30,41 +28,21 @@ def run_trl_packing(model_factory: ModelFactory, workload: Workload, record_loss
         workload: the tasks and their rows.
         record_losses: whether to keep the loss of each step.
     """
-    train_s = steps_s = 0.0
-    losses: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for task in workload.tasks:
-            clock = StepClock()
-            trainer = _trainer(task, workload, model_factory, folder)
-            trainer.add_callback(clock)
-            start_s = now_s()
-            trainer.train()
-            train_s += now_s() - start_s
-            steps_s += clock.steps_s
-            if trainer.state.global_step != workload.num_steps:
-                raise RuntimeError(f"{task.name}: {trainer.state.global_step} steps, not {workload.num_steps}")
-            if record_losses:
-                losses[task.name] = trainer.losses
-            del trainer
-            gc.collect()
-    return Run(train_s, workload.num_timed_tokens, steps_s, losses)
+    found = train_in_turn(
+        workload, lambda task, folder: _trainer(task, workload, model_factory, folder, record_losses), record_losses
+    )
+    return Run(found.train_s, workload.num_timed_tokens, found.steps_s, found.losses)
 
 
-def _trainer(task: TaskWorkload, workload: Workload, model_factory: ModelFactory, folder: str) -> Any:
+def _trainer(
+    task: TaskWorkload, workload: Workload, model_factory: ModelFactory, folder: str, record_losses: bool
+) -> Any:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
-    class Recording(SFTTrainer):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.losses: list[float] = []
-
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            result = super().compute_loss(*args, **kwargs)
-            loss = result[0] if isinstance(result, tuple) else result
-            self.losses.append(loss.item())
-            return result
+    class Recording(RecordsLosses, SFTTrainer):
+        pass
 
     backbone = model_factory()
     torch.manual_seed(task.seed)
@@ -90,7 +68,8 @@ def _trainer(task: TaskWorkload, workload: Workload, model_factory: ModelFactory
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=gpt2_tokenizer(DEFAULT_DATA), eos_token="<|endoftext|>", pad_token="<|endoftext|>"
     )
-    return Recording(
+    trainer_class = Recording if record_losses else SFTTrainer
+    return trainer_class(
         model=get_peft_model(backbone, task.lora_config()),
         args=arguments,
         train_dataset=Dataset.from_list([dict(row) for row in task.rows]),

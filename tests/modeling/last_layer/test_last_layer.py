@@ -38,6 +38,7 @@ from tests.modeling.test_architectures import (
     filled,
     multiplexed,
 )
+from tests.modeling.test_shared_prefixes import losses_and_gradients
 
 MIXTURES = ("Qwen3MoE", "Mixtral", "OLMoE", "DeepseekV3", "GptOss")
 BACKBONES = {
@@ -79,16 +80,6 @@ def completions(*shapes: tuple[int, int]) -> Masks:
 def some_rows() -> MuxBatch:
     """Return rows of which some have no target, one has one, and one nothing but targets."""
     return stream_of(completions((9, 3), (5, 0), (20, 1), (3, 3)), completions((17, 4), (1, 0), (12, 0)))
-
-
-def losses_and_gradients(model: MultiTaskPeftModel, batch: MuxBatch) -> list[torch.Tensor]:
-    """Return what a pass gives: losses, statistics, and the gradient of each parameter."""
-    model.zero_grad(set_to_none=False)
-    output = model(batch)
-    output.losses.sum().backward()
-    parameters = [one for name in batch.task_names for one in model.task_parameters(name).values()]
-    gradients = [torch.zeros_like(one) if one.grad is None else one.grad.clone() for one in parameters]
-    return [output.losses.detach(), *(one for one in output.statistics if one is not None), *gradients]
 
 
 @contextmanager
