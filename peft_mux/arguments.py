@@ -120,8 +120,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
             bucket's next step begins when its own is over. Results are the same.
         shard_backbone: divide the frozen weights (those of each stage, where there are stages) among replicas (FSDP2),
             which gather each layer before they use it.
-        report_per_task: in the loggers of `report_to`, a run of its own for each task instead of one for all: with the
-            task's own steps, arguments and plain keys (`train/loss`), under `<output_dir>/<task>`.
+        report_per_task: with `report_to="tensorboard"`, a run of its own for each task instead of one for all: with the
+            task's own steps, arguments and plain keys (`train/loss`), under `<output_dir>/<task>`. Other loggers keep
+            one run a process, and are refused.
 
     Raises:
         ConfigError: naming every field that cannot be run.

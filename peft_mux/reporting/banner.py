@@ -112,10 +112,9 @@ def _plan_words(plan: Plan) -> str:
     words = [f"{len(plan.htasks)} hTask{'' if len(plan.htasks) == 1 else 's'}"]
     words += [f"{passes} pass{'' if passes == 1 else 'es'} a step"]
     words += [f"{len(plan.waiting)} tasks wait"] if plan.waiting else []
-    band = time_band(plan.profile_source).words
-    words += [f"{seconds_text(plan.step_s)} a step {band}, predicted ({plan.profile_source} profile)"] * bool(
-        plan.step_s
-    )
+    if plan.step_s:
+        band = time_band(plan.profile_source).words
+        words.append(f"{seconds_text(plan.step_s)} a step {band}, predicted ({plan.profile_source} profile)")
     return ", ".join(words)
 
 
