@@ -214,6 +214,8 @@ def target_notes(
             f"stages have {listed} layers: balanced by predicted cost, embedding and head included, within the memory"
             " of each"
         )
+    if target.device_type != "cpu":
+        notes.append("the error bands of time and memory were found on CPUs, and never held against a GPU")
     return tuple(notes)
 
 

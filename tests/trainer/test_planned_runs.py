@@ -240,6 +240,13 @@ def test_a_profile_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
         make_trainer(three(), tmp_path, cost_profile="nowhere.json")
 
 
+def test_a_plan_for_gpus_says_that_its_error_bands_are_those_of_cpus(tmp_path: Path) -> None:
+    trainer = make_trainer(three(), tmp_path)
+    remark = "never held against a GPU"
+    assert any(remark in note for note in trainer.plan(devices="2xA100-80GB").notes)
+    assert not any(remark in note for note in trainer.plan().notes)
+
+
 def test_a_plan_for_other_devices_is_a_pipeline_and_needs_none_of_them(tmp_path: Path) -> None:
     plan = make_trainer(three(), tmp_path).plan(devices="2xA100-80GB")
     assert plan.num_stages == 2
