@@ -174,7 +174,7 @@ def started_tasks(settings: Settings, model: Any, workload: Any) -> Any:
 def task_batch(task: Any, step: int) -> Any:
     import numpy as np
 
-    from peft_mux.data.batch import TaskBatch, TokenSequence
+    from peft_mux.data.task_batch import TaskBatch, TokenSequence
 
     rows = [
         TokenSequence(np.asarray(row["input_ids"], np.int64), np.asarray(row["labels"], np.int64), index)

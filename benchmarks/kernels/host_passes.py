@@ -178,8 +178,8 @@ def _batch(names: list[str]) -> Any:
     """Return a micro-batch of two tokens a task."""
     import numpy as np
 
-    from peft_mux.data.batch import TaskBatch, TokenSequence
     from peft_mux.data.collator import ChunkPackingCollator
+    from peft_mux.data.task_batch import TaskBatch, TokenSequence
 
     generator = np.random.default_rng(0)
     rows = [generator.integers(1, 64, 2).astype(np.int64) for _ in names]

@@ -164,8 +164,8 @@ def step_work(tasks: Sequence[MixTask], htasks: Any, max_tokens: int) -> Any:
 
     import numpy as np
 
-    from peft_mux.data.batch import TaskBatch, TokenSequence
     from peft_mux.data.collator import ChunkPackingCollator
+    from peft_mux.data.task_batch import TaskBatch, TokenSequence
     from peft_mux.engine.steps import StepSource
     from peft_mux.scheduler.costs.memory import MemoryEstimate
     from peft_mux.scheduler.plan import Plan

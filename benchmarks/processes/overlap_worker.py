@@ -15,8 +15,9 @@ import torch.distributed as dist
 from peft import LoraConfig
 
 from benchmarks.training.workloads import ModelSpec
-from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.tensor.interleaving import Interleaving
 from peft_mux.engine.tensor.links import TensorLinks

@@ -16,8 +16,9 @@ from peft import LoraConfig
 
 from benchmarks.training.workloads import ModelSpec
 from peft_mux.arguments import MultiTaskTrainingArguments, resolve
-from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.chain_pass import pass_backward
 from peft_mux.engine.gradients.sync import GradientSync
 from peft_mux.engine.pipeline.executor import PipelineExecutor

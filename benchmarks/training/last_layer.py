@@ -18,7 +18,7 @@ from peft import LoraConfig
 
 from benchmarks.training.workloads import ModelSpec, make_workload
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
-from peft_mux.data.batch import IGNORE_INDEX
+from peft_mux.data.task_batch import IGNORE_INDEX
 
 NUM_TASKS, ROUNDS = 8, 5
 LAYERS = (4, 16)

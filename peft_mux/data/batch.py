@@ -1,4 +1,4 @@
-"""`MuxBatch`: the flat token stream that one multiplexed forward pass reads, and what it is made of.
+"""`MuxBatch`: the flat token stream that one multiplexed forward pass reads.
 
 Shape letters: T tokens of the stream, S sequences, N tasks.
 
@@ -9,136 +9,23 @@ A stream of two tasks, `a` with sequences of 3 and 2 tokens and `b` with one of 
     labels        a0 a0  x a1  x | b0 b0 b0  x      the token that a position predicts; x = -100
     token_places   0  1  2  3  4 |  0  1  2  3      place within the task's global batch
     cu_seqlens     0 3 5 9        task_offsets 0 5 9        sequence_offsets 0 2 3
-
-A row may be several sequences (a chosen and a rejected answer, say): datasets, plans and packing see one row of all
-its tokens; in a stream they lie side by side, and no label or attention crosses from one to the next.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
-import numpy as np
 import torch
 
 from peft_mux.data.parts import SequencePart
 from peft_mux.data.shared_rows import SharedRows, StreamTokens, shared_rows
-from peft_mux.packing.row_trie import RowTrie, row_trie
 from peft_mux.packing.shared_runs import MIN_RUN_TOKENS
 
 Columns = Mapping[str, torch.Tensor]
 """Tensors by the name of the column that they were read from."""
-
-IGNORE_INDEX = -100
-"""Label of a position that carries no loss, as in torch and transformers."""
-
-_MOST_COMPUTED = 0.95
-"""Part of the tokens of a global batch above which sharing the others is not worth its gathers."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenSequence:
-    """The tokens of one row.
-
-    Attributes:
-        input_ids: int64 `[L]`, the row's L token ids.
-        labels: int64 `[L]`, not shifted; `IGNORE_INDEX` where no loss is taken.
-        row: index of the row in its dataset.
-        class_label: class (int) or value (float) for sequence classification, else `None`.
-        token_type_ids: int64 `[L]`, which text of a pair each token is of; `None` for zeros.
-        is_one_term: whether the loss has one term for the whole row, as every loss with a class label has.
-        starts: places of the row's tokens at which its second and further sequences begin; none where it is one.
-        token_columns: numbers of each token, `[L]` or `[L, K]`, by name. As labels are, they are of a token as a
-            target, not of the position that predicts it.
-        row_values: numbers of the row, by name; `[C]` where there are several of one name.
-        labels_itself: whether labels are of the tokens themselves, not of what the token before predicts.
-        num_virtual_tokens: how many of the first tokens stand for virtual ones (`peft_mux.data.rows.virtual_tokens`).
-    """
-
-    input_ids: np.ndarray
-    labels: np.ndarray
-    row: int
-    class_label: int | float | None = None
-    token_type_ids: np.ndarray | None = None
-    is_one_term: bool = False
-    starts: tuple[int, ...] = ()
-    token_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    row_values: Mapping[str, float | np.ndarray] = field(default_factory=dict)
-    labels_itself: bool = False
-    num_virtual_tokens: int = 0
-
-    def __len__(self) -> int:
-        """Return the number of tokens."""
-        return len(self.input_ids)
-
-    @property
-    def num_targets(self) -> int:
-        """Number of loss terms: predicted tokens, or 1 where the loss is of the whole sequence."""
-        return 1 if self.class_label is not None or self.is_one_term else self.num_target_tokens
-
-    @property
-    def num_target_tokens(self) -> int:
-        """Number of predicted tokens, whatever the loss makes of them."""
-        if self.starts:
-            return sum(self.target_token_counts)
-        return int(np.count_nonzero(self.labels[0 if self.labels_itself else 1 :] != IGNORE_INDEX))
-
-    @property
-    def target_token_counts(self) -> tuple[int, ...]:
-        """Number of predicted tokens of each sequence of the row."""
-        # The first token of a sequence is predicted by none, as labels are not shifted yet.
-        return tuple(
-            int(np.count_nonzero(self.labels[start + 1 : end] != IGNORE_INDEX)) for start, end in self.sequence_bounds
-        )
-
-    @property
-    def sequence_bounds(self) -> tuple[tuple[int, int], ...]:
-        """First token, and one past the last, of each sequence of the row."""
-        return tuple(pairwise((0, *self.starts, len(self.input_ids))))
-
-    @property
-    def can_be_split(self) -> bool:
-        """Whether parts of it may lie in consecutive passes: not where one loss term is of all of its tokens."""
-        return self.class_label is None and not (self.is_one_term or self.starts or self.labels_itself)
-
-
-Arrange = Callable[[tuple[TokenSequence, ...]], tuple[TokenSequence, ...]]
-"""Makes the rows of a global batch of rows of a dataset, for losses that read rows beside one another."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaskBatch:
-    """One global batch of one task: the sequences of one of its optimizer steps.
-
-    Attributes:
-        task: name of the task.
-        step: index of the optimizer step of this task, from 0.
-        seed: the task's seed; with `step` and a token's place it fixes every dropout draw.
-        sequences: the rows, in the task's own data order.
-        totals: what losses divide by; see `batch_totals`. By default those of these rows; an evaluation, whose rows
-            come in several batches, gives those of all of them.
-        trie: what the rows begin with alike, where that is to be computed once; `None` where each token is.
-    """
-
-    task: str
-    step: int
-    seed: int
-    sequences: tuple[TokenSequence, ...]
-    totals: Mapping[str, float] | None = None
-    trie: RowTrie | None = None
-
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens of all sequences."""
-        return sum(len(sequence) for sequence in self.sequences)
-
-    @property
-    def num_targets(self) -> int:
-        """Number of loss terms of the global batch: the divisor of the task's loss."""
-        return sum(sequence.num_targets for sequence in self.sequences)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,14 +171,11 @@ class MuxBatch:
         lengths = [self.cu_seqlens[start + 1 : end + 1] for start, end in sequences]
         bounds = [part - by for part, by in zip(lengths, moved, strict=True)]
         rows = [self.target_rows[start:end] - by for (start, end), by in zip(targets, moved, strict=True)]
-        types, classes = self.token_type_ids, self.class_labels
+        classes = self.class_labels
         part = MuxBatch(
-            input_ids=_chosen(self.input_ids, tokens, dim=1),
-            position_ids=_chosen(self.position_ids, tokens, dim=1),
-            labels=_chosen(self.labels, tokens, dim=1),
+            **self._tokens_between(tokens),
             target_rows=torch.cat(rows),
             target_offsets=target_offsets,
-            token_places=_chosen(self.token_places, tokens),
             cu_seqlens=torch.cat([self.cu_seqlens[:1], *bounds]),
             task_offsets=task_offsets,
             sequence_offsets=sequence_offsets,
@@ -303,12 +187,22 @@ class MuxBatch:
             # A total: which part of it belongs to which task is not noted.
             num_padding_tokens=self.num_padding_tokens if len(indices) == len(self.task_names) else 0,
             class_labels=None if classes is None else _chosen(classes, sequences),
-            token_type_ids=None if types is None else _chosen(types, tokens, dim=1),
             **self._values_of(indices, sequences, targets),
             parts=tuple(part for start, end in sequences for part in self.parts[start:end]),
             virtual_tokens=tuple(self.virtual_tokens[index] for index in indices if self.virtual_tokens),
         )
         return part._sharing_as(self, indices)
+
+    def _tokens_between(self, bounds: Sequence[tuple[int, int]]) -> dict[str, Any]:
+        """Return what is noted of each token between some bounds, by field."""
+        types = self.token_type_ids
+        return {
+            "input_ids": _chosen(self.input_ids, bounds, dim=1),
+            "position_ids": _chosen(self.position_ids, bounds, dim=1),
+            "labels": _chosen(self.labels, bounds, dim=1),
+            "token_places": _chosen(self.token_places, bounds),
+            "token_type_ids": None if types is None else _chosen(types, bounds, dim=1),
+        }
 
     def _values_of(
         self, indices: Sequence[int], sequences: Sequence[tuple[int, int]], targets: Sequence[tuple[int, int]]
@@ -359,21 +253,17 @@ class MuxBatch:
             )
             for index, own in enumerate(self.target_columns)
         )
-        classes, types = self.class_labels, self.token_type_ids
+        classes = self.class_labels
         part = replace(
             self,
-            input_ids=_chosen(self.input_ids, tokens, dim=1),
-            position_ids=_chosen(self.position_ids, tokens, dim=1),
-            labels=_chosen(self.labels, tokens, dim=1),
+            **self._tokens_between(tokens),
             target_rows=torch.cat(rows),
             target_offsets=tuple(sequence_targets[offset] for offset in sequence_offsets),
-            token_places=_chosen(self.token_places, tokens),
             cu_seqlens=torch.tensor(bounds, dtype=self.cu_seqlens.dtype),
             task_offsets=tuple(bounds[offset] for offset in sequence_offsets),
             sequence_offsets=sequence_offsets,
             sequence_lengths=tuple(self.sequence_lengths[number] for number in numbers),
             class_labels=None if classes is None else classes[numbers],
-            token_type_ids=None if types is None else _chosen(types, tokens, dim=1),
             sequence_target_offsets=sequence_targets,
             row_sequences=tuple(end - start for start, end in pairwise((0, *row_bounds))),
             target_columns=columns,
@@ -399,59 +289,6 @@ class MuxBatch:
             moved[name] = tuple({key: move(value) for key, value in columns.items()} for columns in tasks)
         moved["shared"] = self.shared and self.shared.to(move)
         return replace(self, **moved)
-
-
-def prefix_trie(rows: Sequence[TokenSequence]) -> RowTrie | None:
-    """Return what the rows of a global batch begin with alike; `None` where they share too little to be worth it.
-
-    Args:
-        rows: the rows of one task.
-    """
-    # Texts of a pair are told apart by more than their tokens.
-    if any(row.token_type_ids is not None for row in rows):
-        return None
-    trie = row_trie([[row.input_ids[start:end] for start, end in row.sequence_bounds] for row in rows])
-    if trie is None or trie.num_computed(range(len(rows))) > _MOST_COMPUTED * sum(map(len, rows)):
-        return None
-    return trie
-
-
-def batch_totals(batch: TaskBatch) -> Mapping[str, float]:
-    """Return the sums over the rows of a global batch that losses divide by.
-
-    Args:
-        batch: the rows; where it brings totals of its own, these are returned.
-
-    Returns:
-        `num_rows`; `num_target_tokens`; for rows of several sequences `num_target_tokens/<number>` of the first, second
-        and further ones (from 0); the sum of every token column over the targets, and of every row value, by its name.
-    """
-    if batch.totals is not None:
-        return batch.totals
-    totals = {"num_rows": float(len(batch.sequences)), "num_target_tokens": 0.0}
-    for sequence in batch.sequences:
-        totals["num_target_tokens"] += sequence.num_target_tokens
-        if not (sequence.starts or sequence.token_columns or sequence.row_values):
-            continue
-        sums = {name: value for name, value in sequence.row_values.items() if not isinstance(value, np.ndarray)}
-        if sequence.starts:
-            counts = sequence.target_token_counts
-            sums |= {f"num_target_tokens/{number}": count for number, count in enumerate(counts)}
-        if sequence.token_columns:
-            chosen = _target_tokens(sequence)
-            sums |= {
-                name: float(values[chosen].sum(dtype=np.float64)) for name, values in sequence.token_columns.items()
-            }
-        for name, value in sums.items():
-            totals[name] = totals.get(name, 0.0) + value
-    return totals
-
-
-def _target_tokens(sequence: TokenSequence) -> np.ndarray:
-    """Return which tokens of a row are predicted, as booleans `[L]`."""
-    chosen = sequence.labels != IGNORE_INDEX
-    chosen[[start for start, _ in sequence.sequence_bounds]] = False
-    return chosen
 
 
 def _chosen(tensor: torch.Tensor, bounds: Sequence[tuple[int, int]], dim: int = 0) -> torch.Tensor:

@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from peft_mux.data.batch import IGNORE_INDEX, MuxBatch, TaskBatch, TokenSequence, batch_totals
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.cells import RowCells
 from peft_mux.data.formats import TARGET_COLUMNS
 from peft_mux.data.parts import SequencePart
 from peft_mux.data.rows.row_values import RowValues
 from peft_mux.data.rows.token_columns import read_columns, with_given_targets
 from peft_mux.data.rows.virtual_tokens import with_virtual_tokens
+from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence, batch_totals
 from peft_mux.errors import ConfigError, DataError
 from peft_mux.packing.chunking import round_up
 from peft_mux.packing.passes import Member, PassRules, TaskRows, cut_into_passes

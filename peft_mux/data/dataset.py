@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.data.batch import TokenSequence
 from peft_mux.data.formats import DataFormat, detect_format
+from peft_mux.data.task_batch import TokenSequence
 from peft_mux.data.tokenize import RowTokenizer, TokenizeOptions
 from peft_mux.errors import DataError, PeftMuxError
 from peft_mux.own_code import describe_error

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from peft_mux.data.batch import Arrange, TaskBatch, TokenSequence, prefix_trie
 from peft_mux.data.dataset import DataReport, TokenizedDataset
+from peft_mux.data.task_batch import Arrange, TaskBatch, TokenSequence, prefix_trie
 
 _ORDER_STREAM = 0x0DE7  # keeps these draws apart from others that begin with the task's seed
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.data.batch import IGNORE_INDEX
+from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.demo import sentences
 
 Row = dict[str, str]

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable
 from typing import Protocol
 
-from peft_mux.data.batch import TaskBatch
+from peft_mux.data.task_batch import TaskBatch
 from peft_mux.errors import DataError
 from peft_mux.own_code import Listener, nobody
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from peft_mux.data.batch import MuxBatch, TaskBatch
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch
 from peft_mux.engine.batches_ahead import BatchesAhead, Loader, SteppingTask
 from peft_mux.engine.processes.agreement import Agreement
 from peft_mux.engine.processes.processes import Processes

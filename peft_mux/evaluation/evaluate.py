@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from peft_mux.data.batch import Arrange, TaskBatch, batch_totals, prefix_trie
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import Arrange, TaskBatch, batch_totals, prefix_trie
 from peft_mux.engine.work import StepExecutor
 from peft_mux.errors import MetricsError
 from peft_mux.evaluation.own_metrics import OwnMetrics

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from peft_mux.data.batch import IGNORE_INDEX
+from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.own_code import OwnCodeError, own_code
 from peft_mux.task import Task
 

@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from peft_mux.data.batch import IGNORE_INDEX, MuxBatch
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.rows.virtual_tokens import PLACEHOLDER_ID
+from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.generation.draws import Drawn, Draws
 from peft_mux.generation.rows import Row, StopTexts
 from peft_mux.modeling import multiplexed_pass

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from peft_mux.data.batch import TaskBatch
+from peft_mux.data.task_batch import TaskBatch
 from peft_mux.modeling.adapters.kind import AdapterKind, CutLayers, kind_of
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.task_objective import args_of, objective_of

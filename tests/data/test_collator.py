@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peft_mux.data.batch import IGNORE_INDEX, MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
 from peft_mux.errors import ConfigError, DataError
 from peft_mux.modeling.model import MultiTaskPeftModel
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from peft_mux.data.batch import IGNORE_INDEX
 from peft_mux.data.dataset import tokenize_dataset
+from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.errors import DataError
 from peft_mux.generation.prompts import PromptReader, PromptRow

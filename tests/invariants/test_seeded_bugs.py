@@ -16,8 +16,8 @@ import torch
 from torch.nn import functional as F
 
 from peft_mux import storage
-from peft_mux.data.batch import TaskBatch
 from peft_mux.data.loader import TaskLoader
+from peft_mux.data.task_batch import TaskBatch
 from peft_mux.errors import CheckpointError
 from peft_mux.kernels.lora.reference import LinearSlice
 from peft_mux.modeling.adapters import files as adapters

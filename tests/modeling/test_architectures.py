@@ -19,8 +19,9 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from peft_mux.data.batch import IGNORE_INDEX, MuxBatch
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
 

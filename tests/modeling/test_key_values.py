@@ -25,9 +25,10 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.chains import chains_of
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.chain_pass import run_chain
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.work import StepWork

@@ -11,8 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from peft_mux.data.batch import IGNORE_INDEX, MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.prepasses import prepared
 from peft_mux.modeling.model import MultiTaskPeftModel

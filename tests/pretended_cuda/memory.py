@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from peft_mux.data.batch import TaskBatch, TokenSequence
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.profiling.memory import count_activation_bytes_per_token
 from tests.pretended_cuda import backbones

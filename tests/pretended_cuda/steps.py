@@ -16,8 +16,9 @@ from transformers import TrainerState
 
 from peft_mux import MultiTaskTrainingArguments, Task
 from peft_mux.arguments import resolve
-from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.cuda_graphs import inputs as captured_inputs
 from peft_mux.engine.cuda_graphs.passes import CapturedPasses
 from peft_mux.engine.executor import Executor

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from peft_mux.data.batch import IGNORE_INDEX, TokenSequence
 from peft_mux.data.rows.row_reader import RowTools
+from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence
 
 
 class Answer(NamedTuple):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from peft_mux.data.batch import IGNORE_INDEX, TokenSequence
+from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence
 
 
 def with_mismatched(rows: tuple[TokenSequence, ...], limit: int) -> tuple[TokenSequence, ...]:

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.data.batch import TokenSequence
 from peft_mux.data.formats import DataFormat
 from peft_mux.data.preferences.layout import Answer, cut_answers, pair_of
 from peft_mux.data.preferences.pair_rows import tokenised_answer
 from peft_mux.data.preferences.prompts import is_conversation, prompt_and_answers
 from peft_mux.data.rows.row_reader import RowTools
+from peft_mux.data.task_batch import TokenSequence
 
 
 class OddsRows:

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.data.batch import TokenSequence
 from peft_mux.data.formats import DataFormat
 from peft_mux.data.preferences.layout import Answer, cut_answers, pair_of
 from peft_mux.data.preferences.numbers import RowNumbers
 from peft_mux.data.preferences.prompts import prompt_and_answers
 from peft_mux.data.rows.row_reader import RowTools
+from peft_mux.data.task_batch import TokenSequence
 
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
 """Log-probabilities of the answers under the reference, in nats, where the rows bring them."""

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.data.batch import TokenSequence
 from peft_mux.data.formats import DataFormat
 from peft_mux.data.preferences.layout import Answer
 from peft_mux.data.preferences.numbers import RowNumbers
 from peft_mux.data.preferences.pair_rows import tokenised_answer
 from peft_mux.data.preferences.prompts import is_conversation, read_said, refuse_template_columns
 from peft_mux.data.rows.row_reader import RowTools
+from peft_mux.data.task_batch import TokenSequence
 
 
 class ScoredRows:

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.data.batch import TokenSequence
 from peft_mux.data.cells import RowCells
 from peft_mux.data.formats import LABEL_COLUMNS
 from peft_mux.data.rows.length_limit import LengthLimit
+from peft_mux.data.task_batch import TokenSequence
 
 CLASS_LABELS = "class_labels"
 """Row value with a number for each class, of multi-label classification and of regressions on several values."""

@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from peft_mux.data.batch import TokenSequence
 from peft_mux.data.cells import RowCells
 from peft_mux.data.formats import DataFormat
 from peft_mux.data.rows.chat_rows import ChatRows
 from peft_mux.data.rows.length_limit import LengthLimit, RowCounts
+from peft_mux.data.task_batch import TokenSequence
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from peft_mux.data.batch import IGNORE_INDEX, Columns, TokenSequence
+from peft_mux.data.batch import Columns
+from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence
 
 
 class RowValues:

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.data.batch import IGNORE_INDEX, TokenSequence
 from peft_mux.data.formats import DataFormat, RowForm
 from peft_mux.data.rows.row_reader import RowTools
+from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence
 
 TAG_COLUMNS = ("labels", "ner_tags", "pos_tags", "chunk_tags", "tags", "label")
 """Columns that may hold the classes of words, in the order in which they are looked for."""

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.data.batch import IGNORE_INDEX
 from peft_mux.data.cells import RowCells
 from peft_mux.data.formats import TokenColumn
+from peft_mux.data.task_batch import IGNORE_INDEX
 
 _ROUNDING = 0.01
 """By how much a log-probability may exceed 0: half precision of another program rounds so."""

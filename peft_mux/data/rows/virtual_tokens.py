@@ -17,7 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.data.batch import IGNORE_INDEX, MuxBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
+from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence
 
 PLACEHOLDER_ID = 0
 """Token id in the place of a virtual token; any that every vocabulary has."""

@@ -7,9 +7,9 @@ from dataclasses import replace
 from itertools import count
 from typing import Any, NamedTuple
 
-from peft_mux.data.batch import Arrange, TaskBatch, TokenSequence, prefix_trie
 from peft_mux.data.dataset import DataReport, checked_row, data_report, num_target_tokens
 from peft_mux.data.streams.read_ahead import ReadAhead
+from peft_mux.data.task_batch import Arrange, TaskBatch, TokenSequence, prefix_trie
 from peft_mux.data.tokenize import RowTokenizer
 from peft_mux.errors import DataError
 

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from peft_mux.data.batch import TaskBatch
+from peft_mux.data.task_batch import TaskBatch
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.errors import ProcessError
 from peft_mux.task import TaskStatus

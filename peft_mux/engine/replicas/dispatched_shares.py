@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.data.batch import TaskBatch
+from peft_mux.data.task_batch import TaskBatch
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.replicas.dispatch_clock import DispatchClock
 from peft_mux.engine.replicas.layout import ParallelLayout

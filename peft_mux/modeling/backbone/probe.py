@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from peft_mux.data.batch import TaskBatch, TokenSequence
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.backbone.layer_list import find_layers, first_layers, kinds_of_layers, num_telling_layers
 from peft_mux.modeling.interface import MultiplexedModel

@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from peft_mux.data.batch import MuxBatch, TaskBatch
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.rows.labelled_rows import CLASS_LABELS
+from peft_mux.data.task_batch import TaskBatch
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.attention.read_rows import ReadRows
 from peft_mux.modeling.attention.shared_rows import states_of

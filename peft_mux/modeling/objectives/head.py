@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from peft_mux.data.batch import MuxBatch, TaskBatch
+from peft_mux.data.batch import MuxBatch
+from peft_mux.data.task_batch import TaskBatch
 from peft_mux.modeling.attention.read_rows import ReadRows
 from peft_mux.modeling.backbone.head_kinds import HeadKind, head_kind_of
 from peft_mux.modeling.objectives.outputs import TaskOutputs

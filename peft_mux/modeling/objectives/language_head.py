@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from peft_mux.data.batch import MuxBatch, TaskBatch
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.rows.virtual_tokens import virtual_tokens_of_sequences
+from peft_mux.data.task_batch import TaskBatch
 from peft_mux.modeling.attention.read_rows import ReadRows, rows_of_targets
 from peft_mux.modeling.attention.shared_rows import take_rows
 from peft_mux.modeling.backbone.head_kinds import LANGUAGE_MODEL

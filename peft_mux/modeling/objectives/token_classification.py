@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from peft_mux.data.batch import MuxBatch, TaskBatch
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.rows.tagged_rows import TAGGED_ROWS
+from peft_mux.data.task_batch import TaskBatch
 from peft_mux.modeling.attention.read_rows import ReadRows, rows_of_targets
 from peft_mux.modeling.attention.shared_rows import states_of
 from peft_mux.modeling.backbone.head_kinds import TOKEN_CLASSIFICATION

@@ -26,8 +26,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.cuda_graphs import inputs as captured_inputs
 from peft_mux.engine.cuda_graphs import passes as captured
 from peft_mux.engine.cuda_graphs.passes import CapturedPasses

@@ -14,8 +14,9 @@ from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from peft_mux.arguments import MultiTaskTrainingArguments, resolve
-from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp.backbone import ShardedBackbone, gathering_mesh, shard_backbone
 from peft_mux.engine.fsdp.executor import ShardedExecutor

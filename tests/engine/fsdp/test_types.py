@@ -9,8 +9,8 @@ import pytest
 from peft import PeftType
 
 from peft_mux import MultiTaskPeftModel
-from peft_mux.data.batch import TaskBatch, TokenSequence
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.adapters.kind import KINDS

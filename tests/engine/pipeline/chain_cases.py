@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from peft_mux.data.batch import MuxBatch, TaskBatch
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.work import StepWork

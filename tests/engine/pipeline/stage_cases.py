@@ -41,8 +41,9 @@ from transformers import (
 from peft_mux.arguments import MultiTaskTrainingArguments, resolve
 from peft_mux.checkpoint.full_state import gather_task
 from peft_mux.checkpoint.task_state import TaskState, join_state, split_state
-from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.gradients.sync import GradientSync
 from peft_mux.engine.pipeline.executor import PipelineExecutor

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from peft_mux.data.batch import TaskBatch, TokenSequence
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
 from peft_mux.engine.replicas.layout import ParallelLayout

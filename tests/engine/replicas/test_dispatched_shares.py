@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peft_mux.data.batch import TaskBatch
+from peft_mux.data.task_batch import TaskBatch
 from peft_mux.engine.batches_ahead import BatchesAhead
 from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
 from peft_mux.engine.replicas.layout import ParallelLayout

@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.data.batch import TaskBatch, TokenSequence, prefix_trie
+from peft_mux.data.task_batch import TaskBatch, TokenSequence, prefix_trie
 from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.engine.replicas.row_items import BatchRows, row_items

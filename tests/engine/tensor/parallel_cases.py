@@ -22,9 +22,10 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.chains import chains_of
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan

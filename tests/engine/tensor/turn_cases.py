@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 
-from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.pipeline.interleaved import InterleavedPipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageModel

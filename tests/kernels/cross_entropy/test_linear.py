@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from peft_mux.data.batch import IGNORE_INDEX
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.kernels.cross_entropy import linear as module
 from peft_mux.kernels.cross_entropy.linear import (
     Head,

@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
-from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels import philox
 from peft_mux.modeling.attention import packed

@@ -20,8 +20,8 @@ from transformers import (
 )
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.data.batch import TaskBatch, TokenSequence
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.errors import CheckpointError, ConfigError, UnsupportedModelError
 from peft_mux.modeling.backbone.fingerprint import backbone_fingerprint
 from peft_mux.modeling.backbone.quantized import base_output, prepare_quantized, quantized_layers, weight_bytes

@@ -17,8 +17,9 @@ from peft import LoraConfig, PeftType
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from peft_mux.data.batch import IGNORE_INDEX, MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.prepasses import prepared
 from peft_mux.modeling.backbone.layer_list import find_layers

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from peft_mux.data.batch import TaskBatch, TokenSequence
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.modeling.objectives.arguments import LossArgs, read_args
 from peft_mux.modeling.objectives.objective import OBJECTIVES, Objective
 from tests.invariants import mux_lab as lab

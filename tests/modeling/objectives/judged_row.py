@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from peft_mux.data.batch import IGNORE_INDEX, TokenSequence
+from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,10 @@ from peft import LoraConfig
 from torch.nn import functional as F
 from transformers import LlamaForSequenceClassification, LlamaForTokenClassification
 
-from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.formats import LANGUAGE_ROWS
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.cuda_graphs.passes import reason_against
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.prepasses import prepared

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from peft_mux.data.batch import TokenSequence
 from peft_mux.data.formats import LANGUAGE_ROWS
+from peft_mux.data.task_batch import TokenSequence
 from peft_mux.modeling.objectives.arguments import LossArgs, above
 from peft_mux.modeling.objectives.language_head import LANGUAGE_HEAD
 from peft_mux.modeling.objectives.objective import BaseObjective, Objective

@@ -6,8 +6,8 @@ from typing import Any
 
 from peft import PeftType, PromptEncoderReparameterizationType
 
-from peft_mux.data.batch import IGNORE_INDEX
 from peft_mux.data.rows.virtual_tokens import ignored
+from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.errors import Fault, shown
 from peft_mux.modeling.adapters.field_types import FieldType
 from peft_mux.modeling.adapters.kind import register_kind

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from peft_mux.data.batch import MuxBatch, TaskBatch, TokenSequence
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.attention import packed
 from peft_mux.modeling.attention.attention_stream import AttentionStream

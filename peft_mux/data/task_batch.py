@@ -1,0 +1,176 @@
+"""`TokenSequence` and `TaskBatch`: the rows of one optimizer step of one task, before they are laid into a stream.
+
+A row may be several sequences (a chosen and a rejected answer, say): datasets, plans and packing see one row of all
+its tokens; in a stream they lie side by side, and no label or attention crosses from one to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import numpy as np
+
+from peft_mux.packing.row_trie import RowTrie, row_trie
+
+IGNORE_INDEX = -100
+"""Label of a position that carries no loss, as in torch and transformers."""
+
+_MOST_COMPUTED = 0.95
+"""Part of the tokens of a global batch above which sharing the others is not worth its gathers."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenSequence:
+    """The tokens of one row.
+
+    Attributes:
+        input_ids: int64 `[L]`, the row's L token ids.
+        labels: int64 `[L]`, not shifted; `IGNORE_INDEX` where no loss is taken.
+        row: index of the row in its dataset.
+        class_label: class (int) or value (float) for sequence classification, else `None`.
+        token_type_ids: int64 `[L]`, which text of a pair each token is of; `None` for zeros.
+        is_one_term: whether the loss has one term for the whole row, as every loss with a class label has.
+        starts: places of the row's tokens at which its second and further sequences begin; none where it is one.
+        token_columns: numbers of each token, `[L]` or `[L, K]`, by name. As labels are, they are of a token as a
+            target, not of the position that predicts it.
+        row_values: numbers of the row, by name; `[C]` where there are several of one name.
+        labels_itself: whether labels are of the tokens themselves, not of what the token before predicts.
+        num_virtual_tokens: how many of the first tokens stand for virtual ones (`peft_mux.data.rows.virtual_tokens`).
+    """
+
+    input_ids: np.ndarray
+    labels: np.ndarray
+    row: int
+    class_label: int | float | None = None
+    token_type_ids: np.ndarray | None = None
+    is_one_term: bool = False
+    starts: tuple[int, ...] = ()
+    token_columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    row_values: Mapping[str, float | np.ndarray] = field(default_factory=dict)
+    labels_itself: bool = False
+    num_virtual_tokens: int = 0
+
+    def __len__(self) -> int:
+        """Return the number of tokens."""
+        return len(self.input_ids)
+
+    @property
+    def num_targets(self) -> int:
+        """Number of loss terms: predicted tokens, or 1 where the loss is of the whole sequence."""
+        return 1 if self.class_label is not None or self.is_one_term else self.num_target_tokens
+
+    @property
+    def num_target_tokens(self) -> int:
+        """Number of predicted tokens, whatever the loss makes of them."""
+        if self.starts:
+            return sum(self.target_token_counts)
+        return int(np.count_nonzero(self.labels[0 if self.labels_itself else 1 :] != IGNORE_INDEX))
+
+    @property
+    def target_token_counts(self) -> tuple[int, ...]:
+        """Number of predicted tokens of each sequence of the row."""
+        # The first token of a sequence is predicted by none, as labels are not shifted yet.
+        return tuple(
+            int(np.count_nonzero(self.labels[start + 1 : end] != IGNORE_INDEX)) for start, end in self.sequence_bounds
+        )
+
+    @property
+    def sequence_bounds(self) -> tuple[tuple[int, int], ...]:
+        """First token, and one past the last, of each sequence of the row."""
+        return tuple(pairwise((0, *self.starts, len(self.input_ids))))
+
+    @property
+    def can_be_split(self) -> bool:
+        """Whether parts of it may lie in consecutive passes: not where one loss term is of all of its tokens."""
+        return self.class_label is None and not (self.is_one_term or self.starts or self.labels_itself)
+
+
+Arrange = Callable[[tuple[TokenSequence, ...]], tuple[TokenSequence, ...]]
+"""Makes the rows of a global batch of rows of a dataset, for losses that read rows beside one another."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskBatch:
+    """One global batch of one task: the sequences of one of its optimizer steps.
+
+    Attributes:
+        task: name of the task.
+        step: index of the optimizer step of this task, from 0.
+        seed: the task's seed; with `step` and a token's place it fixes every dropout draw.
+        sequences: the rows, in the task's own data order.
+        totals: what losses divide by; see `batch_totals`. By default those of these rows; an evaluation, whose rows
+            come in several batches, gives those of all of them.
+        trie: what the rows begin with alike, where that is to be computed once; `None` where each token is.
+    """
+
+    task: str
+    step: int
+    seed: int
+    sequences: tuple[TokenSequence, ...]
+    totals: Mapping[str, float] | None = None
+    trie: RowTrie | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens of all sequences."""
+        return sum(len(sequence) for sequence in self.sequences)
+
+    @property
+    def num_targets(self) -> int:
+        """Number of loss terms of the global batch: the divisor of the task's loss."""
+        return sum(sequence.num_targets for sequence in self.sequences)
+
+
+def prefix_trie(rows: Sequence[TokenSequence]) -> RowTrie | None:
+    """Return what the rows of a global batch begin with alike; `None` where they share too little to be worth it.
+
+    Args:
+        rows: the rows of one task.
+    """
+    # Texts of a pair are told apart by more than their tokens.
+    if any(row.token_type_ids is not None for row in rows):
+        return None
+    trie = row_trie([[row.input_ids[start:end] for start, end in row.sequence_bounds] for row in rows])
+    if trie is None or trie.num_computed(range(len(rows))) > _MOST_COMPUTED * sum(map(len, rows)):
+        return None
+    return trie
+
+
+def batch_totals(batch: TaskBatch) -> Mapping[str, float]:
+    """Return the sums over the rows of a global batch that losses divide by.
+
+    Args:
+        batch: the rows; where it brings totals of its own, these are returned.
+
+    Returns:
+        `num_rows`; `num_target_tokens`; for rows of several sequences `num_target_tokens/<number>` of the first, second
+        and further ones (from 0); the sum of every token column over the targets, and of every row value, by its name.
+    """
+    if batch.totals is not None:
+        return batch.totals
+    totals = {"num_rows": float(len(batch.sequences)), "num_target_tokens": 0.0}
+    for sequence in batch.sequences:
+        totals["num_target_tokens"] += sequence.num_target_tokens
+        if not (sequence.starts or sequence.token_columns or sequence.row_values):
+            continue
+        sums = {name: value for name, value in sequence.row_values.items() if not isinstance(value, np.ndarray)}
+        if sequence.starts:
+            counts = sequence.target_token_counts
+            sums |= {f"num_target_tokens/{number}": count for number, count in enumerate(counts)}
+        if sequence.token_columns:
+            chosen = _target_tokens(sequence)
+            sums |= {
+                name: float(values[chosen].sum(dtype=np.float64)) for name, values in sequence.token_columns.items()
+            }
+        for name, value in sums.items():
+            totals[name] = totals.get(name, 0.0) + value
+    return totals
+
+
+def _target_tokens(sequence: TokenSequence) -> np.ndarray:
+    """Return which tokens of a row are predicted, as booleans `[L]`."""
+    chosen = sequence.labels != IGNORE_INDEX
+    chosen[[start for start, _ in sequence.sequence_bounds]] = False
+    return chosen
