@@ -29,7 +29,7 @@ from benchmarks.training.workloads import ModelSpec
 from peft_mux.engine.allocator import keeping_freed_memory
 from peft_mux.engine.executor import Executor
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.scheduler.plan import HTask
+from peft_mux.scheduler.planner.values import HTask
 
 _NUM_SEQUENCES = 8
 _RANK = 16

@@ -16,7 +16,8 @@ from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.engine.work import StepWork
 from peft_mux.errors import DataError
 from peft_mux.packing.passes import passes_meant
-from peft_mux.scheduler.plan import HTask, Plan
+from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.planner.values import HTask
 
 
 class StepSource:

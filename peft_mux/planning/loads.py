@@ -15,7 +15,7 @@ from peft_mux.modeling.objectives.task_objective import args_of, objective_of
 from peft_mux.packing.even_shares import even_shares
 from peft_mux.packing.row_trie import RowTrie
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
-from peft_mux.scheduler.plan import TaskShare
+from peft_mux.scheduler.planner.values import TaskShare
 from peft_mux.tasks.task_run import TaskRun
 
 SAMPLE_ROWS = 64

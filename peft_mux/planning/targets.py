@@ -15,7 +15,7 @@ from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.measured.parts import AS_PROFILED, Parts
 from peft_mux.scheduler.costs.memory import ModelShape
 from peft_mux.scheduler.costs.profile import Profile, analytic_profile, corrected
-from peft_mux.scheduler.plan import TurnPlan
+from peft_mux.scheduler.planner.values import TurnPlan
 from peft_mux.scheduler.units import bytes_text
 
 

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from peft_mux.scheduler.pipeline.load import BucketLoad
     from peft_mux.scheduler.pipeline.simulator import Simulation
     from peft_mux.scheduler.pipeline.template import PipelineTemplate
-    from peft_mux.scheduler.plan import Plan, TaskShare
+    from peft_mux.scheduler.plan import Plan
     from peft_mux.scheduler.planner.admission import DoesNotFitError
     from peft_mux.scheduler.planner.planner import plan_tasks
     from peft_mux.scheduler.planner.policies import POLICIES, Partition, Policy, policy_named, register_policy
-    from peft_mux.scheduler.planner.values import Budget, HTask, Outcome, PlannedPass, Waiting
+    from peft_mux.scheduler.planner.values import Budget, HTask, Outcome, PlannedPass, TaskShare, Waiting
     from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
     from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
@@ -62,7 +62,7 @@ _HOMES = {
     "ReplicaTimeModel": "replicas.time_model",
     "Simulation": "pipeline.simulator",
     "TaskLoad": "costs.loads",
-    "TaskShare": "plan",
+    "TaskShare": "planner.values",
     "Waiting": "planner.values",
     "analytic_profile": "costs.profile",
     "bucket_boundaries": "dispatching.bucketing",

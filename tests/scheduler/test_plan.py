@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from peft_mux.scheduler.costs.memory import ModelShape, activation_bytes_per_token, estimate_memory
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.template import build_template
-from peft_mux.scheduler.plan import HTask, Plan, TaskShare, Waiting
+from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.planner.values import HTask, TaskShare, Waiting
 
 SHAPE = ModelShape(
     num_layers=4,

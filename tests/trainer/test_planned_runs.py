@@ -10,7 +10,8 @@ import pytest
 from peft_mux import ConfigError, MultiTaskTrainer, Task
 from peft_mux.engine.steps import StepSource
 from peft_mux.scheduler.costs.profile import Profile
-from peft_mux.scheduler.plan import POLICIES, Plan
+from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.planner.policies import POLICIES
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.inputs import make_collator
 from tests.invariants.mux_lab import Recorder, assert_same, make_trainer, small_task, train

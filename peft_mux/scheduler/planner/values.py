@@ -36,6 +36,30 @@ class HTask:
 
 
 @dataclass(frozen=True, slots=True)
+class TaskShare:
+    """What one task brings into a step.
+
+    Attributes:
+        name: name of the task, which no other task of the run has.
+        batch_size: sequences of its global batch.
+        tokens_per_step: mean tokens of its global batch.
+        num_steps: optimizer steps that it takes from its first to its last.
+        adapter_parameters: trainable parameters of its adapter.
+        computed_share: part of these tokens that is computed where the whole batch is in one pass: less than all where
+            its rows begin alike.
+        alone_s: predicted seconds of its step if it trained alone on the same devices; 0 where that was not predicted.
+    """
+
+    name: str
+    batch_size: int
+    tokens_per_step: float
+    num_steps: int
+    adapter_parameters: int
+    computed_share: float = 1.0
+    alone_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class PlannedPass:
     """One pass of a typical step.
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.pipeline.simulator import simulate, verify
-from peft_mux.scheduler.plan import POLICIES
 from peft_mux.scheduler.planner.admission import DoesNotFitError, admit
 from peft_mux.scheduler.planner.planner import Budget, plan_tasks
+from peft_mux.scheduler.planner.policies import POLICIES
 from tests.scheduler.planner.cases import A40, load, models
 
 

@@ -14,8 +14,8 @@ from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.pipeline.simulator import simulate
-from peft_mux.scheduler.plan import POLICIES
 from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
+from peft_mux.scheduler.planner.policies import POLICIES
 from tests.scheduler.planner.cases import A40, LLAMA_7B, load
 
 LINK = Link(2e-5, 2e10)

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
-from peft_mux.scheduler import plan, plan_tasks
-from peft_mux.scheduler.plan import Plan, TaskShare
+from peft_mux.scheduler import plan_tasks
+from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner import planner
 from peft_mux.scheduler.planner.policies import (
     POLICIES,
@@ -26,7 +26,7 @@ from peft_mux.scheduler.planner.policies import (
     register_policy,
     unregister_policy,
 )
-from peft_mux.scheduler.planner.values import Budget, Outcome
+from peft_mux.scheduler.planner.values import Budget, Outcome, TaskShare
 from tests.scheduler.planner.cases import load, models
 from tests.scheduler.planner.policies.toy_policy import Pairs
 
@@ -133,7 +133,7 @@ def test_what_a_policy_says_of_itself_is_whole(policy: Policy) -> None:
 
 def test_the_policies_that_come_with_the_package_keep_their_names_their_order_and_their_homes() -> None:
     assert POLICIES == ("mux", "together", "interleaved", "sequential")
-    assert plan.POLICIES is planner.POLICIES is POLICIES
+    assert planner.POLICIES is POLICIES
     assert policy_names() == POLICIES
 
 
