@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from peft_mux.sweeps.ranking import SweepResult
     from peft_mux.sweeps.sweep import sweep
     from peft_mux.task import EarlyStopping, Task, TaskStatus
+    from peft_mux.task_events import MultiTaskTrainerCallback
     from peft_mux.trainer.trainer import MultiTaskTrainer
 
 try:
@@ -57,6 +58,7 @@ _HOMES = {
     "MemoryBudgetError": "errors",
     "MultiTaskPeftModel": "modeling.model",
     "MultiTaskTrainer": "trainer.trainer",
+    "MultiTaskTrainerCallback": "task_events",
     "MultiTaskTrainingArguments": "arguments",
     "MuxBatch": "data.batch",
     "PeftMuxError": "errors",
@@ -87,6 +89,7 @@ __all__ = [
     "MemoryBudgetError",
     "MultiTaskPeftModel",
     "MultiTaskTrainer",
+    "MultiTaskTrainerCallback",
     "MultiTaskTrainingArguments",
     "MuxBatch",
     "PeftMuxError",

@@ -407,6 +407,8 @@ def _has_logits(task: Task) -> bool:
 def _type_faults(task: Task, where: str) -> list[Fault]:
     from transformers import TrainerCallback
 
+    from peft_mux.task_events import EVENTS, hears
+
     # Of the fields whose default is no `None`, these are not looked at where they are `None`.
     faults = [
         Fault(f"{where}.{name}", "None", f"a value, {default!r} by default")
@@ -431,7 +433,12 @@ def _type_faults(task: Task, where: str) -> list[Fault]:
             faults.append(Fault(f"{where}.{name}", shown(value), allowed))
     callbacks = task.callbacks
     if not isinstance(callbacks, (list, tuple)) or not all(isinstance(item, TrainerCallback) for item in callbacks):
-        faults.append(Fault(f"{where}.callbacks", shown(callbacks), "a list of TrainerCallback objects"))
+        return [*faults, Fault(f"{where}.callbacks", shown(callbacks), "a list of TrainerCallback objects")]
+    for callback in callbacks:
+        if told := [event for event in EVENTS if hears(callback, event)]:
+            fix = "Give it to MultiTaskTrainer(callbacks=[...]); a task's own has on_train_begin and on_train_end."
+            kind = type(callback).__name__
+            faults.append(Fault(f"{where}.callbacks", f"{kind} with {', '.join(told)}", "events of one task", fix))
     return faults
 
 

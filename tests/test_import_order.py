@@ -37,6 +37,7 @@ ROOMS = (
     "hyper_parameters",
     "argument_fields",
     "task_interop",
+    "task_events",
     "task",
     "arguments",
     "engine",

@@ -1,8 +1,8 @@
 """HF `TrainerCallback`s for a run of many tasks.
 
-Callbacks given to the trainer see the run: its state counts run steps, and logs have `task/metric` keys. Callbacks of a
-`Task` see that task alone, under the plain keys they would see in a run of its own (`loss`, `eval_loss`); asking for
-`should_training_stop` there stops that task and no other.
+Callbacks given to the trainer see the run: its state counts run steps, and logs have `task/metric` keys; they are told
+of its tasks, too (`peft_mux.task_events`). Callbacks of a `Task` see that task alone, under the plain keys they would
+see in a run of its own (`loss`, `eval_loss`); asking for `should_training_stop` there stops that task and no other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.own_code import Listener, OwnCodeError, nobody, own_code, own_frames
+from peft_mux.reporting.task_news import TaskNews
 from peft_mux.reporting.trackers import NamedLogs, keys_as_they_are, trackers_of
+from peft_mux.task_events import hears
 from peft_mux.tasks.task_run import TaskRun
 
 _logger = logging.getLogger(__name__)
@@ -59,6 +61,9 @@ class RunCallbacks:
         args: the arguments of the run.
         state: the state of the run, which counts its steps and keeps its log history.
         control: what callbacks ask of the run; they may change it or return another one.
+
+    Attributes:
+        news: what they are told of tasks and plans.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class RunCallbacks:
     ) -> None:
         """Call nobody yet."""
         self.handler, self.args, self.state, self.control = handler, args, state, control
+        self.news = TaskNews(self._call_own)
 
     def call(self, event: str, *facts: Any) -> None:
         """Call one event of every callback.
@@ -78,7 +84,18 @@ class RunCallbacks:
             event: name of the event, such as `on_step_end`.
             *facts: what the handler passes on with it: the numbers of `on_log`, the metrics of `on_evaluate`.
         """
-        answer = getattr(self.handler, event)(self.args, self.state, self.control, *facts)
+        self._take(getattr(self.handler, event)(self.args, self.state, self.control, *facts))
+
+    def _call_own(self, event: str, **facts: Any) -> bool:
+        """Call an event that transformers does not have; return whether any callback has it."""
+        facts = {"model": self.handler.model, "processing_class": self.handler.processing_class, **facts}
+        listening = [callback for callback in self.handler.callbacks if hears(callback, event)]
+        for callback in listening:
+            answer = getattr(callback, event)(self.args, self.state, self.control, **facts)
+            self._take(self.control if answer is None else answer)
+        return bool(listening)
+
+    def _take(self, answer: TrainerControl) -> None:
         # Copied into the one control, as other parts of the run hold it too.
         if answer is not self.control:
             vars(self.control).update(vars(answer))

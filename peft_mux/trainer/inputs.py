@@ -16,6 +16,7 @@ from peft_mux.errors import ConfigError, Fault, raise_faults
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.storage import unwritable
 from peft_mux.task import Task
+from peft_mux.task_events import event_faults
 from peft_mux.task_names import check_task_names
 
 
@@ -87,22 +88,18 @@ def without_hub(args: MultiTaskTrainingArguments) -> Iterator[None]:
 
 
 def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Refuse callbacks that know one model with one metric where they are given to the run.
+    """Refuse callbacks that know one model with one metric where they are given to the run, and misspelt events.
 
     Raises:
-        ConfigError: naming them, and where they belong.
+        ConfigError: naming them, and where they belong or how they are spelt.
     """
+    callbacks = list(callbacks)
+    faults = event_faults(callbacks, "callbacks")
     if any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks):
-        raise_faults(
-            [
-                Fault(
-                    "callbacks",
-                    "an EarlyStoppingCallback for the whole run",
-                    "one on each Task that shall stop by itself",
-                    "Give it to Task(callbacks=[...]), or set Task(early_stopping=EarlyStopping(...)).",
-                )
-            ]
-        )
+        fix = "Give it to Task(callbacks=[...]), or set Task(early_stopping=EarlyStopping(...))."
+        allowed = "one on each Task that shall stop by itself"
+        faults.append(Fault("callbacks", "an EarlyStoppingCallback for the whole run", allowed, fix))
+    raise_faults(faults)
 
 
 def check_processes(args: MultiTaskTrainingArguments) -> None:

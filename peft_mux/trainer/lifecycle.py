@@ -75,6 +75,7 @@ class Lifecycle:
         run = self._run.table[event.task]
         if not event.status.is_final:
             self._run.log.status(event, run.step)
+            self._run.callbacks.news.changed(run, self._run.saver.place(run))
             return
         # No log need come after this one, so the losses since the last one are logged now.
         if self._run.args.logging_strategy != "no":
@@ -124,4 +125,5 @@ class Lifecycle:
         """Log how a task has ended; once."""
         self._run.log.status(TaskEvent(run.name, run.status, run.reason), run.step)
         self._run.table.note_told(run.name)
+        self._run.callbacks.news.changed(run, self._run.saver.place(run))
         write_task_files(self._run, run)

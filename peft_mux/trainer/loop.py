@@ -103,14 +103,17 @@ class StepLoop:
         if not run.saver.is_current:
             self._save()
         run.hub.wait()
+        run.callbacks.news.tell()
         return self._reporter.finish(
             seconds, waited_s, self._num_stream_tokens - first_token, run.state.global_step - first_step
         )
 
     def _take_steps(self) -> None:
         """Take steps, and all that is due between two of them, until no process takes another one."""
+        self._run.callbacks.news.begin(self._run.table)
         # Callbacks may have asked for tasks in on_train_begin, and others before it.
         self._membership.apply_commands()
+        self._tell_changes()
         while self._agree_on_step():
             self._reporter.evaluate_new()
             if not self._run.table.running:  # what they were evaluated with has failed them
@@ -123,6 +126,12 @@ class StepLoop:
                 self.step()
             self._after_step(stepping)
             # Before processes compare their tasks: every one of them has the same ones by then, or the run ends.
+            self._membership.apply_commands()
+            self._tell_changes()
+
+    def _tell_changes(self) -> None:
+        """Tell callbacks what has become of tasks, and do what they ask for then."""
+        while self._run.callbacks.news.tell():
             self._membership.apply_commands()
 
     def step(self) -> None:
@@ -211,6 +220,8 @@ class StepLoop:
         self._plans.observe_step_time(self._world.slowest_s, self._world.passes_s)
         self._membership.apply_shared_commands()
         self._lifecycle.handle_changes()
+        # Before it is known whether there is another step: a task that callbacks register takes it.
+        self._tell_changes()
         # With those that the endings of other tasks have made room for.
         self._world.compare_new_tasks(self._placement.model)
         takes_step = bool(self._run.table.running) and not wants_stop

@@ -168,6 +168,7 @@ class Membership:
             for run in runs:
                 self._run.table.add(run)
                 self._run.saver.note_arrival(run.name)
+                self._run.callbacks.news.registered(run)
         finally:
             self._free_names([run.name for run in runs])
 
@@ -186,9 +187,11 @@ class Membership:
             self._require_saved(name)
         if not run.status.is_final:
             run.end(TaskStatus.REMOVED, "" if save else "not saved")
-        self._run.log.note_removed(run, self._run.saver.place(run))
+        place = self._run.saver.place(run)
+        self._run.log.note_removed(run, place)
         self._drop(name)
         self._run.saver.note_removed(run)
+        self._run.callbacks.news.removed(run, place)
         self._run.log.event("status", task=name, step=run.step, status="removed")
 
     def _require_saved(self, name: str) -> None:

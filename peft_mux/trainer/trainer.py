@@ -85,7 +85,8 @@ class MultiTaskTrainer(Trainer):
         processing_class: tokenizer; by default that of `model` where it is a hub id or folder.
         train_dataset: short form for equal hyper-parameters: rows by task name, for a `MultiTaskPeftModel`.
         eval_dataset: held-out rows by task name, in the short form.
-        callbacks: `TrainerCallback`s that see the run; those of a `Task` see the task.
+        callbacks: `TrainerCallback`s that see the run, also what becomes of its tasks (`MultiTaskTrainerCallback`);
+            those of a `Task` see the task.
         model_init_kwargs: for `from_pretrained` where `model` is a hub id or folder.
         **unsupported: Trainer's other arguments have no meaning for many tasks; they are refused.
 
@@ -402,6 +403,15 @@ class MultiTaskTrainer(Trainer):
             return push_task(self.model, run, weights, repo_id, options, **own)
 
         return self._membership.queue.ask(f"push_to_hub {task}", push)
+
+    def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
+        """Have one more callback see the run.
+
+        Raises:
+            ConfigError: for one that belongs to a task, or with a misspelt event of tasks.
+        """
+        check_callbacks([callback])
+        super().add_callback(callback)
 
     def log(self, logs: Mapping[str, float]) -> None:  # type: ignore[override]
         """Hand numbers of the run to its callbacks and loggers, under the present step."""

@@ -1,0 +1,255 @@
+"""What callbacks of a run are told of its tasks, when, and what they may do then."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from peft_mux import ConfigError, EarlyStopping, MultiTaskTrainerCallback
+from peft_mux.task_events import EVENTS
+from tests.invariants.mux_lab import Recorder, make_trainer, rows, small_task, train
+from tests.paths import ROOT
+
+
+class Diary(MultiTaskTrainerCallback):
+    """Writes down every event of tasks, and acts at one of them."""
+
+    def __init__(self, at: str = "", act: Any = None) -> None:
+        self.at = at
+        self.act: Any = act or (lambda _: None)
+        self.lines: list[tuple[int, str, str]] = []
+        self.facts: list[dict[str, Any]] = []
+
+    def _hear(self, event: str, state: Any, control: Any, facts: dict[str, Any]) -> Any:
+        self.lines.append((state.global_step, event, facts.get("task", "")))
+        self.facts.append({"event": event, **facts})
+        acts = f"{event} {facts.get('task', '')}".strip() == self.at
+        return self.act(control) if acts else None
+
+    def of(self, task: str) -> list[tuple[int, str]]:
+        return [(step, event) for step, event, name in self.lines if name == task]
+
+
+def _hearing(event: str) -> Any:
+    def hear(self: Diary, args: Any, state: Any, control: Any, **facts: Any) -> Any:
+        return self._hear(event, state, control, facts)
+
+    return hear
+
+
+for _event in EVENTS:
+    setattr(Diary, _event, _hearing(_event))
+
+
+def at_steps(**acts: Any) -> Recorder:
+    """Return a callback that acts before steps, each given as `step_3=...`."""
+    return Recorder(at_begin={int(name.removeprefix("step_")): act for name, act in acts.items()})
+
+
+def told(tasks: list[Any], folder: Path, diary: Diary, recorder: Recorder | None = None, **arguments: Any) -> Any:
+    """Train tasks with a diary, and return the trainer."""
+    trainer = make_trainer(tasks, folder, recorder=recorder, **arguments)
+    trainer.add_callback(diary)
+    trainer.train()
+    return trainer
+
+
+def test_tasks_that_begin_and_end_are_told_once_when_their_adapter_is_on_the_disk(tmp_path: Path) -> None:
+    on_disk: list[bool] = []
+    diary = Diary("on_task_end a", lambda _: on_disk.append((tmp_path / "a/adapter_model.safetensors").is_file()))
+    tasks = [small_task("a", data_seed=1, max_steps=3), small_task("b", data_seed=2, max_steps=5)]
+    trainer = told(tasks, tmp_path, diary, save_strategy="steps")
+    assert diary.of("a") == [(0, "on_task_begin"), (3, "on_task_end")]
+    assert diary.of("b") == [(0, "on_task_begin"), (5, "on_task_end")]
+    assert on_disk == [True]
+    (end,) = [fact for fact in diary.facts if fact["event"] == "on_task_end" and fact["task"] == "a"]
+    assert (end["status"], end["reason"], end["adapter_folder"]) == ("succeeded", "", tmp_path / "a")
+    assert end["task_state"] is trainer.task_states["a"]
+    assert end["task_state"].global_step == 3
+    assert end["model"] is trainer.model
+
+
+def test_a_task_that_stops_early_ends_with_its_reason(tmp_path: Path) -> None:
+    stopping = EarlyStopping(patience=1, min_delta=1e9)
+    task = small_task("a", data_seed=1, eval_dataset=rows(5, 4, 12, 12), eval_steps=1, early_stopping=stopping)
+    diary = Diary()
+    told([task], tmp_path, diary)
+    (end,) = [fact for fact in diary.facts if fact["event"] == "on_task_end"]
+    assert end["status"] == "stopped_early"
+    assert end["reason"]
+
+
+def test_a_task_that_fails_is_told_with_its_reason_and_the_others_end(tmp_path: Path) -> None:
+    @torch.no_grad()
+    def poison(trainer: Any) -> None:
+        next(iter(trainer.model.task_parameters("bad").values())).fill_(float("nan"))
+
+    diary = Diary()
+    tasks = [small_task("good", data_seed=1), small_task("bad", data_seed=2)]
+    told(tasks, tmp_path, diary, Recorder(at_begin={3: poison}))
+    assert [event for _, event in diary.of("bad")] == ["on_task_begin", "on_task_fail"]
+    assert [event for _, event in diary.of("good")] == ["on_task_begin", "on_task_end"]
+    (failed,) = [fact for fact in diary.facts if fact["event"] == "on_task_fail"]
+    assert (failed["status"], failed["reason"]) == ("failed", "non_finite: loss is nan at step 3")
+
+
+def test_arrivals_pauses_and_departures_are_told_in_their_order(tmp_path: Path) -> None:
+    late = small_task("late", data_seed=3, max_steps=6)
+    recorder = at_steps(
+        step_1=lambda trainer: trainer.register_tasks([late]),
+        step_3=lambda trainer: trainer.pause_task("late"),
+        step_5=lambda trainer: trainer.resume_task("late"),
+        step_7=lambda trainer: trainer.remove_task("late"),
+    )
+    diary = Diary()
+    told([small_task("own", data_seed=1, max_steps=9)], tmp_path, diary, recorder, save_strategy="steps")
+    assert diary.of("late") == [
+        (2, "on_task_register"),
+        (2, "on_task_begin"),
+        (4, "on_task_pause"),
+        (6, "on_task_resume"),
+        (8, "on_task_remove"),
+    ]
+    (gone,) = [fact for fact in diary.facts if fact["event"] == "on_task_remove"]
+    assert (gone["status"], gone["adapter_folder"]) == ("removed", tmp_path / "late")
+
+
+def test_plans_are_told_when_steps_follow_another_one(tmp_path: Path) -> None:
+    diary = Diary()
+    told([small_task("a", data_seed=1, max_steps=2), small_task("b", data_seed=2, max_steps=4)], tmp_path, diary)
+    plans = [(fact["before"], fact["plan"]) for fact in diary.facts if fact["event"] == "on_plan"]
+    assert [step for step, event, _ in diary.lines if event == "on_plan"] == [0, 2]
+    assert [sorted(name for htask in plan.htasks for name in htask.tasks) for _, plan in plans] == [["a", "b"], ["b"]]
+    assert plans[0][0] is None
+    assert plans[1][0] is plans[0][1]
+
+
+def test_a_run_goes_on_with_what_is_registered_when_its_last_task_has_ended(tmp_path: Path) -> None:
+    follower = small_task("next", data_seed=2, max_steps=3)
+    diary = Diary("on_task_end first")
+    trainer = make_trainer([small_task("first", data_seed=1, max_steps=2)], tmp_path / "a")
+    diary.act = lambda _: trainer.register_tasks([follower])
+    trainer.add_callback(diary)
+    trainer.train()
+    assert trainer.task_statuses == {"first": "succeeded", "next": "succeeded"}
+    assert diary.of("next") == [(2, "on_task_register"), (2, "on_task_begin"), (5, "on_task_end")]
+    alone = train([follower], tmp_path / "b").trainer
+    assert trainer.table["next"].last_loss == pytest.approx(alone.table["next"].last_loss, rel=1e-5)
+
+
+def test_a_run_goes_on_with_what_is_registered_when_its_last_task_has_failed_before_its_first_step(
+    tmp_path: Path,
+) -> None:
+    def broken(_: Any) -> dict[str, float]:
+        raise ValueError("no such column")
+
+    bad = small_task("bad", data_seed=1, eval_dataset=rows(5, 4, 12, 12), eval_on_start=True, compute_metrics=broken)
+    trainer = make_trainer([bad], tmp_path, eval_steps=2)
+    diary = Diary("on_task_fail bad", lambda _: trainer.register_tasks([small_task("next", data_seed=2, max_steps=2)]))
+    trainer.add_callback(diary)
+    trainer.train()
+    assert trainer.task_statuses == {"bad": "failed", "next": "succeeded"}
+
+
+def test_a_callback_may_end_the_run_when_a_task_has_ended(tmp_path: Path) -> None:
+    diary = Diary("on_task_end a", lambda control: setattr(control, "should_training_stop", True))
+    tasks = [small_task("a", data_seed=1, max_steps=2), small_task("b", data_seed=2)]
+    trainer = told(tasks, tmp_path, diary)
+    assert trainer.task_statuses == {"a": "succeeded", "b": "running"}
+    assert trainer.table["b"].step == 2
+
+
+def test_what_a_callback_of_the_run_raises_ends_the_run_after_every_task_was_saved(tmp_path: Path) -> None:
+    def fail(_: Any) -> None:
+        raise ValueError("no such mailbox")
+
+    tasks = [small_task(name, data_seed=seed, max_steps=2) for seed, name in enumerate("ab")]
+    tasks.append(small_task("c", data_seed=3, max_steps=6))
+    with pytest.raises(ValueError, match="no such mailbox"):
+        told(tasks, tmp_path / "run", Diary("on_task_end a", fail), save_strategy="steps", save_steps=1)
+    statuses = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert [line["task"] for line in statuses if line.get("status") == "succeeded"] == ["a", "b"]
+    assert all((tmp_path / "run" / name / "adapter_model.safetensors").is_file() for name in "ab")
+    again = train(tasks, tmp_path / "run", resume=True, save_strategy="steps", save_steps=1).trainer
+    whole = train(tasks, tmp_path / "whole").trainer
+    assert set(again.task_statuses.values()) == {"succeeded"}
+    assert again.table["c"].last_loss == whole.table["c"].last_loss
+
+
+def test_a_resumed_run_tells_of_tasks_that_go_on_and_not_of_those_that_ended_or_rest(tmp_path: Path) -> None:
+    tasks = [
+        small_task(name, data_seed=seed, max_steps=steps)
+        for seed, (name, steps) in enumerate({"a": 2, "b": 6, "c": 6}.items())
+    ]
+    stop = at_steps(
+        step_1=lambda trainer: trainer.pause_task("c"),
+        step_2=lambda trainer: setattr(trainer.control, "should_training_stop", True),
+    )
+    train(tasks, tmp_path, recorder=stop, save_strategy="steps", save_steps=1)
+    diary = Diary()
+    goes_on = at_steps(step_4=lambda trainer: trainer.resume_task("c"))
+    trainer = make_trainer(tasks, tmp_path, recorder=goes_on, save_strategy="steps", save_steps=1)
+    trainer.add_callback(diary)
+    trainer.train(resume_from_checkpoint=True)
+    assert diary.of("a") == []
+    assert diary.of("b") == [(3, "on_task_begin"), (6, "on_task_end")]
+    assert [event for _, event in diary.of("c")] == ["on_task_resume", "on_task_begin", "on_task_end"]
+
+
+def test_what_is_done_to_a_trainer_that_does_not_train_is_not_told(tmp_path: Path) -> None:
+    diary = Diary()
+    trainer = make_trainer([small_task("a", data_seed=1, max_steps=2)], tmp_path)
+    trainer.add_callback(diary)
+    trainer.pause_task("a")
+    trainer.resume_task("a")
+    trainer.register_tasks([small_task("b", data_seed=2, max_steps=2)])
+    trainer.train()
+    assert diary.of("a") == diary.of("b") == [(0, "on_task_begin"), (2, "on_task_end")]
+
+
+def test_a_plain_callback_may_have_single_events(tmp_path: Path) -> None:
+    ended: list[str] = []
+
+    class Plain(TrainerCallback):
+        def on_task_end(self, args: Any, state: Any, control: Any, *, task: str, **facts: Any) -> None:
+            ended.append(task)
+
+    trainer = make_trainer([small_task("a", data_seed=1, max_steps=1)], tmp_path)
+    trainer.add_callback(Plain())
+    trainer.train()
+    assert ended == ["a"]
+
+
+class Misspelt(TrainerCallback):
+    def on_task_ends(self, **facts: Any) -> None:
+        raise AssertionError
+
+
+def test_a_misspelt_event_is_refused_as_it_would_never_be_called(tmp_path: Path) -> None:
+    trainer = make_trainer([small_task("a", data_seed=1)], tmp_path)
+    with pytest.raises(ConfigError, match=r'callbacks\.Misspelt\.on_task_ends: .*Did you mean "on_task_end"'):
+        trainer.add_callback(Misspelt())
+
+
+def test_events_of_tasks_are_refused_of_the_callback_of_one_task() -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.a\.callbacks: got Diary with on_task_register.*MultiTaskTrainer\("):
+        small_task("a", data_seed=1, callbacks=[Diary()])
+    assert small_task("a", data_seed=1, callbacks=[MultiTaskTrainerCallback()]), "it hears nothing of tasks"
+
+
+def test_the_queue_of_the_documentation_trains_every_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/arguments.md").read_text(encoding="utf-8")
+    block = next(text for text in page.split("```python\n")[1:] if text.startswith("class Queue"))
+    trainer = make_trainer([small_task("first", data_seed=1, max_steps=1)], tmp_path)
+    jobs = [small_task(name, data_seed=2, max_steps=1) for name in ("third", "second")]
+    names: dict[str, Any] = {"MultiTaskTrainerCallback": MultiTaskTrainerCallback, "trainer": trainer, "jobs": jobs}
+    exec(block.split("```")[0], names)
+    trainer.add_callback(names["Queue"]())
+    trainer.train()
+    assert trainer.task_statuses == dict.fromkeys(("first", "second", "third"), "succeeded")
+    assert "third after 1 steps: None" in capsys.readouterr().out
