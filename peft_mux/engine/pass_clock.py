@@ -20,7 +20,7 @@ class TaskInPass(NamedTuple):
     Attributes:
         task: name of the task.
         lengths: tokens of each of its sequences.
-        num_targets: number of its loss terms.
+        num_targets: number of rows of its activations that its loss reads, or of its loss terms where these are fewer.
         shared: how many tokens of each sequence are computed for another one; empty where none are.
     """
 
@@ -154,7 +154,9 @@ def rows_of(micro_batch: MuxBatch) -> tuple[TaskInPass, ...]:
     Args:
         micro_batch: the micro-batch of a pass.
     """
-    lengths, targets = micro_batch.sequence_lengths, micro_batch.target_offsets
+    lengths, shared_rows = micro_batch.sequence_lengths, micro_batch.shared
+    # The head and the last layer compute a row once, whatever the number of sequences that have it in common.
+    targets = micro_batch.target_offsets if shared_rows is None else shared_rows.target_offsets
     bounds, shared = pairwise(micro_batch.sequence_offsets), _shared_of_sequences(micro_batch)
     return tuple(
         TaskInPass(name, tuple(lengths[start:end]), targets[number + 1] - targets[number], shared[start:end])

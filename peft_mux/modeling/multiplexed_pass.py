@@ -61,13 +61,16 @@ def bind(model: MultiplexedModel, tasks: Iterable[str]) -> None:
 
 
 @contextmanager
-def multiplexing(model: MultiplexedModel, batch: MuxBatch, passes: Passes | None) -> Iterator[None]:
+def multiplexing(
+    model: MultiplexedModel, batch: MuxBatch, passes: Passes | None, unmet: frozenset[str] = frozenset()
+) -> Iterator[None]:
     """Let the attached layers and attention of a model read `batch` for the time of the `with` block.
 
     Args:
         model: the model whose stream is set.
         batch: the micro-batch, its tensors on the model's device.
         passes: passes that were made of the same batch before; `None` to make them.
+        unmet: adapters that the pass had not come to when what is recomputed now was first computed.
     """
     model.noise.watch(model.backbone)
     config = model.backbone.config
@@ -76,7 +79,7 @@ def multiplexing(model: MultiplexedModel, batch: MuxBatch, passes: Passes | None
     if attention != ATTENTION_NAME:
         config._attn_implementation = ATTENTION_NAME
     try:
-        with model.stream.reading(batch, model.adapters, passes):
+        with model.stream.reading(batch, model.adapters, passes, unmet):
             yield
     finally:
         if attention != ATTENTION_NAME:
@@ -157,5 +160,6 @@ def checkpoint_contexts(model: MultiplexedModel) -> tuple[Any, Any]:
     batch = model.stream.batch
     if batch is None:
         return nullcontext(), nullcontext()
-    # The backward pass may run when the stream reads another batch, or none; the passes are those of the forward.
-    return nullcontext(), multiplexing(model, batch, model.stream.passes)
+    # The backward pass may run when the stream reads another batch, or none; the passes are those of the forward, and
+    # so is how deep the gradients of each task's rows go.
+    return nullcontext(), multiplexing(model, batch, model.stream.passes, model.stream.unmet)

@@ -179,19 +179,26 @@ class Stream:
         }
 
     @contextmanager
-    def reading(self, batch: MuxBatch, adapters: Mapping[str, str], passes: Passes | None = None) -> Iterator[Stream]:
+    def reading(
+        self,
+        batch: MuxBatch,
+        adapters: Mapping[str, str],
+        passes: Passes | None = None,
+        unmet: frozenset[str] = frozenset(),
+    ) -> Iterator[Stream]:
         """Dispatch the rows of `batch` for the time of the `with` block.
 
         Args:
             batch: the micro-batch, its tensors on the model's device.
             adapters: internal adapter id of each task name.
             passes: passes that were made of the same batch before, where activations are recomputed or captured.
+            unmet: adapters that the pass had not come to yet when what is recomputed now was first computed.
         """
         # Put back at the end, as a recomputation may run amid the pass of another batch.
         before = self.batch, self.segments, self.places, self.num_rows, self.passes, self.unmet
         # Recomputations count, so that layers see what a pass before has left over.
         self.num_passes += 1
-        self.batch, self.unmet = batch, frozenset()
+        self.batch, self.unmet = batch, unmet
         self.segments = self._segments(batch, batch.computed_offsets, adapters)
         self.places = batch.computed(batch.token_places)
         self.num_rows = batch.num_computed

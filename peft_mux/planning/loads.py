@@ -10,6 +10,8 @@ import numpy as np
 
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.modeling.adapters.kind import AdapterKind, CutLayers, kind_of
+from peft_mux.modeling.adapters.lora.depth import lowest_layer
+from peft_mux.modeling.adapters.lora.layer import NAME as LORA
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.task_objective import args_of, objective_of
 from peft_mux.packing.even_shares import even_shares
@@ -82,6 +84,7 @@ def task_load(
         has_batch_forward=objective_of(run.task).needs_batch_values(args_of(run.task)),
         shared=shared,
         trie=trie,
+        lowest_layer=lowest_layer(shapes) if kind.name == LORA else 0,
     )
 
 

@@ -16,6 +16,7 @@ from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.backbone.quantized import quantization_method
 from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.modeling.last_layer.last_layer import has_own_queries
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.planning.correction import TimeCorrection
 from peft_mux.planning.described import described_plan
@@ -31,6 +32,7 @@ from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.measured.parts import Parts
 from peft_mux.scheduler.costs.memory import MemoryModel
+from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import Profile, corrected
 from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.plan import Plan
@@ -61,7 +63,6 @@ class Planner:
         most_tokens: the most tokens of a pass that the device was found to have memory for; `None` where none was too
             large yet.
         correction: learns from measured times how far the profile holds; plans are made with its `factors`.
-        shape: the shape of the whole backbone.
         cut_layers: which layers tensor parallelism cuts, and how.
 
     Example:
@@ -83,7 +84,8 @@ class Planner:
         self.num_replicas = num_replicas
         self._activation_dtype = torch.bfloat16 if args.bf16 else source.dtype
         shape = model_shape(model.backbone, source.config, dtype=source.dtype, activation_dtype=self._activation_dtype)
-        self.shape = replace(shape, parts=frozen_parts(model.backbone, shape.num_layers, source.dtype))
+        self._shape = replace(shape, parts=frozen_parts(model.backbone, shape.num_layers, source.dtype))
+        self._has_own_queries = has_own_queries(model.backbone)
         self.cut_layers = cut_layers(model.backbone)
         self.cuts: dict[int, tuple[int, ...]] = {}
         # Read now, since a stage later holds only a part of these parameters.
@@ -110,6 +112,17 @@ class Planner:
         have planned apart from one another.
         """
         self.cuts.clear()
+
+    @property
+    def shape(self) -> ModelShape:
+        """The shape of the whole backbone, and what part of its last layer is computed at rows that are read alone."""
+        args, model = self.args, self.model
+        replays = args.cuda_graphs is not False and args.device.type == "cuda"
+        # Proven in one stage of several alone, and all processes have to make one plan.
+        is_refused = model is not None and model.num_stages == 1 and model.last_layer.was_refused
+        if args.last_layer_at_targets is False or replays or is_refused:
+            return self._shape
+        return self._shape.at_targets(has_own_queries=self._has_own_queries)
 
     @property
     def profile(self) -> Profile | None:

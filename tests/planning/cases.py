@@ -5,13 +5,13 @@ from __future__ import annotations
 from transformers import LlamaConfig, LlamaForCausalLM
 
 
-def llama(num_layers: int) -> LlamaForCausalLM:
-    """Return a random backbone: hidden 32, vocabulary 97, as many layers as asked for."""
+def llama(num_layers: int, hidden_size: int = 32) -> LlamaForCausalLM:
+    """Return a random backbone: vocabulary 97, MLPs twice as wide as the stream, as many layers as asked for."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=97,
-            hidden_size=32,
-            intermediate_size=64,
+            hidden_size=hidden_size,
+            intermediate_size=2 * hidden_size,
             num_hidden_layers=num_layers,
             num_attention_heads=4,
             num_key_value_heads=2,

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from peft_mux.kernels import philox
 from peft_mux.kernels.lora.factors import Factors
+from peft_mux.kernels.lora.reference import Rows
 from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, MAX_RANK, RankTable, SegmentTables
 
 _WORD_BYTES = 16
@@ -263,8 +264,7 @@ class LoraGroup:
                 more = _arguments_of_a(part, places, layout)
                 kernels.expand(ds_TC, part.values, dx_TD, segments, part.ranks, scaled=False, add=True, **more)
         for dy, base in zip(dys_TK, bases, strict=True):
-            if base.weight_KD is not None:
-                dx_TD.addmm_(dy, _cast(base.weight_KD, dx_TD.dtype))
+            base.add_input_gradient(dx_TD, dy)
 
 
 class Base(NamedTuple):
@@ -274,11 +274,14 @@ class Base(NamedTuple):
         weight_KD: frozen weight `[K, D]`; `None` where the caller adds the base's output.
         bias_K: frozen bias `[K]`, or `None`.
         out_features: number of output features, K.
+        needed: the rows whose `dx` a layer below needs, as ranges in order, the others being left without the part of
+            this weight; `None` for all.
     """
 
     weight_KD: torch.Tensor | None
     bias_K: torch.Tensor | None
     out_features: int
+    needed: tuple[Rows, ...] | None = None
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
         """Return the frozen layer's own output; zeros where the caller adds it."""
@@ -286,6 +289,15 @@ class Base(NamedTuple):
             return x.new_zeros((*x.shape[:-1], self.out_features))
         bias = None if self.bias_K is None else _cast(self.bias_K, x.dtype)
         return F.linear(x, _cast(self.weight_KD, x.dtype), bias)
+
+    def add_input_gradient(self, dx_TD: torch.Tensor, dy_TK: torch.Tensor) -> None:
+        """Add `dy W` to `dx`, in the rows that are needed; nothing where the caller adds the base's output."""
+        if self.weight_KD is None:
+            return
+        weight_KD = _cast(self.weight_KD, dx_TD.dtype)
+        for start, end in ((0, len(dx_TD)),) if self.needed is None else self.needed:
+            # Ranges lie as they are: to gather them would take as long as reading them.
+            dx_TD[start:end].addmm_(dy_TK[start:end], weight_KD)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -110,7 +110,7 @@ class LastLayerForward(MultiplexedForward):
         linear = [
             name for name, one in calls.attention.named_children() if one in called and _num_outputs(one) is not None
         ]
-        of_queries = [name for name in linear if name.startswith(_QUERY_PREFIX) or name in _QUERY_NAMES]
+        of_queries = [name for name in linear if is_of_queries(name)]
         others = [name for name in linear if name not in of_queries]
         return Projections(calls.attention, tuple(of_queries), tuple(others))
 
@@ -130,6 +130,11 @@ class LastLayerForward(MultiplexedForward):
                 del module.__dict__["forward"]
                 if forward is not None:
                     module.__dict__["forward"] = forward
+
+
+def is_of_queries(name: str) -> bool:
+    """Whether a projection of an attention module makes queries alone, by its name there."""
+    return name.startswith(_QUERY_PREFIX) or name in _QUERY_NAMES
 
 
 def _checkpoints_itself(layer: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,12 +12,13 @@ from peft_mux.modeling.attention.read_rows import ReadRows
 from peft_mux.modeling.backbone.layer_list import find_layers
 from peft_mux.modeling.backbone.probe import ComputingPath, path_of, probe_batch, tolerance_of
 from peft_mux.modeling.interface import MultiplexedModel
-from peft_mux.modeling.last_layer.forward import LastLayerForward
+from peft_mux.modeling.last_layer.forward import LastLayerForward, is_of_queries
+from peft_mux.scheduler.costs.model_shape import MOST_READ
 
-_MOST_READ = 0.75
-"""Part of the rows above which leaving out the others is not worth calling the layer twice."""
 _TOLERANCE = 1e-5
 """Greatest difference in fp32, as a share of the greatest state: products of other heights round otherwise."""
+
+_UNTRIED = "it was not held against the layer's own results"
 
 Run = Callable[[MuxBatch, ReadRows | None], torch.Tensor]
 """Returns the last hidden states `[T, D]` of a micro-batch, given which rows are read; `None` for all."""
@@ -33,7 +35,7 @@ class LastLayer:
     def __init__(self) -> None:
         """Prove nothing yet."""
         self.is_wanted = True
-        self.reason: str | None = "it was not held against the layer's own results"
+        self.reason: str | None = _UNTRIED
 
     def rows(self, model: MultiplexedModel, batch: MuxBatch) -> ReadRows | None:
         """Return the rows that the last layer is to compute in a pass whose losses are wanted; `None` for all.
@@ -46,7 +48,7 @@ class LastLayer:
             return None
         read = model.objectives.head.read_rows(batch, model.backbone)
         # Of a pass in which nothing is read, later parts of its rows may want the keys: that is left as it is.
-        if read is None or not 0 < read.offsets[-1] <= _MOST_READ * batch.num_computed:
+        if read is None or not 0 < read.offsets[-1] <= MOST_READ * batch.num_computed:
             return None
         return read
 
@@ -54,6 +56,11 @@ class LastLayer:
         """Return why it is not done on a model as it lies here, a clause; `None` where it is."""
         # Passes in turns expect the sums of layers that are called once.
         return "tensor parallelism cuts it" if model.tp_size > 1 else self.reason
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether it was tried on this model and cannot be done there."""
+        return self.reason not in (None, _UNTRIED)
 
     def prove(self, model: MultiplexedModel, run: Run) -> None:
         """Hold the states of rows that are read against the layer's own, on a few made-up sequences.
@@ -103,3 +110,11 @@ class LastLayer:
     def _tolerance(path: ComputingPath) -> float:
         tolerance = tolerance_of(path)
         return _TOLERANCE if path == ("cpu", torch.float32) else tolerance
+
+
+def has_own_queries(backbone: Any) -> bool:
+    """Whether a projection of the last layer makes queries alone; one that makes keys too is computed for all rows."""
+    found = find_layers(backbone)
+    if found is None or not len(found.layers):
+        return False
+    return any(is_of_queries(name.rpartition(".")[2]) for name, _ in found.layers[-1].named_modules())

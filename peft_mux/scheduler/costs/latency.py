@@ -18,6 +18,10 @@ Where the paper slips or is silent, decided here:
 * Eq. 4 doubles the forward, as a frozen backbone has no weight gradients. Where a profile has measured another ratio,
   1 / `forward_fraction` stands in place of the 2.
 * Overheads of passes and steps are not in Eq. 3 and 4: `pass_s` and `step_s` add them.
+* Eq. 3 and 4 compute every row in every layer, and its gradient. What the last layer spares where it computes the rows
+  alone that a loss reads, and the backward below each task's lowest adapter, is taken off the last stage; the second
+  where there is one stage, as no other knows what lies below it. A profile holds layers of all rows, so that nothing
+  is taken off twice.
 """
 
 from __future__ import annotations
@@ -109,7 +113,7 @@ class CostModel:
             raise ValueError(f"stage is {stage}; allowed: 0 to {self.num_stages - 1}. Count stages from 0.")
         sums = mean_batch(self.profile, loads, num_micro_batches, self.devices_per_stage)
         # Profiles hold forward and backward together; Eq. 3 asks for the forward.
-        return float(self.profile.forward_fraction * self._stage_sum_s(stage, sums))
+        return float(self.profile.forward_fraction * self._stage_sum_s(stage, sums.forward))
 
     def latency_s(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> float:
         """Return L(H): seconds of all micro-batches of an hTask through the pipeline (M Eq. 4).
@@ -159,7 +163,8 @@ class CostModel:
         sums = mean_batch(self.profile, loads, num_micro_batches, devices)
         linear_s = float(self.profile.layer_s(sums.tokens))
         product_s = (float(sums.layer_s) - linear_s) / devices + float(sums.calls_s)
-        linear_s = linear_s / devices + float(sums.adapters_s)
+        # Evenly over the layers, of which a pass in turns knows one kind.
+        linear_s = linear_s / devices + float(sums.adapters_s) - float(sum(self._spared_s(sums))) / shape.num_layers
         attention = 2 * (shape.attention_size + shape.key_value_size)
         share = attention / (attention + 3 * shape.intermediate_size)
         block_s, gradient_s, _ = loss_sums(self.tensor_link, devices, shape, sums.targets, self._device_type)
@@ -204,8 +209,9 @@ class CostModel:
         Args:
             loads: the loads of all tasks that take the step.
         """
-        plain = [replace(load, adapters=()) for load in loads if load.has_reference_forward]
-        adapted = [load for load in loads if load.has_batch_forward]
+        # A forward goes through all layers.
+        plain = [replace(load, adapters=(), lowest_layer=0) for load in loads if load.has_reference_forward]
+        adapted = [replace(load, lowest_layer=0) for load in loads if load.has_batch_forward]
         # As if each were one: how many they are makes a difference only of what a pass costs whatever its size.
         return sum(
             self.profile.forward_fraction * float(sum(self._stages_s(rows, 1))) + self.profile.pass_overhead_s
@@ -238,9 +244,10 @@ class CostModel:
         layer_s = self.profile.layer_s(sums.tokens)
         ends_s = is_first * self.profile.embedding_s(sums.tokens)
         ends_s += is_last * self.profile.head_s(sums.targets) / self.devices_per_stage
-        tokens_s = layers * layer_s / self.devices_per_stage + ends_s
+        products_s, adapted_s = self._spared_s(sums) if is_last else (0.0, 0.0)
+        tokens_s = layers * layer_s / self.devices_per_stage + ends_s - products_s
         attention_s = layers * ((sums.layer_s - layer_s) / self.devices_per_stage + sums.calls_s)
-        adapters_s = layers * sums.adapters_s
+        adapters_s = layers * sums.adapters_s - adapted_s
         is_alone = self.devices_per_stage == self.backbone_shards == 1
         # What is left; where nobody is spoken to, that is rounding.
         all_s = self._stage_sum_s(stage, sums)
@@ -351,7 +358,14 @@ class CostModel:
         if self.devices_per_stage > 1:
             link, devices = self.tensor_link, self.devices_per_stage
             last_s = last_s + loss_all_reduces_s(link, devices, self.shape, sums.targets, self._device_type)
-        return first_s, last_s
+        return first_s, last_s - sum(self._spared_s(sums))
+
+    def _spared_s(self, sums: Sums) -> tuple[Any, Any]:
+        """Return the seconds of rows that nobody reads, in forward or backward: of frozen products, and of adapters."""
+        products_s, adapters_s = sums.unread_s(self.profile, self.shape.read_share, self.devices_per_stage)
+        if self.num_stages == 1:
+            products_s = products_s + sums.unmet_s(self.profile, self.devices_per_stage)
+        return products_s, adapters_s
 
     def _all_gathers_s(self, num_bytes: int, times: int) -> float:
         """Return seconds of the all-gathers of one unit of a divided backbone, as many as a pass needs."""
@@ -371,7 +385,7 @@ class StageTerms:
     Attributes:
         layer_s: seconds of one layer.
         first_s: seconds of what lies before the layers.
-        last_s: seconds of what lies after the layers, the loss included.
+        last_s: seconds of what lies after the layers, the loss included, less what the last layer spares.
     """
 
     layer_s: float

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from peft_mux.packing.passes import Member
 from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.model_shape import MOST_READ
 from peft_mux.scheduler.costs.profile import Profile
 
 _LENGTH_STEP = 16
@@ -28,6 +29,7 @@ class Sums:
         layer_s: seconds of one layer's base operators on one device, the attention product included.
         calls_s: seconds of the launches of one layer's attention calls.
         adapters_s: seconds of all adapters of one layer, fused as in Eq. 3.
+        unmet: over all layers, the tokens of the tasks that have no weights in a layer or below it.
     """
 
     tokens: Any
@@ -35,6 +37,39 @@ class Sums:
     layer_s: Any
     calls_s: Any
     adapters_s: Any
+    unmet: Any = 0.0
+
+    @property
+    def forward(self) -> Sums:
+        """The same for a forward, which goes through all layers."""
+        return replace(self, unmet=0.0)
+
+    def unread_s(self, profile: Profile, share: float, devices: int) -> tuple[Any, Any]:
+        """Return what the last layer spares that computes some rows alone: seconds of its products and its adapters.
+
+        Args:
+            profile: seconds of the parts of a step on one device.
+            share: part of a layer's products that is made for the rows alone that a loss reads.
+            devices: devices that share each layer.
+        """
+        if not share:
+            return 0.0, 0.0
+        read = np.minimum(self.targets, self.tokens)
+        share = share * ((read > 0) & (read <= MOST_READ * self.tokens))
+        products_s = share * (profile.layer_s(self.tokens) - profile.layer_s(read)) / devices
+        return products_s, share * self.adapters_s * (1 - read / np.maximum(self.tokens, 1e-9))
+
+    def unmet_s(self, profile: Profile, devices: int) -> Any:
+        """Return what the backward spares below each task's lowest adapter: seconds of products with frozen weights.
+
+        Attention and norms go all the way down with the rows of other tasks, and are not counted.
+
+        Args:
+            profile: seconds of the parts of a step on one device.
+            devices: devices that share each layer.
+        """
+        backward_s = (1 - profile.forward_fraction) * profile.layer_s(self.tokens)
+        return backward_s * self.unmet / np.maximum(self.tokens, 1e-9) / devices
 
 
 class _TaskTerms:
@@ -43,6 +78,7 @@ class _TaskTerms:
     Attributes:
         tokens: tokens of a micro-batch, [M].
         targets: loss terms of a micro-batch, [M].
+        unmet: tokens of a micro-batch times the layers below the lowest one with weights of the task, [M].
         attention_s: seconds of the attention products of one layer, [M].
         weighted_s: sum of u_a t_a over a task's adapters of each of W widths, [W, M].
         alone_s: sum of t_a over the same adapters, [W, M].
@@ -51,8 +87,13 @@ class _TaskTerms:
     def __init__(self, profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: int, devices: int) -> None:
         self.tokens = np.array([load.tokens for load in loads], dtype=float) / num_micro_batches
         self.targets = np.array([load.num_targets for load in loads], dtype=float) / num_micro_batches
+        self.unmet = self.tokens * _lowest_layers(loads)
         self.attention_s = _attention_s(profile, loads) / num_micro_batches
         self.weighted_s, self.alone_s = _adapters_s(profile, loads, self.tokens, devices)
+
+
+def _lowest_layers(loads: Sequence[TaskLoad]) -> NDArray[Any]:
+    return np.array([load.lowest_layer for load in loads], dtype=float)
 
 
 def _attention_s(profile: Profile, loads: Sequence[TaskLoad]) -> NDArray[Any]:
@@ -112,6 +153,7 @@ def mean_batch(profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: i
         calls_s=calls * profile.attention_call_s,
         # Eq. 3: fused adapters share the device by u_a, but none ends before it would alone.
         adapters_s=np.maximum(terms.weighted_s.sum(axis=1), longest_s).sum(),
+        unmet=terms.unmet.sum(),
     )
 
 
@@ -136,6 +178,7 @@ def uniform_batch(profile: Profile, loads: Sequence[TaskLoad], num_sequences: in
         layer_s=profile.layer_s(tokens) + num_sequences * profile.attention_s(length),
         calls_s=profile.attention_call_s,
         adapters_s=np.maximum(weighted_s.sum(axis=1), longest_s).sum(),
+        unmet=float(tokens * parts @ _lowest_layers(loads)),
     )
 
 
@@ -173,6 +216,7 @@ class RangeBatches:
                 (np.maximum(self._range_sums(weighted), self._range_maxima(alone)) for weighted, alone in pairs),
                 np.zeros((count, count)),
             ),
+            unmet=self._range_sums(terms.unmet),
         )
         self.longest = self._range_maxima(np.array([max(load.lengths, default=0) for load in loads], dtype=float))
 
@@ -239,6 +283,7 @@ def pass_sums(profile: Profile, loads: Sequence[TaskLoad], passes: Sequence[Sequ
         layer_s=profile.layer_s(tokens.sum(axis=1)) + np.bincount(number, weights=attention_s, minlength=num_passes),
         calls_s=profile.attention_call_s * _attention_calls_of_passes(number, end - start, num_passes),
         adapters_s=_adapters_of_passes_s(profile, loads, tokens, devices),
+        unmet=tokens @ _lowest_layers(loads),
     )
 
 

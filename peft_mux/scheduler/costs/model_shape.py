@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 
 from peft_mux.scheduler.costs.frozen_parts import FrozenParts
 
+MOST_READ = 0.75
+"""Part of a pass's rows above which the last layer computes all of them, those too that no loss reads."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
@@ -24,6 +27,8 @@ class ModelShape:
         held_intermediate_size: width of all experts of a layer together, of which a token passes through some; `None`
             where it passes through all that there is.
         routed_share: part of the experts of a layer that a token passes through.
+        read_share: part of a layer's products that the last layer makes for the rows alone that a loss reads; 0 where
+            it makes all of them for all rows.
     """
 
     num_layers: int
@@ -37,6 +42,18 @@ class ModelShape:
     parts: FrozenParts | None = None
     held_intermediate_size: int | None = None
     routed_share: float = 1.0
+    read_share: float = 0.0
+
+    def at_targets(self, *, has_own_queries: bool = True) -> ModelShape:
+        """Return the shape where the last layer computes keys and values of all rows, and all else of those read.
+
+        Args:
+            has_own_queries: whether a projection makes queries alone; one that makes keys and values too is computed
+                for all rows.
+        """
+        behind = self.attention_size + 3 * self.intermediate_size
+        whole = behind + self.attention_size + 2 * self.key_value_size
+        return replace(self, read_share=(behind + has_own_queries * self.attention_size) / whole)
 
     def in_precision(self, factor: float) -> ModelShape:
         """Return the shape with frozen weights that take `factor` times the bytes.

@@ -7,13 +7,28 @@ there. The products with frozen weights, which take most of a backward pass, are
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 
 from peft_mux.kernels.lora.reference import Rows
 from peft_mux.modeling.stream import RowSegment
 
+_LAYER_OF_FACTOR = re.compile(r"^(?!.*\.experts\.)(?:[^.0-9][^.]*\.)+?(\d+)\..*\.lora_(?:A|B|magnitude_vector)\b")
+"""The number of a layer in the name of a factor, as the first number among the names of modules."""
 _LEAST_SHARE = 8
 """Less than one in so many rows is not left out, as taking rows apart takes a copy where they do not lie together."""
+
+
+def lowest_layer(parameters: Iterable[str]) -> int:
+    """Return the number of the lowest layer, from 0, that a task has weights in; 0 where its rows go all the way down.
+
+    They do where weights lie elsewhere too, as in embeddings, experts and heads (`Stream.unmet`).
+
+    Args:
+        parameters: names of the task's parameters.
+    """
+    found = [_LAYER_OF_FACTOR.search(name) for name in parameters]
+    return min((int(one.group(1)) if one is not None else 0 for one in found), default=0)
 
 
 def rows_needed(segments: Sequence[RowSegment], unmet: frozenset[str]) -> tuple[Rows, ...] | None:

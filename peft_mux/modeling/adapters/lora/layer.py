@@ -275,7 +275,7 @@ class LinearGroup:
                 with torch.autocast(device_type, enabled=False):
                     ys = lora_pass.compiled_outputs(self, x.reshape(-1, x.shape[-1]), dtype)
                 return tuple(y.view(*lead, -1) for y in ys)
-            ys = lora_pass.outputs(self, x, dtype)
+            ys = lora_pass.outputs(self, x, dtype, needed)
             if ys is not None:
                 return ys
         x_TD = x.reshape(-1, x.shape[-1])

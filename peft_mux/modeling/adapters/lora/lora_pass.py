@@ -20,7 +20,7 @@ from peft_mux.kernels import philox
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.kernels.lora.function import PASSES, LoraGroupFunction
 from peft_mux.kernels.lora.group import Adapter, Base, LoraGroup
-from peft_mux.kernels.lora.reference import LinearSlice, slices_backward, slices_forward
+from peft_mux.kernels.lora.reference import LinearSlice, Rows, slices_backward, slices_forward
 from peft_mux.kernels.lora.tables import SegmentTables
 from peft_mux.modeling.slabs import TaskSlab
 
@@ -334,18 +334,25 @@ class LoraPass:
                 return f"kernels do not serve the adapters of {self._groups.group(number).members[0].name}"
         return None if self.found else "adapters are not computed by kernels"
 
-    def outputs(self, group: KernelGroup, x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...] | None:
+    def outputs(
+        self, group: KernelGroup, x: torch.Tensor, dtype: torch.dtype, needed: tuple[Rows, ...] | None = None
+    ) -> tuple[torch.Tensor, ...] | None:
         """Return `[..., K]` of each layer of a group through the kernels; `None` where they cannot serve it.
 
         Args:
             group: the layers that are computed together.
             x: `[..., D]`, the activations that all of them read, T rows.
             dtype: the dtype to compute in.
+            needed: the rows whose gradients a layer below needs; all by default, and in a pass of fixed size.
         """
         tables = self.tables_of(group, dtype)
         if tables is None or self._tables is None:
             return None
-        call = _KernelCall(tables, group.bases(), self._tables, self.places)
+        bases = group.bases()
+        # Captured launches are replayed for other rows.
+        if needed is not None and not self._has_fixed_size:
+            bases = [base._replace(needed=needed) for base in bases]
+        call = _KernelCall(tables, bases, self._tables, self.places)
         # Where activations want a gradient already, the anchor would only be one more edge of the graph.
         return LoraGroupFunction.apply(x, None if x.requires_grad else self.anchor, call, dtype)
 

@@ -68,7 +68,7 @@ def test_tasks_of_different_depth_have_the_gradients_of_a_full_backward(
         for model in models:
             model.gradient_checkpointing_enable()
     found = gradients(models[0], names)
-    assert checkpointing or any(left_out), "some product was made for some rows alone"
+    assert any(left_out), "some product was made for some rows alone"
     monkeypatch.setattr(Stream, "begin_at_the_bottom", lambda stream: None)
     left_out.clear()
     wanted = gradients(models[1], names)

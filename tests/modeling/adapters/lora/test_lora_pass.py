@@ -24,7 +24,9 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.data.batch import MuxBatch
+from peft_mux.kernels.lora.group import Base
 from peft_mux.modeling.adapters.lora import lora_pass
+from peft_mux.modeling.stream import Stream
 from tests.children import run_script
 from tests.invariants.mux_lab import Recorder, make_trainer, relative, rows, small_task, tiny_llama
 from tests.kernels.interpreter import keep_patches
@@ -207,6 +209,36 @@ def in_bf16() -> dict[str, Any]:
     }
 
 
+def depths() -> dict[str, Any]:
+    """Return how far gradients that stop at each task's lowest adapter are from those that go all the way down."""
+    linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    low, high = config(8), LoraConfig(r=4, target_modules=linear, layers_to_transform=[1])
+    packed, begin, found = batch("abc", 5, 8), Stream.begin_at_the_bottom, {}
+    heights: dict[str, list[int]] = {"stops": [], "goes down": []}
+    plain_add = Base.add_input_gradient
+    for how, begins in (("stops", begin), ("goes down", lambda stream: None)):
+
+        def noted(base: Base, dx_TD: torch.Tensor, dy_TK: torch.Tensor, how: str = how) -> None:
+            heights[how].append(len(dx_TD) if base.needed is None else sum(end - start for start, end in base.needed))
+            plain_add(base, dx_TD, dy_TK)
+
+        through_kernels()
+        model = MultiTaskPeftModel(tiny_llama(), {"a": high, "b": low, "c": high}, verify=False).train()
+        with torch.no_grad():
+            for name in "abc":
+                for weight in model.task_parameters(name).values():
+                    weight.add_(0.05)
+        Stream.begin_at_the_bottom, Base.add_input_gradient = begins, noted  # type: ignore[method-assign]
+        try:
+            found[how] = one_pass(model, packed)
+        finally:
+            Stream.begin_at_the_bottom, Base.add_input_gradient = begin, plain_add  # type: ignore[method-assign]
+    return {
+        "difference": worst(found["stops"], found["goes down"]),
+        "rows": {how: sum(n) for how, n in heights.items()},
+    }
+
+
 def changes() -> dict[str, Any]:
     """Return how many tables each change of the model makes anew, and whether results stay what they were."""
     through_kernels()
@@ -315,7 +347,7 @@ def main() -> None:
     keep_patches()
     report = {
         part.__name__: part()
-        for part in (plain, trained, in_bf16, changes, moved_between_passes, watched, compiled_kernels)
+        for part in (plain, trained, in_bf16, depths, changes, moved_between_passes, watched, compiled_kernels)
     }
     print(json.dumps(report))
 
@@ -375,6 +407,12 @@ def test_under_autocast_kernels_read_copies_in_bf16_and_add_to_gradients_in_fp32
     assert report["in_bf16"]["dtypes"] == ["torch.bfloat16"]
     assert report["in_bf16"]["gradient dtypes"] == ["torch.float32"]
     assert report["in_bf16"]["to slices"] <= 1e-2
+
+
+def test_gradients_stop_at_the_lowest_adapter_of_a_task(report: dict) -> None:
+    assert report["depths"]["difference"] <= 1e-6
+    rows = report["depths"]["rows"]
+    assert rows["stops"] < 0.8 * rows["goes down"], "products with frozen weights are made for the other tasks alone"
 
 
 def test_copies_in_bf16_follow_the_weights_after_an_optimizer_step(report: dict) -> None:

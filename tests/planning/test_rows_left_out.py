@@ -1,0 +1,201 @@
+"""Plans count the rows that the last layer leaves out, and the gradients that no adapter below needs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+from torch.utils.flop_counter import FlopCounterMode
+
+from peft_mux import Task
+from peft_mux.data.batch import MuxBatch
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.engine.pass_clock import PassTime, rows_of
+from peft_mux.modeling.adapters.lora.depth import lowest_layer
+from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.modeling.last_layer.last_layer import has_own_queries
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.stream import Stream
+from peft_mux.planning.pass_prices import PassPrices
+from peft_mux.profiling.subject import Subject
+from peft_mux.scheduler.costs.curves import AdapterTable, Curve
+from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.measured.fit import PartFit
+from peft_mux.scheduler.costs.model_shape import ModelShape
+from peft_mux.scheduler.costs.profile import Profile
+from tests.invariants import mux_lab as lab
+from tests.modeling.test_architectures import LANGUAGE_MODELS
+from tests.planning.cases import llama
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+WIDTH = 256  # of products beside which adapters of rank 1 are next to nothing
+PROFILE = Profile(
+    device="cpu that takes a second for a token and layer",
+    dtype="float32",
+    model="small",
+    layer=Curve.proportional(1.0),
+    attention=Curve.proportional(0.0),
+    adapter=AdapterTable.constant(0.0),
+    head=Curve.proportional(0.0),
+    embedding=Curve.proportional(0.0),
+    optimizer=Curve.proportional(0.0),
+)
+
+
+def shape_of(backbone: Any) -> ModelShape:
+    return model_shape(backbone, backbone.config, dtype=torch.float32, activation_dtype=torch.float32)
+
+
+def batch_of(names: tuple[str, ...], read: int) -> MuxBatch:
+    """Return two rows of 40 tokens of each task, the last `read` of which are predicted."""
+    rng, rows = np.random.default_rng(0), []
+    for name in names:
+        for _ in range(2):
+            ids = rng.integers(1, 90, size=40).tolist()
+            rows.append({"task": name, "input_ids": ids, "labels": [-100] * (40 - read) + ids[40 - read :]})
+    return ChunkPackingCollator()(rows)
+
+
+def added_product(own: Any, left: Any, right: Any, **others: Any) -> int:
+    """Return the operations of a product that is added in place, of which PyTorch knows none."""
+    return 2 * left[0] * left[1] * right[1]
+
+
+def operations(num_layers: int, lowest: dict[str, int], read: int, *, narrow: bool = False) -> int:
+    """Return the operations of the products of a pass, forward and backward, of tasks with these lowest layers."""
+    configs = {
+        name: LoraConfig(r=1, target_modules=LINEAR, layers_to_transform=list(range(layer, num_layers)))
+        for name, layer in lowest.items()
+    }
+    model = MultiTaskPeftModel(llama(num_layers, WIDTH), configs).train()
+    model.last_layer.is_wanted = narrow
+    counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added_product})
+    with counter:
+        model(batch_of(tuple(lowest), read)).losses.sum().backward()
+    return counter.get_total_flops()
+
+
+def load_of(batch: MuxBatch, lowest: dict[str, int]) -> list[TaskLoad]:
+    return [
+        TaskLoad(one.task, one.lengths, one.num_targets, (), 1, lowest_layer=lowest[one.task]) for one in rows_of(batch)
+    ]
+
+
+@pytest.mark.parametrize("read", [1, 4, 10, 25])
+def test_the_last_layer_at_targets_is_predicted_to_spare_the_operations_that_it_spares(read: int) -> None:
+    lowest = {"a": 0, "b": 0}
+    of_layer = operations(3, lowest, read) - operations(2, lowest, read)
+    spared = (operations(2, lowest, read) - operations(2, lowest, read, narrow=True)) / of_layer
+    loads, shape = load_of(batch_of(("a", "b"), read), lowest), shape_of(llama(2, WIDTH))
+    predicted = CostModel(PROFILE, shape).pass_s(loads, 1) - CostModel(PROFILE, shape.at_targets()).pass_s(loads, 1)
+    assert predicted / 160 == pytest.approx(spared, rel=0.03), "160 tokens take as many seconds a layer"
+    assert spared > 0.2
+
+
+def test_where_most_rows_are_read_nothing_is_spared() -> None:
+    loads, shape = load_of(batch_of(("a",), 35), {"a": 0}), shape_of(llama(2))
+    assert CostModel(PROFILE, shape).pass_s(loads, 1) == CostModel(PROFILE, shape.at_targets()).pass_s(loads, 1)
+
+
+@pytest.mark.parametrize("lowest", [{"a": 0, "b": 2}, {"a": 0, "b": 1, "c": 3}], ids=str)
+def test_a_backward_that_stops_early_is_predicted_to_spare_the_operations_that_it_spares(
+    lowest: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stops = operations(4, lowest, 39)
+    monkeypatch.setattr(Stream, "begin_at_the_bottom", lambda stream: None)
+    goes_down, everywhere = operations(4, lowest, 39), dict.fromkeys(lowest, 0)
+    of_layer = operations(4, everywhere, 39) - operations(3, everywhere, 39)
+    batch, shape = batch_of(tuple(lowest), 39), shape_of(llama(4, WIDTH))
+    cost = CostModel(PROFILE, shape)
+    predicted = cost.pass_s(load_of(batch, everywhere), 1) - cost.pass_s(load_of(batch, lowest), 1)
+    assert predicted / batch.num_tokens == pytest.approx((goes_down - stops) / of_layer, rel=0.03)
+
+
+def test_stages_do_not_know_what_lies_below_and_go_all_the_way_down() -> None:
+    loads, shape = load_of(batch_of(("a",), 39), {"a": 1}), shape_of(llama(2))
+    whole = [replace(load, lowest_layer=0) for load in loads]
+    stages = CostModel(PROFILE, shape, num_stages=2)
+    assert stages.pass_s(loads, 1) == stages.pass_s(whole, 1)
+    assert CostModel(PROFILE, shape).pass_s(loads, 1) < CostModel(PROFILE, shape).pass_s(whole, 1)
+
+
+def test_a_profile_is_measured_with_layers_of_all_rows() -> None:
+    subject = Subject(llama(2), device=torch.device("cpu"), dtype=torch.float32)
+    batch = batch_of(subject.model.tasks[:1], 2)
+    assert subject.model.last_layer.rows(subject.model, batch) is None, "or it would be taken off twice"
+    with subject.model.multiplexing(batch):
+        assert not subject.model.stream.unmet
+
+
+def test_measured_passes_that_leave_rows_out_tell_of_no_faster_device() -> None:
+    batch = batch_of(("a", "b"), 4)
+    loads = load_of(batch, {"a": 0, "b": 1})
+    adapters = AdapterTable.constant(0.0)
+    profile = replace(PROFILE, adapter=adapters, embedding=Curve.proportional(0.01), pass_overhead_s=2.0)
+    cost = CostModel(profile, shape_of(llama(2)).at_targets())
+    parts = PassPrices(cost, {load.name: load for load in loads}, 0).of(PassTime((rows_of(batch),), 1.0))
+    assert parts.total == pytest.approx(cost.pass_s(loads, 1))
+    fit = PartFit()
+    for _ in range(20):
+        fit.observe(parts, cost.pass_s(loads, 1))
+    assert fit.factors().tokens == pytest.approx(1.0, rel=1e-6)
+
+
+def completions(lowest: int) -> Task:
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(1, lab.VOCABULARY, size=40).tolist() for _ in range(8)]
+    rows = [{"input_ids": one, "labels": [-100] * 36 + one[36:]} for one in ids]
+    config = LoraConfig(r=2, target_modules=LINEAR, layers_to_transform=list(range(lowest, 2)))
+    return Task(name="one", train_dataset=rows, peft_config=config, train_batch_size=4, max_steps=2)
+
+
+def test_the_plan_of_a_run_counts_both(tmp_path: Path) -> None:
+    def planned_s(name: str, lowest: int, **settings: Any) -> float:
+        plan = lab.make_trainer([completions(lowest)], tmp_path / name, **settings).plan()
+        assert plan.step_s is not None
+        return plan.step_s
+
+    wide, narrow = planned_s("wide", 0, last_layer_at_targets=False), planned_s("narrow", 0)
+    assert narrow < 0.9 * wide
+    assert planned_s("high", 1) < narrow
+
+
+def test_a_last_layer_that_was_refused_is_planned_whole(tmp_path: Path) -> None:
+    trainer = lab.make_trainer([completions(0)], tmp_path)
+    planner = trainer._plans.planner
+    assert planner.shape.read_share > 0.5
+    trainer.model.last_layer.reason = "it differs"
+    assert planner.shape.read_share == 0.0
+
+
+@pytest.mark.parametrize(("name", "has_them"), [("Llama", True), ("GPT2", False), ("DeepseekV3", True), ("OPT", True)])
+def test_queries_that_come_with_keys_are_planned_for_all_rows(name: str, has_them: bool) -> None:
+    backbone = LANGUAGE_MODELS[name][0]()
+    assert has_own_queries(backbone) is has_them
+    shape = shape_of(backbone)
+    assert shape.at_targets(has_own_queries=False).read_share < shape.at_targets().read_share < 1
+
+
+@pytest.mark.parametrize(
+    ("names", "lowest"),
+    [
+        (["layers.5.self_attn.q_proj.lora_A.weight", "layers.7.mlp.up_proj.lora_B.weight"], 5),
+        (["h.3.attn.c_attn.lora_A.weight", "h.3.attn.c_attn.lora_magnitude_vector.weight"], 3),
+        (["layers.5.self_attn.q_proj.lora_A.weight", "embed_tokens.lora_embedding_A"], 0),
+        (["layers.5.self_attn.q_proj.lora_A.weight", "lm_head.lora_A.weight"], 0),
+        (["layers.5.mlp.experts.lora_A.weight"], 0),
+        (["layers.5.mlp.experts.2.up_proj.lora_A.weight"], 0),
+        (["layers.5.self_attn.q_proj.lora_A.weight", "score.weight"], 0),
+        ([], 0),
+    ],
+)
+def test_the_lowest_layer_is_read_off_names_and_unknown_where_weights_lie_elsewhere(
+    names: list[str], lowest: int
+) -> None:
+    assert lowest_layer(f"base_model.model.model.{name}" for name in names) == lowest
