@@ -114,8 +114,7 @@ def _merge(one: dict[str, Any], arguments: argparse.Namespace) -> int:
         transformers.AutoTokenizer.from_pretrained(base).save_pretrained(output)
     except (OSError, ValueError, NotImplementedError, AttributeError, TypeError, LookupError) as error:
         raise ConfigError(f"export: got {one['folder']}, which cannot be merged: {error}") from error
-    print(f"merged: {output}")  # noqa: T201
-    return 0
+    return _done("merged", output, arguments)
 
 
 def _copy(one: dict[str, Any], arguments: argparse.Namespace) -> int:
@@ -124,7 +123,11 @@ def _copy(one: dict[str, Any], arguments: argparse.Namespace) -> int:
     output.mkdir(parents=True)
     for name in _FILES:
         shutil.copyfile(one["folder"] / name, output / name)
-    print(f"copied: {output}")  # noqa: T201
+    return _done("copied", output, arguments)
+
+
+def _done(what: str, output: Path, arguments: argparse.Namespace) -> int:
+    print(json.dumps({what: str(output)}) if arguments.json else f"{what}: {output}")  # noqa: T201
     return 0
 
 

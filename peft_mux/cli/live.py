@@ -107,10 +107,11 @@ def ask(arguments: argparse.Namespace) -> int:
         )
     requests = _requests(arguments)
     names = [mailbox.send(request) for request in requests]
-    if not keeper:
-        print(f"left for the next peft-mux train FILE --resume: {len(names)} requests")  # noqa: T201
-        return 0
-    answers = [_answer(mailbox, name, arguments, keeper) for name in names]
+    if keeper:
+        answers = [_answer(mailbox, name, arguments, keeper) for name in names]
+    else:
+        left = "left for the next peft-mux train FILE --resume: "
+        answers = [{"ok": True, "said": f"{left}{one['command']} {one.get('task') or one['file']}"} for one in requests]
     if arguments.json:
         print(json.dumps(answers, indent=1))  # noqa: T201
     else:
