@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftConfig
 from transformers.models.auto import modeling_auto
 
 from peft_mux.arguments import MultiTaskTrainingArguments, resolve
@@ -224,8 +225,8 @@ class BackboneSource:
     ) -> MultiTaskPeftModel:
         model = MultiTaskPeftModel(
             backbone,
-            {task.name: task.peft_config for task in tasks},
-            seeds={task.name: resolve(task, self.args).seed for task in tasks},
+            configs_of(tasks),
+            seeds=seeds_of(tasks, self.args),
             num_labels=class_counts,
             is_head_new=is_head_new,
             verify=verify,
@@ -250,8 +251,8 @@ class BackboneSource:
         missing = [task for task in tasks if task.name not in model.tasks]
         if missing:
             model.register_tasks(
-                {task.name: task.peft_config for task in missing},
-                seeds={task.name: resolve(task, self.args).seed for task in missing},
+                configs_of(missing),
+                seeds=seeds_of(missing, self.args),
                 num_labels=class_counts,
             )
         return assign_settings(model, tasks, self.args)
@@ -333,3 +334,13 @@ def _head_kinds(tasks: Iterable[Task]) -> list[HeadKind]:
     """Return the kinds of head that tasks need, in the order of `HEAD_KINDS`."""
     needed = [objective_of(task).head.kind for task in tasks]
     return [kind for kind in HEAD_KINDS if kind in needed]
+
+
+def configs_of(tasks: Sequence[Task]) -> dict[str, PeftConfig]:
+    """Return the `PeftConfig` of each task by name."""
+    return {task.name: task.peft_config for task in tasks}
+
+
+def seeds_of(tasks: Sequence[Task], args: MultiTaskTrainingArguments) -> dict[str, int]:
+    """Return the seed of each task by name, that of the run where it sets none."""
+    return {task.name: resolve(task, args).seed for task in tasks}

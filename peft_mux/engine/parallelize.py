@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from peft import PeftConfig
 
-from peft_mux.arguments import MultiTaskTrainingArguments, resolve
-from peft_mux.engine.backbone_source import BackboneSource, assign_settings
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.engine.backbone_source import BackboneSource, assign_settings, configs_of, seeds_of
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp.backbone import ShardedBackbone, gathering_mesh, shard_backbone
 from peft_mux.engine.fsdp.executor import DeferredSync, ShardedExecutor
 from peft_mux.engine.fsdp.stages import ShardedPipelineExecutor, shard_stage
 from peft_mux.engine.gradients.sync import GradientSync
-from peft_mux.engine.layout_checks import check_layout
 from peft_mux.engine.part_tasks import register_tasks
 from peft_mux.engine.pipeline.interleaved import InterleavedPipelineExecutor
 from peft_mux.engine.pipeline.links import PipelineLinks
@@ -36,7 +35,6 @@ from peft_mux.engine.tensor.links import TensorLinks
 from peft_mux.engine.tensor.parallel import TensorParallelModel, cut_model
 from peft_mux.engine.tensor.turn_links import TurnLinks
 from peft_mux.engine.work import StepExecutor
-from peft_mux.modeling.adapters.injection import is_meta
 from peft_mux.modeling.backbone.fingerprint import weight_samples
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.plan import Plan
@@ -125,7 +123,7 @@ def parallelize(
     stages = _cut_into_stages(layout, place, plan, args)
     model, stage = _load_weights(described, source, tasks, counts, args, stages, place)
     samples = weight_samples(model.backbone)  # as they were saved: what follows leaves only parts of them
-    is_whole = _is_whole(layout, place)
+    is_whole = layout.replicas[place.replica].num_gpus == 1
     if stage is None and not is_whole:
         model.verify_once()  # a part of a model computes nothing by itself
     links = _connect_tensor_parallel(layout, processes)
@@ -146,105 +144,6 @@ def parallelize(
     if plan is not None:
         executor.follow(plan)
     return ParallelModel(model, executor, samples, is_whole, tensor_parallel, links)
-
-
-class ModelPart:
-    """The part of the model that one process holds in a layout: what is known of it before anything is loaded.
-
-    Args:
-        source: where the backbone comes from.
-        args: the arguments of the run.
-        layout: which process holds which part of which replica.
-        rank: global rank of the process.
-
-    Attributes:
-        place: replica, stage and tensor parallel rank of the process.
-    """
-
-    def __init__(
-        self, source: BackboneSource, args: MultiTaskTrainingArguments, layout: ParallelLayout, rank: int
-    ) -> None:
-        """Remember the run; load nothing."""
-        self.source, self.args, self.layout = source, args, layout
-        self.place: Place = layout.place(rank)
-
-    @property
-    def num_stages(self) -> int:
-        """Pipeline stages of this process's replica."""
-        return self.layout.replicas[self.place.replica].pp
-
-    @property
-    def tp_size(self) -> int:
-        """Tensor parallel ranks of each stage of this process's replica."""
-        return self.layout.replicas[self.place.replica].tp
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this process holds the whole model."""
-        return _is_whole(self.layout, self.place)
-
-    def check(self, tasks: Sequence[Task], backbone: Any) -> None:
-        """Refuse what cannot be trained in the layout.
-
-        Args:
-            tasks: the tasks of the run, or those that are to join it.
-            backbone: the transformers model, possibly without weights.
-
-        Raises:
-            ConfigError: naming every task and field.
-            UnsupportedModelError: if the architecture cannot be cut.
-        """
-        check_layout(self.layout, source=self.source, args=self.args, tasks=tasks, backbone=backbone)
-
-    def outline(self, described: MultiTaskPeftModel, tasks: Sequence[Task], counts: Mapping[str, int]) -> Any:
-        """Return the whole model without weights, that plans are made with when `described` itself will be cut.
-
-        Args:
-            described: the whole model, possibly without weights.
-            tasks: the tasks of the run, in the order in which they came.
-            counts: number of classes of the tasks that have their own number, by name of the task.
-        """
-        if self.layout.is_data_parallel or is_meta(described.backbone):
-            return described
-        # Plans are of the whole model, and cutting uses `described` up.
-        with torch.device("meta"):
-            backbone = type(described.backbone)(described.backbone.config)
-        model = MultiTaskPeftModel(
-            backbone, _configs(tasks), seeds=_seeds(tasks, self.args), num_labels=dict(counts), verify=False
-        )
-        return assign_settings(model, tasks, self.args)
-
-    def parallelize(
-        self,
-        described: MultiTaskPeftModel,
-        tasks: Sequence[Task],
-        counts: Mapping[str, int],
-        plan: Plan | None,
-        processes: Processes,
-    ) -> ParallelModel:
-        """Load this process's part and make what runs it: see `parallelize`.
-
-        Args:
-            described: the whole model, possibly without weights.
-            tasks: the tasks of the run, in the order in which they came.
-            counts: number of classes of the tasks that have their own number, by name of the task.
-            plan: tells how many layers each stage has; may be `None` where there is one stage.
-            processes: the processes of the run, connected.
-
-        Raises:
-            ConfigError: if the weights cannot be loaded.
-            ProcessError: if another process does not come within the time limit.
-        """
-        return parallelize(
-            described,
-            source=self.source,
-            tasks=tasks,
-            counts=counts,
-            args=self.args,
-            layout=self.layout,
-            plan=plan,
-            processes=processes,
-        )
 
 
 # ---------------------------------------------------------------------- steps
@@ -287,8 +186,8 @@ def _load_weights(
         whole.verify_once()
         stage = StageModel(whole, stages, place.stage)
     else:
-        seeds, dtype = _seeds(tasks, args), source.dtype
-        stage = load_stage(folder, _configs(tasks), stages, place.stage, seeds=seeds, dtype=dtype)
+        seeds, dtype = seeds_of(tasks, args), source.dtype
+        stage = load_stage(folder, configs_of(tasks), stages, place.stage, seeds=seeds, dtype=dtype)
     return assign_settings(stage.model, tasks, args), stage
 
 
@@ -392,16 +291,3 @@ def _make_executor(
 def _num_chunks(args: MultiTaskTrainingArguments) -> int:
     """Return the virtual stages of a process."""
     return 2 if args.pipeline_schedule == "interleaved_1f1b" else 1
-
-
-def _is_whole(layout: ParallelLayout, place: Place) -> bool:
-    """Whether the process at a place holds the whole model."""
-    return layout.replicas[place.replica].num_gpus == 1
-
-
-def _configs(tasks: Sequence[Task]) -> dict[str, PeftConfig]:
-    return {task.name: task.peft_config for task in tasks}
-
-
-def _seeds(tasks: Sequence[Task], args: MultiTaskTrainingArguments) -> dict[str, int]:
-    return {task.name: resolve(task, args).seed for task in tasks}

@@ -20,7 +20,8 @@ from peft_mux.checkpoint.full_state import gather_task
 from peft_mux.checkpoint.snapshot import take_snapshot
 from peft_mux.checkpoint.task_state import TaskState, split_state
 from peft_mux.engine.backbone_source import BackboneSource, assign_settings
-from peft_mux.engine.parallelize import ModelPart, ParallelModel
+from peft_mux.engine.model_part import ModelPart
+from peft_mux.engine.parallelize import ParallelModel
 from peft_mux.engine.part_tasks import register_tasks
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.evaluation.evaluate import EvaluationShare

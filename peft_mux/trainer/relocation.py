@@ -11,7 +11,7 @@ import time
 from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.checkpoint.snapshot import put_snapshot
 from peft_mux.checkpoint.task_state import TaskState
-from peft_mux.engine.parallelize import ModelPart
+from peft_mux.engine.model_part import ModelPart
 from peft_mux.engine.replicas.layout import ParallelLayout, layout_of_text
 from peft_mux.errors import CheckpointError, ConfigError, UnsupportedModelError
 from peft_mux.planning.deployment import redeploy as decide_on_move
