@@ -18,8 +18,9 @@ import torch
 
 from peft_mux.kernels import philox
 from peft_mux.kernels.availability import runs_kernels
+from peft_mux.kernels.lora.adapters import Adapter
 from peft_mux.kernels.lora.function import PASSES, LoraGroupFunction
-from peft_mux.kernels.lora.group import Adapter, Base, LoraGroup
+from peft_mux.kernels.lora.group import Base, LoraGroup
 from peft_mux.kernels.lora.reference import LinearSlice, Rows, slices_backward, slices_forward
 from peft_mux.kernels.lora.tables import SegmentTables
 from peft_mux.modeling.slabs import TaskSlab
