@@ -13,6 +13,9 @@ import torch
 
 from peft_mux.kernels.lora.tables import copy_to_device
 
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What activations and factors may be held in; sums are fp32 in any case."""
+
 
 class Factors:
     """Where one factor (A, B transposed, or the gradient of either) of each segment lies on the device.

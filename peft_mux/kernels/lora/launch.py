@@ -27,10 +27,8 @@ from peft_mux.kernels.lora import tunings
 from peft_mux.kernels.lora.device import expand_kernel, reduce_kernel, shrink_kernel, wgrad_kernel
 from peft_mux.kernels.lora.factors import Factors
 from peft_mux.kernels.lora.fixed_launch import Launch
+from peft_mux.kernels.lora.launch_checks import check_bias, check_layout, check_rows
 from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, RankTable, SegmentTables, signed_seed
-
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What activations and factors may be held in; sums are fp32 in any case."""
 
 _REDUCE_RANKS = 16  # rows of a block of the reduction
 _MAX_LAYOUTS = 64  # of one factor; a model has one or two
@@ -150,7 +148,7 @@ def expand(
         choices = ranks, scaled, drop, module_seed, tables.block_rows, bias is not None, add
         launches = _prepared(_expand_launches, choices, w, y_TK, s_TC, tables, places, layout)
         if bias is not None:
-            _check_bias(bias, y_TK, drops=drop)
+            check_bias(bias, y_TK, drops=drop)
     moving = s_TC, y_TK, w.base if bias is None else bias, tables.step_seed_G if places is None else places
     num_tiles = tables.num_tiles
     for blocks, launch in launches if num_tiles else ():
@@ -310,9 +308,9 @@ def _prepared(
     key = prepare, choices, x_TD.dtype, width, s_TC.dtype, num_columns, strides, tables.num_segments
     launches = w.launches.get(key)
     if launches is None:
-        _check_layout(x_TD, w, s_TC, choices[0], tables, is_gradient=prepare is _wgrad_launches)
+        check_layout(x_TD, w, s_TC, choices[0], tables, is_gradient=prepare is _wgrad_launches)
     if num_s_rows != num_rows or tables.num_rows > num_rows or places is not None:
-        _check_rows(x_TD, s_TC, tables, places)
+        check_rows(x_TD, s_TC, tables, places)
     if launches is None:
         if len(w.launches) >= _MAX_LAYOUTS:
             w.launches.clear()
@@ -357,46 +355,3 @@ def _tiles(kernel: str, activation: torch.Tensor, block_ranks: int) -> tunings.T
 def _adjacent_columns(x_TD: torch.Tensor) -> torch.Tensor:
     """Return x, copied only where its columns are not adjacent."""
     return x_TD if x_TD.stride(-1) == 1 else x_TD.contiguous()
-
-
-def _check_layout(
-    x_TD: torch.Tensor, w: Factors, s_TC: torch.Tensor, ranks: RankTable, tables: SegmentTables, *, is_gradient: bool
-) -> None:
-    """Raise where a launch would compute with the wrong type, or read columns or segments that are not there."""
-    width = x_TD.shape[1]
-    if x_TD.dtype not in DTYPES or s_TC.dtype != x_TD.dtype:
-        raise ValueError(f"activations are {x_TD.dtype}, S is {s_TC.dtype}; allowed: one of bf16, fp16, fp32 for both.")
-    if w.base.dtype != (torch.float32 if is_gradient else x_TD.dtype):
-        raise ValueError(f"factors or gradients are {w.base.dtype}; allowed: that of activations, fp32 for gradients.")
-    if w.width != width:
-        raise ValueError(f"factors have {w.width} columns; allowed: {width}, as activations.")
-    if s_TC.shape[1] < ranks.num_columns or s_TC.stride(1) != 1:
-        raise ValueError(
-            f"S of shape {tuple(s_TC.shape)}; allowed: [{len(x_TD)}, at least {ranks.num_columns}], columns adjacent."
-        )
-    if not tables.num_segments == ranks.num_segments == w.num_segments:
-        raise ValueError(
-            f"{tables.num_segments} segments, ranks of {ranks.num_segments} segments, factors of {w.num_segments}; the "
-            "tables do not fit."
-        )
-
-
-def _check_bias(bias: torch.Tensor, y_TK: torch.Tensor, *, drops: bool) -> None:
-    """Raise where a bias is not one number of y's dtype for each column, or would be dropped from."""
-    # The dtype too: code that was compiled for another one would read the wrong bytes.
-    if drops or bias.shape != y_TK.shape[1:] or bias.dtype != y_TK.dtype or not bias.is_contiguous():
-        raise ValueError(
-            f"bias of shape {tuple(bias.shape)} in {bias.dtype}; allowed: contiguous [{y_TK.shape[1]}] in "
-            f"{y_TK.dtype}, and none with dropout."
-        )
-
-
-def _check_rows(x_TD: torch.Tensor, s_TC: torch.Tensor, tables: SegmentTables, places: torch.Tensor | None) -> None:
-    """Raise where a launch would read or write rows or places that are not there."""
-    num_rows = len(x_TD)
-    if len(s_TC) != num_rows:
-        raise ValueError(f"S of shape {tuple(s_TC.shape)}; allowed: [{num_rows}, columns], as activations.")
-    if tables.num_rows > num_rows:
-        raise ValueError(f"segments of {tables.num_rows} rows, {num_rows} rows of the stream; the tables do not fit.")
-    if places is not None and (places.dtype != torch.int64 or len(places) < num_rows or not places.is_contiguous()):
-        raise ValueError(f"places are {places.dtype} of length {len(places)}; allowed: contiguous int64 [{num_rows}].")

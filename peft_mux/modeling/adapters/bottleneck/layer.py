@@ -15,9 +15,10 @@ from torch import nn
 
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.kernels.bottleneck.group import Adapter, BottleneckGroup, Trained
+from peft_mux.kernels.lora.factors import DTYPES
 from peft_mux.kernels.lora.group import Base
 from peft_mux.modeling.adapters.bottleneck.function import Bottleneck, BottleneckSegment, grouped_bottlenecks
-from peft_mux.modeling.adapters.lora.lora_pass import DTYPES, say_once
+from peft_mux.modeling.adapters.lora.lora_pass import say_once
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.backbone.quantized import base_output
 from peft_mux.modeling.slabs import TaskSlab

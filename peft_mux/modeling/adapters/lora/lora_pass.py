@@ -19,6 +19,7 @@ import torch
 from peft_mux.kernels import philox
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.kernels.lora.adapters import Adapter
+from peft_mux.kernels.lora.factors import DTYPES
 from peft_mux.kernels.lora.function import PASSES, LoraGroupFunction
 from peft_mux.kernels.lora.group import Base, LoraGroup
 from peft_mux.kernels.lora.reference import LinearSlice, Rows, slices_backward, slices_forward
@@ -29,8 +30,6 @@ if TYPE_CHECKING:
     from peft_mux.modeling.stream import RowSegment
 
 _MAX_COMPOSITIONS = 32
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Activations that kernels read."""
 
 
 class Tables(Protocol):
