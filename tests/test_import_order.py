@@ -261,7 +261,7 @@ def test_a_kernel_is_imported_where_the_optional_libraries_are_absent() -> None:
     blocked = "datasets", "pulp", "bitsandbytes", "transformers", "peft"
     printed = run_python(
         f"import sys\nfor name in {blocked}: sys.modules[name] = None\n"
-        "import peft_mux.kernels.lora.reference as kernel\nprint(callable(kernel.grouped_lora))"
+        "import peft_mux.kernels.lora.reference as kernel\nprint(callable(kernel.grouped_lora_slices))"
     )
     assert printed == "True"
 

@@ -19,7 +19,7 @@ from peft_mux import storage
 from peft_mux.data.loader import TaskLoader
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.errors import CheckpointError
-from peft_mux.kernels.lora.reference import LinearSlice
+from peft_mux.kernels.lora.slices import LinearSlice
 from peft_mux.modeling.adapters import files as adapters
 from peft_mux.modeling.adapters.lora import layer as layers
 from peft_mux.task import TaskStatus

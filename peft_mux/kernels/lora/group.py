@@ -29,7 +29,7 @@ from peft_mux.kernels.lora.adapters import (
     launch_of_layer,
     work_as_one,
 )
-from peft_mux.kernels.lora.reference import Rows
+from peft_mux.kernels.lora.slices import Rows
 from peft_mux.kernels.lora.tables import SegmentTables
 
 _WORD_BYTES = 16

@@ -12,86 +12,23 @@ Shape letters: T rows of the stream, D input features, K output features, R rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from peft_mux.kernels import philox
-
-
-class LoraSegment(NamedTuple):
-    """Rows of one task in one layer, and how its adapter acts on them.
-
-    Attributes:
-        start: first row of the task in the stream.
-        end: one past the task's last row.
-        scale: what the adapter's output is multiplied by: alpha / rank, or alpha / sqrt(rank).
-        dropout: probability of dropping an input element; 0 for none.
-        seed: 64-bit key of the dropout draws, from `philox.draw_seed`.
-        window: which columns of the whole input lie here, where not all do; dropout draws are those of the whole.
-    """
-
-    start: int
-    end: int
-    scale: float
-    dropout: float = 0.0
-    seed: int = 0
-    window: philox.Window | None = None
-
-
-class LinearSlice(NamedTuple):
-    """One frozen linear layer of several that read the same activations (q, k and v; gate and up).
-
-    Attributes:
-        weight_KD: frozen weight `[K, D]`; `None` for the adapters' part alone (the base is added by the caller).
-        bias_K: frozen bias `[K]`, or `None`.
-        out_features: number of output features, K.
-        segments: rows of the tasks that have an adapter here; rows of no segment get the base alone.
-        factors: `(A [R, D], B [K, R])` per segment; ranks may differ.
-    """
-
-    weight_KD: torch.Tensor | None
-    bias_K: torch.Tensor | None
-    out_features: int
-    segments: Sequence[LoraSegment]
-    factors: Sequence[tuple[torch.Tensor, torch.Tensor]]
-
-
-def grouped_lora(
-    x_TD: torch.Tensor,
-    weight_KD: torch.Tensor | None,
-    bias_K: torch.Tensor | None,
-    segments: Sequence[LoraSegment],
-    factors: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    *,
-    places: torch.Tensor,
-    out_features: int,
-) -> torch.Tensor:
-    """Return the frozen layer's output with every task's adapter added to its own rows.
-
-    Args:
-        x_TD: `[T, D]` activations, sorted by task.
-        weight_KD: frozen weight `[K, D]`; `None` for the adapters' part alone.
-        bias_K: frozen bias `[K]`, or `None`.
-        segments: rows of the tasks that have an adapter here.
-        factors: `(A [R, D], B [K, R])` per segment; ranks may differ.
-        places: int64 `[T]`, place of each row in its task's global batch, for dropout.
-        out_features: number of output features, K.
-
-    Returns:
-        `[T, K]`, in the autocast dtype where autocast is on, else in that of `x`.
-    """
-    (y,) = grouped_lora_slices(x_TD, [LinearSlice(weight_KD, bias_K, out_features, segments, factors)], places)
-    return y
-
-
-class Rows(NamedTuple):
-    """Consecutive rows of a stream: from `start` to before `end`."""
-
-    start: int
-    end: int
+from peft_mux.kernels.lora.slices import (
+    Bundle,
+    LinearSlice,
+    LoraSegment,
+    Rows,
+    adjacent,
+    all_factors,
+    bundles_with_s,
+    num_saved,
+)
 
 
 def grouped_lora_slices(
@@ -116,39 +53,10 @@ def grouped_lora_slices(
     device_type = x_TD.device.type
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocast else x_TD.dtype
-    flat = _factors(slices)
+    flat = all_factors(slices)
     # The dtype is settled here, once for forward and backward; autocast would cast each product by itself.
     with torch.autocast(device_type, enabled=False):
         return GroupedLoraFunction.apply(x_TD, tuple(slices), places, dtype, needed, *flat)
-
-
-class _Bundle(NamedTuple):
-    """Adapters of one task that read the same rows of `x`, with the same draws: one product for all of their A.
-
-    Attributes:
-        segment: the rows that they read, and their dropout.
-        members: for each adapter, the index of its slice, its number among all adapters, and its scale.
-    """
-
-    segment: LoraSegment
-    members: tuple[tuple[int, int, float], ...]
-
-
-def _bundles(slices: Sequence[LinearSlice]) -> list[_Bundle]:
-    """Gather the adapters of each task; one with dropout stands alone, as its draws are its own."""
-    shared: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
-    alone: list[_Bundle] = []
-    number = 0
-    for index, part in enumerate(slices):
-        for segment in part.segments:
-            member = (index, number, segment.scale)
-            if segment.dropout == 0.0:
-                # Equal rows belong to one task, as the segments of a stream do not overlap.
-                shared.setdefault((segment.start, segment.end), []).append(member)
-            else:
-                alone.append(_Bundle(segment, (member,)))
-            number += 1
-    return [_Bundle(LoraSegment(*rows, 1.0), tuple(members)) for rows, members in shared.items()] + alone
 
 
 class GroupedLoraFunction(torch.autograd.Function):
@@ -190,15 +98,6 @@ class GroupedLoraFunction(torch.autograd.Function):
         return (dx, None, None, None, None, *gradients)
 
 
-def num_saved(slices: Sequence[LinearSlice]) -> int:
-    """Return how many elements of S `slices_forward` writes."""
-    return sum(
-        len(a) * (segment.end - segment.start)
-        for part in slices
-        for segment, (a, _) in zip(part.segments, part.factors, strict=True)
-    )
-
-
 def slices_forward(
     x_TD: torch.Tensor, slices: Sequence[LinearSlice], places: torch.Tensor, saved: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
@@ -210,13 +109,13 @@ def slices_forward(
         places: int64 `[T]`, place of each row in its task's global batch, for dropout.
         saved: flat tensor of at least `num_saved` elements, to be filled with S.
     """
-    factors = _factors(slices)
+    factors = all_factors(slices)
     ys = tuple(_base_output(x_TD, part) for part in slices)
-    for bundle, s_RT in _bundles_with_s(slices, factors, saved):
+    for bundle, s_RT in bundles_with_s(slices, factors, saved):
         # x is read once for all factors A of the task; S is kept transposed, with the rank first.
-        torch.mm(_joint_a(bundle, factors, x_TD.dtype), _dropped(x_TD, bundle.segment, places).t(), out=s_RT)
-        rows = slice(bundle.segment.start, bundle.segment.end)
-        for (index, number, scale), s in zip(bundle.members, _split(s_RT, bundle, factors), strict=True):
+        torch.mm(bundle.joint_a(factors, x_TD.dtype), _dropped(x_TD, bundle.segment, places).t(), out=s_RT)
+        rows = bundle.rows
+        for (index, number, scale), s in zip(bundle.members, bundle.split(s_RT, factors), strict=True):
             # Scaled and added within the product, on the task's own rows: no activation is copied.
             ys[index][rows].addmm_(s.t(), factors[2 * number + 1].to(x_TD.dtype).t(), alpha=scale)
     return ys
@@ -246,13 +145,13 @@ def slices_backward(
         needs_dx: whether a layer below needs `dx`.
         needed: the rows of `dx` that it needs; all by default.
     """
-    factors, dtype = _factors(slices), x_TD.dtype
+    factors, dtype = all_factors(slices), x_TD.dtype
     dx = _base_input_gradient(x_TD, dys_TK, [part.weight_KD for part in slices], needed) if needs_dx else None
     gradients: list[Any] = [None] * len(factors)
-    for bundle, s_RT in _bundles_with_s(slices, factors, saved):
-        rows = slice(bundle.segment.start, bundle.segment.end)
+    for bundle, s_RT in bundles_with_s(slices, factors, saved):
+        rows = bundle.rows
         ds_RT = torch.empty_like(s_RT)
-        parts = zip(bundle.members, _split(s_RT, bundle, factors), _split(ds_RT, bundle, factors), strict=True)
+        parts = zip(bundle.members, bundle.split(s_RT, factors), bundle.split(ds_RT, factors), strict=True)
         for (index, number, scale), s, ds in parts:
             b, dy_g = factors[2 * number + 1], dys_TK[index][rows]
             torch.mm(b.to(dtype).t().contiguous(), dy_g.t(), out=ds).mul_(scale)
@@ -263,28 +162,12 @@ def slices_backward(
         _write_a_gradients(bundle, factors, ds_RT, x_g, gradients)
         if dx is None or not (needed is None or any(part.start <= rows.start < part.end for part in needed)):
             continue
-        a = _joint_a(bundle, factors, dtype)
+        a = bundle.joint_a(factors, dtype)
         if kept is None:
             dx[rows].addmm_(ds_RT.t(), a)
         else:
             dx[rows] += philox.dropped(ds_RT.t() @ a, kept, bundle.segment.dropout)
     return dx, gradients
-
-
-def _factors(slices: Sequence[LinearSlice]) -> list[torch.Tensor]:
-    return [factor for part in slices for pair in part.factors for factor in pair]
-
-
-def _bundles_with_s(
-    slices: Sequence[LinearSlice], factors: Sequence[torch.Tensor], saved: torch.Tensor
-) -> Iterator[tuple[_Bundle, torch.Tensor]]:
-    """Yield each bundle with its `S [R, rows]`, a part of `saved`."""
-    offset = 0
-    for bundle in _bundles(slices):
-        rank = sum(len(factors[2 * number]) for _, number, _ in bundle.members)
-        rows = bundle.segment.end - bundle.segment.start
-        yield bundle, saved[offset : offset + rank * rows].view(rank, rows)
-        offset += rank * rows
 
 
 def _adds_in_place(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
@@ -303,39 +186,22 @@ def _b_gradient(b: torch.Tensor, s_RT: torch.Tensor, dy_TK: torch.Tensor, scale:
 
 
 def _write_a_gradients(
-    bundle: _Bundle, factors: Sequence[torch.Tensor], ds_RT: torch.Tensor, x_TD: torch.Tensor, gradients: list[Any]
+    bundle: Bundle, factors: Sequence[torch.Tensor], ds_RT: torch.Tensor, x_TD: torch.Tensor, gradients: list[Any]
 ) -> None:
     """Put each `dA` into `gradients`, or add them to the gradients that are there."""
     owners = [factors[2 * number] for _, number, _ in bundle.members]
     are_in_place = all(_adds_in_place(a, x_TD.dtype) for a in owners)
-    joint = _adjacent([a.grad for a in owners]) if are_in_place else None  # type: ignore[misc]
+    joint = adjacent([a.grad for a in owners]) if are_in_place else None  # type: ignore[misc]
     if joint is not None:
         # Gradients lie side by side in a task's slab, as the factors A do, and one product adds to all of them.
         joint.addmm_(ds_RT, x_TD)
         return
     da_RD = ds_RT @ x_TD
-    for (_, number, _), a, da in zip(bundle.members, owners, _split(da_RD, bundle, factors), strict=True):
+    for (_, number, _), a, da in zip(bundle.members, owners, bundle.split(da_RD, factors), strict=True):
         if are_in_place and a.grad is not None:
             a.grad.add_(da)
         else:
             gradients[2 * number] = da.to(a.dtype)
-
-
-def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return matrices that follow each other in memory as one, without a copy; `None` where they do not."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    end = first.data_ptr()
-    for part in parts:
-        if not part.is_contiguous() or part.data_ptr() != end:
-            return None
-        end += part.numel() * part.element_size()
-    size = sum(len(part) for part in parts)
-    # Parts that follow each other by chance lie in storages of their own, where a view could not reach the next.
-    if first.storage_offset() + size * first.shape[1] > first.untyped_storage().nbytes() // first.element_size():
-        return None
-    return first.as_strided((size, first.shape[1]), (first.shape[1], 1))
 
 
 def _base_output(x: torch.Tensor, part: LinearSlice) -> torch.Tensor:
@@ -375,18 +241,6 @@ def _rows_of(x: torch.Tensor, ranges: Sequence[Rows]) -> torch.Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _joint_a(bundle: _Bundle, factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-    """Return the factors A of a bundle as one `[summed R, D]`; a view where they lie side by side."""
-    owners = [factors[2 * number].detach() for _, number, _ in bundle.members]
-    joint = _adjacent(owners)
-    return torch.cat([a.to(dtype) for a in owners]) if joint is None else joint.to(dtype)
-
-
-def _split(x_R: torch.Tensor, bundle: _Bundle, factors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Return each member's rows of a tensor whose first dimension is the summed rank."""
-    return x_R.split([len(factors[2 * number]) for _, number, _ in bundle.members])
-
-
 def _kept(x: torch.Tensor, segment: LoraSegment, places: torch.Tensor) -> torch.Tensor | None:
     """Return which elements the dropout of a segment keeps in its rows; `None` where it drops none."""
     if segment.dropout == 0.0:
@@ -411,7 +265,17 @@ def reference_grouped_lora(
     places: torch.Tensor,
     out_features: int,
 ) -> torch.Tensor:
-    """Return the same as `grouped_lora`, written for reading and left to autograd."""
+    """Return what `grouped_lora_slices` returns of one layer, written for reading and left to autograd.
+
+    Args:
+        x_TD: `[T, D]` activations, sorted by task.
+        weight_KD: frozen weight `[K, D]`; `None` for the adapters' part alone.
+        bias_K: frozen bias `[K]`, or `None`.
+        segments: rows of the tasks that have an adapter here.
+        factors: `(A [R, D], B [K, R])` per segment; ranks may differ.
+        places: int64 `[T]`, place of each row in its task's global batch, for dropout.
+        out_features: number of output features, K.
+    """
     if weight_KD is None:
         y = x_TD.new_zeros(len(x_TD), out_features)
     else:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from peft_mux.kernels.lora.reference import Rows
+from peft_mux.kernels.lora.slices import Rows
 from peft_mux.modeling.stream import RowSegment
 
 _LAYER_OF_FACTOR = re.compile(r"^(?!.*\.experts\.)(?:[^.0-9][^.]*\.)+?(\d+)\..*\.lora_(?:A|B|magnitude_vector)\b")

@@ -18,7 +18,8 @@ from torch import nn
 from peft_mux.kernels import philox
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.kernels.lora.group import Base, LoraGroup
-from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, Rows, grouped_lora_slices
+from peft_mux.kernels.lora.reference import grouped_lora_slices
+from peft_mux.kernels.lora.slices import LinearSlice, LoraSegment, Rows
 from peft_mux.modeling.adapters.lora.depth import rows_needed
 from peft_mux.modeling.adapters.lora.dora import is_apart
 from peft_mux.modeling.adapters.lora.lora_pass import linear_tables

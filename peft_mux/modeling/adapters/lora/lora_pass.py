@@ -2,7 +2,7 @@
 
 On a GPU with Triton, what launches need to know (where each adapter lies, its rank, its scale) is gathered once for
 each set of tasks and kept by `LoraGroups`; a pass adds only which rows are whose. Anywhere else, and wherever kernels
-cannot serve an adapter, the same result comes from products on slices (`kernels.grouped_lora`).
+cannot serve an adapter, the same result comes from products on slices (`peft_mux.kernels.lora.reference`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from peft_mux.kernels.lora.adapters import Adapter
 from peft_mux.kernels.lora.factors import DTYPES
 from peft_mux.kernels.lora.function import PASSES, LoraGroupFunction
 from peft_mux.kernels.lora.group import Base, LoraGroup
-from peft_mux.kernels.lora.reference import LinearSlice, Rows, slices_backward, slices_forward
+from peft_mux.kernels.lora.reference import slices_backward, slices_forward
+from peft_mux.kernels.lora.slices import LinearSlice, Rows
 from peft_mux.kernels.lora.tables import SegmentTables
 from peft_mux.modeling.slabs import TaskSlab
 
