@@ -12,18 +12,18 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from peft_mux.kernels import philox
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.kernels.lora.adapters import Adapter
+from peft_mux.kernels.lora.calls import KernelCall, SliceCall, Tables
 from peft_mux.kernels.lora.factors import DTYPES
 from peft_mux.kernels.lora.function import PASSES, LoraGroupFunction
 from peft_mux.kernels.lora.group import Base, LoraGroup
-from peft_mux.kernels.lora.reference import slices_backward, slices_forward
-from peft_mux.kernels.lora.slices import LinearSlice, Rows
+from peft_mux.kernels.lora.slices import Rows
 from peft_mux.kernels.lora.tables import SegmentTables
 from peft_mux.modeling.slabs import TaskSlab
 
@@ -31,36 +31,6 @@ if TYPE_CHECKING:
     from peft_mux.modeling.stream import RowSegment
 
 _MAX_COMPOSITIONS = 32
-
-
-class Tables(Protocol):
-    """What the launches of a group of layers need to know, for one set of tasks; `LoraGroup` is that of linear ones."""
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        bases: Sequence[Base],
-        segments: SegmentTables,
-        places: torch.Tensor,
-        *,
-        num_columns: int | None,
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return each layer's output `[..., K]`, and what the backward pass needs besides `x [..., D]`."""
-        ...
-
-    def backward(
-        self,
-        dys: Sequence[torch.Tensor],
-        x: torch.Tensor,
-        saved: torch.Tensor,
-        bases: Sequence[Base],
-        segments: SegmentTables,
-        places: torch.Tensor,
-        *,
-        needs_dx: bool,
-    ) -> torch.Tensor | None:
-        """Add to the gradients of the adapters, and return that of `x`."""
-        ...
 
 
 class KernelGroup(Protocol):
@@ -353,7 +323,7 @@ class LoraPass:
         # Captured launches are replayed for other rows.
         if needed is not None and not self._has_fixed_size:
             bases = [base._replace(needed=needed) for base in bases]
-        call = _KernelCall(tables, bases, self._tables, self.places)
+        call = KernelCall(tables, bases, self._tables, self.places)
         # Where activations want a gradient already, the anchor would only be one more edge of the graph.
         return LoraGroupFunction.apply(x, None if x.requires_grad else self.anchor, call, dtype)
 
@@ -365,13 +335,13 @@ class LoraPass:
         )
         return tuple(outputs)
 
-    def _find(self, number: int, dtype: torch.dtype) -> _KernelCall | _SliceCall:
+    def _find(self, number: int, dtype: torch.dtype) -> KernelCall | SliceCall:
         group = self._groups.group(number)
         tables = self.tables_of(group, dtype)
         if tables is not None and self._tables is not None:
-            return _KernelCall(tables, group.bases(), self._tables, self.places, group.num_columns)
+            return KernelCall(tables, group.bases(), self._tables, self.places, group.num_columns)
         slices = [member.slice_of(self.segments) for member in group.members]
-        return _SliceCall(slices, self.places, group.num_columns)
+        return SliceCall(slices, self.places, group.num_columns)
 
     def tables_of(self, group: KernelGroup, dtype: torch.dtype) -> Tables | None:
         """Return what launches need to know of a group in this pass; `None` where kernels cannot serve it."""
@@ -411,45 +381,3 @@ def _lengths_and_seeds(segments: Sequence[RowSegment]) -> tuple[list[int], list[
     """Return the rows of each segment, and the task's and step's half of its dropout key."""
     lengths = [segment.end - segment.start for segment in segments]
     return lengths, [philox.hash_seed(segment.task_seed, segment.step) for segment in segments]
-
-
-class _KernelCall(NamedTuple):
-    """A group in a pass, through the kernels."""
-
-    group: Tables
-    bases: Sequence[Base]
-    segments: SegmentTables
-    places: torch.Tensor
-    num_columns: int | None = None
-
-    def forward(self, x_TD: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        return self.group.forward(x_TD, self.bases, self.segments, self.places, num_columns=self.num_columns)
-
-    def backward(
-        self, dys_TK: Sequence[torch.Tensor], x_TD: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
-    ) -> torch.Tensor | None:
-        return self.group.backward(dys_TK, x_TD, saved, self.bases, self.segments, self.places, needs_dx=needs_dx)
-
-
-class _SliceCall(NamedTuple):
-    """A group in a pass, through products on slices; adds to the parameters' own gradients."""
-
-    slices: Sequence[LinearSlice]
-    places: torch.Tensor
-    num_columns: int
-
-    def forward(self, x_TD: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        # As wide as the compiled graph was told, which may be more than these tasks fill.
-        saved = x_TD.new_zeros(len(x_TD) * self.num_columns)
-        return slices_forward(x_TD, self.slices, self.places, saved), saved
-
-    def backward(
-        self, dys_TK: Sequence[torch.Tensor], x_TD: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
-    ) -> torch.Tensor | None:
-        factors = [factor for part in self.slices for pair in part.factors for factor in pair]
-        dx, gradients = slices_backward(dys_TK, x_TD, self.slices, self.places, saved.reshape(-1), needs_dx=needs_dx)
-        for factor, gradient in zip(factors, gradients, strict=True):
-            if gradient is not None:
-                # By hand, as autograd sees the whole group as one operator without factors.
-                factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
-        return dx
