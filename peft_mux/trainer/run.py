@@ -81,6 +81,21 @@ class Run:
         self.control.should_training_stop = True
 
 
+def open_run(callbacks: RunCallbacks, table: TaskTable, *, is_main: bool) -> Run:
+    """Return a run that begins, with what tells of it and writes its files.
+
+    Args:
+        callbacks: the run's own callbacks, with its arguments, its state and its control.
+        table: all tasks.
+        is_main: whether this process is the one that prints and writes.
+    """
+    args, state = callbacks.args, callbacks.state
+    log = RunLog(table, state, callbacks.log, is_shown=is_main)
+    saver = Saver(table, args, log, is_writer=is_main)
+    hub = HubPushes(args, output_folder(args), log.warn)
+    return Run(args, table, state, callbacks.control, callbacks, log, saver, hub)
+
+
 def output_folder(args: MultiTaskTrainingArguments) -> Path:
     """Return the folder of a run, made by nobody yet."""
     return Path(args.output_dir or "peft_mux_output")

@@ -24,14 +24,8 @@ from transformers import trainer as hf_trainer
 from transformers.trainer_utils import TrainOutput
 
 from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments
-from peft_mux.checkpoint.hub_pushes import HubPushes
-from peft_mux.checkpoint.run_folder import RunFolder
-from peft_mux.checkpoint.saver import Saver
-from peft_mux.checkpoint.sharing.hub import check_push, push_task
 from peft_mux.engine.allocator import keeping_freed_memory
 from peft_mux.engine.backbone_source import BackboneSource
-from peft_mux.evaluation.evaluator import TaskEvaluator
-from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import LayerProfile
 from peft_mux.profiling.backbone import profile_backbone
 from peft_mux.profiling.link import measure_link
@@ -40,7 +34,6 @@ from peft_mux.reporting.callbacks import RunCallbacks, TaskFlowCallback
 from peft_mux.reporting.page.parts import run_html
 from peft_mux.reporting.pass_report import PassReport
 from peft_mux.reporting.report import RunReport
-from peft_mux.reporting.run_log import RunLog
 from peft_mux.reporting.screen.progress import show_view
 from peft_mux.reporting.trackers import without_one_for_all
 from peft_mux.scheduler.costs.profile import Profile
@@ -53,22 +46,14 @@ from peft_mux.trainer.inputs import (
     check_callbacks,
     check_evaluation,
     check_processes,
-    make_collator,
     refuse_trainer_arguments,
     task_list,
     without_empty_folder,
     without_hub,
 )
-from peft_mux.trainer.lifecycle import Lifecycle
-from peft_mux.trainer.loop import StepLoop
-from peft_mux.trainer.membership import Membership
-from peft_mux.trainer.opening import Opening
+from peft_mux.trainer.parts import make_parts
 from peft_mux.trainer.placement import Placement, class_counts
-from peft_mux.trainer.plan_follower import PlanFollower
-from peft_mux.trainer.relocation import Relocation
-from peft_mux.trainer.reporter import Reporter
-from peft_mux.trainer.requests.control import Control
-from peft_mux.trainer.run import Run, mark_main_process, output_folder
+from peft_mux.trainer.run import mark_main_process, open_run, output_folder
 from peft_mux.trainer.trainer_methods import refuse_methods_of_trainer
 from peft_mux.trainer.world import World
 
@@ -146,50 +131,15 @@ class MultiTaskTrainer(Trainer):
         self._make_parts(source, given, described)
 
     def _make_parts(self, source: BackboneSource, tasks: Sequence[Task], described: Any) -> None:
-        """Make the parts of the run, each given what it reads; the order is that in which they know one another."""
         self._world = world = World(self.args, self.table)
-        self._run = run = self._make_run(is_main=world.processes.is_main)
-        self._placement = placement = Placement(run, world, source, tasks, described)
-        placement.subscribe(self._hand_out_model)
-        collator = make_collator(self.args, self.processing_class)
-        planner = Planner(placement.outline, source, self.args, collator, num_replicas=world.layout.num_replicas)
-        self._plans = plans = PlanFollower(run, world, placement, planner, collator)
-        self._evaluator = evaluator = TaskEvaluator(
-            collator,
-            run.log,
-            run.saver,
-            # Asked at each evaluation: a move makes another executor, a plan another bound.
-            executor=lambda: placement.placed.executor,
-            max_tokens=lambda: plans.max_tokens,
-            share=lambda: placement.row_share,
-            tokenizer=source.tokenizer,
-        )
-        lifecycle = Lifecycle(run, placement, plans)
-        self._membership = Membership(run, world, placement, plans, lifecycle)
-        self._relocation = Relocation(run, world, placement, plans)
-        self._reporter = Reporter(run, world, plans, evaluator)
-        self._opening = Opening(run, world, placement, plans)
-        self.control_channel = Control(run, self._membership)
-        self._loop = StepLoop(
-            run,
-            world=world,
-            placement=placement,
-            plans=plans,
-            collator=collator,
-            lifecycle=lifecycle,
-            membership=self._membership,
-            relocation=self._relocation,
-            reporter=self._reporter,
-            opening=self._opening,
-            control=self.control_channel,
-        )
-
-    def _make_run(self, *, is_main: bool) -> Run:
         callbacks = RunCallbacks(self.callback_handler, self.args, self.state, self.control)
-        log = RunLog(self.table, self.state, callbacks.log, is_shown=is_main)
-        saver = Saver(self.table, self.args, log, is_writer=is_main)
-        hub = HubPushes(self.args, output_folder(self.args), log.warn)
-        return Run(self.args, self.table, self.state, self.control, callbacks, log, saver, hub)
+        self._run = run = open_run(callbacks, self.table, is_main=world.processes.is_main)
+        self._placement = Placement(run, world, source, tasks, described)
+        self._placement.subscribe(self._hand_out_model)
+        parts = make_parts(run, world, self._placement, source, self.processing_class)
+        self._plans, self._evaluator, self._membership = parts.plans, parts.evaluator, parts.membership
+        self._relocation, self._reporter, self._opening = parts.relocation, parts.reporter, parts.opening
+        self.control_channel, self._files, self._loop = parts.control, parts.files, parts.loop
 
     def _hand_out_model(self) -> None:
         """Hand the present model to the callbacks, the log and the saver, which hold the one before it."""
@@ -371,15 +321,7 @@ class MultiTaskTrainer(Trainer):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write every task's adapter, each at the root of its sub-folder, loadable by plain PEFT."""
-        self._membership.queue.ask("save_model", lambda: self._save_model(output_dir))
-
-    def _save_model(self, output_dir: str | None) -> None:
-        self._placement.materialise(self._plans.plan_stages)
-        for run in self.table:
-            # On every process: where each holds a part of the adapter, the writer needs all of them.
-            weights = self._run.saver.full_weights(run)
-            if self._run.saver.is_writer:
-                RunFolder(Path(output_dir or self._run.root), self.model).save_adapter(run.name, weights)
+        self._files.save(output_dir)
 
     def push_to_hub(self, task: str = "", *, repo_id: str = "", **options: Any) -> Any:  # type: ignore[override]
         """Upload one task's adapter as it is now, with a model card, and return what the Hub says; nothing else.
@@ -392,17 +334,7 @@ class MultiTaskTrainer(Trainer):
         Raises:
             ConfigError: for a task that is not there or not trained, or where the Hub refuses.
         """
-        run = self._membership.run_of(task)
-        check_push(run, repo_id, options)
-
-        def push() -> Any:
-            weights = self._run.saver.full_weights(run)  # on every process, though one of them writes
-            if not self._run.saver.is_writer:
-                return None
-            own = {"folder": self._run.saver.place(run), "num_tasks": len(self.task_states)}
-            return push_task(self.model, run, weights, repo_id, options, **own)
-
-        return self._membership.queue.ask(f"push_to_hub {task}", push)
+        return self._files.push(task, repo_id, options)
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
         """Have one more callback see the run.

@@ -1,1 +1,1 @@
-"""What other processes ask of a run."""
+"""What is asked of a run from outside of its loop."""
