@@ -162,7 +162,7 @@ def started_tasks(settings: Settings, model: Any, workload: Any) -> Any:
             seed=own.seed,
         )
         run = make_task_run(task, args, None, model.backbone.config)
-        slab = model.task_slab(own.name)
+        slab = model.registry.slab_of(own.name)
         slab.bind_gradients()
         run.optimizer = TaskOptimizer(own.name, model.task_parameters(own.name), run.hyper, run.num_steps, args, slab)
         run.last_good = LastGood({f"page_{number}": page.values for number, page in enumerate(slab.pages)})

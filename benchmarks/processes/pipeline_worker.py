@@ -200,7 +200,7 @@ class Worker:
     def _optimizer(self, name: str, args: MultiTaskTrainingArguments) -> TaskOptimizer:
         task = Task(name="task", peft_config=LoraConfig(), train_dataset=[{"input_ids": [1, 2]}], max_steps=10**6)
         return TaskOptimizer(
-            name, self.model.task_parameters(name), resolve(task, args), 10**6, args, self.model.task_slab(name)
+            name, self.model.task_parameters(name), resolve(task, args), 10**6, args, self.model.registry.slab_of(name)
         )
 
     def work(self, num_micro_batches: int) -> StepWork:

@@ -43,7 +43,7 @@ def gather_task(
     Args:
         processes: the processes of the run, connected.
         layout: which process holds which part of which replica.
-        pieces: which part of each parameter this process holds, as `model.task_pieces` has it.
+        pieces: which part of each parameter this process holds, as `TaskRegistry.pieces_of` has it.
         own: the state of these parts, from `split_state`, with any copies.
 
     Raises:

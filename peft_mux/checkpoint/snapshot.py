@@ -34,7 +34,7 @@ def take_snapshot(run: TaskRun, model: Any) -> TaskState:
         return state
     last_good = {
         name: part.detach().clone().contiguous()
-        for page, copy in zip(model.task_slab(run.name).pages, run.last_good.state().values(), strict=True)
+        for page, copy in zip(model.registry.slab_of(run.name).pages, run.last_good.state().values(), strict=True)
         for name, parameter in parameters.items()
         if (part := page.part(parameter, copy)) is not None
     }
@@ -57,13 +57,13 @@ def put_snapshot(run: TaskRun, model: Any, state: TaskState, *, from_step: int |
     """
     parameters = model.task_parameters(run.name)
     # By this process's own pieces, so the layout that wrote the state does not matter.
-    own = take_part(state, model.task_pieces(run.name))
+    own = take_part(state, model.registry.pieces_of(run.name))
     join_state(own, parameters, run.optimizer, from_step)
     if run.last_good is None:
         return
     # An ended task has none but the weights that it ended with.
     last_good = own.copies.get(LAST_GOOD) or own.weights
-    for page, copy in zip(model.task_slab(run.name).pages, run.last_good.state().values(), strict=True):
+    for page, copy in zip(model.registry.slab_of(run.name).pages, run.last_good.state().values(), strict=True):
         for name, parameter in parameters.items():
             part = page.part(parameter, copy)
             if part is not None and name in last_good:

@@ -28,7 +28,7 @@ import torch
 from peft_mux.data.batch import MuxBatch
 from peft_mux.modeling.key_values import Kept, KeyValueStore
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.multiplexed_pass import MuxOutput
+from peft_mux.modeling.packed_forward import MuxOutput
 
 
 class _Precision(Protocol):

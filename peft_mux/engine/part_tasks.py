@@ -79,4 +79,4 @@ def _register_one(
     model.peft_config[model.adapter_of(name)] = copy.deepcopy(completed)
     own_tensors = model.task_parameters(name)
     # A head is whole where there is one, and drawn or copied as ever.
-    model.place_whole(name, {key: drawn[key] if kind.owns(key) else own_tensors[key] for key in own_tensors})
+    model.registry.place_whole(name, {key: drawn[key] if kind.owns(key) else own_tensors[key] for key in own_tensors})

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.multiplexed_pass import MuxOutput
+from peft_mux.modeling.packed_forward import MuxOutput
 
 
 class StepSums:

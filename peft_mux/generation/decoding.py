@@ -21,7 +21,6 @@ from peft_mux.data.rows.virtual_tokens import PLACEHOLDER_ID
 from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.generation.draws import Drawn, Draws
 from peft_mux.generation.rows import Row, StopTexts
-from peft_mux.modeling import multiplexed_pass
 from peft_mux.modeling.adapters.prompts.encoders import prompt_kind_of
 from peft_mux.modeling.attention.rows import KeyValueRows
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -54,7 +53,7 @@ class Decoding:
 
     def run(self) -> None:
         """Append tokens to the rows until every one of them has ended."""
-        self._model.prepare({row.task: None for row in self._rows})
+        self._model.packed.prepare({row.task: None for row in self._rows})
         logits_BV = self._read_prompts()
         while self._take(self._draws.next_tokens(logits_BV)):
             logits_BV = self._step()
@@ -68,7 +67,7 @@ class Decoding:
         if any(virtual.values()):
             batch = replace(batch, virtual_tokens=tuple(virtual[name] for name in batch.task_names))
         last = batch.cu_seqlens[1:].long() - 1
-        with model.multiplexing(batch):
+        with model.packed.multiplexing(batch):
             hidden_TD = self._hidden_states(batch)
             # The head sees the last token of each prompt alone: logits of all of them would be the largest tensor.
             with model.stream.selected_rows(batch.sequence_offsets, batch.token_places[last], model.adapters):
@@ -79,7 +78,7 @@ class Decoding:
         self._kept.next_column()
         batch = self._newest().to(self._device)
         # Learnt prompts are in what is kept: no row begins in this pass.
-        with self._model.multiplexing(batch, self._passes), self._model.without_prompts():
+        with self._model.packed.multiplexing(batch, self._passes), self._model.without_prompts():
             self._passes = self._model.stream.passes
             return self._logits(self._hidden_states(batch))
 
@@ -98,7 +97,7 @@ class Decoding:
 
     def _hidden_states(self, batch: MuxBatch) -> torch.Tensor:
         """Return the `[T, D]` last hidden states of a batch that is multiplexed; its keys and values are kept."""
-        return multiplexed_pass.hidden_states(self._model, self._model.objectives.head, batch, None, self._kept)
+        return self._model.packed.hidden_states(batch, rows=self._kept)
 
     def _newest(self) -> MuxBatch:
         """Return a stream of the newest token of each row."""

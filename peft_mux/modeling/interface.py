@@ -14,9 +14,31 @@ from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.prompt_pass import PromptPass
 from peft_mux.modeling.attention.read_rows import ReadRows
 from peft_mux.modeling.neftune import EmbeddingNoise
-from peft_mux.modeling.sharding.pieces import Piece
-from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.modeling.stream import Passes, Stream
+
+
+class PackedPasses(Protocol):
+    """Passes of packed batches, as `peft_mux.modeling.packed_forward.PackedForward` makes them."""
+
+    def prepare(self, tasks: Iterable[str]) -> None:
+        """Bind the gradients of a pass, and let kernels in another dtype see the weights as they are now."""
+        ...
+
+    def multiplexing(
+        self, batch: MuxBatch, passes: Passes | None = None, unmet: frozenset[str] = frozenset()
+    ) -> AbstractContextManager[None]:
+        """Let the attached layers and attention read `batch` for the time of the `with` block."""
+        ...
+
+    def hidden_states(
+        self, batch: MuxBatch, attention: AttentionStream | None = None, *, read: ReadRows | None = None
+    ) -> torch.Tensor:
+        """Return the `[T, D]` last hidden states of a batch that is multiplexed."""
+        ...
+
+    def sequence_logits(self, batch: MuxBatch) -> list[torch.Tensor]:
+        """Return the logits of every sequence: `[L, V]` for language models, `[C]` for classifiers."""
+        ...
 
 
 class MultiplexedModel(Protocol):
@@ -28,6 +50,7 @@ class MultiplexedModel(Protocol):
         peft_config: completed configuration of each adapter, by its internal id.
         stream: what the attached layers read of the micro-batch in flight.
         noise: which tasks have noise on their embeddings in training.
+        objectives: which loss each task is trained towards, and the head that they all read.
         module_names: name of each module within the backbone.
         num_stages: into which the backbone was cut; this model is one of them.
         tp_size: tensor parallel ranks among which each stage is cut; this model is what one of them holds.
@@ -39,6 +62,7 @@ class MultiplexedModel(Protocol):
     peft_config: Any
     stream: Stream
     noise: EmbeddingNoise
+    objectives: Any
     module_names: dict[nn.Module, str]
     num_stages: int
     tp_size: int
@@ -74,14 +98,6 @@ class MultiplexedModel(Protocol):
         """Return a task's own parameters, by their PEFT names without the adapter id."""
         ...
 
-    def task_slab(self, name: str) -> TaskSlab:
-        """Return the flat buffers that a task's parameters are views of."""
-        ...
-
-    def task_pieces(self, name: str) -> dict[str, Piece]:
-        """Return what of each of `task_parameters` lies in this process."""
-        ...
-
     def adopt_parameters(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
         """Let parameters be those of a task, and lay them out in flat buffers of their own."""
         ...
@@ -112,26 +128,13 @@ class MultiplexedModel(Protocol):
 
     # ------------------------------------------------------------------ passes
 
-    def prepare(self, tasks: Iterable[str]) -> None:
-        """Bind the gradients of a pass, and let kernels in another dtype see the weights as they are now."""
-        ...
-
-    def multiplexing(self, batch: MuxBatch, passes: Passes | None = None) -> AbstractContextManager[None]:
-        """Let the attached layers and attention read `batch` for the time of the `with` block."""
+    @property
+    def packed(self) -> PackedPasses:
+        """Passes of packed batches, and the parts of which these are made."""
         ...
 
     def prompt_pass(self, batch: MuxBatch) -> PromptPass | None:
         """Return what learnt prompts bring into a pass; `None` where no task of it has one."""
-        ...
-
-    def hidden_states(
-        self, batch: MuxBatch, attention: AttentionStream | None = None, *, read: ReadRows | None = None
-    ) -> torch.Tensor:
-        """Return the `[T, D]` last hidden states of a batch that is multiplexed."""
-        ...
-
-    def sequence_logits(self, mux_batch: MuxBatch) -> list[torch.Tensor]:
-        """Return the logits of every sequence: `[L, V]` for language models, `[C]` for classifiers."""
         ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

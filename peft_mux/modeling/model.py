@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from torch import nn
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import ConfigError
-from peft_mux.modeling import multiplexed_pass
 from peft_mux.modeling.adapters import files, injection, merging
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.own.biases import select_biases
@@ -24,26 +23,20 @@ from peft_mux.modeling.adapters.prompts.plain import plain_forward, plain_genera
 from peft_mux.modeling.adapters.prompts.prompts import Prompts, virtual_labels
 from peft_mux.modeling.adapters.prompts.tuner import open_without_tuner
 from peft_mux.modeling.arrivals import Arrivals
-from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.packed import register_attention
 from peft_mux.modeling.attention.prompt_pass import PromptPass
-from peft_mux.modeling.attention.read_rows import ReadRows
 from peft_mux.modeling.backbone.checks import check_backbone
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
-from peft_mux.modeling.backbone.layer_list import last_layer_alone
-from peft_mux.modeling.backbone.probe import ComputingPath, check_packing, path_of
 from peft_mux.modeling.backbone.quantized import prepare_quantized
+from peft_mux.modeling.checkpointing import enable_checkpointing
 from peft_mux.modeling.last_layer.last_layer import LastLayer
-from peft_mux.modeling.multiplexed_pass import MuxOutput
 from peft_mux.modeling.neftune import EmbeddingNoise
-from peft_mux.modeling.objectives.head import HeadPass
 from peft_mux.modeling.objectives.outputs import TokenOutputs
-from peft_mux.modeling.objectives.table import StreamLosses, TaskObjectives
-from peft_mux.modeling.penalties import with_penalties
+from peft_mux.modeling.objectives.table import TaskObjectives
+from peft_mux.modeling.packed_forward import PackedForward
+from peft_mux.modeling.proofs import Proofs
 from peft_mux.modeling.registry import TaskRegistry
-from peft_mux.modeling.sharding.pieces import Piece
-from peft_mux.modeling.slabs import TaskSlab
-from peft_mux.modeling.stream import Passes, Stream
+from peft_mux.modeling.stream import Stream
 from peft_mux.modeling.view import TaskView, require_all_layers, require_whole
 from peft_mux.storage import write_checksums
 
@@ -113,8 +106,7 @@ class MultiTaskPeftModel(PeftModel):
         self._arrivals = Arrivals(self.registry, is_head_new=is_head_new)
         self._origin = origin = injection.Origin(model)
         self._prompts = Prompts()
-        self._proofs: set[ComputingPath] = set()
-        self._is_probed = verify is not False
+        self._proofs = Proofs(is_asked=verify is not False)
         self.last_layer = LastLayer()
         # PEFT makes its tuner with a first adapter; all further ones are added to it.
         first, *others = peft_configs
@@ -162,11 +154,6 @@ class MultiTaskPeftModel(PeftModel):
     def adapters(self) -> dict[str, str]:
         """Internal id of each task's adapter, in the order in which the tasks came."""
         return self.registry.adapters
-
-    @property
-    def pieces(self) -> dict[tuple[str, str], Piece]:
-        """By task and parameter, where a process holds less than all of it, or its gradient does not add."""
-        return self.registry.pieces
 
     def register_tasks(
         self,
@@ -221,21 +208,9 @@ class MultiTaskPeftModel(PeftModel):
             share = f"trainable%: {100 * count / total:.4f}"
             print(f"{name}: trainable params: {count:,d} || all params: {total:,d} || {share}")  # noqa: T201
 
-    def task_slab(self, name: str) -> TaskSlab:
-        """Return the flat buffers that a task's parameters are views of."""
-        return self.registry.slab_of(name)
-
-    def task_pieces(self, name: str) -> dict[str, Piece]:
-        """Return what of each of `task_parameters` lies in this process."""
-        return self.registry.pieces_of(name)
-
     def adopt_parameters(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
         """Let parameters be those of a task, in flat buffers of their own; none where its adapter lies elsewhere."""
         self.registry.adopt(name, parameters, self.device)
-
-    def place_whole(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write what lies in this process of whole tensors into a task's parameters; see `TaskRegistry.place_whole`."""
-        self.registry.place_whole(name, tensors)
 
     def was_given(self, name: str, config: PeftConfig) -> bool:
         """Whether a task was registered with this configuration, or holds it now (PEFT completes what it is given)."""
@@ -293,7 +268,7 @@ class MultiTaskPeftModel(PeftModel):
         Raises:
             CheckpointError: if the folder holds none, or tensors that are not of this task.
         """
-        return files.read_adapter(self, self.adapter_of(name), Path(folder), self.task_pieces(name))
+        return files.read_adapter(self, self.adapter_of(name), Path(folder), self.registry.pieces_of(name))
 
     def load_task(self, name: str, folder: str | Path) -> None:
         """Read one task's adapter weights from a PEFT adapter folder; a `CheckpointError` if its tensors differ."""
@@ -359,12 +334,7 @@ class MultiTaskPeftModel(PeftModel):
         Raises:
             UnsupportedModelError: if packed and separate results differ.
         """
-        # The probe's rows are of one task, and modules of the others are many.
-        with injection.only_adapter(self.backbone, self.adapter_of(self.tasks[0])):
-            check_packing(self)
-            self.last_layer.prove(self, self._states_of_probe)
-        self.train(self.training)
-        self._proofs.add(path_of(self))
+        self._proofs.show(self)
 
     def verify_once(self) -> None:
         """Do so unless it was done on this device and in this precision, or the model was built with `verify=False`.
@@ -372,10 +342,15 @@ class MultiTaskPeftModel(PeftModel):
         Raises:
             UnsupportedModelError: if packed and separate results differ.
         """
-        if self._is_probed and path_of(self) not in self._proofs:
-            self.verify()
+        self._proofs.show_once(self)
 
     # ---------------------------------------------------------------- forward
+
+    @property
+    def packed(self) -> PackedForward:
+        """Passes of packed batches, and the parts of which these are made."""
+        # Made anew: held, it would keep the model in a circle, and its memory until garbage is collected.
+        return PackedForward(self)
 
     def forward(self, mux_batch: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Run a `MuxBatch` through the backbone and all of its tasks' adapters at once.
@@ -395,11 +370,7 @@ class MultiTaskPeftModel(PeftModel):
         if not isinstance(mux_batch, MuxBatch):
             args = args if mux_batch is None else (mux_batch, *args)
             return self._plain_forward(*args, **kwargs)
-        self.prepare(mux_batch.task_names)
-        with self.multiplexing(mux_batch):
-            hidden_TD = self.hidden_states(mux_batch, read=self.last_layer.rows(self, mux_batch))
-            losses = self.losses_of(hidden_TD, mux_batch)
-            return MuxOutput(losses.losses_N, mux_batch.task_names, losses.statistics)
+        return self.packed.losses(mux_batch)
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._has_active_prompt:
@@ -415,36 +386,6 @@ class MultiTaskPeftModel(PeftModel):
     @property
     def _has_active_prompt(self) -> bool:
         return not self._prompts.is_off and self.active_adapter in encoders_of(self)
-
-    def losses_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> StreamLosses:
-        """Return the losses from the `[T, D]` last hidden states, while the stream is read.
-
-        In training, penalties of adapters are in them (`peft_mux.modeling.penalties`).
-        """
-        found = self.objectives.losses(hidden_TD, mux_batch, self._head_pass())
-        if not self.training:
-            return found
-        return found._replace(losses_N=with_penalties(found.losses_N, mux_batch, self.registry, self.peft_config))
-
-    def target_losses(
-        self, mux_batch: MuxBatch, passes: Passes | None = None, attention: AttentionStream | None = None
-    ) -> torch.Tensor:
-        """Return the negative log-likelihood `[M]` of each target.
-
-        Nothing is bound or refreshed, and nothing that is made here needs to outlive the pass.
-
-        Args:
-            mux_batch: the packed stream, on the model's device.
-            passes: the batch's rows, bound to adapters, for each kind of adapters that is attached; made by default.
-            attention: what attention reads of the same batch; made by default.
-        """
-        with self.multiplexing(mux_batch, passes):
-            read = None if attention is not None else self.last_layer.rows(self, mux_batch)
-            return self.terms_of(self.hidden_states(mux_batch, attention, read=read), mux_batch)
-
-    def terms_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> torch.Tensor:
-        """Return the negative log-likelihoods `[M]` from the last hidden states, while the stream is read."""
-        return self.objectives.head.terms(hidden_TD, mux_batch, self._head_pass())
 
     def token_logprobs(self, mux_batch: MuxBatch) -> dict[str, TokenOutputs]:
         """Return what every target of each task has as log-probability, with gradient, for losses of one's own.
@@ -466,45 +407,7 @@ class MultiTaskPeftModel(PeftModel):
         require_all_layers(self, "log-probabilities of tokens")
         if not self.objectives.head.kind.is_shared:
             raise ConfigError("token_logprobs: got a classifier; allowed: a causal language model.")
-        self.prepare(mux_batch.task_names)
-        with self.multiplexing(mux_batch):
-            hidden_TD = self.hidden_states(mux_batch, read=self.last_layer.rows(self, mux_batch))
-            found = self.objectives.head.outputs(hidden_TD, mux_batch, self._head_pass())
-        return {outputs.task: outputs for outputs in found if isinstance(outputs, TokenOutputs)}
-
-    @torch.no_grad()
-    def sequence_logits(self, mux_batch: MuxBatch) -> list[torch.Tensor]:
-        """Return the logits of every sequence: `[L, V]` for language models, `[C]` for classifiers."""
-        self.prepare(mux_batch.task_names)
-        with self.multiplexing(mux_batch):
-            return self.logits_of(self.hidden_states(mux_batch), mux_batch)
-
-    def logits_of(self, hidden_TD: torch.Tensor, mux_batch: MuxBatch) -> list[torch.Tensor]:
-        """Return the logits of every sequence from the `[T, D]` last hidden states, while the stream is read."""
-        return self.objectives.head.logits(hidden_TD, mux_batch, self._head_pass())
-
-    def _head_pass(self) -> HeadPass:
-        return HeadPass(self.backbone, self.stream, self.adapters)
-
-    def multiplexing(self, batch: MuxBatch, passes: Passes | None = None) -> AbstractContextManager[None]:
-        """Let the attached layers and attention read `batch` in the `with` block; see `multiplexed_pass`."""
-        return multiplexed_pass.multiplexing(self, batch, passes)
-
-    def hidden_states(
-        self, batch: MuxBatch, attention: AttentionStream | None = None, *, read: ReadRows | None = None
-    ) -> torch.Tensor:
-        """Return the `[T, D]` last hidden states of a batch that is multiplexed, or `[U, D]` where tokens are shared.
-
-        Args:
-            batch: the micro-batch, on the model's device.
-            attention: what attention reads of it; made by default.
-            read: the rows that will be read (`last_layer`); what others hold has no meaning then. By default all.
-        """
-        return multiplexed_pass.hidden_states(self, self.objectives.head, batch, attention, read=read)
-
-    def _states_of_probe(self, batch: MuxBatch, read: ReadRows | None) -> torch.Tensor:
-        with last_layer_alone(self.backbone), self.multiplexing(batch):
-            return self.hidden_states(batch, read=read)
+        return {outputs.task: outputs for outputs in self.packed.token_outputs(mux_batch)}
 
     # --------------------------------------------------------------- prompts
 
@@ -553,14 +456,6 @@ class MultiTaskPeftModel(PeftModel):
         Args:
             **kwargs: further arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant=True` is refused.
         """
-        multiplexed_pass.enable_checkpointing(self.backbone, self._checkpoint_contexts, kwargs)
+        enable_checkpointing(self, kwargs)
 
     gradient_checkpointing_enable = activation_checkpointing_enable
-
-    def _checkpoint_contexts(self) -> tuple[Any, Any]:
-        return multiplexed_pass.checkpoint_contexts(self)
-
-    @torch.compiler.disable()
-    def prepare(self, tasks: Iterable[str]) -> None:
-        """Bind the gradients of a pass of these tasks, and let kernels in another dtype see the weights as they are."""
-        multiplexed_pass.bind(self, tasks)

@@ -34,7 +34,7 @@ def whole_shapes(model: MultiTaskPeftModel, name: str) -> dict[str, tuple[int, .
         model: the model that holds the task, possibly a part of it.
         name: the name of the task.
     """
-    return {key: tuple(piece.shape) for key, piece in model.task_pieces(name).items()}
+    return {key: tuple(piece.shape) for key, piece in model.registry.pieces_of(name).items()}
 
 
 def task_load(

@@ -83,7 +83,7 @@ class Subject:
         self.model.train()
         for name in self.model.tasks:
             # As in training: gradients are added to flat buffers, so that no measurement allocates any.
-            self.model.task_slab(name).bind_gradients()
+            self.model.registry.slab_of(name).bind_gradients()
         self._groups = self.linear_groups()
         self._layer_list = _layer_list(language_model(self.model.backbone), self.num_layers)
         self.attention_call: tuple[nn.Module, tuple[torch.Size, ...], dict[str, Any]] | None = None
@@ -125,9 +125,9 @@ class Subject:
         batch = self.one_task_batch(tokens)
 
         def run() -> None:
-            with self._without_adapters(has_layers), self.model.multiplexing(batch):
+            with self._without_adapters(has_layers), self.model.packed.multiplexing(batch):
                 with self._attention_left_out(), self.precision():
-                    hidden_TD = self.model.hidden_states(batch)
+                    hidden_TD = self.model.packed.hidden_states(batch)
                     if not forward_only:
                         hidden_TD.backward(torch.ones_like(hidden_TD))
 

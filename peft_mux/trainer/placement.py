@@ -188,7 +188,7 @@ class Placement:
     def make_optimizer(self, run: TaskRun) -> None:
         """Give a task its optimizer, and the copy of its weights to which it falls back where a step is not finite."""
         model = self.placed.model
-        parameters, slab = model.task_parameters(run.name), model.task_slab(run.name)
+        parameters, slab = model.task_parameters(run.name), model.registry.slab_of(run.name)
         run.optimizer = TaskOptimizer(run.name, parameters, run.hyper, run.num_steps, self._run.args, slab)
         run.last_good = LastGood({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
 
@@ -278,7 +278,7 @@ class Placement:
             own = TaskState(split_state(model.task_parameters(run.name), None).weights, {}, {}, {})
         else:
             own = take_snapshot(run, model)
-        return gather_task(self._world.processes, self._world.layout, model.task_pieces(run.name), own)
+        return gather_task(self._world.processes, self._world.layout, model.registry.pieces_of(run.name), own)
 
 
 def class_counts(runs: Sequence[TaskRun]) -> dict[str, int]:

@@ -206,7 +206,7 @@ def test_a_pass_without_gradients_makes_none() -> None:
 def test_a_cast_model_has_its_adapters_in_slabs_again() -> None:
     model = two_tasks().to(torch.float64)
     for name in "ab":
-        (page,) = model.task_slab(name).pages
+        (page,) = model.registry.slab_of(name).pages
         assert page.values.dtype == torch.float64
         start, end = page.values.data_ptr(), page.values.data_ptr() + page.values.numel() * 8
         assert all(start <= p.data_ptr() < end for p in model.task_parameters(name).values())

@@ -129,7 +129,7 @@ def test_a_profile_is_measured_with_layers_of_all_rows() -> None:
     subject = Subject(llama(2), device=torch.device("cpu"), dtype=torch.float32)
     batch = batch_of(subject.model.tasks[:1], 2)
     assert subject.model.last_layer.rows(subject.model, batch) is None, "or it would be taken off twice"
-    with subject.model.multiplexing(batch):
+    with subject.model.packed.multiplexing(batch):
         assert not subject.model.stream.unmet
 
 

@@ -51,8 +51,8 @@ def _kept_on_device(model: MultiTaskPeftModel, *, bf16: bool) -> int:
     ]
     (batch,) = ChunkPackingCollator().micro_batches(batches, max_tokens=sum(LENGTHS))
     moved = batch.to("cuda")
-    model.prepare(batch.task_names)
-    slabs = [model.task_slab(name) for name in model.tasks]
+    model.packed.prepare(batch.task_names)
+    slabs = [model.registry.slab_of(name) for name in model.tasks]
     for slab in slabs:
         slab.refresh_copies()
     weights = {tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())}

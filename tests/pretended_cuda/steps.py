@@ -205,7 +205,7 @@ def _train(
 
 def _check_gradients(model: MultiTaskPeftModel) -> None:
     for name in model.tasks:
-        for page in model.task_slab(name).pages:
+        for page in model.registry.slab_of(name).pages:
             assert page.values.grad is not None, f"{name} has no gradient"
             assert page.values.grad.device.type == "cuda", f"gradients of {name} lie on {page.values.grad.device}"
 
@@ -227,7 +227,7 @@ def _task_run(case: Case, name: str, model: MultiTaskPeftModel, args: MultiTaskT
         optim=case.optim,
         train_batch_size=1,
     )
-    hyper, slab = resolve(task, args), model.task_slab(name)
+    hyper, slab = resolve(task, args), model.registry.slab_of(name)
     return TaskRun(
         task=task,
         hyper=hyper,

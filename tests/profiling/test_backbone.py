@@ -271,13 +271,15 @@ def test_adapters_are_measured_on_one_layer_whatever_the_number_of_layers() -> N
 def test_layers_are_run_without_adapters_and_adapters_without_layers() -> None:
     subject = Subject(a_backbone(), device=torch.device("cpu"), dtype=torch.float32)
     for name in subject.model.tasks:
-        for page in subject.model.task_slab(name).pages:
+        for page in subject.model.registry.slab_of(name).pages:
             page.values.grad.zero_()  # type: ignore[union-attr]
     subject.run_layers(32)
-    gradients = [page.values.grad for name in subject.model.tasks for page in subject.model.task_slab(name).pages]
+    gradients = [
+        page.values.grad for name in subject.model.tasks for page in subject.model.registry.slab_of(name).pages
+    ]
     assert all(gradient is None or not gradient.any() for gradient in gradients)
     subject.pass_runner((16, 32), ("r4_0", "r4_1"))()
-    own = [page.values.grad for page in subject.model.task_slab("r4_0").pages]
+    own = [page.values.grad for page in subject.model.registry.slab_of("r4_0").pages]
     assert any(gradient is not None and bool(gradient.any()) for gradient in own)
 
 
@@ -299,8 +301,8 @@ def really_kept_bytes(model: MultiTaskPeftModel, autocast: torch.dtype | None = 
 
     precision = torch.autocast("cpu", dtype=autocast, enabled=autocast is not None)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with precision, hooks, model.multiplexing(batch):
-        hidden_TD = model.hidden_states(batch)
+    with precision, hooks, model.packed.multiplexing(batch):
+        hidden_TD = model.packed.hidden_states(batch)
         losses.target_losses(hidden_TD, model.backbone, batch, model.stream, model.adapters)
     return kept.num_bytes
 

@@ -73,7 +73,7 @@ def test_a_trainer_whose_passes_were_cut_off_goes_on_as_if_they_had_not_been(
     with pytest.raises(type(error)):
         trainer.train()
     assert trainer.state.global_step == 3
-    gradients = [page.values.grad for page in trainer.model.task_slab("one").pages]
+    gradients = [page.values.grad for page in trainer.model.registry.slab_of("one").pages]
     assert any(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients), "something was left over"
     trainer.train()
     assert_ended_with(trainer, wanted(tmp_path / "b"))

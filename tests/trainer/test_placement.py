@@ -59,7 +59,7 @@ def test_a_started_task_has_an_optimizer_over_its_own_parameters(tmp_path: Path)
     assert run.table["b"].status is TaskStatus.WAITING
     optimizer = run.table["a"].optimizer
     assert optimizer is not None
-    assert optimizer.slab is model.task_slab("a"), "it steps the pages that the parameters are views of"
+    assert optimizer.slab is model.registry.slab_of("a"), "it steps the pages that the parameters are views of"
     assert run.table["a"].state.is_world_process_zero
     assert "a" in run.log.callbacks
 

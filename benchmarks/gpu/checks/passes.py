@@ -57,7 +57,7 @@ def _executor(settings: Settings, shape: Any, workload: Any, is_captured: bool) 
         llama(settings, shape), configs, seeds={task.name: task.seed for task in workload.tasks}, verify=False
     ).train()
     for name in configs:
-        model.task_slab(name).bind_gradients()
+        model.registry.slab_of(name).bind_gradients()
     executor = Executor(model, bf16=not settings.is_rehearsal)
     if is_captured:
         executor.captured = CapturedPasses(model, executor.precision, graphs_here(settings))
@@ -69,7 +69,7 @@ def _step(executor: Any, workload: Any, step: int) -> dict[str, dict[str, torch.
     result = executor.run(work_of(workload, step))
     gradients = {}
     for task in workload.tasks:
-        for number, page in enumerate(executor.model.task_slab(task.name).pages):
+        for number, page in enumerate(executor.model.registry.slab_of(task.name).pages):
             gradients[f"{task.name}.{number}"] = page.values.grad.clone()
             page.values.grad.zero_()
     return {"losses": {name: loss.detach() for name, loss in result.losses.items()}, "gradients": gradients}
@@ -78,7 +78,7 @@ def _step(executor: Any, workload: Any, step: int) -> dict[str, dict[str, torch.
 def _nan_isolation(executor: Any, workload: Any) -> dict[str, Any]:
     """Replay a step with one task's weights NaN: its loss tells, and nothing else does."""
     poisoned = workload.tasks[1].name
-    for page in executor.model.task_slab(poisoned).pages:
+    for page in executor.model.registry.slab_of(poisoned).pages:
         page.values.data.fill_(float("nan"))
     found = _step(executor, workload, 0)
     finite = {name: bool(loss.isfinite()) for name, loss in found["losses"].items()}

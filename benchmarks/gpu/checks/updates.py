@@ -162,7 +162,7 @@ def task_table_rows(settings: Settings) -> Iterator[Row]:
     configs = {task.name: task.lora_config() for task in workload.tasks}
     model = MultiTaskPeftModel(llama(settings, shape), configs, verify=False).train()
     table = started_tasks(settings, model, workload)
-    exact = {name: _ExactTask(model.task_slab(name), table[name]) for name in configs}
+    exact = {name: _ExactTask(model.registry.slab_of(name), table[name]) for name in configs}
     found = {"weights": 0.0}
     for step in range(3):
         result = passes_of(settings, model, workload, step)
@@ -178,7 +178,7 @@ def task_table_rows(settings: Settings) -> Iterator[Row]:
 
 
 def _weights(model: Any, name: str) -> list[torch.Tensor]:
-    return [page.values.detach().clone() for page in model.task_slab(name).pages]
+    return [page.values.detach().clone() for page in model.registry.slab_of(name).pages]
 
 
 def _poisoned_step(

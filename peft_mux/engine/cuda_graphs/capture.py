@@ -43,7 +43,7 @@ class CapturedPass:
         self._graph: Graph | None = None
         self._inputs = StaticInputs(shape, tasks, model.device)
         self._adapters = [model.adapter_of(name) for name in tasks]
-        self._slabs = [model.task_slab(name) for name in tasks]
+        self._slabs = [model.registry.slab_of(name) for name in tasks]
         rows, places = self._segments(self._inputs.batch), self._inputs.batch.token_places
         self._passes = model.stream.begin_passes(rows, places, has_fixed_size=True)
         self._attention = _FixedAttention(model.stream, self._inputs.batch, shape.longest)
@@ -144,7 +144,7 @@ class CapturedPass:
         for slab in self._slabs:
             slab.refresh_copies()
         with self._precision():
-            terms_M = self._model.target_losses(self._inputs.batch, self._passes, self._attention)
+            terms_M = self._model.packed.target_losses(self._inputs.batch, self._passes, self._attention)
             losses_N = self._inputs.per_task(terms_M)
         losses_N.sum().backward()
         self.losses_N.copy_(losses_N.detach())

@@ -119,7 +119,7 @@ class CapturedPasses:
         return self._run_first(key, batch)
 
     def _composition(self, tasks: tuple[str, ...]) -> Composition:
-        slabs = [self._model.task_slab(name) for name in tasks]
+        slabs = [self._model.registry.slab_of(name) for name in tasks]
         for slab in slabs:
             # Before the key is made: binding may lay gradients elsewhere, and a graph of before would add to the old
             # memory.
@@ -195,7 +195,7 @@ class CapturedPasses:
     def _is_current(self, composition: Composition) -> bool:
         if composition.version != self._model.stream.version:
             return False
-        bindings = tuple(self._model.task_slab(name).num_bindings for name in composition.tasks)
+        bindings = tuple(self._model.registry.slab_of(name).num_bindings for name in composition.tasks)
         return bindings == composition.num_bindings
 
     def _reason_against(self, batch: MuxBatch) -> str | None:

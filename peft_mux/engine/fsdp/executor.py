@@ -15,7 +15,7 @@ from peft_mux.engine.fsdp.backbone import ShardedBackbone
 from peft_mux.engine.gradients.sync import GradientSync
 from peft_mux.engine.step_sums import StepSums
 from peft_mux.engine.work import StepResult, StepWork
-from peft_mux.modeling.multiplexed_pass import MuxOutput
+from peft_mux.modeling.packed_forward import MuxOutput
 
 
 class DeferredSync(GradientSync):

@@ -161,7 +161,7 @@ class BundledAllReduce:
 
     def begin(self, name: str) -> list[PendingBundle]:
         """Begin the all-reduces of a task whose gradients are bound and complete in this process."""
-        known, slab = self.cells_of(name), self.model.task_slab(name)
+        known, slab = self.cells_of(name), self.model.registry.slab_of(name)
         gradients = self._gradients(name)
         begun = []
         for bundle, number in zip(known.bundles, known.in_place, strict=True):
@@ -188,7 +188,7 @@ class BundledAllReduce:
         device = self.processes.device
         squares_N = torch.zeros(len(names), dtype=torch.float64, device=device)
         for index, name in enumerate(names):
-            known, slab, gradients = self.cells_of(name), self.model.task_slab(name), self._gradients(name)
+            known, slab, gradients = self.cells_of(name), self.model.registry.slab_of(name), self._gradients(name)
             regions = [cell.view(gradients[cell.name], known.pieces[cell.name]) for cell in known.counted_cells]
             regions += [grad for page in known.counted_pages if (grad := slab.pages[page].values.grad) is not None]
             if regions:
@@ -224,9 +224,9 @@ def holding_of(model: MultiTaskPeftModel, name: str) -> Holding:
         model: the part of the model that lies in the process.
         name: name of the task.
     """
-    parameters, pieces = model.task_parameters(name), model.task_pieces(name)
+    parameters, pieces = model.task_parameters(name), model.registry.pieces_of(name)
     pages = []
-    for page in model.task_slab(name).pages:
+    for page in model.registry.slab_of(name).pages:
         # By address, as a parameter is a view of its page and knows nothing of it.
         storage = page.values.untyped_storage().data_ptr()
         members = [

@@ -71,7 +71,7 @@ class GradientSync:
             self.bundled.exchange_holdings(self._order)
         for name in self._order:
             # Also of tasks without rows here: all-reduces are collective, so this process takes part, with zeros.
-            self.model.task_slab(name).bind_gradients()
+            self.model.registry.slab_of(name).bind_gradients()
 
     def after_backward(self, micro_batch: MuxBatch) -> None:
         """Begin the all-reduces of the tasks whose gradients are complete in this process.
@@ -186,7 +186,7 @@ class GradientSync:
             return (
                 sum(self.bundled.cells_of(name).num_bytes for name in tasks) + 12 * len(tasks) + self._statistics(tasks)
             )
-        pages = [page for name in tasks for page in self.model.task_slab(name).pages]
+        pages = [page for name in tasks for page in self.model.registry.slab_of(name).pages]
         return sum(page.values.nbytes for page in pages) + 4 * len(tasks) + self._statistics(tasks)
 
     def _statistics(self, tasks: Sequence[str]) -> int:
@@ -204,7 +204,7 @@ class GradientSync:
             self._pending += begun
 
     def _page_gradients(self, name: str) -> list[torch.Tensor]:
-        pages = self.model.task_slab(name).pages
+        pages = self.model.registry.slab_of(name).pages
         return [page.values.grad for page in pages if page.values.grad is not None]
 
     def _sum(self, tensor: torch.Tensor) -> None:

@@ -34,8 +34,8 @@ from peft_mux.engine.step_sums import StepSums, pack, unpack
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.errors import PlanError
 from peft_mux.modeling.key_values import Kept, KeyValueStore
-from peft_mux.modeling.multiplexed_pass import MuxOutput
 from peft_mux.modeling.objectives.objective import OWN
+from peft_mux.modeling.packed_forward import MuxOutput
 from peft_mux.scheduler.pipeline.simulator import Span
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 from peft_mux.scheduler.plan import Plan

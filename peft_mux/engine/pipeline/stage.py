@@ -110,7 +110,7 @@ class StageModel:
         Args:
             tasks: names of the tasks that take part in the step.
         """
-        self.model.prepare(tasks)
+        self.model.packed.prepare(tasks)
 
     def forward(self, virtual_stage: int, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> StagePass:
         """Run a micro-batch through one virtual stage.
@@ -129,38 +129,38 @@ class StageModel:
                 f"hidden_TD is {got} at place {virtual_stage}; allowed: None at place 0, [T, D] at all others."
             )
         model = self.model
-        with model.multiplexing(batch), self.only(virtual_stage):
+        with model.packed.multiplexing(batch), self.only(virtual_stage):
             is_last = virtual_stage == self.layout.last_virtual_stage
             output = self._hidden_states(batch, hidden_TD, model.last_layer.rows(model, batch) if is_last else None)
             if not is_last:
                 return StagePass(output, model.stream.passes)
-            losses = self.model.losses_of(output, batch)
+            losses = self.model.packed.losses_of(output, batch)
             return StagePass(losses.losses_N, model.stream.passes, losses.statistics)
 
     @torch.no_grad()
     def target_losses(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:
-        """Run a micro-batch through the last virtual stage; return as `MultiTaskPeftModel.target_losses` does.
+        """Run a micro-batch through the last virtual stage; return as `PackedForward.target_losses` does.
 
         Args:
             batch: the micro-batch, its tensors on the device.
             hidden_TD: `[T, D]` output of the virtual stage before; `None` where there is none.
         """
-        with self.model.multiplexing(batch), self.only(self.layout.last_virtual_stage):
+        with self.model.packed.multiplexing(batch), self.only(self.layout.last_virtual_stage):
             read = self.model.last_layer.rows(self.model, batch)
-            return self.model.terms_of(self._hidden_states(batch, hidden_TD, read), batch)
+            return self.model.packed.terms_of(self._hidden_states(batch, hidden_TD, read), batch)
 
     @torch.no_grad()
     def sequence_logits(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> list[torch.Tensor]:
-        """Run a micro-batch through the last virtual stage; return as `MultiTaskPeftModel.sequence_logits` does.
+        """Run a micro-batch through the last virtual stage; return as `PackedForward.sequence_logits` does.
 
         Args:
             batch: the micro-batch, its tensors on the device.
             hidden_TD: `[T, D]` output of the virtual stage before; `None` where there is none.
         """
         model, virtual_stage = self.model, self.layout.last_virtual_stage
-        with model.multiplexing(batch), self.only(virtual_stage):
+        with model.packed.multiplexing(batch), self.only(virtual_stage):
             output_TD = self._hidden_states(batch, hidden_TD)
-            return model.logits_of(output_TD, batch)
+            return model.packed.logits_of(output_TD, batch)
 
     def prove_last_layer(self) -> None:
         """Hold the last layer, where it lies here, against itself on some of its rows (`LastLayer`)."""
@@ -171,7 +171,7 @@ class StageModel:
         virtual_stage = self.layout.last_virtual_stage
         given = torch.randn(batch.num_tokens, self.hidden_size, generator=torch.Generator().manual_seed(0))
         hidden_TD = given.to(self.model.device, self.dtype) if virtual_stage > 0 else None
-        with self.model.multiplexing(batch), self.only(virtual_stage):
+        with self.model.packed.multiplexing(batch), self.only(virtual_stage):
             return self._hidden_states(batch, hidden_TD, read)
 
     def _hidden_states(

@@ -142,7 +142,7 @@ class TensorParallelModel:
         """Take in tasks whose adapters have the shapes of this rank: note which pieces they are, and hook new layers.
 
         To be called after `register_tasks`, as PEFT draws adapters of the rank's own shapes; what their weights are
-        is for `MultiTaskPeftModel.place_whole` to say.
+        is for `TaskRegistry.place_whole` to say.
 
         Args:
             names: names of the tasks.
@@ -153,7 +153,7 @@ class TensorParallelModel:
         for name in names:
             self.model.registry.forget_pieces(name)
             for key, parameter in self.model.task_parameters(name).items():
-                self.model.pieces[name, key] = self._piece(key, parameter)
+                self.model.registry.pieces[name, key] = self._piece(key, parameter)
         self.model.stream.clear_tables()
 
     def _piece(self, key: str, parameter: nn.Parameter) -> Piece:

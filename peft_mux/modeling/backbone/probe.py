@@ -73,7 +73,7 @@ def check_packing(model: MultiplexedModel) -> None:
 
 def _check_first_layers(model: MultiplexedModel, batch: Any) -> None:
     with torch.no_grad(), model.without_adapters():
-        packed = model.sequence_logits(batch)
+        packed = model.packed.sequence_logits(batch)
         # Equal results alone would not show that attention was told where sequences end.
         if model.stream.num_attention_calls == 0:
             raise UnsupportedModelError(_message(model, "its attention never reached the packed attention function"))

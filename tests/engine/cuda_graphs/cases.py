@@ -265,7 +265,7 @@ class Pair:
         """Change the weights as a step would, in place, and set the gradients to zero."""
         for model in self.models:
             for name in model.tasks:
-                for page in model.task_slab(name).pages:
+                for page in model.registry.slab_of(name).pages:
                     if page.values.grad is not None:
                         page.values.data.sub_(page.values.grad, alpha=0.05)
                         page.values.grad.zero_()
@@ -329,7 +329,7 @@ def draws() -> dict[str, Any]:
     for change in ({}, {"task_steps": (1,)}, {"task_seeds": (7,)}, {}):
         passes.run(replace(first, **change))
         drawn.append(gradients(model, "c"))
-        for page in model.task_slab("c").pages:
+        for page in model.registry.slab_of("c").pages:
             page.values.grad.zero_()
     apart = [max(difference(drawn[0][key], other[key]) for key in other) for other in drawn[1:]]
     return {"another step": apart[0], "another seed": apart[1], "the first again": apart[2]}
@@ -357,7 +357,7 @@ def company() -> dict[str, Any]:
         model.remove_tasks(["b"])
     look("departed", {"a": (5, 4), "d": (6,)}, 4)
     for model in pair.models:
-        model.task_slab("a").drop_gradients()
+        model.registry.slab_of("a").drop_gradients()
     look("bound anew", {"a": (5, 4), "d": (6,)}, 5)
     for model in pair.models:
         model.to(torch.float32)
@@ -391,7 +391,7 @@ def poison() -> dict[str, Any]:
         first = batch({"a": (5, 9), "b": (3,), "c": (4, 2)})
         passes.run(first)
         if value is not None:
-            model.task_slab("b").pages[0].values.data.fill_(value)
+            model.registry.slab_of("b").pages[0].values.data.fill_(value)
         losses = passes.run(batch({"a": (3, 8), "b": (6,), "c": (7,)}, step=1))
         assert losses is not None
         assert passes.num_captures == 1
@@ -407,7 +407,7 @@ def poison() -> dict[str, Any]:
         }
     # The micro-batch that is captured may be poisoned itself.
     model = model_of("a", "b")
-    model.task_slab("b").pages[0].values.data.fill_(float("nan"))
+    model.registry.slab_of("b").pages[0].values.data.fill_(float("nan"))
     passes = CapturedPasses(model, nullcontext, Recorded)
     passes.run(batch({"a": (5,), "b": (3,)}))
     found["a"] = all(bool(grad.isfinite().all()) for grad in gradients(model, "a").values())
@@ -434,8 +434,8 @@ def warm_up() -> dict[str, Any]:
     pair = Pair("a", "c", make_graph=Silent)
     model = pair.models[1]
     for name in model.tasks:
-        model.task_slab(name).bind_gradients()
-        for page in model.task_slab(name).pages:
+        model.registry.slab_of(name).bind_gradients()
+        for page in model.registry.slab_of(name).pages:
             page.values.grad.normal_()
     before = {name: gradients(model, name) for name in model.tasks}
     weights = {key: value.clone() for name in model.tasks for key, value in model.task_parameters(name).items()}
@@ -507,7 +507,7 @@ def unasked() -> dict[str, Any]:
             gains.append({name: gradients(model, name) for name in "ac"})
             for one in pair.models:
                 for name in one.tasks:
-                    for page in one.task_slab(name).pages:
+                    for page in one.registry.slab_of(name).pages:
                         page.values.grad.zero_()
     same = [
         torch.equal(gains[first][task][key], gains[again][task][key])
@@ -540,8 +540,8 @@ def unproven() -> dict[str, Any]:
     def lie(pair: Pair) -> None:
         model = pair.models[1]
         for name in model.tasks:
-            model.task_slab(name).bind_gradients()
-        Lying.gradients = tuple(page.values.grad for name in model.tasks for page in model.task_slab(name).pages)
+            model.registry.slab_of(name).bind_gradients()
+        Lying.gradients = tuple(page.values.grad for name in model.tasks for page in model.registry.slab_of(name).pages)
 
     look("other numbers", Lying, lie)
     look("capture fails", Failing)

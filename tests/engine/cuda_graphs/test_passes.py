@@ -288,12 +288,12 @@ def test_an_interrupted_capture_is_not_taken_for_a_reason() -> None:
             raise KeyboardInterrupt
 
     model = mux(llama())
-    model.task_slab("a").bind_gradients()
-    for page in model.task_slab("a").pages:
+    model.registry.slab_of("a").bind_gradients()
+    for page in model.registry.slab_of("a").pages:
         page.values.grad.fill_(3.0)
     with pytest.raises(KeyboardInterrupt):
         CapturedPasses(model, nullcontext, Interrupted).run(batch(5))  # type: ignore[arg-type]
-    assert all(bool((page.values.grad == 3.0).all()) for page in model.task_slab("a").pages)
+    assert all(bool((page.values.grad == 3.0).all()) for page in model.registry.slab_of("a").pages)
 
 
 # ----------------------------------------------------------------- the argument

@@ -196,7 +196,7 @@ def train(
 
 def gather_weights(model: MultiTaskPeftModel, name: str, sync: GradientSync) -> dict[str, np.ndarray]:
     """Return the whole weights of a task on every process."""
-    pieces = model.task_pieces(name)
+    pieces = model.registry.pieces_of(name)
     own = {key: (pieces[key], item.detach()) for key, item in model.task_parameters(name).items()}
     whole: dict[str, np.ndarray] = {}
     for part in sync.gather(own):

@@ -187,7 +187,9 @@ def optimizer_of(model: MultiTaskPeftModel, name: str, folder: Path) -> TaskOpti
         max_steps=9,
         lr_scheduler_type="linear",
     )
-    return TaskOptimizer(name, dict(model.task_parameters(name)), resolve(task, args), 9, args, model.task_slab(name))
+    return TaskOptimizer(
+        name, dict(model.task_parameters(name)), resolve(task, args), 9, args, model.registry.slab_of(name)
+    )
 
 
 def step_work(case: Case, step: int, names: list[str], rank: int, world_size: int) -> StepWork:

@@ -80,7 +80,7 @@ def _shard(model: MultiTaskPeftModel, task: str, tp: int, shard: int) -> None:
     for key, parameter in model.task_parameters(task).items():
         piece = _piece(key, tuple(parameter.shape), tp, shard)
         if piece is not None:
-            model.pieces[task, key] = piece
+            model.registry.pieces[task, key] = piece
             parameter = nn.Parameter(piece.take(parameter.detach()).clone())
         own[key] = nn.Parameter(parameter.detach().clone())
     model.adopt_parameters(task, own)
@@ -106,7 +106,7 @@ def fill_gradients(model: MultiTaskPeftModel, layout: ParallelLayout, rank: int,
     place = layout.place(rank)
     tp = layout.replicas[place.replica].tp
     for task in model.tasks:
-        pieces = model.task_pieces(task)
+        pieces = model.registry.pieces_of(task)
         for key, parameter in model.task_parameters(task).items():
             gradient = pieces[key].take(numbers(task, key, pieces[key].shape, 10 * step + place.replica))
             if tp > 1 and pieces[key].is_whole:
@@ -183,7 +183,7 @@ def optimizer_of(
     settings: dict[str, Any] = {"learning_rate": 1e-2, "weight_decay": 0.01, "max_grad_norm": 0.5, "max_steps": 9}
     rows = [{"input_ids": [1, 2]}]
     given = Task(name=task, peft_config=LoraConfig(), train_dataset=rows, optim=optim, warmup_steps=4, **settings)
-    return TaskOptimizer(task, dict(parameters), resolve(given, args), 9, args, model.task_slab(task))
+    return TaskOptimizer(task, dict(parameters), resolve(given, args), 9, args, model.registry.slab_of(task))
 
 
 def state_of(model: MultiTaskPeftModel, task: str, optimizer: TaskOptimizer | None) -> TaskState:
@@ -209,7 +209,7 @@ def train_over(rank: int, text: str, folder: Path) -> bytes:
         result = one_step(sync, layout, rank, step=1)
         shown: dict[str, Any] = {"healthy": seen(sync, result)}
         shown["closed_form"] = sync.bytes_per_step(TASKS)
-        shown["pieces"] = {task: model.task_pieces(task) for task in TASKS}
+        shown["pieces"] = {task: model.registry.pieces_of(task) for task in TASKS}
         optimizers = {task: optimizer_of(model, task, folder) for task in TASKS}
         shown["states"] = _step_and_gather(processes, layout, model, optimizers, shown["healthy"]["norms"])
         shown["resumed"] = _resumed(processes, layout, shown["states"], folder)
@@ -231,7 +231,7 @@ def _step_and_gather(
         if optimizer is not None:
             optimizer.step(torch.tensor(norms[task]))
         own = state_of(model, task, optimizer)
-        states[task] = gather_task(processes, layout, model.task_pieces(task), own)
+        states[task] = gather_task(processes, layout, model.registry.pieces_of(task), own)
     assert all((state is not None) == processes.is_main for state in states.values())
     return {task: state for task, state in states.items() if state is not None} or None
 
@@ -244,7 +244,7 @@ def _resumed(
     model = part_of(layout, processes.rank)
     again = {}
     for task in TASKS:
-        optimizer, pieces = optimizer_of(model, task, folder), model.task_pieces(task)
+        optimizer, pieces = optimizer_of(model, task, folder), model.registry.pieces_of(task)
         part = take_part(whole[task], pieces)
         join_state(part, model.task_parameters(task), optimizer)
         own = split_state(model.task_parameters(task), optimizer)
@@ -275,7 +275,7 @@ def unequal(rank: int) -> str:
         if rank == 1:  # a parameter is cut, and the rest of it lies nowhere
             key = next(iter(model.task_parameters("a")))
             whole = model.task_parameters("a")[key]
-            model.pieces["a", key] = Piece((len(whole) + 2, whole.shape[1]), 0, ((0, len(whole)),))
+            model.registry.pieces["a", key] = Piece((len(whole) + 2, whole.shape[1]), 0, ((0, len(whole)),))
         sync = GradientSync(model, processes, layout)
         sync.bundled.exchange_holdings(["a"])
     return "no error"

@@ -137,7 +137,7 @@ def test_gathered_tasks_are_those_of_one_process_and_resume_exactly(
     for task in cases.TASKS:
         optimizer = cases.optimizer_of(model, task, tmp_path)
         assert optimizer is not None
-        model.task_slab(task).bind_gradients()
+        model.registry.slab_of(task).bind_gradients()
         for key, parameter in model.task_parameters(task).items():
             parameter.grad.copy_(totals[task][key])
         optimizer.step(optimizer.gradient_norm())
@@ -207,7 +207,7 @@ def test_a_process_that_is_alone_sums_nothing_and_has_the_norms_of_its_own() -> 
     layout = ParallelLayout.parse("<1,1>")
     sync = GradientSync(cases.whole_model(), Processes(), layout)
     for task in cases.TASKS:
-        sync.model.task_slab(task).bind_gradients()
+        sync.model.registry.slab_of(task).bind_gradients()
     shown = cases.seen(sync, cases.one_step(sync, layout, 0, step=1))
     assert shown["num_bytes"] == sync.bytes_per_step(cases.TASKS) == 0
     for task, gradients in shown["gradients"].items():
@@ -216,7 +216,7 @@ def test_a_process_that_is_alone_sums_nothing_and_has_the_norms_of_its_own() -> 
 
 
 def step_once(model: Any, optimizer: Any) -> None:
-    model.task_slab("some").bind_gradients()
+    model.registry.slab_of("some").bind_gradients()
     for key, parameter in model.task_parameters("some").items():
         parameter.grad.copy_(cases.numbers("some", key, parameter.shape, salt=5))
     optimizer.step(optimizer.gradient_norm())

@@ -207,7 +207,7 @@ def optimizer_of(
         max_steps=9,
         lr_scheduler_type="linear",
     )
-    return TaskOptimizer(name, dict(parameters), resolve(task, args), 9, args, model.task_slab(name))
+    return TaskOptimizer(name, dict(parameters), resolve(task, args), 9, args, model.registry.slab_of(name))
 
 
 # ------------------------------------------------------------------- training
@@ -349,7 +349,7 @@ def train_stage(name: str, processes: Processes, folder: Path) -> None:
     for task in model.tasks:
         own = split_state(model.task_parameters(task), optimizers[task])
         layout = ParallelLayout.of(processes.world_size, pp=processes.world_size)
-        whole = gather_task(processes, layout, model.task_pieces(task), own)
+        whole = gather_task(processes, layout, model.registry.pieces_of(task), own)
         if whole is not None:
             write_state(whole, folder / f"{name}-{task}")
     executor.links.close()
@@ -396,7 +396,7 @@ def train_window(name: str, processes: Processes, folder: Path) -> None:
     for task in model.tasks:
         own = split_state(model.task_parameters(task), optimizers[task])
         layout = ParallelLayout.of(processes.world_size, pp=processes.world_size)
-        whole = gather_task(processes, layout, model.task_pieces(task), own)
+        whole = gather_task(processes, layout, model.registry.pieces_of(task), own)
         if whole is not None:
             write_state(whole, folder / f"window-{name}-{task}")
     executor.links.close()

@@ -297,7 +297,7 @@ def test_a_step_sends_the_adapters_once_and_nothing_of_the_backbone(tmp_path: Pa
     trainer = cases.lab.make_trainer(cases.five_tasks(), tmp_path / "one")
     parts = values(launch(2, cases.train_five, tmp_path / "two", {}))
     running = [name for name, losses in parts[0].losses.items() if len(losses) == cases.NUM_STEPS]
-    pages = [page.values for name in running for page in trainer.model.task_slab(name).pages]
+    pages = [page.values for name in running for page in trainer.model.registry.slab_of(name).pages]
     assert parts[0].num_bytes == sum(page.numel() for page in pages) * 4 + len(running) * 4
 
 
@@ -324,7 +324,8 @@ def test_the_sum_of_a_task_begins_after_its_last_pass_and_in_the_order_of_the_pl
     }
     processes = Listening()
     losses = SimpleNamespace(of=lambda name: SimpleNamespace(name="sft"), statistic_names=lambda name: ())
-    sync = GradientSync(SimpleNamespace(task_slab=slabs.__getitem__, objectives=losses), processes)
+    registry = SimpleNamespace(slab_of=slabs.__getitem__)
+    sync = GradientSync(SimpleNamespace(registry=registry, objectives=losses), processes)
     passes = [SimpleNamespace(task_names=names, num_tokens=1) for names in (("a", "b"), ("b",))]
     work = StepWork(("a", "b", "c"), tuple(passes), {}, sync_order=("a", "b", "c"))
     sync.begin(work)

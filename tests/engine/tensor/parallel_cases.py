@@ -160,7 +160,7 @@ def whole_weights(model: MultiTaskPeftModel, links: TensorLinks) -> dict[str, di
     found: dict[str, dict[str, np.ndarray]] = {}
     for name in model.tasks:
         own = found.setdefault(name, {})
-        pieces = model.task_pieces(name)
+        pieces = model.registry.pieces_of(name)
         for key, parameter in model.task_parameters(name).items():
             piece = pieces[key]
             total = torch.zeros(piece.shape)
@@ -180,7 +180,7 @@ def whole_weights(model: MultiTaskPeftModel, links: TensorLinks) -> dict[str, di
 def sync(model: MultiTaskPeftModel, tasks: Sequence[str], links: TensorLinks) -> None:
     """Add the gradients of all shards up: the plain way, one parameter after another."""
     for name in tasks:
-        pieces = model.task_pieces(name)
+        pieces = model.registry.pieces_of(name)
         for key, parameter in model.task_parameters(name).items():
             if parameter.grad is not None:
                 parameter.grad.copy_(pieces[key].take(gathered(parameter.grad, pieces[key], links)))
@@ -191,7 +191,7 @@ def norms(model: MultiTaskPeftModel, tasks: Sequence[str], links: TensorLinks) -
     """Return the norm of each task's whole gradient over the processes of the run, after `sync`."""
     squares = torch.zeros(len(tasks), dtype=torch.float64)
     for index, name in enumerate(tasks):
-        pieces = model.task_pieces(name)
+        pieces = model.registry.pieces_of(name)
         for key, parameter in model.task_parameters(name).items():
             if links.index == 0 or not pieces[key].is_whole:
                 squares[index] += parameter.grad.double().square().sum()  # type: ignore[union-attr]
@@ -351,10 +351,10 @@ def _bytes_of_a_pass(name: str, links: TensorLinks) -> dict[str, int]:
 def _logits(shape: str, links: TensorLinks) -> float:
     """Return by how much logits of sequences differ from those of one process."""
     batch = one_batch()
-    expected = mux_model(ShardCase(shape)).eval().sequence_logits(batch)
+    expected = mux_model(ShardCase(shape)).eval().packed.sequence_logits(batch)
     model = mux_model(ShardCase(shape)).eval()
     cut_model(model, links)
-    pairs = zip(model.sequence_logits(batch), expected, strict=True)
+    pairs = zip(model.packed.sequence_logits(batch), expected, strict=True)
     return max((one - other).abs().max().item() for one, other in pairs)
 
 
@@ -368,7 +368,7 @@ def _late_task(links: TensorLinks) -> dict[str, float]:
     shards = cut_model(model, links)
     model.register_tasks({"a": LATE_CONFIG}, seeds={"a": 6})
     shards.register_pieces(["a"])
-    shards.model.place_whole("a", whole.task_parameters("a"))
+    shards.model.registry.place_whole("a", whole.task_parameters("a"))
     return _gaps(whole.train(), model.train(), one_batch(("a", "b")), links)
 
 
@@ -446,7 +446,7 @@ def _gaps_of(
     sync(model, tasks, links)
     gap, size = 0.0, 0.0
     for name in tasks:
-        pieces = model.task_pieces(name)
+        pieces = model.registry.pieces_of(name)
         for key, parameter in model.task_parameters(name).items():
             expected = pieces[key].take(whole.task_parameters(name)[key].grad)  # type: ignore[arg-type]
             gap = max(gap, (parameter.grad - expected).abs().max().item())  # type: ignore[operator]

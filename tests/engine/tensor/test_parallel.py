@@ -241,7 +241,7 @@ def test_a_single_shard_is_the_model_as_it_was() -> None:
     before = digest(model)
     cut_model(model, Mute(size=1)).register_pieces(["one"])
     assert digest(model) == before
-    assert model.pieces == {}
+    assert model.registry.pieces == {}
 
 
 def test_pieces_of_all_shards_make_up_every_parameter_once() -> None:
@@ -254,20 +254,20 @@ def test_pieces_of_all_shards_make_up_every_parameter_once() -> None:
         for key, parameter in whole.task_parameters(name).items():
             covered = torch.zeros(parameter.shape)
             for model in shards:
-                piece, part = model.task_pieces(name)[key], model.task_parameters(name)[key]
+                piece, part = model.registry.pieces_of(name)[key], model.task_parameters(name)[key]
                 assert torch.equal(piece.take(parameter), part), (name, key)
                 if not piece.is_whole:
                     mine = torch.zeros(parameter.shape)
                     piece.put(mine, torch.ones(part.shape))
                     covered += mine
-            is_cut = not shards[0].task_pieces(name)[key].is_whole
+            is_cut = not shards[0].registry.pieces_of(name)[key].is_whole
             assert (covered == is_cut).all(), (name, key)
 
 
 def test_gradients_that_all_shards_hold_alike_count_once_and_partial_ones_everywhere() -> None:
     model = cases.mux_model(cases.ShardCase("llama"))
     cut_model(model, Mute(1))
-    pieces = model.task_pieces("e")
+    pieces = model.registry.pieces_of("e")
     prefix = "base_model.model.model"
     embedding = pieces[f"{prefix}.embed_tokens.lora_embedding_A"]
     assert embedding == Piece.whole(embedding.shape, adds=False)
@@ -281,9 +281,9 @@ def test_whole_weights_of_another_shape_are_refused_and_change_nothing() -> None
     shards = cut_model(model, Mute())
     before = {key: parameter.detach().clone() for key, parameter in model.task_parameters("b").items()}
     with pytest.raises(CheckpointError, match=r'task "b": got shape \[.*\] for .*q_proj.lora_B.weight; allowed: \[32'):
-        shards.model.place_whole("b", model.task_parameters("b"))
+        shards.model.registry.place_whole("b", model.task_parameters("b"))
     with pytest.raises(CheckpointError, match=r'task "b": got nothing for'):
-        shards.model.place_whole("b", {})
+        shards.model.registry.place_whole("b", {})
     assert all(torch.equal(before[key], parameter) for key, parameter in model.task_parameters("b").items())
 
 

@@ -255,7 +255,7 @@ def test_after_an_error_in_a_pass_the_model_is_as_before(recomputes: bool) -> No
     assert model.stream.is_idle
     assert model.backbone.config._attn_implementation != ATTENTION_NAME
     for name in model.tasks:
-        model.task_slab(name).drop_gradients()
+        model.registry.slab_of(name).drop_gradients()
     _, own = cases.run_in_turns(model, links, batches, 2)
     _, gradients = cases.one_after_another(cases.whole_model(recomputes=recomputes), batches)
     assert [key for key in gradients if not torch.equal(own[key], gradients[key])] == []

@@ -240,7 +240,7 @@ def as_shard(rank: int, world: int, recomputes: bool) -> dict[str, Any]:
         losses, found = (
             run_in_turns(model, links, batches, 3, nap_s) if how == "turns" else one_after_another(model, batches)
         )
-        pieces = {(name, key): piece for name in model.tasks for key, piece in model.task_pieces(name).items()}
+        pieces = {(name, key): piece for name in model.tasks for key, piece in model.registry.pieces_of(name).items()}
         gradient = {key: value.numpy() for key, value in found.items()}
         facts[how] = {"losses": [one.numpy() for one in losses], "gradients": gradient, "log": logged.log}
         facts[how]["pieces"] = pieces

@@ -107,15 +107,15 @@ def test_peft_sees_one_adapter_at_a_time_however_many_there_are(monkeypatch: pyt
 
 def test_weights_are_laid_out_anew_only_where_they_moved() -> None:
     model = model_of("a", "b")
-    before = {name: model.task_slab(name) for name in model.tasks}
+    before = {name: model.registry.slab_of(name) for name in model.tasks}
     model.to("cpu")
-    assert all(model.task_slab(name) is slab for name, slab in before.items())
+    assert all(model.registry.slab_of(name) is slab for name, slab in before.items())
     model.to(torch.float64)
-    assert not any(model.task_slab(name) is slab for name, slab in before.items())
-    slab = model.task_slab("a")
+    assert not any(model.registry.slab_of(name) is slab for name, slab in before.items())
+    slab = model.registry.slab_of("a")
     next(iter(model.task_parameters("a").values())).data = torch.zeros(2, 16, dtype=torch.float64)
     model.to("cpu")
-    assert model.task_slab("a") is not slab, "one weight lies elsewhere"
+    assert model.registry.slab_of("a") is not slab, "one weight lies elsewhere"
 
 
 def test_a_newcomer_that_peft_refuses_leaves_nothing_and_takes_its_companions_along() -> None:

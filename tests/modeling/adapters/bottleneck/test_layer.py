@@ -101,7 +101,7 @@ def test_a_bottleneck_that_is_too_wide_for_kernels_goes_by_slices_and_that_is_to
         if isinstance(module.__dict__.get("forward"), bottleneck_layer.MultiplexedBottleneck)
     ]
     adapters = tuple(forward.module.bottleneck_down)
-    slabs = [mux.task_slab(name) for name in ("a", "c")]
+    slabs = [mux.registry.slab_of(name) for name in ("a", "c")]
     dtype = next(mux.parameters()).dtype
     with pytest.warns(UserWarning, match="largest bottleneck has 300 features; allowed: 1 to 256"):
         assert forward._of_kernels.tables(adapters, slabs, dtype, frozenset()) is None

@@ -248,7 +248,7 @@ def changes() -> dict[str, Any]:
 
     def results(what: str) -> Result:
         for name in "ab":
-            model.task_slab(name).drop_gradients()
+            model.registry.slab_of(name).drop_gradients()
         with tables_made() as made:
             result = one_pass(model, packed)
         counts[what] = len(made)
@@ -523,8 +523,8 @@ def opened(model: MultiTaskPeftModel, packed: MuxBatch, name: str) -> tuple[Any,
 @pytest.mark.parametrize("name", ["layers.0.self_attn.q_proj", "layers.1.mlp.gate_proj", "layers.0.self_attn.o_proj"])
 def test_the_forward_operator_keeps_the_rules_of_operators(name: str) -> None:
     model, packed = mux_model(), batch()
-    model.prepare(packed.task_names)
-    with model.multiplexing(packed):
+    model.packed.prepare(packed.task_names)
+    with model.packed.multiplexing(packed):
         checks = torch.library.opcheck(torch.ops.peft_mux.lora_group.default, opened(model, packed, name))
     assert set(checks.values()) == {"SUCCESS"}
     assert len(checks) == 4
@@ -532,8 +532,8 @@ def test_the_forward_operator_keeps_the_rules_of_operators(name: str) -> None:
 
 def test_the_backward_operator_keeps_the_rules_of_operators() -> None:
     model, packed = mux_model(), batch()
-    model.prepare(packed.task_names)
-    with model.multiplexing(packed), torch.no_grad():
+    model.packed.prepare(packed.task_names)
+    with model.packed.multiplexing(packed), torch.no_grad():
         x, anchor, handle, number, widths, columns = opened(model, packed, "layers.0.self_attn.q_proj")
         *ys, saved = torch.ops.peft_mux.lora_group(x, anchor, handle, number, widths, columns)
         dys = [torch.ones_like(y) for y in ys]
