@@ -47,7 +47,15 @@ def main() -> None:
     summary = print_table(rows)
     if options.write:
         path = RESULTS / f"exhaustive-{host_kind()}.json"
-        contents = {"hardware": hardware(), "versions": versions(), "summary": summary, "rows": rows}
+        # A run of one layout leaves what is stored of the other.
+        contents = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        for layout, found_summary in summary.items():
+            contents[layout] = {
+                "hardware": hardware(),
+                "versions": versions(),
+                "summary": found_summary,
+                "rows": [row for row in rows if row["layout"] == layout],
+            }
         path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
 
 
