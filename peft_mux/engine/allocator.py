@@ -1,24 +1,29 @@
-"""Keeps freed memory in the process while a CPU trains: the C library else gives it back after every pass.
+"""Keeps freed memory in the process while a CPU trains, in huge pages: the C library else gives it back after a pass.
 
 A pass allocates its activations and frees them in its backward. glibc returns a freed top of the heap, and every block
-above its mmap threshold, to the system, which hands out zeroed pages again at the next pass: a page fault for every
-4 KiB of it, each time (docs/log.md). Nothing here changes what is computed, and other C libraries are left alone.
+that it has mapped by itself to the system, which hands out zeroed pages again at the next pass: a page fault for every
+4 KiB of it, each time. And products over pages of 4 KiB wait for the addresses of these; Linux makes pages of 2 MiB
+where a program asks for them (docs/log.md). Nothing here changes what is computed, and other C libraries and systems
+are left alone.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 import torch
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _NEVER = -1
-_LARGEST_MMAP_THRESHOLD = 32 * 2**20
-"""What glibc allows at most on 64 bits; larger blocks are mapped and unmapped by themselves in any case."""
-_DEFAULT = 128 * 2**10
+_DEFAULT_TRIM_THRESHOLD, _DEFAULT_MMAP_MAX = 128 * 2**10, 65_536
+_MADV_HUGEPAGE = 14
+_HUGE_PAGE_BYTES = 2 * 2**20
 
 
 @contextmanager
@@ -32,15 +37,53 @@ def keeping_freed_memory(device: torch.device) -> Iterator[None]:
     if library is None:
         yield
         return
-    # Both are needed: a block above the first is mapped by itself and goes back when it is freed, whatever the second
-    # says.
-    library.mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+    # Both are needed: a block that is mapped by itself goes back when it is freed, whatever the other says. A greater
+    # threshold for mapping would not do: glibc allows 32 MiB at most, and logits of a large vocabulary are beyond it.
+    library.mallopt(_M_MMAP_MAX, 0)
     library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+    _ask_for_huge_pages(library)
     try:
         yield
     finally:
-        library.mallopt(_M_TRIM_THRESHOLD, _DEFAULT)
+        library.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
+        library.mallopt(_M_TRIM_THRESHOLD, _DEFAULT_TRIM_THRESHOLD)
         library.malloc_trim(0)
+
+
+def _ask_for_huge_pages(library: Any) -> None:
+    """Let what the heap grows by be of huge pages, as far as half of the machine's memory; a refusal changes nothing.
+
+    The heap grows at once, by a block that is freed untouched: pages become memory when they are written to. So nothing
+    is done where addresses count as memory.
+    """
+    if not _addresses_are_free():
+        return
+    num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    library.malloc.restype = library.sbrk.restype = ctypes.c_void_p
+    library.free.argtypes = (ctypes.c_void_p,)
+    library.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    block = library.malloc(ctypes.c_size_t(num_bytes))
+    if block is None:
+        return
+    start, end = -(-block // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, library.sbrk(ctypes.c_ssize_t(0))
+    library.free(block)
+    # Elsewhere than on the heap, as in a thread's own arena, a block lies behind the end of it.
+    if start < end:
+        library.madvise(start, end - start, _MADV_HUGEPAGE)
+
+
+def _addresses_are_free() -> bool:
+    """Whether the system lets a process hold more addresses than it uses memory."""
+    import resource  # systems without glibc may lack it
+
+    if any(
+        resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)
+    ):
+        return False
+    try:
+        return Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() != "2"
+    except OSError:
+        return False
 
 
 def _glibc() -> ctypes.CDLL | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +22,27 @@ def faults(context):
         for turn in range(4):
             if turn == 1:
                 before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-            blocks = [torch.ones(1_000_000) for _ in range(40)]  # 4 MB each, as activations are
+            # 4 MB each, as activations are, and one as logits of a large vocabulary
+            blocks = [torch.ones(1_000_000) for _ in range(40)] + [torch.ones(20_000_000)]
             del blocks
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 print(faults(nullcontext()), faults(keeping_freed_memory(torch.device("cpu"))))
 """
+
+HUGE_CHILD = """
+import re, resource, torch
+from pathlib import Path
+from peft_mux.engine.allocator import keeping_freed_memory
+
+if IS_LIMITED:
+    resource.setrlimit(resource.RLIMIT_AS, (64 * 2**30, resource.RLIM_INFINITY))
+with keeping_freed_memory(torch.device("cpu")):
+    blocks = [torch.ones(1_000_000) for _ in range(40)]
+    print(1024 * int(re.search(r"AnonHugePages: *([0-9]+) kB", Path("/proc/self/smaps_rollup").read_text())[1]))
+"""
+_SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+HUGE_PAGES = _SETTING.read_text(encoding="ascii") if _SETTING.exists() else "[never]"
 
 
 @pytest.mark.skipif(allocator._glibc() is None, reason="the C library is not glibc")
@@ -35,6 +51,21 @@ def test_memory_that_is_kept_costs_no_page_faults_the_next_time() -> None:
     default, kept = map(int, done.stdout.split())
     assert default > 10_000, "the C library gave nothing back, so this proves nothing"
     assert kept < default / 10
+
+
+@pytest.mark.skipif(allocator._glibc() is None, reason="the C library is not glibc")
+@pytest.mark.skipif("[madvise]" not in HUGE_PAGES, reason="the system makes no huge pages, or without being asked")
+def test_what_is_allocated_while_training_lies_in_huge_pages() -> None:
+    kept, limited = (_huge_page_bytes(limit) for limit in (False, True))
+    assert kept > 100 * 2**20, "of 160 MB"
+    assert limited == 0, "where a process may hold so many addresses and no more, none are held back"
+
+
+def _huge_page_bytes(is_limited: bool) -> int:
+    """Return how much of what a process allocates while it trains lies in huge pages."""
+    code = HUGE_CHILD.replace("IS_LIMITED", str(is_limited))
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return int(done.stdout)
 
 
 def test_another_device_or_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
