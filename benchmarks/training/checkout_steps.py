@@ -1,6 +1,6 @@
 """One of the two processes of `benchmarks.training.checkouts`: trains with one checkout's package, a step at a time.
 
-    python -P checkout_steps.py CHECKOUT ROOT MIX
+    python -P checkout_steps.py CHECKOUT ROOT MIX [SHAPE LAYERS]
 
 The package is imported from CHECKOUT, the workload from the benchmarks in ROOT. Each line that is read starts a step;
 each line that is written has its processor seconds, and the last one the final loss of each task, to the last bit.
@@ -18,7 +18,9 @@ from typing import Any
 
 def main() -> None:
     """Train as many steps as the first line that is read says."""
-    checkout, root, mix = sys.argv[1:]
+    checkout, root, mix, *shape = sys.argv[1:]
+    # What a run tells its user goes elsewhere than the answers.
+    answers, sys.stdout = sys.stdout, sys.stderr
     warnings.simplefilter("ignore")
     # The package comes first: beside the benchmarks of ROOT lies another one.
     sys.path.insert(0, checkout)
@@ -40,16 +42,16 @@ def main() -> None:
             self.started_s = time.process_time()
 
         def on_step_end(self, *arguments: Any, **options: Any) -> None:
-            print(json.dumps(time.process_time() - self.started_s), flush=True)
+            print(json.dumps(time.process_time() - self.started_s), file=answers, flush=True)
 
     torch.set_num_threads(1)
-    model = ModelSpec()
+    model = ModelSpec.of_shape(shape[0], int(shape[1])) if shape else ModelSpec()
     workload = make_workload(mix, num_tasks=8, num_steps=int(input()), vocab_size=model.vocab_size)
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_for(model.build, workload, folder, record_losses=False)
         trainer.add_callback(InTurn())
         trainer.train()
-    print(json.dumps([float(run.last_loss).hex() for run in trainer.table]), flush=True)
+    print(json.dumps([float(run.last_loss).hex() for run in trainer.table]), file=answers, flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paths import ROOT
+from benchmarks.training.shapes import SHAPES
+from benchmarks.training.workloads import MIXES
 
 STEPS = Path(__file__).with_name("checkout_steps.py")
 
@@ -60,9 +62,9 @@ class Child:
         return self.hear()
 
 
-def compare(before: Path, after: Path, mix: str, *, num_steps: int, num_warm: int) -> None:
+def compare(before: Path, after: Path, mix: str, *shape: str, num_steps: int, num_warm: int) -> None:
     """Print the times of both checkouts and their ratio, and whether they trained to the same losses."""
-    children = [Child(STEPS, folder, mix) for folder in (before, after)]
+    children = [Child(STEPS, folder, mix, *shape) for folder in (before, after)]
     for child in children:
         child.tell(str(num_steps))
     rounds = [[float(child.step()) for child in children] for _ in range(num_steps)][num_warm:]
@@ -74,7 +76,7 @@ def compare(before: Path, after: Path, mix: str, *, num_steps: int, num_warm: in
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compare on both mixes."""
+    """Compare on each mix."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.training.checkouts", description=(__doc__ or "").splitlines()[0]
     )
@@ -82,9 +84,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--after", type=Path, default=ROOT, help="folder of the other checkout; by default this one")
     parser.add_argument("--steps", type=int, default=24, help="steps of each checkout, the first ones not counted")
     parser.add_argument("--warm", type=int, default=4, help="steps that are not counted")
+    parser.add_argument(
+        "--shape", choices=SHAPES, help="a published backbone's; by default a Llama of 29.5M parameters"
+    )
+    parser.add_argument("--layers", type=int, default=4, help="layers of the shape that are taken")
+    parser.add_argument("--mix", nargs="+", choices=MIXES, default=MIXES, help="kinds of workload")
     options = parser.parse_args(arguments)
-    for mix in ("uniform", "nonuniform"):
-        compare(options.before.resolve(), options.after.resolve(), mix, num_steps=options.steps, num_warm=options.warm)
+    shape = (options.shape, str(options.layers)) if options.shape else ()
+    folders = options.before.resolve(), options.after.resolve()
+    for mix in options.mix:
+        compare(*folders, mix, *shape, num_steps=options.steps, num_warm=options.warm)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,16 @@
+"""Two checkouts are timed side by side, and their losses compared to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.paths import ROOT
+from benchmarks.training.checkouts import main
+
+
+@pytest.mark.slow
+def test_a_checkout_trains_to_the_same_losses_as_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    main(["--before", str(ROOT), "--steps", "2", "--warm", "1", "--mix", "uniform"])
+    (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("uniform")]
+    assert line.endswith("bit-equal losses")
+    assert float(line.split("after / before")[1].split()[0]) > 0
