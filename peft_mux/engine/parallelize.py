@@ -23,7 +23,8 @@ from peft_mux.engine.fsdp.executor import DeferredSync, ShardedExecutor
 from peft_mux.engine.fsdp.stages import ShardedPipelineExecutor, shard_stage
 from peft_mux.engine.gradients.sync import GradientSync
 from peft_mux.engine.part_tasks import register_tasks
-from peft_mux.engine.pipeline.interleaved import InterleavedPipelineExecutor
+from peft_mux.engine.pipeline.executor import PipelineExecutor
+from peft_mux.engine.pipeline.interleaved import InterleavedActions
 from peft_mux.engine.pipeline.links import PipelineLinks
 from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.pipeline.stage_layout import StageLayout
@@ -275,7 +276,8 @@ def _make_executor(
             sync = DeferredSync(model, processes, layout)
             return ShardedPipelineExecutor(stage, plan, sharded, sync=sync, **options)
         sync = GradientSync(model, processes, layout)
-        return InterleavedPipelineExecutor(stage, plan, processes, sync=sync, interleaving=interleaving, **options)
+        actions = None if interleaving is None else InterleavedActions(stage, interleaving, bf16=args.bf16)
+        return PipelineExecutor(stage, plan, processes, sync=sync, actions=actions, **options)
     if sharded is not None:
         return ShardedExecutor(sharded, bf16=args.bf16)
     if any(replica.pp > 1 for replica in layout.replicas):

@@ -25,14 +25,53 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.fsdp.backbone import ShardedBackbone, gathering_mesh, shard_backbone
 from peft_mux.engine.fsdp.executor import DeferredSync
 from peft_mux.engine.fsdp.units import PassPart
-from peft_mux.engine.pipeline.executor import Flight, PipelineExecutor, forwards_only
-from peft_mux.engine.pipeline.plan import PipelinePlan
+from peft_mux.engine.pipeline.actions import Flight, StageActions
+from peft_mux.engine.pipeline.executor import PipelineExecutor
+from peft_mux.engine.pipeline.plan import PipelinePlan, forwards_only
 from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.replicas.layout import ParallelLayout
 from peft_mux.errors import PlanError
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 from peft_mux.scheduler.plan import Plan
+
+
+class ShardedActions(StageActions):
+    """Actions that gather the weights of their layers, as often as the replica that has most passes in them.
+
+    Args:
+        model: the stage of this process, on its device.
+        backbone: the frozen weights of that stage, sharded.
+        bf16: run under bfloat16 autocast.
+
+    Attributes:
+        backbone: the frozen weights of the stage, sharded.
+        most: number of passes of each micro-batch of the template in the replica that has most of them.
+    """
+
+    def __init__(self, model: StageModel, backbone: ShardedBackbone, *, bf16: bool = False) -> None:
+        """Hold nothing in flight."""
+        super().__init__(model, bf16=bf16)
+        self.backbone = backbone
+        self.most: dict[Slot, int] = {}
+
+    def forward(self, action: Action) -> None:
+        """Run the passes of an action forward, and take part in those that other replicas have beyond them."""
+        super().forward(action)
+        self.backbone.join_forwards(self._num_missing(action), self._virtual_stage(action))
+
+    def backward(self, action: Action) -> None:
+        """Run the passes of an action backward, and take part in those that other replicas have beyond them."""
+        super().backward(action)
+        self.backbone.join_backwards(self._num_missing(action), self._virtual_stage(action))
+
+    def _pass_backward(self, action: Action, flight: Flight, gradient: torch.Tensor) -> None:
+        self.backbone.begin_backward(self._virtual_stage(action))
+        super()._pass_backward(action, flight, gradient)
+
+    def _num_missing(self, action: Action) -> int:
+        """Return how many passes of an action another replica has that this one lacks."""
+        return self.most[action.slot] - len(self.slots[action.slot])
 
 
 class ShardedPipelineExecutor(PipelineExecutor):
@@ -61,9 +100,9 @@ class ShardedPipelineExecutor(PipelineExecutor):
         sync: DeferredSync,
     ) -> None:
         """Open the channels."""
-        super().__init__(model, plan, backbone.processes, pipelines=pipelines, bf16=bf16, sync=sync)
+        self._sharded = ShardedActions(model, backbone, bf16=bf16)
+        super().__init__(model, plan, backbone.processes, pipelines=pipelines, sync=sync, actions=self._sharded)
         self.backbone = backbone
-        self._most: dict[Slot, int] = {}
         self._compared: PipelineTemplate | None = None
 
     def forward_terms(self, micro_batches: Sequence[MuxBatch]) -> list[torch.Tensor | None]:
@@ -75,7 +114,7 @@ class ShardedPipelineExecutor(PipelineExecutor):
         num_missing = self._most_passes(len(micro_batches)) - len(micro_batches)
         found = super().forward_terms(micro_batches)
         for action in forwards_only(self.plan.template, num_missing).actions[self.model.stage]:
-            self.backbone.join_forwards(1, self._virtual_stage(action))
+            self.backbone.join_forwards(1, self.model.layout.virtual_stage(action.stage, action.chunk))
         return found
 
     def _most_passes(self, num_passes: int) -> int:
@@ -92,7 +131,7 @@ class ShardedPipelineExecutor(PipelineExecutor):
         if template is self.plan.template and template is not self._compared:
             self._compare(template)
         counts = self.processes.exchange([len(slots[slot]) for slot in sorted(slots)])
-        self._most = dict(zip(sorted(slots), map(max, zip(*counts, strict=True)), strict=True))
+        self._sharded.most = dict(zip(sorted(slots), map(max, zip(*counts, strict=True)), strict=True))
         super()._execute(template, slots, num_tasks)
 
     def _compare(self, template: PipelineTemplate) -> None:
@@ -104,25 +143,6 @@ class ShardedPipelineExecutor(PipelineExecutor):
                 " gather the weights of a stage together. Start every process with the same tasks, rows and arguments."
             )
         self._compared = template
-
-    def _forward(self, action: Action) -> None:
-        super()._forward(action)
-        self.backbone.join_forwards(self._num_missing(action), self._virtual_stage(action))
-
-    def _backward(self, action: Action) -> None:
-        super()._backward(action)
-        self.backbone.join_backwards(self._num_missing(action), self._virtual_stage(action))
-
-    def _pass_backward(self, action: Action, flight: Flight, gradient: torch.Tensor) -> None:
-        self.backbone.begin_backward(self._virtual_stage(action))
-        super()._pass_backward(action, flight, gradient)
-
-    def _num_missing(self, action: Action) -> int:
-        """Return how many passes of an action another replica has that this one lacks."""
-        return self._most[action.slot] - len(self._slots[action.slot])
-
-    def _virtual_stage(self, action: Action) -> int:
-        return self.model.layout.virtual_stage(action.stage, action.chunk)
 
 
 def shard_stage(stage: StageModel, processes: Processes, layout: ParallelLayout) -> ShardedBackbone:

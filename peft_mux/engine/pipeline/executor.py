@@ -4,58 +4,38 @@ Each process runs its own list of a template, in order, and nothing decides anyt
 input from the virtual stage before, computes, and hands its result on. Orders and shapes are known to all, as every
 process makes the same micro-batches from the same rows. What may wait for what, and why that always ends, is told in
 `peft_mux.engine.pipeline.links`.
-
-Between its forward and its backward, a micro-batch holds its input, its output, its autograd graph and the passes of
-its adapters; so what is in flight, and the memory that it takes, is what the template's list says.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.engine.chain_pass import pass_backward
 from peft_mux.engine.gradients.sync import GradientSync
 from peft_mux.engine.pass_clock import PassClock
+from peft_mux.engine.pipeline.actions import StageActions
 from peft_mux.engine.pipeline.barriers import BucketBarriers, UpdateTasks
 from peft_mux.engine.pipeline.links import PipelineLinks
-from peft_mux.engine.pipeline.plan import PipelinePlan
-from peft_mux.engine.pipeline.stage import StageModel, StagePass
+from peft_mux.engine.pipeline.plan import PipelinePlan, forwards_only
+from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.pipeline.traffic import StageTraffic
 from peft_mux.engine.prepasses import has_prepasses, prepared, tasks_of
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.step_sums import StepSums, pack, unpack
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.errors import PlanError
-from peft_mux.modeling.key_values import Kept, KeyValueStore
 from peft_mux.modeling.objectives.objective import OWN
-from peft_mux.modeling.packed_forward import MuxOutput
 from peft_mux.scheduler.pipeline.simulator import Span
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 from peft_mux.scheduler.plan import Plan
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Flight:
-    """A micro-batch between its forward and its backward at one virtual stage.
-
-    Attributes:
-        hidden_TD: `[T, D]` input, whose gradient goes back to the stage before; `None` at virtual stage 0.
-        passed: what the forward gave, with its autograd graph.
-        kept: keys and values that later parts of the micro-batch's sequences read.
-    """
-
-    hidden_TD: torch.Tensor | None
-    passed: StagePass
-    kept: list[Kept]
 
 
 class PipelineExecutor:
@@ -66,10 +46,12 @@ class PipelineExecutor:
         plan: the plan to follow.
         processes: the processes of the run; `torch.distributed` is initialised where there are several stages.
         pipelines: global ranks of the stages of every pipeline of the run; by default one of ranks 0 to S - 1.
-        bf16: run under bfloat16 autocast.
+        bf16: run under bfloat16 autocast; that of `actions` where these are given.
         sync: sums the gradients of all replicas and computes norms; by default nothing is summed.
+        actions: computes the passes of an action; by default one after another.
 
     Attributes:
+        actions: computes the passes of an action.
         on_action: called after each action of this process, for measurements; `None` for nothing.
         spans: beginning and end of each action of the last step on this process, in seconds since its first action,
             by the host's clock.
@@ -93,9 +75,11 @@ class PipelineExecutor:
         pipelines: Sequence[Sequence[int]] | None = None,
         bf16: bool = False,
         sync: GradientSync | None = None,
+        actions: StageActions | None = None,
     ) -> None:
         """Open the channels."""
-        self.model, self.processes, self.bf16 = model, processes, bf16
+        self.model, self.processes = model, processes
+        self.actions = actions or StageActions(model, bf16=bf16)
         self.mux_model = model.model
         self.sync = sync or GradientSync(model.model, Processes())
         self.device = model.model.device
@@ -111,11 +95,7 @@ class PipelineExecutor:
                 f"the model holds stage {model.stage}; allowed: stage {self.links.stage}, as rank {processes.rank} has"
                 " in its pipeline. Cut the model for that one."
             )
-        self._flights: dict[tuple[Slot, int], list[Flight]] = {}
-        self._slots: Mapping[Slot, list[MuxBatch]] = {}
-        # Of each step of the template; `_sums` is that of the step that the present action belongs to.
-        self._step_sums = [StepSums(self.mux_model, (), self.device)]
-        self._sums = self._step_sums[0]
+        self._step_sums = [self.actions.sums]  # of each step of the template
         self._barriers: BucketBarriers | None = None
 
     def follow(self, plan: Plan | PipelinePlan) -> None:
@@ -128,9 +108,13 @@ class PipelineExecutor:
             PlanError: if its template is of another pipeline than the model was cut for.
         """
         # Without a task there is no template, yet forward passes go on through the pipeline of the last one.
-        if isinstance(plan, Plan) and plan.template is None and hasattr(self, "plan"):
-            return
-        self.plan = PipelinePlan.of(plan) if isinstance(plan, Plan) else plan
+        if not (isinstance(plan, Plan) and plan.template is None and hasattr(self, "plan")):
+            self._follow_template(PipelinePlan.of(plan) if isinstance(plan, Plan) else plan)
+        if isinstance(plan, Plan):
+            self.actions.follow(plan)
+
+    def _follow_template(self, plan: PipelinePlan) -> None:
+        self.plan = plan
         self._windows: dict[int, PipelineTemplate] = {}
         self._gains: bool | None = None
         template, layout = self.plan.template, self.model.layout
@@ -167,10 +151,10 @@ class PipelineExecutor:
             self._execute(self.plan.template, self.plan.slots(micro_batches))
             # Before the sync ends: the leader of a replica is on stage 0, and only the last stage has computed losses.
             self._share_sums()
-            self._sums = self._step_sums[0]
-            result = StepResult(self._sums.losses, work.num_tokens, stream_tokens, work.failures)
+            sums = self._step_sums[0]
+            result = StepResult(sums.losses, work.num_tokens, stream_tokens, work.failures)
             failures = self.mux_model.objectives.take_failures()
-            return self.sync.finish(replace(result, statistics=self._sums.statistics, loss_failures=failures))
+            return self.sync.finish(replace(result, statistics=sums.statistics, loss_failures=failures))
 
     def gains_by_windows(self, tasks: Sequence[str]) -> bool:
         """Return whether steps of tasks can be taken without flushes between them, and are predicted to be faster so.
@@ -302,7 +286,7 @@ class PipelineExecutor:
             for action in template.actions[self.model.stage]:
                 virtual_stage = self.model.layout.virtual_stage(action.stage, action.chunk)
                 hidden_TD = traffic.take(action, 0)
-                with self.precision():
+                with self.actions.precision():
                     if traffic.goes_on(action):
                         output = self.model.forward(virtual_stage, batch, hidden_TD).output
                         traffic.put(action, 0, output.to(self.model.dtype))
@@ -327,13 +311,9 @@ class PipelineExecutor:
 
     def precision(self) -> AbstractContextManager[object]:
         """Return the autocast context of the run."""
-        return torch.autocast(self.device.type, dtype=torch.bfloat16) if self.bf16 else nullcontext()
+        return self.actions.precision()
 
     # --------------------------------------------------------------- actions
-
-    @property
-    def _key_values(self) -> KeyValueStore:
-        return self.model.model.stream.key_values
 
     def _most_passes(self, num_passes: int) -> int:
         """Return how many places for passes a list of forwards has here, of which this process has so many."""
@@ -360,15 +340,15 @@ class PipelineExecutor:
         traffic = self._begin_traffic(template, slots, num_tasks)
         self.most_in_flight, spans, begin = 0, [], time.perf_counter()
         for action in template.actions[stage]:
-            self._sums = self._step_sums[action.step]
+            self.actions.sums = self._step_sums[action.step]
             if self._barriers is not None:
                 self._barriers.before(action)
             # After the barrier, which may wait for other processes.
             start, traffic.waited_s = time.perf_counter(), 0.0
-            (self._forward if action.kind == "F" else self._backward)(action)
+            (self.actions.forward if action.kind == "F" else self.actions.backward)(action)
             spans.append(Span(stage, action, start - begin, time.perf_counter() - begin))
             self.clock.add(action.slot, time.perf_counter() - start - traffic.waited_s)
-            self.most_in_flight = max(self.most_in_flight, len(self._flights))
+            self.most_in_flight = max(self.most_in_flight, self.actions.num_in_flight)
             self._end_backward(action)
             if self.on_action is not None:
                 self.on_action(action)
@@ -384,67 +364,19 @@ class PipelineExecutor:
         slots: Mapping[Slot, list[MuxBatch]],
         num_tasks: Mapping[int, int] | None = None,
     ) -> StageTraffic:
-        self._slots, self._flights = slots, {}
-        self._key_values.clear()  # a step that failed may have left something
-        self._traffic = StageTraffic(self.links, self.model, template, slots, num_tasks)
-        return self._traffic
+        traffic = StageTraffic(self.links, self.model, template, slots, num_tasks)
+        self.actions.begin(slots, traffic)
+        return traffic
 
     def _end_backward(self, action: Action) -> None:
         """Let sums of gradients begin: the backward of chunk 0 is the last one of a micro-batch in this process."""
         if action.kind == "B" and action.chunk == 0:
-            self.clock.end(action.slot, self._slots[action.slot])
+            self.clock.end(action.slot, self.actions.slots[action.slot])
         if self._barriers is not None:
             self._barriers.after(action)
         elif action.kind == "B" and action.chunk == 0:
-            for micro_batch in self._slots[action.slot]:
+            for micro_batch in self.actions.slots[action.slot]:
                 self.sync.after_backward(micro_batch)
-
-    def _forward(self, action: Action) -> None:
-        traffic = self._traffic
-        virtual_stage = self.model.layout.virtual_stage(action.stage, action.chunk)
-        flights = self._flights[action.slot, action.chunk] = []
-        for number, micro_batch in enumerate(self._slots[action.slot]):
-            hidden_TD = traffic.take(action, number)
-            if hidden_TD is not None:
-                # A leaf: its gradient is what goes back to the stage before.
-                hidden_TD.requires_grad_()
-            with self._key_values.recording() as kept, self.precision():
-                passed = self.model.forward(virtual_stage, micro_batch.to(self.device), hidden_TD)
-            if torch.is_grad_enabled():
-                flights.append(Flight(hidden_TD, passed, kept))
-            self._hand_on(action, number, passed)
-
-    def _hand_on(self, action: Action, number: int, passed: StagePass) -> None:
-        """Put what a forward gave to the stage that goes on with it; losses of the last one are added up."""
-        if self._traffic.goes_on(action):
-            # Both ends know one dtype, that of the residual stream; under autocast a layer may return another one.
-            self._traffic.put(action, number, passed.output.detach().to(self.model.dtype))
-        else:
-            tasks = self._slots[action.slot][number].task_names
-            self._sums.add(MuxOutput(passed.output.detach(), tasks, passed.statistics))
-
-    def _backward(self, action: Action) -> None:
-        traffic, flights = self._traffic, self._flights.pop((action.slot, action.chunk))
-        for number in traffic.numbers(action):
-            flight = flights[number]
-            output, gradient = flight.passed.output, traffic.take(action, number)
-            gradient = torch.ones_like(output) if gradient is None else gradient.to(output.dtype)
-            self._pass_backward(action, flight, gradient)
-            self._key_values.release(flight.kept)
-            self._hand_back(action, number, flight)
-
-    def _pass_backward(self, action: Action, flight: Flight, gradient: torch.Tensor) -> None:
-        """Run the backward of one pass of an action."""
-        pass_backward(flight.passed.output, gradient, flight.kept)
-
-    def _hand_back(self, action: Action, number: int, flight: Flight) -> None:
-        """Put the gradient of a pass's input to the stage before; nothing at virtual stage 0."""
-        if self._traffic.goes_on(action):
-            assert flight.hidden_TD is not None, "only virtual stage 0 has no input, and nobody before it"
-            back = flight.hidden_TD.grad
-            # Zeros rather than nothing: the stage before has posted a receive, whether or not any task wants the
-            # gradient.
-            self._traffic.put(action, number, torch.zeros_like(flight.hidden_TD) if back is None else back)
 
     @contextmanager
     def _closing_on_failure(self) -> Iterator[None]:
@@ -453,8 +385,7 @@ class PipelineExecutor:
             yield
         except BaseException:
             self.links.close()
-            self._flights.clear()  # their graphs would outlive the error
-            self._key_values.clear()
+            self.actions.drop()
             raise
         finally:
             self._barriers = None
@@ -474,21 +405,3 @@ class PipelineExecutor:
 def _result(work: StepWork, sums: StepSums, norms: dict[str, torch.Tensor]) -> StepResult:
     stream_tokens = sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
     return StepResult(sums.losses, work.num_tokens, stream_tokens, work.failures, norms, sums.statistics)
-
-
-def forwards_only(like: PipelineTemplate, num_micro_batches: int) -> PipelineTemplate:
-    """Return a template of the same pipeline that takes the micro-batches of one bucket through it, one by one.
-
-    Args:
-        like: a template of the pipeline.
-        num_micro_batches: micro-batches of the bucket.
-    """
-    rows = tuple(
-        tuple(
-            Action("F", 0, number, stage, chunk)
-            for number in range(num_micro_batches)
-            for chunk in range(like.num_chunks)
-        )
-        for stage in range(like.num_stages)
-    )
-    return PipelineTemplate("mux", like.num_stages, like.num_chunks, rows)

@@ -25,7 +25,7 @@ from peft_mux.packing.passes import slot_of
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
-from peft_mux.scheduler.pipeline.template import PipelineTemplate, Slot
+from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 from peft_mux.scheduler.pipeline.window import build_window, window_step_s
 from peft_mux.scheduler.plan import Plan
 
@@ -158,3 +158,21 @@ def _spread(passes: Sequence[MuxBatch], first: Slot, count: int, slots: Mapping[
         # template.
         slots[first._replace(micro_batch=slot_of(number, len(passes), count))].extend(chain)
         number += len(chain)
+
+
+def forwards_only(like: PipelineTemplate, num_micro_batches: int) -> PipelineTemplate:
+    """Return a template of the same pipeline that takes the micro-batches of one bucket through it, one by one.
+
+    Args:
+        like: a template of the pipeline.
+        num_micro_batches: micro-batches of the bucket.
+    """
+    rows = tuple(
+        tuple(
+            Action("F", 0, number, stage, chunk)
+            for number in range(num_micro_batches)
+            for chunk in range(like.num_chunks)
+        )
+        for stage in range(like.num_stages)
+    )
+    return PipelineTemplate("mux", like.num_stages, like.num_chunks, rows)

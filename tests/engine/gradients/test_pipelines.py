@@ -83,14 +83,14 @@ def run_watched(schedule: Any, num_chunks: int, work: StepWork) -> list[tuple[st
     plan = PipelinePlan(template, stage_cases.HTASKS, stage_cases.BUCKETS)
     sync = cases.RecordingSync(stage.model, Processes())
     executor = PipelineExecutor(stage, plan, Processes(), sync=sync)
-    backward = executor._backward
+    backward = executor.actions.backward
 
     def watched(action: Any) -> None:
         backward(action)
-        done = executor._slots[action.slot]
+        done = executor.actions.slots[action.slot]
         sync.events.append(("backward", (action.chunk, [id(micro_batch) for micro_batch in done])))
 
-    executor._backward = watched  # type: ignore[method-assign]
+    executor.actions.backward = watched  # type: ignore[method-assign]
     executor.run(work)
     return sync.events
 

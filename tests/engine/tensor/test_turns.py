@@ -18,7 +18,7 @@ import torch
 from peft_mux.data.chains import chains_of
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.pipeline.executor import PipelineExecutor
-from peft_mux.engine.pipeline.interleaved import InterleavedPipelineExecutor
+from peft_mux.engine.pipeline.interleaved import InterleavedActions
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.pipeline.stage_layout import StageLayout
@@ -328,8 +328,9 @@ def test_an_action_of_the_pipeline_runs_its_htasks_in_turns(num_chunks: int, rec
     links = TurnLinks(logged)
     model, other = stage_cases.mux_model(case), stage_cases.mux_model(case)
     cases.link(model, links)
-    executor = InterleavedPipelineExecutor(StageModel(model, layout, 0), plan, Processes())
-    executor.interleaving = Interleaving(model, links, width=3)
+    stage = StageModel(model, layout, 0)
+    actions = InterleavedActions(stage, Interleaving(model, links, width=3))
+    executor = PipelineExecutor(stage, plan, Processes(), actions=actions)
     plain = PipelineExecutor(StageModel(other, layout, 0), plan, Processes())
     found, expected = executor.run(work), plain.run(work)
     assert [span.action for span in executor.spans] == [span.action for span in plain.spans]

@@ -18,7 +18,8 @@ from peft import LoraConfig
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
-from peft_mux.engine.pipeline.interleaved import InterleavedPipelineExecutor
+from peft_mux.engine.pipeline.executor import PipelineExecutor
+from peft_mux.engine.pipeline.interleaved import InterleavedActions
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.pipeline.stage_layout import StageLayout
@@ -289,9 +290,11 @@ def as_stage_shard(rank: int, world: int) -> dict[str, Any]:
         logged = OrderedLinks(TensorLinks(layout.tensor_groups, processes), 0.002 * (rank % 2))
         links = TurnLinks(logged)
         cut_model(stage.model, links)
-        executor = InterleavedPipelineExecutor(stage, plan, processes, pipelines=layout.pipelines)
+        actions = None
         if how == "turns":
-            executor.interleaving = interleaving = Interleaving(stage.model, links, width=3)
+            interleaving = Interleaving(stage.model, links, width=3)
+            actions = InterleavedActions(stage, interleaving)
+        executor = PipelineExecutor(stage, plan, processes, pipelines=layout.pipelines, actions=actions)
         facts[how] = {name: loss.item() for name, loss in executor.run(work).losses.items()}
         found[how] = gradients(stage.model)
         logs = processes.gather(logged.log)
