@@ -94,10 +94,6 @@ class Mailbox:
             return False
         return True
 
-    def is_waiting(self, name: str) -> bool:
-        """Whether a request is still there."""
-        return (self.folder / f"{name}{_REQUEST}").is_file()
-
 
 def _read(path: Path) -> dict[str, Any]:
     try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import csv
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,28 +177,6 @@ def read_trace(path: Path, recipe: Recipe, *, every: int = 1, until_s: float = m
     return tuple(TracedTask(submit, duration, kind) for (submit, duration), kind in zip(rows, kinds, strict=True))
 
 
-def synthetic_trace(
-    count: int, recipe: Recipe, *, tasks_per_s: float, mean_duration_s: float, seed: int = 0
-) -> tuple[TracedTask, ...]:
-    """Draw a trace: Poisson arrivals and exponential durations, for tests and where no real trace is at hand.
-
-    Args:
-        count: number of tasks to draw.
-        recipe: draws what each task trains.
-        tasks_per_s: mean rate of arrival, in tasks a second.
-        mean_duration_s: mean seconds that a task takes alone.
-        seed: fixes the draws of arrivals and durations.
-    """
-    random_state = random.Random(seed)
-    now_s = 0.0
-    tasks = []
-    for kind in recipe.draw(count):
-        now_s += random_state.expovariate(tasks_per_s)
-        # A second at least, as a task of no duration has no work.
-        tasks.append(TracedTask(now_s, max(1.0, random_state.expovariate(1 / mean_duration_s)), kind))
-    return tuple(tasks)
-
-
 def _parse_times(row: dict[str, str], line: int, path: Path) -> tuple[float, float]:
     """Return submission and duration of one row, in seconds."""
     try:
@@ -209,8 +186,3 @@ def _parse_times(row: dict[str, str], line: int, path: Path) -> tuple[float, flo
             f"line {line} of {path.name} has submit_s {row['submit_s']!r} and duration_s {row['duration_s']!r}; "
             "allowed: numbers of seconds."
         ) from error
-
-
-def mean_kind_tokens(tasks: Sequence[TracedTask]) -> float:
-    """Return the mean tokens of a step over the tasks of a trace; 0 for none."""
-    return sum(task.kind.tokens_per_step for task in tasks) / len(tasks) if tasks else 0.0

@@ -40,7 +40,7 @@ class Fusion:
 
     Attributes:
         intervals: one half-open range of tasks per hTask, ascending, together all tasks.
-        objective_s: estimated latency of an iteration of all hTasks, in seconds; see `fusion_objective_s`.
+        objective_s: estimated latency of an iteration: one hTask whole, the share of all others, in seconds.
     """
 
     intervals: tuple[Interval, ...]
@@ -84,29 +84,6 @@ def share_of_others(num_stages: int, num_micro_batches: int | None = None) -> fl
     if num_micro_batches < 1:
         raise ValueError(f"num_micro_batches is {num_micro_batches}; allowed: 1 or more, or None for the share 1 / S.")
     return num_micro_batches / (num_stages - 1 + num_micro_batches)
-
-
-def fusion_objective_s(
-    latency_s: NDArray[Any],
-    intervals: Sequence[Interval],
-    num_stages: int,
-    *,
-    num_micro_batches: int | None = None,
-    charged_whole: ChargedWhole = "longest",
-) -> float:
-    """Return the estimated latency of an iteration: one hTask whole, the share of all others, in seconds.
-
-    Args:
-        latency_s: [M, M], seconds of the hTask of each range of tasks, as in `fuse`.
-        intervals: the range of tasks of each hTask, ascending.
-        num_stages: S, stages of the pipeline.
-        num_micro_batches: C of each hTask, or None for the share 1 / S.
-        charged_whole: which hTask counts with its whole latency.
-    """
-    share = share_of_others(num_stages, num_micro_batches)
-    latencies = [float(latency_s[start, stop - 1]) for start, stop in intervals]
-    whole = max(latencies) if _is_longest(charged_whole) else latencies[0]
-    return _weighted_sum(share, sum(latencies), whole)
 
 
 def fuse(

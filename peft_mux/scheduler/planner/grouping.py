@@ -49,34 +49,6 @@ def group(latencies_s: Sequence[float], num_buckets: int) -> Buckets:
     return _as_buckets(latencies, bucket_of, num_buckets)
 
 
-def squared_deviation(latencies_s: Sequence[float], buckets: Sequence[Sequence[int]]) -> float:
-    """Return the value of Eq. 7, s^2: squared deviations of the buckets' loads from their mean, summed.
-
-    Args:
-        latencies_s: first-stage latency of each hTask, in seconds.
-        buckets: for each bucket the indices of its hTasks.
-    """
-    loads = [math.fsum(latencies_s[index] for index in bucket) for bucket in buckets]
-    mean = math.fsum(loads) / len(loads)
-    return math.fsum((load - mean) ** 2 for load in loads)
-
-
-def longest_first(latencies_s: Sequence[float], num_buckets: int) -> Buckets:
-    """Group by longest processing time first alone: each hTask, longest first, into the bucket of least load.
-
-    The result is that of `group`, which is never worse.
-
-    Args:
-        latencies_s: first-stage latency of each hTask, in seconds.
-        num_buckets: P, between 1 and the number of hTasks.
-
-    Raises:
-        ValueError: for P out of range, or a latency that is negative or not finite.
-    """
-    latencies = _checked(latencies_s, num_buckets)
-    return _as_buckets(latencies, _longest_first(latencies, num_buckets), num_buckets)
-
-
 def _descending(latencies: Sequence[float]) -> list[int]:
     return sorted(range(len(latencies)), key=lambda index: -latencies[index])
 

@@ -124,17 +124,6 @@ class ReplicaTimeModel:
         """Return what can be deployed: by GPUs, then by tensor parallel degree."""
         return tuple(sorted(self.max_tokens, key=lambda config: (config.num_gpus, config)))
 
-    def micro_batch_s(self, config: ParallelConfig, num_sequences: float, length_tokens: int) -> float:
-        """Return the seconds that the largest stage of a replica takes for one micro-batch, forward and backward.
-
-        Args:
-            config: how the replica is spread over GPUs.
-            num_sequences: sequences in the micro-batch.
-            length_tokens: tokens to which each of them is padded.
-        """
-        fit, num_layers = self.largest_stage(config)
-        return num_layers * fit.layer_s(num_sequences, length_tokens)
-
     def step_s(self, config: ParallelConfig, counts: Sequence[int], lengths: Sequence[int], max_tokens: int) -> float:
         """Return the seconds of one replica for `counts[j]` sequences padded to `lengths[j]` (L Eq. 12).
 

@@ -63,11 +63,6 @@ class StreamTimeline:
         """Share of the makespan in which the compute stream was busy (1 for an empty schedule)."""
         return self.compute_busy_s / self.makespan_s if self.makespan_s else 1.0
 
-    @property
-    def communication_utilization(self) -> float:
-        """Share of the makespan in which the communication stream was busy (0 for an empty schedule)."""
-        return self.communication_busy_s / self.makespan_s if self.makespan_s else 0.0
-
 
 def simulate_streams(
     schedule: LaunchSchedule,

@@ -15,7 +15,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.tensor.cut import held_ranges
-from peft_mux.engine.tensor.links import TensorLinks, bytes_per_pass
+from peft_mux.engine.tensor.links import TensorLinks
 from peft_mux.engine.tensor.parallel import cut_model
 from peft_mux.errors import CheckpointError, UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -28,6 +28,43 @@ pytestmark = pytest.mark.distributed
 OF_TWO = ("llama-recomputed", "llama-poisoned", "qwen", "qwen-head", "gpt2-dropped")
 OF_FOUR = ("llama", "gpt2")
 STAGED = ("llama-recomputed", "qwen")
+
+
+def bytes_per_pass(
+    num_tokens: int,
+    num_targets: int,
+    *,
+    num_layers: int,
+    hidden_size: int,
+    tp_size: int,
+    has_head: bool = True,
+    input_needs_gradient: bool = False,
+    recomputes: bool = False,
+    element_bytes: int = 4,
+) -> int:
+    """Return `TensorLinks.num_bytes` of one forward and backward pass: no weight is among it.
+
+    Each layer sums `[T, D]` twice in the forward pass and twice in the backward pass, but for what flows into the
+    first layer where nothing wants it. Where activations are recomputed, the sum of attention's output is made again;
+    that of the MLP is not, as nothing needs it there. The head sums three numbers a rank for each target, in fp32,
+    and the gradient of the `[M, D]` hidden states of the targets.
+
+    Args:
+        num_tokens: T, tokens of the micro-batch.
+        num_targets: M, tokens of the micro-batch that have a target.
+        num_layers: decoder layers of the stage.
+        hidden_size: D, width of the hidden states.
+        tp_size: number of tensor parallel ranks of the stage.
+        has_head: whether the stage computes the losses, with a head that no task adapts.
+        input_needs_gradient: whether the gradient of the hidden states that enter the stage is wanted: in later stages,
+            where a task adapts the embedding, and where activations are checkpointed, as transformers then lets
+            embeddings require gradients.
+        recomputes: whether activations are checkpointed.
+        element_bytes: bytes of one element of the activations.
+    """
+    num_sums = num_layers * (5 if recomputes else 4) - (0 if input_needs_gradient else 1)
+    head_bytes = num_targets * (3 * tp_size * 4 + hidden_size * element_bytes) if has_head else 0
+    return num_sums * num_tokens * hidden_size * element_bytes + head_bytes
 
 
 @pytest.fixture(scope="module")

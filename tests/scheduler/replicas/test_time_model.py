@@ -157,8 +157,9 @@ def test_linear_terms_are_the_step_where_micro_batches_are_full(
     if stages == 1:
         assert step_s == pytest.approx(linear_s)
     elif batches[2]:  # the longest length is there, and with it the bubble of the linear form
-        most = max(times.micro_batch_s(config, 4096 // length, length) for length in lengths)
-        present = [times.micro_batch_s(config, 4096 // n, n) for n, full in zip(lengths, batches, strict=True) if full]
+        fit, num_layers = times.largest_stage(config)
+        full_s = [num_layers * fit.layer_s(4096 // length, length) for length in lengths]
+        most, present = max(full_s), [seconds for seconds, full in zip(full_s, batches, strict=True) if full]
         assert step_s == pytest.approx(linear_s + constant_s * max(present) / most if most else 0.0)
 
 
