@@ -37,7 +37,7 @@ from peft_mux.hyper_parameters import (
     supported_optimizers,
     supported_schedules,
 )
-from peft_mux.moved_names import refuse_moved
+from peft_mux.moved_names import refuse_unknown
 from peft_mux.scheduler.dispatching.dispatch import Policy
 from peft_mux.scheduler.pipeline.template import SCHEDULES
 from peft_mux.scheduler.planner.policies import policy_names
@@ -167,8 +167,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
     report_per_task: bool = field(default=False, metadata={"help": "A run of its own in report_to for each task."})
 
     def __new__(cls, *args: Any, **settings: Any) -> MultiTaskTrainingArguments:
-        """Refuse settings of other classes and releases by saying where they belong, which Python would not."""
-        refuse_moved(settings, (item.name for item in fields(cls)), "args", settings)
+        """Refuse settings that there are not by saying where they belong or what was meant, which Python would not."""
+        refuse_unknown(settings, (item.name for item in fields(cls)), "args")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

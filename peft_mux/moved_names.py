@@ -1,6 +1,7 @@
 """Settings of other releases and other classes: what has become of each, and where it belongs here.
 
 Whoever brings a script from Trainer or TRL meets these names first; "unexpected keyword" would send them searching.
+Names that nobody knows are refused in the same words, with the one that is nearest.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from peft_mux.errors import Fault, raise_faults, shown
+from peft_mux.errors import Fault, closest, raise_faults, shown
 
 _ON_TASK = "it belongs to each Task"
 _RENAMED = {
@@ -81,8 +82,17 @@ _OF_TASK = {
     "processing_class": "processing_class of the trainer",
     "formatting_func": "row_format, or map the rows before",
     "args": "the settings themselves: learning_rate, max_steps, ... or Task.from_sft_config",
-    "rank": "peft_config=LoraConfig(r=...)",
-    "dataset": "train_dataset",
+    **dict.fromkeys("r rank lora_r".split(), "peft_config=LoraConfig(r=...)"),
+    "target_modules": "peft_config=LoraConfig(target_modules=...)",
+    "lora_alpha": "peft_config=LoraConfig(lora_alpha=...)",
+    "lora_dropout": "peft_config=LoraConfig(lora_dropout=...)",
+    **dict.fromkeys("peft config lora_config adapter".split(), "peft_config"),
+    "lr": "learning_rate",
+    "batch_size": "train_batch_size",
+    **dict.fromkeys("epochs num_epochs".split(), "num_train_epochs"),
+    "steps": "max_steps",
+    **dict.fromkeys("dataset data train_data".split(), "train_dataset"),
+    **dict.fromkeys("eval_data valid_dataset validation_dataset".split(), "eval_dataset"),
     **dict.fromkeys(_OF_THE_RUN, "MultiTaskTrainingArguments, as it is one for the run"),
     **{name: where for name, where in _OF_SFT.items() if _ON_TASK not in where},
 }
@@ -99,24 +109,29 @@ def belongs(name: str, *, on_task: bool = False) -> str:
     return f"Use {where}." if where else ""
 
 
-def refuse_moved(names: Iterable[str], known: Iterable[str], where: str, given: Mapping[str, Any]) -> None:
-    """Refuse settings that are not known but have a place; what nobody knows stays a fault of Python's.
+def refuse_unknown(given: Mapping[str, Any], known: Iterable[str], where: str, needed: Iterable[str] = ()) -> None:
+    """Refuse settings that there are not, and those that are missing.
 
     Args:
-        names: names of the settings that were given.
+        given: the settings by name.
         known: names of those that there are.
-        where: what they were set on, for messages: "args", "task".
-        given: their values, by name.
+        where: what they were set on, for messages: "args", "tasks.sql".
+        needed: names of those that must be given.
 
     Raises:
-        ConfigError: naming each, and where it belongs.
+        ConfigError: naming each, and where it belongs or what was meant.
     """
-    there = frozenset(known)
-    moved = {name: belongs(name, on_task=where != "args") for name in names if name not in there}
-    raise_faults(
-        [
-            Fault(f"{where}.{name}", shown(given[name]), "a setting of this class", fix)
-            for name, fix in moved.items()
-            if fix
-        ]
-    )
+    there = tuple(known)
+    faults = [
+        Fault(f"{where}.{name}", shown(value), "a setting of this class", _meant(name, there, on_task=where != "args"))
+        for name, value in given.items()
+        if name not in there
+    ]
+    faults += [
+        Fault(f"{where}.{name}", "nothing", "a value, as it has no default") for name in needed if name not in given
+    ]
+    raise_faults(faults)
+
+
+def _meant(name: str, known: Iterable[str], *, on_task: bool) -> str:
+    return belongs(name, on_task=on_task) or closest(name, known) or "Take it out."

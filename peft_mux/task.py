@@ -26,7 +26,7 @@ from peft_mux.hyper_parameters import (
     supported_optimizers,
     supported_schedules,
 )
-from peft_mux.moved_names import refuse_moved
+from peft_mux.moved_names import refuse_unknown
 from peft_mux.own_code import describe_error
 from peft_mux.task_interop import task_settings_of, task_settings_of_trainer
 from peft_mux.task_names import name_fault
@@ -213,8 +213,16 @@ class Task:
     neftune_noise_alpha: float | None = None
 
     def __new__(cls, *args: Any, **settings: Any) -> Task:
-        """Refuse settings of other classes and releases by saying where they belong, which Python would not."""
-        refuse_moved(settings, cls.__dataclass_fields__, "task", settings)
+        """Refuse settings that there are not by saying where they belong or what was meant, which Python would not."""
+        if args:
+            fix = "Write Task(name=..., peft_config=..., train_dataset=...)."
+            raise_faults([Fault("task", f"{shown(args[0])} without its name", "settings by name", fix)])
+        # Copies and what comes from another process are made without settings.
+        needed = ("name", "peft_config", "train_dataset") if settings else ()
+        name = settings.get("name")
+        refuse_unknown(
+            settings, cls.__dataclass_fields__, f"tasks.{name}" if name_fault(name) is None else "task", needed
+        )
         return object.__new__(cls)
 
     def __post_init__(self) -> None:

@@ -237,9 +237,9 @@ def test_a_refused_argument_may_be_given_its_default() -> None:
     assert arguments(fp16=False, push_to_hub=False, dataloader_num_workers=0).fp16 is False
 
 
-def test_an_unknown_argument_is_a_type_error_of_python() -> None:
-    with pytest.raises(TypeError, match="learning_rte"):
-        arguments(learning_rte=1e-3)
+def test_an_unknown_argument_is_refused_with_what_was_meant() -> None:
+    assert "args.learning_rte: got 0.001" in (found := refusal(learning_rte=1e-3))
+    assert 'Did you mean "learning_rate"?' in found
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_names_of_other_releases_and_classes_say_where_they_belong(name: str, wh
     ],
 )
 def test_names_that_are_none_of_a_task_say_where_they_belong(name: str, where: str) -> None:
-    with pytest.raises(ConfigError, match=rf"task\.{name}: got 1; .*Use {where}"):
+    with pytest.raises(ConfigError, match=rf"tasks\.own\.{name}: got 1; .*Use {where}"):
         task(**{name: 1})
 
 

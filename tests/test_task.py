@@ -342,11 +342,31 @@ def test_a_task_cannot_be_changed_after_its_checks() -> None:
         task().learning_rate = -1.0  # type: ignore[misc]
 
 
-def test_a_missing_or_unknown_field_is_a_type_error_of_python() -> None:
-    with pytest.raises(TypeError, match="peft_config"):
-        Task(name="own", train_dataset=ROWS)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="learning_rte"):
-        task(learning_rte=1e-3)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"learning_rte": 1e-3}, 'tasks.own.learning_rte: got 0.001; .* Did you mean "learning_rate"'),
+        ({"lr": 1e-3}, r"tasks\.own\.lr: got 0\.001; .* Use learning_rate\."),
+        ({"target_modules": "all"}, r"tasks\.own\.target_modules: .* Use peft_config=LoraConfig\(target_modules="),
+        ({"zzz": 1}, r"tasks\.own\.zzz: got 1; .* Take it out\."),
+        ({"name": "a/b", "lr": 1}, r"^task\.lr: "),
+    ],
+)
+def test_an_unknown_field_is_refused_with_what_was_meant(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        task(**settings)
+
+
+def test_all_unknown_and_missing_fields_are_told_at_once() -> None:
+    with pytest.raises(ConfigError) as caught:
+        Task(nam="own", train_dataset=ROWS, lr=1.0)  # type: ignore[call-arg]
+    found = [fault.where for fault in caught.value.faults]
+    assert found == ["task.nam", "task.lr", "task.name", "task.peft_config"]
+
+
+def test_settings_without_their_names_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"task: got 'own' without its name; .*Task\(name="):
+        Task("own", LoraConfig(), ROWS)  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("status", TaskStatus)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+import sys
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from peft_mux.arguments import MultiTaskTrainingArguments
@@ -43,13 +45,19 @@ def _version(package: str) -> str | None:
 
 
 def _checkout() -> dict[str, Any] | None:
-    """Return the commit of the working directory, and whether files differ from it; `None` outside of a checkout."""
+    """Return the commit of the script's folder, and whether files differ from it; `None` outside of a checkout."""
     command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules"]
     # Whoever works in the checkout meanwhile does not find it locked.
     environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
     try:
         found = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, timeout=_GIT_S, check=True
+            command,
+            cwd=_script_folder(),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_GIT_S,
+            check=True,
         )
     # No git, no checkout, one of another user, or one that takes too long.
     except (OSError, subprocess.SubprocessError):
@@ -60,3 +68,13 @@ def _checkout() -> dict[str, Any] | None:
     commits = [line.split()[-1] for line in heads if line.startswith("# branch.oid ")]
     is_born = commits and commits[0] != "(initial)"
     return {"commit": commits[0], "is_dirty": bool(changes)} if is_born else None
+
+
+def _script_folder() -> Path:
+    """Return the folder of the script that was started; the working directory for commands, notebooks and prompts."""
+    here, script = Path.cwd(), getattr(sys.modules.get("__main__"), "__file__", None)
+    if script is None or not (path := Path(script).resolve()).is_file():
+        return here
+    # What stands in an installation, such as peft-mux, pytest or a notebook's kernel, is not what was written for this.
+    installed = (Path(sys.prefix).resolve(), Path(__file__).resolve().parents[1])
+    return here if any(path.is_relative_to(folder) for folder in installed) else path.parent

@@ -7,6 +7,8 @@ import json
 import sys
 from typing import Any
 
+from peft_mux.reporting.words import counted
+
 _TARGET, _OTHER, _END = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _MOST_SHOWN = 240
 """Tokens of a sample that are shown."""
@@ -124,7 +126,7 @@ def _sample(sequence: Any, tokenizer: Any) -> list[tuple[str, bool]]:
 
 
 def _text(name: str, one: dict[str, Any], *, is_coloured: bool) -> str:
-    lines = [f"{name}  {one['steps']:,} steps of {one['batch']} rows"]
+    lines = [f"{name}  {counted(one['steps'], 'step')} of {counted(one['batch'], 'row')}"]
     for split, own in one["splits"].items():
         lines.append(
             f"  {split}: {own['kept']:,} of {own['rows']:,} rows ({own['format']}), {own['tokens']:,} tokens; "

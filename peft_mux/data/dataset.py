@@ -179,9 +179,12 @@ def tokenize_dataset(
     where = f"tasks.{options.task}.{split}"
     row_tokenizer: RowTokenizer | None = None
     sequences, errors = [], []
-    num_rows = 0
+    num_rows, more = 0, ""
     view = options.row_form.view
     for index, row in enumerate(_rows(dataset if view is None else view(dataset, where), where)):
+        if len(errors) == _MAX_ERRORS:
+            more = " (and perhaps more)"
+            break
         num_rows += 1
         try:
             row = checked_row(row, index, where)
@@ -192,13 +195,12 @@ def tokenize_dataset(
         except DataError as error:
             errors.append(str(error))
             # Without a format there is nothing to read the other rows by.
-            if row_tokenizer is None or len(errors) == _MAX_ERRORS:
+            if row_tokenizer is None:
                 break
             continue
         if sequence is not None:
             sequences.append(sequence)
     if errors:
-        more = " (and perhaps more)" if len(errors) == _MAX_ERRORS else ""
         raise DataError("\n".join(_told_once(errors)) + more)
     if row_tokenizer is None:
         raise DataError(f"{where}: got no rows; allowed: at least one.")

@@ -97,7 +97,8 @@ def _task_words(runs: Sequence[TaskRun], adapter_parameters: Sequence[int], num_
     words += [f"{_range([round(share, 3) for share in shares])} % trainable each"] if shares else []
     words += [f"{sum(rows):,} rows"] if rows else []
     words += [f"{streams} stream{'s' if streams > 1 else ''}"] if streams else []
-    return ", ".join([*words, f"{_range([run.num_steps for run in runs])} steps"])
+    steps = [run.num_steps for run in runs]
+    return ", ".join([*words, f"{_range(steps)} step{'' if max(steps) == 1 else 's'}"])
 
 
 def _range(numbers: Sequence[Any]) -> str:

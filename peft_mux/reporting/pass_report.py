@@ -74,7 +74,7 @@ class PassReport:
             f" run {self.passes / steps:,.1f} of {self.tokens / max(self.passes, 1):,.1f}"
         )
         if self.is_as_planned:
-            return f"{line}; the same tasks in the same order in all {self.num_steps} steps"
+            return f"{line}; the same tasks in the same order" + (f" in all {steps} steps" if steps > 1 else "")
         return (
             f"{line}; as many in {self.same_number} of {self.num_steps} steps, the same tasks in the same order in"
             f" {self.same_tasks}"

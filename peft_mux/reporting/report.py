@@ -109,6 +109,8 @@ def report_table(
     records: Sequence[RankRecord] = (),
     notes: Sequence[str] = (),
     width: int | None = None,
+    *,
+    is_interrupted: bool = False,
 ) -> str:
     """Return one line a task: how it ended, its steps, its losses, its time, its tokens, and where its adapter lies.
 
@@ -120,9 +122,10 @@ def report_table(
         records: what each process has done, by rank.
         notes: lines for the end, such as how fast the run was and what to type next.
         width: characters of the window, to which all is fitted; by default as many as it takes.
+        is_interrupted: whether nobody trains the run, so that nobody waits for tasks which are to go on.
     """
     rows = tuple(rows)
-    cells = [_HEADS, *(_cells(row) for row in rows)]
+    cells = [_HEADS, *(_cells(row, is_interrupted) for row in rows)]
     lines = _aligned(cells)
     if width is not None and max(map(len, lines)) > width:
         lines = _narrow(cells, rows, width)
@@ -176,25 +179,32 @@ class RunReport(str):
         rows: the tasks of the run, in the order of the lines.
         records: what each process has done, by rank.
         notes: lines for the end.
+        is_interrupted: whether nobody trains the run: running tasks are shown as interrupted, and recorded as running.
 
     Attributes:
         rows: the tasks of the run.
         lines: what stands below them.
+        is_interrupted: whether nobody trains the run.
     """
 
     rows: tuple[ReportRow, ...]
     lines: str
+    is_interrupted: bool
     _made_of: tuple[Any, ...]
 
     def __new__(
-        cls, rows: Iterable[ReportRow], records: Sequence[RankRecord] = (), notes: Sequence[str] = ()
+        cls,
+        rows: Iterable[ReportRow],
+        records: Sequence[RankRecord] = (),
+        notes: Sequence[str] = (),
+        is_interrupted: bool = False,
     ) -> RunReport:
         """Write the text."""
         rows = tuple(rows)
-        made = super().__new__(cls, report_table(rows, records, notes))
-        made.rows = rows
+        made = super().__new__(cls, report_table(rows, records, notes, is_interrupted=is_interrupted))
+        made.rows, made.is_interrupted = rows, is_interrupted
         made.lines = "\n".join([*(_process_lines(records) if len(records) > 1 else []), "", *notes]).strip("\n")
-        made._made_of = rows, tuple(records), tuple(notes)
+        made._made_of = rows, tuple(records), tuple(notes), is_interrupted
         return made
 
     def fitted(self, width: int | None) -> str:
@@ -203,7 +213,8 @@ class RunReport(str):
         Args:
             width: its characters; `None` where lines may be of any length.
         """
-        return report_table(*self._made_of, width=width)
+        *parts, is_interrupted = self._made_of
+        return report_table(*parts, width=width, is_interrupted=is_interrupted)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel between processes as what the report was made of."""
@@ -212,7 +223,7 @@ class RunReport(str):
     def _repr_html_(self) -> str:
         """Return the report as a table, and its lines as text."""
         heads = _html_row("th", _HEADS)
-        body = "".join(f"{_html_row('td', _cells(row))}{_html_reason(row)}" for row in self.rows)
+        body = "".join(f"{_html_row('td', _cells(row, self.is_interrupted))}{_html_reason(row)}" for row in self.rows)
         lines = f"<pre style='white-space:pre-wrap'>{escape(self.lines)}</pre>" if self.lines else ""
         return f"<div style='overflow-x:auto'><table>{heads}{body}</table></div>{lines}"
 
@@ -236,10 +247,15 @@ def _html_reason(row: ReportRow) -> str:
 _HEADS = ("task", "status", "steps", "loss", "best", "eval", "time", "tokens", "adapter")
 
 
-def _cells(row: ReportRow) -> tuple[str, ...]:
+def status_word(row: ReportRow, is_interrupted: bool) -> str:
+    """Return the status of a task as it is shown: nobody trains one that runs in a run which was interrupted."""
+    return "interrupted" if is_interrupted and row.status == "running" else row.status
+
+
+def _cells(row: ReportRow, is_interrupted: bool) -> tuple[str, ...]:
     return (
         row.name,
-        row.status,
+        status_word(row, is_interrupted),
         f"{row.step}/{row.num_steps}",
         *map(number_text, (row.loss, row.best_loss, row.eval_loss)),
         time_text(row.seconds),

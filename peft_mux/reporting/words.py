@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 
+def counted(number: int, word: str) -> str:
+    """Return a number with its noun, such as `1 step` or `1,200 steps`."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
 def number_text(value: float | None) -> str:
     """Return a loss in six characters or so, whatever its size."""
     if value is None:

@@ -103,11 +103,11 @@ class Plan:
 
     @property
     def forecast(self) -> dict[str, Any]:
-        """Seconds of a step and peak bytes of the fullest stage, with error bands and sources; seconds of all steps."""
+        """Seconds of a step and peak bytes of the fullest stage, with bands and sources; of all steps where known."""
         time = time_band(self.profile_source).around(self.step_s) if self.step_s else None
         times = self.run_times
-        run = None if times is None else {**times._asdict(), "ratio": times.ratio}
-        return {"step_s": time, "peak_bytes": MEMORY.around(self.memory.peak_bytes), "run": run}
+        run = {} if times is None else {"run": {**times._asdict(), "ratio": times.ratio}}
+        return {"step_s": time, "peak_bytes": MEMORY.around(self.memory.peak_bytes), **run}
 
     @property
     def num_stages(self) -> int:

@@ -254,7 +254,7 @@ class Reporter:
             str(in_turn or ""),
             *next_lines(run.root, rows, self._files.page, run.best_task),
         ]
-        return RunReport(rows, self._world.records, [note for note in notes if note])
+        return RunReport(rows, self._world.records, [note for note in notes if note], not run.is_in_train)
 
     def _in_turn(self) -> InTurn | None:
         """Return how long the steps took, and would have taken in turn; `None` where that cannot be told."""

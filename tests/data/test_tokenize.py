@@ -470,6 +470,12 @@ def test_all_faults_are_told_together_up_to_ten() -> None:
     assert str(caught.value).endswith("(and perhaps more)")
 
 
+def test_where_all_faults_are_known_no_others_are_hinted_at() -> None:
+    with pytest.raises(DataError) as caught:
+        tokenised([{"text": "the"}] + [{"text": None}] * 10, words_tokenizer())
+    assert "perhaps" not in str(caught.value)
+
+
 def test_numbers_where_text_belongs_are_told_once_with_what_mends_a_csv_file() -> None:
     with pytest.raises(DataError) as caught:
         tokenised([{"prompt": "the", "completion": number} for number in (3, 4, 5, "six")], words_tokenizer())

@@ -22,7 +22,7 @@ def test_a_step_as_planned_counts_in_number_tasks_and_tokens_and_padding_counts_
     assert (report.num_steps, report.same_number, report.same_tasks, report.same_tokens) == (1, 1, 1, 1)
     assert (report.planned_passes, report.passes, report.planned_tokens, report.tokens) == (2, 2, 29, 29)
     assert report.is_as_planned
-    assert str(report).endswith("run 2.0 of 14.5; the same tasks in the same order in all 1 steps")
+    assert str(report).endswith("run 2.0 of 14.5; the same tasks in the same order")
 
 
 def test_other_tokens_other_orders_and_other_numbers_of_passes_are_told_apart() -> None:

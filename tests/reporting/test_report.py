@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from peft_mux import EarlyStopping, MultiTaskTrainer, MultiTaskTrainingArguments
 from peft_mux.reporting.report import ReportRow, RunReport, next_lines
@@ -80,6 +81,25 @@ def test_tasks_that_were_removed_stay_in_the_report(tmp_path: Path) -> None:
     assert words[1:3] == ["removed", "8/8"]
     assert words[-1] == str(tmp_path / "run" / "b")
     assert "in turn" not in trainer.report(), "its rows are gone, and with them what they would take"
+
+
+def test_a_run_that_was_interrupted_is_shown_as_such_and_recorded_as_it_goes_on(tmp_path: Path) -> None:
+    class Stop(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 2
+
+    trainer = trainer_of(tmp_path / "run", [small_task("a", data_seed=1, max_steps=2), small_task("b", data_seed=2)])
+    trainer.add_callback(Stop())
+    trainer.train()
+    report = trainer.report()
+    assert line_of(report, "a")[1] == "succeeded"
+    assert line_of(report, "b")[1] == "interrupted"
+    assert "interrupted" in line_of(report.fitted(60), "b")
+    assert "interrupted" in pickle.loads(pickle.dumps(report))._repr_html_()
+    assert [row.status for row in report.rows] == ["succeeded", "running"]
+    page = (tmp_path / "run/report.html").read_text(encoding="utf-8")
+    assert "2 tasks (1 succeeded, 1 interrupted)" in page
+    assert "train(resume_from_checkpoint=True)" in report
 
 
 def test_with_many_tasks_a_line_of_losses_has_the_mean_the_least_and_the_greatest(

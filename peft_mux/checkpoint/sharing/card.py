@@ -19,6 +19,7 @@ from peft import PeftConfig
 from peft_mux import storage
 from peft_mux.checkpoint.sharing.citation import CITATION
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION, head_kind_for
+from peft_mux.reporting.words import counted
 from peft_mux.tasks.task_run import TaskRun
 
 CARD_NAME = "README.md"
@@ -115,8 +116,8 @@ def model_card(folder: Path, name: str, num_steps: int, facts: CardFacts | None 
     loading = _LOADING.format(first=first, auto_class=head.auto_class, base=shown_id, place=place)
     text = (
         f"---\n{data.to_yaml()}\n---\n\n# {name.rsplit('/', 1)[-1]}\n\n"
-        f"A {kind} adapter for {shown_base}, fine-tuned for {num_steps} optimizer steps with peft_mux. What rows it "
-        f"was trained on is not recorded here.\n\n{loading}\n{_training(facts, config)}{CITATION}"
+        f"A {kind} adapter for {shown_base}, fine-tuned for {counted(num_steps, 'optimizer step')} with peft_mux. What "
+        f"rows it was trained on is not recorded here.\n\n{loading}\n{_training(facts, config)}{CITATION}"
     )
     return ModelCard(text + _MARK.format(digest=_digest(text)))
 

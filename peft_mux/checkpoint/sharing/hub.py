@@ -16,6 +16,7 @@ from peft_mux.checkpoint.sharing.task_extras import extra_files
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.modeling.adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.reporting.words import counted
 from peft_mux.tasks.task_run import TaskRun
 
 OPTIONS = ("token", "private", "revision", "commit_message")
@@ -113,7 +114,7 @@ def push_folder(
     contents[CARD_NAME] = (card or str(model_card(folder, repo_id, num_steps, facts))).encode()
     contents |= extra_files(beside or folder)
     files = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in contents.items()]
-    message = options.get("commit_message") or f"Adapter after {num_steps} steps"
+    message = options.get("commit_message") or f"Adapter after {counted(num_steps, 'step')}"
 
     def upload() -> Any:
         try:

@@ -77,7 +77,7 @@ def _why(task: TaskView) -> str:
 
 
 def charts_html(view: RunView, most: int | None = None) -> str:
-    """Return a small chart of the losses of each task, training in blue and held out in orange with dots.
+    """Return a small chart of the losses of each task, of training rows in blue, of held-out rows in orange with dots.
 
     Args:
         view: the run, with its curves.
@@ -86,7 +86,7 @@ def charts_html(view: RunView, most: int | None = None) -> str:
     tasks = [task for task in view.tasks if task.losses or task.eval_losses]
     shown = tasks if most is None else sorted(tasks, key=lambda task: task.status != "running")[:most]
     drawn = [
-        chart_svg(task.name, [Line("loss", task.losses), Line("held out", task.eval_losses, 1, has_dots=True)])
+        chart_svg(task.name, [Line("loss", task.losses), Line("eval", task.eval_losses, 1, has_dots=True)])
         for task in shown
     ]
     more = f"<div>... and {len(tasks) - len(shown)} more</div>" if len(tasks) > len(shown) else ""

@@ -90,7 +90,7 @@ def _figure_class() -> type[Figure]:
 def _draw(axes: Axes, name: str, curves: Curves) -> None:
     # A line through a single point is nothing to see.
     dots = "o-" if len(curves.get("loss", ())) == 1 else "-"
-    for key, label, style in (("loss", "train", dots), ("eval_loss", "held out", "o--")):
+    for key, label, style in (("loss", "train", dots), ("eval_loss", "eval", "o--")):
         if curves.get(key):
             axes.plot(*zip(*curves[key], strict=True), style, label=label, markersize=4)
     axes.set_title(shortened(name, 40))

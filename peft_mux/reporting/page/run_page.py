@@ -11,9 +11,9 @@ from typing import Any
 from peft_mux.reporting.page.charts import Line, chart_svg
 from peft_mux.reporting.page.measured import MeasuredStep, timeline_html
 from peft_mux.reporting.page.parts import charts_html
-from peft_mux.reporting.report import RankRecord, RunReport
+from peft_mux.reporting.report import RankRecord, RunReport, status_word
 from peft_mux.reporting.views import RunView
-from peft_mux.reporting.words import time_text
+from peft_mux.reporting.words import counted, time_text
 from peft_mux.scheduler.pipeline.svg import legend, memory_svg
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.plan_html import PARTS, planned_parts
@@ -80,10 +80,10 @@ def page_html(facts: RunFacts) -> str:
 def _headline(facts: RunFacts) -> str:
     """Return what came of the run in one line."""
     rows = facts.report.rows
-    counts = Counter(row.status for row in rows)
+    counts = Counter(status_word(row, facts.report.is_interrupted) for row in rows)
     words = [f"{len(rows)} task{'' if len(rows) == 1 else 's'}"]
     words[0] += f" ({', '.join(f'{count} {status}' for status, count in counts.items())})" if rows else ""
-    words.append(f"{facts.view.step:,} steps of the run")
+    words.append(f"{counted(facts.view.step, 'step')} of the run")
     words.append(f"{sum(row.num_tokens for row in rows):,} tokens")
     words += [f"{time_text(max(one.seconds for one in facts.records))} of training"] if facts.records else []
     return f"{', '.join(words)}. {facts.remark}".strip()

@@ -44,7 +44,7 @@ def test_of_many_tasks_those_that_run_get_a_chart_first_and_the_others_are_count
 
 
 def test_points_lie_within_their_chart_and_a_fall_goes_down() -> None:
-    svg = ElementTree.fromstring(chart_svg("a", [Line("loss", CURVE), Line("held out", ((5, 4.0),), 1, has_dots=True)]))
+    svg = ElementTree.fromstring(chart_svg("a", [Line("loss", CURVE), Line("eval", ((5, 4.0),), 1, has_dots=True)]))
     (line, *_) = [part.get("points", "") for part in svg.iter() if part.tag == "polyline"]
     points = [tuple(map(float, point.split(","))) for point in line.split()]
     assert len(points) <= 201
