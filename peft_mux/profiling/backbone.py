@@ -25,7 +25,6 @@ from peft_mux.profiling.subject import Subject, config_of, plain_backbone
 from peft_mux.scheduler.costs.curves import AdapterTable, Curve
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.link import Link, Overlap
-from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.costs.profile import Profile, profile_key, shape_signature
 from peft_mux.storage.atomic import write_file
 
@@ -42,7 +41,7 @@ def profile_backbone(
     folder: Path | None = None,
     refresh: bool = False,
     link: Link | None = None,
-    overlap: Overlap | None = None,
+    overlap: Callable[[Profile], Overlap | None] | None = None,
     timer: Callable[[], float] = time.perf_counter,
 ) -> Profile:
     """Return the profile of a backbone on a device: a stored one where it fits, else measured now.
@@ -59,8 +58,8 @@ def profile_backbone(
         refresh: whether to measure although a stored profile fits.
         link: link between devices, where there are several, as `profiling.link.measure_link` measures it. It takes
             the place of a stored one.
-        overlap: what passes in turns cost and hide there, as `profiling.overlap.measure_overlap` measures it. It takes
-            the place of a stored one.
+        overlap: measures what passes in turns cost and hide there, given the rest of the profile; it takes the place of
+            a stored one.
         timer: clock that times a CPU; `time.process_time` leaves out what other programs take from one thread.
 
     Raises:
@@ -77,8 +76,11 @@ def profile_backbone(
     else:
         profile = _measure(Subject(model, device=device, dtype=dtype), Stopwatch(device, budget_s, timer), names)
     # Of the processes that there are now, if there are several.
-    measured = {name: found for name, found in (("link", link), ("overlap", overlap)) if found is not None}
-    profile = replace(profile, **measured)
+    if link is not None:
+        profile = replace(profile, link=link)
+    known = None if overlap is None else overlap(profile)
+    if known is not None:
+        profile = replace(profile, overlap=known)
     if profile != stored:
         _store(profile, path)
     return profile
@@ -173,19 +175,7 @@ def _measure(subject: Subject, stopwatch: Stopwatch, names: dict[str, Any]) -> P
 
 def _unaccounted_s(profile: Profile, subject: Subject, whole: SmallPass) -> float:
     """Return what a small pass took beyond its predicted parts: the overhead of each pass."""
-    shape = model_shape(
-        subject.model.backbone, subject.model.backbone.config, dtype=subject.dtype, activation_dtype=subject.dtype
-    )
-    cost = CostModel(profile, shape)
-    loads = [
-        TaskLoad(
-            name=name,
-            lengths=(length,),
-            num_targets=length - 1,
-            adapters=tuple(AdapterLoad(whole.rank, width) for width in subject.widths),
-            trainable_parameters=0,
-        )
-        for name, length in zip(whole.names, whole.lengths, strict=True)
-    ]
+    cost = CostModel(profile, subject.shape)
+    loads = subject.loads(whole.names, whole.lengths, whole.rank)
     # Parts are medians of their own, whose sum may exceed the whole by noise.
     return max(whole.seconds - cost.pass_s(loads, 1), 0.0)

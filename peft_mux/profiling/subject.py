@@ -16,7 +16,10 @@ from peft_mux.modeling.adapters.kind import LayerGroup, profiled_config
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.attention.packed import ATTENTION_NAME, packed_attention
 from peft_mux.modeling.backbone.modules import language_model
+from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
+from peft_mux.scheduler.costs.model_shape import ModelShape
 
 RANKS = (4, 16, 64)
 _TASKS_PER_RANK = {"cpu": 2}
@@ -93,6 +96,26 @@ class Subject:
         """Input plus output features of the adapted linear layers of one decoder layer."""
         layers: list[Any] = [member.module for group in self._groups for member in group.members]
         return [layer.in_features + layer.out_features for layer in layers[: len(layers) // self.num_layers]]
+
+    @property
+    def shape(self) -> ModelShape:
+        """The shape of the copy, as the cost model takes it."""
+        backbone = self.model.backbone
+        return model_shape(backbone, backbone.config, dtype=self.dtype, activation_dtype=self.dtype)
+
+    def loads(self, names: Sequence[str], lengths: Sequence[int], rank: int) -> list[TaskLoad]:
+        """Return what a pass of one sequence of each of some tasks is to the cost model.
+
+        Args:
+            names: the tasks.
+            lengths: tokens of the sequence of each.
+            rank: rank of their adapters.
+        """
+        adapters = tuple(AdapterLoad(rank, width) for width in self.widths)
+        return [
+            TaskLoad(name, (length,), num_targets=length - 1, adapters=adapters, trainable_parameters=0)
+            for name, length in zip(names, lengths, strict=True)
+        ]
 
     def batch(self, lengths: Sequence[int], names: Sequence[str]) -> MuxBatch:
         """Return a micro-batch of sequences, each of the task named beside it."""

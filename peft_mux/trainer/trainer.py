@@ -29,7 +29,7 @@ from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.planning.replica_facts import LayerProfile
 from peft_mux.profiling.backbone import profile_backbone
 from peft_mux.profiling.link import measure_link
-from peft_mux.profiling.overlap import measure_overlap
+from peft_mux.profiling.turn_costs import Shards, overlap_among
 from peft_mux.reporting.callbacks import RunCallbacks, TaskFlowCallback
 from peft_mux.reporting.page.parts import run_html
 from peft_mux.reporting.pass_report import PassReport
@@ -258,16 +258,19 @@ class MultiTaskTrainer(Trainer):
             refresh: measure although a stored profile fits.
         """
         device = self.args.device
-        return profile_backbone(
-            self.model,
-            device=device,
-            dtype=torch.bfloat16 if self.args.bf16 else self._placement.source.dtype,
-            budget_s=budget_s,
-            folder=folder,
-            refresh=refresh,
-            link=measure_link(device),
-            overlap=measure_overlap(device, self._plans.planner.shape.hidden_size),
-        )
+        dtype = torch.bfloat16 if self.args.bf16 else self._placement.source.dtype
+        shards = Shards(self._world.processes, self._world.layout.tensor_groups)
+        with self._world.processes.together():
+            return profile_backbone(
+                self.model,
+                device=device,
+                dtype=dtype,
+                budget_s=budget_s,
+                folder=folder,
+                refresh=refresh,
+                link=measure_link(device),
+                overlap=overlap_among(shards, self.model, device=device, dtype=dtype, budget_s=budget_s / 4),
+            )
 
     # ------------------------------------------------------------- training
 

@@ -36,6 +36,7 @@ from numpy.typing import NDArray
 
 from peft_mux.packing.passes import Member
 from peft_mux.scheduler.costs.collectives import (
+    ALL_REDUCES_PER_LAYER,
     all_gather_s,
     all_reduce_s,
     layer_all_reduces_s,
@@ -167,13 +168,14 @@ class CostModel:
         linear_s = linear_s / devices + float(sums.adapters_s) - float(sum(self._spared_s(sums))) / shape.num_layers
         attention = 2 * (shape.attention_size + shape.key_value_size)
         share = attention / (attention + 3 * shape.intermediate_size)
+        half_host_s = self._host_layer_s / 2
         block_s, gradient_s, _ = loss_sums(self.tensor_link, devices, shape, sums.targets, self._device_type)
         hidden_bytes = float(sums.tokens) * shape.hidden_size * shape.activation_bytes
         return PassParts(
             tokens=float(sums.tokens),
             targets=float(sums.targets),
-            attention_s=share * linear_s + product_s,
-            mlp_s=(1 - share) * linear_s,
+            attention_s=share * linear_s + product_s + half_host_s,
+            mlp_s=(1 - share) * linear_s + half_host_s,
             first_s=float(self.profile.embedding_s(sums.tokens)),
             head_s=float(self.profile.head_s(sums.targets)) / devices,
             overhead_s=self.profile.pass_overhead_s,
@@ -250,10 +252,11 @@ class CostModel:
         adapters_s = layers * sums.adapters_s - adapted_s
         is_alone = self.devices_per_stage == self.backbone_shards == 1
         # What is left; where nobody is spoken to, that is rounding.
-        all_s = self._stage_sum_s(stage, sums)
+        host_s = layers * self._host_layer_s
+        all_s = self._stage_sum_s(stage, sums) - host_s
         communication_s = 0.0 if is_alone else max(0.0, all_s - tokens_s - attention_s - adapters_s)
-        seconds = tokens_s, attention_s, adapters_s, communication_s
-        return Parts(least_pass_s(self.profile), *(float(part_s) for part_s in seconds))
+        seconds = least_pass_s(self.profile) + host_s, tokens_s, attention_s, adapters_s, communication_s
+        return Parts(*(float(part_s) for part_s in seconds))
 
     def update_parts(self, loads: Sequence[TaskLoad]) -> Parts:
         """Return the seconds of a step that lie outside of its passes, as parts.
@@ -347,7 +350,7 @@ class CostModel:
         reduced_s = layer_all_reduces_s(self.tensor_link, self.devices_per_stage, self.shape, sums.tokens)
         # A layer is gathered for its forward and, freed in between, for its backward again.
         gathered_s = self._all_gathers_s(self._frozen_parts.layer_bytes, 2)
-        return divided_s + sums.calls_s + sums.adapters_s + reduced_s + gathered_s
+        return divided_s + sums.calls_s + sums.adapters_s + reduced_s + gathered_s + self._host_layer_s
 
     def _ends_s(self, sums: Sums) -> tuple[Any, Any]:
         """Return seconds of what lies before the layers, and after them."""
@@ -372,6 +375,12 @@ class CostModel:
         if self.backbone_shards == 1 or not num_bytes:
             return 0.0
         return times * float(all_gather_s(self.tensor_link, self.backbone_shards, num_bytes))
+
+    @property
+    def _host_layer_s(self) -> float:
+        """Seconds of the host for one layer that are not divided: two sums each way, as far as they were measured."""
+        overlap = self.profile.overlap
+        return 0.0 if self.devices_per_stage == 1 or overlap is None else ALL_REDUCES_PER_LAYER * overlap.host_s
 
     @property
     def _frozen_parts(self) -> FrozenParts:

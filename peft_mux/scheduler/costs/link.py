@@ -63,6 +63,8 @@ class Overlap:
         slowdown: part of its speed that computing loses while a sum is under way, from 0 (nothing, as with sums that
             the network makes) to 0.99 (it all but stands still, as where the same cores compute and sum).
         turn_s: seconds of handing the turn to another pass.
+        host_s: seconds that each stretch between two sums takes beyond its part of a layer: a layer that is divided is
+            launched in as many operators as a whole one, and adds its sums.
 
     Raises:
         ValueError: for numbers out of range.
@@ -71,9 +73,10 @@ class Overlap:
     skew: float = 0.0
     slowdown: float = 0.0
     turn_s: float = 0.0
+    host_s: float = 0.0
 
     def __post_init__(self) -> None:
-        for field in ("skew", "turn_s"):
+        for field in ("skew", "turn_s", "host_s"):
             if not 0 <= getattr(self, field) < math.inf:
                 raise ValueError(f"{field} is {getattr(self, field)}; allowed: 0 or more, and finite. Measure again.")
         if not 0 <= self.slowdown <= MOST_SLOWDOWN:

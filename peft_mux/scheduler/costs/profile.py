@@ -251,7 +251,8 @@ def corrected(profile: Profile, factors: Parts) -> Profile:
         step_overhead_s=profile.step_overhead_s * factors.optimizer,
         pass_overhead_s=least_pass_s(profile) * factors.fixed,
         link=None if profile.link is None else profile.link.slowed(factors.communication),
-        overlap=overlap and replace(overlap, turn_s=overlap.turn_s * factors.fixed),
+        overlap=overlap
+        and replace(overlap, turn_s=overlap.turn_s * factors.fixed, host_s=overlap.host_s * factors.fixed),
     )
 
 

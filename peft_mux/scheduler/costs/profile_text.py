@@ -29,7 +29,8 @@ def profile_text(profile: Profile) -> str:
         known = profile.overlap
         lines.append(
             f"  passes in turns: a turn costs {1e6 * known.turn_s:,.0f} us, computing is {known.slowdown:.0%} slower"
-            f" beside a sum; one after another, a sum is waited for {known.skew:.0%} of the computing before it longer"
+            f" beside a sum; one after another, a sum is waited for {known.skew:.0%} of the computing before it longer;"
+            f" the host takes {1e6 * known.host_s:,.0f} us more for what lies between two sums"
         )
     if profile.source == "measured":
         reach = {name: f"{last:,.0f}" for name, last in profile.reach.items()}

@@ -16,7 +16,7 @@ from peft_mux.scheduler.costs.curves import AdapterTable, Curve
 from peft_mux.scheduler.costs.frozen_parts import FrozenParts
 from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.link import Link, Overlap
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.costs.memory import ModelShape
 from peft_mux.scheduler.costs.profile import Profile, analytic_profile
@@ -238,6 +238,22 @@ def test_sums_that_no_link_carries_take_no_time_and_a_profiles_own_link_carries_
     )
     assert own == given_link
     assert own - none == pytest.approx(8 * 4 * 2 * LINK.transfer_s(100 * 64 * 4 / 2))
+
+
+def test_what_the_host_takes_of_divided_layers_is_added_and_counts_as_fixed() -> None:
+    task = TaskLoad("a", (100,), 90, (AdapterLoad(8, 128, 64),), 0)
+    known = replace(PROFILE, overlap=Overlap(skew=0.2, host_s=0.003))
+    without, divided = (CostModel(one, SHAPE, devices_per_stage=2, tensor_link=LINK) for one in (PROFILE, known))
+    added_s = SHAPE.num_layers * 4 * 0.003
+    assert divided.pass_s([task], 1) - without.pass_s([task], 1) == pytest.approx(added_s)
+    whole = CostModel(known, SHAPE)
+    assert whole.pass_s([task], 1) == CostModel(PROFILE, SHAPE).pass_s([task], 1), "nothing is divided"
+    before, after = (cost.parts_of_pass([task]) for cost in (without, divided))
+    assert after.fixed - before.fixed == pytest.approx(added_s)
+    assert after[1:] == pytest.approx(before[1:])
+    sides = [cost.pass_parts([task], 1) for cost in (without, divided)]
+    between = [one.attention_s + one.mlp_s for one in sides]
+    assert SHAPE.num_layers * (between[1] - between[0]) == pytest.approx(added_s)
 
 
 def test_a_backbone_that_replicas_divide_is_gathered_unit_by_unit_in_every_pass() -> None:

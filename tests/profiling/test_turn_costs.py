@@ -1,0 +1,62 @@
+"""What real passes take through cut layers, apart and in turns, is what plans charge for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from peft_mux.profiling.turn_costs import fitted_costs
+from peft_mux.scheduler.costs.link import Overlap
+from peft_mux.scheduler.costs.profile import Profile
+from peft_mux.scheduler.costs.profile_text import profile_text
+from peft_mux.scheduler.subgraphs.passes import TimedSubgraph, turns_timeline
+from tests.engine.processes.cases import launch, values
+from tests.engine.replicas import layout_cases
+from tests.invariants.mux_lab import make_trainer
+
+_NUM_SUMS = 8
+PASSES = [(*[TimedSubgraph(2e-3, 1e-3)] * _NUM_SUMS, TimedSubgraph(1e-3, 0.0))] * 2
+ALONE = Overlap(skew=0.1, slowdown=0.3)
+
+
+@pytest.mark.parametrize(("host_s", "turn_s"), [(0.0, 0.0), (5e-4, 0.0), (0.0, 4e-4), (5e-4, 4e-4)])
+def test_what_the_simulator_would_have_measured_is_found_again(host_s: float, turn_s: float) -> None:
+    spread_s = host_s * _NUM_SUMS / len(PASSES[0])
+    real = [tuple(one._replace(compute_s=one.compute_s + spread_s) for one in times) for times in PASSES]
+    known = replace(ALONE, turn_s=turn_s)
+    # Waiting for the slowest rank grows with the computing before it, the host's part included.
+    apart_s = turns_timeline(PASSES, ALONE, in_turns=False).makespan_s + len(PASSES) * _NUM_SUMS * host_s
+    found = fitted_costs(ALONE, PASSES, apart_s, turns_timeline(real, known).makespan_s, num_sums=_NUM_SUMS)
+    assert found.host_s == pytest.approx(host_s, abs=1e-9)
+    assert turns_timeline(real, found).makespan_s == pytest.approx(turns_timeline(real, known).makespan_s, rel=1e-3)
+    assert (found.skew, found.slowdown) == (ALONE.skew, ALONE.slowdown)
+
+
+def test_passes_that_are_faster_than_predicted_take_nothing_off() -> None:
+    known = replace(ALONE, turn_s=1e-4)
+    assert fitted_costs(known, PASSES, 0.0, 0.0, num_sums=_NUM_SUMS) == known
+
+
+def _measure(rank: int, folder: Path, arguments: dict[str, Any]) -> Profile:
+    tasks, backbone = layout_cases.tasks_of("llama"), layout_cases.backbone("llama")
+    trainer = make_trainer(tasks, folder, model=backbone, **arguments)
+    return trainer.measure_profile(budget_s=1.0)
+
+
+@pytest.mark.distributed
+def test_two_shards_learn_the_same_of_their_passes(tmp_path: Path) -> None:
+    first, second = values(launch(2, _measure, tmp_path, {"tensor_parallel_size": 2}, limit_s=120))
+    assert first.overlap is not None
+    assert first.overlap == second.overlap
+    assert first.overlap.turn_s > 0
+    assert f"the host takes {1e6 * first.overlap.host_s:,.0f} us more" in profile_text(first)
+
+
+@pytest.mark.distributed
+def test_replicas_that_hold_whole_layers_measure_turns_of_products_alone(tmp_path: Path) -> None:
+    first, _ = values(launch(2, _measure, tmp_path, {}, limit_s=120))
+    assert first.overlap is not None
+    assert first.overlap.host_s == 0
