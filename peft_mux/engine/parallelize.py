@@ -218,12 +218,14 @@ def _prepare_last_layer(model: MultiTaskPeftModel, stage: StageModel | None, arg
     last_layer.is_wanted = args.last_layer_at_targets is not False
     if not last_layer.is_wanted or (stage is not None and not stage.has_head):
         return
-    if stage is not None and model.tp_size == 1:
+    if stage is not None:
+        # All tensor parallel ranks of a stage come here, and sum over each other.
         stage.prove_last_layer()
-    reason = last_layer.reason_on(model)
-    # Of tensor parallelism it is known beforehand (docs/prefixes.md).
-    if reason is not None and (args.last_layer_at_targets is True or model.tp_size == 1):
-        warnings.warn(f"the last layer computes all rows, also those that no loss reads, as {reason}.", stacklevel=2)
+    last_layer.check_cut(model)
+    if last_layer.reason is not None:
+        warnings.warn(
+            f"the last layer computes all rows, also those that no loss reads, as {last_layer.reason}.", stacklevel=2
+        )
 
 
 def _checkpoint_activations(model: MultiTaskPeftModel, args: MultiTaskTrainingArguments) -> None:

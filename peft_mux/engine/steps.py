@@ -154,7 +154,8 @@ class StepSource:
             return []
         planned = htask.micro_batches * htask.tokens_per_micro_batch
         # Batches are drawn, so a step may bring another number of tokens than the plan was made for.
-        meant = passes_meant(own_tokens, planned, htask.micro_batches)
+        has_shared = any(batch.trie is not None for batch in fused)
+        meant = passes_meant(own_tokens, planned, htask.micro_batches, has_shared=has_shared)
         return self.collator.micro_batches(fused, max_tokens=self._bound, only=own, num_passes=meant)
 
     @property

@@ -152,20 +152,22 @@ def cut_into_passes(
     return _with_shared(tasks, spread if len(spread) == meant or len(spread) < len(filled) else filled)
 
 
-def passes_meant(num_tokens: int, planned_tokens: float, planned_passes: int) -> int:
+def passes_meant(num_tokens: int, planned_tokens: float, planned_passes: int, *, has_shared: bool = False) -> int:
     """Return into how many passes a step is to be cut that has other rows than the one that was planned.
 
-    As many as planned, so long as the step is of about the planned size; otherwise passes keep their size.
+    As many as planned, so long as the step is of about the planned size; otherwise passes keep their size. Where rows
+    begin alike they grow with the step, up to their bound, as each further pass would compute some beginning anew.
 
     Args:
-        num_tokens: tokens of the rows at hand.
-        planned_tokens: tokens that the plan counted with; 0 where it knew none.
+        num_tokens: tokens that the rows at hand compute where they are all in one pass.
+        planned_tokens: tokens that the plan counted with, in the same way; 0 where it knew none.
         planned_passes: passes that it has cut them into.
+        has_shared: whether rows begin alike.
     """
     if not planned_tokens:
         return 1
     ratio = num_tokens / planned_tokens
-    if 1 / _OTHER_STEP < ratio < _OTHER_STEP:
+    if ratio > 1 / _OTHER_STEP and (has_shared or ratio < _OTHER_STEP):
         return planned_passes
     return max(1, round(planned_passes * ratio))
 

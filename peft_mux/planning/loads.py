@@ -45,6 +45,7 @@ def task_load(
     cut: CutLayers | None = None,
     chain_tokens: int | None = None,
     routed_share: float = 1.0,
+    layer_elements: int | None = None,
 ) -> TaskLoad:
     """Return what the planner needs to know of a task.
 
@@ -56,6 +57,8 @@ def task_load(
         chain_tokens: bound of a pass in tokens, where longer rows are cut into chains. The passes of a chain are held
             at once, and short rows fill them, so a row counts as that many whole passes.
         routed_share: part of the experts of a mixture that a token passes through.
+        layer_elements: elements of the frozen matrices that a token is multiplied with in one layer; those that are
+            adapted alone by default.
     """
     rows = run.loader.sample_lengths
     longest = max(rows, default=0)
@@ -84,7 +87,7 @@ def task_load(
         has_batch_forward=objective_of(run.task).needs_batch_values(args_of(run.task)),
         shared=shared,
         trie=trie,
-        lowest_layer=lowest_layer(shapes) if kind.name == LORA else 0,
+        unmet_layers=_unmet_layers(shapes, layer_elements) if kind.name == LORA else 0.0,
     )
 
 
@@ -209,6 +212,24 @@ def _adapter_loads(
         # At least one: the adapters of a task that adapts few layers would else cost nothing.
         for _ in range(max(1, round(count / num_layers)))
     )
+
+
+def _unmet_layers(shapes: ParameterShapes, layer_elements: int | None) -> float:
+    """Return how many layers' frozen products a backward is spared for a task's rows below its lowest adapter.
+
+    It is spared in layers that some other task adapts; these are taken to be those that this task adapts above.
+    """
+    lowest = lowest_layer(shapes)
+    if not lowest:
+        return 0.0
+    adapted = {
+        name: (shape[1], shapes[name.replace(".lora_A.", ".lora_B.")][0])
+        for name, shape in shapes.items()
+        if ".lora_A." in name
+    }
+    num_layers = len({lowest_layer([name]) for name in adapted})
+    elements = sum(num_inputs * num_outputs for num_inputs, num_outputs in adapted.values()) / num_layers
+    return lowest * (min(1.0, elements / layer_elements) if layer_elements else 1.0)
 
 
 def _is_cut(kind: AdapterKind, name: str, cut: CutLayers) -> bool:

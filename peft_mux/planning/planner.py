@@ -25,7 +25,7 @@ from peft_mux.planning.fixes import fixes_for
 from peft_mux.planning.loads import SAMPLE_ROWS, ParameterShapes, part_of, replica_loads, task_load, whole_shapes
 from peft_mux.planning.pass_prices import PassPrices
 from peft_mux.planning.profiles import RunProfile, run_profile
-from peft_mux.planning.shapes import cut_layers, frozen_parts
+from peft_mux.planning.shapes import cut_layers, frozen_parts, sums_before_attention
 from peft_mux.planning.targets import Target, interleaved_passes, other_target, own_target
 from peft_mux.profiling.memory import count_activation_bytes_per_token
 from peft_mux.scheduler.costs.latency import CostModel
@@ -63,6 +63,7 @@ class Planner:
         most_tokens: the most tokens of a pass that the device was found to have memory for; `None` where none was too
             large yet.
         correction: learns from measured times how far the profile holds; plans are made with its `factors`.
+        shape: the shape of the whole backbone.
         cut_layers: which layers tensor parallelism cuts, and how.
 
     Example:
@@ -84,8 +85,9 @@ class Planner:
         self.num_replicas = num_replicas
         self._activation_dtype = torch.bfloat16 if args.bf16 else source.dtype
         shape = model_shape(model.backbone, source.config, dtype=source.dtype, activation_dtype=self._activation_dtype)
-        self._shape = replace(shape, parts=frozen_parts(model.backbone, shape.num_layers, source.dtype))
+        self.shape = replace(shape, parts=frozen_parts(model.backbone, shape.num_layers, source.dtype))
         self._has_own_queries = has_own_queries(model.backbone)
+        self._sums_before_attention = sums_before_attention(model.backbone)
         self.cut_layers = cut_layers(model.backbone)
         self.cuts: dict[int, tuple[int, ...]] = {}
         # Read now, since a stage later holds only a part of these parameters.
@@ -113,16 +115,26 @@ class Planner:
         """
         self.cuts.clear()
 
-    @property
-    def shape(self) -> ModelShape:
-        """The shape of the whole backbone, and what part of its last layer is computed at rows that are read alone."""
-        args, model = self.args, self.model
-        replays = args.cuda_graphs is not False and args.device.type == "cuda"
+    def shape_on(
+        self, device_type: str, *, num_stages: int = 1, devices_per_stage: int = 1, backbone_shards: int = 1
+    ) -> ModelShape:
+        """Return the shape of the backbone with what its last layer computes at rows that are read alone on devices.
+
+        Args:
+            device_type: kind of the devices, "cuda" or "cpu".
+            num_stages: pipeline stages of a replica.
+            devices_per_stage: devices that share every layer.
+            backbone_shards: replicas that divide the frozen weights.
+        """
+        args, model, is_alone = self.args, self.model, num_stages * devices_per_stage * backbone_shards == 1
+        # Captured passes compute all rows.
+        may_replay = args.cuda_graphs is True or (args.cuda_graphs == "auto" and device_type == "cuda" and is_alone)
+        sums_first = devices_per_stage > 1 and self._sums_before_attention
         # Proven in one stage of several alone, and all processes have to make one plan.
-        is_refused = model is not None and model.num_stages == 1 and model.last_layer.was_refused
-        if args.last_layer_at_targets is False or replays or is_refused:
-            return self._shape
-        return self._shape.at_targets(has_own_queries=self._has_own_queries)
+        was_refused = model is not None and model.num_stages == 1 and model.last_layer.was_refused
+        if args.last_layer_at_targets is False or may_replay or sums_first or was_refused:
+            return self.shape
+        return self.shape.at_targets(has_own_queries=self._has_own_queries)
 
     @property
     def profile(self) -> Profile | None:
@@ -320,6 +332,7 @@ class Planner:
             cut=self.cut_layers,
             chain_tokens=self.args.max_tokens_per_micro_batch if self.args.split_long_sequences else None,
             routed_share=self.shape.routed_share,
+            layer_elements=self.shape.layer_elements,
         )
 
     def _target(self, devices: str | None, num_stages: int | None, devices_per_stage: int | None) -> Target:
@@ -356,14 +369,17 @@ class Planner:
 
     def _cost_model(self, target: Target, layers: tuple[int, ...] | None) -> CostModel:
         """Return what predicts seconds on a target whose stages have so many layers, or equally many."""
+        size = {
+            "num_stages": target.num_stages,
+            "devices_per_stage": target.devices_per_stage,
+            "backbone_shards": target.backbone_shards,
+        }
         return CostModel(
             target.profile,
-            self.shape,
-            num_stages=target.num_stages,
-            devices_per_stage=target.devices_per_stage,
+            self.shape_on(target.device_type, **size),
             layers_per_stage=layers,
             tensor_link=target.tensor_link,
-            backbone_shards=target.backbone_shards,
+            **size,
         )
 
     def _models(self, target: Target, loads: Sequence[TaskLoad], num_chunks: int) -> tuple[CostModel, MemoryModel]:

@@ -56,6 +56,7 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
             shape.num_layers,
             cut=planner.cut_layers,
             routed_share=shape.routed_share,
+            layer_elements=shape.layer_elements,
         )
         for run in runs
     )
@@ -71,7 +72,7 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
     if args.memory_limit_gib is not None:
         limit = memory_limit_bytes(args)
     return ReplicaFacts(
-        shape=shape,
+        shape=planner.shape_on(device_type),
         profile=profile,
         loads=loads,
         memory=MemoryModel(

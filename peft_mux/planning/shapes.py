@@ -35,6 +35,15 @@ def cut_layers(backbone: Any) -> CutLayers:
     return found | {name: False for name, module in backbone.named_modules() if module is head}
 
 
+def sums_before_attention(backbone: Any) -> bool:
+    """Return whether devices that share a layer sum before attention, for a norm over all heads.
+
+    Args:
+        backbone: the transformers model, possibly without weights.
+    """
+    return any(block.norms for block in _blocks(backbone))
+
+
 def frozen_parts(backbone: Any, num_layers: int, dtype: torch.dtype) -> FrozenParts | None:
     """Return where the bytes of a backbone lie; `None` where its layers cannot be told.
 

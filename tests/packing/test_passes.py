@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,6 +20,7 @@ from peft_mux.packing.passes import (
     passes_meant,
     slot_of,
 )
+from peft_mux.packing.row_trie import row_trie
 
 PROPERTY = settings(deadline=None, max_examples=150)
 TASKS = st.lists(st.lists(st.integers(1, 200), max_size=12), min_size=1, max_size=5)
@@ -121,6 +123,24 @@ def test_a_step_of_about_the_planned_tokens_has_as_many_passes(
     tokens: int, planned: float, passes: int, meant: int
 ) -> None:
     assert passes_meant(tokens, planned, passes) == meant
+
+
+@pytest.mark.parametrize(("tokens", "meant"), [(50, 4), (100, 8), (140, 8), (200, 8), (900, 8)])
+def test_passes_of_rows_that_begin_alike_grow_with_the_step(tokens: int, meant: int) -> None:
+    assert passes_meant(tokens, 100.0, 8, has_shared=True) == meant
+
+
+def test_a_step_of_twice_the_planned_tokens_shares_as_well_as_one_pass_does() -> None:
+    beginning = np.arange(40)
+    rows = [[np.concatenate([beginning, 100 + 10 * row + np.arange(10)])] for row in range(6)]
+    trie = row_trie(rows)
+    assert trie is not None
+    tokens = trie.num_computed(range(6))
+    meant = {has: passes_meant(tokens, tokens / 2, 1, has_shared=has) for has in (False, True)}
+    task = TaskRows([50] * 6, trie=trie)
+    cuts = {has: cut_into_passes([task], PassRules(), bound=1000, num_passes=count) for has, count in meant.items()}
+    computed = {has: sum(one.num_computed for cut in cuts[has] for one in cut) for has in cuts}
+    assert computed == {False: tokens + 40, True: tokens}
 
 
 @PROPERTY

@@ -21,7 +21,9 @@ from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.last_layer.last_layer import has_own_queries
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import Stream
+from peft_mux.planning.loads import _unmet_layers, whole_shapes
 from peft_mux.planning.pass_prices import PassPrices
+from peft_mux.planning.shapes import sums_before_attention
 from peft_mux.profiling.subject import Subject
 from peft_mux.scheduler.costs.curves import AdapterTable, Curve
 from peft_mux.scheduler.costs.latency import CostModel
@@ -29,6 +31,7 @@ from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.measured.fit import PartFit
 from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import Profile
+from tests.engine.families.family_cases import backbone
 from tests.invariants import mux_lab as lab
 from tests.modeling.test_architectures import LANGUAGE_MODELS
 from tests.planning.cases import llama
@@ -67,13 +70,20 @@ def added_product(own: Any, left: Any, right: Any, **others: Any) -> int:
     return 2 * left[0] * left[1] * right[1]
 
 
-def operations(num_layers: int, lowest: dict[str, int], read: int, *, narrow: bool = False) -> int:
-    """Return the operations of the products of a pass, forward and backward, of tasks with these lowest layers."""
+def model_of(num_layers: int, lowest: dict[str, int], targets: list[str]) -> MultiTaskPeftModel:
+    """Return a model of tasks with these lowest layers."""
     configs = {
-        name: LoraConfig(r=1, target_modules=LINEAR, layers_to_transform=list(range(layer, num_layers)))
+        name: LoraConfig(r=1, target_modules=targets, layers_to_transform=list(range(layer, num_layers)))
         for name, layer in lowest.items()
     }
-    model = MultiTaskPeftModel(llama(num_layers, WIDTH), configs).train()
+    return MultiTaskPeftModel(llama(num_layers, WIDTH), configs).train()
+
+
+def operations(
+    num_layers: int, lowest: dict[str, int], read: int, *, narrow: bool = False, targets: list[str] = LINEAR
+) -> int:
+    """Return the operations of the products of a pass, forward and backward, of tasks with these lowest layers."""
+    model = model_of(num_layers, lowest, targets)
     model.last_layer.is_wanted = narrow
     counter = FlopCounterMode(display=False, custom_mapping={torch.ops.aten.addmm_: added_product})
     with counter:
@@ -83,7 +93,7 @@ def operations(num_layers: int, lowest: dict[str, int], read: int, *, narrow: bo
 
 def load_of(batch: MuxBatch, lowest: dict[str, int]) -> list[TaskLoad]:
     return [
-        TaskLoad(one.task, one.lengths, one.num_targets, (), 1, lowest_layer=lowest[one.task]) for one in rows_of(batch)
+        TaskLoad(one.task, one.lengths, one.num_targets, (), 1, unmet_layers=lowest[one.task]) for one in rows_of(batch)
     ]
 
 
@@ -103,23 +113,35 @@ def test_where_most_rows_are_read_nothing_is_spared() -> None:
     assert CostModel(PROFILE, shape).pass_s(loads, 1) == CostModel(PROFILE, shape.at_targets()).pass_s(loads, 1)
 
 
-@pytest.mark.parametrize("lowest", [{"a": 0, "b": 2}, {"a": 0, "b": 1, "c": 3}], ids=str)
+@pytest.mark.parametrize(
+    ("lowest", "targets"),
+    [
+        ({"a": 0, "b": 2}, LINEAR),
+        ({"a": 0, "b": 1, "c": 3}, LINEAR),
+        ({"a": 0, "b": 2}, ["q_proj", "v_proj"]),
+        ({"a": 0, "b": 3}, ["gate_proj", "up_proj", "down_proj"]),
+    ],
+    ids=str,
+)
 def test_a_backward_that_stops_early_is_predicted_to_spare_the_operations_that_it_spares(
-    lowest: dict[str, int], monkeypatch: pytest.MonkeyPatch
+    lowest: dict[str, int], targets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    stops = operations(4, lowest, 39)
+    stops, everywhere = operations(4, lowest, 39, targets=targets), dict.fromkeys(lowest, 0)
     monkeypatch.setattr(Stream, "begin_at_the_bottom", lambda stream: None)
-    goes_down, everywhere = operations(4, lowest, 39), dict.fromkeys(lowest, 0)
+    goes_down = operations(4, lowest, 39, targets=targets)
     of_layer = operations(4, everywhere, 39) - operations(3, everywhere, 39)
-    batch, shape = batch_of(tuple(lowest), 39), shape_of(llama(4, WIDTH))
+    batch, shape, model = batch_of(tuple(lowest), 39), shape_of(llama(4, WIDTH)), model_of(4, lowest, targets)
+    loads = load_of(batch, lowest)
+    layers = [_unmet_layers(whole_shapes(model, name), shape.layer_elements) for name in lowest]
+    stopping = [replace(load, unmet_layers=one) for load, one in zip(loads, layers, strict=True)]
     cost = CostModel(PROFILE, shape)
-    predicted = cost.pass_s(load_of(batch, everywhere), 1) - cost.pass_s(load_of(batch, lowest), 1)
+    predicted = cost.pass_s(load_of(batch, everywhere), 1) - cost.pass_s(stopping, 1)
     assert predicted / batch.num_tokens == pytest.approx((goes_down - stops) / of_layer, rel=0.03)
 
 
 def test_stages_do_not_know_what_lies_below_and_go_all_the_way_down() -> None:
     loads, shape = load_of(batch_of(("a",), 39), {"a": 1}), shape_of(llama(2))
-    whole = [replace(load, lowest_layer=0) for load in loads]
+    whole = [replace(load, unmet_layers=0.0) for load in loads]
     stages = CostModel(PROFILE, shape, num_stages=2)
     assert stages.pass_s(loads, 1) == stages.pass_s(whole, 1)
     assert CostModel(PROFILE, shape).pass_s(loads, 1) < CostModel(PROFILE, shape).pass_s(whole, 1)
@@ -169,9 +191,23 @@ def test_the_plan_of_a_run_counts_both(tmp_path: Path) -> None:
 def test_a_last_layer_that_was_refused_is_planned_whole(tmp_path: Path) -> None:
     trainer = lab.make_trainer([completions(0)], tmp_path)
     planner = trainer._plans.planner
-    assert planner.shape.read_share > 0.5
+    assert planner.shape_on("cpu").read_share > 0.5
     trainer.model.last_layer.reason = "it differs"
-    assert planner.shape.read_share == 0.0
+    assert planner.shape_on("cpu").read_share == 0.0
+
+
+def test_devices_that_compute_all_rows_of_the_last_layer_are_planned_so(tmp_path: Path) -> None:
+    planner = lab.make_trainer([completions(0)], tmp_path)._plans.planner
+    assert planner.shape_on("cuda").read_share == 0.0, "passes may be replayed"
+    assert planner.shape_on("cuda", devices_per_stage=2).read_share > 0.5
+    planner._sums_before_attention = True
+    assert planner.shape_on("cuda", devices_per_stage=2).read_share == 0.0
+    assert planner.shape_on("cuda", num_stages=2).read_share > 0.5
+
+
+@pytest.mark.parametrize(("kind", "sums"), [("olmo2", True), ("qwen3", False), ("llama", False)])
+def test_norms_over_all_heads_are_known_before_anything_is_cut(kind: str, sums: bool) -> None:
+    assert sums_before_attention(backbone(kind)) is sums
 
 
 @pytest.mark.parametrize(("name", "has_them"), [("Llama", True), ("GPT2", False), ("DeepseekV3", True), ("OPT", True)])

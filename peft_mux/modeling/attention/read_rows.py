@@ -7,6 +7,7 @@ Shape letters: U computed rows, R rows that are read, H heads, G key-value heads
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -35,6 +36,10 @@ def rows_of_targets(batch: MuxBatch) -> ReadRows:
     return ReadRows(batch.shared.target_rows, batch.shared.target_offsets)
 
 
+def nothing() -> None:
+    """Do nothing."""
+
+
 class KeysReady(Exception):
     """Ends a layer's first call: its keys and values are there."""
 
@@ -49,11 +54,13 @@ class LayerCalls:
 
     Attributes:
         attention: the module that attended in the first call; `None` before it.
+        reached: what is done when the second call asks for attention; nothing by default.
     """
 
     def __init__(self, rows: torch.Tensor, *, has_own_queries: bool) -> None:
         """Expect the first call."""
         self.attention: Any = None
+        self.reached: Callable[[], object] = nothing
         self._rows, self._has_own_queries = rows, has_own_queries
         self._of_all: QKV | None = None
 
@@ -74,6 +81,7 @@ class LayerCalls:
         if self._of_all is None:
             self.attention, self._of_all = module, (query, key, value)
             raise KeysReady
+        self.reached()
         all_queries, keys, values = self._of_all
         if not self._has_own_queries:
             return all_queries, keys, values

@@ -13,7 +13,7 @@ Shape letters: U computed rows, R rows that are read.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -75,13 +75,23 @@ class LastLayerForward(MultiplexedForward):
     ) -> Any:
         self.was_narrowed, num_rows = True, self.stream.num_rows
         calls = LayerCalls(read.rows, has_own_queries=bool(found.of_queries))
-        with _without_checkpointing(self.module), attention.in_calls(calls):
-            with self._giving_zeros(found.attention, found.of_queries):
+        with attention.in_calls(calls):
+            with self._changed(found.attention, found.of_queries):
                 self._first_call(args, kwargs)
             own_args, own_kwargs = _rows_of((args, kwargs), read.rows, num_rows)
-            with self.stream.read_rows(*read), self._giving_zeros(found.attention, found.of_keys):
+            with self.stream.read_rows(*read), self._changed(found.attention, found.of_keys) as changes:
+                # Behind attention the layer is as ever: other passes may go through it while this one waits for a sum.
+                calls.reached = changes.close
                 out = self._own_forward(*own_args, **own_kwargs)
         return _at_their_places(out, read.rows, num_rows)
+
+    @contextmanager
+    def _changed(self, attention: Any, names: tuple[str, ...]) -> Iterator[ExitStack]:
+        """Let projections give zeros, and the layer recompute nothing by itself, until the stack is closed."""
+        with ExitStack() as changes:
+            changes.enter_context(_without_checkpointing(self.module))
+            changes.enter_context(self._giving_zeros(attention, names))
+            yield changes
 
     def _own_forward(self, *args: Any, **kwargs: Any) -> Any:
         # Of the class that the layer has now, which FSDP2 makes another one, and with it what recomputes.

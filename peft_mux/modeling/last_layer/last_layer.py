@@ -44,7 +44,7 @@ class LastLayer:
             model: the model that runs the pass.
             batch: the micro-batch, on the model's device.
         """
-        if not self.is_wanted or self.reason_on(model) is not None:
+        if not self.is_wanted or self.reason is not None:
             return None
         read = model.objectives.head.read_rows(batch, model.backbone)
         # Of a pass in which nothing is read, later parts of its rows may want the keys: that is left as it is.
@@ -52,10 +52,12 @@ class LastLayer:
             return None
         return read
 
-    def reason_on(self, model: MultiplexedModel) -> str | None:
-        """Return why it is not done on a model as it lies here, a clause; `None` where it is."""
-        # Passes in turns expect the sums of layers that are called once.
-        return "tensor parallelism cuts it" if model.tp_size > 1 else self.reason
+    def check_cut(self, model: MultiplexedModel) -> None:
+        """Give up where tensor parallel ranks sum before attention: other passes may go through the layer meanwhile."""
+        found = find_layers(model.backbone)
+        modules = () if found is None else found.layers[-1].modules()
+        if self.reason is None and any(getattr(one, "is_over_all_ranks", False) for one in modules):
+            self.reason = "a norm before attention is a sum over tensor parallel ranks"
 
     @property
     def was_refused(self) -> bool:

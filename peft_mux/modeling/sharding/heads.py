@@ -63,3 +63,4 @@ def norm_over_all_ranks(norm: Any, links: TensorParallelLinks) -> None:
 
     assert isinstance(norm, nn.Module)
     norm.forward = forward
+    norm.is_over_all_ranks = True  # type: ignore[assignment]

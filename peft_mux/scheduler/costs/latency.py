@@ -212,8 +212,8 @@ class CostModel:
             loads: the loads of all tasks that take the step.
         """
         # A forward goes through all layers.
-        plain = [replace(load, adapters=(), lowest_layer=0) for load in loads if load.has_reference_forward]
-        adapted = [replace(load, lowest_layer=0) for load in loads if load.has_batch_forward]
+        plain = [replace(load, adapters=(), unmet_layers=0.0) for load in loads if load.has_reference_forward]
+        adapted = [replace(load, unmet_layers=0.0) for load in loads if load.has_batch_forward]
         # As if each were one: how many they are makes a difference only of what a pass costs whatever its size.
         return sum(
             self.profile.forward_fraction * float(sum(self._stages_s(rows, 1))) + self.profile.pass_overhead_s

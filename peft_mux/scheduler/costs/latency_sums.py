@@ -29,7 +29,7 @@ class Sums:
         layer_s: seconds of one layer's base operators on one device, the attention product included.
         calls_s: seconds of the launches of one layer's attention calls.
         adapters_s: seconds of all adapters of one layer, fused as in Eq. 3.
-        unmet: over all layers, the tokens of the tasks that have no weights in a layer or below it.
+        unmet: over all layers, the tokens of the tasks that have no adapter in a layer or below it.
     """
 
     tokens: Any
@@ -78,7 +78,7 @@ class _TaskTerms:
     Attributes:
         tokens: tokens of a micro-batch, [M].
         targets: loss terms of a micro-batch, [M].
-        unmet: tokens of a micro-batch times the layers below the lowest one with weights of the task, [M].
+        unmet: tokens of a micro-batch times the layers below the task's lowest adapter, [M].
         attention_s: seconds of the attention products of one layer, [M].
         weighted_s: sum of u_a t_a over a task's adapters of each of W widths, [W, M].
         alone_s: sum of t_a over the same adapters, [W, M].
@@ -87,13 +87,13 @@ class _TaskTerms:
     def __init__(self, profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: int, devices: int) -> None:
         self.tokens = np.array([load.tokens for load in loads], dtype=float) / num_micro_batches
         self.targets = np.array([load.num_targets for load in loads], dtype=float) / num_micro_batches
-        self.unmet = self.tokens * _lowest_layers(loads)
+        self.unmet = self.tokens * _unmet_layers(loads)
         self.attention_s = _attention_s(profile, loads) / num_micro_batches
         self.weighted_s, self.alone_s = _adapters_s(profile, loads, self.tokens, devices)
 
 
-def _lowest_layers(loads: Sequence[TaskLoad]) -> NDArray[Any]:
-    return np.array([load.lowest_layer for load in loads], dtype=float)
+def _unmet_layers(loads: Sequence[TaskLoad]) -> NDArray[Any]:
+    return np.array([load.unmet_layers for load in loads], dtype=float)
 
 
 def _attention_s(profile: Profile, loads: Sequence[TaskLoad]) -> NDArray[Any]:
@@ -178,7 +178,7 @@ def uniform_batch(profile: Profile, loads: Sequence[TaskLoad], num_sequences: in
         layer_s=profile.layer_s(tokens) + num_sequences * profile.attention_s(length),
         calls_s=profile.attention_call_s,
         adapters_s=np.maximum(weighted_s.sum(axis=1), longest_s).sum(),
-        unmet=float(tokens * parts @ _lowest_layers(loads)),
+        unmet=float(tokens * parts @ _unmet_layers(loads)),
     )
 
 
@@ -283,7 +283,7 @@ def pass_sums(profile: Profile, loads: Sequence[TaskLoad], passes: Sequence[Sequ
         layer_s=profile.layer_s(tokens.sum(axis=1)) + np.bincount(number, weights=attention_s, minlength=num_passes),
         calls_s=profile.attention_call_s * _attention_calls_of_passes(number, end - start, num_passes),
         adapters_s=_adapters_of_passes_s(profile, loads, tokens, devices),
-        unmet=tokens @ _lowest_layers(loads),
+        unmet=tokens @ _unmet_layers(loads),
     )
 
 

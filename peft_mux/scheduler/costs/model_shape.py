@@ -44,6 +44,11 @@ class ModelShape:
     routed_share: float = 1.0
     read_share: float = 0.0
 
+    @property
+    def layer_elements(self) -> int:
+        """Elements of the frozen matrices that a token is multiplied with in one layer."""
+        return self.hidden_size * (2 * self.attention_size + 2 * self.key_value_size + 3 * self.intermediate_size)
+
     def at_targets(self, *, has_own_queries: bool = True) -> ModelShape:
         """Return the shape where the last layer computes keys and values of all rows, and all else of those read.
 
@@ -51,9 +56,8 @@ class ModelShape:
             has_own_queries: whether a projection makes queries alone; one that makes keys and values too is computed
                 for all rows.
         """
-        behind = self.attention_size + 3 * self.intermediate_size
-        whole = behind + self.attention_size + 2 * self.key_value_size
-        return replace(self, read_share=(behind + has_own_queries * self.attention_size) / whole)
+        features = (1 + has_own_queries) * self.attention_size + 3 * self.intermediate_size
+        return replace(self, read_share=features * self.hidden_size / self.layer_elements)
 
     def in_precision(self, factor: float) -> ModelShape:
         """Return the shape with frozen weights that take `factor` times the bytes.

@@ -149,7 +149,11 @@ def planned_passes(
     for number, htask in enumerate(htasks):
         rows = [task_rows(by_name[name]) for name in htask.tasks]
         tokens = sum(by_name[name].tokens for name in htask.tasks)
-        meant = passes_meant(tokens, htask.micro_batches * htask.tokens_per_micro_batch, htask.micro_batches)
+        planned, has_shared = (
+            htask.micro_batches * htask.tokens_per_micro_batch,
+            any(one.trie is not None for one in rows),
+        )
+        meant = passes_meant(tokens, planned, htask.micro_batches, has_shared=has_shared)
         for members in cut_into_passes(rows, rules, bound=max_tokens, num_passes=meant):
             names = tuple(dict.fromkeys(htask.tasks[member.task] for member in members))
             found.append(PlannedPass(number, names, sum(member.num_computed for member in members)))

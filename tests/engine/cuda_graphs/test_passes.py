@@ -247,6 +247,17 @@ def test_a_model_that_cannot_be_captured_says_why_once(reason: str) -> None:
     assert messages[0].startswith(f"passes run eagerly instead of as CUDA graphs, as {reason}")
 
 
+def test_passes_whose_rows_share_tokens_run_eagerly_and_say_why_once_and_others_are_captured() -> None:
+    passes = CapturedPasses(mux(llama()), nullcontext, NoGraph)  # type: ignore[arg-type]
+    plain = batch(8, 8)
+    shared = plain.sharing([True], 4)
+    assert shared.num_computed < plain.num_computed
+    assert said(passes, shared, shared) == [
+        "passes run eagerly instead of as CUDA graphs, as rows that begin alike share tokens, others in each step."
+    ]
+    assert passes._reason_against(plain) is None, "a refused pass refuses no other"
+
+
 def test_dropout_of_the_backbone_is_no_reason_out_of_training() -> None:
     model = mux(gpt2())
     assert captured.reason_against(model) is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import torch
 from peft import LoraConfig
 
 from peft_mux import Task
+from peft_mux.modeling.last_layer.forward import LastLayerForward
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas import layout_cases as cases
 from tests.engine.replicas.layout_cases import LaidOut
@@ -33,15 +34,35 @@ def completion_tasks() -> list[Task]:
     return tasks
 
 
-def train_completions(rank: int, folder: Path, model: Any, arguments: dict[str, Any]) -> LaidOut:
+class Trained(NamedTuple):
+    """What a run showed to one process, and how often it computed some rows of its last layer alone to train."""
+
+    laid: LaidOut
+    num_narrow: int
+
+
+def train_completions(rank: int, folder: Path, model: Any, arguments: dict[str, Any]) -> Trained:
     """Train them."""
-    return cases.train(folder, model or cases.backbone("llama"), completion_tasks(), **arguments)
+    narrow, plain = [], LastLayerForward._computed
+
+    def counted(*given: Any, **named: Any) -> Any:
+        narrow.extend([1] * torch.is_grad_enabled())
+        return plain(*given, **named)
+
+    LastLayerForward._computed = counted  # type: ignore[method-assign]
+    try:
+        laid = cases.train(folder, model or cases.backbone("llama"), completion_tasks(), **arguments)
+    finally:
+        LastLayerForward._computed = plain  # type: ignore[method-assign]
+    return Trained(laid, len(narrow))
 
 
 @pytest.fixture(scope="module")
 def of_all_rows(tmp_path_factory: pytest.TempPathFactory) -> LaidOut:
     """Return what one process makes of them whose last layer computes all rows."""
-    return train_completions(0, tmp_path_factory.mktemp("alone"), None, {"last_layer_at_targets": False})
+    alone = train_completions(0, tmp_path_factory.mktemp("alone"), None, {"last_layer_at_targets": False})
+    assert alone.num_narrow == 0
+    return alone.laid
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +71,9 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> str:
     return cases.saved_backbone("llama", tmp_path_factory.mktemp("backbone"))
 
 
-PP2 = {"pipeline_parallel_size": 2}
+PP2, TP2 = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
+CHAINS = {"split_long_sequences": True, "max_tokens_per_micro_batch": 16, "chunk_size": 4}
+TURNS = {"interleaved_passes": 2, "planner": "interleaved"}
 
 
 @pytest.mark.distributed
@@ -59,14 +82,21 @@ PP2 = {"pipeline_parallel_size": 2}
     [
         pytest.param(2, {**PP2, "gradient_checkpointing": True}, id="pp2, recomputed"),
         pytest.param(2, {**PP2, "num_micro_batches": 4}, id="pp2, four passes", marks=[SLOW]),
-        pytest.param(2, {"tensor_parallel_size": 2}, id="tp2", marks=[SLOW]),
+        pytest.param(2, {**TP2, **TURNS, "gradient_checkpointing": True}, id="tp2, passes in turns, recomputed"),
+        pytest.param(2, TP2, id="tp2", marks=[SLOW]),
+        pytest.param(2, {**TP2, **TURNS}, id="tp2, passes in turns", marks=[SLOW]),
+        pytest.param(2, {**TP2, **CHAINS}, id="tp2, parts of long rows", marks=[SLOW]),
+        pytest.param(4, {**PP2, **TP2, "interleaved_passes": 2}, id="pp2 x tp2, passes in turns", marks=[SLOW]),
         pytest.param(2, {"shard_backbone": True, "gradient_checkpointing": True}, id="sharded", marks=[SLOW]),
     ],
 )
 def test_every_layout_gives_the_results_of_all_rows(
     world_size: int, arguments: dict[str, Any], tmp_path: Path, backbone: str, of_all_rows: LaidOut
 ) -> None:
-    part = values(launch(world_size, train_completions, tmp_path, backbone, arguments, limit_s=240))[0]
+    found = values(launch(world_size, train_completions, tmp_path, backbone, arguments, limit_s=240))
+    part = found[0].laid
+    with_head = found[world_size // 2 :] if "pipeline_parallel_size" in arguments else found
+    assert all(one.num_narrow > 0 for one in with_head), "the last layer computes some rows alone"
     assert part.statuses == of_all_rows.statuses
     for name, weights in of_all_rows.adapters.items():
         lab.assert_close(part.losses[name], of_all_rows.losses[name], 1e-5, name)

@@ -26,6 +26,7 @@ from peft_mux.modeling.backbone.layer_list import find_layers
 from peft_mux.modeling.last_layer.forward import LastLayerForward
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.proofs import states_of_probe
+from peft_mux.modeling.sharding.heads import norm_over_all_ranks
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.cases import CASES as ADAPTER_CASES
 from tests.modeling.objectives.cases import CASES as LOSS_CASES
@@ -354,6 +355,28 @@ def test_a_model_that_was_never_verified_computes_all_rows() -> None:
     assert model.last_layer.rows(model, stream_of(completions((9, 1)))) is None
     model.verify()
     assert model.last_layer.rows(model, stream_of(completions((9, 1)))) is not None
+
+
+def test_a_layer_that_sums_over_tensor_parallel_ranks_before_attention_computes_all_rows() -> None:
+    model = MultiTaskPeftModel(BACKBONES["Qwen3"][0](), {"a": ADAPTER_CASES[PeftType.LORA].make(0)})
+    model.last_layer.check_cut(model)
+    assert model.last_layer.reason is None
+    first, last = model.backbone.model.layers[0], model.backbone.model.layers[-1]
+    norm_over_all_ranks(first.self_attn.q_norm, Waiting())
+    model.last_layer.check_cut(model)
+    assert model.last_layer.reason is None, "it lies in another layer"
+    norm_over_all_ranks(last.self_attn.q_norm, Waiting())
+    model.last_layer.check_cut(model)
+    assert model.last_layer.reason == "a norm before attention is a sum over tensor parallel ranks"
+
+
+class Waiting:
+    """Stands for the links of a tensor parallel rank; nothing is sent."""
+
+    index, size = 0, 2
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        raise AssertionError("nothing is summed")
 
 
 def test_nothing_is_left_of_it_where_all_tasks_are_taken_out() -> None:
