@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from peft_mux.checkpoint.run_folder import RunFolder
-from peft_mux.checkpoint.run_record import FORMAT_VERSION, READABLE_VERSIONS
+from peft_mux.checkpoint.run_record import FORMAT_VERSION, READABLE_VERSIONS, Generations
 from peft_mux.errors import CheckpointError
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.table import TaskTable
@@ -39,7 +39,7 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
             f"resume_from_checkpoint: got {folder.root}, whose tasks were trained on other weights than those of "
             "`model`; allowed: the same backbone in the same dtype. Load that one, or train into a new output_dir."
         )
-    folder.take_up(record)
+    folder.generations = Generations(record)
     for name, entry in record.tasks.items():
         if name in table:
             folder.restore(table[name], entry.step, say)

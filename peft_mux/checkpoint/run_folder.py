@@ -29,6 +29,7 @@ from peft_mux.checkpoint.adapter_folder import mend_adapter, replace_adapter
 from peft_mux.checkpoint.retention import prune_states
 from peft_mux.checkpoint.run_record import (
     FORMAT_VERSION,
+    Generations,
     RecordedTask,
     RunRecord,
     read_records,
@@ -72,7 +73,7 @@ class RunFolder:
         fingerprint: digest of the whole backbone, where the model holds only a part of it.
 
     Attributes:
-        removed: tasks that were removed from the run and have not come again, by name.
+        generations: which tasks were removed from the run, and which have come again under their names.
 
     Raises:
         CheckpointError: if the folder cannot be written to, or a link stands where the run would write.
@@ -91,8 +92,7 @@ class RunFolder:
         self.root = root
         self.model = model
         self.keep = keep
-        self.removed: dict[str, RecordedTask] = {}
-        self._generations: dict[str, int] = {}
+        self.generations = Generations()
         self._fingerprint = fingerprint
         self._is_writer = is_writer
         self._restored_from: dict[str, Path] = {}
@@ -213,12 +213,13 @@ class RunFolder:
             numerics: what decides the last bits of its results.
         """
         tasks = {
-            run.name: RecordedTask(run.status, run.reason, run.step, self._generations.get(run.name, 0))
+            run.name: RecordedTask(run.status, run.reason, run.step, self.generations.of(run.name))
             for run in runs
             if run.status is not TaskStatus.REMOVED
         }
         # After all tasks: a record names only checkpoints that are whole on the disk.
-        self._write_record(RunRecord(run_step, FORMAT_VERSION, self.fingerprint, tasks, self.removed, numerics))
+        removed = self.generations.removed
+        self._write_record(RunRecord(run_step, FORMAT_VERSION, self.fingerprint, tasks, removed, numerics))
         # After the new record, so that a crash in between leaves too many checkpoints rather than too few.
         if self.keep is not None:
             prune_states(self.root, self.root / STATE_FOLDER, keep=self.keep)
@@ -228,24 +229,10 @@ class RunFolder:
         storage.write_file(record_path(self.root / STATE_FOLDER, record.run_step), content)
         self._newest = content
 
-    # ----------------------------------------------------- tasks that leave and come again
-
     def _identity(self, name: str, step: int) -> dict[str, Any]:
         """Return what tells a checkpoint from those of other tasks, also of one of the same name before it."""
-        generation = self._generations.get(name, 0)
+        generation = self.generations.of(name)
         return {"task": name, "step": step, **({"generation": generation} if generation else {})}
-
-    def note_removed(self, run: TaskRun) -> None:
-        """Remember that a task was removed, and where it stood; `amend_record` makes it last."""
-        generation = self._generations.get(run.name, 0)
-        self.removed[run.name] = RecordedTask(TaskStatus.REMOVED, run.reason, run.step, generation)
-
-    def note_arrival(self, name: str) -> bool:
-        """Remember that a task begins; return whether it has the name of a removed one, whose files are not its own."""
-        before = self.removed.pop(name, None)
-        if before is not None:
-            self._generations[name] = before.generation + 1
-        return before is not None
 
     def has_record(self) -> bool:
         """Whether the run can be resumed at all."""
@@ -255,21 +242,8 @@ class RunFolder:
         """Let the newest record tell which tasks are removed now; what else it tells of stays as it is."""
         record, _ = self.records()[-1]
         # A task that has come again is not in the record, as it was not in the run; it begins anew where that resumes.
-        tasks = {
-            name: task
-            for name, task in record.tasks.items()
-            if name not in self.removed and task.generation == self._generations.get(name, 0)
-        }
-        self._write_record(replace(record, tasks=tasks, removed=self.removed))
-
-    def take_up(self, record: RunRecord) -> None:
-        """Go on with what a record knows of removed tasks, and of those that came after them."""
-        self.removed = dict(record.removed)
-        self._generations = {name: task.generation for name, task in record.tasks.items() if task.generation}
-
-    def take_over(self, other: RunFolder) -> None:
-        """Go on with what another folder's run knew of removed tasks."""
-        self.removed, self._generations = dict(other.removed), dict(other._generations)
+        tasks = {name: task for name, task in record.tasks.items() if self.generations.has(name, task)}
+        self._write_record(replace(record, tasks=tasks, removed=self.generations.removed))
 
     def refuse_other_writer(self) -> None:
         """Refuse a folder to which another trainer has written since this one did.

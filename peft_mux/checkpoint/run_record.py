@@ -46,6 +46,39 @@ class RecordedTask:
         return {**fields, "generation": self.generation} if self.generation else fields
 
 
+class Generations:
+    """Which tasks were removed from a run, and how many of its name were there before a task that came later.
+
+    Attributes:
+        removed: tasks that were removed and have not come again, by name.
+    """
+
+    def __init__(self, record: RunRecord | None = None) -> None:
+        """Begin with what a record knows; by default nobody was removed."""
+        self.removed: dict[str, RecordedTask] = {} if record is None else dict(record.removed)
+        tasks = {} if record is None else record.tasks
+        self._numbers = {name: task.generation for name, task in tasks.items() if task.generation}
+
+    def of(self, name: str) -> int:
+        """Return how many tasks of a name were removed before the present one."""
+        return self._numbers.get(name, 0)
+
+    def has(self, name: str, task: RecordedTask) -> bool:
+        """Whether a task of a record is still the one of its name."""
+        return name not in self.removed and task.generation == self.of(name)
+
+    def note_removed(self, name: str, reason: str, step: int) -> None:
+        """Remember that a task was removed, why, and after how many of its steps."""
+        self.removed[name] = RecordedTask(TaskStatus.REMOVED, reason, step, self.of(name))
+
+    def note_arrival(self, name: str) -> bool:
+        """Remember that a task begins; return whether it has the name of a removed one, whose files are not its own."""
+        before = self.removed.pop(name, None)
+        if before is not None:
+            self._numbers[name] = before.generation + 1
+        return before is not None
+
+
 @dataclass(frozen=True, slots=True)
 class RunRecord:
     """The state of a run at one of its steps.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -225,12 +226,12 @@ class Saver:
         self.unsaved.discard(run.name)
         self._adapter_steps.pop(run.name, None)
         if self.folder is not None:
-            self.folder.note_removed(run)
+            self.folder.generations.note_removed(run.name, run.reason, run.step)
             self._amend()
 
     def note_arrival(self, name: str) -> None:
         """Let a task that comes under the name of a removed one outlive this process as a new one."""
-        if self.folder is not None and self.folder.note_arrival(name):
+        if self.folder is not None and self.folder.generations.note_arrival(name):
             self._amend()
 
     def _amend(self) -> None:
@@ -255,7 +256,7 @@ class Saver:
         self._saved_step = None  # what this trainer has saved since is not what the tasks went back to
         self._say_changed_numerics(other, say)
         if self.folder is not None and self.folder is not other:
-            self.folder.take_over(other)
+            self.folder.generations = copy.deepcopy(other.generations)
         for run in self.table:
             if not run.status.is_final or self.folder is None:
                 continue
