@@ -45,6 +45,7 @@ def described_plan(
     layers_per_stage = memory.layers_per_stage or (shape.num_layers,)
     # Tasks that wait for memory have no share of a step.
     in_plan = {name for htask in outcome.htasks for name in htask.tasks}
+    notes = target_notes(target, layers_per_stage, shape, outcome.turns)
     return Plan(
         htasks=outcome.htasks,
         shares=tuple(task_share(run, parameters[run.name]) for run in runs if run.name in in_plan),
@@ -62,19 +63,23 @@ def described_plan(
         limit_bytes=target.limit_bytes,
         profile_source=target.profile.source,
         waiting=outcome.waiting,
-        notes=(
-            *target.notes,
-            *target_notes(target, layers_per_stage, shape, outcome.turns),
-            *_bound_notes(outcome, args.max_tokens_per_micro_batch),
-            *_run_notes(runs, target.device_type),
-            *_graph_notes(target, args),
-        ),
+        notes=(*target.notes, *notes, *_notes(outcome, runs, target, args)),
         num_replicas=target.num_replicas,
         layers_per_stage=layers_per_stage,
         link=target.stage_link,
         devices_per_stage=target.devices_per_stage,
         passes=passes or (outcome.passes,),
         turns=outcome.turns,
+    )
+
+
+def _notes(
+    outcome: Outcome, runs: Sequence[TaskRun], target: Target, args: MultiTaskTrainingArguments
+) -> tuple[str, ...]:
+    return (
+        *_bound_notes(outcome, args.max_tokens_per_micro_batch),
+        *_run_notes(runs, target.device_type),
+        *_graph_notes(target, args),
     )
 
 

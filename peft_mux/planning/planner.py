@@ -38,7 +38,7 @@ from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.admission import DoesNotFitError
 from peft_mux.scheduler.planner.passes import planned_passes
-from peft_mux.scheduler.planner.planner import Budget, plan_tasks
+from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
 from peft_mux.scheduler.planner.turn_times import TurnTimes
 from peft_mux.scheduler.repricing import repriced_s
@@ -229,13 +229,7 @@ class Planner:
             self._priced = target, cost, {load.name: load for load in loads}
         drains = is_drained(self.args, target, runs, loads)
         budget = replace(self._budget(target, schedule, num_chunks), drains=drains)
-        try:
-            outcome = plan_tasks(loads, cost, memory, budget, policy=self.args.planner, running=running)
-        except DoesNotFitError as error:
-            fixes = fixes_for(error, loads, memory, self.args, self._weight_bytes)
-            raise ConfigError(f"plan: {error} {fixes}") from error
-        except ValueError as error:
-            raise ConfigError(f"plan: {error} {_STAGE_FIXES}") from error
+        outcome = self._outcome(loads, cost, memory, budget, running)
         return described_plan(
             outcome,
             runs,
@@ -249,6 +243,23 @@ class Planner:
                 planned_passes(outcome.htasks, own, budget.rules, outcome.max_tokens) for own in replicas if runs
             ),
         )
+
+    def _outcome(
+        self,
+        loads: Sequence[TaskLoad],
+        cost: CostModel,
+        memory: MemoryModel,
+        budget: Budget,
+        running: Sequence[str],
+    ) -> Outcome:
+        """Return what the planner finds; what it refuses is told with what would mend it."""
+        try:
+            return plan_tasks(loads, cost, memory, budget, policy=self.args.planner, running=running)
+        except DoesNotFitError as error:
+            fixes = fixes_for(error, loads, memory, self.args, self._weight_bytes)
+            raise ConfigError(f"plan: {error} {fixes}") from error
+        except ValueError as error:
+            raise ConfigError(f"plan: {error} {_STAGE_FIXES}") from error
 
     def typical_batches(self, runs: Sequence[TaskRun]) -> list[BatchRows]:
         """Return the rows of a typical global batch of each task."""

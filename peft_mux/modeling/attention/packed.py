@@ -78,11 +78,7 @@ def packed_attention(
     Raises:
         UnsupportedModelError: if the architecture asks for what packed attention does not do.
     """
-    if mux_stream is None:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} does not hand the arguments of the model call on to its attention function, "
-            "so its sequences cannot be told apart; allowed: architectures that pass **kwargs through to attention."
-        )
+    mux_stream = _required_stream(module, mux_stream)
     refuse_unknown(module, attention_mask, kwargs)
     if mux_stream.calls is not None:
         query, key, value = mux_stream.calls.of_all(module, query, key, value)
@@ -95,9 +91,7 @@ def packed_attention(
         mux_stream.stream.num_attention_calls += 1
     causal, parts = getattr(module, "is_causal", True) if is_causal is None else is_causal, mux_stream.parts
     if not causal:
-        refuse_causal_options(module, has_window=sliding_window is not None, has_parts=parts is not None)
-        refuse_prefixes(module, has_prefixes=mux_stream.prefixes is not None)
-        refuse_trees(module, has_tree=mux_stream.batch.shared is not None)
+        _refuse_what_is_causal(module, mux_stream, has_window=sliding_window is not None)
     if parts is not None:
         # Keys come here after rotary embedding, so that later parts read them as they are (M §3.5).
         parts.keep(mux_stream.module_names[module], key, value)
@@ -114,6 +108,22 @@ def packed_attention(
         parts.release_finished(mux_stream.module_names[module])
     out = out if shared is None else to_computed(out, shared)
     return out if mux_stream.calls is None else mux_stream.calls.of_read(out), None
+
+
+def _required_stream(module: nn.Module, mux_stream: AttentionStream | None) -> AttentionStream:
+    if mux_stream is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} does not hand the arguments of the model call on to its attention function, "
+            "so its sequences cannot be told apart; allowed: architectures that pass **kwargs through to attention."
+        )
+    return mux_stream
+
+
+def _refuse_what_is_causal(module: nn.Module, mux_stream: AttentionStream, *, has_window: bool) -> None:
+    """Refuse, of a module that sees later tokens too, what means something for earlier ones alone."""
+    refuse_causal_options(module, has_window=has_window, has_parts=mux_stream.parts is not None)
+    refuse_prefixes(module, has_prefixes=mux_stream.prefixes is not None)
+    refuse_trees(module, has_tree=mux_stream.batch.shared is not None)
 
 
 def _through_kernels(

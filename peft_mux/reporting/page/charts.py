@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -55,16 +55,7 @@ def chart_svg(title: str, lines: Sequence[Line], *, width: int = 240, height: in
     def place(point: tuple[int, float]) -> str:
         return f"{_LEFT + point[0] * scale_x:.1f},{height - _BOTTOM - (point[1] - low + pad) * scale_y:.1f}"
 
-    drawn = []
-    for line in lines:
-        color, kept = PALETTE[line.color % len(PALETTE)], thinned(line.points)
-        places = [place(point) for point in kept]
-        drawn.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{" ".join(places)}"/>')
-        if line.has_dots or len(kept) <= _FEW_POINTS:
-            for at, (step, value) in zip(places, kept, strict=True):
-                x, y = at.split(",")
-                words = escape(f"{line.name}, step {step}: {number_text(value)}")
-                drawn.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}"><title>{words}</title></circle>')
+    drawn = [part for line in lines for part in _line_parts(line, place)]
     bottom = height - _BOTTOM
     heights = [float(place((0, value)).split(",")[1]) for value in (high, middle, low)]
     lines_at = "".join(f"M{_LEFT} {y:.1f}H{width - 8}" for y in heights)
@@ -83,6 +74,18 @@ def chart_svg(title: str, lines: Sequence[Line], *, width: int = 240, height: in
         f'<text x="{_LEFT}" y="{height - 5}">0</text>'
         f'<text x="{width - 8}" y="{height - 5}" text-anchor="end">step {last:,}</text>{"".join(drawn)}</svg>'
     )
+
+
+def _line_parts(line: Line, place: Callable[[tuple[int, float]], str]) -> Iterator[str]:
+    """Yield the elements of one curve, whose points lie at "x,y"."""
+    color, kept = PALETTE[line.color % len(PALETTE)], thinned(line.points)
+    places = [place(point) for point in kept]
+    yield f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{" ".join(places)}"/>'
+    if line.has_dots or len(kept) <= _FEW_POINTS:
+        for at, (step, value) in zip(places, kept, strict=True):
+            x, y = at.split(",")
+            words = escape(f"{line.name}, step {step}: {number_text(value)}")
+            yield f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}"><title>{words}</title></circle>'
 
 
 def thinned(points: Curve) -> Curve:
