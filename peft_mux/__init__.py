@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
+import peft_mux.compat
 import peft_mux.late_imports
 
 if TYPE_CHECKING:
@@ -36,10 +36,7 @@ if TYPE_CHECKING:
     from peft_mux.task_events import MultiTaskTrainerCallback
     from peft_mux.trainer.trainer import MultiTaskTrainer
 
-try:
-    __version__ = version("peft-mux")
-except PackageNotFoundError:  # a checkout that is not installed
-    __version__ = "0.0.0"
+__version__ = peft_mux.compat.installed_version("peft-mux") or "0.0.0"  # a checkout that is not installed
 
 # So that PEFT knows our methods wherever it is imported, and this costs nothing where it is not.
 peft_mux.late_imports.after_import("peft", "peft_mux.peft_methods")

@@ -6,12 +6,12 @@ import os
 import platform
 import subprocess
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.numerics import numerics_of
+from peft_mux.compat import installed_version
 from peft_mux.reporting.banner import device_words
 
 ENVIRONMENT_NAME = "environment.json"
@@ -29,19 +29,12 @@ def environment_of(args: MultiTaskTrainingArguments) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
+        "versions": {name: found for name in _PACKAGES if (found := installed_version(name)) is not None},
         "device": device_words(args.device),
         "num_processes": args.world_size,
         "attention": numerics_of(args)["attention"],
         "git": _checkout(),
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _checkout() -> dict[str, Any] | None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.compat import installed_version
 from peft_mux.modeling.attention.varlen import varlen_kernel
 
 _ARGUMENTS = (
@@ -28,7 +27,7 @@ def numerics_of(args: MultiTaskTrainingArguments) -> dict[str, Any]:
     kernel = varlen_kernel() if is_cuda else None
     return {
         **{name: _plain(getattr(args, name)) for name in _ARGUMENTS},
-        **{f"{name} version": _version(name) for name in _PACKAGES},
+        **{f"{name} version": installed_version(name) for name in _PACKAGES},
         "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
         "threads": None if is_cuda else torch.get_num_threads(),
         "attention": "by groups of equal length" if kernel is None else f"{kernel.library} varlen",
@@ -42,11 +41,3 @@ def changed_numerics(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[
 
 def _plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
-@cache
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # a checkout that is not installed
-        return None

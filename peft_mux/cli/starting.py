@@ -7,10 +7,10 @@ import json
 import os
 import platform
 import shutil
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from peft_mux.compat import installed_version
 from peft_mux.errors import ConfigError
 
 _FILE = """\
@@ -92,7 +92,7 @@ def facts() -> dict[str, Any]:
     import torch
 
     amiss: list[str] = []
-    versions = {name: _version(name) for name in _PACKAGES}
+    versions = {name: installed_version(name) or "not installed" for name in _PACKAGES}
     devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     kernels = _kernels(amiss) if devices else "torch (no GPU)"
     free_gib = shutil.disk_usage(".").free / 2**30
@@ -107,13 +107,6 @@ def facts() -> dict[str, Any]:
         "hub": _hub(),
         "amiss": amiss,
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
 
 
 def _kernels(amiss: list[str]) -> str:

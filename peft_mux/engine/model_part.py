@@ -13,7 +13,7 @@ from peft_mux.engine.layout_checks import check_layout
 from peft_mux.engine.parallelize import ParallelModel, parallelize
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.replicas.layout import ParallelLayout, Place
-from peft_mux.modeling.adapters.injection import is_meta
+from peft_mux.modeling.backbone.modules import is_meta
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import Task

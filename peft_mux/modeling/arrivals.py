@@ -13,7 +13,7 @@ from torch import nn
 
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.attach import attach
-from peft_mux.modeling.adapters.injection import HiddenAdapters, hidden_adapters, injecting, is_meta, own_copy
+from peft_mux.modeling.adapters.injection import HiddenAdapters, hidden_adapters, injecting, own_copy
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.config import can_be_copied
 from peft_mux.modeling.adapters.lora.parameters import drop_unused_wrappers
@@ -22,7 +22,7 @@ from peft_mux.modeling.adapters.own.copies import hidden_copies
 from peft_mux.modeling.adapters.prompts.encoders import encoders_of
 from peft_mux.modeling.adapters.prompts.prompts import adopt_encoder
 from peft_mux.modeling.adapters.tuners import Tuners
-from peft_mux.modeling.backbone.modules import modules_beside_text
+from peft_mux.modeling.backbone.modules import is_meta, modules_beside_text
 from peft_mux.modeling.registry import TaskRegistry
 
 

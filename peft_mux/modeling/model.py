@@ -27,6 +27,7 @@ from peft_mux.modeling.attention.packed import register_attention
 from peft_mux.modeling.attention.prompt_pass import PromptPass
 from peft_mux.modeling.backbone.checks import check_backbone
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
+from peft_mux.modeling.backbone.modules import is_meta
 from peft_mux.modeling.backbone.quantized import prepare_quantized
 from peft_mux.modeling.checkpointing import enable_checkpointing
 from peft_mux.modeling.last_layer.last_layer import LastLayer
@@ -115,7 +116,7 @@ class MultiTaskPeftModel(PeftModel):
         with injection.injecting(first, config, seeds.get(first, 42)), injection.as_it_was(model, origin):
             if prompt_kind_of(config) is None:
                 with injection.without_renaming_warnings():
-                    super().__init__(model, config, adapter, low_cpu_mem_usage=injection.is_meta(model))
+                    super().__init__(model, config, adapter, low_cpu_mem_usage=is_meta(model))
             else:
                 open_without_tuner(self, model, config, adapter)
                 self._arrivals.tuners.inject(self, kind_of(config), adapter, config)
@@ -124,7 +125,7 @@ class MultiTaskPeftModel(PeftModel):
             self._arrivals.adopt(self, first, peft_configs[first], num_labels.get(first), seeds.get(first, 42))
             injection.train_only(self, self.registry.parameters())
             self._arrivals.register(self, {name: peft_configs[name] for name in others}, seeds, num_labels)
-            if verify and not injection.is_meta(model):
+            if verify and not is_meta(model):
                 self.verify()
 
     # ------------------------------------------------------------------ tasks

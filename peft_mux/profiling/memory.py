@@ -14,8 +14,8 @@ from torch.overrides import TorchFunctionMode
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.injection import is_meta
 from peft_mux.modeling.backbone.layer_list import find_layers, first_layers, kinds_of_layers, num_telling_layers
+from peft_mux.modeling.backbone.modules import is_meta
 from peft_mux.modeling.backbone.quantized import quantized_layers
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel

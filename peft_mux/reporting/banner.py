@@ -5,13 +5,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.compat import installed_version
 from peft_mux.kernels.availability import reason_against_kernels
 from peft_mux.scheduler.bands import MEMORY, time_band
 from peft_mux.scheduler.plan import Plan
@@ -62,9 +62,10 @@ def banner_lines(
     precision = ", bf16 autocast" if args.bf16 and backbone.dtype != "bfloat16" else ""
     kernels = reason_against_kernels(args.device)
     saved = "nothing is saved" if args.save_strategy == "no" else "Ctrl-C ends the run with everything saved"
+    versions = {name: installed_version(name) or "(checkout)" for name in ("peft-mux", "transformers", "peft")}
     return [
-        f"peft_mux {_version('peft-mux')}  torch {torch.__version__}  transformers {_version('transformers')}  "
-        f"peft {_version('peft')}  Python {platform.python_version()}",
+        f"peft_mux {versions['peft-mux']}  torch {torch.__version__}  transformers {versions['transformers']}  "
+        f"peft {versions['peft']}  Python {platform.python_version()}",
         f"device   {device_words(args.device)}{processes and f'; {processes}'}",
         f"model    {_name_words(backbone)}, {backbone.num_parameters:,} parameters, {backbone.dtype}{precision}",
         f"tasks    {_task_words(runs, adapter_parameters, backbone.num_parameters)}",
@@ -123,10 +124,3 @@ def _memory_words(plan: Plan) -> str:
     peak = max(plan.peak_bytes, default=plan.memory.peak_bytes)
     limit = "" if plan.limit_bytes is None else f" of {bytes_text(plan.limit_bytes)} that a device may use"
     return f"{bytes_text(peak)} {MEMORY.words} at its peak, predicted{limit}"
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # a checkout that is not installed
-        return "(checkout)"

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.task_file import task_settings
+from peft_mux.compat import installed_version
 from peft_mux.engine.processes.agreement import Agreement, Ending
 from peft_mux.engine.processes.consistency import require_consistent, tensors_digest
 from peft_mux.engine.processes.processes import Processes
@@ -68,7 +68,7 @@ class World:
         # What `train` was told replaces the argument of the same name, which it takes precedence over.
         arguments = {key: value for key, value in self.args.to_dict().items() if key not in _OWN_ARGUMENTS}
         facts: dict[str, Any] = {
-            "version": {name: _version(name) for name in _PACKAGES},
+            "version": {name: installed_version(name) or "not installed" for name in _PACKAGES},
             "args": {**arguments, "resume_from_checkpoint": resume or None},
             "tasks": {run.name: task_settings(run) for run in self.table},
         }
@@ -252,10 +252,3 @@ class World:
                 weights = {name: weight.data for name, weight in model.task_parameters(run.name).items()}
                 facts[run.name]["initial weights (digest)"] = tensors_digest(weights)
         require_consistent(self.processes, {"tasks": facts})
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # a checkout that is not installed
-        return "not installed"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from peft import PeftConfig
 
 from peft_mux import storage
 from peft_mux.checkpoint.sharing.citation import CITATION
+from peft_mux.compat import installed_version
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION, head_kind_for
 from peft_mux.reporting.words import counted
 from peft_mux.tasks.task_run import TaskRun
@@ -132,7 +132,7 @@ def _training(facts: CardFacts | None, config: PeftConfig) -> str:
     company = (
         "alone" if facts.num_tasks == 1 else f"in a run of {facts.num_tasks} tasks that shared the frozen backbone"
     )
-    versions = ", ".join(f"{name} {_version(name)}" for name in _VERSIONS)
+    versions = ", ".join(f"{name} {installed_version(name) or 'of a checkout'}" for name in _VERSIONS)
     return (
         f"\n## Results\n\n{_table(facts.results)}{picture}\n## Training\n\nTrained {company}; each task of such a run "
         "has its own rows, optimizer, schedule and random state, and becomes what it would have become alone.\n\n"
@@ -148,13 +148,6 @@ def _table(pairs: Mapping[str, Any]) -> str:
 
 def _shown(value: Any) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:  # a checkout that is not installed
-        return "of a checkout"
 
 
 def _digest(text: str) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 
 from peft_mux.data.formats import DataFormat
 from peft_mux.data.preferences.layout import Answer, cut_answers, pair_of
-from peft_mux.data.preferences.pair_rows import tokenised_answer
+from peft_mux.data.preferences.pair_rows import tokenised_pair
 from peft_mux.data.preferences.prompts import is_conversation, prompt_and_answers
 from peft_mux.data.rows.row_reader import RowTools
 from peft_mux.data.task_batch import TokenSequence
@@ -41,7 +41,7 @@ class OddsRows:
             DataError: naming the row and the column that cannot be trained on.
         """
         is_tokenised = self._tools.data_format is DataFormat.TOKENIZED_PREFERENCE
-        answers = self._tokenised(row, index) if is_tokenised else self._encoded(row, index)
+        answers = tokenised_pair(row, index, self._tools) if is_tokenised else self._encoded(row, index)
         kept = cut_answers(answers, index, self._tools)
         if kept is None:
             return None
@@ -52,12 +52,6 @@ class OddsRows:
             is_answer[first : first + answer.start] = 0.0
         labels = np.concatenate((chosen.ids, rejected.labels()))
         return replace(pair, labels=labels, token_columns={"is_answer": is_answer})
-
-    def _tokenised(self, row: Mapping[str, Any], index: int) -> tuple[Answer, Answer]:
-        chosen, rejected = (
-            tokenised_answer(row, column, index, self._tools) for column in ("chosen_ids", "rejected_ids")
-        )
-        return chosen, rejected
 
     def _encoded(self, row: Mapping[str, Any], index: int) -> tuple[Answer, Answer]:
         prompt, chosen, rejected = prompt_and_answers(row, index, self._tools.cells, self._tools.chat_rows)

@@ -40,7 +40,7 @@ class PairRows:
             DataError: naming the row and the column that cannot be trained on.
         """
         is_tokenised = self._tools.data_format is DataFormat.TOKENIZED_PREFERENCE
-        answers = self._tokenised(row, index) if is_tokenised else self._encoded(row, index)
+        answers = tokenised_pair(row, index, self._tools) if is_tokenised else self._encoded(row, index)
         values = self._numbers.read(row, index)
         kept = cut_answers(answers, index, self._tools)
         if kept is None:
@@ -58,12 +58,6 @@ class PairRows:
         start = min(chosen.start, rejected.start)
         return Answer(chosen.ids, start), Answer(rejected.ids, start)
 
-    def _tokenised(self, row: Mapping[str, Any], index: int) -> tuple[Answer, Answer]:
-        chosen, rejected = (
-            tokenised_answer(row, column, index, self._tools) for column in ("chosen_ids", "rejected_ids")
-        )
-        return chosen, rejected
-
 
 def encode_answer(prompt: Any, answer: Any, index: int, tools: RowTools) -> Answer:
     """Return the tokens of a prompt with an answer to it, both texts or both messages.
@@ -76,6 +70,21 @@ def encode_answer(prompt: Any, answer: Any, index: int, tools: RowTools) -> Answ
     """
     ids, (mask, *_) = tools.prompt_completion({"prompt": prompt, "completion": answer}, index)
     return Answer(np.asarray(ids, dtype=np.int64), int(np.count_nonzero(~mask)))
+
+
+def tokenised_pair(row: Mapping[str, Any], index: int, tools: RowTools) -> tuple[Answer, Answer]:
+    """Return the chosen and the rejected answer of a row of ids, each after those in `prompt_ids`.
+
+    Args:
+        row: the row.
+        index: index of the row.
+        tools: what the rows of the dataset are read with.
+
+    Raises:
+        DataError: naming the row and the column that cannot be trained on.
+    """
+    chosen, rejected = (tokenised_answer(row, column, index, tools) for column in ("chosen_ids", "rejected_ids"))
+    return chosen, rejected
 
 
 def tokenised_answer(row: Mapping[str, Any], column: str, index: int, tools: RowTools) -> Answer:

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from peft_mux.engine.fsdp.units import PassPart, Units, units_of
 from peft_mux.engine.processes.processes import Processes
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.injection import is_meta
+from peft_mux.modeling.backbone.modules import is_meta
 from peft_mux.modeling.backbone.quantized import quantized_layers
 from peft_mux.modeling.model import MultiTaskPeftModel
 

@@ -89,11 +89,6 @@ def without_renaming_warnings() -> Iterator[None]:
         yield
 
 
-def is_meta(model: nn.Module) -> bool:
-    """Whether a model is a description without weights."""
-    return next(model.parameters()).is_meta
-
-
 def train_only(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
     """Let the given parameters of a model get gradients, and no others."""
     own = {id(parameter) for parameter in parameters}

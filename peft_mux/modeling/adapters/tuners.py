@@ -30,11 +30,10 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from peft_mux.modeling.adapters.injection import is_meta
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, kind_of, kind_of_layer
 from peft_mux.modeling.adapters.prompts.kind import PromptKind
 from peft_mux.modeling.adapters.prompts.tuner import add_prompt, as_prompts, remove_prompt
-from peft_mux.modeling.backbone.modules import modules_around_adapters, put_module
+from peft_mux.modeling.backbone.modules import is_meta, modules_around_adapters, put_module
 
 _TARGETS = "_peft_mux_targets"
 """Under which a wrapper of a bare parameter keeps the set that it was made for."""

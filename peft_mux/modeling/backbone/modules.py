@@ -166,3 +166,8 @@ def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
     """Put a module in the place of the one of a name."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
+
+
+def is_meta(model: nn.Module) -> bool:
+    """Whether a model is a description without weights."""
+    return next(model.parameters()).is_meta

@@ -19,7 +19,7 @@ from peft_mux.modeling.adapters.kind import ReplicaLayout, register_kind
 from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
 from peft_mux.modeling.adapters.sliced import SlicedAdapter, SlicedKind
 from peft_mux.modeling.backbone.head_kinds import head_kind_for
-from peft_mux.modeling.backbone.modules import adaptable_modules
+from peft_mux.modeling.backbone.modules import adaptable_modules, is_meta
 from peft_mux.modeling.stream import Stream
 
 _REASONS = {
@@ -159,11 +159,6 @@ def _mask_without_weight(layer: nn.Linear, r: int, **options: Any) -> torch.Tens
     mask = torch.zeros(rows * columns)
     mask[: r * (rows + columns)] = 1.0
     return mask.view(rows, columns)
-
-
-def is_meta(backbone: nn.Module) -> bool:
-    """Whether a backbone is a description without weights."""
-    return next(backbone.parameters()).is_meta
 
 
 def _is_norm(module: nn.Module) -> bool:
