@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peft_mux.planning.forecast import Correction, Forecast
-from tests.scheduler.test_plan import a_plan
+from tests.scheduler.plan_cases import a_plan
 
 
 def held(ratio: float | None, steps: int = 9) -> list[Correction]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import astuple, replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 from peft_mux.scheduler.costs.frozen_parts import FrozenParts
 from peft_mux.scheduler.costs.kernel_buffers import weight_gradient_bytes
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
-from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape, activation_bytes_per_token, split_layers
+from peft_mux.scheduler.costs.memory import (
+    MemoryModel,
+    ModelShape,
+    activation_bytes_per_token,
+    estimate_memory,
+    split_layers,
+)
+from tests.scheduler.plan_cases import SHAPE as SMALL
 
 SHAPE = ModelShape(
     num_layers=8,
@@ -292,3 +299,34 @@ def test_sums_of_weight_gradients_are_workspace_on_cuda_alone_and_add_to_the_gra
         margin = 1 + model.margin
         estimates = [model.estimate_stage(own, 2**17, 1, 0).workspace_bytes for own in ([a_task()], tasks)]
         assert estimates[1] - estimates[0] == pytest.approx(margin * expected, abs=2)
+
+
+# ------------------------------------------------------------ one device, by a formula
+
+
+def test_the_backbone_counts_once_and_every_adapter_with_its_optimizer_state() -> None:
+    one, many = (
+        estimate_memory(SMALL, sizes, max_tokens=256, checkpointing=False, block_bytes=0)
+        for sizes in ([100], [100] * 9)
+    )
+    assert one.backbone_bytes == many.backbone_bytes == 1_000_000
+    assert one.adapter_bytes == 100 * (4 + 4 + 8 + 4), "weight, gradient, two moments, last good copy; all in fp32"
+    assert many.adapter_bytes == 9 * one.adapter_bytes
+    parts = astuple(many)
+    assert many.peak_bytes == sum(parts)
+
+
+@given(st.integers(1, 4096), st.integers(1, 4096))
+def test_activations_grow_with_the_tokens_of_a_pass_and_with_nothing_else(few: int, more: int) -> None:
+    first, second = (
+        estimate_memory(SMALL, [10], max_tokens=tokens, checkpointing=False, block_bytes=0)
+        for tokens in (few, few + more)
+    )
+    per_token = activation_bytes_per_token(SMALL, checkpointing=False)
+    assert second.activation_bytes - first.activation_bytes == more * per_token
+
+
+def test_checkpointing_keeps_one_row_a_layer_and_one_layer_at_a_time() -> None:
+    kept = activation_bytes_per_token(SMALL, checkpointing=True)
+    layer = activation_bytes_per_token(SMALL, checkpointing=False) // SMALL.num_layers
+    assert kept == SMALL.num_layers * SMALL.hidden_size * 4 + layer
