@@ -1,8 +1,8 @@
 """The floor: the same packed tokens through the frozen backbone, forward and input gradients, nothing else.
 
 No adapters, no optimizer, no padding. It is what the cost of multiplexing is measured against (`mux /
-floor`), so it is written to be fast, and uses nothing of peft_mux: a slow product must not be able to raise
-its own limit.
+floor`), so it is written to be fast, and uses nothing of peft_mux but what the process does with freed memory: a slow
+product must not be able to raise its own limit.
 
 Sequences lie sorted by length, so those of equal length form a rectangle of the stream that attention reads
 in place, one scaled-dot-product call per length. The loss is taken on target rows alone, in blocks, with its
@@ -15,10 +15,7 @@ length L.
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -30,6 +27,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from benchmarks.training.baselines import ModelFactory
 from benchmarks.training.timing import Run, now_s, timed
 from benchmarks.training.workloads import IGNORE_INDEX, TaskWorkload, Workload
+from peft_mux.engine.allocator import keeping_freed_memory
 
 ATTENTION_NAME = "benchmark_floor"
 MAX_TOKENS = 4096
@@ -73,21 +71,8 @@ def run_floor(model_factory: ModelFactory, workload: Workload, record_losses: bo
     backbone = model_factory().requires_grad_(False)
     backbone.set_attn_implementation(ATTENTION_NAME)
     backbone.train()
-    with kept_memory():
+    with keeping_freed_memory(torch.device("cpu")):
         return _run_steps(backbone, workload, record_losses)
-
-
-@contextmanager
-def kept_memory() -> Iterator[None]:
-    """Let glibc keep what is freed instead of taking page faults for it at every pass: the floor is to be fast."""
-    library = ctypes.CDLL(None)
-    if hasattr(library, "mallopt"):
-        library.mallopt(-3, 32 * 2**20)  # blocks up to this are not mapped by themselves
-        library.mallopt(-1, -1)  # the heap is never trimmed
-    yield
-    if hasattr(library, "mallopt"):
-        library.mallopt(-1, 128 * 2**10)
-        library.malloc_trim(0)
 
 
 def _run_steps(backbone: Any, workload: Workload, record_losses: bool) -> Run:
