@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--layouts", nargs="+", choices=tuple(LAYOUTS), default=list(LAYOUTS))
     add("--mixes", type=int, default=10, help="how many mixes to draw for each layout")
+    add("--only", type=int, nargs="+", help="numbers of the mixes that are run, from 0; by default all")
     add("--steps", type=int, default=3, help="steps of a plan each time that it is followed; the first is not timed")
     add("--rounds", type=int, default=6, help="how often the fastest plans and the planner's own run again")
     add("--finalists", type=int, default=3, help="how many of the fastest plans run again")

@@ -137,7 +137,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         first = trainer_for(lambda: str(backbone), _workload(0, options), f"{folder}/profile-{layout}", False, **own)
         measured = first.measure_profile(options.profile_s).to_json()
         profile = _once(options, folder / f"{layout}.json", partial(Path.write_text, data=measured, encoding="utf-8"))
-        for number in range(options.mixes):
+        for number in options.only or range(options.mixes):
             work = _workload(number, options)
             arguments = {**own, "cost_profile": str(profile)}
             trainer = trainer_for(lambda: str(backbone), work, f"{folder}/{layout}-{number}", False, **arguments)
