@@ -26,13 +26,14 @@ if TYPE_CHECKING:
     from peft_mux.generation.completion import Completion, GenerationRequest
     from peft_mux.generation.generate import generate
     from peft_mux.generation.options import GenerateOptions, SamplingOptions
+    from peft_mux.hyper_parameters import EarlyStopping
     from peft_mux.modeling.model import MultiTaskPeftModel
     from peft_mux.peft_methods.bottleneck.config import BottleneckConfig
     from peft_mux.peft_methods.diff_pruning.config import DiffPruningConfig
     from peft_mux.scheduler.plan import Plan
     from peft_mux.sweeps.ranking import SweepResult
     from peft_mux.sweeps.sweep import sweep
-    from peft_mux.task import EarlyStopping, Task, TaskStatus
+    from peft_mux.task import Task, TaskStatus
     from peft_mux.task_events import MultiTaskTrainerCallback
     from peft_mux.trainer.trainer import MultiTaskTrainer
 
@@ -49,7 +50,7 @@ _HOMES = {
     "ConfigError": "errors",
     "DataError": "errors",
     "DiffPruningConfig": "peft_methods.diff_pruning.config",
-    "EarlyStopping": "task",
+    "EarlyStopping": "hyper_parameters",
     "GenerateOptions": "generation.options",
     "GenerationRequest": "generation.completion",
     "MemoryBudgetError": "errors",

@@ -1,4 +1,4 @@
-"""Exceptions of peft_mux, and the one way in which their messages are written.
+"""Exceptions of peft_mux, the one way in which their messages are written, and what a plain value has to be.
 
 Every message says *where* (task and field), what was *got*, what is *allowed*, and what to *do*.
 Configuration faults are collected and raised together, so that one run of a script shows them all.
@@ -10,6 +10,7 @@ inherits the built-in class that it specialises, so `except ValueError` keeps wo
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -126,3 +127,35 @@ def closest(word: str, options: Iterable[str]) -> str:
     matches = [option for option in options if len(word) > 2 and option.startswith(f"{word}_")]
     matches = matches or difflib.get_close_matches(word, options, n=1, cutoff=0.6)
     return f'Did you mean "{matches[0]}"?' if matches else ""
+
+
+def is_integer(value: object, least: float = -math.inf, most: float = math.inf) -> bool:
+    """Whether a value is an integer within some bounds; `True` and `False`, which Python counts as such, are none.
+
+    Args:
+        value: whatever was given.
+        least: the least integer that is meant.
+        most: the greatest one.
+    """
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
+
+
+def is_real(value: object) -> bool:
+    """Whether a value is a finite number that a float can hold.
+
+    Args:
+        value: whatever was given.
+    """
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def is_text(value: object) -> bool:
+    """Whether a value is a string of at least one character.
+
+    Args:
+        value: whatever was given.
+    """
+    return isinstance(value, str) and bool(value)

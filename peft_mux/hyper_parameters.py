@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from peft_mux.errors import Fault, shown
+from peft_mux.errors import Fault, is_integer, is_real, raise_faults, shown
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -114,39 +114,37 @@ def supported_schedules() -> list[str]:
     return [str(kind.value) for kind in SchedulerType if str(kind.value) not in refused]
 
 
-def _is_real(value: object) -> bool:
-    try:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
-        return False
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 MOST_STEPS = 10**9
 """Steps of a task, and the greatest count that is taken anywhere: beyond it is a slip, or more than memory holds."""
 
 
 def _integer(minimum: int, maximum: int = MOST_STEPS) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: _is_integer(value) and minimum <= value <= maximum, f"an integer from {minimum} to {maximum}"
+    return lambda value: is_integer(value) and minimum <= value <= maximum, f"an integer from {minimum} to {maximum}"
 
 
 def _real(minimum: float) -> tuple[Callable[[Any], bool], str]:
-    return lambda value: _is_real(value) and value >= minimum, f"a finite number of at least {minimum:g}"
+    return lambda value: is_real(value) and value >= minimum, f"a finite number of at least {minimum:g}"
 
 
 def is_interval(value: object, minimum: int = 1) -> bool:
     """Whether a value is a number of steps of at least `minimum`, or a share of all steps, as in Trainer."""
-    if _is_integer(value):
+    if is_integer(value):
         return minimum <= value <= MOST_STEPS  # type: ignore[operator]
-    return _is_real(value) and (0 < value < 1 or (value == int(value) and is_interval(int(value), minimum)))  # type: ignore[operator, arg-type]
+    return is_real(value) and (0 < value < 1 or (value == int(value) and is_interval(int(value), minimum)))  # type: ignore[operator, arg-type]
 
 
 def _interval(minimum: int) -> tuple[Callable[[Any], bool], str]:
     allowed = f"an integer from {minimum} to {MOST_STEPS}, or a share of all steps above 0 and below 1"
     return lambda value: is_interval(value, minimum), allowed
+
+
+def metric_key(name: str) -> str:
+    """Return the key of a metric among those of an evaluation, as Trainer has it: with its prefix.
+
+    Args:
+        name: the metric, with or without that prefix.
+    """
+    return name if name.startswith("eval_") else f"eval_{name}"
 
 
 def greater_is_better(metric: str) -> bool:
@@ -166,37 +164,37 @@ def steps_of(interval: float, num_steps: int) -> int:
 
 _NUMBER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "train_batch_size": _integer(1, 2**20),
-    "learning_rate": (lambda value: _is_real(value) and value > 0, "a finite number above 0"),
+    "learning_rate": (lambda value: is_real(value) and value > 0, "a finite number above 0"),
     "num_train_epochs": (
-        lambda value: _is_real(value) and 0 < value <= MOST_STEPS,
+        lambda value: is_real(value) and 0 < value <= MOST_STEPS,
         f"a number above 0, at most {MOST_STEPS}",
     ),
     "max_steps": (
-        lambda value: _is_integer(value) and (1 <= value <= MOST_STEPS or value == -1),
+        lambda value: is_integer(value) and (1 <= value <= MOST_STEPS or value == -1),
         f"an integer from 1 to {MOST_STEPS}, or -1 for num_train_epochs",
     ),
     "weight_decay": _real(0),
     "warmup_steps": (
-        lambda value: _is_real(value) and 0 <= value <= MOST_STEPS,
+        lambda value: is_real(value) and 0 <= value <= MOST_STEPS,
         f"a number from 0 to {MOST_STEPS}",
     ),
     "max_grad_norm": _real(0),
-    "adam_beta1": (lambda value: _is_real(value) and 0 <= value < 1, "a number in [0, 1)"),
-    "adam_beta2": (lambda value: _is_real(value) and 0 <= value < 1, "a number in [0, 1)"),
+    "adam_beta1": (lambda value: is_real(value) and 0 <= value < 1, "a number in [0, 1)"),
+    "adam_beta2": (lambda value: is_real(value) and 0 <= value < 1, "a number in [0, 1)"),
     "adam_epsilon": _real(0),
-    "seed": (lambda value: _is_integer(value) and 0 <= value < 2**63, "an integer in [0, 2**63)"),
+    "seed": (lambda value: is_integer(value) and 0 <= value < 2**63, "an integer in [0, 2**63)"),
     "max_length": _integer(2),
     "num_labels": _integer(1, 2**20),
     "eval_steps": _interval(0),
     "save_steps": _interval(0),
     "eval_delay": _real(0),
     "data_timeout_s": (
-        lambda value: _is_real(value) and 0 < value <= 1e6,
+        lambda value: is_real(value) and 0 < value <= 1e6,
         "a finite number of seconds above 0, at most 1,000,000",
     ),
-    "label_smoothing_factor": (lambda value: _is_real(value) and 0 <= value <= 1, "a number from 0 to 1"),
+    "label_smoothing_factor": (lambda value: is_real(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "neftune_noise_alpha": (
-        lambda value: _is_real(value) and 0 <= value <= MOST_STEPS,
+        lambda value: is_real(value) and 0 <= value <= MOST_STEPS,
         f"a number from 0 to {MOST_STEPS}, or None",
     ),
     "priority": _integer(-MOST_STEPS),
@@ -205,3 +203,46 @@ _NUMBER_RULES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 ELEMENTWISE = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
 """Optimizers that treat every element alike, so that it does not matter how weights are cut into tensors."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlyStopping:
+    """Stop a task when its metric has not improved for a while, and go back to its best adapter.
+
+    Attributes:
+        metric: key of an evaluation metric, `eval_loss` or one that `compute_metrics` returns.
+        patience: evaluations without improvement after which the task stops.
+        min_delta: change that counts as an improvement.
+        greater_is_better: direction; by default `False` for names that end with `loss` or `perplexity`, else `True`.
+    """
+
+    metric: str = "eval_loss"
+    patience: int = 3
+    min_delta: float = 0.0
+    greater_is_better: bool | None = None
+
+    def __post_init__(self) -> None:
+        """Check the numbers.
+
+        Raises:
+            ConfigError: if the patience is not at least 1, the delta is negative, or a field is of a wrong type.
+        """
+        faults = []
+        if not is_integer(self.patience, 1):
+            faults.append(Fault("early_stopping.patience", shown(self.patience), "an integer of at least 1"))
+        if not is_real(self.min_delta) or self.min_delta < 0:
+            faults.append(Fault("early_stopping.min_delta", shown(self.min_delta), "a number of at least 0"))
+        if not isinstance(self.metric, str) or not self.metric:
+            faults.append(Fault("early_stopping.metric", shown(self.metric), "the name of a metric"))
+        if self.greater_is_better is not None and not isinstance(self.greater_is_better, bool):
+            faults.append(
+                Fault("early_stopping.greater_is_better", shown(self.greater_is_better), "True, False or None")
+            )
+        raise_faults(faults)
+
+    @property
+    def maximise(self) -> bool:
+        """Whether a greater metric is the better one."""
+        if self.greater_is_better is not None:
+            return self.greater_is_better
+        return greater_is_better(self.metric)

@@ -8,26 +8,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peft_mux.compat import StrEnum
 from peft_mux.data.mapped_rows import RowFormat, mapped, row_format_faults
-from peft_mux.data.sources import rows_of
-from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
+from peft_mux.data.sources import dataset_faults, rows_named
+from peft_mux.errors import ConfigError, Fault, closest, is_real, raise_faults, shown
 from peft_mux.generation.options import GenerateOptions
 from peft_mux.hyper_parameters import (
-    _is_integer,
-    _is_real,
-    greater_is_better,
+    EarlyStopping,
     hyper_parameter_faults,
+    metric_key,
     supported_optimizers,
     supported_schedules,
 )
 from peft_mux.moved_names import refuse_unknown
-from peft_mux.own_code import describe_error
 from peft_mux.task_interop import task_settings_of, task_settings_of_trainer
 from peft_mux.task_names import name_fault
 
@@ -51,49 +47,6 @@ class TaskStatus(StrEnum):
     def is_final(self) -> bool:
         """Whether the task will not train again."""
         return self not in (TaskStatus.WAITING, TaskStatus.RUNNING, TaskStatus.PAUSED)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EarlyStopping:
-    """Stop a task when its metric has not improved for a while, and go back to its best adapter.
-
-    Attributes:
-        metric: key of an evaluation metric, `eval_loss` or one that `compute_metrics` returns.
-        patience: evaluations without improvement after which the task stops.
-        min_delta: change that counts as an improvement.
-        greater_is_better: direction; by default `False` for names that end with `loss` or `perplexity`, else `True`.
-    """
-
-    metric: str = "eval_loss"
-    patience: int = 3
-    min_delta: float = 0.0
-    greater_is_better: bool | None = None
-
-    def __post_init__(self) -> None:
-        """Check the numbers.
-
-        Raises:
-            ConfigError: if the patience is not at least 1, the delta is negative, or a field is of a wrong type.
-        """
-        faults = []
-        if not _is_integer(self.patience) or self.patience < 1:
-            faults.append(Fault("early_stopping.patience", shown(self.patience), "an integer of at least 1"))
-        if not _is_real(self.min_delta) or self.min_delta < 0:
-            faults.append(Fault("early_stopping.min_delta", shown(self.min_delta), "a number of at least 0"))
-        if not isinstance(self.metric, str) or not self.metric:
-            faults.append(Fault("early_stopping.metric", shown(self.metric), "the name of a metric"))
-        if self.greater_is_better is not None and not isinstance(self.greater_is_better, bool):
-            faults.append(
-                Fault("early_stopping.greater_is_better", shown(self.greater_is_better), "True, False or None")
-            )
-        raise_faults(faults)
-
-    @property
-    def maximise(self) -> bool:
-        """Whether a greater metric is the better one."""
-        if self.greater_is_better is not None:
-            return self.greater_is_better
-        return greater_is_better(self.metric)
 
 
 # Compared by identity: two tasks with equal fields are two jobs, and datasets have no cheap comparison.
@@ -296,26 +249,16 @@ def _open_datasets(task: Task) -> list[Fault]:
         given: Any = getattr(task, which)
         if isinstance(given, (str, os.PathLike)) and str(given):
             try:
-                given = _named_rows(str(given), which, where)
+                given = rows_named(str(given), which, where)
             except ConfigError as error:
                 faults += error.faults
                 continue
-        if task.row_format is not None and given is not None and not _dataset_faults(given, where):
+        if task.row_format is not None and given is not None and not dataset_faults(given, where):
             own = row_format_faults(task.row_format, given, where, which)
             faults += [fault for fault in own if fault not in faults]
             given = given if own else mapped(given, task.row_format)
         object.__setattr__(task, which, given)
     return faults
-
-
-def _named_rows(source: str, which: str, where: str) -> Any:
-    if which == "train_dataset" or Path(source).is_file():
-        return rows_of(source, "train", None, Path(), where, which)
-    for split in ("test", "validation"):
-        with suppress(ConfigError):
-            return rows_of(source, split, None, Path(), where, which)
-    fix = f"Write load_rows({source!r}, split=...)."
-    raise_faults([Fault(f"{where}.{which}", repr(source), "a file, or a dataset with a split test or validation", fix)])
 
 
 def _where(task: Task) -> str:
@@ -330,7 +273,7 @@ def _task_faults(task: Task, but: Sequence[str] = ()) -> list[Fault]:
     faults += _peft_config_faults(task.peft_config, where)
     for which in ("train_dataset", "eval_dataset"):
         if f"{where}.{which}" not in but and (which == "train_dataset" or task.eval_dataset is not None):
-            faults += _dataset_faults(getattr(task, which), f"{where}.{which}")
+            faults += dataset_faults(getattr(task, which), f"{where}.{which}")
     faults += hyper_parameter_faults(task, where)
     faults += _choice_faults(task, where)
     faults += _type_faults(task, where)
@@ -345,28 +288,6 @@ def _peft_config_faults(config: object, where: str) -> list[Fault]:
     if isinstance(config, PeftConfig):
         return []
     return [Fault(f"{where}.peft_config", type(config).__name__, "a peft.PeftConfig such as LoraConfig(r=8)")]
-
-
-def _dataset_faults(dataset: Any, where: str) -> list[Fault]:
-    allowed = "a datasets.Dataset or IterableDataset, or a list of dicts, with at least one row"
-    # These have a length and items as well, but not of rows: a dict of splits is a common slip.
-    if dataset is None or isinstance(dataset, (str, bytes, dict)):
-        fix = "Pick one split, such as dataset['train']." if isinstance(dataset, dict) else ""
-        return [Fault(where, type(dataset).__name__, allowed, fix)]
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-        try:
-            return [] if len(dataset) else [Fault(where, "an empty dataset", allowed)]
-        except TypeError:  # an array without dimensions
-            return [Fault(where, shown(dataset), allowed)]
-        except Exception as error:  # the dataset's own code, which its owner has to mend
-            return [Fault(where, f"a dataset whose length raises {describe_error(error)}", allowed)]
-    if hasattr(dataset, "__len__"):  # a set, say, which has no first row
-        return [Fault(where, type(dataset).__name__, allowed, "Give its rows in an order, such as a list.")]
-    # Every epoch reads the rows from the start, which an iterator has no way back to.
-    if hasattr(dataset, "__iter__") and not hasattr(dataset, "__next__"):
-        return []
-    fix = "An iterator can be read only once; give the iterable itself." if hasattr(dataset, "__next__") else ""
-    return [Fault(where, type(dataset).__name__, allowed, fix)]
 
 
 def _choice_faults(task: Task, where: str) -> list[Fault]:
@@ -474,7 +395,7 @@ def _best_faults(task: Task, where: str) -> list[Fault]:
         faults.append(Fault(f"{where}.early_stopping", shown(rule), "EarlyStopping(metric=..., patience=...)"))
         rule = None
     metrics = {"early_stopping.metric": rule and rule.metric, "metric_for_best_model": task.metric_for_best_model}
-    if all(isinstance(name, str) for name in metrics.values()) and len(set(map(_full_name, metrics.values()))) > 1:
+    if len({metric_key(name) for name in metrics.values() if isinstance(name, str)}) > 1:
         allowed = f"{rule.metric!r}, the metric of early_stopping, or None" if rule else ""
         faults.append(Fault(f"{where}.metric_for_best_model", shown(task.metric_for_best_model), allowed))
     if task.greater_is_better is not None and task.metric_for_best_model is None:
@@ -487,12 +408,12 @@ def _best_faults(task: Task, where: str) -> list[Fault]:
         "load_best_model_at_end": task.load_best_model_at_end is True,
         "metric_for_best_model": task.metric_for_best_model is not None,
         "eval_on_start": task.eval_on_start is True,
-        "eval_delay": _is_real(task.eval_delay) and task.eval_delay != 0,
+        "eval_delay": is_real(task.eval_delay) and task.eval_delay != 0,
     }
     for name in [name for name, is_wanted in wants.items() if is_wanted]:
         if task.eval_dataset is None:
             faults.append(Fault(f"{where}.eval_dataset", "None", f"held-out rows, as {name} is set"))
-        if name != "eval_on_start" and _is_real(task.eval_steps) and task.eval_steps == 0:
+        if name != "eval_on_start" and is_real(task.eval_steps) and task.eval_steps == 0:
             faults.append(Fault(f"{where}.eval_steps", "0", f"more than 0, as {name} is set"))
     return faults + [
         fault
@@ -502,17 +423,12 @@ def _best_faults(task: Task, where: str) -> list[Fault]:
     ]
 
 
-def _full_name(metric: Any) -> str:
-    """Return the key of a metric among those of an evaluation."""
-    return metric if metric.startswith("eval_") else f"eval_{metric}"
-
-
 def _metric_faults(task: Task, metric: str, where: str) -> list[Fault]:
     """Return a fault for a metric that no evaluation gives, as far as that is known before functions are called."""
     # What `compute_metrics` returns is only known when it is called, so only its absence is judged.
     known = _known_metrics(task)
     known = (*known, *((known and task.generate_options and task.generate_options.metric_names) or ()))
-    if not known or task.has_own_metrics or _full_name(metric) in known:
+    if not known or task.has_own_metrics or metric_key(metric) in known:
         return []
     fix = "Set compute_metrics so that it returns this metric."
     return [Fault(where, shown(metric), f"{' or '.join(known)} where compute_metrics is not set", fix)]

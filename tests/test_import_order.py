@@ -40,6 +40,7 @@ ROOMS = (
     "task_events",
     "task",
     "arguments",
+    "task_settings",
     "engine",
     "tasks",
     "profiling",

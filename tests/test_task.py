@@ -18,8 +18,8 @@ from transformers import IntervalStrategy, SchedulerType, TrainerCallback
 from transformers.training_args import OptimizerNames
 
 from peft_mux.errors import ConfigError
-from peft_mux.hyper_parameters import supported_optimizers, supported_schedules
-from peft_mux.task import TASK_FIELDS, EarlyStopping, Task, TaskStatus
+from peft_mux.hyper_parameters import EarlyStopping, supported_optimizers, supported_schedules
+from peft_mux.task import TASK_FIELDS, Task, TaskStatus
 from peft_mux.task_names import RESERVED_NAMES, check_task_names
 
 ROWS = [{"input_ids": [1, 2, 3]}]

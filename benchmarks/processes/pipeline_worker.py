@@ -15,7 +15,7 @@ import torch.distributed as dist
 from peft import LoraConfig
 
 from benchmarks.training.workloads import ModelSpec
-from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
@@ -35,6 +35,7 @@ from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, build_template
 from peft_mux.task import Task
+from peft_mux.task_settings import resolve
 from peft_mux.tasks.optimizer import TaskOptimizer
 
 NUM_STAGES = 2

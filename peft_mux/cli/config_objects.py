@@ -10,7 +10,8 @@ from typing import Any
 from peft_mux.data.sources import rows_of
 from peft_mux.errors import ConfigError, Fault, closest, shown
 from peft_mux.generation.options import GenerateOptions
-from peft_mux.task import TASK_FIELDS, EarlyStopping, Task
+from peft_mux.hyper_parameters import EarlyStopping
+from peft_mux.task import TASK_FIELDS, Task
 
 DATA_KEYS = ("dataset", "dataset_config", "split", "eval_dataset", "eval_split")
 _NOT_IN_FILES = ("name", "peft_config", "train_dataset", "eval_dataset", "callbacks", "compute_metrics")

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from peft_mux.data.encoding import encoding_fault
-from peft_mux.errors import ConfigError, Fault, raise_faults
+from peft_mux.errors import ConfigError, Fault, raise_faults, shown
+from peft_mux.own_code import describe_error
 
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Loaders of `datasets`, by the ending of a file."""
@@ -63,6 +65,54 @@ def rows_of(source: str, split: str, config: str | None, folder: Path, where: st
     except Exception as error:
         told = " ".join(str(error).split())
         raise_faults([Fault(where_source, f"{source!r}, which cannot be loaded: {told}", SOURCES)])
+
+
+def rows_named(source: str, field: str, where: str) -> Any:
+    """Return the rows that a task names: of a dataset of several splits those to train on, or those held out.
+
+    Args:
+        source: path of a file or folder, or else a hub id.
+        field: the field that names them, `train_dataset` or `eval_dataset`.
+        where: names the task in messages.
+
+    Raises:
+        ConfigError: if they cannot be loaded, or there is no split of held-out rows.
+    """
+    if field == "train_dataset" or Path(source).is_file():
+        return rows_of(source, "train", None, Path(), where, field)
+    for split in ("test", "validation"):
+        with suppress(ConfigError):
+            return rows_of(source, split, None, Path(), where, field)
+    fix = f"Write load_rows({source!r}, split=...)."
+    raise_faults([Fault(f"{where}.{field}", repr(source), "a file, or a dataset with a split test or validation", fix)])
+
+
+def dataset_faults(dataset: Any, where: str) -> list[Fault]:
+    """Return why an object cannot be read as rows, as far as that shows without reading one.
+
+    Args:
+        dataset: whatever was given.
+        where: the field that it was given for.
+    """
+    allowed = "a datasets.Dataset or IterableDataset, or a list of dicts, with at least one row"
+    # These have a length and items as well, but not of rows: a dict of splits is a common slip.
+    if dataset is None or isinstance(dataset, (str, bytes, dict)):
+        fix = "Pick one split, such as dataset['train']." if isinstance(dataset, dict) else ""
+        return [Fault(where, type(dataset).__name__, allowed, fix)]
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        try:
+            return [] if len(dataset) else [Fault(where, "an empty dataset", allowed)]
+        except TypeError:  # an array without dimensions
+            return [Fault(where, shown(dataset), allowed)]
+        except Exception as error:  # the dataset's own code, which its owner has to mend
+            return [Fault(where, f"a dataset whose length raises {describe_error(error)}", allowed)]
+    if hasattr(dataset, "__len__"):  # a set, say, which has no first row
+        return [Fault(where, type(dataset).__name__, allowed, "Give its rows in an order, such as a list.")]
+    # Every epoch reads the rows from the start, which an iterator has no way back to.
+    if hasattr(dataset, "__iter__") and not hasattr(dataset, "__next__"):
+        return []
+    fix = "An iterator can be read only once; give the iterable itself." if hasattr(dataset, "__next__") else ""
+    return [Fault(where, type(dataset).__name__, allowed, fix)]
 
 
 def _rows_of_file(path: Path, source: str, split: str, where: str, where_source: str) -> Any:

@@ -16,7 +16,7 @@ import torch
 from peft import PeftConfig
 from transformers.models.auto import modeling_auto
 
-from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError, Fault, raise_faults, shown
 from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
 from peft_mux.modeling.backbone.head_kinds import HEAD_KINDS, HeadKind
@@ -30,6 +30,7 @@ from peft_mux.modeling.backbone.quantized import (
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.task_objective import args_of, objective_of, smoothing_faults
 from peft_mux.task import Task
+from peft_mux.task_settings import resolve
 
 _HUB_OPTIONS = "revision code_revision subfolder token cache_dir local_files_only force_download proxies".split()
 """Options of `from_pretrained` that say where files come from: they hold for configuration and tokenizer too."""

@@ -6,7 +6,7 @@ import copy
 from collections.abc import Sequence
 from typing import Any
 
-from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.formats import RowForm
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.replicas.layout import ParallelLayout
@@ -21,6 +21,7 @@ from peft_mux.modeling.backbone.families import family_of
 from peft_mux.modeling.objectives.outputs import WORDS
 from peft_mux.modeling.objectives.task_objective import columns_of, objective_of
 from peft_mux.task import Task
+from peft_mux.task_settings import resolve
 
 
 def check_layout(

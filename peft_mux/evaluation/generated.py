@@ -12,6 +12,7 @@ from peft_mux.evaluation.evaluate import EvaluationShare
 from peft_mux.generation.answers import mean_metric
 from peft_mux.generation.completion import GenerationRequest
 from peft_mux.generation.generate import generate
+from peft_mux.hyper_parameters import metric_key
 from peft_mux.own_code import Listener, OwnCodeError, nobody, own_code
 from peft_mux.task import Task
 from peft_mux.tasks.task_run import TaskRun
@@ -111,7 +112,7 @@ def answer_metrics(
             with own_code(task.name, "eval_generate", listener):
                 # Copies, which the function may change.
                 own = metric(list(answers.prompts), list(answers.completions), list(answers.references))
-                metrics |= {_prefixed(key): float(value) for key, value in own.items()}
+                metrics |= {metric_key(key): float(value) for key, value in own.items()}
     except OwnCodeError as raised:
         error = raised
     return _agreed(metrics, error, share)
@@ -125,7 +126,3 @@ def _agreed(metrics: dict[str, float], error: OwnCodeError | None, share: Evalua
     if failures:
         raise MetricsError(failures[0]) from (error.__cause__ if error is not None and len(gathered) == 1 else error)
     return gathered[0][0]
-
-
-def _prefixed(key: str) -> str:
-    return key if key.startswith("eval_") else f"eval_{key}"

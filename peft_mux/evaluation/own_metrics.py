@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from peft_mux.data.task_batch import IGNORE_INDEX
+from peft_mux.hyper_parameters import metric_key
 from peft_mux.own_code import OwnCodeError, own_code
 from peft_mux.task import Task
 
@@ -82,7 +83,7 @@ class OwnMetrics:
                 predictions = _stack([row for rows, _ in batches for row in rows])
                 labels = _stack([row for _, rows in batches for row in rows])
                 found = compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
-                return {_plain_key(key): float(value) for key, value in found.items()}
+                return {metric_key(key): float(value) for key, value in found.items()}
         except OwnCodeError as error:
             self.error = error
             return None
@@ -100,11 +101,6 @@ class OwnMetrics:
             logits = preprocess(logits[None], torch.as_tensor(labels)[None])[0]
         # In fp32, as numpy has no bfloat16.
         return logits.float().cpu().numpy() if logits.is_floating_point() else logits.cpu().numpy()
-
-
-def _plain_key(key: str) -> str:
-    """Return the name of a metric as Trainer has it: as plain text, with its prefix."""
-    return key if key.startswith("eval_") else f"eval_{key}"
 
 
 def _stack(rows: list[np.ndarray]) -> np.ndarray:

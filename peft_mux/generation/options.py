@@ -5,12 +5,11 @@ Names and meanings are those of `transformers.GenerationConfig`. Nothing here im
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from peft_mux.errors import Fault, closest, raise_faults, shown
+from peft_mux.errors import Fault, closest, is_integer, is_real, is_text, raise_faults, shown
 from peft_mux.generation.answers import ANSWER_METRICS
 
 if TYPE_CHECKING:
@@ -158,17 +157,17 @@ def _unknown(given: Mapping[str, Any], known: Sequence[str]) -> list[Fault]:
 
 def _sampling_faults(options: SamplingOptions) -> list[Fault]:
     rules = {
-        "max_new_tokens": (_is_integer(options.max_new_tokens, 1), f"an integer from 1 to {_MOST_TOKENS}"),
+        "max_new_tokens": (is_integer(options.max_new_tokens, 1, _MOST_TOKENS), f"an integer from 1 to {_MOST_TOKENS}"),
         "do_sample": (isinstance(options.do_sample, bool), "True or False"),
-        "temperature": (_is_real(options.temperature) and options.temperature > 0, "a finite number above 0"),
-        "top_k": (_is_integer(options.top_k, 0), "an integer of at least 0"),
-        "top_p": (_is_real(options.top_p) and 0 < options.top_p <= 1, "a number above 0, at most 1"),
-        "min_p": (_is_real(options.min_p) and 0 <= options.min_p <= 1, "a number from 0 to 1"),
+        "temperature": (is_real(options.temperature) and options.temperature > 0, "a finite number above 0"),
+        "top_k": (is_integer(options.top_k, 0, _MOST_TOKENS), "an integer of at least 0"),
+        "top_p": (is_real(options.top_p) and 0 < options.top_p <= 1, "a number above 0, at most 1"),
+        "min_p": (is_real(options.min_p) and 0 <= options.min_p <= 1, "a number from 0 to 1"),
         "repetition_penalty": (
-            _is_real(options.repetition_penalty) and options.repetition_penalty > 0,
+            is_real(options.repetition_penalty) and options.repetition_penalty > 0,
             "a finite number above 0",
         ),
-        "stop_strings": (_is_list(options.stop_strings, _is_text), "texts of at least one character"),
+        "stop_strings": (_is_list(options.stop_strings, is_text), "texts of at least one character"),
         "eos_token_id": (_is_eos(options.eos_token_id), "a token id, a list of them, or None"),
         "seed": (is_seed(options.seed), "an integer in [0, 2**63)"),
     }
@@ -194,32 +193,24 @@ def _judging_faults(options: GenerateOptions) -> list[Fault]:
             for metric in options.metrics
             if not callable(metric) and (not isinstance(metric, str) or metric not in ANSWER_METRICS)
         ]
-    if options.num_rows is not None and not _is_integer(options.num_rows, 1):
+    if options.num_rows is not None and not is_integer(options.num_rows, 1, _MOST_TOKENS):
         faults.append(Fault("num_rows", shown(options.num_rows), "an integer of at least 1, or None for all rows"))
-    if not _is_integer(options.num_logged, 0):
+    if not is_integer(options.num_logged, 0, _MOST_TOKENS):
         faults.append(Fault("num_logged", shown(options.num_logged), "an integer of at least 0"))
     return faults
 
 
 def is_seed(value: object) -> bool:
     """Return whether draws may be made from a value."""
-    return _is_integer(value, 0, 2**63 - 1)
-
-
-def _is_integer(value: object, least: int, most: int = _MOST_TOKENS) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
-
-
-def _is_real(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
+    return is_integer(value, 0, 2**63 - 1)
 
 
 def _is_eos(value: object) -> bool:
-    return value is None or _is_integer(value, 0) or (bool(value) and _is_list(value, lambda one: _is_integer(one, 0)))
+    return (
+        value is None
+        or is_integer(value, 0, _MOST_TOKENS)
+        or (bool(value) and _is_list(value, lambda one: is_integer(one, 0, _MOST_TOKENS)))
+    )
 
 
 def _is_list(value: object, is_fine: Callable[[object], bool]) -> bool:

@@ -8,11 +8,12 @@ from typing import Any
 from transformers import TrainerCallback
 
 from peft_mux.errors import ConfigError
+from peft_mux.hyper_parameters import EarlyStopping
 from peft_mux.reporting.views import curve_of
 from peft_mux.sweeps.grid import Contest
 from peft_mux.sweeps.halving import losers, rungs
 from peft_mux.sweeps.ranking import RankedTask
-from peft_mux.task import EarlyStopping, TaskStatus
+from peft_mux.task import TaskStatus
 from peft_mux.tasks.task_run import TaskRun
 from peft_mux.trainer.trainer import MultiTaskTrainer
 

@@ -17,12 +17,13 @@ from torch import nn
 from torch.optim import optimizer as torch_hooks
 from transformers import Trainer, get_scheduler
 
-from peft_mux.arguments import MultiTaskTrainingArguments, task_arguments
+from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
 from peft_mux.hyper_parameters import ELEMENTWISE, HyperParameters
 from peft_mux.kernels.adamw import update as multi_adamw
 from peft_mux.kernels.adamw.pages import DTYPES, PageUpdate
 from peft_mux.modeling.slabs import TaskSlab, decays
+from peft_mux.task_settings import task_arguments
 from peft_mux.tasks.isolation import LastGood
 
 

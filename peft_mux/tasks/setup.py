@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from transformers import TrainerState
 
-from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.dataset import DataReport, TokenizedDataset, open_rows, tokenize_dataset
 from peft_mux.data.loader import TaskLoader
 from peft_mux.data.rows.labelled_rows import CLASS_LABELS
@@ -26,6 +26,7 @@ from peft_mux.modeling.adapters.prompts.encoders import prompt_kind_of
 from peft_mux.modeling.backbone.checks import max_positions
 from peft_mux.modeling.objectives.task_objective import args_of, given_references, objective_of
 from peft_mux.task import Task, TaskStatus
+from peft_mux.task_settings import resolve
 from peft_mux.tasks.best_metric import BestMetric
 from peft_mux.tasks.optimizer_checks import check_optimizer
 from peft_mux.tasks.task_run import TaskRun

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from peft_mux.arguments import task_arguments
 from peft_mux.checkpoint.full_state import gather_task
 from peft_mux.checkpoint.snapshot import take_snapshot
 from peft_mux.checkpoint.task_state import TaskState, split_state
@@ -30,6 +29,7 @@ from peft_mux.modeling.prefix_sharing import reason_of_backbone
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import Task, TaskStatus
+from peft_mux.task_settings import task_arguments
 from peft_mux.tasks.isolation import LastGood
 from peft_mux.tasks.optimizer import TaskOptimizer
 from peft_mux.tasks.setup import class_count

@@ -29,6 +29,7 @@ from tests.modeling.test_architectures import CLASSIFIERS, LANGUAGE_MODELS, fill
     [
         ({"max_new_tokens": 0}, "max_new_tokens: got 0; allowed: an integer from 1"),
         ({"temperature": 0.0, "do_sample": True}, "temperature: got 0.0; allowed: a finite number above 0"),
+        ({"temperature": 10**400, "do_sample": True}, "allowed: a finite number above 0"),
         ({"top_k": -1}, "top_k: got -1"),
         ({"top_p": 1.5}, "top_p: got 1.5; allowed: a number above 0, at most 1"),
         ({"min_p": "x"}, "min_p: got 'x'"),

@@ -15,7 +15,6 @@ import torch
 from transformers import TrainerState
 
 from peft_mux import MultiTaskTrainingArguments, Task
-from peft_mux.arguments import resolve
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
@@ -28,6 +27,7 @@ from peft_mux.kernels.lora import tunings
 from peft_mux.modeling.attention import varlen
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import TaskStatus
+from peft_mux.task_settings import resolve
 from peft_mux.tasks.best_metric import BestMetric
 from peft_mux.tasks.isolation import LastGood
 from peft_mux.tasks.optimizer import TaskOptimizer

@@ -17,13 +17,14 @@ import transformers.trainer_optimizer
 from transformers import Adafactor, Trainer, TrainerCallback, get_scheduler
 
 from peft_mux import ConfigError, MultiTaskTrainer
-from peft_mux.arguments import MultiTaskTrainingArguments, task_arguments
+from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.work import StepResult
 from peft_mux.hyper_parameters import supported_optimizers, supported_schedules
 from peft_mux.kernels.adamw import update as multi_adamw
 from peft_mux.kernels.adamw.pages import PageUpdate
 from peft_mux.modeling import slabs
 from peft_mux.modeling.slabs import TaskSlab
+from peft_mux.task_settings import task_arguments
 from peft_mux.tasks.isolation import LastGood
 from peft_mux.tasks.optimizer import TaskOptimizer, joint_steps_taken
 from peft_mux.tasks.optimizer_checks import OPTIONS

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields
 from typing import Any
 
+from peft_mux.errors import is_integer, is_real
 from peft_mux.modeling.adapters.field_types import COMMON_TYPES, FLAG, INITIALISER, FieldType
 
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_whole(value: object, least: int) -> bool:
-    # `True` is an int to Python.
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
-
-
-_NUMBER = FieldType(_is_number, "a finite number")
-_SHARE = FieldType(lambda value: _is_number(value) and 0 <= value < 1, "a number in [0, 1)")  # type: ignore[operator]
-_COUNT = FieldType(lambda value: _is_whole(value, 1), "an integer of at least 1")
-_INDEX = FieldType(lambda value: _is_whole(value, 0), "an integer of at least 0")
+_NUMBER = FieldType(is_real, "a finite number")
+_SHARE = FieldType(lambda value: is_real(value) and 0 <= value < 1, "a number in [0, 1)")  # type: ignore[operator]
+_COUNT = FieldType(lambda value: is_integer(value, 1), "an integer of at least 1")
+_INDEX = FieldType(lambda value: is_integer(value, 0), "an integer of at least 0")
 _TEXT = FieldType(lambda value: isinstance(value, str), "a string")
 _NUMBERS = FieldType(
     lambda value: (
         isinstance(value, dict)
-        and all(isinstance(key, str) and key and _is_number(number) and number > 0 for key, number in value.items())
+        and all(isinstance(key, str) and key and is_real(number) and number > 0 for key, number in value.items())
     ),
     "a dict from names of modules to numbers above 0",
 )

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, NamedTuple
 
-from peft_mux.errors import Fault, shown
+from peft_mux.errors import Fault, is_integer, is_text, shown
 
 
 class FieldType(NamedTuple):
@@ -22,13 +22,8 @@ class FieldType(NamedTuple):
     allowed: str
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str) and bool(value)
-
-
 def _is_index(value: object) -> bool:
-    # `True` is an int to Python.
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return is_integer(value, 0)
 
 
 def _are(is_valid: Callable[[Any], bool], value: object, kinds: tuple[type, ...]) -> bool:
@@ -37,18 +32,18 @@ def _are(is_valid: Callable[[Any], bool], value: object, kinds: tuple[type, ...]
 
 # PEFT writes the configuration as JSON, which it turns sets into lists for, but no other collection.
 _NAMES = FieldType(
-    lambda value: value is None or isinstance(value, str) or _are(_is_text, value, (list, set, tuple)),
+    lambda value: value is None or isinstance(value, str) or _are(is_text, value, (list, set, tuple)),
     "a string, a list of strings, or None",
 )
 _TEXT = FieldType(lambda value: value is None or isinstance(value, str), "a string or None")
 FLAG = FieldType(lambda value: isinstance(value, bool), "True or False")
 INITIALISER = FieldType(lambda value: isinstance(value, (bool, str)), "True, False or a name")
 PATTERN = FieldType(
-    lambda value: isinstance(value, dict) and all(_is_text(key) for key in value),
+    lambda value: isinstance(value, dict) and all(is_text(key) for key in value),
     "a dict from names of modules to numbers",
 )
 MODULES = FieldType(
-    lambda value: value is None or _are(_is_text, value, (list, set, tuple)), "a list of names of modules, or None"
+    lambda value: value is None or _are(is_text, value, (list, set, tuple)), "a list of names of modules, or None"
 )
 BIAS = FieldType(
     lambda value: isinstance(value, str) and value in ("none", "all", "lora_only"), "'none', 'all' or 'lora_only'"
@@ -67,7 +62,7 @@ TOKENS = FieldType(
         or (
             isinstance(value, dict)
             and bool(value)
-            and all(map(_is_text, value))
+            and all(map(is_text, value))
             and all(map(_are_tokens, value.values()))
         )
     ),

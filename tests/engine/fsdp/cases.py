@@ -13,7 +13,7 @@ import torch.distributed as dist
 from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
@@ -24,6 +24,7 @@ from peft_mux.engine.processes.processes import Processes
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import Task
+from peft_mux.task_settings import resolve
 from peft_mux.tasks.isolation import non_finite_reason
 from peft_mux.tasks.optimizer import TaskOptimizer
 from tests.packing.even_rows import even_rows

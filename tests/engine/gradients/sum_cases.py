@@ -17,7 +17,7 @@ import torch.distributed as dist
 from peft import LoraConfig
 from torch import nn
 
-from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.full_state import gather_task, take_part
 from peft_mux.checkpoint.task_state import TaskState, join_state, split_state
 from peft_mux.engine.gradients.sync import GradientSync
@@ -29,6 +29,7 @@ from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding.pieces import Piece
 from peft_mux.task import Task
+from peft_mux.task_settings import resolve
 from peft_mux.tasks.optimizer import TaskOptimizer
 from tests.invariants import mux_lab as lab
 

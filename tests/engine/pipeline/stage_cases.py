@@ -38,7 +38,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from peft_mux.arguments import MultiTaskTrainingArguments, resolve
+from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.full_state import gather_task
 from peft_mux.checkpoint.task_state import TaskState, join_state, split_state
 from peft_mux.data.batch import MuxBatch
@@ -58,6 +58,7 @@ from peft_mux.scheduler.pipeline.simulator import verify
 from peft_mux.scheduler.pipeline.template import Action, BucketLoad, PipelineTemplate, build_template
 from peft_mux.storage import load_tensors, pack_state, save_tensors, unpack_state
 from peft_mux.task import Task
+from peft_mux.task_settings import resolve
 from peft_mux.tasks.isolation import non_finite_reason
 from peft_mux.tasks.optimizer import TaskOptimizer
 

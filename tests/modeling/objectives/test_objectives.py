@@ -22,6 +22,7 @@ from peft_mux.engine.cuda_graphs.passes import reason_against
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.prepasses import prepared
 from peft_mux.errors import ConfigError
+from peft_mux.hyper_parameters import EarlyStopping
 from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.arguments import LossArgs
@@ -36,7 +37,7 @@ from peft_mux.modeling.objectives.objective import (
 )
 from peft_mux.modeling.objectives.outputs import TaskLoss, TokenOutputs
 from peft_mux.modeling.objectives.task_objective import args_of, objective_of
-from peft_mux.task import EarlyStopping, Task
+from peft_mux.task import Task
 from tests.invariants import mux_lab as lab
 from tests.modeling.objectives.cases import CASES as OTHERS
 from tests.modeling.objectives.cases import NUM_CLASSES, LossCase
