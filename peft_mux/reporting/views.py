@@ -174,6 +174,10 @@ class _Watched:
         return (task.num_tokens - first.num_tokens) / seconds, steps / seconds
 
 
+_MOST_LINES = 200
+"""Last lines of a run that are kept."""
+
+
 class RunWatch:
     """Follows the tasks of a run, and says at any moment what is to be shown of them.
 
@@ -182,7 +186,6 @@ class RunWatch:
     Args:
         memory: returns bytes held now and bytes of the device; `None` where nobody knows.
         clock: returns seconds; another one for tests.
-        num_lines: so many of the last lines are kept.
     """
 
     def __init__(
@@ -190,13 +193,12 @@ class RunWatch:
         memory: Callable[[], tuple[int, int] | None] | None = None,
         *,
         clock: Callable[[], float] = time.perf_counter,
-        num_lines: int = 200,
     ) -> None:
         """Follow nothing yet."""
         self._memory, self._clock = memory, clock
         self._tasks: tuple[ShownTask, ...] = ()
         self._watched: dict[str, _Watched] = {}
-        self._lines: deque[str] = deque(maxlen=num_lines)
+        self._lines: deque[str] = deque(maxlen=_MOST_LINES)
         self._began_s = self._now_s = clock()
         self._num_steps = 0
         self._lock = threading.Lock()

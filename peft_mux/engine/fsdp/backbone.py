@@ -118,16 +118,15 @@ class ShardedBackbone:
         own = {id(item) for name in self.model.tasks for item in self.model.task_parameters(name).values()}
         return sum(_local_bytes(item) for item in self.model.backbone.parameters() if id(item) not in own)
 
-    def bytes_per_pass(self, *, with_backward: bool = True, virtual_stage: int = 0) -> int:
-        """Return the bytes of frozen weights that a process receives in one pass: the closed form.
+    def bytes_per_pass(self, virtual_stage: int = 0) -> int:
+        """Return the bytes of frozen weights that a process receives in one forward and backward: the closed form.
 
         A unit of weights `[K_i, ...]` over n processes brings the other n - 1 shards of `ceil(K_i / n)` rows each.
 
         Args:
-            with_backward: whether the pass has a backward.
             virtual_stage: which of this process's parts the pass goes through.
         """
-        units = self._forward_order(virtual_stage) + (self._backward_order(virtual_stage) if with_backward else [])
+        units = self._forward_order(virtual_stage) + self._backward_order(virtual_stage)
         return sum(self._received_bytes(unit) for unit in units)
 
     def agree_on_passes(self, chain_lengths: Sequence[int]) -> list[int]:
