@@ -139,10 +139,10 @@ class Arrivals:
             # What PEFT freezes of a prompt is no part of what is trained: CPT's words, the sink of a cartridge.
             own = {name: parameter for name, parameter in own.items() if parameter.requires_grad}
             adopt_encoder(encoders[adapter], model.peft_config[adapter])
-        if not own:
+        if not any(parameter.numel() for parameter in own.values()):
             raise ConfigError(
                 f"tasks.{name}.peft_config: got a configuration with which PEFT trains nothing; allowed: target modules"
-                " that its type can adapt, and at least one part of it that is trained."
+                " that its type can adapt, with ranks below their widths, and at least one part of it that is trained."
             )
         self._registry.adopt(name, own, are_described=is_meta(model.backbone))
         if can_be_copied(model.peft_config[adapter]):

@@ -109,8 +109,20 @@ class SlicedAdapter(MultiplexedForward):
         try:
             with _on_frozen_layer(layer) as frozen, _knowing(frozen, rows, ready), self._drawing(rows, segment):
                 return self.original(rows)
+        except torch.OutOfMemoryError:
+            raise
+        except RuntimeError:
+            # Some types look at their own numbers, or invert them: a task that has diverged would end all of them.
+            if self._is_finite(segment.adapter):
+                raise
+            return (layer.get_base_layer()(rows) if ready is None else ready) * float("nan")
         finally:
             layer._active_adapter = before
+
+    def _is_finite(self, adapter: str) -> bool:
+        """Whether all that a task trains here are numbers, also what layers of it share."""
+        own = (weight for name, weight in self.module.named_parameters() if adapter in name.split("."))
+        return all(bool(weight.isfinite().all()) for weight in own)
 
     def _drawing(self, rows: torch.Tensor, segment: RowSegment) -> AbstractContextManager[None]:
         if not (self._draws and self.module.training):
@@ -329,7 +341,8 @@ class SlicedKind:
             if self.owns(name):
                 count = int(torch.Size(shape).numel())
                 elements[self.site_of(name)] = elements.get(self.site_of(name), 0) + count
-        return [AdapterLoad(1, count) for count in elements.values()]
+        # None where a type leaves nothing of a small layer to be trained.
+        return [AdapterLoad(1, count) for count in elements.values() if count]
 
     # ---------------------------------------------------------- parallelism
 
