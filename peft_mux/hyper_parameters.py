@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peft_mux.errors import Fault, is_integer, is_real, raise_faults, shown
+from peft_mux.own_code import printable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -142,8 +143,9 @@ def metric_key(name: str) -> str:
     """Return the key of a metric among those of an evaluation, as Trainer has it: with its prefix.
 
     Args:
-        name: the metric, with or without that prefix.
+        name: the metric, with or without that prefix, as own code calls it: it becomes one line that may be printed.
     """
+    name = " ".join(printable(name).split())
     return name if name.startswith("eval_") else f"eval_{name}"
 
 

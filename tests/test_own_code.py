@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import traceback
+from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
+import torch
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.errors import ForcedInterrupt
-from peft_mux.own_code import OwnCodeError, describe_error, own_code, own_frames
+from peft_mux.own_code import OwnCodeError, describe_error, own_code, own_frames, printable
 
 
 class Hostile(Exception):
@@ -26,6 +30,7 @@ class Hostile(Exception):
         (KeyboardInterrupt(), "KeyboardInterrupt"),
         (RecursionError("deep"), "RecursionError: deep"),
         (StopIteration(), "StopIteration"),
+        (GeneratorExit(), "GeneratorExit"),
         (Hostile(), "Hostile: its text cannot be read"),
         (ValueError("a\ud800b"), r"ValueError: a\ud800b"),
     ],
@@ -37,11 +42,62 @@ def test_whatever_own_code_raises_is_one_kind_of_error_with_its_text_and_cause(e
     assert caught.value.__cause__ is error
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("", ""),
+        ("caf\xe9", "caf\xe9"),
+        ("\x1b[2Jgone", r"\x1b[2Jgone"),
+        ("first\nsecond", "first\n  second"),
+        ("first\rsecond\u2028third", "first\n  second\n  third"),
+    ],
+)
+def test_a_text_is_shown_without_what_moves_a_cursor_and_begins_no_line(text: str, shown: str) -> None:
+    assert printable(text) == shown
+
+
+SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
+    "gradients": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
+    "dtype": (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
+    "device": (lambda: torch.set_default_device("meta"), torch.get_default_device),
+    "precision": (lambda: torch.set_float32_matmul_precision("medium"), torch.get_float32_matmul_precision),
+    "deterministic": (lambda: torch.use_deterministic_algorithms(True), torch.are_deterministic_algorithms_enabled),
+    "threads": (lambda: torch.set_num_threads(torch.get_num_threads() + 1), torch.get_num_threads),
+    "autocast": (lambda: torch.autocast("cpu").__enter__(), lambda: torch.is_autocast_enabled("cpu")),
+    "folder": (lambda: os.chdir("/"), os.getcwd),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_setting_of_the_process_that_own_code_leaves_is_put_back(name: str, fails: bool) -> None:
+    change, asked = SETTINGS[name]
+    before = asked()
+    with suppress(OwnCodeError), own_code("own", "callback"):
+        change()
+        assert asked() != before
+        if fails:
+            raise ValueError
+    assert asked() == before
+
+
+def test_a_block_of_autocast_that_is_never_left_keeps_no_weights_of_a_step_before() -> None:
+    weight, x = torch.nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
+    with own_code("own", "callback"):
+        torch.autocast("cpu", torch.bfloat16).__enter__()
+    with torch.autocast("cpu", torch.bfloat16):
+        before = torch.nn.functional.linear(x, weight).sum().item()
+    with torch.no_grad():
+        weight.fill_(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.nn.functional.linear(x, weight).sum().item() == 3 * before
+
+
 def test_an_endless_text_is_cut() -> None:
     assert len(describe_error(ValueError("x" * 10**6))) < 3000
 
 
-@pytest.mark.parametrize("error", [ForcedInterrupt(), GeneratorExit()])
+@pytest.mark.parametrize("error", [ForcedInterrupt()])
 def test_what_the_user_of_the_run_asks_for_passes(error: BaseException) -> None:
     with pytest.raises(type(error)), own_code("own", "callback"):
         raise error

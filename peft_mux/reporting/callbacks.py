@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import fields
 from typing import Any
 
-import torch
 from transformers import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
@@ -151,7 +150,11 @@ class TaskCallbacks:
     def leave(self) -> None:
         """End the task's runs in loggers: it leaves before the run is over."""
         for tracker in self._trackers:
-            tracker.on_train_end(self.args, self._state, self.control)
+            try:
+                with own_code(self.run.name, "callback"):
+                    tracker.on_train_end(self.args, self._state, self.control)
+            except OwnCodeError as error:
+                _logger.warning('task "%s": its run in a logger could not be ended: %s', self.run.name, error)
 
     def step_begins(self) -> None:
         """Tell of a step, and of an epoch where one begins with it."""
@@ -182,7 +185,7 @@ class TaskCallbacks:
         self.handler.optimizer = None if optimizer is None else optimizer.optimizer
         self.handler.lr_scheduler = None if optimizer is None else optimizer.schedule
         try:
-            with _unchanged_modes(self.handler.model), own_code(self.run.name, "callback", self.listener):
+            with _unchanged_mode(self.handler.model), own_code(self.run.name, "callback", self.listener):
                 self._show_state()
                 self._take(self.handler.call_event(event, self.args, self._state, self._handed, **kwargs))
         except OwnCodeError as error:
@@ -227,15 +230,14 @@ _SHOWN = (
 
 
 @contextmanager
-def _unchanged_modes(model: Any) -> Iterator[None]:
-    """Put back the modes that all tasks share: whether the model trains, and whether gradients are recorded.
+def _unchanged_mode(model: Any) -> Iterator[None]:
+    """Put back the mode that all tasks share: whether the model trains.
 
     Code that generates text in a callback leaves a model in evaluation, which would end the dropout of every task.
     """
-    was_training, records_gradients = getattr(model, "training", None), torch.is_grad_enabled()
+    was_training = getattr(model, "training", None)
     try:
         yield
     finally:
-        torch.set_grad_enabled(records_gradients)
         if was_training is not None and model.training != was_training:
             model.train(was_training)

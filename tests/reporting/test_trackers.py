@@ -109,6 +109,22 @@ def test_a_removed_task_ends_its_run(tmp_path: Path) -> None:
     assert (first.closed, second.closed) == (1, 1)
 
 
+def test_a_logger_that_does_not_let_go_keeps_no_task_in_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(writer: Writer) -> None:
+        raise OSError("no connection")
+
+    def leave(trainer: Any) -> None:
+        monkeypatch.setattr(Writer, "close", fail)
+        trainer.remove_task("a")
+
+    acts = {2: leave, 3: lambda trainer: monkeypatch.undo()}
+    run = trained(tmp_path, lab.Recorder(at_end=acts), report_per_task=True)
+    assert run.trainer.task_statuses == {"b": "succeeded"}
+    assert run.trainer.model.tasks == ("b",)
+
+
 def test_loggers_with_one_run_a_process_and_no_logger_are_refused_by_name(tmp_path: Path) -> None:
     def refusal(report_to: Any) -> str:
         with pytest.raises(ConfigError) as caught:
