@@ -54,7 +54,7 @@ class ProcessError(PeftMuxError, RuntimeError):
 
 
 class MetricsError(PeftMuxError, RuntimeError):
-    """A task's own `compute_metrics` or `preprocess_logits_for_metrics` has failed on some process."""
+    """A task's own `compute_metrics`, `preprocess_logits_for_metrics` or loss has failed where it was evaluated."""
 
 
 class ForcedInterrupt(KeyboardInterrupt):

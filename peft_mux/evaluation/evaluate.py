@@ -14,7 +14,7 @@ from peft_mux.data.task_batch import Arrange, TaskBatch, batch_totals, prefix_tr
 from peft_mux.engine.work import StepExecutor
 from peft_mux.errors import MetricsError
 from peft_mux.evaluation.own_metrics import OwnMetrics
-from peft_mux.own_code import Listener, nobody
+from peft_mux.own_code import Listener, OwnCodeError, nobody
 from peft_mux.task import Task
 
 
@@ -95,8 +95,8 @@ def evaluate_task(
         all call this, and all get the same numbers.
 
     Raises:
-        MetricsError: on all of these, if the task's own functions fail on one. Its cause is what they raised where the
-            process is alone.
+        MetricsError: on all of these, if the task's own functions, its loss among them, fail on one. Its cause is what
+            `compute_metrics` raised where the process is alone.
     """
     model, share = executor.mux_model, share or EvaluationShare()
     was_training = model.training
@@ -105,16 +105,17 @@ def evaluate_task(
         with torch.no_grad(), executor.precision():
             batches = _batches if arrange is None else partial(_arranged_batches, arrange, arranged_rows)
             batches = partial(_sharing_batches, batches) if shares_prefixes else batches
-            metrics = _loss_metrics(executor, task, dataset, collator, max_tokens, share, batches)
+            metrics, failure = _loss_metrics(executor, task, dataset, collator, max_tokens, share, batches)
             own, found = None, metrics
             if task.compute_metrics is not None:
                 own = _own_metrics(executor, task, dataset, collator, max_tokens, share)
                 computed = own.result()
-                found = None if computed is None else {**metrics, **computed}
+                # As in Trainer, whose loss nobody else may set.
+                found = None if computed is None else {**metrics, **computed, "eval_loss": metrics["eval_loss"]}
     finally:
         model.train(was_training)
     # Outside of the passes: all processes have come through them, so nobody waits for the one that failed.
-    agreed, seconds = _agreed(executor, found, own)
+    agreed, seconds = _agreed(executor, found, own, failure)
     if own is not None:
         listener(task.name, "compute_metrics", seconds)
     return agreed
@@ -128,8 +129,8 @@ def _loss_metrics(
     max_tokens: int,
     share: EvaluationShare,
     batches: Callable[..., Iterator[TaskBatch]],
-) -> dict[str, float]:
-    """Return what the task's objective makes of its mean loss over all held-out rows."""
+) -> tuple[dict[str, float], str | None]:
+    """Return what the task's objective makes of its mean loss over all held-out rows; and why it failed, if it did."""
     objectives = executor.mux_model.objectives
     objective, totals = objectives.of(task.name), _totals(executor, task, dataset)
     sums: dict[int, tuple[float, int, list[float]]] = {}
@@ -145,12 +146,13 @@ def _loss_metrics(
             count = batch.num_targets if totals is None else 1
             statistics = found.statistics.get(task.name, torch.zeros(0)) * count
             sums[number] = loss * count, count, statistics.tolist()
-    objectives.take_failures()  # a loss function of the task's own that failed gave NaN, which is what is told here
+    own = objectives.take_failures().get(task.name)
+    failures = [own] if share.num_replicas == 1 else share.gather(own)
     losses, counts, parts = zip(*share.merged(sums).values(), strict=True)
     terms = sum(counts) if totals is None else 1
     means = [sum(own) / terms for own in zip(*parts, strict=True)]
     statistics = dict(zip(objectives.statistic_names(task.name), means, strict=True))
-    return objective.metrics(sum(losses) / terms, statistics)
+    return objective.metrics(sum(losses) / terms, statistics), next(filter(None, failures), None)
 
 
 def _totals(executor: StepExecutor, task: Task, dataset: Any) -> Mapping[str, float] | None:
@@ -184,16 +186,16 @@ def _own_metrics(
 
 
 def _agreed(
-    executor: StepExecutor, metrics: dict[str, float] | None, own: OwnMetrics | None
+    executor: StepExecutor, metrics: dict[str, float] | None, own: OwnMetrics | None, loss_failure: str | None
 ) -> tuple[dict[str, float], float]:
-    """Return the metrics of the first process that has them, or fail where one has failed.
+    """Return the metrics of the first process that has them, or fail where one has failed, its own loss among that.
 
     Returns:
         The metrics, and the seconds that the task's own functions took on the slowest process.
     """
     error = None if own is None else own.error
-    own_facts = (None, 0.0) if own is None else (None if error is None else str(error), own.seconds)
-    gathered = executor.gather((metrics, *own_facts))
+    error = error if loss_failure is None else OwnCodeError(loss_failure)
+    gathered = executor.gather((metrics, None if error is None else str(error), 0.0 if own is None else own.seconds))
     failure = next((text for _, text, _ in gathered if text is not None), None)
     if failure is not None:
         # Alone, a process has what the function raised; where there are several, all raise one and the same error.

@@ -120,6 +120,7 @@ class TaskEvaluator:
         except Exception as error:
             # Everything of the evaluation but this task's own functions serves all tasks; a fault there is ours.
             is_own = run.task.has_own_metrics and not isinstance(error, ProcessError)
+            is_own = is_own or isinstance(error, MetricsError)
             if not is_own and not isinstance(error, ConfigError):
                 raise
             _logger.warning('the evaluation of task "%s" failed', run.name, exc_info=True)

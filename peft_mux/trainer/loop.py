@@ -252,6 +252,7 @@ class StepLoop:
             # A task that failed in this step was not stepped.
             if self._run.table[name].status is TaskStatus.RUNNING:
                 self._run.log.callbacks[name].step_ends()
+        self._placement.note_own_losses()
         # Before evaluating: replicas share the held-out rows, so all must evaluate the same tasks.
         self._agree_on_requests()
         self._reporter.log_if_due()
@@ -284,8 +285,13 @@ class StepLoop:
             return
         batches = [run.loader.batch(run.step - 1) for run in ended.values()]
         micro_batches = self._collator.micro_batches(batches, max_tokens=self._plans.max_tokens)
-        for name in self._placement.placed.executor.non_finite_tasks(micro_batches):
-            ended[name].quarantine(f"non_finite: loss after the last step, {ended[name].step - 1}")
+        broken = self._placement.placed.executor.non_finite_tasks(micro_batches)
+        # Why losses of their own have failed in this pass, which each process knows of its own rows alone.
+        failures = self._placement.placed.model.objectives.take_failures()
+        reasons = {name: text for own in self._world.processes.gather(failures) for name, text in own.items()}
+        for name in broken:
+            non_finite = f"non_finite: loss after the last step, {ended[name].step - 1}"
+            ended[name].quarantine(reasons.get(name, non_finite))
 
     def _save_if_due(self, names: Sequence[str]) -> None:
         """Save all tasks if the run calls for it, or else those that have just stepped and call for it themselves."""

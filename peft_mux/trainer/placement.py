@@ -172,6 +172,13 @@ class Placement:
 
     # ------------------------------------------------------------------ tasks
 
+    def note_own_losses(self) -> None:
+        """Add the time that losses of tasks' own have taken to what their own code takes."""
+        own_seconds = self.placed.model.objectives.own_seconds
+        for name, seconds in own_seconds.items():
+            self._run.log.delays.note(name, "objective", seconds)
+        own_seconds.clear()
+
     def start(self, run: TaskRun) -> None:
         """Give a task its optimizer and callbacks, and let it take steps."""
         self.make_optimizer(run)

@@ -105,7 +105,11 @@ class FakePlacement:
         self.is_placed, self.lock = True, threading.RLock()
         self.part = SimpleNamespace(num_stages=1, tp_size=1, place=Place(0, 0, 0))
         self.outline: Any = "outline"
-        self.model = SimpleNamespace(backbone=None, task_parameters=lambda name: {"weight": name})
+        self.model = SimpleNamespace(
+            backbone=None,
+            task_parameters=lambda name: {"weight": name},
+            objectives=SimpleNamespace(take_failures=dict),
+        )
         self.placed = SimpleNamespace(model=self.model, executor=FakeExecutor(calls))
 
     def check(self, tasks: Sequence[Task]) -> None:
@@ -122,6 +126,9 @@ class FakePlacement:
     def start(self, run: TaskRun) -> None:
         self.calls.note("start", run.name)
         run.status = TaskStatus.RUNNING
+
+    def note_own_losses(self) -> None:
+        pass
 
     def subscribe(self, listener: Any) -> None:
         self.calls.note("subscribe")

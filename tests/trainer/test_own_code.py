@@ -224,6 +224,7 @@ def test_what_own_code_costs_the_others_is_told_by_task_and_kind(
         "callback": bad_task(callbacks=[Does(lambda **_: None)]),
         "compute_metrics": bad_task(eval_steps=1, compute_metrics=lambda _: {"f": 1.0}),
         "train_dataset": stream_task(Stream(lambda: {"input_ids": [1, 2]})),
+        "objective": bad_task(objective=lambda outputs: outputs.nll_M),
     }
     for what, task in slow.items():
         train([small_task("good", data_seed=1), task], tmp_path / what)

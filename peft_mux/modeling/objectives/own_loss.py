@@ -58,13 +58,16 @@ class OwnLoss(BaseObjective):
         words_MK = outputs.word_logprobs_MK
         given = [outputs.nll_M] if words_MK is None else [outputs.nll_M, words_MK]
         with own_code(outputs.task, "objective"), torch.enable_grad():
-            nll_M, *words = leaves = [values.detach().requires_grad_() for values in given]
+            # Copies: what a function writes in place would reach the outputs, and the backward pass, of all tasks.
+            nll_M, *words = leaves = [values.detach().clone().requires_grad_() for values in given]
             own = replace(outputs, nll_M=nll_M, word_logprobs_MK=words[0] if words else None)
             loss = _checked(args.function(own), outputs)
             gradients = [torch.zeros_like(values) for values in leaves]
             if loss.requires_grad and outputs.nll_M.requires_grad:
                 gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-        return TaskLoss(_WithGradients.apply(loss.detach(), *gradients, *given))
+            # A plain tensor beside the losses of the others, wherever the function has computed, and with what.
+            number = outputs.nll_M.detach().new_empty(()).copy_(loss.detach())
+        return TaskLoss(_WithGradients.apply(number, *gradients, *given))
 
 
 def _checked(value: Any, outputs: TokenOutputs) -> torch.Tensor:

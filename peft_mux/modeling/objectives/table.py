@@ -5,6 +5,8 @@ Shape letters: T tokens, M targets, N tasks, D hidden features.
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +18,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.objectives.arguments import LossArgs
 from peft_mux.modeling.objectives.head import HeadPass, OutputHead, head_of
-from peft_mux.modeling.objectives.objective import OBJECTIVES, Objective, Statistics, default_args, objective_for
+from peft_mux.modeling.objectives.objective import OBJECTIVES, OWN, Objective, Statistics, default_args, objective_for
 from peft_mux.modeling.objectives.outputs import TaskLoss, TaskOutputs
 from peft_mux.own_code import OwnCodeError
 
@@ -48,6 +50,7 @@ class TaskObjectives:
     Attributes:
         head: what the backbone ends in.
         failures: by task, why its own loss function has failed since this was last asked for with `take_failures`.
+        own_seconds: by task, for how long loss functions of tasks' own ran since this was last emptied.
     """
 
     def __init__(self, backbone: Any) -> None:
@@ -57,6 +60,7 @@ class TaskObjectives:
         self._default = _Assigned(default.name, default_args(default))
         self._by_task: dict[str, _Assigned] = {}
         self.failures: dict[str, str] = {}
+        self.own_seconds: Counter[str] = Counter()
         self._are_rows_made_up = False
 
     @contextmanager
@@ -90,6 +94,7 @@ class TaskObjectives:
         """Drop what was assigned to a task; another task of this name begins with the first loss of the head."""
         self._by_task.pop(task, None)
         self.failures.pop(task, None)
+        self.own_seconds.pop(task, None)
 
     def adopt(self, task: str, others: TaskObjectives) -> None:
         """Train a task towards the loss that it has in another model."""
@@ -135,12 +140,17 @@ class TaskObjectives:
     def _loss(self, outputs: TaskOutputs) -> TaskLoss:
         """Return the loss of one task; NaN, which fails the task, where its own function has failed."""
         objective, args = self.of(outputs.task), self.args_of(outputs.task)
+        if objective.name != OWN:
+            return objective.loss(outputs, args)
+        began = time.perf_counter()
         try:
             return objective.loss(outputs, args)
         except OwnCodeError as error:
             self.failures[outputs.task] = f"objective: {error}"
             # With a graph, as a pass of this task alone would have nothing to differentiate.
             return TaskLoss(outputs.anchor * float("nan"))
+        finally:
+            self.own_seconds[outputs.task] += time.perf_counter() - began  # type: ignore[assignment]
 
     def _assigned(self, task: str) -> _Assigned:
         return self._default if self._are_rows_made_up else self._by_task.get(task, self._default)
