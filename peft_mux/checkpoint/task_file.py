@@ -13,6 +13,7 @@ from transformers import TrainerState
 from peft_mux import storage
 from peft_mux.checkpoint.run_record import count, text
 from peft_mux.errors import CheckpointError
+from peft_mux.modeling.objectives.task_objective import args_of, objective_of
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.task_run import TaskRun
 
@@ -152,10 +153,19 @@ def task_settings(run: TaskRun) -> dict[str, Any]:
     settings["peft_config"] = {key: _plain(value) for key, value in config.items() if key not in _NOT_OF_THE_ADAPTER}
     rows = getattr(getattr(run.loader, "dataset", None), "fingerprint", None)
     settings["rows"] = None if rows is None else rows
+    settings["loss"] = _loss_settings(run)
     if run.task.generate_options is not None:
         settings["eval_generate"] = run.task.generate_options.described
     # Through JSON, as the saved settings went: tuples become lists and keys strings before they are compared.
     return json.loads(json.dumps(settings, default=str))
+
+
+def _loss_settings(run: TaskRun) -> dict[str, Any]:
+    """Return what a task is trained towards; a function of its own is not told from another one."""
+    args = vars(args_of(run.task))
+    # The share that is smoothed is one of the hyper-parameters.
+    own = {key: value for key, value in args.items() if key != "label_smoothing_factor" and not callable(value)}
+    return {"objective": objective_of(run.task).name, **own}
 
 
 def _plain(value: Any) -> Any:
@@ -168,15 +178,18 @@ def check_settings(run: TaskRun, saved: dict[str, Any]) -> dict[str, tuple[Any, 
     Raises:
         ChangedSettingsError: naming each setting that has changed and must not.
     """
-    now, saved = task_settings(run), {**_OF_OLDER_STATES, **saved}
+    now = task_settings(run)
+    # Older states say nothing of the loss, or of arguments that it has got since.
+    loss = saved.get("loss", {})
+    saved = {**_OF_OLDER_STATES, **saved, "loss": {**now["loss"], **loss} if isinstance(loss, dict) else loss}
     changed = {
         key: (saved.get(key), now[key]) for key in now if key not in _FREE_TO_CHANGE and saved.get(key) != now[key]
     }
-    refused = {key: values for key, values in changed.items() if key not in _FROM_HERE_ON}
+    refused = {key: values for key, values in changed.items() if key not in _FROM_HERE_ON or key in run.swept}
     if refused:
         raise ChangedSettingsError(
             f'task "{run.name}": got other settings than its checkpoint has ({_listed(refused)}); allowed: the same,'
-            f" but for {', '.join(sorted(_FROM_HERE_ON - {'num_steps'}))}, which may change from here on."
+            f" but for {', '.join(sorted(_FROM_HERE_ON - run.swept - {'num_steps'}))}, which may change from here on."
             " Undo the change, or train under another name or output_dir."
         )
     return changed

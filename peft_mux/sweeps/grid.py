@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import product
@@ -12,6 +13,8 @@ from peft_mux.task import TASK_FIELDS, Task
 
 _PEFT = "peft_config."
 _FIXED = ("name", "callbacks", "peft_config", "early_stopping", "eval_dataset", "compute_metrics")
+_OF_THE_TYPE = ("peft_type",)
+"""Fields of an adapter that its class sets, whatever is given."""
 _MOST_TASKS = 512
 
 
@@ -39,17 +42,21 @@ def sweep_tasks(task: Task, grid: Mapping[str, Sequence[Any]]) -> tuple[Contest,
         ConfigError: naming every field and value that cannot be.
     """
     raise_faults(_grid_faults(task, grid))
+    # Counted before any is made: a range may stand for more than memory holds.
+    count = math.prod(map(len, grid.values()))
+    if not 2 <= count <= _MOST_TASKS:
+        raise ConfigError(f"sweep: got {count} combinations; allowed: 2 to {_MOST_TASKS}.")
     combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-    if not 2 <= len(combinations) <= _MOST_TASKS:
-        raise ConfigError(f"sweep: got {len(combinations)} combinations; allowed: 2 to {_MOST_TASKS}.")
     digits = max(2, len(str(len(combinations))))
     tasks = [_variant(task, f"{task.name}-{number:0{digits}}", own) for number, own in enumerate(combinations, start=1)]
     return Contest(task.name, {one.name: own for one, own in zip(tasks, combinations, strict=True)}), tasks
 
 
 def _grid_faults(task: Task, grid: Mapping[str, Sequence[Any]]) -> list[Fault]:
+    if not isinstance(grid, Mapping):
+        return [Fault("sweep", shown(grid), 'a dict of values by field, such as {"learning_rate": [1e-4, 3e-4]}')]
     allowed = [name for name in TASK_FIELDS if name not in _FIXED]
-    allowed += [_PEFT + item.name for item in fields(task.peft_config) if item.init]
+    allowed += [_PEFT + item.name for item in fields(task.peft_config) if item.init and item.name not in _OF_THE_TYPE]
     faults = []
     for name, values in grid.items():
         where = f"sweep.{name}"

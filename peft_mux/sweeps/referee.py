@@ -46,6 +46,8 @@ class Referee(TrainerCallback):
                     )
                 self._rungs[name] = rungs(run.num_steps, len(contest.members)) if halves else ()
                 run.own_eval_steps = frozenset({*self._rungs[name], run.num_steps})
+                # Or a folder of another sweep would be ranked by settings that nothing was trained with.
+                run.swept = _swept(contest.members[name])
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note which tasks have come to a rung; they are evaluated now."""
@@ -126,3 +128,9 @@ class Referee(TrainerCallback):
     def _runs(self, contest: Contest) -> list[TaskRun]:
         # A task may have been removed meanwhile.
         return [self.trainer.table[name] for name in contest.members if name in self.trainer.table]
+
+
+def _swept(settings: Mapping[str, Any]) -> frozenset[str]:
+    """Return what a checkpoint calls the settings of a sweep; those of the adapter may never change."""
+    length = {"num_steps"} if settings.keys() & {"max_steps", "num_train_epochs"} else set()
+    return frozenset({*settings, *length})

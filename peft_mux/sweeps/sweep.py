@@ -14,7 +14,7 @@ from peft_mux.reporting.words import number_text
 from peft_mux.sweeps.grid import Contest, sweep_tasks
 from peft_mux.sweeps.ranking import RankedTask, SweepResult
 from peft_mux.sweeps.referee import Referee
-from peft_mux.task import Task
+from peft_mux.task import Task, TaskStatus
 from peft_mux.trainer.trainer import MultiTaskTrainer
 
 EARLY_STOPS = (None, "halving")
@@ -105,7 +105,7 @@ def end_sweeps(trainer: MultiTaskTrainer, referee: Referee, *, is_told: bool = T
         ranking = referee.ranking(contest)
         if not ranking or (ranking[0].value is None and not trainer.interrupted_by):
             known = f"no task has {referee.metric}; allowed: a metric of its evaluations"
-            raise ConfigError(f"sweep {contest.name}: {known}.")
+            raise ConfigError(f"sweep {contest.name}: {known}.{_failures(trainer, ranking)}")
         result = SweepResult(contest.name, referee.metric, tuple(ranking), _keep_best(trainer, contest, ranking[0]))
         if is_told:
             trainer.tell(f"sweep {contest.name}\n{result}")
@@ -113,16 +113,28 @@ def end_sweeps(trainer: MultiTaskTrainer, referee: Referee, *, is_told: bool = T
     return results
 
 
+def _failures(trainer: MultiTaskTrainer, ranking: Sequence[RankedTask]) -> str:
+    """Return why tasks of a sweep have failed, in a sentence; "" where none has."""
+    failed = [f"{one.name}: {trainer.table[one.name].reason}" for one in ranking if one.status == TaskStatus.FAILED]
+    more = f", and {len(failed) - 3} more" if len(failed) > 3 else ""
+    return f" Failed: {'; '.join(failed[:3])}{more}." if failed else ""
+
+
 def _keep_best(trainer: MultiTaskTrainer, contest: Contest, best: RankedTask) -> Path | None:
     """Copy the best adapter to a folder with the name of the task that was swept."""
     if best.place is None or not trainer.is_world_process_zero():
         return None
     folder = best.place.parent / contest.name
+    lies = f"it lies in {best.place}"
+    # A task of that name may have come while the sweep trained; and what stands there may lead elsewhere.
+    if contest.name in trainer.task_statuses or folder.is_symlink():
+        trainer.tell(f"sweep {contest.name}: its best adapter is not copied, as {folder} is not its own; {lies}")
+        return None
     try:
         folder.mkdir(exist_ok=True)
         for name in ADAPTER_NAMES:
             storage.write_file(folder / name, (best.place / name).read_bytes())
     except (OSError, PeftMuxError) as error:
-        trainer.tell(f"sweep {contest.name}: its best adapter could not be copied ({error}); it lies in {best.place}")
+        trainer.tell(f"sweep {contest.name}: its best adapter could not be copied ({error}); {lies}")
         return None
     return folder

@@ -46,6 +46,7 @@ class TaskRun:
         eval_prompts: prompts of held-out rows that each evaluation completes; none without `eval_generate`.
         sharing_remark: why its rows do not share the tokens that they begin with, where that is to be told; else "".
         own_eval_steps: steps after which it is evaluated whatever its settings say, as a sweep asks for.
+        swept: settings that a sweep ranks it by, which may not change where it is resumed.
     """
 
     task: Task
@@ -69,6 +70,7 @@ class TaskRun:
     eval_prompts: tuple[PromptRow, ...] = ()
     sharing_remark: str = ""
     own_eval_steps: frozenset[int] = frozenset()
+    swept: frozenset[str] = frozenset()
 
     @property
     def name(self) -> str:

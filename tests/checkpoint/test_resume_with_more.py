@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from peft_mux import CheckpointError
 from peft_mux.task import Task
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
@@ -114,3 +116,24 @@ def test_a_second_resumption_with_the_new_settings_is_exact(tmp_path: Path) -> N
     again = resumed(tmp_path / "twice", own(max_steps=12, learning_rate=1e-3))
     assert again.losses["a"] == once.losses["a"][-len(again.losses["a"]) :]
     assert all(torch.equal(weight, once.weights("a")[key]) for key, weight in again.weights("a").items())
+
+
+PAIRS = [{"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6, 7, 8]}] * 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"objective_args": {"beta": 0.5}}, "'beta': 0.5"),
+        ({"loss_type": "ipo"}, "'loss_type': 'ipo'"),
+        ({"objective": "orpo"}, "'objective': 'orpo'"),
+    ],
+)
+def test_a_task_does_not_go_on_towards_another_loss(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
+    def answers(**more: Any) -> Task:
+        return replace(own(), train_dataset=PAIRS, **{"objective": "dpo", **more})
+
+    stopped(tmp_path, answers(), after=2)
+    with pytest.raises(CheckpointError, match=rf'task "a": got other settings.*{named}'):
+        resumed(tmp_path, answers(**settings))
+    assert resumed(tmp_path, answers()).trainer.task_statuses["a"] == "succeeded"
