@@ -98,6 +98,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [dict(record.values) for _, record in _records(_content(path)) if record is not None]
 
 
+_WORDS = ("event", "task", "status")
+
+
 class _Record(NamedTuple):
     """One readable record."""
 
@@ -123,7 +126,7 @@ def _record(line: bytes) -> _Record | None:
         values = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    if not isinstance(values, dict):
+    if not isinstance(values, dict) or any(isinstance(values.get(key), (dict, list)) for key in _WORDS):
         return None
     run_step = values.get("run_step", 0)
     is_number = isinstance(run_step, (int, float)) and not isinstance(run_step, bool) and run_step == run_step

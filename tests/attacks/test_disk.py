@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import TrainerCallback
 
 from peft_mux import MultiTaskTrainer, PeftMuxError
 from tests.attacks import attack_lab as attacks
@@ -212,6 +213,37 @@ def test_an_output_that_takes_no_line_ends_no_run(
         run = attacks.train(two_tasks(), tmp_path / "run", disable_tqdm=False, **SAVING)
     assert output.num_refused
     assert_trained_alike(run, sound)
+
+
+def closed() -> io.StringIO:
+    stream = io.StringIO()
+    stream.close()
+    return stream
+
+
+OUTPUTS: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "a closed one": closed,
+    "one of ASCII": lambda: io.TextIOWrapper(io.BytesIO(), encoding="ascii"),
+    "an object that only writes": lambda: type("Writes", (), {"write": len, "flush": lambda self: None})(),
+}
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_an_output_of_any_kind_ends_no_run(
+    kind: str, sound: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError("caf\xe9 \u2192")
+
+    callback = type("Fails", (TrainerCallback,), {"on_step_end": fail})()
+    own = nano_task("own", 5, callbacks=[callback])
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", output := OUTPUTS[kind]())
+        run = attacks.train([*two_tasks(), own], tmp_path / "run", disable_tqdm=False, **SAVING)
+    assert run.statuses == {"long": "succeeded", "short": "succeeded", "own": "failed"}
+    if kind == "one of ASCII":
+        assert rb"\u2192" in output.buffer.getvalue()
 
 
 # ------------------------------------------------------------------------ a folder with two owners

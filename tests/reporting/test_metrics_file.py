@@ -91,7 +91,18 @@ def test_a_flipped_bit_anywhere_costs_one_record_which_is_counted(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "line", ["5", "[]", "null", "nonsense", '{"run_step": "4"}', '{"run_step": NaN}', "[" * 100_000, "9" * 5000]
+    "line",
+    [
+        "5",
+        "[]",
+        "null",
+        "nonsense",
+        '{"run_step": "4"}',
+        '{"run_step": NaN}',
+        '{"task": ["a"]}',
+        "[" * 9**5,
+        "9" * 5000,
+    ],
 )
 def test_a_line_that_is_no_record_is_dropped_and_passed_over(line: str, tmp_path: Path) -> None:
     path = tmp_path / METRICS_NAME

@@ -61,12 +61,12 @@ class LiveProgress:
     def log(self, line: str) -> None:
         """Print above the table."""
         # Messages hold brackets, which rich would take for markup. A terminal that is gone ends no run.
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
         """Leave the last frame standing."""
-        with suppress(OSError):
+        with suppress(OSError, ValueError):
             self._live.stop()
 
     def _frame(self) -> RenderableType:

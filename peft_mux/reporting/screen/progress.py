@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 import torch
 
@@ -71,9 +71,12 @@ class PlainProgress(SilentProgress):
         self.stream = stream
 
     def log(self, line: str) -> None:
-        """Print a line; one that a full disk or a closed pipe does not take is lost, and nothing else."""
-        with suppress(OSError):
-            print(line, file=self.stream or sys.stdout, flush=True)
+        """Print a line; one that a full disk, a closed pipe or stream does not take is lost, and nothing else."""
+        with suppress(OSError, ValueError):
+            stream = self.stream or sys.stdout
+            # An output that knows ASCII alone shows other letters by their numbers.
+            coding = getattr(stream, "encoding", None) or "utf-8"
+            print(line.encode(coding, "backslashreplace").decode(coding), file=stream, flush=True)
 
 
 def make_progress(*, enabled: bool, is_main_process: bool, device: torch.device) -> Progress:
@@ -90,7 +93,7 @@ def make_progress(*, enabled: bool, is_main_process: bool, device: torch.device)
         from peft_mux.reporting.screen.notebook import NotebookProgress
 
         return NotebookProgress(RunWatch(memory_now(device)))
-    if enabled and sys.stdout.isatty():
+    if enabled and _is_terminal(sys.stdout):
         from rich.console import Console
 
         from peft_mux.reporting.screen.live import LiveProgress
@@ -100,6 +103,14 @@ def make_progress(*, enabled: bool, is_main_process: bool, device: torch.device)
         if console.is_terminal and not console.is_dumb_terminal:
             return LiveProgress(RunWatch(memory_now(device)), console)
     return PlainProgress()
+
+
+def _is_terminal(stream: Any) -> bool:
+    """Whether an output is a terminal; there may be none, or one of another make that does not know."""
+    try:
+        return bool(stream.isatty())
+    except (AttributeError, OSError, ValueError):
+        return False
 
 
 def in_notebook() -> bool:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from peft_mux.checkpoint.numerics import numerics_of
-from peft_mux.errors import CheckpointError, ConfigError
+from peft_mux.errors import ConfigError
+from peft_mux.own_code import describe_error
 from peft_mux.reporting.banner import device_words
 from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.reporting.page.measured import MeasuredPass, MeasuredStep
@@ -66,9 +67,9 @@ class RunFiles:
     def _try(self, name: str, write: Callable[[], None]) -> None:
         try:
             write()
-        # What draws and what the disk says is no reason to lose what was trained.
-        except (CheckpointError, ConfigError, OSError, ValueError) as error:
-            self._run.log.warn(f"{self._run.root / name}: could not be written ({error})")
+        # Whatever draws and the disk say is no reason to lose what was trained.
+        except Exception as error:
+            self._run.log.warn(f"{self._run.root / name}: could not be written ({describe_error(error)})")
 
     def _plot(self) -> None:
         records = read_metrics(self._run.root / METRICS_NAME)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peft_mux.checkpoint.sharing.task_extras import write_extras
-from peft_mux.errors import PeftMuxError
+from peft_mux.own_code import describe_error
 from peft_mux.tasks.task_run import TaskRun
 from peft_mux.trainer.run import Run
 
@@ -29,5 +29,5 @@ def write_task_files(run: Run, own: TaskRun) -> None:
             vocab_size=getattr(config, "vocab_size", None),
         )
     # The adapter is safe; what lies beside it is no reason to end a run.
-    except (PeftMuxError, OSError, ValueError) as error:
-        run.log.warn(f"{folder}: its card could not be written ({error})")
+    except Exception as error:
+        run.log.warn(f"{folder}: its card could not be written ({describe_error(error)})")

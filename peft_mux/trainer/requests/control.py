@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from peft_mux.engine.processes.commands import Answer
-from peft_mux.errors import ConfigError, PeftMuxError
+from peft_mux.errors import ConfigError, PeftMuxError, ProcessError
 from peft_mux.own_code import describe_error
 from peft_mux.storage.mailbox import Mailbox
 from peft_mux.task import Task
@@ -21,6 +21,8 @@ from peft_mux.trainer.run import Run
 
 POLL_S = 0.5
 """Seconds between two looks into the folder."""
+END_S = 5.0
+"""Seconds that the end of a run waits for a request that is being read: the rows of an `add` may be slow to come."""
 
 
 class Control:
@@ -41,6 +43,7 @@ class Control:
         self._run, self._membership = run, membership
         self._mailbox = Mailbox(run.root)
         self._taken: set[str] = set()
+        self._ended = threading.Event()
 
     @contextmanager
     def listening(self, *, is_alone: bool) -> Iterator[None]:
@@ -50,7 +53,7 @@ class Control:
             is_alone: whether this is the only process; then requests that wait already are done before the first step.
                 Several processes need not see them at the same time.
         """
-        ended = threading.Event()
+        ended = self._ended = threading.Event()
         if is_alone:
             self.take()
         thread = threading.Thread(target=self._listen, args=(ended,), name="control", daemon=True)
@@ -59,11 +62,15 @@ class Control:
             yield
         finally:
             ended.set()
-            thread.join()
+            thread.join(END_S)
+            if thread.is_alive():
+                self._run.log.warn("control: a request to add tasks still reads its rows; it is not done")
 
     def _listen(self, ended: threading.Event) -> None:
         while not ended.wait(POLL_S):
-            self.take()
+            # What the folder is made of is no reason to hear nobody any more.
+            with suppress(OSError):
+                self.take()
 
     def take(self) -> None:
         """Hand on what was asked for since the last look."""
@@ -101,8 +108,10 @@ class Control:
                 "control: got add for a run that was not started by peft-mux train; allowed: "
                 "trainer.register_tasks([...]) in the program that trains."
             )
-        names = [str(name) for name in request.get("tasks") or ()]
+        names, ended = [str(name) for name in request.get("tasks") or ()], self._ended
         tasks = self.read_tasks(str(request.get("file")), names)
+        if ended.is_set():  # reading has taken longer than the run
+            raise ProcessError("control: the run has ended before the rows of these tasks were read.")
         # Unless they are named, those are meant that the run does not have.
         tasks = [task for task in tasks if names or task.name not in self._run.table]
         if not tasks:
