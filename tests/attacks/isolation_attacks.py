@@ -6,17 +6,20 @@ To add an attack, add a line to the table of its kind. `blames` is what the reas
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
+from transformers import TrainerCallback, set_seed
 
 from peft_mux import EarlyStopping
 from tests.attacks.attack_lab import ATTACKED, LENGTH, VOCABULARY, rows
+from tests.modeling.adapters.cases import CASES_BY_NAME
+from tests.modeling.adapters.prompts.prompt_cases import PROMPTS, config_of
 
 FAILED = ("failed",)
 FAILED_OR_STOPPED = ("failed", "stopped_early")
@@ -332,6 +335,216 @@ CALLBACKS = [
         "callback|optimizer|schedule|non_finite",
         calls("on_step_begin", lambda *_, optimizer, **__: optimizer.param_groups.clear(), at=2),
     ),
+]
+
+
+# ------------------------------------------------------------------------ losses of a task's own
+
+
+def mean_loss(outputs: Any) -> torch.Tensor:
+    """Return the mean negative log-likelihood, which is what the task is trained towards by default."""
+    return outputs.mean_over_tokens(outputs.nll_M)
+
+
+def loss(act: Callable[[Any], Any], *, at: int = 2) -> Callable[[], dict[str, Any]]:
+    """Return the fields of a task whose loss is a function of its own, sound up to a step."""
+    return lambda: {"objective": lambda outputs: act(outputs) if outputs.step >= at else mean_loss(outputs)}
+
+
+class BadBackward(torch.autograd.Function):
+    """A sum whose backward pass does what an attack makes of it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, act: Callable[[], Any]) -> torch.Tensor:
+        """Return the sum."""
+        ctx.act = act
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *d_loss: torch.Tensor) -> Any:
+        """Return what the attack gives."""
+        return ctx.act(), None
+
+
+def goes_back_itself(outputs: Any) -> torch.Tensor:
+    """Call `backward`, and return what it was called on."""
+    found = mean_loss(outputs)
+    found.backward()
+    return found
+
+
+def writes_in_place(outputs: Any) -> torch.Tensor:
+    """Fill what it was given with NaN, where nothing records it."""
+    with torch.no_grad():
+        outputs.nll_M.fill_(math.nan)
+    return mean_loss(outputs)
+
+
+def hooked(outputs: Any) -> torch.Tensor:
+    """Leave a hook that raises in the backward pass."""
+    outputs.nll_M.register_hook(raises(boom(OwnError)))
+    return mean_loss(outputs)
+
+
+class EverySecond:
+    """A loss that fails every second time that it is asked for, which is in evaluations."""
+
+    def __init__(self) -> None:
+        """Count the calls."""
+        self.count = 0
+
+    def __call__(self, outputs: Any) -> torch.Tensor:
+        """Return the mean, or raise."""
+        self.count += 1
+        if self.count % 2 == 0:
+            raise OwnError("boom")
+        return mean_loss(outputs)
+
+
+LAST_FORWARD = 7
+"""Number of the pass that looks at what the last of six updates has left."""
+
+
+class FailsAtLast(EverySecond):
+    """A loss that fails when the last update is looked at."""
+
+    def __call__(self, outputs: Any) -> torch.Tensor:
+        """Return the mean, or raise."""
+        self.count += 1
+        if self.count == LAST_FORWARD:
+            raise OwnError("boom")
+        return mean_loss(outputs)
+
+
+RETURNED: dict[str, Callable[[Any], Any]] = {
+    "None": lambda outputs: None,
+    "a text": lambda outputs: "low",
+    "a term too many": lambda outputs: torch.cat([outputs.nll_M, outputs.nll_M[:1]]),
+    "a column": lambda outputs: outputs.nll_M[:, None],
+    "an integer": lambda outputs: torch.tensor(3),
+    "a complex number": lambda outputs: mean_loss(outputs) * 1j,
+    "a tensor of no device": lambda outputs: torch.zeros((), device="meta"),
+}
+
+OBJECTIVES = [
+    *(Attack(f"a loss that raises {name}", f"objective:.*{blame}", loss(act)) for name, (act, blame) in ERRORS.items()),
+    Attack("a loss that raises GeneratorExit", "GeneratorExit", loss(raises(boom(GeneratorExit)))),
+    *(Attack(f"a loss that returns {name}", "objective", loss(act)) for name, act in RETURNED.items()),
+    Attack("a loss of NaN", "non_finite", loss(lambda outputs: mean_loss(outputs) * math.nan)),
+    Attack("a loss beyond fp32", "non_finite", loss(lambda outputs: mean_loss(outputs).double() * 1e300)),
+    Attack("a gradient of NaN", "non_finite", loss(lambda outputs: torch.sqrt(0 * outputs.nll_M).sum())),
+    Attack("a loss that goes back itself", "objective.*backward", loss(goes_back_itself)),
+    Attack("a loss that writes in place", "non_finite", loss(writes_in_place)),
+    Attack("a loss with a hook that raises", "objective.*OwnError: boom", loss(hooked)),
+    Attack(
+        "a loss whose backward exits",
+        "SystemExit",
+        loss(lambda outputs: BadBackward.apply(outputs.nll_M, raises(SystemExit))),
+    ),
+    Attack(
+        "a loss with gradients of another shape",
+        "objective.*shape",
+        loss(lambda outputs: BadBackward.apply(outputs.nll_M, lambda: torch.ones(3))),
+    ),
+    Attack(
+        "a loss that spoils its totals",
+        "non_finite",
+        loss(lambda outputs: (outputs.totals.update(num_target_tokens=math.nan), mean_loss(outputs))[1]),
+    ),
+    Attack(
+        "a loss that fails where it is evaluated",
+        "evaluation failed: objective: OwnError: boom",
+        lambda: evaluated(objective=EverySecond()),
+    ),
+    Attack("a loss that fails behind the last step", "objective: OwnError: boom", lambda: {"objective": FailsAtLast()}),
+]
+
+
+# ------------------------------------------------------------------------ settings of the process
+
+SETTINGS: dict[str, Callable[[], Any]] = {
+    "gradients off": lambda: torch.set_grad_enabled(False),
+    "a dtype of fp64": lambda: torch.set_default_dtype(torch.float64),
+    "another device": lambda: torch.set_default_device("meta"),
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16).__enter__(),
+    "deterministic algorithms": lambda: torch.use_deterministic_algorithms(True),
+    "products of less precision": lambda: torch.set_float32_matmul_precision("medium"),
+    "more threads": lambda: torch.set_num_threads(3),
+    "another folder": lambda: os.chdir("/"),
+    "another seed": lambda: set_seed(0),
+}
+"""What own code may leave behind in the process, by which every task would compute otherwise."""
+
+
+def put_back() -> None:
+    """Make the process as it was, for the tests that follow where it was not."""
+    torch.set_grad_enabled(True)
+    torch.set_default_dtype(torch.float32)
+    torch.set_default_device(None)
+    torch.set_autocast_enabled("cpu", False)
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
+    torch.set_num_threads(1)
+
+
+def left_by_a_callback(act: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
+    """Return the fields of a task whose callback changes the process."""
+    return calls("on_step_end", lambda *args, **kwargs: (act(), None)[1], at=2)
+
+
+def left_by_a_metric(act: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
+    """Return the fields of a task whose metric changes the process."""
+    return metric(lambda found: (act(), {"own": 1.0})[1])
+
+
+def left_by_a_loss(act: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
+    """Return the fields of a task whose loss changes the process."""
+    return loss(lambda outputs: (act(), mean_loss(outputs))[1])
+
+
+LEFT_BEHIND = [
+    Attack(f"{what} that leaves {name}", "", made(act), ends=("succeeded", "failed"), cleanup=put_back)
+    for what, made in {
+        "a callback": left_by_a_callback,
+        "a metric": left_by_a_metric,
+        "a loss": left_by_a_loss,
+    }.items()
+    for name, act in SETTINGS.items()
+]
+
+
+# ------------------------------------------------------------------------ adapters, losses and rows of every kind
+
+ANSWERS = [{"prompt": "a b c d e f g h", "chosen": "good a b", "rejected": "bad c"}] * 6
+VERDICTS = [{"prompt": "a b c", "completion": "d e f", "label": bool(number % 2)} for number in range(6)]
+ROLLOUTS = [{**one, "advantages": 0.5, "old_logprobs": [-1.0] * LENGTH} for one in rows(1)]
+ALIKE = [{"input_ids": [*range(1, 12), *one["input_ids"][11:]]} for one in rows(1)]
+_NEEDS_MORE = ("ADAMSS", "TRAINABLE_TOKENS", "OSF")
+"""Types whose cases need another library, or a larger backbone."""
+
+KINDS: dict[str, Callable[[], dict[str, Any]]] = {
+    **{
+        name: lambda case=case: {"peft_config": case.make(0)}
+        for name, case in CASES_BY_NAME.items()
+        if name not in _NEEDS_MORE
+    },
+    **{f"prompts ({form})": lambda form=form: {"peft_config": config_of(form)} for form in PROMPTS},
+    "OSF": lambda: {"peft_config": replace(CASES_BY_NAME["OSF"].make(0), effective_rank=8)},
+    "rows that begin alike": lambda: {"train_dataset": ALIKE},
+    "dpo": lambda: {"train_dataset": ANSWERS, "objective": "dpo"},
+    "orpo": lambda: {"train_dataset": ANSWERS, "objective": "orpo"},
+    "kto": lambda: {"train_dataset": VERDICTS, "objective": "kto"},
+    "policy": lambda: {"train_dataset": ROLLOUTS, "objective": "policy"},
+    "noise on embeddings": lambda: {"neftune_noise_alpha": 5.0},
+    "smoothed labels": lambda: {"label_smoothing_factor": 0.1},
+    "prompts with noise": lambda: {"peft_config": config_of("prompt"), "neftune_noise_alpha": 5.0},
+}
+"""Fields of tasks of every type of adapter, and of losses and rows that have passes of their own."""
+
+DIVERGED = [
+    Attack(f"{kind} with weights of {value}", "non_finite", made, at_begin={3: weights_become(value)})
+    for kind, made in KINDS.items()
+    for value in (math.nan, -math.inf)
 ]
 
 

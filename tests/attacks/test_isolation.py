@@ -23,8 +23,11 @@ from tests.attacks.isolation_attacks import (
     ARRIVALS,
     BLOCKED,
     CALLBACKS,
+    DIVERGED,
+    LEFT_BEHIND,
     METRICS,
     NUMBERS,
+    OBJECTIVES,
     STREAMS,
     Attack,
     OwnBaseError,
@@ -147,6 +150,29 @@ def test_a_callback_of_one_task_reaches_no_other(attack: Attack, references: Ref
     assert_isolated(attack, references, tmp_path)
 
 
+@pytest.mark.parametrize("attack", sampled(OBJECTIVES, fast=8, slow=99))
+def test_a_loss_of_its_own_reaches_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
+    assert_isolated(attack, references, tmp_path)
+
+
+@pytest.mark.parametrize("attack", sampled(LEFT_BEHIND, fast=6, slow=99))
+def test_settings_that_one_task_leaves_behind_reach_no_other(
+    attack: Attack, references: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert_isolated(attack, references, Path("run"))
+
+
+@pytest.mark.parametrize("attack", sampled(DIVERGED, fast=5, slow=99))
+def test_a_task_of_any_kind_that_diverges_reaches_no_other(attack: Attack, tmp_path: Path) -> None:
+    # Its rows and passes are others than those of the references, so its own healthy run is what counts.
+    wanted = attacks.train(attacks.six_tasks(**attack.settings()), tmp_path / "healthy")
+    assert wanted.statuses[ATTACKED] == "succeeded", wanted.reasons[ATTACKED]
+    run = attacks.train(attacks.six_tasks(**attack.settings()), tmp_path / "run", at_begin=attack.at_begin)
+    assert_same_others(run, wanted)
+    assert_failed(run, attack, tmp_path / "run")
+
+
 @pytest.mark.parametrize("attack", sampled(STREAMS, fast=8, slow=99))
 def test_a_stream_of_one_task_reaches_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
     assert_isolated(attack, references, tmp_path)
@@ -156,6 +182,28 @@ def test_a_stream_of_one_task_reaches_no_other(attack: Attack, references: Refer
 @pytest.mark.parametrize("attack", sampled(BLOCKED, fast=1, slow=99))
 def test_a_stream_that_blocks_holds_up_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
     assert_isolated(attack, references, tmp_path)
+
+
+FORGED = "\x1b[2J\x1b]0;all is well\x07<script>x</script>\ntwo: failed\rthree: failed\u2028four: failed"
+
+
+def test_the_text_of_an_error_is_no_line_of_the_run_and_moves_no_cursor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attack = next(one for one in CALLBACKS if one.name == "a callback that raises in on_step_end")
+    settings = attack.settings()
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise ValueError(FORGED)
+
+    settings["callbacks"][0].on_step_end = fail
+    settings["compute_metrics"] = lambda _: {FORGED: 1.0}
+    run = attacks.train(attacks.six_tasks(**settings), tmp_path, save_strategy="steps", save_steps=3)
+    said = f"{capsys.readouterr().out}{run.trainer.report()}"
+    assert "all is well" in said
+    assert "\x1b" not in said
+    assert not [line for line in said.splitlines() if re.match("(two|three|four): failed", line)]
+    assert "<script>x" not in (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
 # ------------------------------------------------------------------------ while the others train
