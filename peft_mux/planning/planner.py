@@ -150,7 +150,8 @@ class Planner:
         if self._priced is None or self._base is None:
             return None
         target, cost, loads = self._priced
-        given, layers = self._uncorrected(target), cost.layers_per_stage
+        given = self._own_target(self._base, target.num_stages, target.devices_per_stage, target.num_replicas)
+        layers = cost.layers_per_stage
 
         def learnt() -> tuple[TurnTimes, float]:
             factors = self.correction.fit.factors()
@@ -217,8 +218,7 @@ class Planner:
             UnsupportedModelError: if other devices cannot share the backbone's layers.
         """
         target = self._target(devices, num_stages, devices_per_stage)
-        schedule = schedule or self.args.pipeline_schedule  # type: ignore[assignment]
-        num_chunks = _CHUNKS_OF_INTERLEAVED if schedule == "interleaved_1f1b" and target.num_stages > 1 else 1
+        schedule, num_chunks = self._schedule(schedule, target)
         self._check_stages(target, num_chunks)
         shapes = {run.name: self.shapes_of(run.name) for run in runs}
         replicas = replica_loads([self._load_of(run, shapes[run.name]) for run in runs], target.num_replicas)
@@ -318,8 +318,7 @@ class Planner:
             schedule: the schedule of a pipeline; by default that of the arguments.
         """
         target = self._target(devices, num_stages, devices_per_stage)
-        schedule = schedule or self.args.pipeline_schedule  # type: ignore[assignment]
-        num_chunks = _CHUNKS_OF_INTERLEAVED if schedule == "interleaved_1f1b" and target.num_stages > 1 else 1
+        schedule, num_chunks = self._schedule(schedule, target)
         budget, found = self._budget(target, schedule, num_chunks), {}
         alike: dict[TaskLoad, float] = {}
         for run in runs:
@@ -333,6 +332,11 @@ class Planner:
             found[run.name] = plan_tasks(own, cost, memory, budget, policy="sequential").step_s
             alike |= {load: found[run.name]} if load.trie is None else {}
         return found
+
+    def _schedule(self, asked: Schedule | None, target: Target) -> tuple[Any, int]:
+        """Return the schedule of a pipeline, and the virtual stages that it has on each device."""
+        schedule = asked or self.args.pipeline_schedule
+        return schedule, _CHUNKS_OF_INTERLEAVED if schedule == "interleaved_1f1b" and target.num_stages > 1 else 1
 
     def _load_of(self, run: TaskRun, shapes: ParameterShapes) -> TaskLoad:
         """Return what a task brings into a step of all replicas."""
@@ -357,26 +361,12 @@ class Planner:
             return other_target(args, self.shape, devices, num_stages=stages, devices_per_stage=sharers)
         if self._base is None:
             self._base = run_profile(args, self.shape, sharers)
-        target = own_target(
-            args,
-            self._base,
-            num_stages=num_stages or 1,
-            devices_per_stage=sharers,
-            num_replicas=self.num_replicas,
-        )
-        return target.corrected(self.correction.factors)
+        own = self._own_target(self._base, num_stages or 1, sharers, self.num_replicas)
+        return own.corrected(self.correction.factors)
 
-    def _uncorrected(self, target: Target) -> Target:
-        """Return an own target as its profile was given."""
-        assert self._base is not None, "an own target has a profile"
-        own = own_target(
-            self.args,
-            self._base,
-            num_stages=target.num_stages,
-            devices_per_stage=target.devices_per_stage,
-            num_replicas=target.num_replicas,
-        )
-        return own
+    def _own_target(self, profile: RunProfile, num_stages: int, devices_per_stage: int, num_replicas: int) -> Target:
+        size = {"num_stages": num_stages, "devices_per_stage": devices_per_stage, "num_replicas": num_replicas}
+        return own_target(self.args, profile, **size)
 
     def _cost_model(self, target: Target, layers: tuple[int, ...] | None) -> CostModel:
         """Return what predicts seconds on a target whose stages have so many layers, or equally many."""

@@ -139,7 +139,6 @@ class PipelineExecutor:
             ProcessError: if another stage fails, dies, or does not answer within the time limit.
             PlanError: if the work is not of the plan.
         """
-        stream_tokens = sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
         with self._closing_on_failure():
             micro_batches = prepared(self, work.micro_batches, work.tasks, total=self.sync.total)
             self.model.prepare(work.tasks)
@@ -151,10 +150,8 @@ class PipelineExecutor:
             self._execute(self.plan.template, self.plan.slots(micro_batches))
             # Before the sync ends: the leader of a replica is on stage 0, and only the last stage has computed losses.
             self._share_sums()
-            sums = self._step_sums[0]
-            result = StepResult(sums.losses, work.num_tokens, stream_tokens, work.failures)
             failures = self.mux_model.objectives.take_failures()
-            return self.sync.finish(replace(result, statistics=sums.statistics, loss_failures=failures))
+            return self.sync.finish(replace(_result(work, self._step_sums[0]), loss_failures=failures))
 
     def gains_by_windows(self, tasks: Sequence[str]) -> bool:
         """Return whether steps of tasks can be taken without flushes between them, and are predicted to be faster so.
@@ -402,6 +399,6 @@ class PipelineExecutor:
                 sums.losses, sums.statistics = unpack(figures, sums.losses, sums.statistics)
 
 
-def _result(work: StepWork, sums: StepSums, norms: dict[str, torch.Tensor]) -> StepResult:
+def _result(work: StepWork, sums: StepSums, norms: dict[str, torch.Tensor] | None = None) -> StepResult:
     stream_tokens = sum(micro_batch.num_tokens for micro_batch in work.micro_batches)
     return StepResult(sums.losses, work.num_tokens, stream_tokens, work.failures, norms, sums.statistics)
