@@ -11,6 +11,7 @@ from peft import PeftConfig
 from peft_mux.engine.pipeline.stage_loading import blank_model
 from peft_mux.engine.tensor.parallel import TensorParallelModel
 from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.lora.depth import lowest_layer
 from peft_mux.modeling.backbone.modules import adaptable_modules
 from peft_mux.modeling.model import MultiTaskPeftModel
 
@@ -49,6 +50,7 @@ def register_tasks(
     whole = blank_model(model.backbone, configs, seeds)
     for name, config in configs.items():
         _register_one(model, whole, name, config, seeds, counts, tensor_parallel)
+        model.stream.lowest_layers[model.adapter_of(name)] = lowest_layer(whole.task_parameters(name))
 
 
 def _register_one(

@@ -107,7 +107,9 @@ class Stream:
         key_values: keys and values of long sequences, between the passes of their parts.
         has_adapters: whether rows are bound to the adapters of their tasks; if not, to none (`without_adapters`).
         unmet: adapters that the pass in flight has not come to yet: nothing below needs the gradients of their rows.
-            Empty where that is not known, as in a stage, which does not see the layers below it.
+            Empty where that is not known.
+        lowest_layers: of adapters the number of the lowest layer that has weights of them, in the whole model; 0 where
+            rows go all the way down. Known of those that a stage was told of, which does not see the layers below it.
         left_out: layers whose outputs nobody reads now; siblings that are computed with them go on without.
 
     Args:
@@ -128,6 +130,7 @@ class Stream:
         self.key_values = KeyValueStore()
         self.has_adapters = True
         self.unmet: frozenset[str] = frozenset()
+        self.lowest_layers: dict[str, int] = {}
         self.left_out: frozenset[nn.Module] = frozenset()
 
     def begin_at_the_bottom(self) -> None:
@@ -139,6 +142,16 @@ class Stream:
         assert self.batch is not None, "only a pass can begin"
         adapters = [segment.adapter for segment in self.segments if segment.adapter != NO_ADAPTER]
         self.unmet = frozenset(a for a in adapters if any(maker.tells(a) for maker in self.makers.values()))
+
+    def begin_above(self, first_layer: int) -> None:
+        """Do so in a stage: adapters without weights below it are still to come, perhaps in a later stage.
+
+        Args:
+            first_layer: number of the lowest layer of the stage.
+        """
+        self.unmet = frozenset(
+            one.adapter for one in self.segments if self.lowest_layers.get(one.adapter, 0) >= max(1, first_layer)
+        )
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:

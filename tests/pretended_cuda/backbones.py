@@ -92,8 +92,11 @@ def make(architecture: str, dtype: torch.dtype, device: str = "cuda") -> Any:
     return backbone.requires_grad_(False).train()
 
 
+_LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
 def adapters(
-    architecture: str, *, adapts_head: bool = False, has_bottlenecks: bool = False
+    architecture: str, *, adapts_head: bool = False, has_bottlenecks: bool = False, has_upper: bool = False
 ) -> dict[str, LoraConfig | BottleneckConfig]:
     """Return adapters of narrow and wide ranks, with and without dropout, on all linear layers and on some."""
     all_linear = _TARGETS.get(architecture, "all-linear")
@@ -101,13 +104,18 @@ def adapters(
     rows = {"a": (3, 0.0, all_linear), "b": (8, 0.1, all_linear), "c": (64, 0.0, all_linear), "d": (24, 0.05, some)}
     if adapts_head:
         rows["head"] = (8, 0.0, ["q_proj", "lm_head"])
+    upper = {"top": LoraConfig(r=8, target_modules=list(_LINEAR), layers_to_transform=[1])} if has_upper else {}
     task_type = "SEQ_CLS" if architecture == "bert" else None
     bottlenecks: dict[str, LoraConfig | BottleneckConfig] = {
         "narrow": BottleneckConfig(bottleneck_size=8, non_linearity="relu", up_bias=False, target_modules=["o_proj"]),
         "wide": BottleneckConfig(bottleneck_size=64, target_modules=["o_proj", "down_proj"]),
         "drops": BottleneckConfig(bottleneck_size=24, adapter_dropout=0.1, non_linearity="tanh"),
     }
-    return (bottlenecks if has_bottlenecks else {}) | {
-        name: LoraConfig(r=rank, lora_dropout=dropout, target_modules=targets, task_type=task_type)
-        for name, (rank, dropout, targets) in rows.items()
-    }
+    return (
+        (bottlenecks if has_bottlenecks else {})
+        | upper
+        | {
+            name: LoraConfig(r=rank, lora_dropout=dropout, target_modules=targets, task_type=task_type)
+            for name, (rank, dropout, targets) in rows.items()
+        }
+    )

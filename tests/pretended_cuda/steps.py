@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +25,7 @@ from peft_mux.engine.executor import Executor
 from peft_mux.engine.work import StepWork
 from peft_mux.kernels import availability
 from peft_mux.kernels.lora import tunings
+from peft_mux.kernels.lora.group import Base
 from peft_mux.modeling.attention import varlen
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import TaskStatus
@@ -52,6 +54,7 @@ class Case:
         has_chains: whether long sequences are split over passes.
         adapts_head: whether a task adapts the output head.
         has_bottlenecks: whether there are tasks of Adapter Tuning beside those of LoRA.
+        has_upper: whether there is a task, too, that adapts the upper layer alone.
         captured: whether passes are captured.
         optim: optimizer of the tasks.
         name: model of the card.
@@ -66,6 +69,7 @@ class Case:
     has_chains: bool = False
     adapts_head: bool = False
     has_bottlenecks: bool = False
+    has_upper: bool = False
     captured: bool = False
     optim: str = "adamw_torch_fused"
     name: str = "NVIDIA H100 80GB HBM3"
@@ -89,6 +93,7 @@ class Seen:
         launches: launches of each kernel in passes and updates.
         signatures: the variants that would have been compiled.
         said: warnings.
+        rows_left_out: rows for which products with frozen weights were not made in backward passes.
     """
 
     steps: dict[str, int] = field(default_factory=dict)
@@ -102,6 +107,7 @@ class Seen:
     launches: dict[str, int] = field(default_factory=dict)
     signatures: list[Any] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
+    rows_left_out: int = 0
 
 
 def train(**fields: Any) -> dict[str, Any]:
@@ -113,7 +119,7 @@ def train(**fields: Any) -> dict[str, Any]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         batches = [_batches(case, step) for step in range(NUM_STEPS)]
-        with device.present(), mock.patch.object(captured_inputs, "_write"):
+        with device.present(), mock.patch.object(captured_inputs, "_write"), _counting_rows(seen):
             model = _model(case)
             _train(case, model, device, batches, seen)
     seen.attention, seen.launches = dict(device.attention), dict(device.launches.counts)
@@ -121,6 +127,19 @@ def train(**fields: Any) -> dict[str, Any]:
     seen.signatures = list(device.launches.signatures)
     seen.said = list(dict.fromkeys(str(warning.message) for warning in said))
     return asdict(seen)
+
+
+@contextmanager
+def _counting_rows(seen: Seen) -> Iterator[None]:
+    plain = Base.add_input_gradient
+
+    def counted(base: Base, dx_TD: torch.Tensor, dy_TK: torch.Tensor) -> None:
+        made = len(dx_TD) if base.needed is None else sum(end - start for start, end in base.needed)
+        seen.rows_left_out += len(dx_TD) - made
+        plain(base, dx_TD, dy_TK)
+
+    with mock.patch.object(Base, "add_input_gradient", counted):
+        yield
 
 
 def forget_the_last_card() -> None:
@@ -151,7 +170,12 @@ def _model(case: Case) -> MultiTaskPeftModel:
 
 def _adapters(case: Case) -> dict[str, Any]:
     return dict(
-        backbones.adapters(case.architecture, adapts_head=case.adapts_head, has_bottlenecks=case.has_bottlenecks)
+        backbones.adapters(
+            case.architecture,
+            adapts_head=case.adapts_head,
+            has_bottlenecks=case.has_bottlenecks,
+            has_upper=case.has_upper,
+        )
     )
 
 

@@ -16,6 +16,9 @@ CASES: dict[str, dict[str, Any]] = {
     "adapted head": {"adapts_head": True},
     "captured": {"captured": True},
     "captured under autocast": {"captured": True, "dtype": "fp32", "autocast": True},
+    "upper layers": {"has_upper": True},
+    "upper layers, recomputed": {"has_upper": True, "checkpointing": True},
+    "upper layers, captured": {"has_upper": True, "captured": True},
     "bottlenecks": {"has_bottlenecks": True},
     "captured bottlenecks": {"has_bottlenecks": True, "captured": True},
     "an old card": {"name": "Tesla T4", "capability": [7, 5], "dtype": "fp16"},
@@ -23,7 +26,14 @@ CASES: dict[str, dict[str, Any]] = {
     "plain AdamW": {"optim": "adamw_torch"},
     "SGD": {"optim": "sgd"},
 }
-SLOW = ("adapted head", "captured under autocast", "captured bottlenecks", "SGD")
+SLOW = (
+    "upper layers, recomputed",
+    "upper layers, captured",
+    "adapted head",
+    "captured under autocast",
+    "captured bottlenecks",
+    "SGD",
+)
 """Forms whose like is among the others."""
 Found = dict[str, dict[str, Any]]
 
@@ -65,6 +75,12 @@ def test_a_captured_pass_touches_nothing_on_the_host(found: Found, name: str) ->
 @pytest.mark.parametrize("name", ["plain", "plain AdamW"])
 def test_all_tasks_step_in_one_launch(found: Found, name: str) -> None:
     assert seen_of(found, name)["launches"]["multi_adamw_kernel"] == 2
+
+
+@pytest.mark.parametrize("name", each(name for name in CASES if "upper" in name or name == "plain"))
+def test_backward_passes_stop_at_the_lowest_adapter_but_where_launches_are_replayed(found: Found, name: str) -> None:
+    stops = "upper" in name and "captured" not in name
+    assert (seen_of(found, name)["rows_left_out"] > 0) == stops
 
 
 def test_an_old_card_computes_without_kernels_and_says_why(found: Found) -> None:

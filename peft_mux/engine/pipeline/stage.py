@@ -23,6 +23,7 @@ from torch import nn
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.pipeline.stage_layout import StageLayout
+from peft_mux.modeling.adapters.lora.depth import lowest_layer
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.read_rows import ReadRows
 from peft_mux.modeling.backbone.families import family_of
@@ -85,6 +86,9 @@ class StageModel:
                 f"stage {stage} of {layout.num_stages} with {layout.num_layers} layers; allowed: a stage of a layout of"
                 f" {len(layers)} layers, as {type(model.backbone).__name__} has. Make it with StageLayout.of."
             )
+        # Of the whole model, while there is one.
+        for name in model.tasks:
+            model.stream.lowest_layers[model.adapter_of(name)] = lowest_layer(model.task_parameters(name))
         self._drop_others()
         model.num_stages = layout.num_stages
         self._modules_at = {virtual_stage: self._modules_of(virtual_stage) for virtual_stage in self.virtual_stages}
@@ -131,6 +135,7 @@ class StageModel:
         model = self.model
         with model.packed.multiplexing(batch), self.only(virtual_stage):
             is_last = virtual_stage == self.layout.last_virtual_stage
+            model.stream.begin_above(self.layout.layers_of(virtual_stage).start)
             output = self._hidden_states(batch, hidden_TD, model.last_layer.rows(model, batch) if is_last else None)
             if not is_last:
                 return StagePass(output, model.stream.passes)

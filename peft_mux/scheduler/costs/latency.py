@@ -20,8 +20,8 @@ Where the paper slips or is silent, decided here:
 * Overheads of passes and steps are not in Eq. 3 and 4: `pass_s` and `step_s` add them.
 * Eq. 3 and 4 compute every row in every layer, and its gradient. What the last layer spares where it computes the rows
   alone that a loss reads, and the backward below each task's lowest adapter, is taken off the last stage; the second
-  where there is one stage, as no other knows what lies below it. A profile holds layers of all rows, so that nothing
-  is taken off twice.
+  where there is one stage alone, as loads do not tell of which layers it is. A profile holds layers of all rows, so
+  that nothing is taken off twice.
 """
 
 from __future__ import annotations

@@ -1,0 +1,129 @@
+"""Stages make no products for gradients that no adapter in them, or below them, needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig
+
+from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
+from peft_mux.engine.part_tasks import register_tasks
+from peft_mux.engine.pipeline.stage import StageModel
+from peft_mux.engine.pipeline.stage_layout import StageLayout
+from peft_mux.kernels.lora import reference
+from peft_mux.modeling.stream import Stream
+from tests.planning.cases import llama
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+NUM_LAYERS = 4
+LOWEST = {"whole": 0, "second": 1, "upper": 2, "last": 3}
+Gradients = dict[str, torch.Tensor]
+
+
+def configs() -> dict[str, LoraConfig]:
+    layers = {name: list(range(lowest, NUM_LAYERS)) for name, lowest in LOWEST.items()}
+    return {name: LoraConfig(r=2, target_modules=LINEAR, layers_to_transform=own) for name, own in layers.items()}
+
+
+def whole_model() -> MultiTaskPeftModel:
+    """Return a model whose factors B are not zero; the same one each time."""
+    torch.manual_seed(0)
+    model = MultiTaskPeftModel(llama(NUM_LAYERS), configs(), verify=False)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name in model.tasks:
+            for _, weight in sorted(model.task_parameters(name).items()):
+                weight.copy_(0.1 * torch.randn(weight.shape, generator=generator))
+    return model.train()
+
+
+def batch_of(names: tuple[str, ...]) -> Any:
+    rng = np.random.default_rng(0)
+    rows = [{"task": name, "input_ids": rng.integers(1, 90, size=12).tolist()} for name in names for _ in range(2)]
+    return ChunkPackingCollator()(rows)
+
+
+def stages_of(num_chunks: int) -> tuple[StageLayout, list[StageModel]]:
+    layout = StageLayout.of(NUM_LAYERS, 2, num_chunks=num_chunks)
+    return layout, [StageModel(whole_model(), layout, stage) for stage in range(2)]
+
+
+def gradients(names: tuple[str, ...], num_chunks: int) -> Gradients:
+    """Return the gradients of all tasks after one pass through all stages, forward and backward."""
+    layout, stages = stages_of(num_chunks)
+    batch, hidden_TD, passed = batch_of(names), None, []
+    for virtual_stage in range(layout.last_virtual_stage + 1):
+        stage = next(one for one in stages if virtual_stage in one.virtual_stages)
+        stage.prepare(list(names))
+        output = stage.forward(virtual_stage, batch, hidden_TD).output
+        passed.append((hidden_TD, output))
+        hidden_TD = output.detach().requires_grad_()
+    gradient: torch.Tensor | None = torch.ones_like(passed[-1][1])
+    for given, output in reversed(passed):
+        # The first layers have no adapters of some tasks, and nothing to make a gradient for.
+        if output.requires_grad:
+            output.backward(gradient)
+        gradient = None if given is None else given.grad
+    return {
+        f"{name} {key}": weight.grad.clone()
+        for stage in stages
+        for name in names
+        for key, weight in stage.model.task_parameters(name).items()
+        if weight.grad is not None
+    }
+
+
+@pytest.fixture
+def left_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list to which each product adds how many rows it was not made for."""
+    counts: list[int] = []
+    plain = reference._base_input_gradient
+
+    def noted(x: Any, dys: Any, weights: Any, needed: Any = None) -> Any:
+        counts.append(0 if needed is None else len(x) - sum(end - start for start, end in needed))
+        return plain(x, dys, weights, needed)
+
+    monkeypatch.setattr(reference, "_base_input_gradient", noted)
+    return counts
+
+
+@pytest.mark.parametrize("num_chunks", [1, 2])
+@pytest.mark.parametrize(
+    "names", [("whole", "upper"), ("second", "last", "whole"), ("upper", "last", "second")], ids=str
+)
+def test_gradients_are_those_of_stages_that_go_all_the_way_down(
+    names: tuple[str, ...], num_chunks: int, left_out: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = gradients(names, num_chunks)
+    assert sum(left_out) > 0, "some product was made for some rows alone"
+    left_out.clear()
+    monkeypatch.setattr(Stream, "begin_above", lambda stream, first_layer: None)
+    wanted = gradients(names, num_chunks)
+    assert not any(left_out)
+    assert found.keys() == wanted.keys()
+    assert {key.split()[0] for key in found} == set(names)
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[key], rtol=1e-5, atol=1e-8)
+
+
+def test_a_stage_knows_how_deep_the_tasks_lie_that_come_later() -> None:
+    _, (_, second) = stages_of(1)
+    model = second.model
+    late = LoraConfig(r=2, target_modules=LINEAR, layers_to_transform=[3])
+    absent = LoraConfig(r=2, target_modules=LINEAR, layers_to_transform=[1])
+    register_tasks(model, {"late": late, "absent": absent}, seeds={}, counts={}, is_whole=False, tensor_parallel=None)
+    lowest = {name: model.stream.lowest_layers[model.adapter_of(name)] for name in model.tasks}
+    assert lowest == {**LOWEST, "late": 3, "absent": 1}
+
+
+def test_tasks_without_adapters_in_a_stage_or_below_it_need_no_gradient_from_it() -> None:
+    _, (first, second) = stages_of(1)
+    names = tuple(LOWEST)
+    for stage, first_layer, unmet in ((first, 0, {"second", "upper", "last"}), (second, 2, {"upper", "last"})):
+        model = stage.model
+        with model.packed.multiplexing(batch_of(names)):
+            model.stream.begin_above(first_layer)
+            assert model.stream.unmet == {model.adapter_of(name) for name in unmet}
