@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -319,22 +320,66 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
         losses, held_out = curve_of(own, "loss"), curve_of(own, "eval_loss")
         ends = [record for record in own if record["event"] == "status"]
         step = max([0, *(step for step, _ in (*losses, *held_out)), *reached.get(name, ())])
+        status = str(ends[-1].get("status")) if ends else "running" if own else "waiting"
+        tokens_per_s, steps_per_s = _pace(own) if status == "running" else (None, None)
         tasks.append(
             TaskView(
                 name,
-                str(ends[-1].get("status")) if ends else "running" if own else "waiting",
+                status,
                 step,
                 num_steps.get(name, step),
                 str(ends[-1].get("reason") or "") if ends else "",
                 loss=losses[-1][1] if losses else None,
                 eval_loss=held_out[-1][1] if held_out else None,
+                tokens_per_s=tokens_per_s,
+                left_s=(num_steps.get(name, step) - step) / steps_per_s if steps_per_s else None,
                 losses=losses,
                 eval_losses=held_out,
             )
         )
     steps = [step for record in records if isinstance(step := record.get("run_step"), int)]
-    seconds = [value for record in records if isinstance(value := record.get("train_runtime"), (int, float))]
-    return RunView(tuple(tasks), max(steps, default=0), seconds[-1] if seconds else 0.0)
+    rates = [task.tokens_per_s for task in tasks if task.tokens_per_s]
+    return RunView(tuple(tasks), max(steps, default=0), _seconds(records), sum(rates) if rates else None)
+
+
+def _pace(records: Iterable[Mapping[str, Any]]) -> tuple[float | None, float | None]:
+    """Return tokens and steps a second that the last records of a task tell; `None` where they do not."""
+    samples: list[_Sample] = []
+    for record in records:
+        if record.get("event") in ("data", "status"):
+            samples.clear()  # it begins, also anew in another process, or goes on after a rest
+        elif record.get("event") == "train":
+            with suppress(KeyError, TypeError, ValueError, OverflowError):
+                samples.append(_Sample(float(record["time"]), int(record["step"]), int(record["num_tokens"])))
+    if len(samples) < 2:
+        return None, None
+    last = samples[-1]
+    first = next((one for one in samples[:-1] if last.seconds - one.seconds <= _WINDOW_S), samples[-2])
+    seconds, num_steps = last.seconds - first.seconds, last.step - first.step
+    if not seconds > 0 or num_steps <= 0:
+        return None, None
+    return (last.num_tokens - first.num_tokens) / seconds, num_steps / seconds
+
+
+def _seconds(records: Iterable[Mapping[str, Any]]) -> float:
+    """Return for how long the last training went on, or has gone on so far, as far as records tell."""
+    begun: dict[str, float] = {}
+    seconds = last = 0.0
+    is_over = True
+    for record in records:
+        time_s, runtime_s = record.get("time"), record.get("train_runtime")
+        last = float(time_s) if isinstance(time_s, (int, float)) and math.isfinite(time_s) else last
+        # All tasks tell of their rows when a training begins, those that come later when they come, streams at its end.
+        if record.get("event") == "data":
+            begun[str(record.get("task"))] = last
+        elif record.get("event") == "train":
+            is_over = False
+        elif isinstance(runtime_s, (int, float)):
+            seconds, is_over = float(runtime_s), True
+            begun.clear()
+        elif record.get("status") == "removed":
+            begun.pop(str(record.get("task")), None)
+    return seconds if is_over or not begun else max(last - min(begun.values()), 0.0)
 
 
 def _steps_at_ends(records: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:

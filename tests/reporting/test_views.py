@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peft_mux.reporting.views import RunWatch, curve_of
+from peft_mux.reporting.views import RunWatch, curve_of, view_of_records
 
 
 class Clock:
@@ -116,3 +116,49 @@ def test_the_last_held_out_loss_is_found_also_in_a_history_that_begins_anew() ->
 def test_a_curve_passes_over_what_is_no_number() -> None:
     records = [{"step": 1, "loss": 2.0}, {"step": "x", "loss": 1.0}, {"loss": 1.0}, {"step": 2, "loss": "nan"}, 7]
     assert curve_of(records, "loss") == ((1, 2.0),)
+
+
+# ---------------------------------------------------------------- of records
+
+
+def record(event: str, time: float, **facts: Any) -> dict[str, Any]:
+    return {"event": event, "time": time, "run_step": 0, "task": "a", **facts}
+
+
+def trained(time: float, step: int, **facts: Any) -> dict[str, Any]:
+    return record("train", time, step=step, num_tokens=50 * step, loss=1.0, **facts)
+
+
+def test_records_of_a_run_that_trains_tell_its_rates_its_time_and_what_is_left() -> None:
+    records = [record("data", 100.0), *(trained(100.0 + 2 * number, 10 * number) for number in range(1, 21))]
+    view = view_of_records(records, {"a": 300})
+    (own,) = view.tasks
+    assert (own.tokens_per_s, own.left_s, view.tokens_per_s) == (250.0, 20.0, 250.0)
+    assert (view.seconds, view.left_s) == (40.0, 20.0)
+
+
+def test_logs_that_are_farther_apart_than_the_window_tell_rates_too() -> None:
+    own = view_of_records([record("data", 0.0), trained(100.0, 10), trained(200.0, 20)], {"a": 30}).tasks[0]
+    assert (own.tokens_per_s, own.left_s) == (5.0, 100.0)
+
+
+def test_a_task_that_rests_or_has_just_begun_again_has_no_rate_of_records() -> None:
+    before = [record("data", 0.0), trained(1.0, 1), trained(2.0, 2)]
+    rests = record("status", 3.0, status="paused")
+    goes_on = record("status", 50.0, status="running")
+    again = [record("data", 900.0), trained(901.0, 3)]
+    for records in ([*before, rests], [*before, rests, goes_on, trained(51.0, 3)], [*before, *again]):
+        assert view_of_records(records, {"a": 9}).tasks[0].tokens_per_s is None
+    assert view_of_records([*before, *again], {"a": 9}).seconds == 1.0, "of the last training"
+
+
+def test_a_training_that_is_over_took_what_it_says_whatever_streams_tell_at_its_end() -> None:
+    records = [record("data", 0.0), trained(1.0, 1), record("run", 2.0, train_runtime=1.5), record("data", 2.1)]
+    assert view_of_records(records, {"a": 1}).seconds == 1.5
+
+
+@pytest.mark.parametrize("broken", [{"time": "x"}, {"time": None}, {"time": float("nan")}, {"num_tokens": "x"}, {}])
+def test_records_without_usable_times_tell_no_rates_and_are_no_error(broken: dict[str, Any]) -> None:
+    spoilt = {**trained(1.0, 1), **broken} if broken else {"event": "train", "task": "a", "step": 1}
+    view = view_of_records([record("data", 0.0), spoilt, {**spoilt, "step": 2}], {"a": 9})
+    assert view.tasks[0].tokens_per_s is None
