@@ -125,8 +125,18 @@ def closest(word: str, options: Iterable[str]) -> str:
     options = list(options)
     # `adamw` is the beginning of a name rather than a slip in another one.
     matches = [option for option in options if len(word) > 2 and option.startswith(f"{word}_")]
-    matches = matches or difflib.get_close_matches(word, options, n=1, cutoff=0.6)
+    matches = matches or _nearest(word, options)
     return f'Did you mean "{matches[0]}"?' if matches else ""
+
+
+def _nearest(word: str, options: Sequence[str]) -> list[str]:
+    """Return the options that are like a word, of equally near ones first that with the same letters."""
+
+    def distance(option: str) -> tuple[float, bool]:
+        # `lroa` is `lora` rather than `road`.
+        return -difflib.SequenceMatcher(None, option, word).ratio(), sorted(option) != sorted(word)
+
+    return sorted(difflib.get_close_matches(word, options, n=3, cutoff=0.6), key=distance)
 
 
 def is_integer(value: object, least: float = -math.inf, most: float = math.inf) -> bool:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peft_mux.errors import Fault, is_integer, is_real, raise_faults, shown
+from peft_mux.moved_names import refuse_unknown
 from peft_mux.own_code import printable
 
 
@@ -222,6 +223,11 @@ class EarlyStopping:
     patience: int = 3
     min_delta: float = 0.0
     greater_is_better: bool | None = None
+
+    def __new__(cls, *args: Any, **settings: Any) -> EarlyStopping:
+        """Refuse settings that there are not with the one that was meant, which Python would not."""
+        refuse_unknown(settings, cls.__dataclass_fields__, "early_stopping")
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Check the numbers.

@@ -68,6 +68,28 @@ _OF_SFT = {
     "use_liger_kernel": "nothing: it replaces the layers that are multiplexed",
 }
 """Names of `SFTConfig` and `DPOConfig`, and where they belong here."""
+_OF_EACH_TASK = (
+    "name peft_config train_dataset eval_dataset train_batch_size shuffle num_labels compute_metrics callbacks "
+    "priority preprocess_logits_for_metrics eval_generate early_stopping objective objective_args row_format "
+    "chat_template"
+).split()
+_OF_ARGS = {
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size, or train_batch_size of each Task",
+    **dict.fromkeys("epochs num_epochs".split(), "num_train_epochs"),
+    "steps": "max_steps",
+    "model": "model of the trainer",
+    "processing_class": "processing_class of the trainer",
+    **{name: f"{name}: {_ON_TASK}" for name in _OF_EACH_TASK},
+}
+"""Names of settings that are none of the arguments of a run, and where they belong."""
+OF_THE_ADAPTER = {
+    **dict.fromkeys("r rank lora_r lora_rank".split(), "r"),
+    **dict.fromkeys("alpha lora_alpha".split(), "lora_alpha"),
+    **dict.fromkeys("dropout lora_dropout".split(), "lora_dropout"),
+    **dict.fromkeys("target_modules lora_target_modules".split(), "target_modules"),
+}
+"""What an adapter's settings are called, and the field of `LoraConfig` that is meant."""
 _OF_THE_RUN = (
     "output_dir bf16 logging_steps logging_strategy save_strategy save_total_limit report_to run_name "
     "gradient_checkpointing activation_checkpointing eval_strategy disable_tqdm resume_from_checkpoint planner "
@@ -82,10 +104,7 @@ _OF_TASK = {
     "processing_class": "processing_class of the trainer",
     "formatting_func": "row_format, or map the rows before",
     "args": "the settings themselves: learning_rate, max_steps, ... or Task.from_sft_config",
-    **dict.fromkeys("r rank lora_r".split(), "peft_config=LoraConfig(r=...)"),
-    "target_modules": "peft_config=LoraConfig(target_modules=...)",
-    "lora_alpha": "peft_config=LoraConfig(lora_alpha=...)",
-    "lora_dropout": "peft_config=LoraConfig(lora_dropout=...)",
+    **{name: f"peft_config=LoraConfig({field}=...)" for name, field in OF_THE_ADAPTER.items()},
     **dict.fromkeys("peft config lora_config adapter".split(), "peft_config"),
     "lr": "learning_rate",
     "batch_size": "train_batch_size",
@@ -105,7 +124,7 @@ def belongs(name: str, *, on_task: bool = False) -> str:
         name: name of the setting.
         on_task: whether it was set on a task rather than on the arguments of a run.
     """
-    where = (_OF_TASK if on_task else {**_OF_SFT, **_RENAMED}).get(name, "")
+    where = (_OF_TASK if on_task else {**_OF_ARGS, **_OF_SFT, **_RENAMED}).get(name, "")
     return f"Use {where}." if where else ""
 
 

@@ -231,6 +231,13 @@ def test_a_refused_argument_may_be_given_its_default() -> None:
     assert arguments(fp16=False, push_to_hub=False, dataloader_num_workers=0).fp16 is False
 
 
+def test_what_belongs_to_each_task_or_has_a_longer_name_is_said_so() -> None:
+    assert "args.train_batch_size: got 3; allowed: a setting of this class. Use train_batch_size: it" in refusal(
+        train_batch_size=3
+    )
+    assert "Use learning_rate." in refusal(lr=1e-3)
+
+
 def test_an_unknown_argument_is_refused_with_what_was_meant() -> None:
     assert "args.learning_rte: got 0.001" in (found := refusal(learning_rte=1e-3))
     assert 'Did you mean "learning_rate"?' in found

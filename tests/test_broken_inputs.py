@@ -177,7 +177,7 @@ FAULTS = (
         "a key of the run",
         of_file("max_steps: 2", "logging_steps: 2"),
         "tasks.yaml:5 tasks.sql.logging",
-        "for the run.",
+        "for the run: set it under run.",
     ),
     Fault("a key twice", of_file("tasks:", "output_dir: b\ntasks:"), "tasks.yaml:4 output_dir: got the same key twice"),
     Fault(

@@ -364,6 +364,11 @@ def test_all_unknown_and_missing_fields_are_told_at_once() -> None:
     assert found == ["task.nam", "task.lr", "task.name", "task.peft_config"]
 
 
+def test_an_unknown_field_of_early_stopping_is_refused_with_what_was_meant() -> None:
+    with pytest.raises(ConfigError, match=r'early_stopping\.patince: got 3; .*Did you mean "patience"'):
+        EarlyStopping(patince=3)  # type: ignore[call-arg]
+
+
 def test_settings_without_their_names_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"task: got 'own' without its name; .*Task\(name="):
         Task("own", LoraConfig(), ROWS)  # type: ignore[misc]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -234,6 +234,10 @@ class Saver:
         if self.folder is not None and self.folder.generations.note_arrival(name):
             self._amend()
 
+    def describe_arrivals(self) -> None:
+        """Put the settings of tasks that have come into `config.json`, beside those of tasks that have left."""
+        self._safely(lambda folder: describe_tasks(folder.root, self.args, self.table, keeps=True))
+
     def _amend(self) -> None:
         """Put what has changed into the newest record, or write a first one; every process calls this alike."""
         assert self.folder is not None, "asked for only where something is saved"
@@ -334,11 +338,30 @@ def describe_run(root: Path, args: MultiTaskTrainingArguments, table: TaskTable,
     Raises:
         CheckpointError: if they cannot be written.
     """
+    describe_tasks(root, args, table)
+    storage.write_file(root / "plan.json", plan.to_json().encode())
+    storage.write_file(root / ENVIRONMENT_NAME, json.dumps(environment_of(args), indent=2).encode())
+
+
+def describe_tasks(root: Path, args: MultiTaskTrainingArguments, table: TaskTable, *, keeps: bool = False) -> None:
+    """Write into the run folder every setting in effect.
+
+    Args:
+        root: the run folder.
+        args: the arguments of the run.
+        table: the tasks.
+        keeps: whether tasks that have left stay in the file.
+
+    Raises:
+        CheckpointError: if it cannot be written.
+    """
     tasks = {
         run.name: {**asdict(run.hyper), "num_steps": run.num_steps, "peft_config": run.task.peft_config.to_dict()}
         for run in table
     }
+    if keeps:
+        # Somebody may have edited or removed the file, which nothing is resumed from.
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            tasks = {**json.loads((root / "config.json").read_text(encoding="utf-8"))["tasks"], **tasks}
     config = json.dumps({"args": args.to_dict(), "tasks": tasks}, indent=2, default=str)
     storage.write_file(root / "config.json", config.encode())
-    storage.write_file(root / "plan.json", plan.to_json().encode())
-    storage.write_file(root / ENVIRONMENT_NAME, json.dumps(environment_of(args), indent=2).encode())

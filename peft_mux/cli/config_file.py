@@ -26,8 +26,8 @@ from peft_mux.cli.config_objects import TASK_KEYS, make_task, unknown_keys
 from peft_mux.cli.secret_values import expand_secrets
 from peft_mux.cli.yaml_text import parse_value, read_yaml
 from peft_mux.data.sources import SOURCES
-from peft_mux.errors import ConfigError, Fault, raise_faults, shown
-from peft_mux.moved_names import belongs
+from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
+from peft_mux.moved_names import OF_THE_ADAPTER, belongs
 from peft_mux.task import Task
 
 _TOP_KEYS = ("model", "tokenizer", "output_dir", "run", "defaults", "tasks", "model_init_kwargs")
@@ -141,7 +141,11 @@ def _structure_faults(data: dict[str, Any]) -> list[Fault]:
         )
         if isinstance(task, dict):
             # With the defaults, as what a task leaves out may stand there.
-            faults += _value_faults({**_mapping_or_empty(data.get("defaults")), **task}, where)
+            own = _value_faults({**_mapping_or_empty(data.get("defaults")), **task}, where)
+            # A misspelt name in --set makes a task of one setting.
+            others = [str(one) for one in tasks if one != name]
+            meant = closest(str(name), others) if "dataset" not in task and len(task) == 1 else ""
+            faults += [replace(one, fix=meant) if one.where == f"{where}.dataset" else one for one in own]
     # Defaults need not name a dataset, so one is made up where they have none.
     return faults + _value_faults({"dataset": "-", **_mapping_or_empty(data.get("defaults"))}, "defaults")
 
@@ -178,7 +182,9 @@ def _hint_of_run(key: str) -> str:
 
 
 def _hint_of_task(key: str) -> str:
-    return belongs(key, on_task=True) or ("It is one for the run: set it under run." if key in SETTABLE_FIELDS else "")
+    if key in OF_THE_ADAPTER:
+        return f"It is one of the adapter: set {OF_THE_ADAPTER[key]} under peft."
+    return "It is one for the run: set it under run." if key in SETTABLE_FIELDS else belongs(key, on_task=True)
 
 
 def _make_run_config(data: dict[str, Any], folder: Path) -> tuple[RunConfig | None, list[Fault]]:

@@ -167,10 +167,17 @@ def _hint(present: list[str], row_form: RowForm) -> str:
     if all(column in present for column in ("chosen", "rejected")):
         return 'Rows that compare answers are for other losses: set objective="dpo", "orpo" or "reward" on the task.'
     known = [column for data_format in row_form.formats for column in _REQUIRED[data_format]]
+    others = [str(column) for column in present if column not in known]
     # A slip in a name, not a word that begins alike: `input` is no `input_ids`.
-    slips = [str(column) for column in present if difflib.get_close_matches(str(column), known, n=1, cutoff=0.75)]
+    slips = [column for column in others if difflib.get_close_matches(column, known, n=1, cutoff=0.75)]
     if slips:
         return closest(slips[0], known)
+    for data_format in row_form.formats:
+        needed = _REQUIRED[data_format]
+        missing = [column for column in needed if column not in present]
+        if len(missing) == 1 < len(needed) and others:
+            given = ", ".join(f'"{column}": "{others[0] if column in missing else column}"' for column in needed)
+            return f"{missing[0]} is missing: set row_format={{{given}}} on the task if {others[0]} has it."
     return 'Say which is which: row_format={"prompt": "question", "completion": "answer"}, say.'
 
 

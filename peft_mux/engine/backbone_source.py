@@ -17,7 +17,7 @@ from peft import PeftConfig
 from transformers.models.auto import modeling_auto
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.errors import ConfigError, Fault, raise_faults, shown
+from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
 from peft_mux.modeling.backbone.head_kinds import HEAD_KINDS, HeadKind
 from peft_mux.modeling.backbone.modules import HEAD_NAMES
@@ -38,6 +38,12 @@ _HUB_OPTIONS = "revision code_revision subfolder token cache_dir local_files_onl
 _LOADING_ERRORS = (OSError, ValueError, ImportError, TypeError, AttributeError, LookupError, RecursionError)
 _LOADING_ERRORS += (torch.serialization.pickle.UnpicklingError,)  # pickled weights with more than weights in them
 """What transformers raises of files and options that it cannot make a model of."""
+
+
+def _nearest_folder(name: str) -> str:
+    """Return what to do where a name that is no folder is nearly one of those that are here."""
+    here = [path.parent.name for path in Path.cwd().glob("*/config.json")]
+    return "" if "/" in name else closest(name, here)
 
 
 def _is_missing_folder(name: str) -> bool:
@@ -101,7 +107,8 @@ class BackboneSource:
                     f'model: got "{name}", which is not there; allowed: a folder with a config.json, or a hub id. '
                     "Check the path."
                 ) from error
-            raise ConfigError(f'model: got "{name}", which cannot be read: {self._told(error)}') from error
+            told = f"{self._told(error)} {_nearest_folder(name)}".rstrip()
+            raise ConfigError(f'model: got "{name}", which cannot be read: {told}') from error
         if tokenizer is None:
             # Rows that are tokenised already need none; others are refused by name where there is none.
             with suppress(*_LOADING_ERRORS):

@@ -8,11 +8,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from transformers import EarlyStoppingCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.errors import ConfigError, Fault, raise_faults
+from peft_mux.errors import ConfigError, Fault, raise_faults, shown
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.storage import unwritable
 from peft_mux.task import Task
@@ -94,7 +94,12 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
         ConfigError: naming them, and where they belong or how they are spelt.
     """
     callbacks = list(callbacks)
-    faults = event_faults(callbacks, "callbacks")
+    faults = [
+        Fault("callbacks", shown(one), "TrainerCallback objects, or their classes")
+        for one in callbacks
+        if not isinstance(one, TrainerCallback) and not (isinstance(one, type) and issubclass(one, TrainerCallback))
+    ]
+    faults += event_faults(callbacks, "callbacks")
     if any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks):
         fix = "Give it to Task(callbacks=[...]), or set Task(early_stopping=EarlyStopping(...))."
         allowed = "one on each Task that shall stop by itself"
@@ -191,11 +196,27 @@ def task_list(
         return _short_form(model, train_dataset, eval_dataset or {})
     if train_dataset is not None or eval_dataset is not None:
         raise ConfigError("train_dataset: got rows beside tasks; allowed: one of the two. Put the rows on the tasks.")
-    wrong = [type(task).__name__ for task in tasks if not isinstance(task, Task)]
-    if wrong or not tasks:
-        raise ConfigError(f"tasks: got {', '.join(wrong) or 'an empty list'}; allowed: a list of at least one Task.")
+    require_tasks(tasks)
+    if not tasks:
+        raise ConfigError("tasks: got an empty list; allowed: a list of at least one Task.")
     check_task_names(task.name for task in tasks)
     return list(tasks)
+
+
+def require_tasks(tasks: object) -> None:
+    """Refuse what is no list of tasks.
+
+    Raises:
+        ConfigError: saying what came, and how a list is written.
+    """
+    if isinstance(tasks, Task):
+        raise ConfigError("tasks: got a single Task; allowed: a list of at least one Task. Write [task].")
+    if not isinstance(tasks, Sequence) or isinstance(tasks, str):
+        fix = " Write list(tasks.values())." if isinstance(tasks, Mapping) else ""
+        raise ConfigError(f"tasks: got {type(tasks).__name__}; allowed: a list of at least one Task.{fix}")
+    wrong = dict.fromkeys(type(task).__name__ for task in tasks if not isinstance(task, Task))
+    if wrong:
+        raise ConfigError(f"tasks: got {', '.join(wrong)} in the list; allowed: a list of at least one Task.")
 
 
 def _short_form(model: Any, train: Mapping[str, Any] | None, held_out: Mapping[str, Any]) -> list[Task]:

@@ -47,6 +47,7 @@ from peft_mux.trainer.inputs import (
     check_evaluation,
     check_processes,
     refuse_trainer_arguments,
+    require_tasks,
     task_list,
     without_empty_folder,
     without_hub,
@@ -367,6 +368,7 @@ class MultiTaskTrainer(Trainer):
             ConfigError: naming every setting that cannot be run; then none is added.
             DataError: naming the rows that cannot be trained on.
         """
+        require_tasks(tasks)
         return self._membership.register(tasks)
 
     def remove_task(self, name: str, *, save: bool = True) -> Future[None]:

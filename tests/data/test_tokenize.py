@@ -500,6 +500,7 @@ def test_a_missing_template_is_told_once_for_all_rows() -> None:
         (["conversations"], 'row_format="sharegpt"'),
         (["prompt", "chosen", "rejected"], 'set objective="dpo"'),
         (["question", "answer"], 'row_format={"prompt": "question", "completion": "answer"}'),
+        (["prompt", "answer"], 'completion is missing: set row_format={"prompt": "prompt", "completion": "answer"}'),
     ],
 )
 def test_columns_of_other_projects_are_known_and_said_how_to_read(columns: list[str], hint: str) -> None:

@@ -417,3 +417,34 @@ def test_a_plan_of_a_folder_equals_that_of_the_loaded_model(described: str, tmp_
     tasks = [small_task("own", data_seed=1)]
     first = make_trainer(tasks, tmp_path / "a", model=described).plan()
     assert make_trainer(tasks, tmp_path / "b", model=tiny_llama()).plan() == first
+
+
+@pytest.mark.parametrize(
+    ("tasks", "message"),
+    [
+        (small_task("a", data_seed=1), r"^tasks: got a single Task; .*Write \[task\]\."),
+        ({"a": small_task("a", data_seed=1)}, r"^tasks: got dict; .*list\(tasks\.values\(\)\)"),
+        ([3, "x"], "^tasks: got int, str in the list"),
+    ],
+)
+def test_what_is_no_list_of_tasks_is_refused_with_how_one_is_written(tasks: Any, message: str, tmp_path: Path) -> None:
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    with pytest.raises(ConfigError, match=message):
+        MultiTaskTrainer(tiny_llama(), args, tasks)
+    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        trainer.register_tasks(tasks)
+
+
+def test_what_is_no_callback_is_refused(tmp_path: Path) -> None:
+    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path)
+    with pytest.raises(ConfigError, match="callbacks: got 3; allowed: TrainerCallback objects"):
+        trainer.add_callback(3)  # type: ignore[arg-type]
+
+
+def test_a_model_that_is_nearly_the_name_of_a_folder_here_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny_llama().save_pretrained(tmp_path / "small")
+    monkeypatch.chdir(tmp_path)
+    assert 'Did you mean "small"?' in refusal("smal", tmp_path, own_task([{"input_ids": [1, 2]}]), error=ConfigError)
