@@ -188,7 +188,7 @@ def counted_paths() -> Iterator[Counter[str]]:
     """Count how often the model computes a group of layers forward through kernels, and how often through slices."""
     from peft_mux.kernels.lora.group import LoraGroup
     from peft_mux.modeling.adapters.lora import layer as layers
-    from peft_mux.modeling.adapters.lora import lora_pass
+    from peft_mux.kernels.lora import calls as lora_calls
 
     calls: Counter[str] = Counter(kernels=0, slices=0)
 
@@ -202,7 +202,7 @@ def counted_paths() -> Iterator[Counter[str]]:
     places = [
         (LoraGroup, "forward", "kernels"),
         (layers, "grouped_lora_slices", "slices"),
-        (lora_pass, "slices_forward", "slices"),  # in compiled graphs
+        (lora_calls, "slices_forward", "slices"),  # in compiled graphs
     ]
     with contextlib.ExitStack() as stack:
         for owner, attribute, name in places:

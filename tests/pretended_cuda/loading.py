@@ -50,7 +50,7 @@ def load(architecture: str, *, dtype: str, bf16: bool, is_held_by_user: bool = F
         runs_kernels(torch.device("cuda"))
         device.number = 0.0  # of every difference that the probe reads
         moves = mock.patch.object(MultiTaskPeftModel, "_apply", _moved(MultiTaskPeftModel._apply))
-        with mock.patch("peft_mux.modeling.model.check_packing", noted), moves:
+        with mock.patch("peft_mux.modeling.proofs.check_packing", noted), moves:
             backbone = backbones.make(architecture, DTYPES[dtype], device="cpu")
             given = MultiTaskPeftModel(backbone, names) if is_held_by_user else backbone  # type: ignore[arg-type]
             model = _trained_on_cuda(given, tasks, bf16=bf16)

@@ -149,7 +149,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     def noted(model: Any) -> None:
         ran.append(probe.path_of(model).dtype)
 
-    monkeypatch.setattr("peft_mux.modeling.model.check_packing", noted)
+    monkeypatch.setattr("peft_mux.modeling.proofs.check_packing", noted)
     return ran
 
 
