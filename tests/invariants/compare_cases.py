@@ -30,6 +30,8 @@ from peft_mux import EarlyStopping, MultiTaskTrainer, MultiTaskTrainingArguments
 VOCABULARY = 97
 MEASURED = re.compile(r"time|second|peak")
 """In the names of numbers that no two runs have alike."""
+OF_CLOCKS = ("forecast", "times")
+"""Records that tell of times alone, and come when these say so."""
 WORDS = "<unk> <eos> assistant user : the cat sat on a mat dog ran home yes no".split()
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}assistant : {% generation %}{{ message.content }}"
@@ -215,7 +217,7 @@ def shown_folder(folder: Path) -> dict[str, Any]:
     return {
         "names": list(files),
         "tensors": {name: digest(load_file(path)) for name, path in files.items() if path.suffix == ".safetensors"},
-        "records": list(map(unmeasured, records)),
+        "records": [unmeasured(record) for record in records if record.get("event") not in OF_CLOCKS],
         "config": sorted(keys(json.loads((folder / "config.json").read_text(encoding="utf-8")))),
     }
 
