@@ -134,6 +134,10 @@ class Saver:
         """Whether the present step is saved already, or nothing is to be."""
         return self.folder is None or self._saved_step == self.log.state.global_step
 
+    def note_change(self) -> None:
+        """Count what is saved as old: tasks have come, gone, or rest since, within the same step."""
+        self._saved_step = None
+
     def save_run(self) -> bool:
         """Write a state from which all tasks resume together; return whether it was written."""
         saved = True

@@ -153,6 +153,7 @@ class Membership:
                 self._run.log.warn(f"{command.label}: not done: {_text(error)}")
                 self._run.log.event("command_refused", command=command.label, reason=_text(error))
         if commands:
+            self._run.saver.note_change()
             # Planned first, so that a new task which fits is told of as running, not as waiting before that.
             self._plans.replan()
             self._lifecycle.handle_changes()

@@ -209,21 +209,31 @@ def test_a_finished_run_resumes_to_nothing_left_to_do(whole: Run, tmp_path: Path
     assert_ended_the_same(again, whole)
 
 
-def test_a_paused_task_is_paused_still_after_resuming(tmp_path: Path) -> None:
+def pause_b(trainer: Any) -> None:
+    """Ask for a rest, and for the end of the run before another step."""
+    trainer.pause_task("b")
+    if trainer.state.global_step == 4:
+        stop(trainer)
+
+
+@pytest.mark.parametrize(
+    "step", [pytest.param(2, id="steps before the end"), pytest.param(4, id="behind the last save")]
+)
+def test_a_paused_task_is_paused_still_after_resuming(step: int, tmp_path: Path) -> None:
     def tasks() -> list[Task]:
         return [lab.small_task("a", data_seed=1), lab.small_task("b", data_seed=2)]
 
-    pause_and_stop = {2: lambda trainer: trainer.pause_task("b"), 4: stop}
-    lab.train(tasks(), tmp_path, recorder=Recorder(at_end=pause_and_stop), **saving())
+    pause_and_stop = {4: stop, step: pause_b}
+    lab.train(tasks(), tmp_path, recorder=Recorder(at_end=pause_and_stop), **saving(save_steps=4))
     trainer = lab.make_trainer(tasks(), tmp_path, recorder=(act := Recorder()), **saving())
     trainer.train(resume_from_checkpoint=True)
     assert trainer.task_statuses["b"] is TaskStatus.PAUSED
-    assert trainer.table["b"].step == 2
+    assert trainer.table["b"].step == step
     assert set(act.losses) == {"a"}
     trainer.resume_task("b")
     trainer.train()
     assert trainer.task_statuses["b"] is TaskStatus.SUCCEEDED
-    assert len(act.losses["b"]) == 6
+    assert len(act.losses["b"]) == 8 - step
 
 
 def logged(run: Run) -> list[str]:
