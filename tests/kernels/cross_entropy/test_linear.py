@@ -289,9 +289,9 @@ def test_the_default_block_bounds_the_logits_whatever_the_length(monkeypatch: py
     ("vocabulary", "device", "rows"),
     [
         (4096, "cpu", 1024),
-        (32_000, "cpu", 131),
-        (151_936, "cpu", 128),
-        (262_144, "cpu", 128),
+        (32_000, "cpu", 384),
+        (151_936, "cpu", 384),
+        (262_144, "cpu", 256),
         (2_000_000, "cpu", 33),
         (10_000_000, "cpu", 16),
         (32_000, "cuda", 2048),

@@ -58,7 +58,7 @@ def test_a_layer_sums_its_hidden_states_four_times() -> None:
 
 
 def test_a_loss_sums_three_numbers_a_target_and_shard_for_each_block_and_one_gradient() -> None:
-    rows = 128  # of a block on a CPU, with half of the words on each device
+    rows = 384  # of a block on a CPU, with half of the words on each device
     targets = 3 * rows + 1
     blocks = [rows, rows, rows, 1]
     expected = sum(2 * LINK.transfer_s(count * 3 * 2 * 4 / 2) for count in blocks)
