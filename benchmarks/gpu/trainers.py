@@ -186,9 +186,9 @@ def task_batch(task: Any, step: int) -> Any:
 @contextlib.contextmanager
 def counted_paths() -> Iterator[Counter[str]]:
     """Count how often the model computes a group of layers forward through kernels, and how often through slices."""
+    from peft_mux.kernels.lora import calls as lora_calls
     from peft_mux.kernels.lora.group import LoraGroup
     from peft_mux.modeling.adapters.lora import layer as layers
-    from peft_mux.kernels.lora import calls as lora_calls
 
     calls: Counter[str] = Counter(kernels=0, slices=0)
 
