@@ -88,7 +88,7 @@ class PlanFollower:
         self.steps_s = 0.0
         self.followed = self._following = FollowedPlan()
         self.token_counts = TokenCounts()
-        self._report_before = self.pass_report
+        self._counted_before = self.pass_report, self.token_counts
         self._waited_s = 0.0
         self._looked_at = 0
         self._rates: ReplicaRates | None = None
@@ -318,7 +318,7 @@ class PlanFollower:
         """
         self.planner.most_tokens = max_tokens
         self._ahead.put_back()
-        self.pass_report = self._report_before
+        self.pass_report, self.token_counts = self._counted_before
         self.replan()
         assert self._steps is not None, "a run that has running tasks follows a plan"
         again = self._steps.next(run for run in self._run.table.running if run.name not in work.failures)
@@ -342,8 +342,8 @@ class PlanFollower:
     def _compare_passes(self, work: StepWork) -> None:
         """Count whether a step has the passes that the plan says."""
         replica = self._world.layout.place(self._world.processes.rank).replica
+        self._counted_before = self.pass_report, self.token_counts
         self.token_counts = self.token_counts.after(work.micro_batches)
-        self._report_before = self.pass_report
         if self.current is not None and replica < len(self.current.passes):
             self.pass_report = self.pass_report.after(self.current.passes[replica], work.micro_batches)
 

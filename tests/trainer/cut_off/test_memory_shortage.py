@@ -65,6 +65,7 @@ def test_a_run_goes_on_in_passes_that_fit_with_the_results_of_one_that_never_lac
     whole, short = train(tasks(), tmp_path / "whole"), Run(trainer, recorder)
     own, theirs = trainer.pass_reports[0], whole.trainer.pass_reports[0]
     assert (own.num_steps, own.tokens) == (theirs.num_steps, theirs.tokens), "no step counts twice"
+    assert trainer._plans.token_counts == whole.trainer._plans.token_counts
     for name in ("one", "two"):
         assert_same(short, whole, name, 1e-5)
 
