@@ -254,9 +254,13 @@ class MultiTaskTrainer(Trainer):
         what passes in turns hide.
 
         Args:
-            budget_s: seconds that this may take.
+            budget_s: seconds that this may take; where tensor parallel ranks share layers, passes through cut layers
+                may take a quarter of it more.
             folder: folder of stored profiles, from which one that fits is read instead; `None` to store nothing.
             refresh: measure although a stored profile fits.
+
+        Raises:
+            UnsupportedModelError: if the layers cannot be cut for the tensor parallel ranks that the run has.
         """
         device = self.args.device
         dtype = torch.bfloat16 if self.args.bf16 else self._placement.source.dtype
