@@ -13,8 +13,8 @@ from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.engine.part_tasks import register_tasks
 from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.kernels.lora import reference
 from peft_mux.modeling.stream import Stream
+from tests.kernels.lora.watching import rows_left_out
 from tests.planning.cases import llama
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -78,16 +78,7 @@ def gradients(names: tuple[str, ...], num_chunks: int) -> Gradients:
 
 @pytest.fixture
 def left_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which each product adds how many rows it was not made for."""
-    counts: list[int] = []
-    plain = reference._base_input_gradient
-
-    def noted(x: Any, dys: Any, weights: Any, needed: Any = None) -> Any:
-        counts.append(0 if needed is None else len(x) - sum(end - start for start, end in needed))
-        return plain(x, dys, weights, needed)
-
-    monkeypatch.setattr(reference, "_base_input_gradient", noted)
-    return counts
+    return rows_left_out(monkeypatch)
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2])

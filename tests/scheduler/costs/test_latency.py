@@ -18,20 +18,11 @@ from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.link import Link, Overlap
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
-from peft_mux.scheduler.costs.memory import ModelShape
 from peft_mux.scheduler.costs.profile import Profile, analytic_profile
 from peft_mux.scheduler.planner.fusion import fuse
+from tests.scheduler.plan_cases import SHAPE as SMALL
 
-SHAPE = ModelShape(
-    num_layers=8,
-    hidden_size=64,
-    intermediate_size=160,
-    attention_size=64,
-    key_value_size=32,
-    vocab_size=500,
-    backbone_bytes=1_000_000,
-    activation_bytes=4,
-)
+SHAPE = replace(SMALL, num_layers=8)
 PROFILE = Profile(
     device="invented",
     dtype="float32",

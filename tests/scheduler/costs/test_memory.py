@@ -21,16 +21,7 @@ from peft_mux.scheduler.costs.memory import (
 )
 from tests.scheduler.plan_cases import SHAPE as SMALL
 
-SHAPE = ModelShape(
-    num_layers=8,
-    hidden_size=64,
-    intermediate_size=160,
-    attention_size=64,
-    key_value_size=32,
-    vocab_size=500,
-    backbone_bytes=1_000_000,
-    activation_bytes=4,
-)
+SHAPE = replace(SMALL, num_layers=8)
 LLAMA_7B = ModelShape(
     num_layers=32,
     hidden_size=4096,

@@ -9,12 +9,12 @@ import torch
 from peft import IA3Config, LoraConfig
 
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.kernels.lora import reference
 from peft_mux.kernels.lora.slices import Rows
 from peft_mux.modeling.adapters.lora.depth import rows_needed
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import RowSegment, Stream
 from tests.invariants.mux_lab import tiny_llama
+from tests.kernels.lora.watching import rows_left_out
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 CONFIGS: dict[str, Any] = {
@@ -62,7 +62,7 @@ def gradients(model: MultiTaskPeftModel, names: tuple[str, ...]) -> dict[str, di
 def test_tasks_of_different_depth_have_the_gradients_of_a_full_backward(
     names: tuple[str, ...], checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left_out = watched(monkeypatch)
+    left_out = rows_left_out(monkeypatch)
     models = [model_of(*names), model_of(*names)]
     if checkpointing:
         for model in models:
@@ -77,19 +77,6 @@ def test_tasks_of_different_depth_have_the_gradients_of_a_full_backward(
         assert found[name].keys() == wanted[name].keys()
         for key, gradient in found[name].items():
             torch.testing.assert_close(gradient, wanted[name][key], rtol=1e-5, atol=1e-8)
-
-
-def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Return a list to which each product adds how many rows it was not made for."""
-    left_out: list[int] = []
-    plain = reference._base_input_gradient
-
-    def noted(x: Any, dys: Any, weights: Any, needed: Any = None) -> Any:
-        left_out.append(0 if needed is None else len(x) - sum(end - start for start, end in needed))
-        return plain(x, dys, weights, needed)
-
-    monkeypatch.setattr(reference, "_base_input_gradient", noted)
-    return left_out
 
 
 def test_a_task_whose_adapter_lies_elsewhere_too_goes_all_the_way_down(monkeypatch: pytest.MonkeyPatch) -> None:
