@@ -1,6 +1,7 @@
 """Prints the measurements behind choices of the CPU path: skinny products, lengths in attention, blocks of the loss.
 
-python -m benchmarks.training.cpu_choices            about 2 minutes, one thread
+python -m benchmarks.training.cpu_choices                 about 5 minutes, one thread
+python -m benchmarks.training.cpu_choices --threads 2     the same on two
 """
 
 from __future__ import annotations
@@ -8,11 +9,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch.nn import functional as F
 
+from peft_mux.engine.allocator import keeping_freed_memory
 from peft_mux.kernels.cross_entropy.linear import Head, block_rows, linear_cross_entropy
 from peft_mux.modeling.attention.rectangles import build_layout
 
@@ -61,15 +64,14 @@ def attention_grouping(lengths: tuple[int, ...], heads: int, channels: int, step
     return len(layout.rectangles), layout.num_rows, best_of(run, repeats=7, calls=3) * 1e3
 
 
-def loss_blocks(vocab_size: int, width: int, sizes: Sequence[int], targets: int = 512) -> list[tuple[int, float]]:
-    """Return the Gflop/s of the loss and its gradient in blocks of so many rows, by processor time."""
+def loss_blocks(vocab_size: int, width: int, sizes: Sequence[int], targets: int = 768) -> list[tuple[int, float]]:
+    """Return the Gflop/s of the loss and its gradient in blocks of so many rows, the least time of three."""
     head = Head(torch.randn(vocab_size, width) * 0.02)
     hidden, labels = torch.randn(targets, width, requires_grad=True), torch.randint(0, vocab_size, (targets,))
     found = []
     for rows in sizes:
-        start = time.process_time()
-        linear_cross_entropy(hidden, head, labels, rows_per_block=rows)
-        found.append((rows, 4 * targets * width * vocab_size / (time.process_time() - start) / 1e9))
+        run = partial(linear_cross_entropy, hidden, head, labels, rows_per_block=rows)
+        found.append((rows, 4 * targets * width * vocab_size / best_of(run, repeats=3, calls=1) / 1e9))
     return found
 
 
@@ -78,8 +80,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=int, default=217, help="tokens of one task in a step")
     parser.add_argument("--width", type=int, default=512, help="features of a layer")
+    parser.add_argument("--threads", type=int, default=1, help="threads of torch")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
+    torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     for rank in (8, 64):
         print(f"\n{arguments.rows} rows, width {arguments.width}, rank {rank}: microseconds, rank last | rank first")
@@ -92,9 +95,16 @@ def main() -> None:
         for step in (1, 4, 8, 16, 32):
             rectangles, rows, milliseconds = attention_grouping(lengths, 8, 64, step)
             print(f"  lengths rounded up to {step:2d}: {rectangles:3d} {rows:6d} {milliseconds:8.2f}")
-    print("\nloss of 512 targets, 1024 features: Gflop/s with so many rows a block")
+    print("\nloss of 768 targets, 1024 features: Gflop/s with so many rows a block")
+    with keeping_freed_memory(torch.device("cpu")):  # as in training
+        _print_loss_blocks()
+
+
+def _print_loss_blocks() -> None:
     for words in (4096, 32_768, 128_256, 151_936, 262_144):
-        rates = "  ".join(f"{rows}: {rate:.0f}" for rows, rate in loss_blocks(words, 1024, (27, 64, 128, 256, 512)))
+        rates = "  ".join(
+            f"{rows}: {rate:.0f}" for rows, rate in loss_blocks(words, 1024, (27, 64, 128, 256, 384, 768))
+        )
         print(f"  {words:7d} words: {rates}; chosen {block_rows(words, 'cpu')}")
 
 
