@@ -141,11 +141,12 @@ class Planner:
         """The times that plans are made with, each part by its factor of `correction`; `None` before the first plan."""
         return None if self._base is None else corrected(self._base.profile, self.correction.factors)
 
-    def prices(self, stage: int) -> PassPrices | None:
+    def prices(self, stage: int, width: int = 1) -> PassPrices | None:
         """Return what the profile as it was given predicts of passes of the last own plan; `None` before one.
 
         Args:
             stage: stage of the pipeline that lies in this process.
+            width: the most passes that took turns.
         """
         if self._priced is None or self._base is None:
             return None
@@ -158,8 +159,8 @@ class Planner:
             known = self._cost_model(given.corrected(factors), layers)
             return TurnTimes(known, recomputes=self.args.uses_checkpointing), factors.communication
 
-        # Of stages it is not known which of the passes of an action have taken turns.
-        return PassPrices(self._cost_model(given, layers), loads, stage, learnt if given.num_stages == 1 else None)
+        own = self._cost_model(given, layers)
+        return PassPrices(own, loads, stage, learnt if TurnTimes(own).is_known else None, width=width)
 
     def gain_of(self, plan: Plan, factors: Parts, runs: Sequence[TaskRun], **options: Any) -> float:
         """Return by what part a plan made anew with other factors would be faster than one that is followed.
@@ -183,7 +184,8 @@ class Planner:
             drains = is_drained(self.args, target, runs, list(loads.values()))
             rules, recomputes = self.collator.rules, self.args.uses_checkpointing
             before_s, after_s = (
-                repriced_s(one, loads, cost, rules, drains=drains, recomputes=recomputes) for one in (plan, other)
+                repriced_s(one, loads, cost, rules, links=target.stage_link, drains=drains, recomputes=recomputes)
+                for one in (plan, other)
             )
             return before_s / after_s - 1.0
         finally:

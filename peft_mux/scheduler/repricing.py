@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-import numpy as np
-
-from peft_mux.packing.passes import Member, PassRules, cut_into_passes
+from peft_mux.packing.passes import PassRules, cut_into_passes
 from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.loads import TaskLoad
-from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.window import window_step_s
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.planner.passes import task_rows
+from peft_mux.scheduler.planner.passes import CutHTask, costed, task_rows
+from peft_mux.scheduler.planner.slot_times import SlotTimes
 from peft_mux.scheduler.planner.turn_times import TurnMember, TurnTimes
 from peft_mux.scheduler.planner.values import HTask
+
+CutOf = Callable[[HTask], CutHTask]
+"""Cuts the rows of an hTask into passes, by the rules and the bound of a plan."""
 
 
 def repriced_s(
@@ -26,16 +28,20 @@ def repriced_s(
     cost: CostModel,
     rules: PassRules,
     *,
+    links: Link | None = None,
     drains: bool = True,
     recomputes: bool = False,
 ) -> float:
     """Return the seconds of a step of a plan, its buckets and its template as they are, each pass by other costs.
+
+    Passes take turns as the plan says, and are priced as when plans are made.
 
     Args:
         plan: the plan, with a task or more.
         loads: what each task brings into a step, by its name.
         cost: predicts the seconds of the stages that the plan is for.
         rules: whether and how long rows are cut into passes.
+        links: the link between neighbouring stages; `None` where messages take no time.
         drains: whether a pipeline is drained at the end of every step.
         recomputes: whether activations are recomputed in the backward.
 
@@ -45,58 +51,31 @@ def repriced_s(
     if plan.template is None or plan.template.num_stages != cost.num_stages:
         raise ValueError(f"the plan has {plan.num_stages} stages; allowed: {cost.num_stages}, with a task or more.")
 
-    def cut(members: Sequence[TaskLoad], num_passes: int) -> list[list[Member]]:
-        rows = [task_rows(load) for load in members]
-        return cut_into_passes(rows, rules, bound=plan.max_tokens_per_micro_batch, num_passes=num_passes)
+    def cut(htask: HTask) -> CutHTask:
+        own = [loads[name] for name in htask.tasks]
+        rows, bound = [task_rows(load) for load in own], plan.max_tokens_per_micro_batch
+        return costed(own, cut_into_passes(rows, rules, bound=bound, num_passes=htask.micro_batches), cost)
 
-    tasks = [loads[name] for htask in plan.htasks for name in htask.tasks]
-    times = TurnTimes(cost, recomputes=recomputes)
-    if cost.num_stages == 1 and times.is_known:
-        return _in_turns_s(plan, loads, times, cut) + cost.outside_s(tasks)
-    # Sums of several stages are charged in full, whoever takes turns there.
+    outside_s = cost.outside_s([loads[name] for htask in plan.htasks for name in htask.tasks])
+    times = SlotTimes(cost, plan.passes_in_turns, recomputes=recomputes)
+    if cost.num_stages == 1 and times.turns.is_known:
+        return _on_one_stage_s(plan, times.turns, cut) + outside_s
+    pairs = zip(plan.bucket_loads, plan.buckets, strict=True)
     priced = [
-        _priced(bucket_load, [plan.htasks[index] for index in bucket], loads, cost, cut)
-        for bucket_load, bucket in zip(plan.bucket_loads, plan.buckets, strict=True)
+        replace(load, **times.bucket_s([cut(plan.htasks[i]) for i in bucket], load.num_micro_batches).fields)
+        for load, bucket in pairs
     ]
     if drains:
-        passes_s = simulate(plan.template, priced, links=plan.link).makespan_s
-    else:
-        passes_s = window_step_s(plan.template, priced, links=plan.link)
-    return passes_s + cost.outside_s(tasks)
+        return simulate(plan.template, priced, links=links).makespan_s + outside_s
+    return window_step_s(plan.template, priced, links=links) + outside_s
 
 
-def _in_turns_s(
-    plan: Plan,
-    loads: Mapping[str, TaskLoad],
-    times: TurnTimes,
-    cut: Callable[[Sequence[TaskLoad], int], list[list[Member]]],
-) -> float:
-    """Return the seconds of the passes of one stage, with what their turns hide of the sums over its devices."""
+def _on_one_stage_s(plan: Plan, turns: TurnTimes, cut: CutOf) -> float:
+    """Return the seconds of the passes of one stage, which groups of a bucket's passes go through in turns."""
 
     def member(htask: HTask) -> TurnMember:
-        own = [loads[name] for name in htask.tasks]
-        num_passes = max(1, len(cut(own, htask.micro_batches)))
-        return TurnMember(htask.tasks, num_passes, times.cost.pass_parts(own, num_passes), 0.0)
+        found = cut(htask)
+        return TurnMember(htask.tasks, found.num_passes, turns.cost.pass_parts(found.loads, found.num_passes), 0.0)
 
     members = [[member(plan.htasks[index]) for index in bucket] for bucket in plan.buckets]
-    return math.fsum(second for own in members for second in times.bucket_s(own, plan.passes_in_turns)[1])
-
-
-def _priced(
-    bucket_load: BucketLoad,
-    htasks: Sequence[HTask],
-    loads: Mapping[str, TaskLoad],
-    cost: CostModel,
-    cut: Callable[[Sequence[TaskLoad], int], list[list[Member]]],
-) -> BucketLoad:
-    """Return a bucket's load with the seconds of its hTasks' passes on each stage; which of them is longest stays."""
-    stage_s = np.zeros(cost.num_stages)
-    for htask in htasks:
-        members = [loads[name] for name in htask.tasks]
-        stage_s += cost.passes_s(members, cut(members, htask.micro_batches)).sum(axis=0)
-    mean_s, fraction = stage_s / bucket_load.num_micro_batches, cost.profile.forward_fraction
-    return replace(
-        bucket_load,
-        forward_s=tuple(fraction * float(seconds) for seconds in mean_s),
-        backward_s=tuple((1 - fraction) * float(seconds) for seconds in mean_s),
-    )
+    return math.fsum(second for own in members for second in turns.bucket_s(own, plan.passes_in_turns)[1])

@@ -367,7 +367,8 @@ class PlanFollower:
         self._following = FollowedPlan(self.current, before + num_steps, times)
         if self._following.num_steps >= self.followed.num_steps:
             self.followed = self._following
-        prices = self.planner.prices(self._placement.part.place.stage)
+        width = 1 if self.current is None else self.current.passes_in_turns
+        prices = self.planner.prices(self._placement.part.place.stage, width)
         if prices is not None:
             # Of a window of steps that is not flushed, nothing lies between passes that could be told: it says nothing.
             between_s = seconds - times.span_s - (self._world.processes.waited_s - self._waited_s)

@@ -10,17 +10,20 @@ from peft_mux.engine.pass_clock import PassTime, TaskInPass
 from peft_mux.planning.pass_prices import PassPrices
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.link import Link, Overlap
+from peft_mux.scheduler.costs.measured.fit import PartFit
 from peft_mux.scheduler.costs.measured.parts import AS_PROFILED
 from peft_mux.scheduler.planner.turn_times import TurnTimes
+from peft_mux.scheduler.subgraphs.passes import Direction
 from tests.scheduler.planner.cases import LLAMA_7B, load, models
 
-LOADS = {name: load(name) for name in ("a", "b")}
-GROUP = PassTime(tuple((TaskInPass(name, (128,) * 8, 500),) for name in LOADS), 0.0)
+LOADS = {name: load(name) for name in "abc"}
+PASSES = tuple((TaskInPass(name, (128,) * 8, 500),) for name in LOADS)
+GROUP = PassTime(PASSES[:2], 0.0)
 
 
-def costs(link: Link, overlap: Overlap | None) -> CostModel:
+def costs(link: Link, overlap: Overlap | None, num_stages: int = 1) -> CostModel:
     profile = replace(models()[0].profile, overlap=overlap)
-    return CostModel(profile, LLAMA_7B, devices_per_stage=2, tensor_link=link)
+    return CostModel(profile, LLAMA_7B, num_stages=num_stages, devices_per_stage=2, tensor_link=link)
 
 
 def test_passes_in_turns_take_what_was_planned_once_the_right_factor_is_learnt() -> None:
@@ -34,6 +37,38 @@ def test_passes_in_turns_take_what_was_planned_once_the_right_factor_is_learnt()
     assert predicted.total == pytest.approx(planned_s, rel=1e-9)
     in_full = PassPrices(given, LOADS, 0).of(GROUP).times(AS_PROFILED._replace(communication=4.0))
     assert in_full.total > 1.2 * planned_s, "nothing is hidden; the case is too easy"
+
+
+def planned_s(cost: CostModel, prices: PassPrices, timed: PassTime, stage: int, width: int) -> float:
+    """Return the seconds that a plan has for a micro-batch of a pipeline, forward and backward."""
+    parts = [cost.pass_parts(prices._rows(own), 1, stage=stage) for own in timed.passes]
+    tasks = [[one.task for one in own] for own in timed.passes]
+    ways: tuple[Direction, ...] = ("forward", "backward")
+    return sum(TurnTimes(cost).action_s(tasks, parts, width, stage, way) for way in ways)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+@pytest.mark.parametrize("width", [1, 2, 3])
+def test_passes_of_a_stage_take_what_was_planned_and_teach_nothing_where_the_profile_is_right(
+    width: int, stage: int
+) -> None:
+    link, overlap = Link(2e-5, 2e10), Overlap(skew=0.1, slowdown=0.1, turn_s=1e-4)
+    given, machine = costs(link, overlap, 2), costs(link.slowed(4.0), overlap, 2)
+    slot = PassTime(PASSES, 0.0)
+    prices = PassPrices(given, LOADS, stage, lambda: (TurnTimes(machine), 4.0), width=width)
+    predicted = prices.of(slot).times(AS_PROFILED._replace(communication=4.0))
+    assert predicted.total == pytest.approx(planned_s(machine, prices, slot, stage, width), rel=1e-9)
+    # Sums in full would tell of a faster device, though only what turns hide of them is missing.
+    in_full, right = (PassPrices(given, LOADS, stage, *more, width=width) for more in ((), (lambda: (TurnTimes(given), 1.0),)))
+    taken_s = planned_s(given, prices, slot, stage, width)
+    factors = []
+    for own in (in_full, right):
+        fit = PartFit()
+        for _ in range(10):
+            fit.observe(own.of(slot), taken_s)
+        factors.append(fit.factors().tokens)
+    assert factors[1] == pytest.approx(1.0, rel=1e-6)
+    assert abs(factors[0] - 1.0) > 0.02, "nothing is hidden, and nobody waits; the case is too easy"
 
 
 def test_ranks_that_come_late_are_no_slow_link() -> None:

@@ -150,7 +150,7 @@ class CostModel:
         columns = [np.broadcast_to(one, (len(passes),)) for one in stages_s]
         return np.stack(columns, axis=1) + self.profile.pass_overhead_s
 
-    def pass_parts(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> PassParts:
+    def pass_parts(self, loads: Sequence[TaskLoad], num_micro_batches: int, *, stage: int = 0) -> PassParts:
         """Return what one mean micro-batch of an hTask computes between the sums over the devices of a stage.
 
         Profiles know no parts of a layer: its base operators and adapters are divided as their weights are.
@@ -158,14 +158,16 @@ class CostModel:
         Args:
             loads: the loads of the tasks of the hTask.
             num_micro_batches: C, into which each global batch is split.
+            stage: the stage that it goes through, counted from 0.
         """
         _require_count("num_micro_batches", num_micro_batches)
         shape, devices = self.shape, self.devices_per_stage
         sums = mean_batch(self.profile, loads, num_micro_batches, devices)
         linear_s = float(self.profile.layer_s(sums.tokens))
         product_s = (float(sums.layer_s) - linear_s) / devices + float(sums.calls_s)
-        # Evenly over the layers, of which a pass in turns knows one kind.
-        linear_s = linear_s / devices + float(sums.adapters_s) - float(sum(self._spared_s(sums))) / shape.num_layers
+        # Evenly over the layers of the stage, of which a pass in turns knows one kind.
+        spared_s = float(sum(self._spared_s(stage, sums))) / self.layers_per_stage[stage]
+        linear_s = linear_s / devices + float(sums.adapters_s) - spared_s
         attention = 2 * (shape.attention_size + shape.key_value_size)
         share = attention / (attention + 3 * shape.intermediate_size)
         half_host_s = self._host_layer_s / 2
@@ -246,7 +248,7 @@ class CostModel:
         layer_s = self.profile.layer_s(sums.tokens)
         ends_s = is_first * self.profile.embedding_s(sums.tokens)
         ends_s += is_last * self.profile.head_s(sums.targets) / self.devices_per_stage
-        products_s, adapted_s = self._spared_s(sums) if is_last else (0.0, 0.0)
+        products_s, adapted_s = self._spared_s(stage, sums)
         tokens_s = layers * layer_s / self.devices_per_stage + ends_s - products_s
         attention_s = layers * ((sums.layer_s - layer_s) / self.devices_per_stage + sums.calls_s)
         adapters_s = layers * sums.adapters_s - adapted_s
@@ -329,6 +331,7 @@ class CostModel:
 
     def _terms(self, sums: Sums) -> StageTerms:
         first_s, last_s = self._ends_s(sums)
+        last_s = last_s - sum(self._spared_s(self.num_stages - 1, sums))
         return StageTerms(float(self._layer_s(sums)), float(first_s), float(last_s))
 
     def _stages_s(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> list[Any]:
@@ -340,7 +343,8 @@ class CostModel:
         """Return forward and backward seconds of a stage from sums over the tasks of an hTask, or of many."""
         first_s, last_s = self._ends_s(sums)
         is_first, is_last = stage == 0, stage == self.num_stages - 1
-        return self.layers_per_stage[stage] * self._layer_s(sums) + is_first * first_s + is_last * last_s
+        whole_s = self.layers_per_stage[stage] * self._layer_s(sums) + is_first * first_s + is_last * last_s
+        return whole_s - sum(self._spared_s(stage, sums))
 
     def _layer_s(self, sums: Sums) -> Any:
         """Return seconds of one layer on each device of a stage."""
@@ -361,11 +365,13 @@ class CostModel:
         if self.devices_per_stage > 1:
             link, devices = self.tensor_link, self.devices_per_stage
             last_s = last_s + loss_all_reduces_s(link, devices, self.shape, sums.targets, self._device_type)
-        return first_s, last_s - sum(self._spared_s(sums))
+        return first_s, last_s
 
-    def _spared_s(self, sums: Sums) -> tuple[Any, Any]:
-        """Return the seconds of rows that nobody reads, in forward or backward: of frozen products, and of adapters."""
-        products_s, adapters_s = sums.unread_s(self.profile, self.shape.read_share, self.devices_per_stage)
+    def _spared_s(self, stage: int, sums: Sums) -> tuple[Any, Any]:
+        """Return the seconds of rows that a stage leaves out, in forward or backward: of frozen products, of adapters."""
+        products_s, adapters_s = 0.0, 0.0
+        if stage == self.num_stages - 1:
+            products_s, adapters_s = sums.unread_s(self.profile, self.shape.read_share, self.devices_per_stage)
         if self.num_stages == 1:
             products_s = products_s + sums.unmet_s(self.profile, self.devices_per_stage)
         return products_s, adapters_s

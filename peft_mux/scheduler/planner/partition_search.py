@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from peft_mux.packing.passes import slot_of
 from peft_mux.scheduler.costs.memory import MemoryEstimate, MemoryModel
 from peft_mux.scheduler.pipeline.bounds import lower_bound_s, steady_lower_bound_s
 from peft_mux.scheduler.pipeline.load import BucketLoad
@@ -19,12 +18,11 @@ from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule, bui
 from peft_mux.scheduler.pipeline.window import window_step_s
 from peft_mux.scheduler.planner.admission import Admission
 from peft_mux.scheduler.planner.grouping import group
-from peft_mux.scheduler.planner.passes import PassCosts, planned_passes, slot_weights
+from peft_mux.scheduler.planner.passes import PassCosts, planned_passes
 from peft_mux.scheduler.planner.policies import Partition
-from peft_mux.scheduler.planner.turn_times import TurnTimes, turn_plan
-from peft_mux.scheduler.planner.values import Budget, HTask, Outcome
-from peft_mux.scheduler.subgraphs.groups import GroupedPass, neighbour_groups
-from peft_mux.scheduler.subgraphs.passes import Direction
+from peft_mux.scheduler.planner.slot_times import SlotTimes
+from peft_mux.scheduler.planner.turn_times import turn_plan
+from peft_mux.scheduler.planner.values import Budget, HTask, Outcome, TurnPlan
 
 
 class SimulatedGrouping(NamedTuple):
@@ -84,9 +82,9 @@ class PartitionSearch:
             self._with_margin(memory.workspace_bytes(largest, stage, self.loads)) for stage in self.stages
         )
         self.static = tuple(int(memory.static_bytes(self.loads, stage)) for stage in self.stages)
-        # Of mean passes, as few compositions of a clock are then simulated, each once.
-        self.parts = [self.cost.pass_parts(cut.loads, cut.num_passes) for cut in self.cuts]
-        self.times = TurnTimes(self.cost, recomputes=budget.recomputes)
+        assert budget.interleaved_passes != "auto", "widths are tried one by one"
+        self.width = budget.interleaved_passes
+        self.times = SlotTimes(self.cost, self.width, recomputes=budget.recomputes)
         self.limits = None if budget.limit_bytes is None else (budget.limit_bytes,) * self.cost.num_stages
 
     @property
@@ -111,10 +109,11 @@ class PartitionSearch:
         way_s = fraction * longest_s + (1.0 - fraction) * shortest_s
         before_s = np.concatenate(([0.0], np.cumsum(way_s)[:-1])) * self.budget.drains
         least_s = float(np.max(work_s + before_s / self.budget.num_chunks))
-        if not self.times.is_known or self.width == 1:
+        if not self.times.turns.is_known or self.width == 1:
             return least_s
         # Turns may hide all sums, and nothing else.
-        return least_s * min(parts.computed_share(self.cost.shape.num_layers) for parts in self.parts)
+        parts = [own for cut in self.cuts for own in self.times.parts_of(cut)]
+        return least_s * min(own.computed_share(self.cost.shape.num_layers) for own in parts)
 
     @property
     def key(self) -> tuple[tuple[tuple[str, ...], int], ...]:
@@ -215,18 +214,19 @@ class PartitionSearch:
             max_tokens=max_tokens,
             memory=self._memory_by_part(peaks.index(max(peaks)), in_flight_bytes),
             passes=planned_passes(htasks, self.loads, self.budget.rules, max_tokens),
-            turns=turn_plan(self.width, self.parts, self._saved_s(found.buckets)),
+            turns=self._turn_plan(found.buckets),
         )
 
-    @property
-    def width(self) -> int:
-        """The most passes of an action that take turns."""
-        assert self.budget.interleaved_passes != "auto", "widths are tried one by one"
-        return self.budget.interleaved_passes
+    def _turn_plan(self, buckets: Sequence[Sequence[int]]) -> TurnPlan | None:
+        if self.width == 1:
+            return None
+        # For the order of turns: what a stage spares of its layers makes no difference to it.
+        parts = [self.times.parts_of(cut)[0] for cut in self.cuts]
+        return turn_plan(self.width, parts, self._saved_s(buckets))
 
     def _saved_s(self, buckets: Sequence[Sequence[int]]) -> float:
         """Return the seconds that turns save on the busiest stage."""
-        if not self.times.is_known:
+        if not self.times.turns.is_known:
             return 0.0
 
         def stage_s(groupings: Sequence[Sequence[int]]) -> NDArray[Any]:
@@ -237,25 +237,9 @@ class PartitionSearch:
 
     def _step_s(self, bucket: Sequence[int]) -> NDArray[Any]:
         """Return the seconds of all actions of a bucket on each stage, `[S]`."""
-        forward, backward = (self._slots_in_turns_s(bucket, way) for way in ("forward", "backward"))
-        return (forward + backward).sum(axis=0)
-
-    def _slots_in_turns_s(self, bucket: Sequence[int], direction: Direction) -> NDArray[Any]:
-        """Return the seconds of each micro-batch of a bucket on each stage, a group in turns at a time, `[C, S]`."""
         cuts = [self.cuts[index] for index in bucket]
-        count = max(cut.num_chains for cut in cuts)
-        slots: list[list[int]] = [[] for _ in range(count)]
-        for index, cut in zip(bucket, cuts, strict=True):
-            for chain in cut.chains:
-                slots[slot_of(chain[0], len(cut.passes), count)] += [index] * len(chain)
-        return np.array([[self._turns_s(own, stage, direction) for stage in self.stages] for own in slots])
-
-    def _turns_s(self, htasks: Sequence[int], stage: int, direction: Direction) -> float:
-        """Return the seconds of one action, whose passes are of these hTasks."""
-        passes = [GroupedPass(0, [load.name for load in self.cuts[index].loads]) for index in htasks]
-        may_repeat = self.cost.profile.device.startswith("cpu")
-        groups = neighbour_groups(passes, self.width, may_repeat=may_repeat)
-        return sum(self.times.group_s([self.parts[htasks[i]] for i in own], stage, direction) for own in groups)
+        seconds = self.times.bucket_s(cuts, max(cut.num_chains for cut in cuts))
+        return (seconds.forward_s + seconds.backward_s).sum(axis=0)
 
     def _most_tokens(self, in_flight_bytes: Sequence[int]) -> int:
         """Return the tokens up to which all micro-batches in flight could grow together and still fit."""
@@ -299,26 +283,18 @@ class PartitionSearch:
         # hTasks of a bucket run within one clock: their seconds, tokens and bytes in flight add up.
         cuts = [self.cuts[index] for index in bucket]
         count = max(cut.num_chains for cut in cuts)
-        fraction = self.cost.profile.forward_fraction
-        if self.times.is_known:
-            forward_s, backward_s = (self._slots_in_turns_s(bucket, way) for way in ("forward", "backward"))
-        else:
-            slots_s = sum(cut.slots_s(count) for cut in cuts)
-            forward_s, backward_s = fraction * slots_s, (1.0 - fraction) * slots_s
         tokens = sum(sum(cut.tokens) for cut in cuts) / count
         # A clock may hold the largest passes of all its hTasks at once.
         held_tokens = sum(cut.held_tokens for cut in cuts)
         return BucketLoad(
             name=f"bucket {number}",
-            forward_s=tuple(map(float, forward_s.mean(axis=0))),
-            backward_s=tuple(map(float, backward_s.mean(axis=0))),
             activation_bytes=tuple(
                 self._with_margin(self.memory.activation_bytes(held_tokens, stage)) for stage in self.stages
             ),
             # Hidden states [T, D] go up the pipeline, and gradients of the same size come down.
             output_bytes=int(tokens * self.cost.shape.hidden_size * self.cost.shape.activation_bytes),
             num_micro_batches=count,
-            weights=slot_weights((forward_s + backward_s).sum(axis=1)),
+            **self.times.bucket_s(cuts, count).fields,
         )
 
     def _with_margin(self, num_bytes: int) -> int:

@@ -119,9 +119,21 @@ class PassCosts:
     def _cut(self, loads: Sequence[TaskLoad], count: int) -> CutHTask:
         rows = [task_rows(load) for load in loads]
         passes = _stable_passes(rows, self.rules, self.max_tokens, count)
-        stage_s = self.cost.passes_s(loads, passes) if passes else np.zeros((0, self.cost.num_stages))
-        tokens = [sum(member.num_computed for member in members) for members in passes]
-        return CutHTask(loads, passes, chains_of_passes(rows, passes), stage_s, tokens)
+        return costed(loads, passes, self.cost)
+
+
+def costed(loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]], cost: CostModel) -> CutHTask:
+    """Return an hTask whose rows were cut into passes, with the seconds of each.
+
+    Args:
+        loads: the loads of its tasks.
+        passes: the members of each of the P passes, whose `task` counts these loads.
+        cost: predicts the seconds of each stage.
+    """
+    stage_s = cost.passes_s(loads, passes) if passes else np.zeros((0, cost.num_stages))
+    tokens = [sum(member.num_computed for member in members) for members in passes]
+    chains = chains_of_passes([task_rows(load) for load in loads], passes)
+    return CutHTask(loads, passes, chains, stage_s, tokens)
 
 
 def task_rows(load: TaskLoad) -> TaskRows:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.latency_sums import PassParts
 from peft_mux.scheduler.planner.values import TurnPlan
-from peft_mux.scheduler.subgraphs.groups import GroupedPass, turn_groups
+from peft_mux.scheduler.subgraphs.groups import GroupedPass, neighbour_groups, turn_groups
 from peft_mux.scheduler.subgraphs.passes import Direction, Stretch, pass_times, turns_timeline
 
 _FEW_LAYERS = (2, 4)
@@ -67,6 +67,26 @@ class TurnTimes:
             self._known[key] = self._simulated_s(group, stage, direction)
         return self._known[key]
 
+    def action_s(
+        self,
+        tasks: Sequence[Sequence[str]],
+        parts: Sequence[PassParts],
+        width: int,
+        stage: int,
+        direction: Direction,
+    ) -> float:
+        """Return the seconds of one action of a pipeline, whose passes take turns with their neighbours.
+
+        Args:
+            tasks: names of the tasks of each pass, in the order in which they run.
+            parts: the parts of each pass on the stage.
+            width: the most passes of a group.
+            stage: the stage of the action, counted from 0.
+            direction: forward or backward.
+        """
+        groups = neighbour_groups([GroupedPass(0, names) for names in tasks], width, may_repeat=self._may_repeat)
+        return math.fsum(self.group_s([parts[index] for index in own], stage, direction) for own in groups)
+
     def bucket_s(self, members: Sequence[TurnMember], width: int) -> tuple[list[tuple[int, ...]], list[float]]:
         """Return the groups of a bucket's passes on one stage, by their places, and the seconds of each.
 
@@ -75,12 +95,15 @@ class TurnTimes:
             width: the most passes of a group.
         """
         passes = [member for member in members for _ in range(member.num_passes)]
-        # On a GPU two passes of one task are never in a group: their streams would add to the same gradients.
-        may_repeat = self.cost.profile.device.startswith("cpu")
-        groups = turn_groups([GroupedPass(0, member.tasks) for member in passes], width, may_repeat=may_repeat)
+        groups = turn_groups([GroupedPass(0, member.tasks) for member in passes], width, may_repeat=self._may_repeat)
         if not self.is_known:
             return groups, [math.fsum(passes[index].pass_s for index in own) for own in groups]
         return groups, [self.group_s([passes[index].parts for index in own]) for own in groups]
+
+    @property
+    def _may_repeat(self) -> bool:
+        # On a GPU two passes of one task are never in a group: their streams would add to the same gradients.
+        return self.cost.profile.device.startswith("cpu")
 
     def _simulated_s(self, group: Sequence[PassParts], stage: int, direction: Direction) -> float:
         num_layers = self.cost.layers_per_stage[stage]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from peft_mux.planning.planner import Planner
+from peft_mux.scheduler.costs.measured.parts import AS_PROFILED
 from peft_mux.scheduler.plan import Plan
+from peft_mux.tasks.task_run import TaskRun
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas.layout_cases import backbone
 from tests.engine.tensor import slow_link_cases as cases
@@ -41,3 +45,26 @@ def test_two_ranks_on_slow_links_end_in_the_turns_of_the_right_profile(tmp_path:
     alone = train(cases.tasks(), tmp_path / "alone", model=backbone("llama"), **cases.OPTIONS)
     for name, losses in alone.losses.items():
         assert found[0].losses[name] == pytest.approx(losses, rel=1e-5), name
+
+
+@pytest.mark.parametrize(("num_stages", "factor"), [(1, FACTOR), (2, 32.0)])
+def test_a_replan_with_the_right_factor_gains_by_the_turns_of_the_right_profile(
+    num_stages: int, factor: float, tmp_path: Path
+) -> None:
+    given, machine = (cases.stored_profile(tmp_path / f"{rate}.json", rate) for rate in (FAST, FAST / factor))
+    size: dict[str, Any] = {"num_stages": num_stages, "devices_per_stage": 2}
+
+    def planner_of(profile: str) -> tuple[Planner, list[TaskRun]]:
+        folder = tmp_path / Path(profile).stem
+        trainer = make_trainer(cases.tasks(), folder, model=backbone("llama"), cost_profile=profile, **cases.OPTIONS)
+        return trainer._plans.planner, list(trainer.table)
+
+    planner, runs = planner_of(given)
+    right, right_runs = planner_of(machine)
+    first, expected = planner.plan(runs, **size), right.plan(right_runs, **size)
+    assert (first.passes_in_turns, expected.passes_in_turns > 1) == (1, True), "the case is too easy"
+    factors = AS_PROFILED._replace(communication=factor)
+    assert planner.gain_of(first, factors, runs, **size) > planner.args.replan_gain
+    assert planner.gain_of(first, AS_PROFILED, runs, **size) == pytest.approx(0.0, abs=1e-6)
+    planner.correction.restore(factors)
+    assert shape_of(planner.plan(runs, **size)) == shape_of(expected)
