@@ -87,7 +87,8 @@ def task_load(
         has_batch_forward=objective_of(run.task).needs_batch_values(args_of(run.task)),
         shared=shared,
         trie=trie,
-        unmet_layers=_unmet_layers(shapes, layer_elements) if kind.name == LORA else 0.0,
+        lowest_layer=lowest_layer(shapes) if kind.name == LORA else 0,
+        unmet_share=_unmet_share(shapes, layer_elements) if kind.name == LORA else 1.0,
     )
 
 
@@ -214,14 +215,13 @@ def _adapter_loads(
     )
 
 
-def _unmet_layers(shapes: ParameterShapes, layer_elements: int | None) -> float:
-    """Return how many layers' frozen products a backward is spared for a task's rows below its lowest adapter.
+def _unmet_share(shapes: ParameterShapes, layer_elements: int | None) -> float:
+    """Return the part of a layer's frozen products that a backward is spared below the lowest adapter of a task's rows.
 
     It is spared in layers that some other task adapts; these are taken to be those that this task adapts above.
     """
-    lowest = lowest_layer(shapes)
-    if not lowest:
-        return 0.0
+    if not lowest_layer(shapes):
+        return 1.0
     adapted = {
         name: (shape[1], shapes[name.replace(".lora_A.", ".lora_B.")][0])
         for name, shape in shapes.items()
@@ -229,7 +229,7 @@ def _unmet_layers(shapes: ParameterShapes, layer_elements: int | None) -> float:
     }
     num_layers = len({lowest_layer([name]) for name in adapted})
     elements = sum(num_inputs * num_outputs for num_inputs, num_outputs in adapted.values()) / num_layers
-    return lowest * (min(1.0, elements / layer_elements) if layer_elements else 1.0)
+    return min(1.0, elements / layer_elements) if layer_elements else 1.0
 
 
 def _is_cut(kind: AdapterKind, name: str, cut: CutLayers) -> bool:

@@ -59,7 +59,9 @@ def test_passes_of_a_stage_take_what_was_planned_and_teach_nothing_where_the_pro
     predicted = prices.of(slot).times(AS_PROFILED._replace(communication=4.0))
     assert predicted.total == pytest.approx(planned_s(machine, prices, slot, stage, width), rel=1e-9)
     # Sums in full would tell of a faster device, though only what turns hide of them is missing.
-    in_full, right = (PassPrices(given, LOADS, stage, *more, width=width) for more in ((), (lambda: (TurnTimes(given), 1.0),)))
+    in_full, right = (
+        PassPrices(given, LOADS, stage, *more, width=width) for more in ((), (lambda: (TurnTimes(given), 1.0),))
+    )
     taken_s = planned_s(given, prices, slot, stage, width)
     factors = []
     for own in (in_full, right):

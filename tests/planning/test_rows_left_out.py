@@ -21,7 +21,8 @@ from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.last_layer.last_layer import has_own_queries
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import Stream
-from peft_mux.planning.loads import _unmet_layers, whole_shapes
+from peft_mux.packing.passes import Member
+from peft_mux.planning.loads import _unmet_share, whole_shapes
 from peft_mux.planning.pass_prices import PassPrices
 from peft_mux.planning.shapes import sums_before_attention
 from peft_mux.profiling.subject import Subject
@@ -93,7 +94,7 @@ def operations(
 
 def load_of(batch: MuxBatch, lowest: dict[str, int]) -> list[TaskLoad]:
     return [
-        TaskLoad(one.task, one.lengths, one.num_targets, (), 1, unmet_layers=lowest[one.task]) for one in rows_of(batch)
+        TaskLoad(one.task, one.lengths, one.num_targets, (), 1, lowest_layer=lowest[one.task]) for one in rows_of(batch)
     ]
 
 
@@ -132,19 +133,44 @@ def test_a_backward_that_stops_early_is_predicted_to_spare_the_operations_that_i
     of_layer = operations(4, everywhere, 39) - operations(3, everywhere, 39)
     batch, shape, model = batch_of(tuple(lowest), 39), shape_of(llama(4, WIDTH)), model_of(4, lowest, targets)
     loads = load_of(batch, lowest)
-    layers = [_unmet_layers(whole_shapes(model, name), shape.layer_elements) for name in lowest]
-    stopping = [replace(load, unmet_layers=one) for load, one in zip(loads, layers, strict=True)]
+    shares = [_unmet_share(whole_shapes(model, name), shape.layer_elements) for name in lowest]
+    stopping = [replace(load, unmet_share=one) for load, one in zip(loads, shares, strict=True)]
     cost = CostModel(PROFILE, shape)
     predicted = cost.pass_s(load_of(batch, everywhere), 1) - cost.pass_s(stopping, 1)
     assert predicted / batch.num_tokens == pytest.approx((goes_down - stops) / of_layer, rel=0.03)
 
 
-def test_stages_do_not_know_what_lies_below_and_go_all_the_way_down() -> None:
-    loads, shape = load_of(batch_of(("a",), 39), {"a": 1}), shape_of(llama(2))
-    whole = [replace(load, unmet_layers=0.0) for load in loads]
-    stages = CostModel(PROFILE, shape, num_stages=2)
-    assert stages.pass_s(loads, 1) == stages.pass_s(whole, 1)
-    assert CostModel(PROFILE, shape).pass_s(loads, 1) < CostModel(PROFILE, shape).pass_s(whole, 1)
+@pytest.mark.parametrize(
+    ("layers", "spared"),
+    [
+        # Of 40 tokens each, "b" needs no gradient in layer 0 and "c" none in layers 0 to 2.
+        ((4,), (1 + 3,)),
+        ((2, 2), (1 + 2, 0 + 1)),
+        ((1, 3), (1 + 1, 0 + 2)),
+        ((3, 1), (1 + 3, 0)),
+        ((1, 1, 1, 1), (1 + 1, 0 + 1, 0 + 1, 0)),
+    ],
+)
+@pytest.mark.parametrize("share", [1.0, 0.25])
+def test_each_stage_is_spared_its_own_layers_below_the_lowest_adapter(
+    layers: tuple[int, ...], spared: tuple[int, ...], share: float
+) -> None:
+    deep = [TaskLoad(name, (40,), 39, (), 1) for name in "abc"]
+    loads = [replace(load, lowest_layer=own, unmet_share=share) for load, own in zip(deep, (0, 1, 3), strict=True)]
+    cost = CostModel(PROFILE, shape_of(llama(4)), num_stages=len(layers), layers_per_stage=layers)
+    # A second for a token and layer, half of it in the backward.
+    wanted = [0.5 * 40 * share * own for own in spared]
+    whole = [[Member(task, 0, 0, 40) for task in range(3)]]
+    assert (cost.passes_s(deep, whole) - cost.passes_s(loads, whole))[0] == pytest.approx(wanted)
+    for stage, num_layers in enumerate(layers):
+        parts = [cost.parts_of_pass(own, stage=stage) for own in (deep, loads)]
+        assert parts[0].tokens - parts[1].tokens == pytest.approx(wanted[stage])
+        between = [cost.pass_parts(own, 1, stage=stage) for own in (deep, loads)]
+        layer_s = [one.attention_s + one.mlp_s for one in between]
+        assert num_layers * (layer_s[0] - layer_s[1]) == pytest.approx(wanted[stage])
+        forwards = [cost.stage_latency_s(own, num_micro_batches=1, stage=stage) for own in (deep, loads)]
+        assert forwards[0] == forwards[1], "a forward goes through all layers"
+    assert cost.pass_s(deep, 1) - cost.pass_s(loads, 1) == pytest.approx(sum(wanted))
 
 
 def test_a_profile_is_measured_with_layers_of_all_rows() -> None:

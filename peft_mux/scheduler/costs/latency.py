@@ -19,9 +19,9 @@ Where the paper slips or is silent, decided here:
   1 / `forward_fraction` stands in place of the 2.
 * Overheads of passes and steps are not in Eq. 3 and 4: `pass_s` and `step_s` add them.
 * Eq. 3 and 4 compute every row in every layer, and its gradient. What the last layer spares where it computes the rows
-  alone that a loss reads, and the backward below each task's lowest adapter, is taken off the last stage; the second
-  where there is one stage alone, as loads do not tell of which layers it is. A profile holds layers of all rows, so
-  that nothing is taken off twice.
+  alone that a loss reads is taken off the last stage, and what a backward spares below each task's lowest adapter off
+  the stages of these layers; virtual stages of a device are taken to be neighbours. A profile holds layers of all rows,
+  so that nothing is taken off twice.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from peft_mux.scheduler.costs.latency_sums import PassParts, RangeBatches, Sums,
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.measured.parts import Parts
-from peft_mux.scheduler.costs.model_shape import ModelShape, split_layers
+from peft_mux.scheduler.costs.model_shape import ModelShape, StageSize, split_layers
 from peft_mux.scheduler.costs.profile import Profile, least_pass_s
 
 
@@ -92,6 +92,7 @@ class CostModel:
         self.num_stages = num_stages
         self.devices_per_stage = devices_per_stage
         self.layers_per_stage = split_layers(shape.num_layers, num_stages, layers_per_stage)
+        self._size = StageSize(self.layers_per_stage, devices_per_stage)
         self.tensor_link = profile.link if tensor_link is None else tensor_link
         self.backbone_shards = backbone_shards
         self._device_type = "cpu" if profile.device.startswith("cpu") else "cuda"
@@ -112,7 +113,7 @@ class CostModel:
         _require_count("num_micro_batches", num_micro_batches)
         if not 0 <= stage < self.num_stages:
             raise ValueError(f"stage is {stage}; allowed: 0 to {self.num_stages - 1}. Count stages from 0.")
-        sums = mean_batch(self.profile, loads, num_micro_batches, self.devices_per_stage)
+        sums = mean_batch(self.profile, loads, num_micro_batches, self._size)
         # Profiles hold forward and backward together; Eq. 3 asks for the forward.
         return float(self.profile.forward_fraction * self._stage_sum_s(stage, sums.forward))
 
@@ -145,7 +146,7 @@ class CostModel:
             loads: the loads of the tasks that share the passes.
             passes: the members of each of the P passes, whose `task` counts these loads.
         """
-        sums = pass_sums(self.profile, loads, passes, self.devices_per_stage)
+        sums = pass_sums(self.profile, loads, passes, self._size)
         stages_s = [self._stage_sum_s(stage, sums) for stage in range(self.num_stages)]
         columns = [np.broadcast_to(one, (len(passes),)) for one in stages_s]
         return np.stack(columns, axis=1) + self.profile.pass_overhead_s
@@ -162,7 +163,7 @@ class CostModel:
         """
         _require_count("num_micro_batches", num_micro_batches)
         shape, devices = self.shape, self.devices_per_stage
-        sums = mean_batch(self.profile, loads, num_micro_batches, devices)
+        sums = mean_batch(self.profile, loads, num_micro_batches, self._size)
         linear_s = float(self.profile.layer_s(sums.tokens))
         product_s = (float(sums.layer_s) - linear_s) / devices + float(sums.calls_s)
         # Evenly over the layers of the stage, of which a pass in turns knows one kind.
@@ -214,8 +215,8 @@ class CostModel:
             loads: the loads of all tasks that take the step.
         """
         # A forward goes through all layers.
-        plain = [replace(load, adapters=(), unmet_layers=0.0) for load in loads if load.has_reference_forward]
-        adapted = [replace(load, unmet_layers=0.0) for load in loads if load.has_batch_forward]
+        plain = [replace(load, adapters=(), lowest_layer=0) for load in loads if load.has_reference_forward]
+        adapted = [replace(load, lowest_layer=0) for load in loads if load.has_batch_forward]
         # As if each were one: how many they are makes a difference only of what a pass costs whatever its size.
         return sum(
             self.profile.forward_fraction * float(sum(self._stages_s(rows, 1))) + self.profile.pass_overhead_s
@@ -243,7 +244,7 @@ class CostModel:
             loads: what each task of the pass has in it: the rows of this pass alone, and its adapters.
             stage: s, the stage, counted from 0.
         """
-        sums = mean_batch(self.profile, loads, 1, self.devices_per_stage)
+        sums = mean_batch(self.profile, loads, 1, self._size)
         layers, is_first, is_last = self.layers_per_stage[stage], stage == 0, stage == self.num_stages - 1
         layer_s = self.profile.layer_s(sums.tokens)
         ends_s = is_first * self.profile.embedding_s(sums.tokens)
@@ -276,7 +277,7 @@ class CostModel:
             num_micro_batches: C, into which each global batch is split.
         """
         _require_count("num_micro_batches", num_micro_batches)
-        return self._terms(mean_batch(self.profile, loads, num_micro_batches, self.devices_per_stage))
+        return self._terms(mean_batch(self.profile, loads, num_micro_batches, self._size))
 
     def uniform_terms(self, loads: Sequence[TaskLoad], num_sequences: int, length: int) -> StageTerms:
         """Return `stage_terms` of a micro-batch of equal sequences, of which each task has its part of the tokens.
@@ -286,7 +287,7 @@ class CostModel:
             num_sequences: number of sequences of the micro-batch.
             length: tokens of each sequence.
         """
-        return self._terms(uniform_batch(self.profile, loads, num_sequences, length, self.devices_per_stage))
+        return self._terms(uniform_batch(self.profile, loads, num_sequences, length, self._size))
 
     # -------------------------------------------------------------- for fusion
 
@@ -314,7 +315,7 @@ class CostModel:
             ValueError: for C below 1, or a `fits` that answers in another shape.
         """
         _require_count("num_micro_batches", num_micro_batches)
-        ranges = RangeBatches(self.profile, loads_in_order, num_micro_batches, self.devices_per_stage)
+        ranges = RangeBatches(self.profile, loads_in_order, num_micro_batches, self._size)
         stages_s = [self._stage_sum_s(stage, ranges.sums) for stage in range(self.num_stages)]
         latency = _pipeline_s(stages_s, num_micro_batches)
         latency = np.where(ranges.is_range, latency, math.inf)
@@ -331,12 +332,14 @@ class CostModel:
 
     def _terms(self, sums: Sums) -> StageTerms:
         first_s, last_s = self._ends_s(sums)
-        last_s = last_s - sum(self._spared_s(self.num_stages - 1, sums))
+        # Of several stages the terms are of any cut, so that none is known to lie below the adapters of a task.
+        known = sums if self.num_stages == 1 else sums.forward
+        last_s = last_s - sum(self._spared_s(self.num_stages - 1, known))
         return StageTerms(float(self._layer_s(sums)), float(first_s), float(last_s))
 
     def _stages_s(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> list[Any]:
         """Return forward and backward seconds of one micro-batch of an hTask on each stage."""
-        sums = mean_batch(self.profile, loads, num_micro_batches, self.devices_per_stage)
+        sums = mean_batch(self.profile, loads, num_micro_batches, self._size)
         return [self._stage_sum_s(stage, sums) for stage in range(self.num_stages)]
 
     def _stage_sum_s(self, stage: int, sums: Sums) -> Any:
@@ -368,12 +371,11 @@ class CostModel:
         return first_s, last_s
 
     def _spared_s(self, stage: int, sums: Sums) -> tuple[Any, Any]:
-        """Return the seconds of rows that a stage leaves out, in forward or backward: of frozen products, of adapters."""
-        products_s, adapters_s = 0.0, 0.0
+        """Return the seconds of rows that a stage leaves out, forward or backward: of products, and of adapters."""
+        products_s, adapters_s = sums.unmet_s(self.profile, self.devices_per_stage, stage), 0.0
         if stage == self.num_stages - 1:
-            products_s, adapters_s = sums.unread_s(self.profile, self.shape.read_share, self.devices_per_stage)
-        if self.num_stages == 1:
-            products_s = products_s + sums.unmet_s(self.profile, self.devices_per_stage)
+            unread_s, adapters_s = sums.unread_s(self.profile, self.shape.read_share, self.devices_per_stage)
+            products_s = products_s + unread_s
         return products_s, adapters_s
 
     def _all_gathers_s(self, num_bytes: int, times: int) -> float:

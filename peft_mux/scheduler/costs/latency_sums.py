@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from peft_mux.packing.passes import Member
 from peft_mux.scheduler.costs.loads import TaskLoad
-from peft_mux.scheduler.costs.model_shape import MOST_READ
+from peft_mux.scheduler.costs.model_shape import MOST_READ, StageSize
 from peft_mux.scheduler.costs.profile import Profile
 
 _LENGTH_STEP = 16
@@ -29,7 +29,8 @@ class Sums:
         layer_s: seconds of one layer's base operators on one device, the attention product included.
         calls_s: seconds of the launches of one layer's attention calls.
         adapters_s: seconds of all adapters of one layer, fused as in Eq. 3.
-        unmet: over all layers, the tokens of the tasks that have no adapter in a layer or below it.
+        unmet: over the layers of each stage, tokens of the tasks that have no adapter in a layer or below it: `[S]`,
+            or for many hTasks `[S, ...]`.
     """
 
     tokens: Any
@@ -37,12 +38,12 @@ class Sums:
     layer_s: Any
     calls_s: Any
     adapters_s: Any
-    unmet: Any = 0.0
+    unmet: Any
 
     @property
     def forward(self) -> Sums:
         """The same for a forward, which goes through all layers."""
-        return replace(self, unmet=0.0)
+        return replace(self, unmet=np.zeros_like(self.unmet))
 
     def unread_s(self, profile: Profile, share: float, devices: int) -> tuple[Any, Any]:
         """Return what the last layer spares that computes some rows alone: seconds of its products and its adapters.
@@ -59,17 +60,18 @@ class Sums:
         products_s = share * (profile.layer_s(self.tokens) - profile.layer_s(read)) / devices
         return products_s, share * self.adapters_s * (1 - read / np.maximum(self.tokens, 1e-9))
 
-    def unmet_s(self, profile: Profile, devices: int) -> Any:
-        """Return what the backward spares below each task's lowest adapter: seconds of products with frozen weights.
+    def unmet_s(self, profile: Profile, devices: int, stage: int) -> Any:
+        """Return what a stage's backward spares below each task's lowest adapter: seconds of frozen products.
 
         Attention and norms go all the way down with the rows of other tasks, and are not counted.
 
         Args:
             profile: seconds of the parts of a step on one device.
             devices: devices that share each layer.
+            stage: s, the stage, counted from 0.
         """
         backward_s = (1 - profile.forward_fraction) * profile.layer_s(self.tokens)
-        return backward_s * self.unmet / np.maximum(self.tokens, 1e-9) / devices
+        return backward_s * self.unmet[stage] / np.maximum(self.tokens, 1e-9) / devices
 
 
 class _TaskTerms:
@@ -78,22 +80,26 @@ class _TaskTerms:
     Attributes:
         tokens: tokens of a micro-batch, [M].
         targets: loss terms of a micro-batch, [M].
-        unmet: tokens of a micro-batch times the layers below the task's lowest adapter, [M].
+        unmet: tokens of a micro-batch times the layers of each stage below the task's lowest adapter, [S, M].
         attention_s: seconds of the attention products of one layer, [M].
         weighted_s: sum of u_a t_a over a task's adapters of each of W widths, [W, M].
         alone_s: sum of t_a over the same adapters, [W, M].
     """
 
-    def __init__(self, profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: int, devices: int) -> None:
+    def __init__(self, profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: int, size: StageSize) -> None:
         self.tokens = np.array([load.tokens for load in loads], dtype=float) / num_micro_batches
         self.targets = np.array([load.num_targets for load in loads], dtype=float) / num_micro_batches
-        self.unmet = self.tokens * _unmet_layers(loads)
+        self.unmet = self.tokens * _unmet_layers(loads, size.layers)
         self.attention_s = _attention_s(profile, loads) / num_micro_batches
-        self.weighted_s, self.alone_s = _adapters_s(profile, loads, self.tokens, devices)
+        self.weighted_s, self.alone_s = _adapters_s(profile, loads, self.tokens, size.devices)
 
 
-def _unmet_layers(loads: Sequence[TaskLoad]) -> NDArray[Any]:
-    return np.array([load.unmet_layers for load in loads], dtype=float)
+def _unmet_layers(loads: Sequence[TaskLoad], layers: Sequence[int]) -> NDArray[Any]:
+    """Return how many layers' products each stage is spared in the backward of each task's rows, [S, M]."""
+    counts = np.array(layers, dtype=float)[:, None]
+    first = np.cumsum(counts, axis=0) - counts
+    lowest, share = (np.array([getattr(load, name) for load in loads]) for name in ("lowest_layer", "unmet_share"))
+    return share * np.clip(lowest - first, 0.0, counts)
 
 
 def _attention_s(profile: Profile, loads: Sequence[TaskLoad]) -> NDArray[Any]:
@@ -133,16 +139,16 @@ def _adapters_s(
     return weighted, alone
 
 
-def mean_batch(profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: int, devices: int) -> Sums:
+def mean_batch(profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: int, size: StageSize) -> Sums:
     """Return the sums of one hTask's mean micro-batch.
 
     Args:
         profile: seconds of the parts of a step on one device.
         loads: the loads of the tasks of the hTask.
         num_micro_batches: C, into which each global batch is split.
-        devices: devices that share each layer; factors of adapters are as wide as the part that lies on each.
+        size: the layers of each stage, and the devices that share them; factors of adapters are as wide as their part.
     """
-    terms = _TaskTerms(profile, loads, num_micro_batches, devices)
+    terms = _TaskTerms(profile, loads, num_micro_batches, size)
     tokens, calls = terms.tokens.sum(), _attention_calls(loads, num_micro_batches)
     # NumPy refuses the maximum over no tasks.
     longest_s = terms.alone_s.max(axis=1) if loads else 0.0
@@ -153,11 +159,13 @@ def mean_batch(profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: i
         calls_s=calls * profile.attention_call_s,
         # Eq. 3: fused adapters share the device by u_a, but none ends before it would alone.
         adapters_s=np.maximum(terms.weighted_s.sum(axis=1), longest_s).sum(),
-        unmet=terms.unmet.sum(),
+        unmet=terms.unmet.sum(axis=1),
     )
 
 
-def uniform_batch(profile: Profile, loads: Sequence[TaskLoad], num_sequences: int, length: int, devices: int) -> Sums:
+def uniform_batch(
+    profile: Profile, loads: Sequence[TaskLoad], num_sequences: int, length: int, size: StageSize
+) -> Sums:
     """Return the sums of a micro-batch of sequences of one length, of which each task has its part of the tokens.
 
     Args:
@@ -165,12 +173,12 @@ def uniform_batch(profile: Profile, loads: Sequence[TaskLoad], num_sequences: in
         loads: the loads whose tokens, targets and adapters are taken; their lengths are not.
         num_sequences: number of sequences of the micro-batch.
         length: tokens of each sequence.
-        devices: devices that share each layer; factors of adapters are as wide as the part that lies on each.
+        size: the layers of each stage, and the devices that share them; factors of adapters are as wide as their part.
     """
     tokens = num_sequences * length
     all_tokens = sum(load.tokens for load in loads) or 1
     parts = np.array([load.tokens for load in loads], dtype=float) / all_tokens
-    weighted_s, alone_s = _adapters_s(profile, loads, tokens * parts, devices)
+    weighted_s, alone_s = _adapters_s(profile, loads, tokens * parts, size.devices)
     longest_s = alone_s.max(axis=1) if loads else 0.0
     return Sums(
         tokens=tokens,
@@ -178,7 +186,7 @@ def uniform_batch(profile: Profile, loads: Sequence[TaskLoad], num_sequences: in
         layer_s=profile.layer_s(tokens) + num_sequences * profile.attention_s(length),
         calls_s=profile.attention_call_s,
         adapters_s=np.maximum(weighted_s.sum(axis=1), longest_s).sum(),
-        unmet=float(tokens * parts @ _unmet_layers(loads)),
+        unmet=_unmet_layers(loads, size.layers) @ (tokens * parts),
     )
 
 
@@ -189,7 +197,7 @@ class RangeBatches:
         profile: seconds of the parts of a step on one device.
         loads: the loads of M tasks, as fusion orders them.
         num_micro_batches: C, into which each global batch is split.
-        devices: devices that share each layer.
+        size: the layers of each stage, and the devices that share them.
 
     Attributes:
         is_range: where the last task does not come before the first, bool [M, M].
@@ -197,9 +205,9 @@ class RangeBatches:
         longest: tokens of each range's longest sequence, [M, M].
     """
 
-    def __init__(self, profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: int, devices: int) -> None:
+    def __init__(self, profile: Profile, loads: Sequence[TaskLoad], num_micro_batches: int, size: StageSize) -> None:
         count = len(loads)
-        terms = _TaskTerms(profile, loads, num_micro_batches, devices)
+        terms = _TaskTerms(profile, loads, num_micro_batches, size)
         self.is_range = np.arange(count)[None, :] >= np.arange(count)[:, None]
         tokens = self._range_sums(terms.tokens)
         # Counting the groups of all ranges takes a loop over tasks, which is left out where calls cost nothing.
@@ -216,7 +224,7 @@ class RangeBatches:
                 (np.maximum(self._range_sums(weighted), self._range_maxima(alone)) for weighted, alone in pairs),
                 np.zeros((count, count)),
             ),
-            unmet=self._range_sums(terms.unmet),
+            unmet=np.stack([self._range_sums(own) for own in terms.unmet]),
         )
         self.longest = self._range_maxima(np.array([max(load.lengths, default=0) for load in loads], dtype=float))
 
@@ -259,14 +267,14 @@ def _attention_calls_of_ranges(loads: Sequence[TaskLoad], num_micro_batches: int
     return np.triu(calls)
 
 
-def pass_sums(profile: Profile, loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]], devices: int) -> Sums:
+def pass_sums(profile: Profile, loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]], size: StageSize) -> Sums:
     """Return the sums of each of P passes, as arrays `[P]`.
 
     Args:
         profile: seconds of the parts of a step on one device.
         loads: the loads of M tasks, whose loss terms are spread evenly over their tokens.
         passes: the members of each pass, whose `task` counts these loads.
-        devices: devices that share each layer; factors of adapters are as wide as the part that lies on each.
+        size: the layers of each stage, and the devices that share them; factors of adapters are as wide as their part.
     """
     num_passes, num_tasks = len(passes), len(loads)
     members = [(number, *member) for number, own in enumerate(passes) for member in own]
@@ -282,8 +290,8 @@ def pass_sums(profile: Profile, loads: Sequence[TaskLoad], passes: Sequence[Sequ
         targets=tokens @ targets_per_token,
         layer_s=profile.layer_s(tokens.sum(axis=1)) + np.bincount(number, weights=attention_s, minlength=num_passes),
         calls_s=profile.attention_call_s * _attention_calls_of_passes(number, end - start, num_passes),
-        adapters_s=_adapters_of_passes_s(profile, loads, tokens, devices),
-        unmet=tokens @ _unmet_layers(loads),
+        adapters_s=_adapters_of_passes_s(profile, loads, tokens, size.devices),
+        unmet=_unmet_layers(loads, size.layers) @ tokens.T,
     )
 
 

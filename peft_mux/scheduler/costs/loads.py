@@ -66,8 +66,8 @@ class TaskLoad:
         has_batch_forward: whether they go through it with adapters before, as the estimate of KTO's divergence does.
         shared: how many tokens of each sequence others compute, where all are in one pass; empty where none are shared.
         trie: what its rows begin with alike, to cut them into passes by; `None` where they share nothing.
-        unmet_layers: below its lowest adapter its rows need no gradient: how many layers' products with frozen weights
-            a backward is spared for them, those of layers' parts being parts of one.
+        lowest_layer: the layer of its lowest adapter, counted from 0: below it its rows need no gradient.
+        unmet_share: the part of the products with frozen weights that a backward is spared for them in a layer there.
 
     Raises:
         ValueError: for a sequence without tokens, negative numbers, or more that is cut than there is.
@@ -87,7 +87,8 @@ class TaskLoad:
     has_batch_forward: bool = False
     shared: tuple[int, ...] = ()
     trie: RowTrie | None = None
-    unmet_layers: float = 0.0
+    lowest_layer: int = 0
+    unmet_share: float = 1.0
 
     def __post_init__(self) -> None:
         if min(self.lengths, default=1) < 1:
@@ -96,7 +97,7 @@ class TaskLoad:
                 "sequences."
             )
         counts = ("num_targets", "trainable_parameters", "num_steps", "longest_row_tokens", "cut_parameters")
-        for field in (*counts, "unmet_layers"):
+        for field in (*counts, "lowest_layer", "unmet_share"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} of task {self.name!r} is {getattr(self, field)}; allowed: 0 or more.")
         if self.shared and len(self.shared) != len(self.lengths):

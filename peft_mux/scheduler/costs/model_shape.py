@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from peft_mux.scheduler.costs.frozen_parts import FrozenParts
 
@@ -67,6 +68,18 @@ class ModelShape:
         """
         parts = None if self.parts is None else self.parts.scaled(factor)
         return replace(self, backbone_bytes=int(factor * self.backbone_bytes), parts=parts)
+
+
+class StageSize(NamedTuple):
+    """How the layers of a backbone are divided.
+
+    Attributes:
+        layers: layers of each of the S stages.
+        devices: devices that share each layer of a stage.
+    """
+
+    layers: tuple[int, ...]
+    devices: int
 
 
 def split_layers(num_layers: int, num_stages: int, layers_per_stage: tuple[int, ...] | None = None) -> tuple[int, ...]:
