@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from peft_mux.errors import Fault, shown
+from peft_mux.hyper_parameters import is_interval
 
 _Rule = tuple[Callable[[Any], bool], str]
 
@@ -180,3 +181,23 @@ def honoured_field_faults(values: Any) -> list[Fault]:
         for name, (is_valid, allowed) in {**HONOURED, **{name: rule for name, (rule, _) in HARMLESS.items()}}.items()
         if hasattr(values, name) and not is_valid(getattr(values, name))
     ]
+
+
+def unheard_faults(values: Any) -> list[Fault]:
+    """Return a fault for each field that is set although another one, as it stands, leaves it without a meaning.
+
+    Args:
+        values: the arguments, as they were given.
+    """
+    # transformers makes enums of some of them; what is neither enum nor text is told elsewhere.
+    strategies = [getattr(one, "value", one) for one in (values.save_strategy, values.eval_strategy)]
+    saving, evaluating = [one if isinstance(one, str) else "" for one in strategies]
+    faults = []
+    if values.push_to_hub is True and saving == "no":
+        allowed, fix = 'save_strategy "steps" or "epoch"', "What is uploaded is what was saved."
+        faults.append(Fault("args.push_to_hub", 'True with save_strategy="no"', allowed, fix))
+    if is_interval(values.eval_steps) and evaluating in ("no", "epoch"):
+        got = f'{shown(values.eval_steps)} with eval_strategy="{evaluating}"'
+        allowed, fix = 'None, or a number with eval_strategy="steps"', "Or set eval_steps on single tasks."
+        faults.append(Fault("args.eval_steps", got, allowed, fix))
+    return faults

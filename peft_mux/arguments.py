@@ -23,6 +23,7 @@ from peft_mux.argument_fields import (
     QUARANTINE_POLICIES,
     REASONS,
     honoured_field_faults,
+    unheard_faults,
 )
 from peft_mux.errors import ConfigError, Fault, closest, is_integer, is_real, raise_faults, shown
 from peft_mux.hyper_parameters import (
@@ -265,12 +266,8 @@ def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         for name in _TASK_DEFAULTS
         if getattr(args, name) is None
     ]
-    if args.push_to_hub is True and getattr(args.save_strategy, "value", args.save_strategy) == "no":
-        fix = "What is uploaded is what was saved."
-        faults.append(
-            Fault("args.push_to_hub", 'True with save_strategy="no"', 'save_strategy "steps" or "epoch"', fix)
-        )
-    return faults + honoured_field_faults(args) + _refused_fields(args) + _own_field_faults(args) + _choice_faults(args)
+    faults += [*honoured_field_faults(args), *unheard_faults(args)]
+    return faults + _refused_fields(args) + _own_field_faults(args) + _choice_faults(args)
 
 
 def _own_field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:

@@ -19,6 +19,7 @@ from peft_mux.generation.options import GenerateOptions
 from peft_mux.hyper_parameters import (
     EarlyStopping,
     hyper_parameter_faults,
+    is_interval,
     metric_key,
     supported_optimizers,
     supported_schedules,
@@ -90,7 +91,8 @@ class Task:
         row_format: what the rows are where they are of another project: "alpaca" (the prompt of Stanford Alpaca),
             "alpaca_chat" (messages), "sharegpt"; or which column of theirs stands for which of ours, such as
             `{"prompt": "question", "completion": "answer"}`. It holds for `eval_dataset` as well.
-        eval_steps: evaluate every so many steps of this task; 0 for never, below 1 for a share of its steps.
+        eval_steps: evaluate every so many steps of this task, whatever the run's `eval_strategy`; 0 for never, below 1
+            for a share of its steps. Those of the run pass over tasks without held-out rows.
         save_steps: write `<task>/checkpoint-<step>` every so many steps of this task; 0 for never, below 1 for such a
             share.
         eval_delay: steps (epochs, where it is evaluated at their ends) before the first evaluation.
@@ -338,12 +340,7 @@ def _type_faults(task: Task, where: str) -> list[Fault]:
 
     from peft_mux.task_events import EVENTS, hears
 
-    # Of the fields whose default is no `None`, these are not looked at where they are `None`.
-    faults = [
-        Fault(f"{where}.{name}", "None", f"a value, {default!r} by default")
-        for name, default in (("priority", 0),)
-        if getattr(task, name) is None
-    ]
+    faults = [Fault(f"{where}.priority", "None", "a value, 0 by default")] if task.priority is None else []
     for name, (kind, allowed) in {
         "shuffle": (bool, "True or False"),
         "assistant_only_loss": (bool, "True or False"),
@@ -409,6 +406,7 @@ def _best_faults(task: Task, where: str) -> list[Fault]:
         "metric_for_best_model": task.metric_for_best_model is not None,
         "eval_on_start": task.eval_on_start is True,
         "eval_delay": is_real(task.eval_delay) and task.eval_delay != 0,
+        "eval_steps": is_interval(task.eval_steps),
     }
     for name in [name for name, is_wanted in wants.items() if is_wanted]:
         if task.eval_dataset is None:

@@ -231,6 +231,14 @@ def test_a_refused_argument_may_be_given_its_default() -> None:
     assert arguments(fp16=False, push_to_hub=False, dataloader_num_workers=0).fp16 is False
 
 
+@pytest.mark.parametrize("strategy", ["no", "epoch"])
+def test_a_number_of_steps_between_evaluations_is_refused_where_no_evaluation_goes_by_steps(strategy: str) -> None:
+    message = refusal(eval_steps=5, eval_strategy=strategy)
+    assert message.startswith(f'args.eval_steps: got 5 with eval_strategy="{strategy}"; allowed: None, or a number')
+    assert arguments(eval_steps=5, eval_strategy="steps").eval_steps == 5
+    assert arguments(eval_strategy=strategy).eval_steps is None
+
+
 def test_what_belongs_to_each_task_or_has_a_longer_name_is_said_so() -> None:
     assert "args.train_batch_size: got 3; allowed: a setting of this class. Use train_batch_size: it" in refusal(
         train_batch_size=3

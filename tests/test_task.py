@@ -301,6 +301,14 @@ def test_early_stopping_needs_held_out_rows_and_a_metric_that_will_be_there() ->
     assert made.early_stopping is not None
 
 
+def test_a_task_without_held_out_rows_that_asks_to_be_evaluated_is_refused() -> None:
+    for every in (5, 0.5, 3.0):
+        message = refusal(eval_steps=every)
+        assert message == "tasks.own.eval_dataset: got None; allowed: held-out rows, as eval_steps is set."
+    assert task(eval_steps=0).eval_steps == 0
+    assert task(eval_steps=5, eval_dataset=ROWS).eval_steps == 5
+
+
 def test_compute_metrics_needs_held_out_rows() -> None:
     assert "tasks.own.compute_metrics" in refusal(compute_metrics=lambda _: {})
 

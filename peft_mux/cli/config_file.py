@@ -32,6 +32,7 @@ from peft_mux.task import Task
 
 _TOP_KEYS = ("model", "tokenizer", "output_dir", "run", "defaults", "tasks", "model_init_kwargs")
 _DEFAULTS_OF = re.compile(r"^tasks\.[^.]+\.")
+_WHEN_EVALUATED = ("eval_steps", "eval_delay", "eval_on_start")
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,12 +192,15 @@ def _make_run_config(data: dict[str, Any], folder: Path) -> tuple[RunConfig | No
     """Return what a file describes, or what is wrong with the objects that it stands for."""
     args, faults = _make_arguments(data)
     defaults = _mapping_or_empty(data.get("defaults"))
+    sections = {name: one for name, one in _mapping_or_empty(data.get("tasks")).items() if isinstance(one, dict)}
+    some_held_out = any(_has_held_out({**defaults, **one}) for one in sections.values())
     tasks: list[Task] = []
-    for name, settings in _mapping_or_empty(data.get("tasks")).items():
-        if not isinstance(settings, dict):
-            continue
+    for name, settings in sections.items():
         own_peft, peft = _mapping_or_empty(settings.get("peft")), _mapping_or_empty(defaults.get("peft"))
         merged = {**defaults, **settings, "peft": _merged_peft(peft, own_peft)}
+        if some_held_out and not _has_held_out(merged):
+            # As with the arguments of a run: when tasks are evaluated says nothing of those without held-out rows.
+            merged = {key: value for key, value in merged.items() if key in settings or key not in _WHEN_EVALUATED}
         task, own = make_task(str(name), merged, folder)
         faults += [replace(fault, where=fault.where.replace(".peft_config.", ".peft.", 1)) for fault in own]
         tasks += [] if task is None else [task]
@@ -210,6 +214,10 @@ def _make_run_config(data: dict[str, Any], folder: Path) -> tuple[RunConfig | No
         model_init_kwargs=_mapping_or_empty(data.get("model_init_kwargs")),
     )
     return config, []
+
+
+def _has_held_out(settings: Mapping[str, Any]) -> bool:
+    return any(settings.get(key) is not None for key in ("eval_dataset", "eval_split"))
 
 
 def _make_arguments(data: dict[str, Any]) -> tuple[MultiTaskTrainingArguments | None, list[Fault]]:

@@ -200,6 +200,17 @@ def test_what_evaluations_generate_is_a_section_or_true(folder: Path) -> None:
     assert config.tasks[1].generate_options == GenerateOptions()
 
 
+def test_defaults_of_when_to_evaluate_pass_over_tasks_without_held_out_rows_unless_none_has_any(folder: Path) -> None:
+    when = ["defaults.eval_steps=5", "defaults.eval_delay=2", "defaults.eval_on_start=true"]
+    sql, math = read_config(write(folder, good(folder)), when).tasks
+    assert (sql.eval_steps, sql.eval_delay, sql.eval_on_start) == (None, None, None)
+    assert (math.eval_steps, math.eval_delay, math.eval_on_start) == (5, 2, True)
+    without = ["tasks.math.eval_dataset=null", "tasks.math.early_stopping=null"]
+    for own in (["tasks.sql.eval_steps=5"], [*without, "defaults.eval_steps=5"]):
+        with pytest.raises(ConfigError, match=r"tasks\.sql\.eval_dataset: got None; .*as eval_steps is set"):
+            read_config(write(folder, good(folder)), own)
+
+
 @pytest.mark.parametrize("override", ["learning_rate", "=3"])
 def test_set_without_key_or_value_is_refused_with_an_example(override: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"--set: got .*allowed: key=value, such as tasks\.sql"):

@@ -134,7 +134,7 @@ def test_a_task_that_cannot_generate_is_refused(settings: dict[str, Any], said: 
 
 def test_true_stands_for_the_defaults_and_false_for_nothing() -> None:
     assert cases.task("cats", eval_generate=True).generate_options == GenerateOptions()
-    assert cases.task("cats", eval_generate=False, eval_dataset=None).generate_options is None
+    assert cases.task("cats", eval_generate=False, eval_dataset=None, eval_steps=None).generate_options is None
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_a_run_goes_on_with_what_is_registered_when_its_last_task_has_failed_bef
         raise ValueError("no such column")
 
     bad = small_task("bad", data_seed=1, eval_dataset=rows(5, 4, 12, 12), eval_on_start=True, compute_metrics=broken)
-    trainer = make_trainer([bad], tmp_path, eval_steps=2)
+    trainer = make_trainer([bad], tmp_path)
     diary = Diary("on_task_fail bad", lambda _: trainer.register_tasks([small_task("next", data_seed=2, max_steps=2)]))
     trainer.add_callback(diary)
     trainer.train()
