@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from peft_mux.errors import Fault, raise_faults, shown
-from peft_mux.generation.options import SamplingOptions, is_seed
+from peft_mux.generation.options import SamplingOptions, is_seed, unknown_faults
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text, token ids, or messages with `role` and `content`, which go through the tokenizer's chat template."""
@@ -31,6 +31,13 @@ class GenerationRequest:
     prompt: Prompt
     options: SamplingOptions | None = None
     seed: int | None = None
+
+    def __new__(cls, *args: Any, **settings: Any) -> GenerationRequest:
+        """Refuse settings that there are not by saying where they belong or what was meant, which Python would not."""
+        drawn = SamplingOptions.__dataclass_fields__
+        of_options = {name: f"Write options=SamplingOptions({name}=...)." for name in drawn}
+        raise_faults(unknown_faults(settings, cls.__dataclass_fields__, of_options))
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Check what is not checked with the prompt."""

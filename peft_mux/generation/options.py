@@ -5,7 +5,7 @@ Names and meanings are those of `transformers.GenerationConfig`. Nothing here im
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -20,6 +20,13 @@ _FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """What only draws look at, with the values that change nothing."""
 _HARMLESS = frozenset({"transformers_version", "bos_token_id", "pad_token_id", "use_cache", "cache_implementation"})
 """Fields of a `GenerationConfig` that every checkpoint carries and that change no completion here."""
+_ADVICE = {
+    "max_length": "Set max_new_tokens, which does not count the prompt.",
+    "num_beams": "Draw, or be greedy.",
+    "max_tokens": "Set max_new_tokens.",
+    "stop": "Set stop_strings.",
+}
+"""What stands here for settings of transformers and of vLLM."""
 Options = TypeVar("Options", bound="SamplingOptions")
 
 
@@ -56,6 +63,11 @@ class SamplingOptions:
     stop_strings: Sequence[str] = ()
     eos_token_id: int | Sequence[int] | None = None
     seed: int = 42
+
+    def __new__(cls: type[Options], *args: Any, **settings: Any) -> Options:
+        """Refuse settings that there are not with the one that was meant, which Python would not."""
+        raise_faults(unknown_faults(settings, cls.__dataclass_fields__))
+        return object.__new__(cls)
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -129,10 +141,10 @@ def sampling_options(config: SamplingOptions | GenerationConfig | None, settings
     """
     known = [item.name for item in fields(SamplingOptions)]
     if isinstance(config, SamplingOptions):
-        raise_faults(_unknown(settings, known))
+        raise_faults(unknown_faults(settings, known))
         return replace(config, **settings)
     given = {} if config is None else _set_fields(config)
-    raise_faults(_unknown({**given, **settings}, known))
+    raise_faults(unknown_faults({**given, **settings}, known))
     return SamplingOptions(**{**given, **settings})
 
 
@@ -146,8 +158,17 @@ def _set_fields(config: Any) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name not in _HARMLESS and not name.startswith("_")}
 
 
-def _unknown(given: Mapping[str, Any], known: Sequence[str]) -> list[Fault]:
-    advice = {"max_length": "Set max_new_tokens, which does not count the prompt.", "num_beams": "Draw, or be greedy."}
+def unknown_faults(
+    given: Mapping[str, Any], known: Collection[str], advice: Mapping[str, str] | None = None
+) -> list[Fault]:
+    """Return a fault for each setting that there is not, with what was meant.
+
+    Args:
+        given: the settings by name.
+        known: names of those that there are.
+        advice: what to do about names of other places.
+    """
+    advice = _ADVICE if advice is None else advice
     return [
         Fault(name, shown(value), f"settings of {', '.join(known)}", advice.get(name) or closest(name, known))
         for name, value in given.items()

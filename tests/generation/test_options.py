@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +68,31 @@ def test_options_of_evaluations_are_refused_by_name(settings: Any, said: str) ->
     with pytest.raises(ConfigError) as caught:
         GenerateOptions(**settings)
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "said"),
+    [
+        (SamplingOptions, {"temprature": 0.5}, "temprature: got 0.5; allowed: settings of max_new_tokens, "),
+        (SamplingOptions, {"temprature": 0.5}, 'Did you mean "temperature"?'),
+        (SamplingOptions, {"max_length": 9}, "max_length: got 9;"),
+        (SamplingOptions, {"max_tokens": 9}, "Set max_new_tokens."),
+        (GenerateOptions, {"metric": "f1"}, "metric: got 'f1'; allowed: settings of max_new_tokens, "),
+        (GenerateOptions, {"metric": "f1"}, 'Did you mean "metrics"?'),
+        (GenerationRequest, {"sed": 3}, "sed: got 3; allowed: settings of task, prompt"),
+        (GenerationRequest, {"top_k": 3}, "Write options=SamplingOptions(top_k=...)."),
+    ],
+)
+def test_settings_that_there_are_not_are_refused_with_what_was_meant(kind: Any, settings: Any, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        kind(**settings)
+    assert said in str(caught.value)
+
+
+def test_options_travel_and_are_replaced_as_they_are() -> None:
+    options = GenerateOptions(max_new_tokens=3, metrics="f1")
+    assert pickle.loads(pickle.dumps(options)) == copy.copy(options) == options
+    assert replace(options, num_rows=2).num_rows == 2
 
 
 def test_single_values_stand_for_lists_of_them() -> None:
