@@ -238,9 +238,16 @@ class Saver:
         if self.folder is not None and self.folder.generations.note_arrival(name):
             self._amend()
 
-    def describe_arrivals(self) -> None:
-        """Put the settings of tasks that have come into `config.json`, beside those of tasks that have left."""
-        self._safely(lambda folder: describe_tasks(folder.root, self.args, self.table, keeps=True))
+    def describe_arrivals(self, root: Path) -> None:
+        """Put the settings of tasks that have come into `config.json`, beside those of tasks that have left.
+
+        The file is written when training begins, whether or not anything else is saved, so it is kept in step likewise.
+
+        Args:
+            root: the run folder.
+        """
+        if self.is_writer:
+            self._attempt(lambda: describe_tasks(root, self.args, self.table, keeps=True))
 
     def _amend(self) -> None:
         """Put what has changed into the newest record, or write a first one; every process calls this alike."""
@@ -317,12 +324,15 @@ class Saver:
         return self.folder is not None and not self._failure(write)
 
     def _failure(self, write: Callable[[RunFolder], object]) -> str:
+        """Write into the folder, where anything is saved; return why that failed, "" where it did not."""
+        folder = self.folder
+        return "" if folder is None or not self.is_writer else self._attempt(lambda: write(folder))
+
+    def _attempt(self, write: Callable[[], object]) -> str:
         """Write, and go on training when it fails; return why it did, "" where it did not."""
-        if self.folder is None or not self.is_writer:
-            return ""
         try:
             with self._kept():
-                write(self.folder)
+                write()
         # Whatever the disk says; what deletes old checkpoints says it in its own words.
         except (CheckpointError, OSError) as error:
             self.log.warn(f"not saved at step {self.log.state.global_step}: {error}")

@@ -171,7 +171,7 @@ class Membership:
                 self._run.saver.note_arrival(run.name)
                 self._run.callbacks.news.registered(run)
             if self._run.is_in_train:  # else what there is then is described when training begins
-                self._run.saver.describe_arrivals()
+                self._run.saver.describe_arrivals(self._run.root)
         finally:
             self._free_names([run.name for run in runs])
 

@@ -78,11 +78,12 @@ def test_a_task_that_leaves_is_written_first_and_the_others_go_on(tmp_path: Path
     assert (line["status"], line["step"]) == ("removed", 4)
 
 
-def test_the_settings_of_tasks_that_arrive_stand_beside_those_of_tasks_that_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("strategy", ["steps", "no"])
+def test_the_settings_of_tasks_that_arrive_stand_beside_those_of_tasks_that_left(tmp_path: Path, strategy: str) -> None:
     late = small_task("late", data_seed=3, max_steps=2)
     recorder = act({1: lambda trainer: trainer.remove_task("gone"), 3: lambda trainer: trainer.register_tasks([late])})
     tasks = [small_task("own", data_seed=1), small_task("gone", data_seed=2, max_steps=7)]
-    train(tasks, tmp_path, recorder=recorder, save_strategy="steps")
+    train(tasks, tmp_path, recorder=recorder, save_strategy=strategy)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["tasks"]
     assert {name: own["num_steps"] for name, own in config.items()} == {"own": 8, "gone": 7, "late": 2}
 
