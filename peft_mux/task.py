@@ -87,7 +87,7 @@ class Task:
             that takes `TokenOutputs`; by default what the columns of the rows and the `task_type` of the adapter tell.
         loss_type: name of a variant of that loss, as TRL has it; by default its first; `dpo` adds up a list of them.
         objective_args: arguments of that loss by name, such as `{"beta": 0.1}`; what is left out has TRL's default.
-        priority: tasks of higher priority are admitted first.
+        priority: tasks of higher priority are admitted first, where not all fit into memory.
         row_format: what the rows are where they are of another project: "alpaca" (the prompt of Stanford Alpaca),
             "alpaca_chat" (messages), "sharegpt"; or which column of theirs stands for which of ours, such as
             `{"prompt": "question", "completion": "answer"}`. It holds for `eval_dataset` as well.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ def show_status(arguments: argparse.Namespace) -> int:
                 "loss": one.loss,
                 "eval_loss": one.eval_loss,
                 "reason": one.reason,
+                "token_share": one.share,
             }
             for one in view.tasks
         }
@@ -79,7 +81,8 @@ def show_status(arguments: argparse.Namespace) -> int:
         found["requests"] = waiting
         print(json.dumps(found, indent=1, default=str))  # noqa: T201
         return 0
-    print(table_text(view if keeper else interrupted(view)))  # noqa: T201
+    width = shutil.get_terminal_size((100, 24)).columns
+    print(table_text(view if keeper else interrupted(view), width))  # noqa: T201
     for one in view.tasks:
         if one.reason:
             print(f"{one.name}: {one.reason}")  # noqa: T201

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -161,3 +161,38 @@ def _json_number(value: Any) -> Any:
 
 def _ignore(line: str) -> None:
     del line
+
+
+def training_seconds(records: Iterable[Mapping[str, Any]]) -> float:
+    """Return for how long the last training went on, or has gone on so far, as far as records tell."""
+    begun: dict[str, float] = {}
+    seconds = last = 0.0
+    is_over = True
+    for record in records:
+        time_s, runtime_s = record.get("time"), record.get("train_runtime")
+        last = float(time_s) if isinstance(time_s, (int, float)) and math.isfinite(time_s) else last
+        # All tasks tell of their rows when a training begins, those that come later when they come, streams at its end.
+        if record.get("event") == "data":
+            begun[str(record.get("task"))] = last
+        elif record.get("event") == "train":
+            is_over = False
+        elif isinstance(runtime_s, (int, float)):
+            seconds, is_over = float(runtime_s), True
+            begun.clear()
+        elif record.get("status") == "removed":
+            begun.pop(str(record.get("task")), None)
+    return seconds if is_over or not begun else max(last - min(begun.values()), 0.0)
+
+
+def steps_at_ends(records: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return the steps at which each task changed its status, or stood at an interruption."""
+    found: dict[str, list[int]] = {}
+    for record in records:
+        event, steps = record.get("event"), record.get("steps")
+        if event == "status":
+            steps = {record.get("task"): record.get("step")}
+        if event in ("status", "interrupted") and isinstance(steps, Mapping):
+            for name, step in steps.items():
+                if isinstance(name, str) and isinstance(step, int):
+                    found.setdefault(name, []).append(step)
+    return found

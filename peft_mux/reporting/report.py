@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peft_mux.reporting.views import curve_of
-from peft_mux.reporting.words import number_text, shortened, time_text
+from peft_mux.reporting.words import number_text, share_text, shortened, time_text
 from peft_mux.task import TaskStatus
 from peft_mux.tasks.task_run import TaskRun
 
@@ -51,6 +51,8 @@ class ReportRow(NamedTuple):
         seconds: seconds of the steps that it took part in, in this process.
         num_tokens: tokens that it was trained on.
         place: folder of its adapter as it is now; `None` where there is none.
+        time_share: its share of the time of the run's steps in this process, from 0 to 1; the time of a step of several
+            tasks is divided by their tokens. `None` before the first step.
     """
 
     name: str
@@ -64,10 +66,11 @@ class ReportRow(NamedTuple):
     seconds: float
     num_tokens: int
     place: Path | None
+    time_share: float | None = None
 
 
 def report_row(run: TaskRun, place: Path | None, seconds: float, status: TaskStatus | None = None) -> ReportRow:
-    """Return the line of a task.
+    """Return the line of a task, but for its share of the time, which is known when all are.
 
     Args:
         run: the task.
@@ -125,7 +128,7 @@ def report_table(
         is_interrupted: whether nobody trains the run, so that nobody waits for tasks which are to go on.
     """
     rows = tuple(rows)
-    cells = [_HEADS, *(_cells(row, is_interrupted) for row in rows)]
+    cells = _table_cells(rows, is_interrupted)
     lines = _aligned(cells)
     if width is not None and max(map(len, lines)) > width:
         lines = _narrow(cells, rows, width)
@@ -222,15 +225,16 @@ class RunReport(str):
 
     def _repr_html_(self) -> str:
         """Return the report as a table, and its lines as text."""
-        heads = _html_row("th", _HEADS)
-        body = "".join(f"{_html_row('td', _cells(row, self.is_interrupted))}{_html_reason(row)}" for row in self.rows)
+        heads, *cells = _table_cells(self.rows, self.is_interrupted)
+        rows = zip(self.rows, cells, strict=True)
+        body = "".join(f"{_html_row('td', heads, own)}{_html_reason(row, len(heads))}" for row, own in rows)
         lines = f"<pre style='white-space:pre-wrap'>{escape(self.lines)}</pre>" if self.lines else ""
-        return f"<div style='overflow-x:auto'><table>{heads}{body}</table></div>{lines}"
+        return f"<div style='overflow-x:auto'><table>{_html_row('th', heads, heads)}{body}</table></div>{lines}"
 
 
-def _html_row(tag: str, cells: Sequence[str]) -> str:
+def _html_row(tag: str, heads: Sequence[str], cells: Sequence[str]) -> str:
     """Return a row, its numbers to the right."""
-    sides = ["left" if head in ("task", "status", "adapter") else "right" for head in _HEADS]
+    sides = ["left" if head in ("task", "status", "adapter") else "right" for head in heads]
     styles = [f"text-align:{side};white-space:nowrap" for side in sides]
     written = "".join(
         f'<{tag} style="{style}">{escape(cell)}</{tag}>' for style, cell in zip(styles, cells, strict=True)
@@ -238,13 +242,21 @@ def _html_row(tag: str, cells: Sequence[str]) -> str:
     return f"<tr>{written}</tr>"
 
 
-def _html_reason(row: ReportRow) -> str:
+def _html_reason(row: ReportRow, num_columns: int) -> str:
     if not row.reason:
         return ""
-    return f'<tr class="reason"><td style="text-align:left" colspan="{len(_HEADS)}">{escape(row.reason)}</td></tr>'
+    return f'<tr class="reason"><td style="text-align:left" colspan="{num_columns}">{escape(row.reason)}</td></tr>'
 
 
-_HEADS = ("task", "status", "steps", "loss", "best", "eval", "time", "tokens", "adapter")
+_HEADS = ("task", "status", "steps", "loss", "best", "eval", "time", "of time", "tokens", "adapter")
+
+
+def _table_cells(rows: Sequence[ReportRow], is_interrupted: bool) -> list[tuple[str, ...]]:
+    """Return the heads and the cells of each task; with shares of the time where several tasks have one."""
+    shows_shares = sum(row.time_share is not None for row in rows) > 1
+    cells = [_HEADS, *(_cells(row, is_interrupted) for row in rows)]
+    left_out = None if shows_shares else _HEADS.index("of time")
+    return [tuple(cell for place, cell in enumerate(own) if place != left_out) for own in cells]
 
 
 def status_word(row: ReportRow, is_interrupted: bool) -> str:
@@ -259,6 +271,7 @@ def _cells(row: ReportRow, is_interrupted: bool) -> tuple[str, ...]:
         f"{row.step}/{row.num_steps}",
         *map(number_text, (row.loss, row.best_loss, row.eval_loss)),
         time_text(row.seconds),
+        share_text(row.time_share),
         f"{row.num_tokens:,}",
         str(row.place or "not saved"),
     )

@@ -12,7 +12,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
+
+from peft_mux.reporting.metrics_file import steps_at_ends, training_seconds
+from peft_mux.reporting.task_times import ShownTask, TaskTimes
 
 Curve = tuple[tuple[int, float], ...]
 """Points of a curve: step of the task, and value."""
@@ -25,23 +28,6 @@ _GAP_S = 0.25
 _FAST, _SLOW = 0.9, 0.98
 _FLAT = 0.002
 """Relative difference of the two means below which a loss neither falls nor rises."""
-
-
-class ShownTask(Protocol):
-    """What is read of a task; a `TaskRun` is one."""
-
-    step: int
-    num_steps: int
-    status: Any
-    reason: str
-    last_loss: float
-    num_tokens: int
-    state: Any
-
-    @property
-    def name(self) -> str:
-        """Name of the task."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +47,7 @@ class TaskView:
         left_s: seconds that its other steps take if they go on like the last ones; `None` where it takes none.
         losses: its logged losses.
         eval_losses: its held-out losses.
+        share: its share of the run, from 0 to 1, of what `RunView.share_of` says; `None` where that is not known.
     """
 
     name: str
@@ -75,6 +62,7 @@ class TaskView:
     left_s: float | None = None
     losses: Curve = ()
     eval_losses: Curve = ()
+    share: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +78,8 @@ class RunView:
         total_bytes: memory of that device.
         lines: what was logged, oldest first; terminals print it instead.
         is_interrupted: whether nobody trains it, though tasks of it would take more steps.
+        share_of: what `TaskView.share` is of: "time" of the steps, those of several tasks divided by their tokens, or
+            "tokens" that were trained.
     """
 
     tasks: tuple[TaskView, ...]
@@ -100,6 +90,12 @@ class RunView:
     total_bytes: int | None = None
     lines: tuple[str, ...] = ()
     is_interrupted: bool = False
+    share_of: str = "time"
+
+    @property
+    def shows_shares(self) -> bool:
+        """Whether the shares of its tasks are known, and there are several."""
+        return len(self.tasks) > 1 and any(task.share is not None for task in self.tasks)
 
     @property
     def left_s(self) -> float | None:
@@ -202,17 +198,24 @@ class RunWatch:
         self._lines: deque[str] = deque(maxlen=_MOST_LINES)
         self._began_s = self._now_s = clock()
         self._num_steps = 0
+        self._times = TaskTimes(clock)
         self._lock = threading.Lock()
 
     def start(self, tasks: Iterable[ShownTask]) -> None:
         """Begin to count time."""
         self._began_s = self._clock()
         self._watched.clear()
+        tasks = tuple(tasks)
+        with self._lock:
+            self._times.begin(tasks)
         self._observe(tasks)
 
     def advance(self, tasks: Iterable[ShownTask]) -> None:
         """Take note of a step of the run."""
         self._num_steps += 1
+        tasks = tuple(tasks)
+        with self._lock:
+            self._times.advance(tasks)
         self._observe(tasks)
 
     def log(self, line: str) -> None:
@@ -266,6 +269,7 @@ class RunWatch:
             eval_loss=watched.eval_loss,
             tokens_per_s=tokens_per_s,
             left_s=(task.num_steps - task.step) / steps_per_s if steps_per_s else None,
+            share=self._times.share(task.name),
             losses=curve_of(task.state.log_history, "loss") if with_curves else (),
             eval_losses=curve_of(task.state.log_history, "eval_loss") if with_curves else (),
         )
@@ -314,7 +318,9 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
     for record in records:
         if isinstance(name := record.get("task"), str) and record.get("event") in _OF_TASKS:
             by_task.setdefault(name, []).append(record)
-    reached = _steps_at_ends(records)
+    num_tokens = {name: _last_tokens(own) for name, own in by_task.items()}
+    total = sum(num_tokens.values())
+    reached = steps_at_ends(records)
     tasks = []
     for name, own in by_task.items():
         losses, held_out = curve_of(own, "loss"), curve_of(own, "eval_loss")
@@ -333,13 +339,22 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
                 eval_loss=held_out[-1][1] if held_out else None,
                 tokens_per_s=tokens_per_s,
                 left_s=(num_steps.get(name, step) - step) / steps_per_s if steps_per_s else None,
+                share=num_tokens[name] / total if total else None,
                 losses=losses,
                 eval_losses=held_out,
             )
         )
     steps = [step for record in records if isinstance(step := record.get("run_step"), int)]
     rates = [task.tokens_per_s for task in tasks if task.tokens_per_s]
-    return RunView(tuple(tasks), max(steps, default=0), _seconds(records), sum(rates) if rates else None)
+    rate = sum(rates) if rates else None
+    # Steps lie between two records, and which task took how much of their time is not in them.
+    return RunView(tuple(tasks), max(steps, default=0), training_seconds(records), tokens_per_s=rate, share_of="tokens")
+
+
+def _last_tokens(records: Sequence[Mapping[str, Any]]) -> int:
+    """Return the tokens that a task had been trained on at its last record that tells; 0 where none does."""
+    told = (record.get("num_tokens") for record in reversed(records) if record.get("event") in ("train", "eval"))
+    return next((own for own in told if isinstance(own, int) and own >= 0), 0)
 
 
 def _pace(records: Iterable[Mapping[str, Any]]) -> tuple[float | None, float | None]:
@@ -359,41 +374,6 @@ def _pace(records: Iterable[Mapping[str, Any]]) -> tuple[float | None, float | N
     if not seconds > 0 or num_steps <= 0:
         return None, None
     return (last.num_tokens - first.num_tokens) / seconds, num_steps / seconds
-
-
-def _seconds(records: Iterable[Mapping[str, Any]]) -> float:
-    """Return for how long the last training went on, or has gone on so far, as far as records tell."""
-    begun: dict[str, float] = {}
-    seconds = last = 0.0
-    is_over = True
-    for record in records:
-        time_s, runtime_s = record.get("time"), record.get("train_runtime")
-        last = float(time_s) if isinstance(time_s, (int, float)) and math.isfinite(time_s) else last
-        # All tasks tell of their rows when a training begins, those that come later when they come, streams at its end.
-        if record.get("event") == "data":
-            begun[str(record.get("task"))] = last
-        elif record.get("event") == "train":
-            is_over = False
-        elif isinstance(runtime_s, (int, float)):
-            seconds, is_over = float(runtime_s), True
-            begun.clear()
-        elif record.get("status") == "removed":
-            begun.pop(str(record.get("task")), None)
-    return seconds if is_over or not begun else max(last - min(begun.values()), 0.0)
-
-
-def _steps_at_ends(records: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return the steps at which each task changed its status, or stood at an interruption."""
-    found: dict[str, list[int]] = {}
-    for record in records:
-        event, steps = record.get("event"), record.get("steps")
-        if event == "status":
-            steps = {record.get("task"): record.get("step")}
-        if event in ("status", "interrupted") and isinstance(steps, Mapping):
-            for name, step in steps.items():
-                if isinstance(name, str) and isinstance(step, int):
-                    found.setdefault(name, []).append(step)
-    return found
 
 
 def curve_of(records: Iterable[Any], key: str) -> Curve:

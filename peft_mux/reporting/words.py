@@ -46,3 +46,8 @@ def shortened(text: str, width: int, mark: str = "…") -> str:
         return text
     kept = max(width - len(mark), 0)
     return (text[: kept - kept // 2] + mark + text[len(text) - kept // 2 :])[: max(width, 0)]
+
+
+def share_text(share: float | None) -> str:
+    """Return a share of a whole, from 0 to 1, in percent; "-" where there is none."""
+    return "-" if share is None else f"{share:.0%}"

@@ -249,6 +249,8 @@ class Reporter:
         run, log = self._run, self._run.log
         rows = [report_row(own, run.saver.place(own), log.times.seconds(own.name)) for own in run.table]
         rows += [row for row in log.removed if row.name not in run.table]
+        # Of all that were trained, those that have left since as well.
+        rows = [row._replace(time_share=log.times.share(row.name)) for row in rows]
         notes = [
             str(self._plans.planner.correction),
             str(in_turn or ""),

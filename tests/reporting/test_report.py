@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,7 +173,7 @@ def test_lines_of_losses_say_how_fast_it_goes_and_for_how_long(
 def test_a_task_is_given_the_time_of_its_own_steps_only() -> None:
     class Shown:
         def __init__(self, name: str) -> None:
-            self.name, self.step = name, 5
+            self.name, self.step, self.num_tokens = name, 5, 70
 
     now = [0.0]
     times, a, b = TaskTimes(lambda: now[0]), Shown("a"), Shown("b")
@@ -184,3 +185,34 @@ def test_a_task_is_given_the_time_of_its_own_steps_only() -> None:
         times.advance([a, b])  # type: ignore[list-item]
     assert (times.seconds("a"), times.seconds("b")) == (5.0, 3.0)
     assert (times.num_steps(a), times.num_steps(b)) == (2, 2)  # type: ignore[arg-type]
+
+
+def test_the_time_of_a_step_of_several_tasks_is_divided_by_their_tokens() -> None:
+    now = [0.0]
+    times = TaskTimes(lambda: now[0])
+    a, b = (SimpleNamespace(name=name, step=0, num_tokens=1000) for name in "ab")
+    times.begin([a, b])  # type: ignore[list-item]
+    assert times.share("a") is None, "no step was taken"
+    for seconds, trained in ((4.0, {"a": 300, "b": 100}), (6.0, {"b": 7})):
+        now[0] += seconds
+        for one in (a, b):
+            one.step += one.name in trained
+            one.num_tokens += trained.get(one.name, 0)
+        times.advance([a, b])  # type: ignore[list-item]
+    assert (times.share("a"), times.share("b"), times.share("c")) == (0.3, 0.7, 0.0)
+    assert (times.seconds("a"), times.seconds("b")) == (4.0, 10.0), "of these every task has all"
+
+
+def test_the_report_of_several_tasks_has_their_shares_of_the_time_also_of_those_that_left(tmp_path: Path) -> None:
+    tasks = [small_task(name, data_seed=1, max_steps=steps) for name, steps in {"a": 2, "b": 6, "c": 6}.items()]
+    trainer = trainer_of(tmp_path / "run", tasks, save_strategy="no")
+    trainer.train()
+    trainer.remove_task("c").result()
+    report = trainer.report()
+    head = report.splitlines()[0]
+    assert "time  of time  tokens" in head
+    shares = {row.name: row.time_share or 0.0 for row in report.rows}
+    assert sum(shares.values()) == pytest.approx(1)
+    assert shares["a"] < min(shares["b"], shares["c"])
+    assert line_of(report, "a")[7] == f"{shares['a']:.0%}"
+    assert f">{shares['c']:.0%}</td>" in report._repr_html_()

@@ -118,6 +118,17 @@ def test_a_curve_passes_over_what_is_no_number() -> None:
     assert curve_of(records, "loss") == ((1, 2.0),)
 
 
+def test_each_task_has_its_share_of_the_time_of_all_steps() -> None:
+    one, other = task("a"), task("b", status="waiting")
+    watch, clock = watched(one, other)
+    assert not watch.view().shows_shares
+    step(watch, clock, [one, other])
+    other.status = "running"
+    step(watch, clock, [one, other])
+    view = watch.view()
+    assert ([own.share for own in view.tasks], view.share_of, view.shows_shares) == ([0.75, 0.25], "time", True)
+
+
 # ---------------------------------------------------------------- of records
 
 
@@ -135,6 +146,14 @@ def test_records_of_a_run_that_trains_tell_its_rates_its_time_and_what_is_left()
     (own,) = view.tasks
     assert (own.tokens_per_s, own.left_s, view.tokens_per_s) == (250.0, 20.0, 250.0)
     assert (view.seconds, view.left_s) == (40.0, 20.0)
+
+
+def test_records_tell_the_share_of_each_task_of_the_tokens() -> None:
+    others = [record("train", 3.0, step=2, num_tokens=300, loss=1.0) | {"task": name} for name in "bb"]
+    records = [record("data", 0.0), trained(1.0, 2), *others, record("status", 4.0, status="paused")]
+    view = view_of_records(records, {"c": 9})
+    assert ({own.name: own.share for own in view.tasks}, view.share_of) == ({"c": 0.0, "a": 0.25, "b": 0.75}, "tokens")
+    assert not view_of_records([record("data", 0.0)], {"c": 9}).shows_shares
 
 
 def test_logs_that_are_farther_apart_than_the_window_tell_rates_too() -> None:

@@ -6,7 +6,7 @@ from html import escape
 
 from peft_mux.reporting.page.charts import Line, chart_svg
 from peft_mux.reporting.views import RunView, TaskView
-from peft_mux.reporting.words import number_text, rate_text, time_text
+from peft_mux.reporting.words import number_text, rate_text, share_text, time_text
 
 # Text and lines have the colour of what is around them, so that both themes of a notebook suit.
 _STYLE = (
@@ -53,27 +53,32 @@ def _head(view: RunView) -> str:
 
 def task_table(view: RunView) -> str:
     """Return the table of all tasks."""
-    heads = "".join(f"<th{' class=l' if name in ('task', 'status', 'done') else ''}>{name}</th>" for name in _HEADS)
-    return f"<table><tr>{heads}</tr>{''.join(map(_row, view.tasks))}</table>"
+    shares = [f"of {view.share_of}"] * view.shows_shares
+    heads = "".join(
+        f"<th{' class=l' if name in ('task', 'status', 'done') else ''}>{name}</th>" for name in (*_HEADS, *shares)
+    )
+    rows = "".join(_row(task, shows_share=view.shows_shares) for task in view.tasks)
+    return f"<table><tr>{heads}</tr>{rows}</table>"
 
 
-def _row(task: TaskView) -> str:
-    share = 100 * task.step / max(task.num_steps, 1)
+def _row(task: TaskView, *, shows_share: bool) -> str:
+    done = 100 * task.step / max(task.num_steps, 1)
     reason = f' title="{escape(task.reason)}"' if task.reason else ""
+    share = f"<td>{share_text(task.share)}</td>" if shows_share else ""
     return (
         f'<tr class="{escape(task.status)}"{reason}><td class=l>{escape(task.name)}</td><td class="l s">'
-        f'{escape(task.status)}</td><td class=l><span class=bar><i style="width:{share:.1f}%"></i></span></td>'
+        f'{escape(task.status)}</td><td class=l><span class=bar><i style="width:{done:.1f}%"></i></span></td>'
         f"<td>{task.step:,}/{task.num_steps:,}</td><td>{number_text(task.loss)} {_ARROWS[task.trend]}</td>"
         f"<td>{number_text(task.eval_loss)}</td><td>{rate_text(task.tokens_per_s)}</td>"
-        f"<td>{time_text(task.left_s)}</td></tr>{_why(task)}"
+        f"<td>{time_text(task.left_s)}</td>{share}</tr>{_why(task, len(_HEADS) + shows_share)}"
     )
 
 
-def _why(task: TaskView) -> str:
+def _why(task: TaskView, num_columns: int) -> str:
     """Return a row that says why a task failed; other reasons are told where one points at the task."""
     if task.status != "failed" or not task.reason:
         return ""
-    return f'<tr class="why"><td class=l colspan={len(_HEADS)}>{escape(task.reason[:_MOST_CHARACTERS])}</td></tr>'
+    return f'<tr class="why"><td class=l colspan={num_columns}>{escape(task.reason[:_MOST_CHARACTERS])}</td></tr>'
 
 
 def charts_html(view: RunView, most: int | None = None) -> str:

@@ -12,7 +12,8 @@ from rich.live import Live
 from rich.segment import ControlType
 
 from peft_mux.reporting.screen.table import RunTable
-from peft_mux.reporting.views import RunWatch, ShownTask
+from peft_mux.reporting.task_times import ShownTask
+from peft_mux.reporting.views import RunWatch
 
 _FRAMES_PER_S = 4
 

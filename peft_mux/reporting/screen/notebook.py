@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from peft_mux.reporting.page.parts import run_html
-from peft_mux.reporting.views import RunWatch, ShownTask
+from peft_mux.reporting.task_times import ShownTask
+from peft_mux.reporting.views import RunWatch
 
 _LEAST_GAP_S = 0.5
 _MOST_SHARE = 0.02

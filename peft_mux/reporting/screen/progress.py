@@ -10,7 +10,8 @@ from typing import Any, Protocol, TextIO
 import torch
 
 from peft_mux.reporting.screen.memory import memory_now
-from peft_mux.reporting.views import RunView, RunWatch, ShownTask
+from peft_mux.reporting.task_times import ShownTask
+from peft_mux.reporting.views import RunView, RunWatch
 
 
 class Progress(Protocol):

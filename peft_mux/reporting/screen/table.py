@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from peft_mux.reporting.views import RunView, TaskView
-from peft_mux.reporting.words import number_text, rate_text, shortened, time_text
+from peft_mux.reporting.words import number_text, rate_text, share_text, shortened, time_text
 
 _STYLES = {
     "running": "green",
@@ -26,9 +26,9 @@ _STYLES = {
 _FIRST = ("failed", "running", "interrupted", "paused", "waiting", "stopped_early", "succeeded", "removed")
 """Which tasks are shown where not all have room."""
 _ARROWS = {"down": ("↓", "v"), "up": ("↑", "^"), "flat": ("→", "-"), "": (" ", " ")}
-_COLUMNS = (("eval", 66), ("tokens/s", 76), ("eta", 40))
+_COLUMNS = (("eval", 66), ("tokens/s", 76), ("share", 80), ("eta", 40))
 """Columns beside name, status, bar, step and loss, each with the width of a window from which on it is there."""
-_FIRST_TO_GO = ("tokens/s", "eval", "eta")
+_FIRST_TO_GO = ("share", "tokens/s", "eval", "eta")
 """Which of them make room where numbers are long."""
 _LEAST_WIDTH_OF_BAR = 56
 _LEAST_NAME, _LEAST_BAR, _MOST_BAR, _GAP = 8, 6, 24, 2
@@ -80,7 +80,8 @@ def _rows(view: RunView, width: int, height: int, *, is_plain: bool) -> list[Ren
     if len(shown) > room:
         by_rank = sorted(view.tasks, key=lambda task: _FIRST.index(task.status))
         shown, hidden = by_rank[: max(1, room - 1)], by_rank[max(1, room - 1) :]
-    rows: list[RenderableType] = [_table(shown, width, is_plain=is_plain)]
+    share_of = view.share_of if view.shows_shares else ""
+    rows: list[RenderableType] = [_table(shown, width, share_of, is_plain=is_plain)]
     if hidden:
         rows.append(
             Text(f"... and {len(hidden)} more: {_counts(hidden)}", style="dim", no_wrap=True, overflow=overflow)
@@ -93,10 +94,10 @@ def _counts(tasks: Sequence[TaskView]) -> str:
     return ", ".join(f"{count} {status}" for status, count in found if count)
 
 
-def _table(tasks: Sequence[TaskView], width: int, *, is_plain: bool) -> Table:
+def _table(tasks: Sequence[TaskView], width: int, share_of: str, *, is_plain: bool) -> Table:
     overflow: OverflowMethod = "crop" if is_plain else "ellipsis"
     options: dict[str, Any] = {"no_wrap": True, "overflow": overflow}
-    heads, words, widths, room = _fitting(tasks, width, is_plain=is_plain)
+    heads, words, widths, room = _fitting(tasks, width, share_of, is_plain=is_plain)
     # What is left is for names and bars; names come first, as they tell one task from another.
     longest = max([len(task.name) for task in tasks] + [4])
     bar = min(_MOST_BAR, max(_LEAST_BAR, room - _GAP - longest)) if width >= _LEAST_WIDTH_OF_BAR else 0
@@ -116,16 +117,20 @@ def _table(tasks: Sequence[TaskView], width: int, *, is_plain: bool) -> Table:
 
 
 def _fitting(
-    tasks: Sequence[TaskView], width: int, *, is_plain: bool
+    tasks: Sequence[TaskView], width: int, share_of: str, *, is_plain: bool
 ) -> tuple[list[str], list[list[str]], list[int], int]:
     """Return heads, cells of each task and widths of the columns that have room beside names, and what room is left."""
     heads = ["status", "step", "loss", *(name for name, least in _COLUMNS if width >= least)]
+    heads = [name for name in heads if name != "share" or share_of]
+    names = max([len(task.name) for task in tasks] + [4])
     while True:
         words = [[_word(task, head, is_plain=is_plain) for head in heads] for task in tasks]
-        widths = [max(map(len, column)) for column in zip(heads, *words, strict=True)]
+        titles = [f"of {share_of}" if name == "share" else name for name in heads]
+        widths = [max(map(len, column)) for column in zip(titles, *words, strict=True)]
         room = width - sum(widths) - _GAP * len(widths)
-        if room >= _LEAST_NAME or len(heads) == 3:
-            return heads, words, widths, room
+        # Shares are there where they cost no part of a name, and leave a bar.
+        if room >= (names + _GAP + _LEAST_BAR if "share" in heads else _LEAST_NAME) or len(heads) == 3:
+            return titles, words, widths, room
         heads.remove(next(name for name in _FIRST_TO_GO if name in heads))
 
 
@@ -137,6 +142,7 @@ def _word(task: TaskView, head: str, *, is_plain: bool) -> str:
         "loss": f"{number_text(task.loss)} {_ARROWS[task.trend][is_plain]}",
         "eval": number_text(task.eval_loss),
         "tokens/s": rate_text(task.tokens_per_s),
+        "share": share_text(task.share),
         "eta": time_text(task.left_s),
     }[head]
 

@@ -48,6 +48,18 @@ def test_at_a_width_of_80_the_table_is_this() -> None:
     ]
 
 
+def test_shares_of_several_tasks_are_a_column_where_no_name_is_cut_for_it() -> None:
+    tasks = tuple(replace(one, share=0.25) for one in TASKS[:2])
+    view = replace(RUN, tasks=tasks, share_of="tokens")
+    head, sql, *_ = drawn(view, 80, 24)
+    assert head.endswith("tokens/s  of tokens    eta")
+    assert sql.split()[-2:] == ["25%", "12:00"]
+    assert "of time" in drawn(replace(view, share_of="time"), 80, 24)[0]
+    for other in (replace(view, tasks=tasks[:1]), replace(view, tasks=(*tasks, TASKS[2]))):
+        assert "of tokens" not in drawn(other, 80, 24)[0]
+    assert "of tokens" in drawn(replace(view, tasks=(*tasks, TASKS[2])), 120, 24)[0]
+
+
 def test_names_that_differ_in_their_middle_or_at_their_end_stay_apart_at_any_width() -> None:
     names = [f"sql-learning_rate-{rate}-r-{rank}" for rate in ("1e-4", "1e-3") for rank in (8, 16)]
     tasks = tuple(TaskView(name, "running", 7, 99, "", 2.5, "down", 2.6, 812.0, 20.4) for name in names)
