@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import signal
 import sys
 import warnings
@@ -167,7 +168,7 @@ def _trained(arguments: argparse.Namespace) -> tuple[int, Any, list[Any]]:
     referee = add_referee(trainer, contests, early_stop=arguments.early_stop)
     is_shown = trainer.is_world_process_zero()
     if is_shown:
-        print(trainer.plan(), flush=True)  # noqa: T201
+        print(_shown(trainer.plan()), flush=True)  # noqa: T201
     trainer.control_channel.read_tasks = _tasks_of_file
     trainer.train(resume_from_checkpoint=arguments.resume or None)
     if trainer.interrupted_by:
@@ -208,12 +209,21 @@ def _plan(arguments: argparse.Namespace) -> int:
         except ValueError as error:
             raise ConfigError(f"--explain: {error}") from error
     else:
-        print(plan)  # noqa: T201
+        print(_shown(plan))  # noqa: T201
     if arguments.gantt:
         print(f"\n{plan.gantt()}\n\n{plan.memory_bars()}")  # noqa: T201
     if arguments.image:
         print(f"drawn: {plan.save_gantt(arguments.image)}")  # noqa: T201
     return 0
+
+
+def _shown(plan: Any) -> str:
+    """Return a plan as text, its memory in red on a terminal where it takes more than 95 % of a device."""
+    bar = plan.memory_bar
+    if not bar.is_nearly_full or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return str(plan)
+    line = bar.lines()[0]
+    return str(plan).replace(line, f"\x1b[31m{line}\x1b[0m")
 
 
 def _profile(arguments: argparse.Namespace) -> int:

@@ -70,6 +70,7 @@ def described_plan(
         devices_per_stage=target.devices_per_stage,
         passes=passes or (outcome.passes,),
         turns=outcome.turns,
+        device_bytes=target.device_bytes,
     )
 
 

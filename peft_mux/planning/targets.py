@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import psutil
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
@@ -37,6 +38,7 @@ class Target:
         stage_link: the link from one stage to the next; `None` where there is one stage.
         notes: remarks on the profile, for the reader of the plan.
         is_own: whether these are the run's own devices.
+        device_bytes: memory of each device; `None` where that is not known.
     """
 
     device: str
@@ -51,6 +53,7 @@ class Target:
     stage_link: Link | None
     notes: tuple[str, ...]
     is_own: bool
+    device_bytes: int | None = None
 
     def corrected(self, factors: Parts) -> Target:
         """Return the same devices with times that take so many times as long, links from data sheets included.
@@ -99,6 +102,7 @@ def own_target(
         stage_link=(profile.profile.link or stage_link) if num_stages > 1 else None,
         notes=profile.notes,
         is_own=True,
+        device_bytes=device_memory_bytes(args.device),
     )
 
 
@@ -147,6 +151,7 @@ def other_target(
         stage_link=stage_link if num_stages > 1 else None,
         notes=(),
         is_own=False,
+        device_bytes=cluster.device.memory_bytes,
     )
 
 
@@ -158,6 +163,16 @@ def memory_limit_bytes(args: MultiTaskTrainingArguments) -> int | None:
         return None
     # The margin is for what the memory model does not count, such as the CUDA context.
     return int(0.95 * torch.cuda.get_device_properties(args.device).total_memory)
+
+
+def device_memory_bytes(device: torch.device) -> int | None:
+    """Return the memory of a device: of a GPU, or of the host; `None` where that is not known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    try:
+        return psutil.virtual_memory().total if device.type == "cpu" else None
+    except (psutil.Error, OSError):
+        return None
 
 
 def interleaved_passes(args: MultiTaskTrainingArguments, target: Target) -> int | str:

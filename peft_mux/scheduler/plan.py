@@ -16,6 +16,7 @@ from peft_mux.scheduler.bands import MEMORY, time_band
 from peft_mux.scheduler.costs.latency_sums import PassParts
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.memory import MemoryEstimate
+from peft_mux.scheduler.memory_bar import MemoryBar
 from peft_mux.scheduler.pipeline.gantt import gantt_text, memory_bars_text, save_gantt
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
@@ -59,6 +60,7 @@ class Plan:
             not planned.
         turns: how passes take turns where they wait for sums over these devices (M §3.4.2); `None` where they run one
             after another.
+        device_bytes: memory of a device, in bytes; `None` where that is not known.
     """
 
     htasks: tuple[HTask, ...]
@@ -84,6 +86,7 @@ class Plan:
     devices_per_stage: int = 1
     passes: tuple[tuple[PlannedPass, ...], ...] = ()
     turns: TurnPlan | None = None
+    device_bytes: int | None = None
 
     @property
     def tokens_per_step(self) -> float:
@@ -108,6 +111,12 @@ class Plan:
         times = self.run_times
         run = {} if times is None else {"run": {**times._asdict(), "ratio": times.ratio}}
         return {"step_s": time, "peak_bytes": MEMORY.around(self.memory.peak_bytes), **run}
+
+    @property
+    def memory_bar(self) -> MemoryBar:
+        """What the peak of the fullest stage is made of, against the device or, where it is unknown, the limit."""
+        is_device = self.device_bytes is not None
+        return MemoryBar(tuple(self.memory.parts.items()), self.device_bytes or self.limit_bytes, is_device)
 
     @property
     def num_stages(self) -> int:
@@ -173,7 +182,7 @@ class Plan:
         return gantt_text(self.timeline(), width)
 
     def save_gantt(self, path: str | Path) -> Path:
-        """Draw a step into a .png or .svg file; needs matplotlib.
+        """Draw a step, and its memory below, into a .png or .svg file; needs matplotlib.
 
         Args:
             path: the file to write, whose suffix says its format.
@@ -181,7 +190,7 @@ class Plan:
         Raises:
             ValueError: for a plan without tasks, or another kind of file.
         """
-        return save_gantt(self.timeline(), Path(path))
+        return save_gantt(self.timeline(), Path(path), self.memory_bar.draw)
 
     def memory_bars(self) -> str:
         """Return a bar for the peak of each stage, against the limit, or against the fullest where there is none."""

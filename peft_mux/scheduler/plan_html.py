@@ -6,10 +6,7 @@ from html import escape
 from typing import Any
 
 from peft_mux.scheduler.pipeline.simulator import Simulation
-from peft_mux.scheduler.pipeline.svg import Bar, legend, memory_svg, rows_svg, time_end
-
-PARTS = ("backbone", "adapters and optimizers", "activations", "workspace")
-"""What memory is made of, in the order in which it is drawn."""
+from peft_mux.scheduler.pipeline.svg import ALARM, Bar, legend, memory_legend, memory_svg, rows_svg, time_end
 
 
 def plan_html(plan: Any) -> str:
@@ -21,9 +18,11 @@ def plan_html(plan: Any) -> str:
     text = f"<pre style='line-height:1.3;overflow:auto'>{escape(plan.summary())}</pre>"
     if plan.template is None:
         return text
+    red = f"<b style='color:{ALARM}'>more than 95 % is taken</b> "
+    words = f"memory of the fullest stage, predicted: {red * plan.memory_bar.is_nearly_full}"
     return (
         f"{text}<div>a step, predicted: {legend(bucket_names(plan))} paler: forward</div>{timeline_svg(plan)}"
-        f"<div>memory of the fullest stage, predicted: {legend(PARTS)}</div>{planned_memory_svg(plan)}"
+        f"<div>{words}{memory_legend(plan.memory.parts)}</div>{planned_memory_svg(plan)}"
     )
 
 
@@ -61,11 +60,9 @@ def planned_bars(simulation: Simulation, stage: int) -> list[Bar]:
 
 def planned_parts(plan: Any) -> list[tuple[str, float]]:
     """Return the names and bytes of what the predicted peak of the fullest stage is made of."""
-    memory = plan.memory
-    sizes = memory.backbone_bytes, memory.adapter_bytes, memory.activation_bytes, memory.workspace_bytes
-    return list(zip(PARTS, map(float, sizes), strict=True))
+    return [(name, float(size)) for name, size in plan.memory.parts.items()]
 
 
 def planned_memory_svg(plan: Any) -> str:
     """Draw what the predicted peak of the fullest stage is made of, against what a device may hold."""
-    return memory_svg([("planned", planned_parts(plan))], plan.limit_bytes)
+    return memory_svg([("planned", planned_parts(plan))], plan.limit_bytes, plan.device_bytes)

@@ -20,7 +20,7 @@ _MOST_NOTES = 12
 def plan_text(plan: Any) -> str:
     """Return a `Plan` as a table, a row for each task under its hTask."""
     return "\n".join(
-        [*_header(plan), *_rows(plan), "", *_times(plan), plan.memory.summary(), *_limit(plan)]
+        [*_header(plan), *_rows(plan), "", *_times(plan), *_memory(plan)]
         + [f"note  {note}" for note in plan.notes[:_MOST_NOTES]]
         + [f"note  ... and {len(plan.notes) - _MOST_NOTES} more, in notes"] * (len(plan.notes) > _MOST_NOTES)
     )
@@ -115,11 +115,13 @@ def _times(plan: Any) -> list[str]:
     ]
 
 
-def _limit(plan: Any) -> list[str]:
-    if plan.limit_bytes is None:
-        return []
-    share = plan.memory.peak_bytes / plan.limit_bytes
-    return [f"        {share:.0%} of the {bytes_text(plan.limit_bytes)} that a device may use"]
+def _memory(plan: Any) -> list[str]:
+    """Return the parts of the peak, their bar, and how much of what may be filled they take."""
+    lines = [plan.memory.summary(), *plan.memory_bar.lines()]
+    if plan.limit_bytes is not None:
+        share = plan.memory.peak_bytes / plan.limit_bytes
+        lines.append(f"        {share:.0%} of the {bytes_text(plan.limit_bytes)} that a device may use")
+    return lines
 
 
 def _explanation(plan: Any, share: TaskShare, index: int) -> list[str]:

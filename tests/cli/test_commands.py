@@ -272,6 +272,23 @@ def test_plan_shows_every_task_and_the_memory(file: Path, capsys: pytest.Capture
     assert "memory (analytic estimate)  peak" in said
 
 
+def test_a_terminal_shows_memory_that_is_nearly_full_in_red(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(["plan", str(file)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    monkeypatch.setattr("peft_mux.planning.targets.device_memory_bytes", lambda device: 2**10)
+    assert main(["plan", str(file)]) == 0
+    (red,) = [line for line in capsys.readouterr().out.splitlines() if "\x1b" in line]
+    assert red.startswith("\x1b[31m        [#")
+    assert red.endswith("NEARLY FULL: more than 95 %\x1b[0m")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
+    assert main(["plan", str(file)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
 def test_plan_makes_no_folder(file: Path, tmp_path: Path) -> None:
     # An empty folder of a run that never was is litter, and output_dir may be a path meant for another machine.
     assert main(["plan", str(file)]) == 0

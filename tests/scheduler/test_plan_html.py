@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
-from peft_mux.scheduler.pipeline.svg import Bar, memory_svg, rows_svg
+from peft_mux.scheduler.pipeline.svg import ALARM, Bar, memory_svg, rows_svg
 from tests.invariants.mux_lab import small_task, tiny_llama
+from tests.scheduler.plan_cases import a_plan
 
 GIB = 2**30
 
@@ -32,6 +34,25 @@ def test_a_limit_far_beyond_what_is_used_is_not_drawn() -> None:
     assert widths(memory_svg(rows, 40 * GIB))[0] == 2 * widths(memory_svg(rows, 4 * GIB))[0]
 
 
+def test_memory_that_is_free_is_drawn_up_to_the_end_of_the_device() -> None:
+    rows = [("planned", [("backbone", GIB), ("workspace", GIB)]), ("process 0", [("measured", 3 * GIB)])]
+    svg = memory_svg(rows, 3 * GIB, 4 * GIB)
+    assert [round(width / widths(svg)[0]) for width in widths(svg)] == [1, 1, 2, 3, 1]
+    assert "free: 2.00 GiB" in svg
+    assert "stroke-dasharray" in svg, "what a plan may fill"
+    assert ALARM not in svg
+
+
+def test_memory_that_is_nearly_full_is_framed_in_red() -> None:
+    rows = [("planned", [("backbone", 0.96 * GIB)]), ("process 0", [("measured", 0.94 * GIB)])]
+    svg = memory_svg(rows, None, GIB)
+    assert svg.count(ALARM) == 2, "the label and the frame of the first row"
+    assert svg.index(ALARM) < svg.index("process 0")
+    nearly = dataclasses.replace(a_plan(), device_bytes=int(a_plan().memory.peak_bytes / 0.96))
+    assert "more than 95 % is taken" in nearly._repr_html_()
+    assert "more than 95 % is taken" not in a_plan()._repr_html_()
+
+
 def test_a_plan_is_a_summary_with_drawings_at_a_prompt_and_in_a_notebook(tmp_path: Path) -> None:
     args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
     plan = MultiTaskTrainer(tiny_llama(), args, [small_task("a", data_seed=1)]).plan()
@@ -40,6 +61,6 @@ def test_a_plan_is_a_summary_with_drawings_at_a_prompt_and_in_a_notebook(tmp_pat
     drawings = re.findall(r"<svg.*?</svg>", html)
     assert len(drawings) == 2
     assert len(widths(drawings[0])) == len(plan.timeline().spans)
-    assert len(widths(drawings[1])) == 4
+    assert len(widths(drawings[1])) == 5, "base weights, adapters, optimizers, activations, workspace"
     assert "<script" not in html
     assert "http" not in html

@@ -14,9 +14,9 @@ from peft_mux.reporting.page.parts import charts_html
 from peft_mux.reporting.report import RankRecord, RunReport, status_word
 from peft_mux.reporting.views import RunView
 from peft_mux.reporting.words import counted, time_text
-from peft_mux.scheduler.pipeline.svg import legend, memory_svg
+from peft_mux.scheduler.pipeline.svg import legend, memory_legend, memory_svg
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.plan_html import PARTS, planned_parts
+from peft_mux.scheduler.plan_html import planned_parts
 
 _STYLE = (
     ":root{color-scheme:light dark}body{font:15px/1.5 sans-serif;max-width:76em;margin:2em auto;padding:0 1em;"
@@ -113,8 +113,8 @@ def _memory(facts: RunFacts) -> str:
         else " Measured is the most that was allocated on the GPU."
     )
     return (
-        f'<div class="wide">{memory_svg(rows, facts.plan.limit_bytes)}</div>'
-        f"<div>{legend([*PARTS, *['measured'] * (len(rows) > 1)])}</div>"
+        f'<div class="wide">{memory_svg(rows, facts.plan.limit_bytes, facts.plan.device_bytes)}</div>'
+        f"<div>{memory_legend([*facts.plan.memory.parts, *['measured'] * (len(rows) > 1)])}</div>"
         f"<p class=note>Planned is the peak of the fullest stage, an analytic estimate.{of_host}</p>"
     )
 

@@ -32,8 +32,10 @@ __all__ = [
 ]
 
 _GIB = 2**30
-_ADAPTER_BYTES_PER_PARAMETER = 4 + 4 + 8 + 4
-"""fp32 weight, gradient, two Adam moments, and the last good copy."""
+_OPTIMIZER_BYTES_PER_PARAMETER = 8
+"""Two Adam moments in fp32."""
+_ADAPTER_BYTES_PER_PARAMETER = 4 + 4 + _OPTIMIZER_BYTES_PER_PARAMETER + 4
+"""fp32 weight, gradient, optimizer state, and the last good copy."""
 _ADAPTER_ITEM_BYTES = 4
 """Bytes of an fp32 weight of an adapter."""
 _UPDATE_BYTES_PER_PARAMETER = 8
@@ -51,28 +53,35 @@ class MemoryEstimate:
         adapter_bytes: adapter weights, gradients, optimizer state and last good copies of all tasks.
         activation_bytes: what one pass keeps for its backward.
         workspace_bytes: blocks of logits and transient buffers.
+        optimizer_bytes: what of `adapter_bytes` is state of optimizers.
     """
 
     backbone_bytes: int
     adapter_bytes: int
     activation_bytes: int
     workspace_bytes: int
+    optimizer_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
         """Sum of all parts."""
         return self.backbone_bytes + self.adapter_bytes + self.activation_bytes + self.workspace_bytes
 
-    def summary(self) -> str:
-        """Return one line, in GiB, or MiB where it is less."""
-        parts = {
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes of each part by its name, in the order in which they are told and drawn."""
+        return {
             "backbone": self.backbone_bytes,
-            "adapters and optimizers": self.adapter_bytes,
+            "adapters": self.adapter_bytes - self.optimizer_bytes,
+            "optimizers": self.optimizer_bytes,
             "activations": self.activation_bytes,
             "workspace": self.workspace_bytes,
         }
+
+    def summary(self) -> str:
+        """Return one line, in GiB, or MiB where it is less."""
         unit, name_of_unit = (_GIB, "GiB") if self.peak_bytes >= _GIB else (2**20, "MiB")
-        listed = ", ".join(f"{name} {size / unit:.2f}" for name, size in parts.items())
+        listed = ", ".join(f"{name} {size / unit:.2f}" for name, size in self.parts.items())
         return f"memory (analytic estimate)  peak {self.peak_bytes / unit:.2f} {name_of_unit} {MEMORY.words}: {listed}"
 
 
@@ -120,6 +129,7 @@ def estimate_memory(
         adapter_bytes=sum(adapter_parameters) * _ADAPTER_BYTES_PER_PARAMETER,
         activation_bytes=math.ceil(max_tokens * per_token),
         workspace_bytes=3 * block_bytes + transient,
+        optimizer_bytes=sum(adapter_parameters) * _OPTIMIZER_BYTES_PER_PARAMETER,
     )
 
 
@@ -319,6 +329,7 @@ class MemoryModel:
             adapter_bytes=self._adapter_bytes(loads, stage),
             activation_bytes=activations,
             workspace_bytes=workspace + math.ceil(self.margin * (activations + workspace)),
+            optimizer_bytes=math.floor(_OPTIMIZER_BYTES_PER_PARAMETER * self._held_parameters(loads, stage)),
         )
 
     # ---------------------------------------------------------------- internal
@@ -350,5 +361,9 @@ class MemoryModel:
         # Kernels read copies in the dtype of the activations, where it is not that of the weights.
         copies = self.shape.activation_bytes if self.shape.activation_bytes != _ADAPTER_ITEM_BYTES else 0
         per_parameter = _ADAPTER_BYTES_PER_PARAMETER + copies
+        return math.ceil(per_parameter * self._held_parameters(loads, stage))
+
+    def _held_parameters(self, loads: Sequence[TaskLoad], stage: int) -> float:
+        """Return how many parameters of adapters a device of a stage trains."""
         held = sum(load.device_parameters(self.devices_per_stage) for load in loads)
-        return math.ceil(per_parameter * self._share_of_layers(stage) * held)
+        return self._share_of_layers(stage) * held

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,12 +105,13 @@ def _legend(simulation: Simulation, width: int) -> list[str]:
     return [*lines, line]
 
 
-def save_gantt(simulation: Simulation, path: Path) -> Path:
+def save_gantt(simulation: Simulation, path: Path, draw_below: Callable[[Axes], None] | None = None) -> Path:
     """Draw one iteration as a picture in the manner of M Figure 10: light forwards, dark backwards.
 
     Args:
         simulation: the simulated iteration to draw.
         path: the file to write, a PNG or an SVG by its suffix.
+        draw_below: draws what belongs below the iteration; nothing where it is `None`.
 
     Returns:
         `path`, now a written file.
@@ -126,8 +127,12 @@ def save_gantt(simulation: Simulation, path: Path) -> Path:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("plots: got no matplotlib; allowed: pip install 'peft-mux[plots]'.") from error
-    figure = Figure(figsize=(11, 1.4 + 0.55 * simulation.num_stages), layout="constrained")
-    axes = figure.add_subplot()
+    heights = [1.4 + 0.55 * simulation.num_stages, *([] if draw_below is None else [1.6])]
+    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
+    grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
+    axes = figure.add_subplot(grid[0])
+    if draw_below is not None:
+        draw_below(figure.add_subplot(grid[1]))
     _draw_bars(axes, simulation)
     axes.set_yticks(range(simulation.num_stages), [f"stage {stage}" for stage in range(simulation.num_stages)])
     axes.invert_yaxis()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from html import escape
 from typing import NamedTuple
 
@@ -10,6 +10,14 @@ from peft_mux.scheduler.units import bytes_text, seconds_text
 
 PALETTE = ("#4c8dd6", "#e08a2e", "#4fa86b", "#c95f5f", "#9479c9", "#a07a5f", "#d67fb5", "#8a8f98", "#b3ab3d", "#4bb0bf")
 """Colours of middle brightness."""
+ALARM = "#d03b3b"
+"""The red of what is nearly full."""
+MEMORY_COLORS = (0, 1, 2, 4, 5, 6, 8, 9)
+"""Which of these colours parts of memory have: not the red one, which would look like an alarm, nor that of `FREE`."""
+FREE = 7
+"""The colour of memory that is free."""
+NEARLY_FULL = 0.95
+"""Share of a device's memory from which on it is shown in red."""
 _LABEL_WIDTH, _ROW, _WIDTH = 150, 26, 760
 _GAP_FROM = 4
 """Pixels from which on a bar gives one of them up to the gap behind it."""
@@ -33,7 +41,14 @@ class Bar(NamedTuple):
     is_light: bool = False
 
 
-def rows_svg(rows: Sequence[tuple[str, Sequence[Bar]]], end: float, end_words: str, *, mark: float = 0.0) -> str:
+def rows_svg(
+    rows: Sequence[tuple[str, Sequence[Bar]]],
+    end: float,
+    end_words: str,
+    *,
+    mark: float = 0.0,
+    alarms: Collection[int] = (),
+) -> str:
     """Draw bars in rows along one axis.
 
     Args:
@@ -41,6 +56,7 @@ def rows_svg(rows: Sequence[tuple[str, Sequence[Bar]]], end: float, end_words: s
         end: where the axis ends, in the unit of the bars.
         end_words: what stands at its end.
         mark: where a line goes through all rows; 0 for none.
+        alarms: numbers of the rows that are framed in red.
     """
     scale = (_WIDTH - _LABEL_WIDTH - 10) / (end or 1.0)
     height = _ROW * len(rows) + 22
@@ -50,7 +66,8 @@ def rows_svg(rows: Sequence[tuple[str, Sequence[Bar]]], end: float, end_words: s
     ]
     for number, (label, bars) in enumerate(rows):
         top = number * _ROW
-        parts.append(f'<text x="{_LABEL_WIDTH - 8}" y="{top + 17}" text-anchor="end">{escape(label)}</text>')
+        red = f' fill="{ALARM}" font-weight="bold"' if number in alarms else ""
+        parts.append(f'<text x="{_LABEL_WIDTH - 8}" y="{top + 17}" text-anchor="end"{red}>{escape(label)}</text>')
         for bar in bars:
             left, width = _LABEL_WIDTH + bar.start * scale, (bar.end - bar.start) * scale
             is_followed = any(other.start == bar.end and other.color == bar.color for other in bars)
@@ -61,6 +78,10 @@ def rows_svg(rows: Sequence[tuple[str, Sequence[Bar]]], end: float, end_words: s
                 f'fill="{PALETTE[bar.color % len(PALETTE)]}" fill-opacity="{0.55 if bar.is_light else 0.95}">'
                 f"<title>{escape(bar.words)}</title></rect>"
             )
+        if number in alarms:
+            right = _LABEL_WIDTH + max((bar.end for bar in bars), default=0.0) * scale
+            frame = f"M{_LABEL_WIDTH} {top + 3}H{right:.1f}V{top + _ROW - 3}H{_LABEL_WIDTH}Z"
+            parts.append(f'<path d="{frame}" fill="none" stroke="{ALARM}" stroke-width="2"/>')
     if mark:
         at = _LABEL_WIDTH + mark * scale
         parts.append(
@@ -76,36 +97,62 @@ def rows_svg(rows: Sequence[tuple[str, Sequence[Bar]]], end: float, end_words: s
     return "".join(parts)
 
 
-def memory_svg(rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], limit_bytes: int | None) -> str:
+def memory_svg(
+    rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], limit_bytes: int | None, device_bytes: int | None = None
+) -> str:
     """Draw what memory is made of, a row for each device or stage; parts of one name have one colour.
+
+    What is free is drawn as well, and a row that is nearly full is framed in red.
 
     Args:
         rows: label of each row, and the names and bytes of its parts.
-        limit_bytes: what a device may hold, drawn as a line; `None` for no limit.
+        limit_bytes: what a plan may fill, drawn as a line; `None` for no limit.
+        device_bytes: what a device holds; `None` where that is not known, so that the limit counts as its size.
     """
     totals = [sum(size for _, size in parts) for _, parts in rows]
-    largest = max(totals, default=0.0)
-    # A limit far beyond what is used would leave nothing to be seen of the parts.
-    shows_limit = limit_bytes is not None and limit_bytes <= 4 * largest
-    end = max(largest, limit_bytes if shows_limit and limit_bytes else 0)
+    largest, size = max(totals, default=0.0), device_bytes or limit_bytes
+    shown = size if size is not None and shows_size(size, largest) else None
+    end = max(largest, shown or 0)
     names = list(dict.fromkeys(name for _, parts in rows for name, _ in parts))
     drawn = []
     for (label, parts), total in zip(rows, totals, strict=True):
         bars, at = [], 0.0
-        for name, size in parts:
-            bars.append(Bar(at, at + size, names.index(name), f"{name}: {bytes_text(size)}"))
-            at += size
+        for name, own in parts:
+            color = MEMORY_COLORS[names.index(name) % len(MEMORY_COLORS)]
+            bars.append(Bar(at, at + own, color, f"{name}: {bytes_text(own)}"))
+            at += own
+        if shown is not None and total < shown:
+            bars.append(Bar(total, shown, FREE, f"free: {bytes_text(shown - total)}", is_light=True))
         drawn.append((f"{label}: {bytes_text(total)}", bars))
-    return rows_svg(drawn, end, bytes_text(end), mark=limit_bytes or 0 if shows_limit else 0)
+    alarms = [number for number, total in enumerate(totals) if size is not None and total > NEARLY_FULL * size]
+    mark = limit_bytes if limit_bytes is not None and shown is not None and limit_bytes <= end else 0
+    return rows_svg(drawn, end, bytes_text(end), mark=mark, alarms=alarms)
 
 
-def legend(names: Sequence[str]) -> str:
-    """Return the names of colours, in their order."""
+def shows_size(size_bytes: float, used_bytes: float) -> bool:
+    """Whether memory is drawn to its end: one far beyond what is used would leave nothing to be seen of the parts."""
+    return size_bytes <= 4 * used_bytes
+
+
+def legend(names: Sequence[str], colors: Sequence[int] = range(len(PALETTE))) -> str:
+    """Return the names of colours, in their order.
+
+    Args:
+        names: what the colours stand for.
+        colors: their indices into the palette; they begin again where there are more names.
+    """
+    shown = [PALETTE[colors[number % len(colors)]] for number in range(len(names))]
     return " ".join(
-        f'<span style="display:inline-block;margin-right:1em"><span style="color:{PALETTE[number % len(PALETTE)]}">'
-        f"&#9632;</span> {escape(name)}</span>"
-        for number, name in enumerate(names)
+        f'<span style="display:inline-block;margin-right:1em"><span style="color:{color}">&#9632;</span> '
+        f"{escape(name)}</span>"
+        for color, name in zip(shown, names, strict=True)
     )
+
+
+def memory_legend(names: Collection[str]) -> str:
+    """Return the names of the colours that `memory_svg` gives to parts, and that of what is free."""
+    colors = [MEMORY_COLORS[number % len(MEMORY_COLORS)] for number in range(len(names))]
+    return legend([*names, "free"], [*colors, FREE])
 
 
 def time_end(seconds: float) -> str:
