@@ -11,6 +11,11 @@ from typing import Any
 
 from peft_mux.errors import ConfigError
 
+_FIX = (
+    "Go on with it by peft-mux train FILE --resume, and add --next to have this done then, before its first step. (A "
+    "run whose tasks all rest has ended.)"
+)
+
 
 def add_commands(commands: Any) -> None:
     """Add these commands to a parser."""
@@ -104,14 +109,11 @@ def ask(arguments: argparse.Namespace) -> int:
     root, mailbox = _run_folder(arguments.run), Mailbox(Path(arguments.run))
     keeper = keeper_of(root)
     if not keeper and not arguments.next:
-        raise ConfigError(
-            f"{arguments.action}: got {root}, in which nobody trains; allowed: a run that trains. Go on with it by "
-            "peft-mux train FILE --resume, and add --next to have this done then, before its first step."
-        )
+        raise ConfigError(f"{arguments.action}: got {root}, in which nobody trains; allowed: a run that trains. {_FIX}")
     requests = _requests(arguments)
     names = [mailbox.send(request) for request in requests]
     if keeper:
-        answers = [_answer(mailbox, name, arguments, keeper) for name in names]
+        answers = [_answer(root, name, arguments, keeper) for name in names]
     else:
         left = "left for the next peft-mux train FILE --resume: "
         answers = [{"ok": True, "said": f"{left}{one['command']} {one.get('task') or one['file']}"} for one in requests]
@@ -131,15 +133,20 @@ def _requests(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return [{"command": arguments.action, "task": name, **more} for name in dict.fromkeys(arguments.tasks)]
 
 
-def _answer(mailbox: Any, name: str, arguments: argparse.Namespace, keeper: str) -> Mapping[str, Any]:
-    answer = mailbox.wait(name, arguments.timeout)
+def _answer(root: Path, name: str, arguments: argparse.Namespace, keeper: str) -> Mapping[str, Any]:
+    from peft_mux.storage.lock import keeper_of
+    from peft_mux.storage.mailbox import Mailbox
+
+    mailbox = Mailbox(root)
+    # A run may end, or be killed, before it looks: nobody answers then.
+    answer = mailbox.wait(name, arguments.timeout, lambda: keeper_of(root))
     if answer is None:
-        taken_back = mailbox.withdraw(name)
-        done = "it was taken back" if taken_back else "it may still be done after the step in progress"
-        raise ConfigError(
-            f"{arguments.action}: got no answer of {keeper} within {arguments.timeout:g} s; {done}. A step may take "
-            "longer: raise --timeout."
-        )
+        trains = keeper_of(root)
+        until = f"within {arguments.timeout:g} s" if trains else "before its training ended"
+        later = "it may still be done after the step in progress" if trains else "it may have been done"
+        fix = "A step may take longer: raise --timeout." if trains else _FIX
+        done = "it was taken back" if mailbox.withdraw(name) else later
+        raise ConfigError(f"{arguments.action}: got no answer of {keeper} {until}; {done}. {fix}")
     return {"ok": bool(answer.get("ok")), "said": str(answer.get("said", ""))}
 
 

@@ -12,7 +12,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -69,16 +69,19 @@ class Mailbox:
         with suppress(OSError):
             (self.folder / f"{name}{_REQUEST}").unlink()
 
-    def wait(self, name: str, timeout_s: float) -> dict[str, Any] | None:
+    def wait(self, name: str, timeout_s: float, is_heard: Callable[[], object] = lambda: True) -> dict[str, Any] | None:
         """Return the answer to a request, and take it away; `None` where none came in time.
 
         Args:
             name: its name.
             timeout_s: seconds to wait at most.
+            is_heard: whether there is still somebody who may answer; asked again and again.
         """
         path, until = self.folder / f"{name}{_ANSWER}", time.monotonic() + timeout_s
         while not path.is_file():
-            if time.monotonic() > until:
+            gives_up = time.monotonic() > until or not is_heard()
+            # Looked for once more, as an answer may have come since.
+            if gives_up and not path.is_file():
                 return None
             time.sleep(0.05)
         found = _read(path)

@@ -43,8 +43,8 @@ class Holds(TrainerCallback):
             self.errors.append(error)
 
 
-def train(folder: Path, act: Callable[[], None], *, steps: int = 400) -> tuple[Any, Holds]:
-    tasks = [small_task(name, data_seed=seed, max_steps=steps) for seed, name in enumerate(("a", "b"))]
+def train(folder: Path, act: Callable[[], None], names: str = "ab") -> tuple[Any, Holds]:
+    tasks = [small_task(name, data_seed=seed, max_steps=400) for seed, name in enumerate(names)]
     trainer = make_trainer(tasks, folder, save_strategy="steps", save_steps=100_000)
     holds = Holds(2, act)
     trainer.add_callback(holds)
@@ -101,7 +101,8 @@ def test_many_who_ask_at_once_are_all_answered_once(tmp_path: Path) -> None:
         for thread in threads:
             thread.join()
 
-    trainer, _ = train(tmp_path, act)
+    # A third one that nobody pauses: a run whose tasks all rest ends, and would not hear those who ask last.
+    trainer, _ = train(tmp_path, act, names="abc")
     assert codes == [0] * 12
     assert set(trainer.task_statuses.values()) <= {"running", "paused"}
     assert list((tmp_path / "control").iterdir()) == []
@@ -151,6 +152,26 @@ def test_a_request_that_nobody_answers_in_time_is_taken_back(
     finally:
         lock.release()
     assert "got no answer of process" in capsys.readouterr().err
+    assert Mailbox(tmp_path).requests() == []
+
+
+def test_whoever_asks_a_run_that_ends_before_it_looks_is_told_so_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    lock, codes = FolderLock(tmp_path), []
+    lock.acquire()
+    thread = threading.Thread(target=lambda: codes.append(main(["pause", str(tmp_path), "a"])))
+    thread.start()
+    try:
+        while not Mailbox(tmp_path).requests():
+            time.sleep(0.01)
+    finally:
+        lock.release()
+    thread.join(20)
+    assert codes == [2], "without waiting for 60 s"
+    said = capsys.readouterr().err
+    assert "before its training ended; it was taken back. Go on with it by peft-mux train FILE --resume" in said
     assert Mailbox(tmp_path).requests() == []
 
 
