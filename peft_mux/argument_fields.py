@@ -15,8 +15,8 @@ _Rule = tuple[Callable[[Any], bool], str]
 
 OVERLONG_POLICIES = ("truncate", "drop", "error")
 QUARANTINE_POLICIES = ("quarantine", "stop")
-LOGGERS_OF_MANY_RUNS = ("tensorboard",)
-"""Loggers whose callbacks in transformers may each have a run of their own; the others know one run a process."""
+LOGGERS_OF_MANY_RUNS = ("tensorboard", "wandb", "mlflow", "trackio")
+"""Loggers that keep a run of its own for each task (`reporting.trackers`); others know one run a process."""
 FLUSHES = ("auto", "every_step")
 
 
@@ -201,3 +201,24 @@ def unheard_faults(values: Any) -> list[Fault]:
         allowed, fix = 'None, or a number with eval_strategy="steps"', "Or set eval_steps on single tasks."
         faults.append(Fault("args.eval_steps", got, allowed, fix))
     return faults
+
+
+def tracker_faults(args: Any) -> list[Fault]:
+    """Return why the tasks cannot have runs of their own in the loggers of `report_to`, which Trainer has listed.
+
+    Args:
+        args: the arguments of the run.
+    """
+    if not args.report_per_task:
+        return []
+    named = ", ".join(args.report_to or ())
+    others = [name for name in args.report_to or () if name not in LOGGERS_OF_MANY_RUNS]
+    if others or not named:
+        allowed = f"True with some of {', '.join(LOGGERS_OF_MANY_RUNS)} alone, or False"
+        why = f"{', '.join(others)} keeps one run a process; as one run, it has keys such as task/loss."
+        return [Fault("args.report_per_task", f"True with report_to={named or 'none'}", allowed, why if others else "")]
+    if "trackio" in args.report_to and args.trackio_static_space_id:
+        fix = "Trackio's own `trackio.freeze` makes a static Space when all tasks have ended."
+        got = f"{shown(args.trackio_static_space_id)} with report_per_task=True"
+        return [Fault("args.trackio_static_space_id", got, "None", fix)]
+    return []

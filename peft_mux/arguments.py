@@ -18,11 +18,11 @@ from peft_mux.argument_fields import (
     FLUSHES,
     HARMLESS,
     HONOURED,
-    LOGGERS_OF_MANY_RUNS,
     OVERLONG_POLICIES,
     QUARANTINE_POLICIES,
     REASONS,
     honoured_field_faults,
+    tracker_faults,
     unheard_faults,
 )
 from peft_mux.errors import ConfigError, Fault, closest, is_integer, is_real, raise_faults, shown
@@ -115,9 +115,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
             bucket's next step begins when its own is over. Results are the same.
         shard_backbone: divide the frozen weights (those of each stage, where there are stages) among replicas (FSDP2),
             which gather each layer before they use it.
-        report_per_task: with `report_to="tensorboard"`, a run of its own for each task instead of one for all: with the
-            task's own steps, arguments and plain keys (`train/loss`), under `<output_dir>/<task>`. Other loggers keep
-            one run a process, and are refused.
+        report_per_task: a run of its own for each task in each logger of `report_to` instead of one for all: with the
+            task's own steps, arguments and plain keys (`train/loss`). TensorBoard, W&B, MLflow and Trackio can do so;
+            others keep one run a process, and are refused.
 
     Raises:
         ConfigError: naming every field that cannot be run.
@@ -183,7 +183,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
             raise ConfigError(f"args: transformers refuses them: {error}") from error
         self.load_best_model_at_end, self.metric_for_best_model, self.greater_is_better = best
         self.dataloader_prefetch_factor, self.dataloader_num_workers = loaders
-        raise_faults(_tracker_faults(self))
+        raise_faults(tracker_faults(self))
 
     @classmethod
     def from_training_arguments(cls, config: TrainingArguments, **settings: Any) -> MultiTaskTrainingArguments:
@@ -230,16 +230,6 @@ def _tf32_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     if args.tf32 is True and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):
         return [Fault("args.tf32", "True", "False or None", "Reason: it needs a GPU of Ampere or later.")]
     return []
-
-
-def _tracker_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
-    """Return why the tasks cannot have runs of their own in the loggers of `report_to`, which Trainer has listed."""
-    others = [name for name in args.report_to or () if name not in LOGGERS_OF_MANY_RUNS]
-    if not args.report_per_task or (args.report_to and not others):
-        return []
-    got = f"True with report_to={', '.join(args.report_to or ()) or 'none'}"
-    why = f"{', '.join(others)} keeps one run a process; as one run, it has keys such as task/loss." if others else ""
-    return [Fault("args.report_per_task", got, f"True with {', '.join(LOGGERS_OF_MANY_RUNS)} alone, or False", why)]
 
 
 def _auto_faults(args: MultiTaskTrainingArguments) -> list[Fault]:

@@ -19,7 +19,8 @@ from transformers.trainer_callback import CallbackHandler
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.own_code import Listener, OwnCodeError, nobody, own_code, own_frames
 from peft_mux.reporting.task_news import TaskNews
-from peft_mux.reporting.trackers import NamedLogs, keys_as_they_are, trackers_of
+from peft_mux.reporting.trackers.keys import NamedLogs, keys_as_they_are
+from peft_mux.reporting.trackers.task_trackers import TaskTrackers
 from peft_mux.task_events import hears
 from peft_mux.tasks.task_run import TaskRun
 
@@ -121,6 +122,7 @@ class TaskCallbacks:
     Attributes:
         control: what the callbacks ask of the task.
         listener: told how long they took.
+        trackers: the runs of the task in loggers, which are told after its callbacks.
     """
 
     def __init__(self, run: TaskRun, args: MultiTaskTrainingArguments, model: Any, processing_class: Any) -> None:
@@ -133,28 +135,13 @@ class TaskCallbacks:
         self._num_shown = 0
         # The handler of transformers warns where no flow callback is in it, and the usual one would decide about
         # saving.
-        self._trackers = trackers_of(run.name, args)
-        own = [TaskFlowCallback(), *run.task.callbacks, *self._trackers]
+        own = [TaskFlowCallback(), *run.task.callbacks]
         self.handler = CallbackHandler(own, model, processing_class, None, None)
+        self.trackers = TaskTrackers(run, args)
 
     def use_model(self, model: Any) -> None:
         """Hand another model to the callbacks from now on; `None` while there is none."""
         self.handler.model = model
-
-    def take_trackers(self, before: TaskCallbacks) -> None:
-        """Go on with the runs in loggers that the same task had before it was started anew."""
-        for mine, theirs in zip(self._trackers, before._trackers, strict=True):
-            self.handler.callbacks[self.handler.callbacks.index(mine)] = theirs
-        self._trackers = before._trackers
-
-    def leave(self) -> None:
-        """End the task's runs in loggers: it leaves before the run is over."""
-        for tracker in self._trackers:
-            try:
-                with own_code(self.run.name, "callback"):
-                    tracker.on_train_end(self.args, self._state, self.control)
-            except OwnCodeError as error:
-                _logger.warning('task "%s": its run in a logger could not be ended: %s', self.run.name, error)
 
     def step_begins(self) -> None:
         """Tell of a step, and of an epoch where one begins with it."""
@@ -178,8 +165,12 @@ class TaskCallbacks:
 
         What a callback of a task raises fails that task and no other, and so does an answer that is no control.
         """
-        if not self.run.task.callbacks and not self._trackers:
-            return self.control
+        if self.run.task.callbacks:
+            self._call_own(event, kwargs)
+        self.trackers.hear(event, self.handler.model, **kwargs)
+        return self.control
+
+    def _call_own(self, event: str, facts: dict[str, Any]) -> None:
         optimizer = self.run.optimizer
         # Set at each call, as the optimizer comes when the task starts and goes when it ends.
         self.handler.optimizer = None if optimizer is None else optimizer.optimizer
@@ -187,14 +178,13 @@ class TaskCallbacks:
         try:
             with _unchanged_mode(self.handler.model), own_code(self.run.name, "callback", self.listener):
                 self._show_state()
-                self._take(self.handler.call_event(event, self.args, self._state, self._handed, **kwargs))
+                self._take(self.handler.call_event(event, self.args, self._state, self._handed, **facts))
         except OwnCodeError as error:
             raised = error.__cause__ or error
             found = (type(raised), raised, own_frames(raised))
             _logger.warning('a callback of task "%s" failed in %s', self.run.name, event, exc_info=found)
             if not self.run.status.is_final:
                 self.run.quarantine(f"a callback failed in {event}: {error}")
-        return self.control
 
     def _show_state(self) -> None:
         """Bring the state that callbacks are given up to that of the task; what they have written to it stays."""

@@ -84,16 +84,21 @@ class RunLog:
     def add_callbacks(self, task: str, callbacks: TaskCallbacks) -> None:
         """Tell a task's own callbacks of its numbers from now on."""
         if task in self.callbacks:
-            callbacks.take_trackers(self.callbacks[task])
+            callbacks.trackers.take(self.callbacks[task].trackers)
         self.callbacks[task] = callbacks
-        callbacks.listener = self.delays.note
+        callbacks.listener = callbacks.trackers.listener = self.delays.note
 
     def drop_callbacks(self, task: str) -> None:
         """Tell a task's own callbacks nothing more: it has left."""
         left = self.callbacks.pop(task, None)
         if left is not None:
-            left.leave()
+            left.trackers.end()
         self.delays.forget(task)
+
+    def end_trackers(self) -> None:
+        """End the runs of all tasks in loggers: what cuts the training off is raised."""
+        for callbacks in self.callbacks.values():
+            callbacks.trackers.end()
 
     def use_model(self, model: Any) -> None:
         """Hand another model to the callbacks of all tasks from now on; `None` while there is none."""
@@ -198,6 +203,8 @@ class RunLog:
         self.event("status", task=event.task, step=step, status=event.status.value, reason=event.reason)
         tell = self.warn if event.status is TaskStatus.FAILED else self.say
         tell(f"{event.task}: {event.status.value}{f' ({event.reason})' if event.reason else ''}")
+        if event.status.is_final and event.task in self.callbacks:
+            self.callbacks[event.task].trackers.end()
 
     def event(self, event: str, **facts: Any) -> None:
         """Write a record of the run to `metrics.jsonl`."""

@@ -94,6 +94,9 @@ class StepLoop:
                 self._opening.begin()
                 with self._control.listening(is_alone=processes.is_alone):
                     self._take_steps()
+        except Exception:
+            run.log.end_trackers()
+            raise
         finally:
             run.log.progress.stop()
             run.is_in_train = False

@@ -35,7 +35,7 @@ from peft_mux.reporting.page.parts import run_html
 from peft_mux.reporting.pass_report import PassReport
 from peft_mux.reporting.report import RunReport
 from peft_mux.reporting.screen.progress import show_view
-from peft_mux.reporting.trackers import without_one_for_all
+from peft_mux.reporting.trackers.task_trackers import without_one_for_all
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.deployment.report import DeploymentReport
 from peft_mux.scheduler.plan import Plan

@@ -1,0 +1,1 @@
+"""Runs in W&B, TensorBoard, MLflow, Trackio and their like: one for all tasks, or one for each."""

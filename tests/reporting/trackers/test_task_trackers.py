@@ -1,0 +1,291 @@
+"""A run for each task in W&B, MLflow and Trackio, all alive at once: stand-ins keep what the loggers are told."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainerCallback
+from transformers.integrations import integration_utils
+
+from peft_mux import ConfigError, MultiTaskTrainingArguments
+from peft_mux.argument_fields import LOGGERS_OF_MANY_RUNS
+from peft_mux.reporting.trackers.task_run_tracker import IDS_NAME
+from peft_mux.reporting.trackers.task_trackers import TRACKERS, TaskTrackers
+from tests.invariants import mux_lab as lab
+from tests.reporting.trackers import pretended_loggers
+from tests.trainer.parts import make_run
+
+FINISHED = {"wandb": 0, "mlflow": "FINISHED", "trackio": "finished"}
+FAILED = {"wandb": 1, "mlflow": "FAILED", "trackio": "finished"}
+CUT_OFF = {"wandb": 0, "mlflow": "KILLED", "trackio": "finished"}
+NAMES = tuple(FINISHED)
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def logger(name: str, monkeypatch: pytest.MonkeyPatch) -> pretended_loggers.Logger:
+    """Let a stand-in be installed."""
+    logger = pretended_loggers.Logger()
+    for module, contents in getattr(pretended_loggers, name)(logger).items():
+        monkeypatch.setitem(sys.modules, module, contents)
+    monkeypatch.setattr(integration_utils, f"is_{name}_available", lambda: True)
+    return logger
+
+
+def two_tasks(**settings: Any) -> list[Any]:
+    return [
+        lab.small_task("a", data_seed=1, max_steps=4, learning_rate=1e-3, **settings),
+        lab.small_task("b", data_seed=2, max_steps=6, eval_dataset=lab.rows(3, 4, 5, 9), eval_steps=3),
+    ]
+
+
+def trained(
+    name: str, folder: Path, recorder: lab.Recorder | None = None, tasks: Any = None, **arguments: Any
+) -> lab.Run:
+    options = {"report_to": name, "report_per_task": True, "logging_strategy": "steps", "logging_steps": 2, **arguments}
+    return lab.train(tasks or two_tasks(), folder, recorder=recorder, **options)
+
+
+def test_each_task_has_a_run_of_its_own_beside_those_of_the_others(
+    tmp_path: Path, name: str, logger: pretended_loggers.Logger
+) -> None:
+    trained(name, tmp_path / "run", run_name="both")
+    first, second = logger.runs
+    assert (first.name, second.name) == ("both/a", "both/b")
+    assert second.beside == ["both/a"], "both were under way at once"
+    assert first.steps_of("train/loss") == [2, 4]
+    assert second.steps_of("train/loss") == [2, 4, 6]
+    assert second.steps_of("eval/loss") == [3, 6]
+    assert not any("eval/loss" in numbers for numbers, _ in first.logs)
+    assert (first.ending, second.ending) == (FINISHED[name],) * 2
+
+
+def test_a_run_has_the_group_of_the_training_and_the_settings_of_its_task(
+    tmp_path: Path, name: str, logger: pretended_loggers.Logger
+) -> None:
+    trained(name, tmp_path / "run")
+    first, second = logger.runs
+    assert first.begun["group"] == second.begun["group"] == "run", "the folder names a run that has no name"
+    assert [float(run.settings["learning_rate"]) for run in logger.runs] == [1e-3, 3e-3]
+    assert [int(run.settings["num_steps"]) for run in logger.runs] == [4, 6]
+    assert int(first.settings["hidden_size"]) == 32, "the backbone's, as in Trainer"
+    assert "all-linear" in str(first.settings["peft_config"])
+
+
+def test_a_run_ends_with_its_task_while_the_others_go_on(
+    tmp_path: Path, name: str, logger: pretended_loggers.Logger
+) -> None:
+    endings: dict[int, Any] = {}
+
+    def look(step: int) -> Any:
+        return lambda trainer: endings.update({step: [run.ending for run in logger.runs]})
+
+    trained(name, tmp_path, lab.Recorder(at_end={3: look(3), 5: look(5)}))
+    assert endings == {3: [None, None], 5: [FINISHED[name], None]}
+
+
+def test_a_removed_task_ends_its_run_first(tmp_path: Path, name: str, logger: pretended_loggers.Logger) -> None:
+    ended: list[Any] = []
+    leaves = {
+        2: lambda trainer: trainer.remove_task("a"),
+        3: lambda trainer: ended.extend(run.ending for run in logger.runs),
+    }
+    trained(name, tmp_path, lab.Recorder(at_end=leaves))
+    first, second = logger.runs
+    assert ended == [CUT_OFF[name], None]
+    assert first.steps_of("train/loss") == [2]
+    assert second.steps_of("train/loss") == [2, 4, 6]
+    assert first.told.get("task_status", "removed") == "removed"
+    assert second.ending == FINISHED[name]
+
+
+def test_a_task_that_comes_under_the_name_of_one_that_left_has_a_run_of_its_own(
+    tmp_path: Path, name: str, logger: pretended_loggers.Logger
+) -> None:
+    again: dict[int, Any] = {
+        2: lambda trainer: trainer.remove_task("a"),
+        3: lambda trainer: trainer.register_tasks([lab.small_task("a", data_seed=5, max_steps=2)]),
+    }
+    trained(name, tmp_path, lab.Recorder(at_end=again))
+    before, after = logger.of("a")
+    assert before.ending == CUT_OFF[name]
+    assert (after.steps_of("train/loss")[-1], after.ending) == (2, FINISHED[name])
+    assert after.begun.get("resume") != "allow" or name == "wandb"
+    assert name == "trackio" or before.run_id != after.run_id
+
+
+def test_a_task_that_fails_ends_its_run_as_failed(tmp_path: Path, name: str, logger: pretended_loggers.Logger) -> None:
+    class Fails(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                raise ValueError("no more")
+
+    run = trained(name, tmp_path, tasks=two_tasks(callbacks=[Fails()]))
+    assert run.trainer.task_statuses == {"a": "failed", "b": "succeeded"}
+    first, second = logger.runs
+    assert (first.ending, second.ending) == (FAILED[name], FINISHED[name])
+    assert first.told.get("task_status", "failed") == "failed"
+    assert "no more" in first.told.get("task_reason", "no more")
+
+
+def test_what_cuts_the_training_off_ends_the_runs_of_its_tasks(
+    tmp_path: Path, name: str, logger: pretended_loggers.Logger
+) -> None:
+    def fail(trainer: Any) -> None:
+        raise ValueError("the run's own callback")
+
+    with pytest.raises(ValueError, match="own callback"):
+        trained(name, tmp_path, lab.Recorder(at_end={3: fail}))
+    assert [run.ending for run in logger.runs] == [CUT_OFF[name]] * 2
+    assert {run.told.get("task_status", "interrupted") for run in logger.runs} == {"interrupted"}
+
+
+def test_a_resumed_task_goes_on_with_its_run(tmp_path: Path, name: str, logger: pretended_loggers.Logger) -> None:
+    def stop(trainer: Any) -> None:
+        trainer.control.should_training_stop = True
+
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trained(name, tmp_path, lab.Recorder(at_end={5: stop}), **saving)
+    assert [run.ending for run in logger.runs] == [FINISHED[name], CUT_OFF[name]], "a had taken its four steps"
+    trained(name, tmp_path, resume=True, **saving)
+    (only,), (before, after) = logger.of("a"), logger.of("b")
+    assert only.steps_of("train/loss") == [2, 4], "a task that has ended asks for no run"
+    assert after.run_id == before.run_id
+    assert after.begun["resume"] == "allow"
+    assert (after.steps_of("train/loss"), after.ending) == ([6], FINISHED[name])
+    assert json.loads((tmp_path / "b" / IDS_NAME).read_text()) == {name: before.run_id}
+
+
+def test_a_training_that_begins_anew_has_new_runs(tmp_path: Path, name: str, logger: pretended_loggers.Logger) -> None:
+    trained(name, tmp_path)
+    trained(name, tmp_path)
+    assert len(logger.runs) == 4
+    if name == "trackio":  # which names a run of the same name anew
+        assert {run.begun["resume"] for run in logger.runs} == {"never"}
+    else:
+        assert len({run.run_id for run in logger.runs}) == 4
+
+
+def test_a_file_of_ids_that_somebody_has_spoilt_costs_no_more_than_the_old_run(
+    tmp_path: Path, name: str, logger: pretended_loggers.Logger
+) -> None:
+    def stop(trainer: Any) -> None:
+        trainer.control.should_training_stop = True
+
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    trained(name, tmp_path, lab.Recorder(at_end={2: stop}), **saving)
+    (tmp_path / "a" / IDS_NAME).write_text("[1")
+    (tmp_path / "b" / IDS_NAME).write_text(json.dumps({name: ["no id"]}))
+    run = trained(name, tmp_path, resume=True, **saving)
+    assert set(run.trainer.task_statuses.values()) == {"succeeded"}
+    assert [run.ending for run in logger.runs[2:]] == [FINISHED[name]] * 2
+
+
+@pytest.mark.parametrize("broken", ["begin", "log", "end"])
+def test_a_logger_that_raises_ends_neither_the_task_nor_the_run_and_is_told_once(
+    tmp_path: Path, name: str, logger: pretended_loggers.Logger, broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(run: str, what: str) -> None:
+        if run.endswith("/a") and what == broken:
+            raise OSError("no connection")
+
+    logger.fails = fails
+    run = trained(name, tmp_path, logging_steps=1)
+    assert run.trainer.task_statuses == {"a": "succeeded", "b": "succeeded"}
+    assert logger.of("b")[0].steps_of("train/loss") == [1, 2, 3, 4, 5, 6]
+    told = [record.getMessage() for record in caplog.records if "no connection" in record.getMessage()]
+    assert len(told) == 1
+    assert 'task "a"' in told[0]
+
+
+def test_other_processes_than_the_first_keep_no_runs(
+    tmp_path: Path, name: str, logger: pretended_loggers.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, report_to=name, report_per_task=True)
+    for process, number in ((1, 0), (0, 1)):
+        monkeypatch.setattr(MultiTaskTrainingArguments, "process_index", process)
+        TaskTrackers(run.table["a"], run.args).hear("on_train_begin", None)
+        assert len(logger.runs) == number
+
+
+def test_settings_of_the_loggers_are_heeded_as_in_trainer(
+    tmp_path: Path, name: str, logger: pretended_loggers.Logger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WANDB_PROJECT", "ours")
+    monkeypatch.setenv("MLFLOW_FLATTEN_PARAMS", "TRUE")
+    monkeypatch.setenv("MLFLOW_MAX_LOG_PARAMS", "40")
+    trained(name, tmp_path, project="theirs", trackio_space_id="me/space", trackio_bucket_id="me/bucket")
+    begun, settings = logger.runs[0].begun, logger.runs[0].settings
+    expected: dict[str, dict[str, Any]] = {
+        "wandb": {"project": "ours", "reinit": "create_new"},
+        "mlflow": {"experiment_id": "7"},
+        "trackio": {"project": "theirs", "space_id": "me/space", "bucket_id": "me/bucket"},
+    }
+    assert {key: begun[key] for key in expected[name]} == expected[name]
+    if name == "mlflow":
+        assert len(settings) == 40
+        assert not any(value.startswith("{") for value in settings.values())
+
+
+def test_a_run_that_mlflow_no_longer_has_is_begun_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = pretended_loggers.Logger()
+    for module, contents in pretended_loggers.mlflow(logger).items():
+        monkeypatch.setitem(sys.modules, module, contents)
+    monkeypatch.setattr(integration_utils, "is_mlflow_available", lambda: True)
+    saving = {"save_strategy": "steps", "save_steps": 2}
+    stop = {2: lambda trainer: setattr(trainer.control, "should_training_stop", True)}
+    trained("mlflow", tmp_path, lab.Recorder(at_end=stop), **saving)
+    logger.runs.clear()
+    trained("mlflow", tmp_path, resume=True, **saving)
+    assert [run.steps_of("train/loss") for run in logger.runs] == [[4], [4, 6]]
+    assert "run id-0 in MLflow is not gone on with" in caplog.text
+
+
+def test_two_loggers_at_once_both_have_a_run_of_each_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loggers = {name: pretended_loggers.Logger() for name in ("wandb", "trackio")}
+    for name, logger in loggers.items():
+        for module, contents in getattr(pretended_loggers, name)(logger).items():
+            monkeypatch.setitem(sys.modules, module, contents)
+        monkeypatch.setattr(integration_utils, f"is_{name}_available", lambda: True)
+    trained(list(loggers), tmp_path)  # type: ignore[arg-type]
+    assert [len(logger.runs) for logger in loggers.values()] == [2, 2]
+    assert json.loads((tmp_path / "a" / IDS_NAME).read_text()).keys() == loggers.keys()
+
+
+# ----------------------------------------------------------------------- refusals
+
+
+def test_the_loggers_that_are_allowed_are_those_that_there_are() -> None:
+    assert tuple(TRACKERS) == LOGGERS_OF_MANY_RUNS
+
+
+def test_loggers_with_one_run_a_process_and_no_logger_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("comet", "wandb", "trackio"):
+        monkeypatch.setattr(integration_utils, f"is_{name}_available", lambda: True)
+
+    def refusal(report_to: Any, **settings: Any) -> str:
+        options = {"use_cpu": True, "report_to": report_to, "report_per_task": True, **settings}
+        with pytest.raises(ConfigError) as caught:
+            MultiTaskTrainingArguments(str(tmp_path), **options)
+        return str(caught.value)
+
+    message = (
+        "args.report_per_task: got True with report_to={}; allowed: True with some of tensorboard, wandb, mlflow, "
+        "trackio alone, or False."
+    )
+    assert refusal("none").startswith(message.format("none"))
+    assert refusal(["wandb", "comet_ml"]).startswith(message.format("wandb, comet_ml"))
+    assert "comet_ml keeps one run a process" in refusal("comet_ml")
+    assert "args.trackio_static_space_id: got 'me/space'" in refusal("trackio", trackio_static_space_id="me/space")
