@@ -7,7 +7,7 @@ Outside a multiplexed pass the stream is idle, and every attached module behaves
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -149,9 +149,17 @@ class Stream:
         Args:
             first_layer: number of the lowest layer of the stage.
         """
-        self.unmet = frozenset(
-            one.adapter for one in self.segments if self.lowest_layers.get(one.adapter, 0) >= max(1, first_layer)
-        )
+        self.unmet = self.adapters_above(first_layer, self.segments)
+
+    def adapters_above(self, first_layer: int, segments: Sequence[RowSegment]) -> frozenset[str]:
+        """Return the adapters of some rows that have no weights below a layer; none where that is not known.
+
+        Args:
+            first_layer: number of the layer.
+            segments: rows of each task.
+        """
+        lowest, least = self.lowest_layers, max(1, first_layer)
+        return frozenset(one.adapter for one in segments if lowest.get(one.adapter, 0) >= least)
 
     @contextmanager
     def without_adapters(self) -> Iterator[None]:
@@ -212,7 +220,7 @@ class Stream:
         # Recomputations count, so that layers see what a pass before has left over.
         self.num_passes += 1
         self.batch, self.unmet = batch, unmet
-        self.segments = self._segments(batch, batch.computed_offsets, adapters)
+        self.segments = self.segments_of(batch, batch.computed_offsets, adapters)
         self.places = batch.computed(batch.token_places)
         self.num_rows = batch.num_computed
         # Those of before where there are some: captured launches read their tables, at their addresses.
@@ -234,7 +242,7 @@ class Stream:
             adapters: internal adapter id of each task name.
         """
         assert self.batch is not None, "rows can only be selected inside reading()"
-        with self._seeing(self._segments(self.batch, offsets, adapters), places, offsets[-1]):
+        with self._seeing(self.segments_of(self.batch, offsets, adapters), places, offsets[-1]):
             yield self
 
     @contextmanager
@@ -293,9 +301,16 @@ class Stream:
         finally:
             self.segments, self.places, self.num_rows, self.passes = before
 
-    def _segments(
+    def segments_of(
         self, batch: MuxBatch, offsets: tuple[int, ...], adapters: Mapping[str, str]
     ) -> tuple[RowSegment, ...]:
+        """Return the rows of each task that has some.
+
+        Args:
+            batch: the micro-batch.
+            offsets: offsets of the batch's tasks among the rows, `N + 1` numbers.
+            adapters: internal adapter id of each task name.
+        """
         return tuple(
             RowSegment(adapters[name] if self.has_adapters else NO_ADAPTER, start, end, seed, step)
             for name, start, end, seed, step in zip(

@@ -65,6 +65,10 @@ class ShardedActions(StageActions):
         super().backward(action)
         self.backbone.join_backwards(self._num_missing(action), self._virtual_stage(action))
 
+    def _goes_back(self, action: Action, number: int) -> bool:
+        # All replicas gather the same layers, whether or not the tasks of each have adapters so far down.
+        return True
+
     def _pass_backward(self, action: Action, flight: Flight, gradient: torch.Tensor) -> None:
         self.backbone.begin_backward(self._virtual_stage(action))
         super()._pass_backward(action, flight, gradient)

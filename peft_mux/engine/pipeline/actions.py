@@ -89,10 +89,7 @@ class StageActions:
         """Run the passes of an action forward, each handed on as soon as it is done."""
         flights = self._flights[action.slot, action.chunk] = []
         for number, micro_batch in enumerate(self.slots[action.slot]):
-            hidden_TD = self._traffic.take(action, number)
-            if hidden_TD is not None:
-                # A leaf: its gradient is what goes back to the stage before.
-                hidden_TD.requires_grad_()
+            hidden_TD = self._input(action, number)
             with self._key_values.recording() as kept, self.precision():
                 passed = self.model.forward(self._virtual_stage(action), micro_batch.to(self.device), hidden_TD)
             if torch.is_grad_enabled():
@@ -109,6 +106,18 @@ class StageActions:
             self._pass_backward(action, flight, gradient)
             self._key_values.release(flight.kept)
             self._hand_back(action, number, flight)
+
+    def _input(self, action: Action, number: int) -> torch.Tensor | None:
+        """Take the hidden states that a pass reads; `None` at virtual stage 0."""
+        hidden_TD = self._traffic.take(action, number)
+        if hidden_TD is None:
+            return None
+        # A leaf: its gradient is what goes back to the stage before.
+        return hidden_TD.requires_grad_(self._goes_back(action, number))
+
+    def _goes_back(self, action: Action, number: int) -> bool:
+        """Whether a pass is run backward down to its input."""
+        return self._traffic.goes_back(action, number)
 
     def _pass_backward(self, action: Action, flight: Flight, gradient: torch.Tensor) -> None:
         """Run the backward of one pass of an action."""

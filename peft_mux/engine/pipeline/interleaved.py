@@ -60,7 +60,7 @@ class InterleavedActions(StageActions):
         for group in self._number_groups(range(len(micro_batches)), action):
             # All inputs before the passes run in turns: a pass that waited for a neighbour in its turn would hold the
             # baton.
-            inputs = {number: self._traffic.take(action, number) for number in group}
+            inputs = {number: self._input(action, number) for number in group}
             for number, flight in zip(group, self._forwards(action, inputs), strict=True):
                 if torch.is_grad_enabled():
                     flights.append(flight)
@@ -103,8 +103,6 @@ class InterleavedActions(StageActions):
 
         def forward(index: int) -> Flight:
             hidden_TD = inputs[numbers[index]]
-            if hidden_TD is not None:
-                hidden_TD.requires_grad_()
             with self.precision():
                 passed = self.model.forward(virtual_stage, chains[index][0].to(self.device), hidden_TD)
             return Flight(hidden_TD, passed, [])

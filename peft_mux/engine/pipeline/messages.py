@@ -1,17 +1,21 @@
 """Which messages a template sends from stage to stage, in which order, and when each is known to have been taken.
 
 All of it is read off the lists, which every process has; processes exchange nothing about messages.
+
+A gradient is sent for the rows of tasks that have adapters further down, and for one row where there are none: that the
+message comes also tells that the hidden states were taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.chains import is_chained
+from peft_mux.kernels.lora.slices import Rows, num_rows_in, spread_rows, take_rows
 from peft_mux.scheduler.pipeline.launch import next_virtual_stage
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 
@@ -85,6 +89,14 @@ class Expected(NamedTuple):
     dtype: torch.dtype | None = None
 
 
+GradientRows = Callable[[int, MuxBatch], tuple[Rows, ...] | None]
+"""Of a virtual stage and a micro-batch, the rows of its input whose gradients go back (`StageModel.gradient_rows`)."""
+
+
+def _all_rows(virtual_stage: int, batch: MuxBatch) -> None:
+    """Let all gradients go back."""
+
+
 FIGURES_DTYPE = torch.float64
 """Dtype of losses and squared norms on their way: sums must not depend on the cut by more than fp32 shows."""
 
@@ -98,6 +110,7 @@ class Messages:
         stage: number of the stage whose view this is.
         num_tasks: number of tasks that step with a bucket, for buckets whose stages tell one another losses and norms
             at the ends of their steps; none by default.
+        gradient_rows: the rows whose gradients go back; all by default.
     """
 
     def __init__(
@@ -106,9 +119,11 @@ class Messages:
         slots: Mapping[Slot, Sequence[MuxBatch]],
         stage: int,
         num_tasks: Mapping[int, int] | None = None,
+        gradient_rows: GradientRows = _all_rows,
     ) -> None:
         """Remember the steps."""
         self._template, self._slots, self._stage = template, slots, stage
+        self._gradient_rows = gradient_rows
         self._num_tasks = num_tasks or {}
 
     def target(self, action: Action) -> tuple[int, int] | None:
@@ -150,12 +165,61 @@ class Messages:
             if action.kind == kind and target is not None and target[0] == self._stage:
                 passes = self._slots[action.slot]
                 for key in self.keys(action, target[1]):
-                    yield Expected(key, torch.Size((passes[key.number].num_computed, width)))
+                    yield Expected(key, torch.Size((self._num_rows(action, passes[key.number]), width)))
             if ends is not None and comes_down:
                 yield from self._figures(ends.after.get(action))
         if ends is not None and goes_up:
             for end in ends.last:
                 yield from self._figures(end)
+
+    def sent(self, action: Action, number: int, result_TD: torch.Tensor) -> torch.Tensor:
+        """Return what is sent of a result: of gradients `[R, D]`, the rows that go back, one at least.
+
+        Args:
+            action: the action whose result it is.
+            number: which of its passes.
+            result_TD: hidden states, or gradients of the action's input.
+        """
+        rows = self._rows_back(action, self._slots[action.slot][number])
+        if rows is None:
+            return result_TD
+        return take_rows(result_TD, rows) if rows else result_TD.new_zeros(1, result_TD.shape[1])
+
+    def received(self, action: Action, number: int, message: torch.Tensor) -> torch.Tensor:
+        """Return an action's input `[T, D]` from what was sent of it; gradients of rows that were not sent are 0.
+
+        Args:
+            action: the action whose input it is.
+            number: which of its passes.
+            message: what has come.
+        """
+        if action.kind == "F":
+            return message
+        passed = self._slots[action.slot][number]
+        rows = self._gradient_rows(self._virtual_stage(action) + 1, passed)
+        if rows is None:
+            return message
+        return spread_rows(message[: num_rows_in(rows)], rows, passed.num_computed)
+
+    def goes_back(self, action: Action, number: int) -> bool:
+        """Whether a stage before the one of a forward needs gradients of its input.
+
+        Args:
+            action: a forward.
+            number: which of its passes.
+        """
+        return self._gradient_rows(self._virtual_stage(action), self._slots[action.slot][number]) != ()
+
+    def _num_rows(self, action: Action, passed: MuxBatch) -> int:
+        """Return how many rows an action sends of what it makes of a pass."""
+        rows = self._rows_back(action, passed)
+        return passed.num_computed if rows is None else max(1, num_rows_in(rows))
+
+    def _rows_back(self, action: Action, passed: MuxBatch) -> tuple[Rows, ...] | None:
+        return self._gradient_rows(self._virtual_stage(action), passed) if action.kind == "B" else None
+
+    def _virtual_stage(self, action: Action) -> int:
+        return action.chunk * self._template.num_stages + action.stage
 
     def _figures(self, end: StepEnd | None) -> Iterator[Expected]:
         if end is not None and end.bucket in self._num_tasks:

@@ -23,7 +23,8 @@ from torch import nn
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.modeling.adapters.lora.depth import lowest_layer
+from peft_mux.kernels.lora.slices import Rows
+from peft_mux.modeling.adapters.lora.depth import lowest_layer, rows_needed
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.read_rows import ReadRows
 from peft_mux.modeling.backbone.families import family_of
@@ -107,6 +108,19 @@ class StageModel:
     def dtype(self) -> torch.dtype:
         """Dtype of the hidden states between virtual stages: that of the residual stream."""
         return self._dtype
+
+    def gradient_rows(self, virtual_stage: int, batch: MuxBatch) -> tuple[Rows, ...] | None:
+        """Return the rows of a virtual stage's input whose gradients the stages before it need; `None` for all.
+
+        They are those of tasks that have adapters further down. Every process says the same of a micro-batch.
+
+        Args:
+            virtual_stage: number of a virtual stage behind the first, of this process or of another one.
+            batch: the micro-batch.
+        """
+        stream = self.model.stream
+        segments = stream.segments_of(batch, batch.computed_offsets, self.model.adapters)
+        return rows_needed(segments, stream.adapters_above(self.layout.layers_of(virtual_stage).start, segments))
 
     def prepare(self, tasks: Sequence[str]) -> None:
         """Bind gradients, and let kernels in another dtype see the weights as they are now; once before a step.

@@ -37,7 +37,7 @@ class StageTraffic:
         num_tasks: Mapping[int, int] | None = None,
     ) -> None:
         """Post the first receives of all that neighbours will send until the next flush."""
-        self._links, self._messages = links, Messages(template, slots, model.stage, num_tasks)
+        self._links, self._messages = links, Messages(template, slots, model.stage, num_tasks, model.gradient_rows)
         self.waited_s = 0.0
         for (kind, source), incoming in links.incoming.items():
             # Receives in the order of the sender's list, which the template tells; on a channel messages have no names.
@@ -52,6 +52,10 @@ class StageTraffic:
         """Return the numbers of the passes of an action, in the order in which it has them."""
         return self._messages.numbers(action)
 
+    def goes_back(self, action: Action, number: int) -> bool:
+        """Whether a stage before this one needs gradients of the input of a forward; see `Messages.goes_back`."""
+        return self._messages.goes_back(action, number)
+
     def put(self, action: Action, number: int, tensor: torch.Tensor) -> None:
         """Begin to send a result to the virtual stage that goes on with it.
 
@@ -62,7 +66,8 @@ class StageTraffic:
         """
         target = self._messages.target(action)
         assert target is not None, "the caller has asked whether it goes on"
-        self._links.outgoing[action.kind, target[0]].put(Key.of(action.slot, number, target[1]), tensor)
+        sent = self._messages.sent(action, number, tensor)
+        self._links.outgoing[action.kind, target[0]].put(Key.of(action.slot, number, target[1]), sent)
 
     def take(self, action: Action, number: int) -> torch.Tensor | None:
         """Return an action's input, `[T, D]`; `None` at virtual stage 0 forward and at the last one backward.
@@ -89,7 +94,7 @@ class StageTraffic:
         else:
             # The gradient of an output has come, so the output itself was taken: waiting for its send returns.
             self._links.outgoing["F", source[0]].release(Key.of(action.slot, number, source[1]))
-        return tensor
+        return self._messages.received(action, number, tensor)
 
     def flush(self) -> None:
         """Wait until all that was put is taken.

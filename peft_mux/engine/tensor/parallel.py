@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels.cross_entropy.vocab_parallel import TensorParallelLinks
 from peft_mux.kernels.philox import Window
 from peft_mux.modeling.adapters.kind import KINDS, kind_of_layer, kind_of_parameter
+from peft_mux.modeling.adapters.lora.depth import rows_needed_now
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding.heads import count_own_heads, norm_over_all_ranks
@@ -266,7 +268,7 @@ class TensorParallelModel:
         if block.is_attention:
             count_own_heads(module, self.model.backbone.config.get_text_config(), self.links)
         if block.module:
-            reduce_input_gradient(module, self.links)
+            reduce_input_gradient(module, self.links, partial(rows_needed_now, self.model.stream))
 
     def _cut_experts(self, block: Block, experts: Any) -> None:
         """Cut every expert, frozen as they are, by the features within it."""
@@ -301,7 +303,9 @@ class TensorParallelModel:
         if cut.is_row:
             return reduce_output(layer, self.links)
         # Elsewhere the block does this for all of its column-parallel layers together.
-        return reduce_input_gradient(layer, self.links) if cut.name in self._bare else None
+        if cut.name not in self._bare:
+            return None
+        return reduce_input_gradient(layer, self.links, partial(rows_needed_now, self.model.stream))
 
 
 def cut_model(model: MultiTaskPeftModel, links: TensorParallelLinks) -> TensorParallelModel:

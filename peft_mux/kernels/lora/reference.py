@@ -27,7 +27,10 @@ from peft_mux.kernels.lora.slices import (
     adjacent,
     all_factors,
     bundles_with_s,
+    num_rows_in,
     num_saved,
+    spread_rows,
+    take_rows,
 )
 
 
@@ -220,25 +223,16 @@ def _base_input_gradient(
 ) -> torch.Tensor:
     """Return the sum of `dy W` over the slices that have a frozen weight; 0 in rows that are not needed."""
     if needed is not None:
-        dx, sizes = torch.zeros_like(x), [end - start for start, end in needed]
         if not needed:
-            return dx
-        together = [_rows_of(dy, needed) for dy in dys]
-        found = _base_input_gradient(x[: sum(sizes)], together, weights)
-        for (start, end), part in zip(needed, found.split(sizes), strict=True):
-            dx[start:end] = part
-        return dx
+            return torch.zeros_like(x)
+        together = [take_rows(dy, needed) for dy in dys]
+        found = _base_input_gradient(x[: num_rows_in(needed)], together, weights)
+        return spread_rows(found, needed, len(x))
     dx = None
     for dy, weight in zip(dys, weights, strict=True):
         if weight is not None:
             dx = dy @ weight.to(x.dtype) if dx is None else dx.addmm_(dy, weight.to(x.dtype))
     return torch.zeros_like(x) if dx is None else dx
-
-
-def _rows_of(x: torch.Tensor, ranges: Sequence[Rows]) -> torch.Tensor:
-    """Return some ranges of rows as one tensor; a view where there is one range."""
-    parts = [x[start:end] for start, end in ranges]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _kept(x: torch.Tensor, segment: LoraSegment, places: torch.Tensor) -> torch.Tensor | None:

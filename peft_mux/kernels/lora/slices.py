@@ -58,6 +58,26 @@ class Rows(NamedTuple):
     end: int
 
 
+def num_rows_in(ranges: Sequence[Rows]) -> int:
+    """Return how many rows some ranges have together."""
+    return sum(end - start for start, end in ranges)
+
+
+def take_rows(x_TD: torch.Tensor, ranges: Sequence[Rows]) -> torch.Tensor:
+    """Return some ranges of rows as one tensor; a view where there is one range, or none."""
+    parts = [x_TD[start:end] for start, end in ranges]
+    return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else x_TD[:0]
+
+
+def spread_rows(taken_RD: torch.Tensor, ranges: Sequence[Rows], num_rows: int) -> torch.Tensor:
+    """Return `num_rows` rows with those of the ranges in their places, and 0 in all others: `take_rows` undone."""
+    whole_TD = taken_RD.new_zeros(num_rows, *taken_RD.shape[1:])
+    sizes = [end - start for start, end in ranges]
+    for (start, end), part in zip(ranges, taken_RD.split(sizes) if sizes else (), strict=True):
+        whole_TD[start:end] = part
+    return whole_TD
+
+
 class Bundle(NamedTuple):
     """Adapters of one task that read the same rows of `x`, with the same draws: one product for all of their A.
 

@@ -10,26 +10,37 @@ output, `y = sum_s (W_s x_s + B (A_s x_s))`, and what those of column-parallel l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 
 from peft_mux.kernels.cross_entropy.vocab_parallel import TensorParallelLinks
+from peft_mux.kernels.lora.slices import Rows, spread_rows, take_rows
+
+NeededRows = Callable[[int], tuple[Rows, ...] | None]
+"""Of a number of rows that a block reads now, those whose gradients a layer below needs; `None` for all."""
 
 
 class _CopyToRegion(torch.autograd.Function):
     """The identity on what all ranks hold alike, before each computes a part of the block: its gradient is a sum."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, links: TensorParallelLinks) -> torch.Tensor:
-        ctx.links = links
+    def forward(ctx: Any, x: torch.Tensor, links: TensorParallelLinks, needed: tuple[Rows, ...] | None) -> torch.Tensor:
+        ctx.links, ctx.needed = links, needed
         return x.view_as(x)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dx: torch.Tensor) -> tuple[Any, ...]:
-        return _summed(dx, ctx.links), None
+        if ctx.needed is None:
+            return _summed(dx, ctx.links), None, None
+        if not ctx.needed:
+            return torch.zeros_like(dx), None, None
+        dx_TD = dx.reshape(-1, dx.shape[-1])
+        total = _summed(take_rows(dx_TD, ctx.needed), ctx.links)
+        return spread_rows(total, ctx.needed, len(dx_TD)).view(dx.shape), None, None
 
 
 class _ReduceFromRegion(torch.autograd.Function):
@@ -53,14 +64,17 @@ def _summed(x: torch.Tensor, links: TensorParallelLinks) -> torch.Tensor:
     return total
 
 
-def copy_to_tp_region(x: torch.Tensor, links: TensorParallelLinks) -> torch.Tensor:
+def copy_to_tp_region(
+    x: torch.Tensor, links: TensorParallelLinks, needed: tuple[Rows, ...] | None = None
+) -> torch.Tensor:
     """Return `x`, whose gradient will be summed over the tensor parallel group.
 
     Args:
-        x: tensor that is the same on all ranks.
+        x: tensor `[..., D]` that is the same on all ranks.
         links: all-reduces over the tensor parallel group.
+        needed: the rows whose gradients a layer below needs, those of others being 0; all by default.
     """
-    return _CopyToRegion.apply(x, links)
+    return _CopyToRegion.apply(x, links, needed)
 
 
 def reduce_from_tp_region(y: torch.Tensor, links: TensorParallelLinks) -> torch.Tensor:
@@ -73,12 +87,17 @@ def reduce_from_tp_region(y: torch.Tensor, links: TensorParallelLinks) -> torch.
     return _ReduceFromRegion.apply(y, links)
 
 
-def reduce_input_gradient(block: nn.Module, links: TensorParallelLinks) -> Any:
+def _all_rows(num_rows: int) -> None:
+    """Let a layer below need all gradients."""
+
+
+def reduce_input_gradient(block: nn.Module, links: TensorParallelLinks, needed_rows: NeededRows = _all_rows) -> Any:
     """Let a block sum the gradients of what flows into it over the tensor parallel group.
 
     Args:
         block: attention, an MLP, or experts, which also read how much each of them counts.
         links: all-reduces over the tensor parallel group.
+        needed_rows: says in each pass which rows the sum is made for, the same on all ranks; by default all.
 
     Returns:
         The handle of the hook, whose `remove` takes this back.
@@ -89,8 +108,9 @@ def reduce_input_gradient(block: nn.Module, links: TensorParallelLinks) -> Any:
         return tuple(map(copied, args)), {name: copied(item) for name, item in kwargs.items()}
 
     def copied(item: Any) -> Any:
-        needs_sum = isinstance(item, torch.Tensor) and item.requires_grad
-        return copy_to_tp_region(item, links) if needs_sum else item
+        if not isinstance(item, torch.Tensor) or not item.requires_grad:
+            return item
+        return copy_to_tp_region(item, links, needed_rows(item.shape[:-1].numel()))
 
     # At the block's entrance: one sum serves all of its column-parallel layers.
     return block.register_forward_pre_hook(enter, with_kwargs=True)

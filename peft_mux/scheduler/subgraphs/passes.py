@@ -105,11 +105,9 @@ def _backward(parts: PassParts, stretch: Stretch) -> list[TimedSubgraph]:
     chain = layer * stretch.num_layers
     if stretch.is_last:
         chain.insert(0, TimedSubgraph(0.0, parts.head_gradient_sum_s))
-    # Embeddings are frozen, so that nobody asks for the gradient of what comes out of them; but transformers lets them
-    # require one where activations are recomputed.
-    needs_input = stretch.recomputes or not stretch.is_first
     after_s = share * (parts.overhead_s + (parts.first_s if stretch.is_first else 0.0))
-    if needs_input:
+    # Embeddings are frozen, so that no sum is made of the gradient of what comes out of them.
+    if not stretch.is_first:
         return [*chain, TimedSubgraph(after_s, 0.0)]
     return [*chain[:-1], TimedSubgraph(chain[-1].compute_s + after_s, 0.0)]
 

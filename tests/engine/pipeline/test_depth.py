@@ -1,7 +1,8 @@
-"""Stages make no products for gradients that no adapter in them, or below them, needs."""
+"""Stages make and send no gradients that no adapter in them, or below them, needs."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +12,14 @@ from peft import LoraConfig
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.engine.part_tasks import register_tasks
+from peft_mux.engine.pipeline.actions import StageActions
+from peft_mux.engine.pipeline.links import Shelf
 from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.pipeline.stage_layout import StageLayout
+from peft_mux.engine.pipeline.traffic import StageTraffic
+from peft_mux.engine.step_sums import StepSums
 from peft_mux.modeling.stream import Stream
+from peft_mux.scheduler.pipeline.template import BucketLoad, PipelineTemplate, Slot, build_template
 from tests.kernels.lora.watching import rows_left_out
 from tests.planning.cases import llama
 
@@ -67,6 +73,10 @@ def gradients(names: tuple[str, ...], num_chunks: int) -> Gradients:
         if output.requires_grad:
             output.backward(gradient)
         gradient = None if given is None else given.grad
+    return of_all_tasks(stages, names)
+
+
+def of_all_tasks(stages: list[StageModel], names: tuple[str, ...]) -> Gradients:
     return {
         f"{name} {key}": weight.grad.clone()
         for stage in stages
@@ -118,3 +128,82 @@ def test_tasks_without_adapters_in_a_stage_or_below_it_need_no_gradient_from_it(
         with model.packed.multiplexing(batch_of(names)):
             model.stream.begin_above(first_layer)
             assert model.stream.unmet == {model.adapter_of(name) for name in unmet}
+
+
+# ------------------------------------------------------------------- messages
+
+
+class Noted(Shelf):
+    """A channel that lies in this process, and notes the rows of each message and what was expected."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: list[int] = []
+        self.expected: list[int] = []
+
+    def put(self, key: Any, tensor: torch.Tensor) -> None:
+        self.sent.append(len(tensor))
+        super().put(key, tensor)
+
+    def expect(self, messages: Any, dtype: torch.dtype) -> None:
+        self.expected = [shape[0] for _, shape, _ in messages]
+
+
+def template_of_one_pass() -> PipelineTemplate:
+    load = BucketLoad(name="one", forward_s=(1.0, 1.0), activation_bytes=(1, 1), num_micro_batches=1)
+    return build_template([load], "1f1b")
+
+
+def through_two_stages(names: tuple[str, ...]) -> tuple[Gradients, Noted, list[StageActions]]:
+    """Return the gradients of a pass whose stages speak by messages, the channel of gradients, and who computed."""
+    _, stages = stages_of(1)
+    template, slots = template_of_one_pass(), {Slot(0, 0): [batch_of(names)]}
+    up, down = Noted(), Noted()
+    links: list[Any] = [
+        SimpleNamespace(incoming={("B", 1): down}, outgoing={("F", 1): up}),
+        SimpleNamespace(incoming={("F", 0): up}, outgoing={("B", 0): down}),
+    ]
+    actions = [StageActions(stage) for stage in stages]
+    for stage, own, link in zip(stages, actions, links, strict=True):
+        stage.prepare(list(names))
+        own.begin(slots, StageTraffic(link, stage, template, slots))
+        own.sums = StepSums(stage.model, names, stage.model.device)
+    forwards, backwards = zip(*template.actions, strict=True)
+    for own, action in zip(actions, forwards, strict=True):
+        own.forward(action)
+    for own, action in zip(reversed(actions), reversed(backwards), strict=True):
+        own.backward(action)
+    return of_all_tasks(stages, names), down, actions
+
+
+@pytest.mark.parametrize(
+    ("names", "rows_sent"),
+    [
+        (("whole", "upper"), 24),
+        (("upper", "whole", "last"), 24),
+        (("second", "upper", "whole"), 48),
+        (("whole", "second"), 48),
+        (("upper", "last"), 1),
+    ],
+    ids=str,
+)
+def test_stages_send_back_the_gradients_of_tasks_that_have_adapters_further_down(
+    names: tuple[str, ...], rows_sent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, down, _ = through_two_stages(names)
+    assert down.sent == down.expected == [rows_sent], "one row where nobody needs any: it tells what was taken"
+    monkeypatch.setattr(StageModel, "gradient_rows", lambda stage, virtual_stage, batch: None)
+    wanted, down, _ = through_two_stages(names)
+    assert down.sent == down.expected == [24 * len(names)]
+    assert found.keys() == wanted.keys()
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[key], rtol=1e-5, atol=1e-8)
+
+
+def test_a_stage_below_all_adapters_of_a_pass_is_not_run_backward(left_out: list[int]) -> None:
+    found, _, _ = through_two_stages(("upper", "last"))
+    assert {key.split()[0] for key in found} == {"upper", "last"}
+    products = len(left_out)
+    left_out.clear()
+    through_two_stages(("upper", "last", "whole"))
+    assert products < len(left_out)

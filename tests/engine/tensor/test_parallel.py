@@ -38,14 +38,13 @@ def bytes_per_pass(
     hidden_size: int,
     tp_size: int,
     has_head: bool = True,
-    input_needs_gradient: bool = False,
     recomputes: bool = False,
     element_bytes: int = 4,
 ) -> int:
     """Return `TensorLinks.num_bytes` of one forward and backward pass: no weight is among it.
 
     Each layer sums `[T, D]` twice in the forward pass and twice in the backward pass, but for what flows into the
-    first layer where nothing wants it. Where activations are recomputed, the sum of attention's output is made again;
+    first layer, which nothing wants. Where activations are recomputed, the sum of attention's output is made again;
     that of the MLP is not, as nothing needs it there. The head sums three numbers a rank for each target, in fp32,
     and the gradient of the `[M, D]` hidden states of the targets.
 
@@ -56,13 +55,10 @@ def bytes_per_pass(
         hidden_size: D, width of the hidden states.
         tp_size: number of tensor parallel ranks of the stage.
         has_head: whether the stage computes the losses, with a head that no task adapts.
-        input_needs_gradient: whether the gradient of the hidden states that enter the stage is wanted: in later stages,
-            where a task adapts the embedding, and where activations are checkpointed, as transformers then lets
-            embeddings require gradients.
         recomputes: whether activations are checkpointed.
         element_bytes: bytes of one element of the activations.
     """
-    num_sums = num_layers * (5 if recomputes else 4) - (0 if input_needs_gradient else 1)
+    num_sums = num_layers * (5 if recomputes else 4) - 1
     head_bytes = num_targets * (3 * tp_size * 4 + hidden_size * element_bytes) if has_head else 0
     return num_sums * num_tokens * hidden_size * element_bytes + head_bytes
 
@@ -164,7 +160,6 @@ def test_a_pass_sends_what_the_closed_form_says_and_cutting_sends_nothing(of_two
                 hidden_size=cases.HIDDEN,
                 tp_size=2,
                 recomputes=cases.CASES[name].recomputes,
-                input_needs_gradient=cases.CASES[name].recomputes,
             )
             assert sent["pass"] == expected, name
             assert sent["cutting"] == 0

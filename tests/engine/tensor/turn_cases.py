@@ -29,6 +29,7 @@ from peft_mux.engine.tensor.interleaving import Interleaving
 from peft_mux.engine.tensor.links import TensorLinks
 from peft_mux.engine.tensor.parallel import cut_model
 from peft_mux.engine.tensor.turn_links import TurnLinks
+from peft_mux.modeling.adapters.lora.depth import rows_needed_now
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding.sums import reduce_input_gradient, reduce_output
 from peft_mux.scheduler.costs.latency_sums import PassParts
@@ -103,9 +104,10 @@ def linked_model(links: Any, *, recomputes: bool = False) -> MultiTaskPeftModel:
 
 def link(model: MultiTaskPeftModel, links: Any) -> None:
     """Put links where shards would have them."""
+    needed_rows = partial(rows_needed_now, model.stream)
     for layer in model.backbone.model.layers:
-        reduce_input_gradient(layer.self_attn, links)
-        reduce_input_gradient(layer.mlp, links)
+        reduce_input_gradient(layer.self_attn, links, needed_rows)
+        reduce_input_gradient(layer.mlp, links, needed_rows)
         reduce_output(layer.self_attn.o_proj, links)
         reduce_output(layer.mlp.down_proj, links)
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
-from peft_mux.kernels.lora.slices import Rows
-from peft_mux.modeling.stream import RowSegment
+import torch
+
+from peft_mux.kernels.lora.slices import Rows, num_rows_in
+from peft_mux.modeling.stream import RowSegment, Stream
 
 _LAYER_OF_FACTOR = re.compile(r"^(?!.*\.experts\.)(?:[^.0-9][^.]*\.)+?(\d+)\..*\.lora_(?:A|B|magnitude_vector)\b")
 """The number of a layer in the name of a factor, as the first number among the names of modules."""
@@ -46,5 +48,18 @@ def rows_needed(segments: Sequence[RowSegment], unmet: frozenset[str]) -> tuple[
             start = needed.pop().start if joined else segment.start
             needed.append(Rows(start, segment.end))
     num_rows = sum(segment.end - segment.start for segment in segments)
-    num_left_out = num_rows - sum(rows.end - rows.start for rows in needed)
+    num_left_out = num_rows - num_rows_in(needed)
     return None if num_left_out * _LEAST_SHARE < num_rows else tuple(needed)
+
+
+def rows_needed_now(stream: Stream, num_rows: int) -> tuple[Rows, ...] | None:
+    """Return the rows whose gradients are needed below where the pass in flight is now; `None` for all.
+
+    Args:
+        stream: the pass in flight.
+        num_rows: rows of what is computed with; where they are not the stream's, whose they are is not known.
+    """
+    # A compiled graph must not depend on who was met.
+    if torch.compiler.is_compiling() or not stream.unmet or num_rows != stream.num_rows:
+        return None
+    return rows_needed(stream.segments, stream.unmet)
