@@ -77,7 +77,7 @@ def _actual(one: Measured) -> list[Row]:
         return []
     return [
         Row(
-            "f",
+            "e",
             "L Fig. 10, actual over planned seconds of a step, measured profile: median",
             "within 10 %",
             statistics.median(ratios),

@@ -8,7 +8,7 @@ Every contender trains in processes of its own (`worker.py`). Before anything is
 the same losses for two steps; then they run by turns. Seconds are those of all steps but each task's first, so that
 startup is left out. `--write` stores the JSON in benchmarks/results/ and writes docs/paper_tables.md from it; `--page`
 writes that page from a JSON that is there. After each part the JSON so far is written, so that a run that is cut off
-keeps what it has.
+keeps what it has; parts that are not run again keep their rows where the settings are the same.
 
     a  M Fig. 14   pp2 and tp2 by the planner's own plan, HF PEFT task by task, NeMo-like, padded batches
     b  M Fig. 16   one technique off at a time, on pp2; "orchestration off" is 1F1B over the same buckets, not drained
@@ -51,13 +51,15 @@ _RUNS: dict[str, Callable[[Settings, Path], list[Row]]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the parts, print the table, and write what is asked for; return 1 where a part failed."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    options = _parser().parse_args(given)
     if options.page:
         PAGE.write_text(page(json.loads(options.page.read_text(encoding="utf-8"))), encoding="utf-8")
         return 0
     settings = _settings(options)
     found: dict[str, Any] = {
         "date": time.strftime("%Y-%m-%d"),
+        "commands": [" ".join(["python -m benchmarks.papers", *given])],
         "hardware": hardware(),
         "versions": versions(),
         "settings": _words(settings),
@@ -65,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "rows": [],
         "faults": {},
     }
+    if options.write and RESULT.exists():
+        keep_others(found, json.loads(RESULT.read_text(encoding="utf-8")), options.parts)
     with tempfile.TemporaryDirectory() as folder:
         backbone = Path(folder) / "backbone"
         launch({"kind": "prepare", "case": settings.case("uniform").to_json(), "backbone": str(backbone)}, 1)
@@ -78,6 +82,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         PAGE.write_text(page(found), encoding="utf-8")
         print(f"written: {RESULT.relative_to(ROOT)} and {PAGE.relative_to(ROOT)}")
     return int(bool(found["faults"]))
+
+
+def keep_others(found: dict[str, Any], before: dict[str, Any], parts: Sequence[str]) -> None:
+    """Take over what an earlier run found of the parts that are not run again; nothing of one with other settings.
+
+    Args:
+        found: what this run finds, so far nothing; changed.
+        before: what the earlier run wrote.
+        parts: letters of the parts that are run now.
+    """
+    if before["settings"] == found["settings"]:
+        found["commands"] = [*(one for one in before["commands"] if one not in found["commands"]), *found["commands"]]
+        found["rows"] = [row for row in before["rows"] if row["part"] not in parts]
+        for key in ("seconds", "faults"):
+            found[key] = {part: value for part, value in before[key].items() if part not in parts}
 
 
 def _run_part(part: str, settings: Settings, backbone: Path, found: dict[str, Any]) -> None:

@@ -143,13 +143,17 @@ def _run(
 
 
 def steps_of(found: dict[str, Any]) -> list[tuple[float, float]]:
-    """Return measured and predicted seconds of all steps but the first of each task.
+    """Return measured and predicted seconds of all steps of a run but those in which some task took its first.
 
     Args:
-        found: what a worker wrote: when each step ended, and what was predicted for it. Tasks that take turns each
-            have as many steps in a row.
+        found: what a worker wrote: when each step of the run ended, what was predicted for it, and how many steps
+            each task had taken by then. Tasks need not step together.
     """
-    ends, planned, number = found["ends_s"], found["planned_s"], found["steps"]
-    if len(ends) not in (number, number * len(found["tasks"])):
-        raise RuntimeError(f"a run of {number} steps and {len(found['tasks'])} tasks had {len(ends)} step ends.")
-    return [(ends[i] - ends[i - 1], planned[i]) for i in range(len(ends)) if i % number]
+    ends, planned, counts = found["ends_s"], found["planned_s"], found["counts"]
+    if set(counts[-1]) != {found["steps"]}:
+        raise RuntimeError(f"a run of {found['steps']} steps ended with {counts[-1]} steps of its tasks.")
+    found_s = []
+    for i in range(1, len(ends)):
+        if not any(now == 1 and before == 0 for before, now in zip(counts[i - 1], counts[i], strict=True)):
+            found_s.append((ends[i] - ends[i - 1], planned[i]))
+    return found_s

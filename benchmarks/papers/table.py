@@ -79,13 +79,14 @@ def page(found: dict[str, Any]) -> str:
         found: what `run.py` wrote.
     """
     hardware, versions = found["hardware"], found["versions"]
+    commands = ", then ".join(f"`{one}`" for one in found["commands"])
     lines = [
         "# The papers' evaluations, as far as this machine bears them",
         "",
-        f"Written by `python -m benchmarks.papers --write` ({found['date']}); `benchmarks/papers/` says how each",
-        "figure is made. Ratios are of the seconds of all steps but each task's first, contenders by turns in one run,",
-        "held to equal losses before. The papers measured A40, H100 and A100 GPUs and backbones of 2.7B parameters and",
-        "more: only directions can be compared.",
+        f"Written by {commands} ({found['date']}); `benchmarks/papers/` says how each figure is made.",
+        "Ratios are of the seconds of all steps but each task's first, contenders by turns in one run, held to equal",
+        "losses before. The papers measured A40, H100 and A100 GPUs and backbones of 2.7B parameters and more: only",
+        "directions can be compared.",
         "",
         f"{hardware['cpu']}, {hardware['cores']} cores, load average {hardware['load_average']}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())

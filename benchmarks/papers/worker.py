@@ -31,11 +31,13 @@ def train(job: dict[str, Any]) -> dict[str, Any] | None:
     torch.set_num_threads(1)
     ends_s: list[float] = []
     planned_s: list[float] = []
+    counts: list[list[int]] = []
     trainer, workload = _trainer(job)
 
     class Ends(TrainerCallback):
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             ends_s.append(time.perf_counter())
+            counts.append([trainer.task_states[task.name].global_step for task in workload.tasks])
             steps = trainer._plans._steps
             planned_s.append(max(getattr(steps.shares, "expected_s", ()) or (0.0,)) if steps is not None else 0.0)
 
@@ -47,8 +49,7 @@ def train(job: dict[str, Any]) -> dict[str, Any] | None:
         task.name: [entry["loss"] for entry in trainer.task_states[task.name].log_history if "loss" in entry]
         for task in workload.tasks
     }
-    tasks = [task.name for task in workload.tasks]
-    return {"ends_s": ends_s, "planned_s": planned_s, "losses": losses, "tasks": tasks, "steps": workload.num_steps}
+    return {"ends_s": ends_s, "planned_s": planned_s, "counts": counts, "losses": losses, "steps": workload.num_steps}
 
 
 def train_hf(job: dict[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers import runs
-from benchmarks.papers.run import main
+from benchmarks.papers.run import keep_others, main
 from benchmarks.papers.runs import Contender, measure, steps_of
 from benchmarks.papers.table import PARTS, Row, page
 from benchmarks.training.throughput import UnequalWorkError
@@ -18,14 +18,25 @@ CASE = Case("uniform", 2, 3, "full", ModelSpec(hidden_size=32, num_layers=1))
 
 
 def test_the_first_step_of_a_run_is_not_counted() -> None:
-    found = {"ends_s": [10.0, 11.0, 13.0], "planned_s": [0.0, 0.5, 0.6], "steps": 3, "tasks": ["a", "b"]}
+    counts = [[1, 1], [2, 2], [3, 3]]
+    found = {"ends_s": [10.0, 11.0, 13.0], "planned_s": [0.0, 0.5, 0.6], "steps": 3, "counts": counts}
     assert steps_of(found) == [(1.0, 0.5), (2.0, 0.6)]
 
 
-def test_of_tasks_that_take_turns_the_first_step_of_each_is_not_counted() -> None:
-    found = {"ends_s": [1.0, 2.0, 9.0, 13.0], "planned_s": [0.0] * 4, "steps": 2, "tasks": ["a", "b"]}
-    assert [seconds for seconds, _ in steps_of(found)] == [1.0, 4.0]
-    with pytest.raises(RuntimeError, match="a run of 3 steps and 2 tasks had 4 step ends"):
+@pytest.mark.parametrize(
+    ("counts", "counted"),
+    [
+        ([[1, 0], [2, 0], [2, 1], [2, 2]], [1.0, 4.0]),
+        ([[1, 0], [1, 1], [2, 1], [2, 2]], [7.0, 4.0]),
+    ],
+    ids=["one task after another", "step by step"],
+)
+def test_of_tasks_that_take_turns_the_first_step_of_each_is_not_counted(
+    counts: list[list[int]], counted: list[float]
+) -> None:
+    found = {"ends_s": [1.0, 2.0, 9.0, 13.0], "planned_s": [0.0] * 4, "steps": 2, "counts": counts}
+    assert [seconds for seconds, _ in steps_of(found)] == counted
+    with pytest.raises(RuntimeError, match=r"a run of 3 steps ended with \[2, 2\] steps of its tasks"):
         steps_of({**found, "steps": 3})
 
 
@@ -40,7 +51,9 @@ def stand_in(monkeypatch: pytest.MonkeyPatch, losses: dict[str, float]) -> list[
         tasks = list(job["tasks"]) or [task.name for task in case.workload().tasks]  # type: ignore[call-overload]
         own = {name: [losses[planner]] * case.num_steps for name in tasks}
         ends = [float(step) for step in range(case.num_steps)]
-        return {"ends_s": ends, "planned_s": [0.0] * len(ends), "losses": own, "tasks": tasks, "steps": case.num_steps}
+        counts = [[step + 1] * len(tasks) for step in range(case.num_steps)]
+        planned = [0.0] * len(ends)
+        return {"ends_s": ends, "planned_s": planned, "counts": counts, "losses": own, "steps": case.num_steps}
 
     monkeypatch.setattr(runs, "launch", launch)
     return launched
@@ -72,14 +85,33 @@ def test_the_page_has_each_figure_beside_the_papers_and_names_what_was_left_out(
     hardware = {"cpu": "a CPU", "cores": 2, "load_average": None}
     found = {
         "date": "today",
+        "commands": ["python -m benchmarks.papers --parts a --write"],
         "hardware": hardware,
         "versions": {"torch": "2"},
         "settings": "small",
         "rows": [asdict(row)],
     }
     text = page(found)
+    assert "python -m benchmarks.papers --parts a --write" in text
     assert "| M Fig. 14, pp2, uniform: against hf | up to 2.33x | 1.50x | mux 1.00 s; hf 1.50 s |" in text
     assert all(title in text.splitlines()[-1] for part, title in PARTS.items() if part != "a")
+
+
+def test_parts_that_are_run_again_take_the_place_of_theirs_and_others_stay_where_settings_are_the_same() -> None:
+    rows = [{"part": "a", "own": 1.0}, {"part": "e", "own": 2.0}]
+    before = {"settings": "small", "commands": ["all"], "rows": rows, "seconds": {"a": 1, "e": 2}, "faults": {"e": "x"}}
+    found = {"settings": "small", "commands": ["part e"], "rows": [], "seconds": {}, "faults": {}}
+    keep_others(found, before, ["e"])
+    assert found == {
+        "settings": "small",
+        "commands": ["all", "part e"],
+        "rows": rows[:1],
+        "seconds": {"a": 1},
+        "faults": {},
+    }
+    other = {"settings": "large", "commands": ["part e"], "rows": [], "seconds": {}, "faults": {}}
+    keep_others(other, before, ["e"])
+    assert other["rows"] == []
 
 
 def test_a_part_that_fails_is_told_and_the_others_run(
