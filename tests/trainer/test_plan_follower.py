@@ -58,10 +58,11 @@ class FakePlanner:
             waiting=(SimpleNamespace(name="b", reason="memory is full"),),
             max_tokens_per_micro_batch=48,
             passes=(),
+            passes_in_turns=1,
         )
 
-    def prices(self, stage: int) -> None:
-        assert stage == 0
+    def prices(self, stage: int, width: int) -> None:
+        assert (stage, width) == (0, 1)
 
 
 def follower(
