@@ -21,7 +21,7 @@ from peft_mux.scheduler.dispatching.dispatch import dispatch
 
 UNEQUAL = "<2,1>, <1,1>x2"
 PROCESSES = 4
-LIMIT_TOKENS = 96
+LIMIT_TOKENS = 128
 """Most tokens that a replica of one process holds, below the longest rows of the mix."""
 STEPS_OF_FIGURE_10 = 5
 

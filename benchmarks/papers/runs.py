@@ -117,7 +117,9 @@ def launch(job: dict[str, Any], processes: int) -> dict[str, Any]:
             command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=_LIMIT_S
         )
         if result.returncode != 0:
-            raise RuntimeError(f"{job} ended with code {result.returncode}:\n{result.stderr[-3000:]}")
+            # The launcher's own report comes last, and pushes what a process has said out of the end.
+            said = "\n".join(line for line in result.stderr.splitlines() if "Error: " in line)
+            raise RuntimeError(f"{job} ended with code {result.returncode}:\n{said[:3000]}\n{result.stderr[-1000:]}")
         return json.loads(output.read_text(encoding="utf-8"))
 
 
