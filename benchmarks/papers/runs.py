@@ -154,8 +154,8 @@ def steps_of(found: dict[str, Any]) -> list[tuple[float, float]]:
     ends, planned, counts = found["ends_s"], found["planned_s"], found["counts"]
     if set(counts[-1]) != {found["steps"]}:
         raise RuntimeError(f"a run of {found['steps']} steps ended with {counts[-1]} steps of its tasks.")
-    found_s = []
+    counted = []
     for i in range(1, len(ends)):
         if not any(now == 1 and before == 0 for before, now in zip(counts[i - 1], counts[i], strict=True)):
-            found_s.append((ends[i] - ends[i - 1], planned[i]))
-    return found_s
+            counted.append((ends[i] - ends[i - 1], planned[i]))
+    return counted

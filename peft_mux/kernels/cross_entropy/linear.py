@@ -24,8 +24,8 @@ class BlockSizes(NamedTuple):
     Attributes:
         fast_rows: with as many rows the two products are near the rate that they have with any number: fewer read the
             whole head for too little work. One core does 48 Gflop/s with 27 rows, 80 with 128 and 83 with 512
-            (151,936 words, `benchmarks.training.cpu_choices`), two do 150 with 128 and 177 with
-            384; a GPU has 512 flop for each byte of a head in bf16.
+            (151,936 words, `benchmarks.training.cpu_choices`), two do 150 with 128 and 177 with 384; a GPU has 512
+            flop for each byte of a head in bf16.
         logits: of small vocabularies more rows are taken, up to this many logits.
         most_logits: bound on memory, whatever the vocabulary: 256 MiB in fp32 on a CPU, 512 MiB in bf16 on a GPU.
     """

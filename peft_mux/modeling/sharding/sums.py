@@ -87,17 +87,13 @@ def reduce_from_tp_region(y: torch.Tensor, links: TensorParallelLinks) -> torch.
     return _ReduceFromRegion.apply(y, links)
 
 
-def _all_rows(num_rows: int) -> None:
-    """Let a layer below need all gradients."""
-
-
-def reduce_input_gradient(block: nn.Module, links: TensorParallelLinks, needed_rows: NeededRows = _all_rows) -> Any:
+def reduce_input_gradient(block: nn.Module, links: TensorParallelLinks, needed_rows: NeededRows) -> Any:
     """Let a block sum the gradients of what flows into it over the tensor parallel group.
 
     Args:
         block: attention, an MLP, or experts, which also read how much each of them counts.
         links: all-reduces over the tensor parallel group.
-        needed_rows: says in each pass which rows the sum is made for, the same on all ranks; by default all.
+        needed_rows: says in each pass which rows the sum is made for, the same on all ranks.
 
     Returns:
         The handle of the hook, whose `remove` takes this back.
