@@ -71,12 +71,13 @@ def task_load(
     trie = None if batch is None else batch.trie
     shared = _shared(lengths, trie)
     # The head reads each row of the activations once, whatever the number of sequences that have it in common.
+    lowest = lowest_layer(shapes) if kind.name == LORA else 0
     targets = min(round(sum(lengths) * _share_of_targets(run)), sum(lengths) - sum(shared))
     return TaskLoad(
         name=run.name,
         lengths=lengths,
         num_targets=max(1, targets),
-        adapters=_adapter_loads(kind, shapes, num_layers, cut or {}, routed_share),
+        adapters=_adapter_loads(kind, shapes, num_layers - lowest, cut or {}, routed_share),
         trainable_parameters=_num_elements(shapes),
         num_steps=run.num_steps,
         priority=run.task.priority,
@@ -87,7 +88,7 @@ def task_load(
         has_batch_forward=objective_of(run.task).needs_batch_values(args_of(run.task)),
         shared=shared,
         trie=trie,
-        lowest_layer=lowest_layer(shapes) if kind.name == LORA else 0,
+        lowest_layer=lowest,
         unmet_share=_unmet_share(shapes, layer_elements) if kind.name == LORA else 1.0,
     )
 
@@ -202,7 +203,7 @@ def _has_reference_forward(run: TaskRun) -> bool:
 def _adapter_loads(
     kind: AdapterKind, shapes: ParameterShapes, num_layers: int, cut: CutLayers, routed_share: float
 ) -> tuple[AdapterLoad, ...]:
-    """Return the adapters of a mean decoder layer, as a token passes through them."""
+    """Return the adapters of a mean one of these decoder layers, as a token passes through them."""
     found = Counter(
         (max(1, round(load.rank * (routed_share if load.is_routed else 1.0))), load.width, load.cut_width)
         for load in kind.loads(shapes, cut)

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from peft_mux.scheduler.bands import MEMORY, time_band
-from peft_mux.scheduler.costs.latency_sums import PassParts
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.memory import MemoryEstimate
+from peft_mux.scheduler.costs.sums.pass_parts import PassParts
 from peft_mux.scheduler.memory_bar import MemoryBar
 from peft_mux.scheduler.pipeline.gantt import gantt_text, memory_bars_text, save_gantt
 from peft_mux.scheduler.pipeline.load import BucketLoad

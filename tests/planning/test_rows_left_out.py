@@ -22,13 +22,14 @@ from peft_mux.modeling.last_layer.last_layer import has_own_queries
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import Stream
 from peft_mux.packing.passes import Member
-from peft_mux.planning.loads import _unmet_share, whole_shapes
+from peft_mux.planning.loads import _unmet_share, task_load, whole_shapes
 from peft_mux.planning.pass_prices import PassPrices
 from peft_mux.planning.shapes import sums_before_attention
 from peft_mux.profiling.subject import Subject
 from peft_mux.scheduler.costs.curves import AdapterTable, Curve
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.costs.measured.fit import PartFit
 from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import Profile
@@ -121,6 +122,9 @@ def test_where_most_rows_are_read_nothing_is_spared() -> None:
         ({"a": 0, "b": 1, "c": 3}, LINEAR),
         ({"a": 0, "b": 2}, ["q_proj", "v_proj"]),
         ({"a": 0, "b": 3}, ["gate_proj", "up_proj", "down_proj"]),
+        ({"a": 2, "b": 3}, LINEAR),
+        ({"a": 2, "b": 2}, ["q_proj", "v_proj"]),
+        ({"a": 1, "b": 3}, ["q_proj", "v_proj"]),
     ],
     ids=str,
 )
@@ -129,7 +133,7 @@ def test_a_backward_that_stops_early_is_predicted_to_spare_the_operations_that_i
 ) -> None:
     stops, everywhere = operations(4, lowest, 39, targets=targets), dict.fromkeys(lowest, 0)
     monkeypatch.setattr(Stream, "begin_at_the_bottom", lambda stream: None)
-    goes_down = operations(4, lowest, 39, targets=targets)
+    goes_down = operations(4, everywhere, 39, targets=targets)
     of_layer = operations(4, everywhere, 39) - operations(3, everywhere, 39)
     batch, shape, model = batch_of(tuple(lowest), 39), shape_of(llama(4, WIDTH)), model_of(4, lowest, targets)
     loads = load_of(batch, lowest)
@@ -168,9 +172,60 @@ def test_each_stage_is_spared_its_own_layers_below_the_lowest_adapter(
         between = [cost.pass_parts(own, 1, stage=stage) for own in (deep, loads)]
         layer_s = [one.attention_s + one.mlp_s for one in between]
         assert num_layers * (layer_s[0] - layer_s[1]) == pytest.approx(wanted[stage])
+        fraction = cost.forward_fractions(loads, 1)[stage]
+        forward_s = PROFILE.forward_fraction * cost.passes_s(deep, whole)[0][stage]
+        assert fraction * cost.passes_s(loads, whole)[0][stage] == pytest.approx(forward_s), "spared backwards alone"
         forwards = [cost.stage_latency_s(own, num_micro_batches=1, stage=stage) for own in (deep, loads)]
         assert forwards[0] == forwards[1], "a forward goes through all layers"
     assert cost.pass_s(deep, 1) - cost.pass_s(loads, 1) == pytest.approx(sum(wanted))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_stage_below_all_adapters_has_no_backward_nor_its_sums(devices: int) -> None:
+    profile = replace(PROFILE, attention=Curve.proportional(0.5), link=Link(latency_s=0.1, bytes_per_s=1e4))
+    sizes: dict[str, Any] = {"num_stages": 2, "devices_per_stage": devices, "layers_per_stage": (2, 2)}
+    cost = CostModel(profile, shape_of(llama(4)), **sizes)
+    whole = [TaskLoad(name, (40,), 39, (), 1) for name in "ab"]
+    deep = [replace(load, lowest_layer=own, unmet_share=0.25) for load, own in zip(whole, (2, 3), strict=True)]
+    rows = [[Member(task, 0, 0, 40) for task in range(2)]]
+    (first_s, second_s), (whole_s, whole_second_s) = cost.passes_s(deep, rows)[0], cost.passes_s(whole, rows)[0]
+    assert first_s == pytest.approx(whole_s / 2)
+    assert cost.forward_fractions(deep, 1)[0] == pytest.approx(1.0)
+    assert whole_second_s - second_s == pytest.approx(0.5 * 40 * 0.25 / devices)
+    communication = [cost.parts_of_pass(own, stage=0).communication for own in (whole, deep)]
+    assert communication[1] == pytest.approx(communication[0] / 2)
+    assert (communication[0] > 0) is (devices > 1)
+
+
+def test_stages_that_gather_their_weights_are_run_backward_below_all_adapters_too() -> None:
+    deep = [TaskLoad("a", (40,), 39, (), 1, lowest_layer=2, unmet_share=0.25)]
+    whole, sizes = [replace(deep[0], lowest_layer=0)], {"layers_per_stage": (2, 2), "num_stages": 2}
+    own, sharded = (CostModel(PROFILE, shape_of(llama(4)), backbone_shards=n, **sizes) for n in (1, 2))
+    assert own.forward_fractions(deep, 1)[0] == pytest.approx(1.0)
+    row = [[Member(0, 0, 0, 40)]]
+    assert sharded.passes_s(deep, row)[0][0] == sharded.passes_s(whole, row)[0][0]
+
+
+def test_the_seconds_of_adapters_lie_in_the_layers_that_have_them() -> None:
+    profile = replace(PROFILE, adapter=AdapterTable.constant(1.0 / (128 * 40)), utilization=AdapterTable.constant(1.0))
+    cost = CostModel(profile, shape_of(llama(4)), num_stages=2, layers_per_stage=(3, 1))
+    top = TaskLoad("top", (40,), 39, (AdapterLoad(1, 128),), 100, lowest_layer=3)
+    every = TaskLoad("every", (40,), 39, (AdapterLoad(1, 128),), 400)
+
+    def adapters_s(*loads: TaskLoad) -> list[float]:
+        return [cost.parts_of_pass(loads, stage=stage).adapters for stage in range(2)]
+
+    assert adapters_s(top) == pytest.approx([0.0, 1.0])
+    assert adapters_s(every) == pytest.approx([3.0, 1.0])
+    assert adapters_s(top, every) == pytest.approx([3.0, 2.0])
+
+
+def test_a_load_has_the_adapters_of_a_layer_that_has_them(tmp_path: Path) -> None:
+    for lowest in (0, 1):
+        trainer = lab.make_trainer([completions(lowest)], tmp_path / str(lowest))
+        (run,) = trainer.table
+        load = task_load(run, whole_shapes(trainer.model, run.name), num_layers=2)
+        assert (load.lowest_layer, len(load.adapters)) == (lowest, len(LINEAR))
 
 
 def test_a_profile_is_measured_with_layers_of_all_rows() -> None:

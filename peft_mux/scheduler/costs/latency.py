@@ -28,29 +28,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from peft_mux.packing.passes import Member
-from peft_mux.scheduler.costs.collectives import (
-    ALL_REDUCES_PER_LAYER,
-    all_gather_s,
-    all_reduce_s,
-    layer_all_reduces_s,
-    loss_all_reduces_s,
-    loss_sums,
-)
-from peft_mux.scheduler.costs.frozen_parts import FrozenParts
+from peft_mux.scheduler.costs.collectives import all_reduce_s, loss_sums
 from peft_mux.scheduler.costs.kernel_buffers import loss_block_rows
-from peft_mux.scheduler.costs.latency_sums import PassParts, RangeBatches, Sums, mean_batch, pass_sums, uniform_batch
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.measured.parts import Parts
 from peft_mux.scheduler.costs.model_shape import ModelShape, StageSize, split_layers
 from peft_mux.scheduler.costs.profile import Profile, least_pass_s
+from peft_mux.scheduler.costs.stage_times import StageTimes
+from peft_mux.scheduler.costs.sums.batches import RangeBatches, mean_batch, uniform_batch
+from peft_mux.scheduler.costs.sums.pass_parts import PassParts
+from peft_mux.scheduler.costs.sums.real_passes import pass_sums
+from peft_mux.scheduler.costs.sums.stage_terms import StageTerms
 
 
 class CostModel:
@@ -95,7 +91,7 @@ class CostModel:
         self._size = StageSize(self.layers_per_stage, devices_per_stage)
         self.tensor_link = profile.link if tensor_link is None else tensor_link
         self.backbone_shards = backbone_shards
-        self._device_type = "cpu" if profile.device.startswith("cpu") else "cuda"
+        self._stages = StageTimes(profile, shape, self._size, self.tensor_link, backbone_shards)
 
     # -------------------------------------------------------------- one hTask
 
@@ -115,7 +111,7 @@ class CostModel:
             raise ValueError(f"stage is {stage}; allowed: 0 to {self.num_stages - 1}. Count stages from 0.")
         sums = mean_batch(self.profile, loads, num_micro_batches, self._size)
         # Profiles hold forward and backward together; Eq. 3 asks for the forward.
-        return float(self.profile.forward_fraction * self._stage_sum_s(stage, sums.forward))
+        return float(self.profile.forward_fraction * self._stages.stage_s(stage, sums.forward))
 
     def latency_s(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> float:
         """Return L(H): seconds of all micro-batches of an hTask through the pipeline (M Eq. 4).
@@ -147,9 +143,21 @@ class CostModel:
             passes: the members of each of the P passes, whose `task` counts these loads.
         """
         sums = pass_sums(self.profile, loads, passes, self._size)
-        stages_s = [self._stage_sum_s(stage, sums) for stage in range(self.num_stages)]
+        stages_s = [self._stages.stage_s(stage, sums) for stage in range(self.num_stages)]
         columns = [np.broadcast_to(one, (len(passes),)) for one in stages_s]
         return np.stack(columns, axis=1) + self.profile.pass_overhead_s
+
+    def forward_fractions(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> NDArray[Any]:
+        """Return the part of each stage's seconds that is the forward of an hTask's micro-batches, `[S]`.
+
+        Args:
+            loads: the loads of the tasks of the hTask.
+            num_micro_batches: C, into which each global batch is split.
+        """
+        if not any(load.lowest_layer for load in loads):
+            return np.full(self.num_stages, self.profile.forward_fraction)
+        sums = mean_batch(self.profile, loads, num_micro_batches, self._size)
+        return np.array([float(self._stages.forward_fraction(stage, sums)) for stage in range(self.num_stages)])
 
     def pass_parts(self, loads: Sequence[TaskLoad], num_micro_batches: int, *, stage: int = 0) -> PassParts:
         """Return what one mean micro-batch of an hTask computes between the sums over the devices of a stage.
@@ -164,15 +172,19 @@ class CostModel:
         _require_count("num_micro_batches", num_micro_batches)
         shape, devices = self.shape, self.devices_per_stage
         sums = mean_batch(self.profile, loads, num_micro_batches, self._size)
-        linear_s = float(self.profile.layer_s(sums.tokens))
-        product_s = (float(sums.layer_s) - linear_s) / devices + float(sums.calls_s)
         # Evenly over the layers of the stage, of which a pass in turns knows one kind.
-        spared_s = float(sum(self._spared_s(stage, sums))) / self.layers_per_stage[stage]
-        linear_s = linear_s / devices + float(sums.adapters_s) - spared_s
+        num_layers = self.layers_per_stage[stage]
+        spared = self._stages.spared(stage, sums).divided(num_layers)
+        backward = self._stages.below_adapters(stage, sums).divided(num_layers)
+        adapters_s = self._stages.adapters_s(stage, sums) / num_layers
+        whole_s = sums.products_s / devices + self._stages.attention_s(sums) + adapters_s
+        left_s = whole_s - backward.products_s - backward.attention_s
+        product_s = float(self._stages.attention_s(sums) - spared.attention_s)
+        linear_s = float(sums.products_s / devices + adapters_s - spared.products_s - spared.adapters_s)
         attention = 2 * (shape.attention_size + shape.key_value_size)
         share = attention / (attention + 3 * shape.intermediate_size)
-        half_host_s = self._host_layer_s / 2
-        block_s, gradient_s, _ = loss_sums(self.tensor_link, devices, shape, sums.targets, self._device_type)
+        half_host_s = self._stages.host_layer_s / 2
+        block_s, gradient_s, _ = loss_sums(self.tensor_link, devices, shape, sums.targets, self._stages.device_type)
         hidden_bytes = float(sums.tokens) * shape.hidden_size * shape.activation_bytes
         return PassParts(
             tokens=float(sums.tokens),
@@ -185,8 +197,9 @@ class CostModel:
             sum_s=float(all_reduce_s(self.tensor_link, devices, hidden_bytes)),
             head_sum_s=float(block_s),
             head_gradient_sum_s=float(gradient_s),
-            head_block_rows=loss_block_rows(-(-shape.vocab_size // devices), self._device_type),
-            forward_fraction=self.profile.forward_fraction,
+            head_block_rows=loss_block_rows(-(-shape.vocab_size // devices), self._stages.device_type),
+            # Of a backward that leaves out some of it, the forward is a larger part.
+            forward_fraction=self.profile.forward_fraction * float(whole_s / left_s if left_s else 1.0),
         )
 
     # ------------------------------------------------------------- whole steps
@@ -214,12 +227,12 @@ class CostModel:
         Args:
             loads: the loads of all tasks that take the step.
         """
-        # A forward goes through all layers.
-        plain = [replace(load, adapters=(), lowest_layer=0) for load in loads if load.has_reference_forward]
-        adapted = [replace(load, lowest_layer=0) for load in loads if load.has_batch_forward]
+        plain = [replace(load, adapters=()) for load in loads if load.has_reference_forward]
+        adapted = [load for load in loads if load.has_batch_forward]
         # As if each were one: how many they are makes a difference only of what a pass costs whatever its size.
         return sum(
-            self.profile.forward_fraction * float(sum(self._stages_s(rows, 1))) + self.profile.pass_overhead_s
+            sum(self.stage_latency_s(rows, num_micro_batches=1, stage=stage) for stage in range(self.num_stages))
+            + self.profile.pass_overhead_s
             for rows in (plain, adapted)
             if rows
         )
@@ -246,17 +259,16 @@ class CostModel:
         """
         sums = mean_batch(self.profile, loads, 1, self._size)
         layers, is_first, is_last = self.layers_per_stage[stage], stage == 0, stage == self.num_stages - 1
-        layer_s = self.profile.layer_s(sums.tokens)
         ends_s = is_first * self.profile.embedding_s(sums.tokens)
         ends_s += is_last * self.profile.head_s(sums.targets) / self.devices_per_stage
-        products_s, adapted_s = self._spared_s(stage, sums)
-        tokens_s = layers * layer_s / self.devices_per_stage + ends_s - products_s
-        attention_s = layers * ((sums.layer_s - layer_s) / self.devices_per_stage + sums.calls_s)
-        adapters_s = layers * sums.adapters_s - adapted_s
+        spared = self._stages.spared(stage, sums)
+        tokens_s = layers * sums.products_s / self.devices_per_stage + ends_s - spared.products_s
+        attention_s = layers * self._stages.attention_s(sums) - spared.attention_s
+        adapters_s = self._stages.adapters_s(stage, sums) - spared.adapters_s
         is_alone = self.devices_per_stage == self.backbone_shards == 1
         # What is left; where nobody is spoken to, that is rounding.
-        host_s = layers * self._host_layer_s
-        all_s = self._stage_sum_s(stage, sums) - host_s
+        host_s = float(layers - sums.depth.layers[stage] / 2) * self._stages.host_layer_s
+        all_s = self._stages.stage_s(stage, sums) - host_s
         communication_s = 0.0 if is_alone else max(0.0, all_s - tokens_s - attention_s - adapters_s)
         seconds = least_pass_s(self.profile) + host_s, tokens_s, attention_s, adapters_s, communication_s
         return Parts(*(float(part_s) for part_s in seconds))
@@ -277,7 +289,7 @@ class CostModel:
             num_micro_batches: C, into which each global batch is split.
         """
         _require_count("num_micro_batches", num_micro_batches)
-        return self._terms(mean_batch(self.profile, loads, num_micro_batches, self._size))
+        return self._stages.terms(lambda size: mean_batch(self.profile, loads, num_micro_batches, size))
 
     def uniform_terms(self, loads: Sequence[TaskLoad], num_sequences: int, length: int) -> StageTerms:
         """Return `stage_terms` of a micro-batch of equal sequences, of which each task has its part of the tokens.
@@ -287,7 +299,7 @@ class CostModel:
             num_sequences: number of sequences of the micro-batch.
             length: tokens of each sequence.
         """
-        return self._terms(uniform_batch(self.profile, loads, num_sequences, length, self._size))
+        return self._stages.terms(lambda size: uniform_batch(self.profile, loads, num_sequences, length, size))
 
     # -------------------------------------------------------------- for fusion
 
@@ -316,7 +328,7 @@ class CostModel:
         """
         _require_count("num_micro_batches", num_micro_batches)
         ranges = RangeBatches(self.profile, loads_in_order, num_micro_batches, self._size)
-        stages_s = [self._stage_sum_s(stage, ranges.sums) for stage in range(self.num_stages)]
+        stages_s = [self._stages.stage_s(stage, ranges.sums) for stage in range(self.num_stages)]
         latency = _pipeline_s(stages_s, num_micro_batches)
         latency = np.where(ranges.is_range, latency, math.inf)
         if fits is None:
@@ -328,96 +340,10 @@ class CostModel:
             )
         return np.where(verdicts, latency, math.inf)
 
-    # ---------------------------------------------------------------- internal
-
-    def _terms(self, sums: Sums) -> StageTerms:
-        first_s, last_s = self._ends_s(sums)
-        # Of several stages the terms are of any cut, so that none is known to lie below the adapters of a task.
-        known = sums if self.num_stages == 1 else sums.forward
-        last_s = last_s - sum(self._spared_s(self.num_stages - 1, known))
-        return StageTerms(float(self._layer_s(sums)), float(first_s), float(last_s))
-
     def _stages_s(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> list[Any]:
         """Return forward and backward seconds of one micro-batch of an hTask on each stage."""
         sums = mean_batch(self.profile, loads, num_micro_batches, self._size)
-        return [self._stage_sum_s(stage, sums) for stage in range(self.num_stages)]
-
-    def _stage_sum_s(self, stage: int, sums: Sums) -> Any:
-        """Return forward and backward seconds of a stage from sums over the tasks of an hTask, or of many."""
-        first_s, last_s = self._ends_s(sums)
-        is_first, is_last = stage == 0, stage == self.num_stages - 1
-        whole_s = self.layers_per_stage[stage] * self._layer_s(sums) + is_first * first_s + is_last * last_s
-        return whole_s - sum(self._spared_s(stage, sums))
-
-    def _layer_s(self, sums: Sums) -> Any:
-        """Return seconds of one layer on each device of a stage."""
-        # Eq. 3 divides base operators by N_g; launches are paid on every device, and adapters come as wide as their
-        # part.
-        divided_s = sums.layer_s / self.devices_per_stage
-        reduced_s = layer_all_reduces_s(self.tensor_link, self.devices_per_stage, self.shape, sums.tokens)
-        # A layer is gathered for its forward and, freed in between, for its backward again.
-        gathered_s = self._all_gathers_s(self._frozen_parts.layer_bytes, 2)
-        return divided_s + sums.calls_s + sums.adapters_s + reduced_s + gathered_s + self._host_layer_s
-
-    def _ends_s(self, sums: Sums) -> tuple[Any, Any]:
-        """Return seconds of what lies before the layers, and after them."""
-        parts = self._frozen_parts
-        first_s = self.profile.embedding_s(sums.tokens) + self._all_gathers_s(parts.before_bytes, 1)
-        last_s = self.profile.head_s(sums.targets) / self.devices_per_stage
-        last_s = last_s + self._all_gathers_s(parts.head_bytes, 1) + self._all_gathers_s(parts.after_bytes, 2)
-        if self.devices_per_stage > 1:
-            link, devices = self.tensor_link, self.devices_per_stage
-            last_s = last_s + loss_all_reduces_s(link, devices, self.shape, sums.targets, self._device_type)
-        return first_s, last_s
-
-    def _spared_s(self, stage: int, sums: Sums) -> tuple[Any, Any]:
-        """Return the seconds of rows that a stage leaves out, forward or backward: of products, and of adapters."""
-        products_s, adapters_s = sums.unmet_s(self.profile, self.devices_per_stage, stage), 0.0
-        if stage == self.num_stages - 1:
-            unread_s, adapters_s = sums.unread_s(self.profile, self.shape.read_share, self.devices_per_stage)
-            products_s = products_s + unread_s
-        return products_s, adapters_s
-
-    def _all_gathers_s(self, num_bytes: int, times: int) -> float:
-        """Return seconds of the all-gathers of one unit of a divided backbone, as many as a pass needs."""
-        if self.backbone_shards == 1 or not num_bytes:
-            return 0.0
-        return times * float(all_gather_s(self.tensor_link, self.backbone_shards, num_bytes))
-
-    @property
-    def _host_layer_s(self) -> float:
-        """Seconds of the host for one layer that are not divided: two sums each way, as far as they were measured."""
-        overlap = self.profile.overlap
-        return 0.0 if self.devices_per_stage == 1 or overlap is None else ALL_REDUCES_PER_LAYER * overlap.host_s
-
-    @property
-    def _frozen_parts(self) -> FrozenParts:
-        return self.shape.parts or FrozenParts.even(self.shape.backbone_bytes, self.shape.num_layers)
-
-
-@dataclass(frozen=True, slots=True)
-class StageTerms:
-    """Forward and backward seconds of one micro-batch: a stage takes its layers' and, at the ends, its end's.
-
-    Attributes:
-        layer_s: seconds of one layer.
-        first_s: seconds of what lies before the layers.
-        last_s: seconds of what lies after the layers, the loss included, less what the last layer spares.
-    """
-
-    layer_s: float
-    first_s: float
-    last_s: float
-
-    def stage_s(self, num_layers: int, *, is_first: bool, is_last: bool) -> float:
-        """Return the seconds of a stage.
-
-        Args:
-            num_layers: layers of the stage.
-            is_first: whether the stage has what lies before the layers.
-            is_last: whether the stage has what lies after them.
-        """
-        return num_layers * self.layer_s + is_first * self.first_s + is_last * self.last_s
+        return [self._stages.stage_s(stage, sums) for stage in range(self.num_stages)]
 
 
 def _pipeline_s(stages_s: Sequence[Any], num_micro_batches: int) -> Any:

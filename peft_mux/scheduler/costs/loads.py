@@ -53,7 +53,7 @@ class TaskLoad:
         name: name of the task, which no other task of the run has.
         lengths: tokens of each sequence of one typical global batch; empty where no rows are known.
         num_targets: loss terms of that batch.
-        adapters: the adapters of ONE decoder layer; averaged over the layers where they differ.
+        adapters: the adapters of ONE decoder layer from `lowest_layer` on; averaged where these layers differ.
         trainable_parameters: number of trainable parameters of the whole task.
         num_steps: optimizer steps that it takes from its first to its last.
         priority: tasks of higher priority are admitted first.

@@ -253,9 +253,10 @@ class MemoryModel:
         words = -(-self.shape.vocab_size // self.devices_per_stage)
         block_rows = loss_block_rows(words, self.device_type)
         # The fused loss on CUDA works in place on logits of the activations' dtype; elsewhere, and for a part of the
-        # vocabulary, there are fp32 logits and the copy that logsumexp makes.
-        is_fused = self.device_type == "cuda" and self.shape.activation_bytes == 2 and self.devices_per_stage == 1
-        bytes_per_logit = 2 if is_fused else 4 * 2
+        # vocabulary, there are logits in fp32, and for a moment those that they were made of.
+        size = self.shape.activation_bytes
+        is_fused = self.device_type == "cuda" and size == 2 and self.devices_per_stage == 1
+        bytes_per_logit = size if is_fused or size == 4 else 4 + size
         return min(block_rows, math.ceil(targets)) * words * bytes_per_logit
 
     def peak_bytes(

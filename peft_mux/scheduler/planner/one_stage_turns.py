@@ -16,9 +16,9 @@ from itertools import pairwise
 import numpy as np
 
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.latency_sums import PassParts
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryEstimate, MemoryModel
+from peft_mux.scheduler.costs.sums.pass_parts import PassParts
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.template import build_template
 from peft_mux.scheduler.planner.admission import Admission, least_pass_tokens

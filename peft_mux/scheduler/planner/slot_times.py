@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from peft_mux.packing.passes import slot_of
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.latency_sums import PassParts
+from peft_mux.scheduler.costs.sums.pass_parts import PassParts
 from peft_mux.scheduler.planner.passes import CutHTask, slot_weights
 from peft_mux.scheduler.planner.turn_times import TurnTimes
 from peft_mux.scheduler.subgraphs.passes import Direction
@@ -54,6 +54,7 @@ class SlotTimes:
         self.cost, self.width = cost, width
         self.turns = TurnTimes(cost, recomputes=recomputes)
         self._parts: dict[CutHTask, tuple[PassParts, ...]] = {}
+        self._fractions: dict[CutHTask, NDArray[Any]] = {}
 
     def parts_of(self, cut: CutHTask) -> tuple[PassParts, ...]:
         """Return what a mean pass of an hTask computes between its sums on each stage.
@@ -76,14 +77,20 @@ class SlotTimes:
             num_slots: C, micro-batches of the bucket.
         """
         if not self.turns.is_known:
-            fraction = self.cost.profile.forward_fraction
-            slots_s = np.sum([cut.slots_s(num_slots) for cut in cuts], axis=0)
-            return SlotSeconds(fraction * slots_s, (1.0 - fraction) * slots_s)
+            slots_s = [cut.slots_s(num_slots) for cut in cuts]
+            pairs = zip(cuts, slots_s, strict=True)
+            forward_s = np.sum([self._forward_fractions(cut) * own for cut, own in pairs], axis=0)
+            return SlotSeconds(forward_s, np.sum(slots_s, axis=0) - forward_s)
         slots: list[list[CutHTask]] = [[] for _ in range(num_slots)]
         for cut in cuts:
             for chain in cut.chains:
                 slots[slot_of(chain[0], len(cut.passes), num_slots)] += [cut] * len(chain)
         return SlotSeconds(self._in_turns_s(slots, "forward"), self._in_turns_s(slots, "backward"))
+
+    def _forward_fractions(self, cut: CutHTask) -> NDArray[Any]:
+        if cut not in self._fractions:
+            self._fractions[cut] = self.cost.forward_fractions(cut.loads, cut.num_passes)
+        return self._fractions[cut]
 
     def _in_turns_s(self, slots: Sequence[Sequence[CutHTask]], direction: Direction) -> NDArray[Any]:
         stages = range(self.cost.num_stages)

@@ -1,15 +1,18 @@
 """How many layers each stage of a pipeline has: balanced by predicted cost, under the memory of each stage.
 
-The pace of a pipeline is that of its slowest stage (second term of M Eq. 4). All layers cost the same, but the first
-stage has the embedding besides and the last one the head with the loss, so that equal numbers of layers are not equal
-work. The cut is chosen for the mean micro-batch of all tasks together; it stays while tasks come and go, as a model
-that is cut cannot change.
+The pace of a pipeline is that of its slowest stage (second term of M Eq. 4). Equal numbers of layers are not equal
+work: the first stage has the embedding besides and the last one the head with the loss, and layers below the lowest
+adapters of the tasks have no backward. The cut is chosen for the mean micro-batch of all tasks together; it stays
+while tasks come and go, as a model that is cut cannot change.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
@@ -23,17 +26,16 @@ _SAME = 1e-9
 
 
 def balanced_layers(
-    stage_s: Callable[[int, int], float], num_layers: int, most: Sequence[int], *, least: int = 1
+    stage_s: Callable[[int, int, int], float], num_layers: int, most: Sequence[int], *, least: int = 1
 ) -> tuple[int, ...]:
     """Return the layers of each stage that make the slowest stage fastest; among such, as equal as can be.
 
-    A stage's latency grows with its layers, so that giving one layer after another to the stage that is fastest with
-    it makes the least maximum. Under that maximum every stage has a greatest number of layers; giving one after another
-    to the stage with the fewest makes them as equal as can be (least sum of squares), the first stages taking more.
+    Both are found by dynamic programming over the stages: first the seconds of the slowest, then, of the cuts under
+    which no stage takes longer, the one with the least sum of squares, the first stages taking more.
 
     Args:
-        stage_s: a function that returns the seconds of a stage (from 0) with a number of layers; it grows with their
-            number.
+        stage_s: a function that returns the seconds of a stage (from 0), given its lowest layer (from 0) and the number
+            of its layers.
         num_layers: layers of the backbone.
         most: the most layers that each stage has room for.
         least: the fewest layers that each stage needs.
@@ -42,24 +44,39 @@ def balanced_layers(
         ValueError: where the stages have room for fewer layers than there are, or need more.
 
     Example:
-        >>> balanced_layers(lambda stage, layers: layers + 2.0 * (stage == 1), 8, (8, 8))
+        >>> balanced_layers(lambda stage, first, layers: layers + 2.0 * (stage == 1), 8, (8, 8))
         (5, 3)
     """
     _check_room(num_layers, most, least)
-    stages = range(len(most))
-
-    def filled(most: Sequence[int], preferred: Callable[[int, int], float]) -> list[int]:
-        layers = [least] * len(most)
-        for _ in range(num_layers - least * len(most)):
-            open_stages = [stage for stage in stages if layers[stage] < most[stage]]
-            layers[min(open_stages, key=lambda stage: preferred(stage, layers[stage] + 1))] += 1
-        return layers
-
-    slowest_s = max(stage_s(stage, layers) for stage, layers in enumerate(filled(most, stage_s)))
+    slowest_s, _ = _best_cut(stage_s, max, num_layers, most, least)
     # Latencies that are equal on paper may differ by rounding, which is not to keep a cut from being even.
-    bound_s = slowest_s * (1 + _SAME)
-    allowed = [max(n for n in range(least, most[stage] + 1) if stage_s(stage, n) <= bound_s) for stage in stages]
-    return tuple(filled(allowed, lambda stage, layers: float(layers)))
+    bound_s = slowest_s + _SAME * abs(slowest_s)
+
+    def inequality(stage: int, first: int, layers: int) -> float:
+        return math.inf if stage_s(stage, first, layers) > bound_s else float(layers * layers)
+
+    return _best_cut(inequality, operator.add, num_layers, most, least)[1]
+
+
+def _best_cut(
+    stage_cost: Callable[[int, int, int], float],
+    joined: Callable[[float, float], float],
+    num_layers: int,
+    most: Sequence[int],
+    least: int,
+) -> tuple[float, tuple[int, ...]]:
+    """Return the least joined cost of all stages, and the cut that has it; of several, that with most layers first."""
+    best: dict[int, tuple[float, tuple[int, ...]]] = {0: (0.0, ())}
+    for stage, room in enumerate(most):
+        found: dict[int, tuple[float, tuple[int, ...]]] = {}
+        for first, (cost, fewer) in best.items():
+            for layers in range(least, min(room, num_layers - first) + 1):
+                # Layers are counted downwards, so that the least of equal costs has most of them first.
+                cut = joined(cost, stage_cost(stage, first, layers)), (*fewer, -layers)
+                found[first + layers] = min(cut, found.get(first + layers, cut))
+        best = found
+    cost, negative = best[num_layers]
+    return cost, tuple(-layers for layers in negative)
 
 
 def _check_room(num_layers: int, most: Sequence[int], least: int) -> None:
@@ -99,11 +116,11 @@ def choose_layers(
     if not loads or num_stages == 1:
         return split_layers(num_layers, num_stages)
     count = MICRO_BATCHES_PER_STAGE * num_stages
-    # A layer takes the same wherever it lies, so that one look-up serves every cut.
-    terms = cost.stage_terms(loads, count)
+    # Virtual stages of a device lie apart, so that none of its layers are known to be below all adapters.
+    terms = cost.stage_terms(loads if num_chunks == 1 else [replace(load, lowest_layer=0) for load in loads], count)
 
-    def stage_s(stage: int, layers: int) -> float:
-        return terms.stage_s(layers, is_first=stage == 0, is_last=stage == num_stages - 1)
+    def stage_s(_: int, first: int, layers: int) -> float:
+        return terms.stage_s(first, layers)
 
     # Each of the other stages needs a layer for each of its virtual stages.
     most = num_layers - num_chunks * (num_stages - 1)
@@ -114,7 +131,10 @@ def choose_layers(
         room = [held.most_layers(stage, limit_bytes, most) for stage in range(num_stages)]
         if min(room) >= num_chunks and sum(room) >= num_layers:
             return balanced_layers(stage_s, num_layers, room, least=num_chunks)
-    return balanced_layers(single.peak_bytes, num_layers, (most,) * num_stages, least=num_chunks)
+    held_bytes = cache(single.peak_bytes)
+    return balanced_layers(
+        lambda stage, _, layers: held_bytes(stage, layers), num_layers, (most,) * num_stages, least=num_chunks
+    )
 
 
 def _stage_memories(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.latency_sums import PassParts
+from peft_mux.scheduler.costs.sums.pass_parts import PassParts
 from peft_mux.scheduler.planner.values import TurnPlan
 from peft_mux.scheduler.subgraphs.groups import GroupedPass, neighbour_groups, turn_groups
 from peft_mux.scheduler.subgraphs.passes import Direction, Stretch, pass_times, turns_timeline

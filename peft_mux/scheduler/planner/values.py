@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from peft_mux.packing.passes import PassRules
-from peft_mux.scheduler.costs.latency_sums import PassParts
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.memory import MemoryEstimate
+from peft_mux.scheduler.costs.sums.pass_parts import PassParts
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule
 

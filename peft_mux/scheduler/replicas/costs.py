@@ -136,8 +136,8 @@ def layer_times(facts: ReplicaFacts, tp: int, max_tokens: int) -> list[LayerTime
         largest = max(2, longest // length)
         for size in sorted({int(size) for size in np.geomspace(1, largest, _SIZE_POINTS)} | {1, 2}):
             terms = cost.uniform_terms(facts.loads, size, length)
-            spread_s = terms.first_s + terms.last_s + facts.profile.pass_overhead_s
-            times.append(LayerTime(tp, length, size, terms.layer_s + spread_s / facts.shape.num_layers))
+            seconds = terms.stage_s(0, facts.shape.num_layers) + facts.profile.pass_overhead_s
+            times.append(LayerTime(tp, length, size, seconds / facts.shape.num_layers))
     return times
 
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
-from peft_mux.scheduler.costs.latency_sums import PassParts
 from peft_mux.scheduler.costs.link import Overlap
+from peft_mux.scheduler.costs.sums.pass_parts import PassParts
 from peft_mux.scheduler.subgraphs.graph import Operator
 from peft_mux.scheduler.subgraphs.schedule import schedule, sequential_schedule
 from peft_mux.scheduler.subgraphs.segments import Subgraph, subgraph_key

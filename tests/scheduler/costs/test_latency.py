@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peft_mux.packing.passes import Member
 from peft_mux.scheduler.costs.curves import AdapterTable, Curve
 from peft_mux.scheduler.costs.frozen_parts import FrozenParts
 from peft_mux.scheduler.costs.hardware import DEVICES
@@ -216,13 +217,16 @@ def test_a_step_takes_longer_by_the_forwards_that_losses_need_before_it(field: s
 
 def test_the_terms_of_a_stage_are_what_its_latency_is_made_of() -> None:
     task = TaskLoad("a", (100, 60), 150, (AdapterLoad(8, 128, 64),), 1000)
+    deep = [replace(task, lowest_layer=3), replace(task, name="b", lowest_layer=5, unmet_share=0.5)]
     for layers in ((1, 5, 2), (4, 3, 1)):
         cost = CostModel(PROFILE, SHAPE, num_stages=3, devices_per_stage=2, layers_per_stage=layers, tensor_link=LINK)
-        terms = cost.stage_terms([task], 2)
-        for stage in range(3):
+        whole, terms = cost.stage_terms([task], 2), cost.stage_terms(deep, 1)
+        rows = [Member(number, row, 0, length) for number in (0, 1) for row, length in enumerate(task.lengths)]
+        below_s = cost.passes_s(deep, [rows])[0] - PROFILE.pass_overhead_s
+        for stage, first in enumerate((0, layers[0], layers[0] + layers[1])):
             expected = cost.stage_latency_s([task], num_micro_batches=2, stage=stage) / PROFILE.forward_fraction
-            own = terms.stage_s(layers[stage], is_first=stage == 0, is_last=stage == 2)
-            assert own == pytest.approx(expected)
+            assert whole.stage_s(first, layers[stage]) == pytest.approx(expected)
+            assert terms.stage_s(first, layers[stage]) == pytest.approx(below_s[stage])
 
 
 def test_sums_that_no_link_carries_take_no_time_and_a_profiles_own_link_carries_them() -> None:

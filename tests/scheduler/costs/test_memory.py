@@ -73,10 +73,12 @@ def test_checkpointing_keeps_less() -> None:
     assert kept[1] < kept[0] / 4
 
 
-def test_the_loss_lies_on_the_last_stage_in_bf16_on_cuda_and_in_fp32_twice_elsewhere() -> None:
+def test_the_loss_lies_on_the_last_stage_in_bf16_on_cuda_and_beside_its_fp32_copy_elsewhere() -> None:
     cuda, cpu = (MemoryModel(LLAMA_7B, num_stages=2, device_type=kind) for kind in ("cuda", "cpu"))
     assert cuda.loss_bytes(10**6) == (2**26 // 32000) // 128 * 128 * 32000 * 2
-    assert cpu.loss_bytes(10**6) == 384 * 32000 * 8
+    assert cpu.loss_bytes(10**6) == 384 * 32000 * (2 + 4)
+    in_fp32 = MemoryModel(replace(LLAMA_7B, activation_bytes=4), device_type="cpu")
+    assert in_fp32.loss_bytes(10**6) == 384 * 32000 * 4
     assert cuda.loss_bytes(10) == 10 * 32000 * 2
     assert cuda.workspace_bytes(100, 0) < cuda.workspace_bytes(100, 1) + 1
 
@@ -167,8 +169,8 @@ def test_transients_are_as_wide_as_a_device_s_part_of_the_mlp_or_else_as_the_res
 
 def test_devices_of_a_stage_share_the_words_of_the_loss_in_fp32() -> None:
     two = MemoryModel(LLAMA_7B, devices_per_stage=2)
-    assert two.loss_bytes(10) == 10 * 16_000 * 8
-    assert two.loss_bytes(10**6) == (2**26 // 16_000) // 128 * 128 * 16_000 * 8
+    assert two.loss_bytes(10) == 10 * 16_000 * (2 + 4)
+    assert two.loss_bytes(10**6) == (2**26 // 16_000) // 128 * 128 * 16_000 * (2 + 4)
 
 
 @pytest.mark.parametrize("is_tied", [False, True])

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peft_mux.packing.passes import Member
 from peft_mux.scheduler.costs.frozen_parts import FrozenParts
 from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.latency import CostModel
@@ -73,11 +74,11 @@ def test_no_other_cut_is_faster_and_none_as_fast_is_more_equal(data: st.DataObje
     num_layers = data.draw(st.integers(least * num_stages, 11))
     # Small whole numbers, so that there are ties, and sums of them are exact.
     own = data.draw(st.lists(st.integers(0, 6), min_size=num_stages, max_size=num_stages))
-    each = data.draw(st.lists(st.integers(1, 2), min_size=num_stages, max_size=num_stages))
+    each = data.draw(st.lists(st.integers(0, 3), min_size=num_layers, max_size=num_layers))
     most = data.draw(st.lists(st.integers(least, num_layers), min_size=num_stages, max_size=num_stages))
 
-    def stage_s(stage: int, layers: int) -> float:
-        return float(each[stage] * layers + own[stage])
+    def stage_s(stage: int, first: int, layers: int) -> float:
+        return float(sum(each[first : first + layers]) + own[stage])
 
     allowed = [
         layers
@@ -90,7 +91,8 @@ def test_no_other_cut_is_faster_and_none_as_fast_is_more_equal(data: st.DataObje
         return
 
     def key(layers: tuple[int, ...]) -> tuple[float, int]:
-        return max(stage_s(stage, count) for stage, count in enumerate(layers)), unequal(layers)
+        firsts = itertools.accumulate(layers, initial=0)
+        return max(map(stage_s, range(num_stages), firsts, layers)), unequal(layers)
 
     found = balanced_layers(stage_s, num_layers, most, least=least)
     assert found in allowed
@@ -102,7 +104,7 @@ def test_where_nothing_lies_before_or_after_the_layers_they_are_cut_as_equally_a
     num_layers: int, num_stages: int
 ) -> None:
     num_stages = min(num_stages, num_layers)
-    cut = balanced_layers(lambda stage, layers: 0.1 * layers, num_layers, (num_layers,) * num_stages)
+    cut = balanced_layers(lambda stage, first, layers: 0.1 * layers, num_layers, (num_layers,) * num_stages)
     assert cut == split_layers(num_layers, num_stages)
 
 
@@ -114,6 +116,28 @@ def test_the_chosen_cut_is_the_fastest_of_all_under_the_cost_model(num_stages: i
     assert everyone[found] == pytest.approx(min(everyone.values()))
     assert found[-1] < LAYERS // num_stages, "the head is worth layers here, so that the last stage has fewer"
     assert everyone[found] < everyone[split_layers(LAYERS, num_stages)]
+
+
+def pace_s(layers: tuple[int, ...], loads: list[TaskLoad], devices: int = 1) -> float:
+    """Return the seconds of the slowest stage, forward and backward, by the cost model itself."""
+    cost = CostModel(PROFILE, SHAPE, num_stages=len(layers), devices_per_stage=devices, layers_per_stage=layers)
+    passes = [[Member(task, 0, 0, one.tokens // (4 * len(layers))) for task, one in enumerate(loads)]]
+    return float(cost.passes_s(loads, passes).max())
+
+
+@pytest.mark.parametrize(("num_stages", "devices"), [(2, 1), (3, 1), (4, 2)])
+@pytest.mark.parametrize("lowest", [(8, 8), (4, 12)])
+def test_stages_below_the_lowest_adapters_have_more_layers(
+    num_stages: int, devices: int, lowest: tuple[int, int]
+) -> None:
+    deep = [replace(load(name, 64, 64), lowest_layer=own) for name, own in zip("ab", lowest, strict=True)]
+    whole = [replace(one, lowest_layer=0) for one in deep]
+    found = choose_layers(deep, *models(num_stages, devices), None, max_tokens=8192)
+    everyone = {layers: pace_s(layers, deep, devices) for layers in cuts(LAYERS, num_stages)}
+    assert everyone[found] == pytest.approx(min(everyone.values()), rel=1e-3)
+    before = choose_layers(whole, *models(num_stages, devices), None, max_tokens=8192)
+    assert found[0] > before[0]
+    assert everyone[found] < 0.95 * everyone[before]
 
 
 # --------------------------------------------------------------------- memory
@@ -173,6 +197,13 @@ def test_every_virtual_stage_has_a_layer() -> None:
     heavy = [replace(load("a"), num_targets=10**6)]
     assert choose_layers(heavy, *models(4), None, max_tokens=8192)[-1] == 1
     assert choose_layers(heavy, *models(4), None, max_tokens=8192, num_chunks=2)[-1] == 2
+
+
+def test_layers_below_all_adapters_are_as_dear_as_others_where_virtual_stages_lie_apart() -> None:
+    deep = [replace(load("a"), lowest_layer=8)]
+    both = [choose_layers(one, *models(2), None, max_tokens=8192, num_chunks=2) for one in (deep, [load("a")])]
+    assert both[0] == both[1]
+    assert both[0] != choose_layers(deep, *models(2), None, max_tokens=8192)
 
 
 def test_without_tasks_or_with_one_stage_layers_are_cut_equally() -> None:

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from peft_mux.scheduler.costs.latency_sums import PassParts
 from peft_mux.scheduler.costs.link import Overlap
+from peft_mux.scheduler.costs.sums.pass_parts import PassParts
 from peft_mux.scheduler.subgraphs.groups import GroupedPass, neighbour_groups, turn_groups
 from peft_mux.scheduler.subgraphs.launcher import LaunchQueue
 from peft_mux.scheduler.subgraphs.layers import LayerLatency, layer_graph
