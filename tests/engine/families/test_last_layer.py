@@ -32,7 +32,7 @@ from tests.engine.families.test_families import check_as_alone
 from tests.engine.pipeline import stage_cases
 from tests.engine.processes import cases as parallel_cases
 
-SUMS_BEFORE = ("olmo2",)
+SUMS_BEFORE = ("flex_olmo", "minimax_m2", "olmo2", "olmo3")
 """Families whose shards sum before attention, for a norm over all heads; they compute all rows."""
 FAST = ("qwen3", "mixtral")
 SLOW = tuple(kind for kind in FAMILIES if kind not in FAST)
