@@ -70,8 +70,8 @@ def task_load(
     lengths = typical_lengths(rows, run.hyper.train_batch_size) if batch is None else tuple(map(len, batch.sequences))
     trie = None if batch is None else batch.trie
     shared = _shared(lengths, trie)
-    # The head reads each row of the activations once, whatever the number of sequences that have it in common.
     lowest = lowest_layer(shapes) if kind.name == LORA else 0
+    # The head reads each row of the activations once, whatever the number of sequences that have it in common.
     targets = min(round(sum(lengths) * _share_of_targets(run)), sum(lengths) - sum(shared))
     return TaskLoad(
         name=run.name,
