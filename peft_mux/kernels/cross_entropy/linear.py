@@ -39,6 +39,8 @@ _BLOCK_SIZES = {"cpu": BlockSizes(384, 2**22, 2**27)}
 _DEFAULT_BLOCK_SIZES = BlockSizes(512, 2**26, 2**28)
 _LEAST_ROWS = 16
 _TILE_ROWS = 128
+COPIED_ROWS = 16
+"""Rows of logits whose exponentials are made at once where only their sums are wanted; few, as they are a copy."""
 
 
 class Head(NamedTuple):
@@ -67,13 +69,6 @@ class Head(NamedTuple):
         if self.softcap is not None:
             logits = self.softcap * torch.tanh(logits / self.softcap)
         return logits
-
-    def slope(self, logits_MV: torch.Tensor) -> torch.Tensor | float:
-        """Return the derivative of logits by those without scale and cap, in a copy; a number where all have one."""
-        if self.softcap is None:
-            return self.scale
-        # 1 - tanh^2 is the derivative of tanh.
-        return (logits_MV / self.softcap).square_().neg_().add_(1.0).mul_(self.scale)
 
 
 def block_rows(vocab_size: int, device_type: str) -> int:
@@ -145,13 +140,11 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
             blocks = []
         for rows in blocks:
             logits, targets = head.logits(hidden_MD[rows]), targets_M[rows, None]
-            slope = head.slope(logits) if gradient is not None else 1.0
-            target_logits = logits.gather(1, targets)
-            exponentials, top, total = exponentials_(logits)
-            losses[rows] = (top + total.log() - target_logits).squeeze(1)
+            parts = [part.logsumexp(dim=-1, keepdim=True) for part in logits.split(COPIED_ROWS)]
+            log_normaliser = torch.cat(parts)
+            losses[rows] = (log_normaliser - logits.gather(1, targets)).squeeze(1)
             if gradient is not None:
-                ones = torch.ones_like(target_logits)
-                gradient[rows] = hidden_gradient(exponentials.div_(total), targets, ones, head, slope, hidden_MD.dtype)
+                gradient[rows] = hidden_gradient(logits, log_normaliser, targets, head, hidden_MD.dtype)
         # Rows are weighted in the backward pass, where their weights arrive: a task divides by its global batch.
         if gradient is not None:
             ctx.save_for_backward(gradient)
@@ -199,35 +192,34 @@ def _fused_blocks(
             torch.mm(logits, weight, out=gradient_MD[rows])
 
 
-def exponentials_(logits_MV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Overwrite logits with `exp(logits - top)`; return these, the greatest of each row, and their sums `[M, 1]`."""
-    top = logits_MV.amax(dim=1, keepdim=True)
-    exponentials = logits_MV.sub_(top).exp_()
-    return exponentials, top, exponentials.sum(dim=1, keepdim=True)
-
-
 def hidden_gradient(
-    probabilities: torch.Tensor,
+    logits: torch.Tensor,
+    log_normaliser: torch.Tensor,
     targets: torch.Tensor,
-    ones: torch.Tensor,
     head: Head,
-    slope: torch.Tensor | float,
     hidden_dtype: torch.dtype,
+    is_here: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `d loss / d hidden` of a block, `[M, D]`; overwrites the probabilities.
+    """Return `d loss / d hidden` of a block, `[M, D]`; overwrites the logits.
 
     Args:
-        probabilities: `[M, V]`, those of a block of rows, or of a shard's words.
-        targets: int64 `[M, 1]`, index of each target among these words.
-        ones: `[M, 1]` of the same dtype, 1 where the target is among these words, else 0.
+        logits: `[M, V]` logits of a block of rows, or those of a shard's words.
+        log_normaliser: `[M, 1]`, logarithm of the softmax's denominator over all words.
+        targets: int64 `[M, 1]`, index of each target among the words of `logits`.
         head: the head that made the logits.
-        slope: what `Head.slope` said of the logits.
         hidden_dtype: the dtype of the hidden states, and so of the result.
+        is_here: bool `[M, 1]`, whether a target is among these words; by default all are.
     """
-    errors = probabilities.scatter_add_(1, targets, -ones)
-    if isinstance(slope, torch.Tensor) or slope != 1.0:
-        errors.mul_(slope)
-    return errors.to(hidden_dtype) @ head.weight.to(hidden_dtype)
+    # From the capped logits, before they are overwritten: 1 - tanh^2 is the derivative of tanh.
+    slope = None if head.softcap is None else head.scale * (1 - (logits / head.softcap) ** 2)
+    probabilities = logits.sub_(log_normaliser).exp_()
+    ones = torch.ones_like(targets) if is_here is None else is_here
+    probabilities.scatter_add_(1, targets, -ones.to(probabilities.dtype))
+    if slope is not None:
+        probabilities.mul_(slope)
+    elif head.scale != 1.0:
+        probabilities.mul_(head.scale)
+    return probabilities.to(hidden_dtype) @ head.weight.to(hidden_dtype)
 
 
 def reference_linear_cross_entropy(hidden_MD: torch.Tensor, head: Head, targets_M: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ def spreads_of_logits(logits_MV: torch.Tensor, targets: Targets, vocab_size: int
         targets: where the targets lie.
         vocab_size: number of words of all shards.
     """
-    of_target_M = targets.logits(logits_MV)
+    of_target_M = logits_MV.gather(1, targets.local_M).where(targets.is_here_M, 0.0).squeeze(1)
     return of_target_M - logits_MV.sum(dim=1) / vocab_size
 
 

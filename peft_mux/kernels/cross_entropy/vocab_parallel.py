@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from peft_mux.kernels.cross_entropy.linear import Head, block_rows, exponentials_, hidden_gradient
+from peft_mux.kernels.cross_entropy.linear import COPIED_ROWS, Head, block_rows, hidden_gradient
 
 
 class Waitable(Protocol):
@@ -77,10 +77,6 @@ class Targets(NamedTuple):
         # Any valid index will do for another shard's word: what is read there is replaced by 0.
         return cls(local_M.where(is_here_M, 0), is_here_M)
 
-    def logits(self, logits_MV: torch.Tensor) -> torch.Tensor:
-        """Return the logit of each target, 0 where it is another shard's: `[M]`."""
-        return logits_MV.gather(1, self.local_M).where(self.is_here_M, 0.0).squeeze(1)
-
 
 def vocab_parallel_linear_cross_entropy(
     hidden_MD: torch.Tensor,
@@ -133,13 +129,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + rows_per_block)
             logits = head.logits(hidden_MD[rows])
             targets = Targets.of(targets_M[rows], first, logits.shape[1])
-            slope = head.slope(logits) if gradient is not None else 1.0
-            target_logits = targets.logits(logits)
-            exponentials, top, total = exponentials_(logits)
-            log_normaliser, losses[rows] = normaliser_and_losses(top, total, target_logits, links)
+            log_normaliser, losses[rows] = normaliser_and_losses(logits, targets, links)
             if gradient is not None:
-                probabilities, ones = exponentials.mul_((top - log_normaliser).exp()), targets.is_here_M.to(top.dtype)
-                gradient[rows] = hidden_gradient(probabilities, targets.local_M, ones, head, slope, hidden_MD.dtype)
+                gradient[rows] = hidden_gradient(
+                    logits, log_normaliser, targets.local_M, head, hidden_MD.dtype, targets.is_here_M
+                )
         if gradient is not None:
             ctx.save_for_backward(gradient)
         ctx.links = links
@@ -157,25 +151,35 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def normaliser_and_losses(
-    top_M1: torch.Tensor, total_M1: torch.Tensor, target_logits_M: torch.Tensor, links: TensorParallelLinks
+    logits_MV: torch.Tensor, targets: Targets, links: TensorParallelLinks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logarithm of the softmax's denominator over all shards `[M, 1]`, and the losses `[M]`.
 
     Args:
-        top_M1: the greatest logit of this shard's words, `[M, 1]`.
-        total_M1: the sum of the exponentials of this shard's logits less the greatest, `[M, 1]`.
-        target_logits_M: the target's logit, 0 where the target is another shard's, `[M]`.
+        logits_MV: logits of this shard's words, in fp32 at least.
+        targets: where the targets of the rows lie.
         links: how this shard sums with the other ones.
     """
     # Each shard writes into zeros of its own, so that the sum is a gathering: adding 0 changes no bit.
-    parts = top_M1.new_zeros(links.size, 3, len(top_M1))
-    parts[links.index] = torch.stack([top_M1.squeeze(1), total_M1.squeeze(1), target_logits_M])
+    parts = logits_MV.new_zeros(links.size, 3, len(logits_MV))
+    top_M = logits_MV.amax(dim=1)
+    own = parts[links.index]
+    own[0] = top_M
+    rows = zip(logits_MV.split(COPIED_ROWS), top_M.split(COPIED_ROWS), strict=True)
+    own[1] = torch.cat([(part - top[:, None]).exp_().sum(dim=1) for part, top in rows])
+    own[2] = logits_MV.gather(1, targets.local_M).where(targets.is_here_M, 0.0).squeeze(1)
     links.all_reduce(parts).wait()
-    tops, totals, target_logits = parts.unbind(dim=1)
+    tops, sums, target_logits = parts.unbind(dim=1)
     # The greatest logit of all shards is taken off, so that no exponential overflows.
     top_M = tops.amax(dim=0)
-    log_normaliser_M = top_M + (totals * (tops - top_M).exp()).sum(dim=0).log()
+    log_normaliser_M = top_M + (sums * (tops - top_M).exp()).sum(dim=0).log()
     return log_normaliser_M[:, None], log_normaliser_M - target_logits.sum(dim=0)
+
+
+def _softmax_minus_one_hot(logits: torch.Tensor, log_normaliser: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Return `softmax - one_hot` of this shard's words, in the memory of the logits."""
+    probabilities = logits.sub_(log_normaliser).exp_()
+    return probabilities.scatter_add_(1, targets.local_M, -targets.is_here_M.to(logits.dtype))
 
 
 class VocabParallelCrossEntropy(torch.autograd.Function):
@@ -195,9 +199,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             links: how this shard sums with the other ones.
         """
         targets = Targets.of(targets_M, first, logits_MV.shape[1])
-        # In a copy, as logits are kept for the backward pass.
-        _, top, total = exponentials_(logits_MV.clone())
-        log_normaliser, losses_M = normaliser_and_losses(top, total, targets.logits(logits_MV), links)
+        log_normaliser, losses_M = normaliser_and_losses(logits_MV, targets, links)
         ctx.save_for_backward(logits_MV, log_normaliser, *targets)
         return losses_M
 
@@ -207,6 +209,5 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         """Return the gradient of this shard's logits."""
         logits_MV, log_normaliser, local_M, is_here_M = ctx.saved_tensors
         # In a copy: what was saved for the backward pass may be asked for again.
-        probabilities_MV = (logits_MV - log_normaliser).exp_()
-        errors_MV = probabilities_MV.scatter_add_(1, local_M, -is_here_M.to(logits_MV.dtype))
+        errors_MV = _softmax_minus_one_hot(logits_MV.clone(), log_normaliser, Targets(local_M, is_here_M))
         return errors_MV.mul_(d_losses_M[:, None]), None, None, None
