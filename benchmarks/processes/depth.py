@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from benchmarks.processes.workers import run_ranks
+from benchmarks.processes.workers import run_ranks, written_once
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -38,11 +38,11 @@ def main() -> None:
         path = Path(folder) / "found.json"
         run_ranks("benchmarks.processes.depth", 2, path)
         rows = json.loads(path.read_text(encoding="utf-8"))
-    print("adapters in    cut by work   planned ms   ms a step   cut evenly   ms a step   times as fast")
+    print("lowest adapter cut by work   planned ms   ms a step   cut evenly   ms a step   times as fast")
     for row in rows:
         own, even = row["own"], row["even"]
         print(
-            f"{row['place']:<12} {own['layers']!s:>13} {row['planned_s'] * 1e3:>12.1f} {own['step_s'] * 1e3:>11.1f}"
+            f"{row['lowest']:>14} {own['layers']!s:>11} {row['planned_s'] * 1e3:>12.1f} {own['step_s'] * 1e3:>11.1f}"
             f" {even['layers']!s:>12} {even['step_s'] * 1e3:>11.1f} {even['step_s'] / own['step_s']:>15.2f}"
         )
 
@@ -56,13 +56,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     folder = Path(options.found).parent
     spec = ModelSpec(num_layers=options.layers)
-    backbone = _once(options, folder / "backbone", spec.build().save_pretrained)
+    backbone = written_once(options.worker, folder / "backbone", spec.build().save_pretrained)
     first = trainer_for(options, folder, backbone, 0)
     measured = first.measure_profile(options.profile_s).to_json()
-    profile = _once(options, folder / "profile.json", partial(Path.write_text, data=measured, encoding="utf-8"))
+    profile = written_once(
+        options.worker, folder / "profile.json", partial(Path.write_text, data=measured, encoding="utf-8")
+    )
     rows = []
-    places = {"all layers": 0, "upper half": options.layers // 2, "upper eighth": options.layers * 7 // 8}
-    for place, lowest in places.items():
+    for lowest in (0, options.layers // 2, options.layers * 7 // 8):
         steps: dict[str, list[float]] = {"own": [], "even": []}
         plans: dict[str, Any] = {}
         for turn in range(2 * options.rounds):
@@ -73,7 +74,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         row: dict[str, Any] = {
             arm: {"layers": plans[arm].layers_per_stage, "step_s": statistics.median(own)} for arm, own in steps.items()
         }
-        rows.append({"place": place, "planned_s": plans["own"].step_s, **row})
+        rows.append({"lowest": lowest, "planned_s": plans["own"].step_s, **row})
     return rows
 
 
@@ -131,17 +132,6 @@ def trainer_for(options: argparse.Namespace, folder: Path, backbone: Path, lowes
         **arguments,
     )
     return MultiTaskTrainer(model=str(backbone), tasks=tasks, args=args)
-
-
-def _once(options: argparse.Namespace, path: Path, write: Any) -> Path:
-    """Return a path that rank 0 has written, whole; the other waits for it."""
-    if options.worker == 0:
-        unfinished = path.with_name(f"unfinished-{path.name}")
-        write(unfinished)
-        unfinished.rename(path)
-    while not path.exists():
-        time.sleep(0.05)
-    return path
 
 
 def _parser() -> argparse.ArgumentParser:

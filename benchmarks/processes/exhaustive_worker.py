@@ -8,7 +8,7 @@ import itertools
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
+from benchmarks.processes.workers import written_once
 from benchmarks.training.mux import trainer_for
 from benchmarks.training.workloads import ModelSpec, TaskWorkload, Workload
 from peft_mux.scheduler.pipeline.template import Schedule
@@ -131,12 +132,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     size = options.hidden_size
     model = ModelSpec(hidden_size=size, num_layers=options.layers, intermediate_size=size * 43 // 16, vocab_size=1024)
     folder, rows = Path(options.found).parent, []
-    backbone = _once(options, folder / "backbone", model.build().save_pretrained)
+    backbone = written_once(options.worker, folder / "backbone", model.build().save_pretrained)
     for layout in options.layouts:
         own = {**LAYOUTS[layout], "pipeline_flush": "every_step"}
         first = trainer_for(lambda: str(backbone), _workload(0, options), f"{folder}/profile-{layout}", False, **own)
         measured = first.measure_profile(options.profile_s).to_json()
-        profile = _once(options, folder / f"{layout}.json", partial(Path.write_text, data=measured, encoding="utf-8"))
+        profile = written_once(
+            options.worker, folder / f"{layout}.json", partial(Path.write_text, data=measured, encoding="utf-8")
+        )
         for number in options.only or range(options.mixes):
             work = _workload(number, options)
             arguments = {**own, "cost_profile": str(profile)}
@@ -145,17 +148,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             if options.worker == 0:
                 print(layout, number, f"{rows[-1]['own_s'] / rows[-1]['best_s']:.3f}", flush=True)
     return rows
-
-
-def _once(options: argparse.Namespace, path: Path, write: Callable[[Path], object]) -> Path:
-    """Return a path that rank 0 has written, whole; the other waits for it."""
-    if options.worker == 0:
-        unfinished = path.with_name(f"unfinished-{path.name}")
-        write(unfinished)
-        unfinished.rename(path)
-    while not path.exists():
-        time.sleep(0.05)
-    return path
 
 
 def _row(trainer: Any, work: Workload, layout: str, options: argparse.Namespace) -> dict[str, Any]:

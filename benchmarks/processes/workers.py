@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 
@@ -33,6 +33,23 @@ def run_workers(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> 
         for process in processes:
             process.kill()
             process.wait()
+
+
+def written_once(rank: int, path: Path, write: Callable[[Path], object]) -> Path:
+    """Return a path that rank 0 writes, whole; the others wait for it.
+
+    Args:
+        rank: the number of this process.
+        path: the file or folder.
+        write: writes it to the path that it is given.
+    """
+    if rank == 0:
+        unfinished = path.with_name(f"unfinished-{path.name}")
+        write(unfinished)
+        unfinished.rename(path)
+    while not path.exists():
+        time.sleep(0.05)
+    return path
 
 
 def run_ranks(module: str, num_processes: int, found: Path, *, kept_here: Collection[str] = ()) -> None:

@@ -201,9 +201,9 @@ def _has_reference_forward(run: TaskRun) -> bool:
 
 
 def _adapter_loads(
-    kind: AdapterKind, shapes: ParameterShapes, num_layers: int, cut: CutLayers, routed_share: float
+    kind: AdapterKind, shapes: ParameterShapes, num_adapted: int, cut: CutLayers, routed_share: float
 ) -> tuple[AdapterLoad, ...]:
-    """Return the adapters of a mean one of these decoder layers, as a token passes through them."""
+    """Return the adapters of a mean one of the layers that they lie in, as a token passes through them."""
     found = Counter(
         (max(1, round(load.rank * (routed_share if load.is_routed else 1.0))), load.width, load.cut_width)
         for load in kind.loads(shapes, cut)
@@ -212,7 +212,7 @@ def _adapter_loads(
         AdapterLoad(rank, width, cut_width)
         for (rank, width, cut_width), count in sorted(found.items())
         # At least one: the adapters of a task that adapts few layers would else cost nothing.
-        for _ in range(max(1, round(count / num_layers)))
+        for _ in range(max(1, round(count / num_adapted)))
     )
 
 

@@ -64,10 +64,13 @@ class Head(NamedTuple):
         logits = F.linear(hidden_MD, self.weight.to(hidden_MD.dtype), bias)
         # bf16 has 8 bits: exponentials and their sum need fp32. Logits in float64 stay as they are.
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        # In their own memory, unless autograd is to know how they were made.
+        out = None if logits.requires_grad else logits
         if self.scale != 1.0:
-            logits = logits * self.scale
+            logits = torch.mul(logits, self.scale, out=out)
         if self.softcap is not None:
-            logits = self.softcap * torch.tanh(logits / self.softcap)
+            capped = torch.tanh(torch.div(logits, self.softcap, out=out), out=out)
+            logits = torch.mul(capped, self.softcap, out=out)
         return logits
 
 
@@ -211,7 +214,9 @@ def hidden_gradient(
         is_here: bool `[M, 1]`, whether a target is among these words; by default all are.
     """
     # From the capped logits, before they are overwritten: 1 - tanh^2 is the derivative of tanh.
-    slope = None if head.softcap is None else head.scale * (1 - (logits / head.softcap) ** 2)
+    slope = None
+    if head.softcap is not None:
+        slope = (logits / head.softcap).square_().neg_().add_(1.0).mul_(head.scale)
     probabilities = logits.sub_(log_normaliser).exp_()
     ones = torch.ones_like(targets) if is_here is None else is_here
     probabilities.scatter_add_(1, targets, -ones.to(probabilities.dtype))

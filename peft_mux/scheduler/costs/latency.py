@@ -20,8 +20,9 @@ Where the paper slips or is silent, decided here:
 * Overheads of passes and steps are not in Eq. 3 and 4: `pass_s` and `step_s` add them.
 * Eq. 3 and 4 compute every row in every layer, and its gradient. What the last layer spares where it computes the rows
   alone that a loss reads is taken off the last stage, and what a backward spares below each task's lowest adapter off
-  the stages of these layers; virtual stages of a device are taken to be neighbours. A profile holds layers of all rows,
-  so that nothing is taken off twice.
+  the stages of these layers: products of its rows, and below the adapters of all tasks the whole backward. Virtual
+  stages of a device are taken to be neighbours. A profile holds layers of all rows, so that nothing is taken off twice.
+* Eq. 3 has the same adapters in every layer. Here a task's lie in the layers from its lowest adapter on, alike.
 """
 
 from __future__ import annotations
@@ -267,7 +268,7 @@ class CostModel:
         adapters_s = self._stages.adapters_s(stage, sums) - spared.adapters_s
         is_alone = self.devices_per_stage == self.backbone_shards == 1
         # What is left; where nobody is spoken to, that is rounding.
-        host_s = float(layers - sums.depth.layers[stage] / 2) * self._stages.host_layer_s
+        host_s = float(self._stages.host_s(stage, sums))
         all_s = self._stages.stage_s(stage, sums) - host_s
         communication_s = 0.0 if is_alone else max(0.0, all_s - tokens_s - attention_s - adapters_s)
         seconds = least_pass_s(self.profile) + host_s, tokens_s, attention_s, adapters_s, communication_s

@@ -104,9 +104,7 @@ class StageTimes:
 
     def below_adapters(self, stage: int, sums: Sums) -> Spared:
         """Return the seconds of what the backward of a stage leaves out below the lowest adapters of its tasks."""
-        # Stages that gather their weights are run backward all the same, as replicas gather together.
-        is_run = self.backbone_shards > 1 and len(self.size.layers) > 1
-        part, layers = 1 - self.profile.forward_fraction, 0.0 if is_run else sums.depth.layers[stage]
+        part, layers = 1 - self.profile.forward_fraction, self._layers_below(stage, sums)
         of_rows = sums.depth.rows[stage] / np.maximum(sums.tokens, 1e-9)
         return Spared(
             products_s=part * (layers + of_rows) * sums.products_s / self.size.devices,
@@ -120,6 +118,10 @@ class StageTimes:
         whole_s = left_s + self.below_adapters(stage, sums).seconds
         return np.minimum(self.profile.forward_fraction * whole_s / np.maximum(left_s, 1e-12), 1.0)
 
+    def host_s(self, stage: int, sums: Sums) -> Any:
+        """Return the seconds of the host for the sums of a stage's layers, which are not divided."""
+        return (self.size.layers[stage] - self._layers_below(stage, sums) / 2) * self.host_layer_s
+
     @property
     def device_type(self) -> str:
         """The type of the devices."""
@@ -130,6 +132,12 @@ class StageTimes:
         """Seconds of the host for one layer that are not divided: two sums each way, as far as they were measured."""
         overlap = self.profile.overlap
         return 0.0 if self.size.devices == 1 or overlap is None else ALL_REDUCES_PER_LAYER * overlap.host_s
+
+    def _layers_below(self, stage: int, sums: Sums) -> Any:
+        """Return the layers of a stage that are not run backward."""
+        # Stages that gather their weights are run backward all the same, as replicas gather together.
+        is_run = self.backbone_shards > 1 and len(self.size.layers) > 1
+        return 0.0 if is_run else sums.depth.layers[stage]
 
     def _layer_s(self, sums: Sums) -> Any:
         """Return the seconds of one layer without adapters."""

@@ -280,13 +280,17 @@ def test_the_logits_of_the_whole_stream_never_exist() -> None:
     assert sizes_of(linear_cross_entropy, rows, vocabulary, rows_per_block=block) == block * vocabulary
 
 
-def test_the_logits_of_a_block_are_held_once() -> None:
-    hidden, head = torch.randn(40, 4, requires_grad=True), Head(torch.randn(1000, 4), torch.randn(1000))
+@pytest.mark.parametrize(("scale", "softcap", "times"), [(1.0, None, 1), (0.5, None, 1), (0.5, 3.0, 2)])
+def test_the_logits_of_a_block_are_held_once_and_twice_with_the_slope_of_a_cap(
+    scale: float, softcap: float | None, times: int
+) -> None:
+    head = Head(torch.randn(1000, 4), torch.randn(1000), scale, softcap)
+    hidden = torch.randn(40, 4, requires_grad=True)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
         linear_cross_entropy(hidden, head, torch.randint(1000, (40,))).sum().backward()
     # Negative where memory is given back.
     sizes = [event.nbytes() for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
-    assert [size for size in sizes if size >= 1000 * 40 * 4] == [1000 * 40 * 4]
+    assert [size for size in sizes if size >= 1000 * 40 * 4] == [1000 * 40 * 4] * times
 
 
 def test_the_default_block_bounds_the_logits_whatever_the_length(monkeypatch: pytest.MonkeyPatch) -> None:

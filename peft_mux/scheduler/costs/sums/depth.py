@@ -19,7 +19,7 @@ class Depth:
     """Where the adapters of a micro-batch lie in each of S stages: `[S]`, or of many micro-batches `[S, ...]`.
 
     Attributes:
-        adapted: layers with adapters, those of each task counted by what the task takes of an adapted layer.
+        adapted: layers with adapters: a mean over the tasks, weighted with what each takes of such a layer.
         layers: layers below the adapters of all its tasks, through which no gradient goes.
         rows: in the layers above those, tokens of the tasks that have no adapter there or below, times these layers and
             the part of their products that is spared. Attention and norms are computed for them all the same.
@@ -50,9 +50,10 @@ class TaskDepths:
             np.array([getattr(load, name) for load in loads], dtype=float) for name in ("lowest_layer", "unmet_share")
         )
         below = self._layers_below(self._lowest)
-        # Of each stage, the layers whose products each task's rows are spared, and those with its adapters: [S, M].
+        # Of each stage and task, the layers whose products its rows are spared, and those with its adapters: [S, M].
         self._spared, self._adapted = self._share * below, self._counts[:, None] - below
         parameters = np.array([load.trainable_parameters for load in loads], dtype=float)
+        # The products of adapters take about as long as they have parameters and tokens.
         self._weight = parameters / np.maximum(self._counts.sum() - self._lowest, 1.0)
 
     def of(self, tokens: _Array) -> Depth:

@@ -22,8 +22,8 @@ class Sums:
         products_s: seconds of one layer's products with frozen weights, and of its norms, on one device.
         attention_s: seconds of one layer's attention product on one device.
         calls_s: seconds of the launches of one layer's attention calls.
-        adapters_s: seconds of all adapters of one layer, fused as in Eq. 3.
-        depth: what a backward leaves out below the lowest adapters of the tasks.
+        adapters_s: seconds of all adapters of one layer that every task adapts, fused as in Eq. 3.
+        depth: in how many layers of each stage adapters lie, and what a backward leaves out below.
     """
 
     tokens: Any
