@@ -290,7 +290,7 @@ class InTurn(NamedTuple):
     """How long the steps of a run took, and how long those of one task after another would have taken.
 
     Attributes:
-        measured_s: seconds of the steps as they were taken, together.
+        measured_s: seconds of the steps as they were taken, together; first ones under a plan as the mean of others.
         predicted_s: seconds that the profile gives for the same steps of one task after another, times `factor`.
         factor: measured over predicted seconds of the steps together, by which the profile is corrected.
         source: where the profile comes from, "measured" or "analytic".

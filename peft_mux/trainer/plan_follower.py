@@ -29,6 +29,7 @@ from peft_mux.task import TaskStatus
 from peft_mux.tasks.task_run import TaskRun
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.run import Run, StepTime
+from peft_mux.trainer.step_seconds import StepSeconds
 from peft_mux.trainer.world import World
 
 _SAVED_AS = "time factor, "
@@ -66,7 +67,7 @@ class PlanFollower:
         planner: makes the plans, and learns from the times of steps.
         current: the plan that is followed; `None` before the first one.
         pass_report: the passes of this process's replica, as planned and as run.
-        steps_s: seconds that the passes and updates of all steps took on this process.
+        seconds: what the passes and updates of all steps took on this process.
         token_counts: computed and asked tokens of these passes.
         followed: the plan that was followed for most steps so far, and its last step as it was timed on this process.
     """
@@ -85,7 +86,7 @@ class PlanFollower:
         self._last_step: StepTime | None = None
         self._forecast = Forecast()
         self.pass_report = PassReport()
-        self.steps_s = 0.0
+        self.seconds = StepSeconds()
         self.followed = self._following = FollowedPlan()
         self.token_counts = TokenCounts()
         self._counted_before = self.pass_report, self.token_counts
@@ -362,8 +363,8 @@ class PlanFollower:
             num_steps: so many steps took this time each, where a pipeline is not flushed between them.
         """
         times = self._placement.placed.executor.clock.take()
-        self.steps_s += seconds * num_steps
         before = self._following.num_steps if self._following.plan is self.current else 0
+        self.seconds.add(seconds, num_steps, is_first=not before)
         self._following = FollowedPlan(self.current, before + num_steps, times)
         if self._following.num_steps >= self.followed.num_steps:
             self.followed = self._following

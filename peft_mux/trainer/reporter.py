@@ -260,7 +260,7 @@ class Reporter:
 
     def _in_turn(self) -> InTurn | None:
         """Return how long the steps took, and would have taken in turn; `None` where that cannot be told."""
-        run, planner, measured_s = self._run, self._plans.planner, self._plans.steps_s
+        run, planner, measured_s = self._run, self._plans.planner, self._plans.seconds.settled_s
         ratio, profile = planner.correction.time_ratio, planner.profile
         # The rows of removed tasks are gone, and so is what their steps would have taken.
         if ratio is None or profile is None or not measured_s or run.log.removed:

@@ -29,6 +29,7 @@ from peft_mux.tasks.table import TaskTable
 from peft_mux.tasks.task_run import TaskRun
 from peft_mux.trainer.plan_follower import FollowedPlan
 from peft_mux.trainer.run import Run, output_folder
+from peft_mux.trainer.step_seconds import StepSeconds
 from tests.invariants.mux_lab import small_task, tiny_llama
 
 
@@ -171,7 +172,7 @@ class FakePlans:
         self.dispatch_clock, self.max_tokens, self.last_step_s, self.last_passes_s = None, 64, 0.0, 0.0
         self.pass_report = PassReport()
         self.token_counts = TokenCounts()
-        self.current, self.steps_s, self.own_pipeline, self.followed = None, 0.0, {}, FollowedPlan()
+        self.current, self.seconds, self.own_pipeline, self.followed = None, StepSeconds(), {}, FollowedPlan()
 
     def replan(self) -> Any:
         self.calls.note("replan")

@@ -20,11 +20,14 @@ import torch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.errors import UnsupportedModelError
+from peft_mux.modeling.backbone.few_words import few_words
 from peft_mux.modeling.backbone.layer_list import find_layers, first_layers, kinds_of_layers, num_telling_layers
 from peft_mux.modeling.interface import MultiplexedModel
 
 # Unequal, and on both sides of 16, by which attention rounds: padding and two rectangles take part.
 _LENGTHS = (5, 3, 9, 18)
+_NUM_WORDS = 1024
+"""Words that the probe draws and scores; what packing does to hidden states, the logits of these show."""
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 6e-2, torch.float16: 1e-2}
 _OTHER_TOLERANCE = 1e-2
 _TF32_TOLERANCE = 1e-2
@@ -65,7 +68,7 @@ def check_packing(model: MultiplexedModel) -> None:
     model.eval()
     try:
         # What layers of one kind do to a packed stream, one of them shows.
-        with first_layers(model.backbone, num_telling_layers(kinds)):
+        with first_layers(model.backbone, num_telling_layers(kinds)), few_words(model.backbone, _NUM_WORDS):
             _check_first_layers(model, probe_batch(model, next(iter(model.tasks))))
     finally:
         model.train(was_training)
@@ -84,7 +87,7 @@ def _check_first_layers(model: MultiplexedModel, batch: Any) -> None:
 
 def probe_batch(model: MultiplexedModel, task: str) -> Any:
     """Return a few made-up sequences of a task as a micro-batch."""
-    vocabulary = model.backbone.config.get_text_config().vocab_size
+    vocabulary = min(_NUM_WORDS, model.backbone.config.get_text_config().vocab_size)
     rng = np.random.default_rng(0)
     sequences = []
     pad_token_id = model.backbone.config.get_text_config().pad_token_id

@@ -112,7 +112,10 @@ def test_several_steps_go_as_plain_peft_takes_them(
 ) -> None:
     tasks = two_tasks()
     run = train(tasks, tmp_path, model=loaded(folder, form))
-    assert_as_judged(run, judged(run, tasks, folder, form, monkeypatch))
+    # With int8, activations are rounded as well, and the last bit of one, which differs from processor to processor,
+    # decides now and then to which level: 1/127 of its row.
+    within = 2e-3 if form == "int8" else 1e-4
+    assert_as_judged(run, judged(run, tasks, folder, form, monkeypatch), weights_within=within)
 
 
 @ALL_FORMATS
