@@ -93,7 +93,7 @@ def table(result: CaseResult) -> str:
     """Return the figures of a case as text; see `benchmarks/README.md` for the columns."""
     case = result.case
     lines = [
-        f"\n{case.num_tasks} tasks, {case.mix}, {case.num_steps} steps each, {result.num_tokens} tokens, "
+        f"\n{case.num_tasks} tasks, {case.mix}{f', rank {case.rank}' if case.rank else ''}, {case.num_steps} steps each, {result.num_tokens} tokens, "
         f"loss {case.loss}; {result.length_source}; {case.model.title}",
         f"{'contender':24}" + "".join(f"{title:>{width}}" for title, width, _, _ in _COLUMNS),
     ]

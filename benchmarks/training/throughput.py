@@ -38,6 +38,7 @@ import copy
 import gc
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -81,10 +82,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 options.batch_size,
                 str(options.data.resolve()),
                 options.seed,
+                options.rank,
             )
             results.append(measure(case, options.contenders, options.repeats, torch.get_num_threads()))
             print(report.table(results[-1]), flush=True)
-    name = "-".join(["throughput", *([options.shape] if options.shape else []), report.host_kind()])
+    given = [options.shape] if options.shape else []
+    given += [f"rank-{options.rank}"] if options.rank else []
+    name = "-".join(["throughput", *given, report.host_kind()])
     path = options.output or RESULTS / f"{name}.json"
     report.write(path, results, [sys.executable, "-m", "benchmarks.training.throughput", *(arguments or sys.argv[1:])])
     print(f"written: {path} and {path.with_suffix('.png')}")
@@ -120,7 +124,7 @@ def measure(case: Case, names: Sequence[str], num_rounds: int, num_threads: int)
         audits[name] = audit(name, case, num_threads)
     check_equal_work({name: found.losses for name, found in audits.items()})
     backbone = case.model.build()
-    warm_up = Case(case.mix, 1, 1, case.loss, case.model, case.batch_size, case.data_folder, case.seed)
+    warm_up = replace(case, num_tasks=1, num_steps=1)
     for name in names:
         _run(name, backbone, warm_up)
     runs: dict[str, list[Run]] = {name: [] for name in names}
@@ -214,6 +218,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         help="sequences per optimizer step of a task; default 8 (uniform), 4 (nonuniform)",
     )
+    add("--rank", type=int, help="rank of all adapters; default 8 (uniform), 8, 16 and 64 in turn (nonuniform)")
     add("--hidden-size", type=int, default=512, help="features of the backbone's hidden states")
     add(
         "--shape",

@@ -205,6 +205,7 @@ class Case:
         batch_size: number of sequences per optimizer step of a task; by default that of the mix.
         data_folder: folder of the texts whose lengths are used, where it exists.
         seed: fixes the rows of all tasks.
+        rank: rank of all adapters; by default those of the mix.
     """
 
     mix: str
@@ -215,6 +216,7 @@ class Case:
     batch_size: int | None = None
     data_folder: str = str(DEFAULT_DATA)
     seed: int = 0
+    rank: int | None = None
 
     def workload(self) -> Workload:
         """Return the tasks with the rows that the seed draws."""
@@ -227,6 +229,7 @@ class Case:
             batch_size=self.batch_size,
             data_folder=Path(self.data_folder),
             seed=self.seed,
+            rank=self.rank,
         )
 
     def to_json(self) -> str:
@@ -250,6 +253,7 @@ def make_workload(
     batch_size: int | None = None,
     data_folder: Path = DEFAULT_DATA,
     seed: int = 0,
+    rank: int | None = None,
 ) -> Workload:
     """Draw the rows of every task; more steps only add rows to those of fewer steps.
 
@@ -263,9 +267,10 @@ def make_workload(
         batch_size: sequences per optimizer step; by default that of the mix.
         data_folder: holds `text/*.jsonl` and `gpt2-tokenizer/`; without it lengths are synthetic.
         seed: fixes the rows of all tasks.
+        rank: rank of all adapters; by default those of the mix.
     """
     rows_per_task = num_steps * (batch_size or BATCH_SIZES[mix])
-    sources, ranks = SOURCES[mix], RANKS[mix]
+    sources, ranks = SOURCES[mix], (rank,) if rank else RANKS[mix]
     is_real = (data_folder / "text").is_dir() and (data_folder / "gpt2-tokenizer").is_dir()
     tasks = []
     for index in range(num_tasks):
@@ -274,9 +279,9 @@ def make_workload(
         lengths = _real_lengths(source, data_folder) if is_real else _synthetic_lengths(source, seed)
         rows = tuple(_row(draw.choice(lengths), loss, vocab_size, draw) for _ in range(rows_per_task))
         # Shifted once per cycle of sources, so that each data set meets each rank.
-        rank = ranks[(index + index // len(sources)) % len(ranks)]
+        own_rank = ranks[(index + index // len(sources)) % len(ranks)]
         tasks.append(
-            TaskWorkload(f"{source.name}-{index}", source.name, rank, 100 + index, rows_per_task // num_steps, rows)
+            TaskWorkload(f"{source.name}-{index}", source.name, own_rank, 100 + index, rows_per_task // num_steps, rows)
         )
     text = "GPT-2 BPE lengths of real rows" if is_real else "seeded synthetic log-normal lengths"
     return Workload(mix, tuple(tasks), num_steps, loss, f"{text} ({', '.join(source.name for source in sources)})")
