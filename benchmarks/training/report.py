@@ -92,8 +92,9 @@ _COLUMNS: tuple[tuple[str, int, str, str], ...] = (
 def table(result: CaseResult) -> str:
     """Return the figures of a case as text; see `benchmarks/README.md` for the columns."""
     case = result.case
+    rank = f", rank {case.rank}" if case.rank else ""
     lines = [
-        f"\n{case.num_tasks} tasks, {case.mix}{f', rank {case.rank}' if case.rank else ''}, {case.num_steps} steps each, {result.num_tokens} tokens, "
+        f"\n{case.num_tasks} tasks, {case.mix}{rank}, {case.num_steps} steps each, {result.num_tokens} tokens, "
         f"loss {case.loss}; {result.length_source}; {case.model.title}",
         f"{'contender':24}" + "".join(f"{title:>{width}}" for title, width, _, _ in _COLUMNS),
     ]
