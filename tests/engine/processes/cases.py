@@ -240,21 +240,25 @@ def train_five(rank: int, folder: Path, arguments: dict[str, Any]) -> Part:
     return run(folder, five_tasks(), **arguments)
 
 
-def learn_of_times(rank: int, folder: Path) -> tuple[float, float | None, Parts]:
+def learn_of_times(rank: int, folder: Path) -> tuple[float, float, Parts]:
     """Train the five tasks, on one process slowly.
 
     Returns:
-        What was planned for a step, what steps took over that, and the factors that plans are made with in the end.
+        What was planned for a step, what steps took as was learnt under the last plan, and the factors that plans are
+        made with in the end.
     """
     times = {"measured_times": "plan", "replan_steps": 2}
     trainer = lab.make_trainer(five_tasks(), folder, max_tokens_per_micro_batch=64, ddp_timeout=TIMEOUT_S, **times)
     if rank == 1:
         take = trainer.table.apply
         trainer.table.apply = lambda result: (time.sleep(0.1), take(result))[1]
+    correction, followed = trainer._plans.planner.correction, []
+    observe = correction.observe
+    correction.observe = lambda plan, *step: (followed.append(plan), observe(plan, *step))[1]
     planned_s = trainer.plan().step_s
     trainer.train()
-    correction = trainer._plans.planner.correction
-    return planned_s, correction.time_ratio, correction.factors
+    # Plans are made with what was learnt before them, so that the ratio is one to the last of them.
+    return planned_s, correction.time_ratio * followed[-1].step_s, correction.factors
 
 
 def train_with_comings_and_goings(rank: int, folder: Path) -> Part:
