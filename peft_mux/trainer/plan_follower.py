@@ -20,6 +20,7 @@ from peft_mux.planning.forecast import Forecast
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import LayerProfile, run_time_model
 from peft_mux.reporting.pass_report import PassReport
+from peft_mux.reporting.step_seconds import StepSeconds
 from peft_mux.reporting.token_counts import TokenCounts
 from peft_mux.scheduler.costs.measured.parts import Parts, factors_of
 from peft_mux.scheduler.deployment.report import DeploymentReport
@@ -29,7 +30,6 @@ from peft_mux.task import TaskStatus
 from peft_mux.tasks.task_run import TaskRun
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.run import Run, StepTime
-from peft_mux.trainer.step_seconds import StepSeconds
 from peft_mux.trainer.world import World
 
 _SAVED_AS = "time factor, "

@@ -22,6 +22,7 @@ from peft_mux.planning.correction import TimeCorrection
 from peft_mux.reporting.callbacks import RunCallbacks, TaskCallbacks
 from peft_mux.reporting.pass_report import PassReport
 from peft_mux.reporting.run_log import RunLog
+from peft_mux.reporting.step_seconds import StepSeconds
 from peft_mux.reporting.token_counts import TokenCounts
 from peft_mux.task import Task, TaskStatus
 from peft_mux.tasks.setup import make_task_runs
@@ -29,7 +30,6 @@ from peft_mux.tasks.table import TaskTable
 from peft_mux.tasks.task_run import TaskRun
 from peft_mux.trainer.plan_follower import FollowedPlan
 from peft_mux.trainer.run import Run, output_folder
-from peft_mux.trainer.step_seconds import StepSeconds
 from tests.invariants.mux_lab import small_task, tiny_llama
 
 

@@ -50,7 +50,9 @@ def judge(trainer: Any, task: Task) -> lab.Verdict:
     model = get_peft_model(lab.tiny_llama(), copy.deepcopy(task.peft_config)).train()
     is_penalised = isinstance(task.peft_config, DiffPruningConfig)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=hyper.learning_rate, weight_decay=hyper.weight_decay)
+    optimizer = torch.optim.AdamW(
+        parameters, lr=hyper.learning_rate, eps=hyper.adam_epsilon, weight_decay=hyper.weight_decay
+    )
     schedule = get_scheduler(hyper.lr_scheduler_type, optimizer, int(hyper.warmup_steps), run.num_steps)
     losses = []
     for step in range(run.num_steps):

@@ -126,7 +126,8 @@ def test_on_a_quantised_backbone_tasks_train_as_in_plain_peft_and_are_not_merged
     monkeypatch.setattr(
         lab, "tiny_llama", lambda: LlamaForCausalLM.from_pretrained(tmp_path / "base", device_map="cpu", **options)
     )
-    tasks = cases.tasks_of("houlsby", "diff", "lora", max_steps=3)
+    # Rounding of gradients that are all but zero is no step of AdamW then.
+    tasks = cases.tasks_of("houlsby", "diff", "lora", max_steps=3, adam_epsilon=1e-6)
     run = lab.train(tasks, tmp_path / "run")
     lab.assert_as_judged(run, {task.name: cases.judge(run.trainer, task) for task in tasks})
     model, ids = run.trainer.model.eval(), torch.arange(9)[None]

@@ -376,7 +376,7 @@ def test_two_tasks_train_towards_a_new_loss_as_an_ordinary_loop_does(
     name = added(loss()).name
     options: dict[str, Any] = {"objective": name, "max_steps": 4, "learning_rate": 1e-3}
     tasks = [
-        lab.small_task("a", data_seed=1, **options),
+        lab.small_task("a", data_seed=5, **options),
         lab.small_task("b", data_seed=2, rank=2, length=7, seed=3, **options),
     ]
     run = lab.train(tasks, tmp_path, max_tokens_per_micro_batch=32, recorder=lab.Recorder(keep_weights=False))
