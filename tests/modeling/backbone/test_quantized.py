@@ -81,7 +81,7 @@ def loaded(folder: Path, form: str, **options: Any) -> Any:
 
 def two_tasks(**settings: Any) -> list[Any]:
     return [
-        small_task("first", data_seed=1, max_steps=3, **settings),
+        small_task("first", data_seed=3, max_steps=3, **settings),
         small_task("second", data_seed=2, rank=8, length=7, max_steps=3, target_modules=["q_proj", "down_proj"]),
     ]
 
@@ -112,10 +112,7 @@ def test_several_steps_go_as_plain_peft_takes_them(
 ) -> None:
     tasks = two_tasks()
     run = train(tasks, tmp_path, model=loaded(folder, form))
-    # With int8, activations are rounded as well, and the last bit of one, which differs from processor to processor,
-    # decides now and then to which level: 1/127 of its row.
-    within = 2e-3 if form == "int8" else 1e-4
-    assert_as_judged(run, judged(run, tasks, folder, form, monkeypatch), weights_within=within)
+    assert_as_judged(run, judged(run, tasks, folder, form, monkeypatch))
 
 
 @ALL_FORMATS
