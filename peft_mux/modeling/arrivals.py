@@ -13,9 +13,11 @@ from torch import nn
 
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.attach import attach
-from peft_mux.modeling.adapters.injection import HiddenAdapters, hidden_adapters, injecting, own_copy
+from peft_mux.modeling.adapters.injection.copies import are_drawn_alike, can_be_copied, rescale
+from peft_mux.modeling.adapters.injection.draws import Draws
+from peft_mux.modeling.adapters.injection.hidden import HiddenAdapters, hidden_adapters
+from peft_mux.modeling.adapters.injection.injecting import injecting, own_copy
 from peft_mux.modeling.adapters.kind import kind_of
-from peft_mux.modeling.adapters.lora.config import can_be_copied
 from peft_mux.modeling.adapters.lora.parameters import drop_unused_wrappers
 from peft_mux.modeling.adapters.own.biases import add_biases, forget_biases, names_alone
 from peft_mux.modeling.adapters.own.copies import hidden_copies
@@ -42,7 +44,7 @@ class Arrivals:
         """Start with no task."""
         self.tuners = Tuners()
         self._registry, self._is_head_new = registry, is_head_new
-        self._fresh: dict[str, int] = {}  # seeds of tasks whose weights are as drawn, of which others may be copies
+        self._fresh: dict[str, Draws] = {}  # of tasks whose weights are as drawn, of which others may be copies
 
     def register(
         self,
@@ -68,19 +70,19 @@ class Arrivals:
             with _without_collections(), hidden_adapters(model.backbone) as hidden:
                 for name, config in peft_configs.items():
                     seed = seeds.get(name, 42)
-                    if (alike := self._alike(config, seed)) is not None:
-                        self._copy(model, hidden, name, config, alike)
+                    if (alike := self._alike(model, config, seed)) is not None:
+                        self._copy(model, hidden, name, config, alike, seed)
                         continue
                     own, kind, adapter = own_copy(config, model.backbone), kind_of(config), self._registry.next_adapter
                     with (
-                        injecting(name, own, seed, model.peft_config),
+                        injecting(name, own, seed, model.peft_config) as draws,
                         hidden_copies(model.backbone),
                         self._forgetting(model, adapter, own),
                     ):
                         self.tuners.inject(model, kind, adapter, own)
                     hidden.show_new()
                     self.tuners.cast(model, kind, adapter)
-                    self.adopt(model, name, config, num_labels.get(name), seed)
+                    self.adopt(model, name, config, num_labels.get(name), draws)
                     hidden.hide()
         except Exception:
             # All or none: those that came in before the fault leave again.
@@ -90,22 +92,29 @@ class Arrivals:
             self._fresh.clear()
             self._attach(model)
 
-    def _alike(self, config: PeftConfig, seed: int) -> str | None:
-        """Return a task that came just now with this configuration and seed, where a copy of it is what PEFT makes."""
-        given = config.to_dict() if seed in self._fresh.values() else None
-        names = (name for name, other in self._fresh.items() if other == seed and self._registry.given(name) == given)
-        return next(names, None)
-
-    def _copy(self, model: Any, hidden: HiddenAdapters, name: str, config: PeftConfig, alike: str) -> None:
-        """Add a task whose adapter is, but for its id, that of another one."""
+    def _alike(self, model: Any, config: PeftConfig, seed: int) -> str | None:
+        """Return a task that came just now, where a copy of it is what PEFT makes, be it drawn from another seed."""
         registry = self._registry
+        names = [name for name in self._fresh if are_drawn_alike(registry.given(name), config.to_dict())]
+        same = [name for name in names if is_meta(model.backbone) or self._fresh[name].seed == seed]
+        for name in [] if same else names:
+            if self._fresh[name].make([*registry.parameters_of(name).values()], model.backbone.dtype):
+                return name
+        return next(iter(same), None)
+
+    def _copy(self, model: Any, hidden: HiddenAdapters, name: str, config: PeftConfig, alike: str, seed: int) -> None:
+        """Add a task whose adapter is that of another one, but for its id, its seed and its scaling."""
+        registry, draws = self._registry, self._fresh[alike]
         adapter, other = registry.add(name, config, kind_of(config)), registry.adapter_of(alike)
         model.peft_config[adapter] = copy.deepcopy(model.peft_config[other])
         new = hidden.copy(other, adapter)
+        rescale(hidden.layers, adapter, model.peft_config[adapter], config)
         own = {key: new[id(parameter)] for key, parameter in registry.parameters_of(alike).items()}
         registry.adopt(name, own, are_described=is_meta(model.backbone))
+        if seed != draws.seed and not is_meta(model.backbone):
+            draws.repeat(seed, new)
 
-    def adopt(self, model: Any, name: str, config: PeftConfig, num_labels: int | None, seed: int) -> None:
+    def adopt(self, model: Any, name: str, config: PeftConfig, num_labels: int | None, draws: Draws) -> None:
         """Take an injected adapter in: its head and its parameters.
 
         Args:
@@ -113,7 +122,7 @@ class Arrivals:
             name: the task's name; its adapter has the registry's next id.
             config: the configuration as it was given for the task.
             num_labels: classes of the task's head; `None` for the backbone's.
-            seed: fixes the initial weights of a head that is drawn.
+            draws: what was drawn for the adapter; its seed fixes the initial weights of a head that is drawn, too.
         """
         kind = kind_of(config)
         adapter = self._registry.add(name, config, kind)
@@ -127,7 +136,7 @@ class Arrivals:
             model.select_adapter(adapter)
         # Before the configuration is saved anywhere: other tasks' heads are linear layers too.
         _drop_heads_from_targets(model.peft_config[adapter])
-        model.objectives.head.prepare(model.backbone, adapter, num_labels, seed, is_new=self._is_head_new)
+        model.objectives.head.prepare(model.backbone, adapter, num_labels, draws.seed, is_new=self._is_head_new)
         add_biases(model.peft_config[adapter], model.backbone, adapter)
         # So that names are those of a model of one PEFT type, which files are written with.
         self.tuners.note(model, model.peft_config[adapter])
@@ -146,7 +155,7 @@ class Arrivals:
             )
         self._registry.adopt(name, own, are_described=is_meta(model.backbone))
         if can_be_copied(model.peft_config[adapter]):
-            self._fresh[name] = seed
+            self._fresh[name] = draws
 
     def register_absent(self, model: Any, name: str, config: PeftConfig) -> None:
         """Add a task that has no adapter in this model, which is a part of one.

@@ -14,7 +14,14 @@ from torch import nn
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters import files, injection, merging
+from peft_mux.modeling.adapters import files, merging
+from peft_mux.modeling.adapters.injection.injecting import (
+    check_configs,
+    injecting,
+    own_copy,
+    without_renaming_warnings,
+)
+from peft_mux.modeling.adapters.injection.origin import Origin, as_it_was, train_only
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.own.biases import select_biases
 from peft_mux.modeling.adapters.own.token_rows import only_rows_of
@@ -98,32 +105,32 @@ class MultiTaskPeftModel(PeftModel):
         prepare_quantized(model)
         if not peft_configs:
             raise ConfigError("peft_configs: got no task; allowed: at least one task name with its PeftConfig.")
-        injection.check_configs(peft_configs, model)
+        check_configs(peft_configs, model)
         register_attention()
         # Before PEFT's construction, so that `_apply` finds them whenever it is called.
         self.registry, self.stream = TaskRegistry(), Stream()
         self.noise = EmbeddingNoise(self.stream)
         self.module_names: dict[nn.Module, str] = {}
         self._arrivals = Arrivals(self.registry, is_head_new=is_head_new)
-        self._origin = origin = injection.Origin(model)
+        self._origin = origin = Origin(model)
         self._prompts = Prompts()
         self._proofs = Proofs(is_asked=verify is not False)
         self.last_layer = LastLayer()
         # PEFT makes its tuner with a first adapter; all further ones are added to it.
         first, *others = peft_configs
         seeds, num_labels = seeds or {}, num_labels or {}
-        config, adapter = injection.own_copy(peft_configs[first], model), self.registry.next_adapter
-        with injection.injecting(first, config, seeds.get(first, 42)), injection.as_it_was(model, origin):
+        config, adapter = own_copy(peft_configs[first], model), self.registry.next_adapter
+        with injecting(first, config, seeds.get(first, 42)) as draws, as_it_was(model, origin):
             if prompt_kind_of(config) is None:
-                with injection.without_renaming_warnings():
+                with without_renaming_warnings():
                     super().__init__(model, config, adapter, low_cpu_mem_usage=is_meta(model))
             else:
                 open_without_tuner(self, model, config, adapter)
                 self._arrivals.tuners.inject(self, kind_of(config), adapter, config)
         self.objectives = TaskObjectives(self.backbone)
-        with injection.as_it_was(model, origin):
-            self._arrivals.adopt(self, first, peft_configs[first], num_labels.get(first), seeds.get(first, 42))
-            injection.train_only(self, self.registry.parameters())
+        with as_it_was(model, origin):
+            self._arrivals.adopt(self, first, peft_configs[first], num_labels.get(first), draws)
+            train_only(self, self.registry.parameters())
             self._arrivals.register(self, {name: peft_configs[name] for name in others}, seeds, num_labels)
             if verify and not is_meta(model):
                 self.verify()
@@ -177,7 +184,7 @@ class MultiTaskPeftModel(PeftModel):
         """
         if not are_checked:
             held = {name: self.peft_config[adapter] for name, adapter in self.adapters.items()}
-            injection.check_configs(peft_configs, self.backbone, held=held)
+            check_configs(peft_configs, self.backbone, held=held)
         self._arrivals.register(self, peft_configs, seeds or {}, num_labels or {})
 
     def register_absent(self, name: str, config: PeftConfig) -> None:

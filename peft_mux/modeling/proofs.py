@@ -7,7 +7,7 @@ from functools import partial
 import torch
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.modeling.adapters.injection import only_adapter
+from peft_mux.modeling.adapters.injection.hidden import only_adapter
 from peft_mux.modeling.attention.read_rows import ReadRows
 from peft_mux.modeling.backbone.layer_list import last_layer_alone
 from peft_mux.modeling.backbone.probe import ComputingPath, check_packing, path_of

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from peft_mux.errors import CheckpointError
-from peft_mux.modeling.adapters.injection import only_adapter
+from peft_mux.modeling.adapters.injection.hidden import only_adapter
 from peft_mux.modeling.adapters.kind import SavedForm, kind_of
 from peft_mux.modeling.adapters.own.biases import OWN, biases_unsaid
 from peft_mux.modeling.adapters.prompts.encoders import encoders_of

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig
 from torch import nn
 
 from peft_mux.errors import Fault, shown
@@ -51,17 +51,6 @@ TYPES: Mapping[str, FieldType] = {
     "bias": BIAS,
 }
 """Of the fields that only LoRA has; those of its numbers are checked with their ranges."""
-
-
-_ENTERED = (
-    *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
-    *("r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "use_rslora", "init_lora_weights"),
-    *("layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern", "fan_in_fan_out"),
-)
-"""Fields of a `LoraConfig` that decide entries of tuned layers and nothing else."""
-
-_DRAWN = (True, False, "gaussian", "orthogonal")
-"""Values of `init_lora_weights` that draw numbers, and leave the backbone's weights alone."""
 
 
 def changes_weights(config: LoraConfig) -> bool:
@@ -155,18 +144,3 @@ def _is_finite(value: Any) -> bool:
 
 def _shape(module: nn.Module) -> tuple[int, ...]:
     return tuple(getattr(module, "weight").shape)  # noqa: B009 - every adaptable module has one
-
-
-def can_be_copied(config: PeftConfig) -> bool:
-    """Whether all that PEFT makes of a configuration are entries of tuned layers under the adapter's id.
-
-    Then the adapter of a second task with this configuration and seed is a copy of the first one's
-    (`HiddenAdapters.copy`): what PEFT would give it has the same shapes and numbers.
-
-    Args:
-        config: the configuration, as PEFT completed it; with any field beside those of plain LoRA the answer is no.
-    """
-    if type(config) is not LoraConfig or config.init_lora_weights not in _DRAWN:
-        return False
-    plain, own = LoraConfig(), vars(config)
-    return all(own[field] == getattr(plain, field) for field in own.keys() & vars(plain).keys() - {*_ENTERED})

@@ -1,4 +1,4 @@
-"""Tasks of one configuration and seed: copies of the first one's adapter are what PEFT's injection makes."""
+"""Tasks alike but for seed and scaling: copies of the first one's adapter are what PEFT's injection makes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import torch
 from peft import IA3Config, LoraConfig
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from peft_mux.errors import ConfigError
 from peft_mux.modeling import arrivals
-from peft_mux.modeling.adapters.lora.config import can_be_copied
+from peft_mux.modeling.adapters.injection.copies import can_be_copied
+from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.invariants.mux_lab import tiny_llama
 
@@ -30,11 +32,26 @@ INJECTED: dict[str, dict[str, Any]] = {
 }
 
 
-def injected_model(monkeypatch: pytest.MonkeyPatch, configs: dict[str, Any], **options: Any) -> MultiTaskPeftModel:
+def injected_model(
+    monkeypatch: pytest.MonkeyPatch, configs: dict[str, Any], backbone: Any = None, **options: Any
+) -> MultiTaskPeftModel:
     """Return a model all of whose adapters PEFT has injected."""
     with monkeypatch.context() as patch:
         patch.setattr(arrivals, "can_be_copied", lambda config: False)
-        return MultiTaskPeftModel(tiny_llama(), configs, verify=False, **options)
+        return MultiTaskPeftModel(backbone or tiny_llama(), configs, verify=False, **options)
+
+
+def count_injections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list that grows by an adapter's id whenever PEFT injects one beside the first."""
+    counted: list[str] = []
+    inject = Tuners.inject
+
+    def counting(tuners: Tuners, model: Any, kind: Any, adapter: str, config: Any) -> None:
+        counted.append(adapter)
+        inject(tuners, model, kind, adapter, config)
+
+    monkeypatch.setattr(Tuners, "inject", counting)
+    return counted
 
 
 def told(value: Any) -> Any:
@@ -88,7 +105,83 @@ def test_copies_share_no_memory_and_leave_one_by_one() -> None:
     assert not any("lora" in name and "t00" in name for name, _ in model.named_parameters())
 
 
-def test_tasks_of_another_seed_or_of_a_later_call_are_drawn_by_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+REDRAWN: dict[str, dict[str, Any]] = COPIED | {
+    "stabilised": {"r": 3, "target_modules": "all-linear", "use_rslora": True, "init_lora_weights": "gaussian"},
+    # What is computed of draws is no draw: PEFT injects it.
+    "orthogonal": {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fields", REDRAWN.values(), ids=REDRAWN)
+def test_a_copy_of_another_seed_and_scaling_is_what_peft_would_have_injected(
+    fields: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configs = {name: LoraConfig(**fields | {"lora_alpha": alpha}) for name, alpha in zip("abc", (4, 5, 5), strict=True)}
+    seeds = {"a": 1, "b": 2, "c": 1}
+    injected = injected_model(monkeypatch, configs, backbone=tiny_llama().to(dtype), seeds=seeds)
+    counted = count_injections(monkeypatch)
+    copied = MultiTaskPeftModel(tiny_llama().to(dtype), configs, verify=False, seeds=seeds)
+    assert len(counted) == (1 if fields.get("init_lora_weights") == "orthogonal" else 0)
+    theirs, ours = dict(injected.named_parameters()), dict(copied.named_parameters())
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(ours[key], value) and ours[key].dtype == value.dtype for key, value in theirs.items())
+    drawn = [{key: value.tolist() for key, value in copied.task_parameters(name).items()} for name in "abc"]
+    assert drawn[0] != drawn[1], "the seeds of the test give the same weights"
+    assert drawn[0] == drawn[2]
+    assert layers(copied) == layers(injected)
+    assert {k: told(v.to_dict()) for k, v in copied.peft_config.items()} == {
+        k: told(v.to_dict()) for k, v in injected.peft_config.items()
+    }
+
+
+def test_an_alpha_beside_alphas_of_single_layers_is_left_to_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {"r": 2, "target_modules": ["q_proj", "up_proj"], "alpha_pattern": {"up_proj": 3}}
+    configs: dict[str, Any] = {name: LoraConfig(**fields, lora_alpha=alpha) for name, alpha in (("a", 4), ("b", 5))}
+    injected = injected_model(monkeypatch, configs)
+    assert layers(MultiTaskPeftModel(tiny_llama(), configs, verify=False)) == layers(injected)
+
+
+def test_where_draws_do_not_give_an_adapter_its_weights_peft_injects_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = LoraLayer.reset_lora_parameters
+
+    def doubled(layer: Any, adapter: str, init: Any) -> None:
+        plain(layer, adapter, init)
+        if adapter in layer.lora_A:
+            layer.lora_A[adapter].weight.data *= 2
+
+    monkeypatch.setattr(LoraLayer, "reset_lora_parameters", doubled)
+    configs = {name: LoraConfig(**COPIED["plain"]) for name in "ab"}
+    injected = injected_model(monkeypatch, configs, seeds={"a": 1, "b": 2})
+    counted = count_injections(monkeypatch)
+    model = MultiTaskPeftModel(tiny_llama(), configs, verify=False, seeds={"a": 1, "b": 2})
+    assert len(counted) == 1
+    theirs = injected.task_parameters("b")
+    assert all(torch.equal(value, theirs[key]) for key, value in model.task_parameters("b").items())
+
+
+def test_described_adapters_are_copies_whatever_their_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = count_injections(monkeypatch)
+    configs = {name: LoraConfig(**COPIED["plain"] | {"lora_alpha": alpha}) for name, alpha in (("a", 4), ("b", 5))}
+    model = MultiTaskPeftModel(tiny_llama().to("meta"), configs, verify=False, seeds={"a": 1, "b": 2})
+    assert counted == []
+    assert all(value.is_meta for value in model.task_parameters("b").values())
+
+
+def test_the_numbers_that_come_after_registration_are_those_without_it() -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(4)
+    torch.manual_seed(3)
+    configs = {name: LoraConfig(**COPIED["plain"]) for name in "ab"}
+    model = tiny_llama()
+    torch.manual_seed(3)
+    MultiTaskPeftModel(model, configs, verify=False, seeds={"a": 1, "b": 2})
+    assert torch.equal(torch.rand(4), expected)
+
+
+def test_tasks_of_a_later_call_are_drawn_by_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     configs = {name: LoraConfig(**COPIED["plain"]) for name in ("a", "b")}
     seeds = {"a": 1, "b": 2}
     copied = MultiTaskPeftModel(tiny_llama(), configs, verify=False, seeds=seeds)
