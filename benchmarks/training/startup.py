@@ -6,8 +6,8 @@
 The first has the shapes of Llama-2-7B and no weights, as in `peft-mux plan`: registering the tasks, and counting what a
 pass keeps, in seconds of the processor. The second is what a user waits for who gives a loaded model, in seconds of the
 clock: `MultiTaskTrainer(...)`, with the proof that packing changes nothing, and what `train()` does before its first
-step. Every task has LoRA of rank 8 on all linear layers. Adapters are copies of the first one's; where tasks are unlike, each
-has a scaling and a seed of its own, from which its weights are drawn.
+step. Every task has LoRA of rank 8 on all linear layers. Adapters are copies of the first one; where tasks are unlike,
+each has a scaling and a seed of its own, from which its weights are drawn.
 """
 
 from __future__ import annotations
