@@ -22,6 +22,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.paths import ROOT, SHARED_DATA
+from tests.pictures import draw_none
 
 # Thousands of small runs flush every file that they write; in memory that costs next to nothing.
 _IN_MEMORY = Path("/dev/shm")
@@ -69,6 +70,14 @@ def _one_thread_everywhere() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _empty_pictures() -> Iterator[None]:
+    """Spare tests that are not about pictures the time of drawing them."""
+    with pytest.MonkeyPatch.context() as patch:
+        draw_none(patch)
+        yield
 
 
 @pytest.fixture(scope="session")

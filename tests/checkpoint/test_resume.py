@@ -135,7 +135,9 @@ def differing(mine: list[str], theirs: list[str]) -> int:
     return next((n for n, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
 
 
-@pytest.mark.parametrize("step", range(1, 9))
+@pytest.mark.parametrize(
+    "step", [n if n in (1, 4, 8) else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 9)]
+)
 def test_a_run_stopped_at_any_step_ends_with_the_same_bits(step: int, whole: Run, tmp_path: Path) -> None:
     first = lab.train(all_kinds(), tmp_path, recorder=recorder(at_end={step: stop}), **saving())
     assert first.trainer.state.global_step == step, "it was not interrupted where it should be"

@@ -41,7 +41,7 @@ def assert_as_one(shown: Shown, case: Case, home: Path, *, but: str = "") -> Non
 @pytest.mark.parametrize(
     "name",
     [
-        "llama-1f1b",
+        pytest.param("llama-1f1b", marks=SLOW),  # a run in this layout is a fast test of replicas
         pytest.param("gpt2-mux", marks=SLOW),
         pytest.param("llama-interleaved", marks=SLOW),
         pytest.param("mistral-uneven", marks=SLOW),

@@ -18,7 +18,8 @@ from tests.engine.pipeline import window_cases as cases
 from tests.engine.pipeline.window_cases import Shown
 from tests.engine.processes.cases import launch, run_in_session, values
 
-OF_TWO = "llama-1f1b llama-interleaved llama-poisoned gpt2-mux".split()
+OF_TWO = "llama-1f1b llama-poisoned".split()
+MORE_OF_TWO = "llama-interleaved gpt2-mux".split()
 OF_FOUR = "llama-gpipe qwen-interleaved llama-mux-limit llama-bf16".split()
 
 
@@ -27,7 +28,12 @@ OF_FOUR = "llama-gpipe qwen-interleaved llama-mux-limit llama-bf16".split()
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("world", "names"), [(2, OF_TWO), pytest.param(4, OF_FOUR, marks=pytest.mark.slow)], ids=["pp2", "pp4"]
+    ("world", "names"),
+    [
+        pytest.param(2, OF_TWO, id="pp2"),
+        pytest.param(2, MORE_OF_TWO, id="pp2, other schedules", marks=pytest.mark.slow),
+        pytest.param(4, OF_FOUR, id="pp4", marks=pytest.mark.slow),
+    ],
 )
 def test_steps_in_a_window_have_the_bits_of_steps_that_are_flushed(
     world: int, names: list[str], tmp_path: Path

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from transformers import TrainerCallback
 
@@ -29,6 +30,7 @@ from peft_mux import Task
 from peft_mux.scheduler.costs.measured.parts import Parts
 from tests.invariants import mux_lab as lab
 from tests.paths import ROOT
+from tests.pictures import draw_none
 
 TIMEOUT_S = 30
 NUM_STEPS = 8
@@ -156,6 +158,7 @@ def _worker(sender: Any, rank: int, world_size: int, port: int, part: Callable[.
     os.environ.update({name: str(number) for name, number in names.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"})
     torch.set_num_threads(1)
+    draw_none(pytest.MonkeyPatch())
     outcome, printed, started = Outcome(), io.StringIO(), time.monotonic()
     try:
         with contextlib.redirect_stdout(printed):

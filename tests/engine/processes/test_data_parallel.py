@@ -65,7 +65,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Part:
         pytest.param(2, {}, id="2 processes"),
         pytest.param(4, {"max_tokens_per_micro_batch": 24}, id="4 processes, many passes"),
         pytest.param(2, {"gradient_checkpointing": True}, id="2 processes, recomputed activations"),
-        pytest.param(3, {"pad_to_chunks": True, "chunk_size": 8}, id="3 processes, padded chunks"),
+        pytest.param(
+            3, {"pad_to_chunks": True, "chunk_size": 8}, id="3 processes, padded chunks", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_several_processes_train_five_unequal_tasks_to_the_result_of_one(
@@ -166,6 +168,7 @@ def test_a_killed_process_is_named_at_once_and_one_process_goes_on_from_the_last
     assert_as_one(resumed, alone, from_step=4)
 
 
+@pytest.mark.slow  # of which ten seconds are waited
 def test_a_process_that_stands_still_is_named_when_the_time_limit_has_passed(tmp_path: Path) -> None:
     outcomes = launch(2, cases.hung, tmp_path, 2, limit_s=15.0)
     assert "no word of rank 1" in outcomes[0].error

@@ -61,10 +61,12 @@ LAYOUTS = [
     pytest.param(
         2, "llama", {**PP2, "pipeline_schedule": "interleaved_1f1b"}, id="pp2, two chunks a process", marks=SLOW
     ),
-    pytest.param(4, "qwen3", {"pipeline_parallel_size": 4, "gradient_checkpointing": True}, id="pp4, Qwen3"),
+    pytest.param(
+        4, "qwen3", {"pipeline_parallel_size": 4, "gradient_checkpointing": True}, id="pp4, Qwen3", marks=SLOW
+    ),
     pytest.param(4, "llama", PP2, id="dp2 x pp2"),
     pytest.param(3, "qwen3", {"replicas": "<1,2>, <1,1>"}, id="unequal replicas of stages", marks=SLOW),
-    pytest.param(2, "gpt2", TP2, id="tp2, GPT-2 with dropout"),
+    pytest.param(2, "gpt2", TP2, id="tp2, GPT-2 with dropout", marks=SLOW),
     pytest.param(
         2, "qwen3", {**TP2, "interleaved_passes": 3, "planner": "interleaved"}, id="tp2, passes in turns", marks=SLOW
     ),
@@ -159,7 +161,7 @@ def test_tasks_come_go_and_pause_in_any_layout_as_in_one_process(
     ("before", "world_size", "after"),
     [
         pytest.param({"shard_backbone": True}, 4, {**PP2, "shard_backbone": True}, id="fsdp2, then x pp2", marks=SLOW),
-        pytest.param(PP2, 1, {}, id="pp2, then one process"),
+        pytest.param(PP2, 1, {}, id="pp2, then one process", marks=SLOW),
         pytest.param({}, 3, {"replicas": "<1,1>, <1,2>"}, id="dp2, then unequal replicas"),
         pytest.param(TP2, 4, {**PP2, **TP2}, id="tp2, then tp2 x pp2", marks=SLOW),
         pytest.param({"shard_backbone": True}, 2, {"pipeline_parallel_size": 2}, id="fsdp2, then pp2", marks=SLOW),
@@ -181,6 +183,7 @@ def test_any_layout_goes_on_from_the_state_of_any_other(
     assert_as_one(parts[0], alone["llama"], from_step=step)
 
 
+@SLOW  # a run that moves by itself is among the fast tests
 def test_a_run_that_moves_to_other_replicas_trains_as_if_it_had_not(folders: dict[str, str], tmp_path: Path) -> None:
     one = cases.train_and_move(0, tmp_path / "one", folders["llama"], {}, {})
     moves = {2: "<2,1>, <1,1>", 5: "<1,1>x3"}

@@ -24,6 +24,7 @@ def shape_of(plan: Plan) -> tuple[int, list[list[tuple[tuple[str, ...], int]]]]:
     return plan.passes_in_turns, sorted(map(sorted, buckets))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_ranks_on_slow_links_end_in_the_turns_of_the_right_profile(tmp_path: Path) -> None:
     given, machine = (cases.stored_profile(tmp_path / f"{rate}.json", rate) for rate in (FAST, SLOW))
