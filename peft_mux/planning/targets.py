@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import psutil
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
 from peft_mux.planning.profiles import RunProfile, data_sheet_cluster
+from peft_mux.profiling.host_memory import host_memory_bytes
 from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
 from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.measured.parts import AS_PROFILED, Parts
@@ -166,13 +166,10 @@ def memory_limit_bytes(args: MultiTaskTrainingArguments) -> int | None:
 
 
 def device_memory_bytes(device: torch.device) -> int | None:
-    """Return the memory of a device: of a GPU, or of the host; `None` where that is not known."""
+    """Return the memory of a device: of a GPU, or what this process may have of the host; `None` if nobody knows."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    try:
-        return psutil.virtual_memory().total if device.type == "cpu" else None
-    except (psutil.Error, OSError):
-        return None
+    return host_memory_bytes() if device.type == "cpu" else None
 
 
 def interleaved_passes(args: MultiTaskTrainingArguments, target: Target) -> int | str:

@@ -8,6 +8,8 @@ from collections.abc import Callable
 import psutil
 import torch
 
+from peft_mux.profiling.host_memory import host_memory_bytes
+
 try:
     import resource
 except ImportError:  # Windows has none
@@ -27,8 +29,9 @@ def memory_now(device: torch.device) -> Callable[[], tuple[int, int] | None]:
     process = psutil.Process()
 
     def of_host() -> tuple[int, int] | None:
+        total = host_memory_bytes()
         try:
-            return process.memory_info().rss, psutil.virtual_memory().total
+            return None if total is None else (process.memory_info().rss, total)
         except (psutil.Error, OSError):
             return None
 
