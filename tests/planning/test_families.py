@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.objectives.token_losses import output_head
 from peft_mux.planning.replica_facts import _adapt_parameters
 from peft_mux.planning.shapes import cut_layers, frozen_parts
 from tests.engine.families import family_cases as cases
@@ -35,6 +36,15 @@ def test_the_bytes_of_a_family_lie_where_its_modules_do(kind: str) -> None:
     assert rows
     # More than half of the smallest layer, where latent attention's narrow matrices and norms stay whole.
     assert parts.layer_bytes / 2 < parts.cut_bytes < parts.layer_bytes
+
+
+@pytest.mark.parametrize(("kind", "caps"), [("gemma2", True), ("gemma3_text", False), ("phi3", False)])
+def test_bounded_logits_are_known(kind: str, caps: bool) -> None:
+    config = cases.config_of(kind)
+    with torch.device("meta"):
+        backbone = AutoModelForCausalLM.from_config(config, dtype=FP32)
+    assert (output_head(backbone)[2] is not None) == caps
+    assert model_shape(backbone, config, dtype=FP32, activation_dtype=FP32).caps_logits == caps
 
 
 def test_tasks_on_the_experts_of_a_mixture_are_planned_on_whole_models_alone() -> None:

@@ -45,6 +45,7 @@ def model_shape(backbone: nn.Module, config: Any, *, dtype: torch.dtype, activat
         activation_bytes=activation_dtype.itemsize,
         held_intermediate_size=None if mlp.used == mlp.held else mlp.held,
         routed_share=mlp.routed_share,
+        caps_logits=getattr(config, "final_logit_softcapping", None) is not None,
     )
 
 

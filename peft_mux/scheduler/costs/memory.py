@@ -257,6 +257,8 @@ class MemoryModel:
         size = self.shape.activation_bytes
         is_fused = self.device_type == "cuda" and size == 2 and self.devices_per_stage == 1
         bytes_per_logit = size if is_fused or size == 4 else 4 + size
+        if self.shape.caps_logits and not is_fused:
+            bytes_per_logit += 4  # the slope of the bound at each of them
         return min(block_rows, math.ceil(targets)) * words * bytes_per_logit
 
     def peak_bytes(

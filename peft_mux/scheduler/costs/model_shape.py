@@ -30,6 +30,7 @@ class ModelShape:
         routed_share: part of the experts of a layer that a token passes through.
         read_share: part of a layer's products that the last layer makes for the rows alone that a loss reads; 0 where
             it makes all of them for all rows.
+        caps_logits: whether logits are bounded smoothly (Gemma 2).
     """
 
     num_layers: int
@@ -44,6 +45,7 @@ class ModelShape:
     held_intermediate_size: int | None = None
     routed_share: float = 1.0
     read_share: float = 0.0
+    caps_logits: bool = False
 
     @property
     def layer_elements(self) -> int:

@@ -83,6 +83,13 @@ def test_the_loss_lies_on_the_last_stage_in_bf16_on_cuda_and_beside_its_fp32_cop
     assert cuda.workspace_bytes(100, 0) < cuda.workspace_bytes(100, 1) + 1
 
 
+def test_the_slope_of_bounded_logits_is_held_beside_them_where_the_loss_is_not_fused() -> None:
+    capped = replace(LLAMA_7B, caps_logits=True)
+    assert MemoryModel(capped, device_type="cpu").loss_bytes(10) == 10 * 32000 * (2 + 4 + 4)
+    assert MemoryModel(capped, device_type="cuda").loss_bytes(10) == 10 * 32000 * 2
+    assert MemoryModel(capped, device_type="cuda", devices_per_stage=2).loss_bytes(10) == 10 * 16000 * (2 + 4 + 4)
+
+
 def test_a_7b_backbone_of_one_lora_task_comes_near_the_papers_breakdown() -> None:
     # M §2.3: batch size 8, length 128: 13.4 GB of backbone, 4.3 GB of activations, 18.1 GB in all. The paper's kernels
     # keep less (element-wise operators are fused there), so that activations are allowed a quarter more.
