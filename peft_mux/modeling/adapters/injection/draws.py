@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -60,7 +59,8 @@ class Draws:
         """Know nothing yet."""
         self.seed = seed
         self._calls: list[_Call] = []
-        self._kept: dict[int, tuple[nn.Parameter, torch.dtype]] | None = None
+        self._are_all: bool | None = None
+        self._kept: dict[int, tuple[nn.Parameter, torch.dtype]] = {}
         """By number of the call: the parameter that holds what it drew, rounded to this dtype."""
 
     @contextmanager
@@ -76,16 +76,24 @@ class Draws:
             parameters: those of the adapter, as drawn.
             backbone_dtype: that of the backbone, to which PEFT may have rounded them.
         """
-        if self._kept is None:
-            self._kept = {}
-            held = {_digest(parameter): parameter for parameter in parameters}
-            for number, values in self._drawn(self.seed):
-                for dtype in (backbone_dtype, values.dtype):  # the second stands, where both are true
-                    parameter = held.get(_digest(values.to(dtype).to(parameters[0].dtype)))
-                    if parameter is not None and parameter.shape == values.shape:
-                        self._kept[number] = parameter, dtype
-        known = {id(parameter) for parameter, _ in self._kept.values()}
-        return all(id(parameter) in known or not parameter.any() for parameter in parameters)
+        if self._are_all is None:
+            drawn = [parameter for parameter in parameters if parameter.any()]
+            self._find(drawn, backbone_dtype)
+            known = {id(parameter) for parameter, _ in self._kept.values()}
+            self._are_all = all(id(parameter) in known for parameter in drawn)
+        return self._are_all
+
+    def _find(self, parameters: Sequence[nn.Parameter], backbone_dtype: torch.dtype) -> None:
+        # Modules are drawn in the order in which they stand in the model: of each shape, one after another.
+        waiting: dict[torch.Size, list[nn.Parameter]] = {}
+        for parameter in reversed(parameters):
+            waiting.setdefault(parameter.shape, []).append(parameter)
+        for number, values in self._drawn(self.seed):
+            own = waiting.get(values.shape, [])
+            for dtype in (values.dtype, backbone_dtype) if own else ():
+                if torch.equal(values.to(dtype).to(own[-1]), own[-1]):
+                    self._kept[number] = own.pop(), dtype
+                    break
 
     @torch.no_grad()
     def repeat(self, seed: int, copies: Mapping[int, nn.Parameter]) -> None:
@@ -95,10 +103,9 @@ class Draws:
             seed: the other.
             copies: what to draw into, by `id` of the parameters that were drawn at first.
         """
-        kept = self._kept or {}
         for number, values in self._drawn(seed):
-            if number in kept:
-                parameter, dtype = kept[number]
+            if number in self._kept:
+                parameter, dtype = self._kept[number]
                 copies[id(parameter)].copy_(values.to(dtype))
 
     @torch.no_grad()
@@ -112,7 +119,3 @@ class Draws:
             for number, (function, into, args, options) in enumerate(self._calls):
                 given = () if into is None else (memory[into[1]][: into[0].numel()].view(into[0]),)
                 yield number, function(*given, *args, **options)
-
-
-def _digest(tensor: torch.Tensor) -> bytes:
-    return hashlib.blake2b(tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()).digest()
