@@ -51,10 +51,10 @@ lint: $(VENV)/.ready
 types: $(VENV)/.ready
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The structure in numbers; side by side with another checkout: make shape CHECKOUTS="/tmp/before ."
+# Size and structure in numbers, and what a run of two steps enters; two checkouts: make shape CHECKOUTS="/tmp/before ."
 CHECKOUTS ?= .
-shape:
-	@$(PYTHON) tools/shape.py $(CHECKOUTS)
+shape: $(VENV)/.ready
+	@$(BIN)/python tools/shape.py --run $(CHECKOUTS)
 
 # The site in site/; any warning fails it.
 docs: $(VENV)/.ready

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import peft_mux.compat
+import peft_mux.errors
 import peft_mux.late_imports
 
 if TYPE_CHECKING:
@@ -23,54 +23,51 @@ if TYPE_CHECKING:
         ProcessError,
         UnsupportedModelError,
     )
-    from peft_mux.generation.completion import Completion, GenerationRequest
-    from peft_mux.generation.generate import generate
-    from peft_mux.generation.options import GenerateOptions, SamplingOptions
     from peft_mux.hyper_parameters import EarlyStopping
+    from peft_mux.modeling.adapters.bottleneck.peft_tuner import BottleneckConfig
+    from peft_mux.modeling.adapters.diff_pruning.peft_tuner import DiffPruningConfig
+    from peft_mux.modeling.generation.decoding import generate
+    from peft_mux.modeling.generation.options import Completion, GenerateOptions, GenerationRequest, SamplingOptions
     from peft_mux.modeling.model import MultiTaskPeftModel
-    from peft_mux.peft_methods.bottleneck.config import BottleneckConfig
-    from peft_mux.peft_methods.diff_pruning.config import DiffPruningConfig
     from peft_mux.scheduler.plan import Plan
-    from peft_mux.sweeps.ranking import SweepResult
-    from peft_mux.sweeps.sweep import sweep
-    from peft_mux.task import Task, TaskStatus
-    from peft_mux.task_events import MultiTaskTrainerCallback
+    from peft_mux.task import MultiTaskTrainerCallback, Task, TaskStatus
+    from peft_mux.trainer.sweep import SweepResult, sweep
     from peft_mux.trainer.trainer import MultiTaskTrainer
 
-__version__ = peft_mux.compat.installed_version("peft-mux") or "0.0.0"  # a checkout that is not installed
+__version__ = peft_mux.errors.installed_version("peft-mux") or "0.0.0"  # a checkout that is not installed
 
 # So that PEFT knows our methods wherever it is imported, and this costs nothing where it is not.
-peft_mux.late_imports.after_import("peft", "peft_mux.peft_methods")
+peft_mux.late_imports.after_import("peft", "peft_mux.modeling.adapters")
 
 _HOMES = {
-    "BottleneckConfig": "peft_methods.bottleneck.config",
+    "BottleneckConfig": "modeling.adapters.bottleneck.peft_tuner",
     "CheckpointError": "errors",
     "ChunkPackingCollator": "data.collator",
-    "Completion": "generation.completion",
+    "Completion": "modeling.generation.options",
     "ConfigError": "errors",
     "DataError": "errors",
-    "DiffPruningConfig": "peft_methods.diff_pruning.config",
+    "DiffPruningConfig": "modeling.adapters.diff_pruning.peft_tuner",
     "EarlyStopping": "hyper_parameters",
-    "GenerateOptions": "generation.options",
-    "GenerationRequest": "generation.completion",
+    "GenerateOptions": "modeling.generation.options",
+    "GenerationRequest": "modeling.generation.options",
     "MemoryBudgetError": "errors",
     "MultiTaskPeftModel": "modeling.model",
     "MultiTaskTrainer": "trainer.trainer",
-    "MultiTaskTrainerCallback": "task_events",
+    "MultiTaskTrainerCallback": "task",
     "MultiTaskTrainingArguments": "arguments",
     "MuxBatch": "data.batch",
     "PeftMuxError": "errors",
     "Plan": "scheduler.plan",
     "PlanError": "errors",
     "ProcessError": "errors",
-    "SamplingOptions": "generation.options",
-    "SweepResult": "sweeps.ranking",
+    "SamplingOptions": "modeling.generation.options",
+    "SweepResult": "trainer.sweep",
     "Task": "task",
     "TaskStatus": "task",
     "UnsupportedModelError": "errors",
-    "generate": "generation.generate",
+    "generate": "modeling.generation.decoding",
     "load_rows": "data.sources",
-    "sweep": "sweeps.sweep",
+    "sweep": "trainer.sweep",
 }
 
 __all__ = [

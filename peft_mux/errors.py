@@ -7,12 +7,17 @@ A new exception belongs here when a caller could want to catch it apart from the
 inherits the built-in class that it specialises, so `except ValueError` keeps working.
 """
 
+# MERGED: What differs between installations: names of Python versions, and which packages there are.
+
 from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 
 
 class PeftMuxError(Exception):
@@ -169,3 +174,27 @@ def is_text(value: object) -> bool:
         value: whatever was given.
     """
     return isinstance(value, str) and bool(value)
+
+
+if sys.version_info >= (3, 11):
+    from enum import StrEnum
+else:
+    from enum import Enum
+
+    class StrEnum(str, Enum):
+        """String enumeration whose members print as their values."""
+
+        __str__ = str.__str__
+
+
+@cache
+def installed_version(package: str) -> str | None:
+    """Return the version of a package; `None` where it is not installed, as a checkout that runs as it is.
+
+    Args:
+        package: name of the distribution, such as "peft-mux".
+    """
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -9,7 +9,7 @@ from typing import Any
 
 from peft_mux.errors import Fault, is_integer, is_real, raise_faults, shown
 from peft_mux.moved_names import refuse_unknown
-from peft_mux.own_code import printable
+from peft_mux.user_code import printable
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,36 +1,136 @@
-"""`Task`: what one owner wants trained, and every check that needs neither a model nor a tokenizer.
+"""`MultiTaskTrainerCallback`: what a callback of a run may be told of its tasks, beside transformers' own events."""
 
-Not here: checks against the backbone (`modeling/`), against rows (`data/`), and between tasks of a run
-(`check_task_names`, called by the trainer).
-"""
+# MERGED: `Task`: what one owner wants trained, and every check that needs neither a model nor a tokenizer.
+# MERGED: Not here: checks against the backbone (`modeling/`), against rows (`data/`), and between tasks of a run
+# MERGED: (`check_task_names`, called by the trainer).
+# MERGED: What a task trains with: its own settings, completed from those of the run.
 
 from __future__ import annotations
 
+import copy
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from peft_mux.compat import StrEnum
-from peft_mux.data.mapped_rows import RowFormat, mapped, row_format_faults
-from peft_mux.data.sources import dataset_faults, rows_named
-from peft_mux.errors import ConfigError, Fault, closest, is_real, raise_faults, shown
-from peft_mux.generation.options import GenerateOptions
+from transformers import IntervalStrategy, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from peft_mux.arguments import MultiTaskTrainingArguments, task_settings_of, task_settings_of_trainer
+from peft_mux.data.sources import RowFormat, dataset_faults, mapped, row_format_faults, rows_named
+from peft_mux.errors import ConfigError, Fault, StrEnum, closest, is_real, raise_faults, shown
 from peft_mux.hyper_parameters import (
     EarlyStopping,
+    HyperParameters,
+    greater_is_better,
     hyper_parameter_faults,
     is_interval,
     metric_key,
     supported_optimizers,
     supported_schedules,
 )
+from peft_mux.modeling.generation.options import GenerateOptions
 from peft_mux.moved_names import refuse_unknown
-from peft_mux.task_interop import task_settings_of, task_settings_of_trainer
-from peft_mux.task_names import name_fault
+from peft_mux.storage import name_fault
 
 if TYPE_CHECKING:
     from peft import PeftConfig
     from transformers import TrainerCallback, TrainingArguments
+
+
+class MultiTaskTrainerCallback(TrainerCallback):
+    """A `transformers.TrainerCallback` that is also told what becomes of the tasks of a run.
+
+    Given to `MultiTaskTrainer(callbacks=[...])`. Each method may be left out, and a plain `TrainerCallback` may have
+    single ones of them. All are called by `train`, between two steps, on every process, after what they tell of is
+    done: an adapter that they name is on the disk. What is done to a trainer that does not train is not told.
+
+    What they ask for (`control.should_training_stop`, or `trainer.register_tasks` and its like) is done before the
+    next step; a run whose last task has ended goes on with what `on_task_end` registers. What they raise ends the run,
+    as it does with transformers' events.
+
+    The events of a task get, beside `args`, `state` and `control` of the run:
+
+    * `task`: its name.
+    * `task_state`: its own `TrainerState`, with `global_step` and `log_history`.
+    * `status`, `reason`: its `TaskStatus` at that moment, and why, "" where nothing is to be said.
+    * `adapter_folder`: the folder of its adapter as it is now; `None` where the disk has none, or an older one.
+    * `model` and `processing_class`, as transformers' events get them.
+
+    Example:
+        >>> class Tell(MultiTaskTrainerCallback):
+        ...     def on_task_end(self, args, state, control, *, task, status, adapter_folder, **kwargs):
+        ...         print(f"{task} {status}: {adapter_folder}")
+    """
+
+    def on_task_register(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """Hear of a task that was registered while the others train; it begins when a plan admits it."""
+
+    def on_task_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """Hear of a task that takes its first step of this `train` next, or goes on from a checkpoint."""
+
+    def on_task_pause(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """Hear of a task that rests."""
+
+    def on_task_resume(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """Hear of a task that rests no more; it goes on, or waits for a plan to admit it."""
+
+    def on_task_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """Hear of a task that has taken all its steps, or has stopped early."""
+
+    def on_task_fail(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """Hear of a task that has failed; `reason` says why, and the others go on.
+
+        One that failed only because its adapter could not be written may end after all, when the disk takes it.
+        """
+
+    def on_task_remove(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """Hear of a task that was removed, whether it had ended before or not."""
+
+    def on_plan(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> TrainerControl | None:
+        """Hear of the `plan` that the next steps follow, and of the one `before` it (`None` before the first)."""
+
+
+EVENTS = tuple(name for name in vars(MultiTaskTrainerCallback) if name.startswith("on_"))
+"""Names of the events that transformers does not have."""
+
+
+def hears(callback: object, event: str) -> bool:
+    """Return whether a callback has a method of its own for one of `EVENTS`."""
+    method = getattr(callback, event, None)
+    return method is not None and getattr(method, "__func__", method) is not getattr(MultiTaskTrainerCallback, event)
+
+
+def event_faults(callbacks: Iterable[object], where: str) -> list[Fault]:
+    """Return a fault for each method that looks like one of `EVENTS` and is none: it would never be called.
+
+    Args:
+        callbacks: callbacks of a run.
+        where: path of the argument that they were given as.
+    """
+    faults = []
+    for callback in callbacks:
+        likely = [name for name in dir(callback) if name.startswith(("on_task", "on_plan", "on_replan"))]
+        for name in [one for one in likely if one not in EVENTS and callable(getattr(callback, one))]:
+            kind = callback.__name__ if isinstance(callback, type) else type(callback).__name__
+            fix = closest(name, EVENTS)
+            faults.append(Fault(f"{where}.{kind}.{name}", "an event that is never called", ", ".join(EVENTS), fix))
+    return faults
 
 
 class TaskStatus(StrEnum):
@@ -338,8 +438,6 @@ def _has_logits(task: Task) -> bool:
 def _type_faults(task: Task, where: str) -> list[Fault]:
     from transformers import TrainerCallback
 
-    from peft_mux.task_events import EVENTS, hears
-
     faults = [Fault(f"{where}.priority", "None", "a value, 0 by default")] if task.priority is None else []
     for name, (kind, allowed) in {
         "shuffle": (bool, "True or False"),
@@ -449,3 +547,86 @@ def _generation_faults(task: Task, where: str) -> list[Fault]:
 
 TASK_FIELDS = tuple(item.name for item in fields(Task))
 """Names of the fields of a `Task`, for files and for messages."""
+
+
+def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
+    """Return the settings that a task trains with: its own, and those of the run where it has none.
+
+    A task that sets only one of `max_steps` and `num_train_epochs` is held to that one.
+
+    Args:
+        task: the task, whose `None` settings are filled in.
+        args: the arguments of the run, which hold the defaults of all tasks.
+    """
+
+    def pick(name: str) -> Any:
+        own = getattr(task, name)
+        value = getattr(args, name) if own is None else own
+        return getattr(value, "value", value)
+
+    # `max_steps` takes precedence over epochs, so the run's own would override the epochs of this task.
+    max_steps = pick("max_steps")
+    if task.max_steps is None and task.num_train_epochs is not None:
+        max_steps = -1
+    load_best = bool(pick("load_best_model_at_end")) and task.eval_dataset is not None
+    metric = pick("metric_for_best_model") if task.eval_dataset is not None else None
+    # Trainer's default; a callback that stops early needs a metric, too.
+    if metric is None and (load_best or task.stops_by_callback):
+        metric = "loss"
+    # What the run says is about the run's metric.
+    greater = task.greater_is_better if task.metric_for_best_model else pick("greater_is_better")
+    batch_size = task.train_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps
+    direct = (
+        "learning_rate num_train_epochs weight_decay lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm "
+        "optim optim_args adam_beta1 adam_beta2 adam_epsilon seed max_length data_timeout_s eval_delay eval_on_start "
+        "label_smoothing_factor"
+    ).split()
+    return HyperParameters(
+        train_batch_size=batch_size,
+        max_steps=max_steps,
+        eval_steps=_eval_steps(task, args),
+        save_steps=task.save_steps or 0,
+        load_best_model_at_end=load_best,
+        metric_for_best_model=metric,
+        greater_is_better=greater,
+        neftune_noise_alpha=pick("neftune_noise_alpha") or 0.0,
+        **{name: pick(name) for name in direct},
+    )
+
+
+def task_arguments(hyper: HyperParameters, args: MultiTaskTrainingArguments) -> MultiTaskTrainingArguments:
+    """Return a copy of the run's arguments with one task's settings, for code that reads `TrainingArguments`.
+
+    Args:
+        hyper: the settings of the task, complete.
+        args: the arguments of the run; they are not changed.
+    """
+    # Copied, not made anew: `__post_init__` would check and complete every field a second time.
+    own = copy.copy(args)
+    for item in fields(HyperParameters):
+        # TrainingArguments has `train_batch_size` as a property that cannot be set.
+        if item.name not in ("train_batch_size", "max_length"):
+            setattr(own, item.name, getattr(hyper, item.name))
+    own.max_length = hyper.max_length
+    strategies = {-1.0: IntervalStrategy.EPOCH, 0.0: IntervalStrategy.NO}
+    own.eval_strategy = strategies.get(float(hyper.eval_steps), IntervalStrategy.STEPS)
+    if hyper.metric_for_best_model is not None and hyper.greater_is_better is None:
+        own.greater_is_better = greater_is_better(hyper.metric_for_best_model)
+    # Whoever is given the copy may write into it; the run and the other tasks must not see that.
+    vars(own).update({key: copy.deepcopy(value) for key, value in vars(own).items() if isinstance(value, (dict, list))})
+    return own
+
+
+def _eval_steps(task: Task, args: MultiTaskTrainingArguments) -> float:
+    if task.eval_dataset is None:
+        return 0
+    if task.eval_steps is not None:
+        return task.eval_steps
+    strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
+    if strategy == "steps":
+        return args.eval_steps or args.logging_steps
+    # Whoever looks for the best adapter must see its metric: at least once an epoch, even where the run asks for none.
+    loads_best = args.load_best_model_at_end if task.load_best_model_at_end is None else task.load_best_model_at_end
+    if strategy == "epoch" or task.early_stopping is not None or task.stops_by_callback or loads_best:
+        return -1
+    return 0

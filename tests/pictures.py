@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peft_mux.reporting.page import plots
+from peft_mux.reporting import page as plots
 
 _EMPTY = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="

@@ -16,8 +16,14 @@ from hypothesis import strategies as st
 from peft import LoraConfig
 from transformers import TrainingArguments
 
-from peft_mux.argument_fields import HARMLESS, HONOURED, REASONS
-from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments, require_arguments
+from peft_mux.arguments import (
+    HARMLESS,
+    HONOURED,
+    REASONS,
+    SETTABLE_FIELDS,
+    MultiTaskTrainingArguments,
+    require_arguments,
+)
 from peft_mux.errors import ConfigError
 from peft_mux.moved_names import belongs
 from peft_mux.task import Task

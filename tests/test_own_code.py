@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.errors import ForcedInterrupt
-from peft_mux.own_code import OwnCodeError, describe_error, own_code, own_frames, printable
+from peft_mux.user_code import OwnCodeError, describe_error, own_code, own_frames, printable
 
 
 class Hostile(Exception):

@@ -19,8 +19,8 @@ from transformers.training_args import OptimizerNames
 
 from peft_mux.errors import ConfigError
 from peft_mux.hyper_parameters import EarlyStopping, supported_optimizers, supported_schedules
+from peft_mux.storage import RESERVED_NAMES, check_task_names
 from peft_mux.task import TASK_FIELDS, Task, TaskStatus
-from peft_mux.task_names import RESERVED_NAMES, check_task_names
 
 ROWS = [{"input_ids": [1, 2, 3]}]
 CONFIG = LoraConfig(r=4)

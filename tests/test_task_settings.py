@@ -8,7 +8,7 @@ import pytest
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.hyper_parameters import EarlyStopping
-from peft_mux.task_settings import resolve, task_arguments
+from peft_mux.task import resolve, task_arguments
 from tests.test_arguments import ROWS, arguments, task
 
 

@@ -1,349 +1,229 @@
-"""The structure of the package in numbers, several checkouts side by side: `python tools/shape.py /tmp/before .`.
+"""The size and structure of the package in numbers: `make shape`, or `python tools/shape.py --run /tmp/before .`.
 
-Read from the sources alone, nothing is imported. What counts as what:
+Several checkouts appear as columns. Most numbers are read from the sources, nothing is imported. With `--run`, each
+checkout also trains two LoRA tasks for two steps in a process of its own, and the files and functions that this enters
+are counted. What counts as what:
 
-* An import *while importing* runs when its module is imported; all others are those inside functions and under
-  `TYPE_CHECKING`. To import a package is to import its `__init__.py`; `peft_mux.a.b` is no import of `peft_mux.a`.
-* A folder imports another one where any of its modules imports any of the other's, in whatever way. A folder and its
-  sub-folders are different folders.
-* *Floors* are the modules (or folders) on the longest chain of imports; those that import one another in a circle
-  stand on one floor.
-* An argument's text is a *fragment* where it has fewer than four words, begins as in "of the run" or "likewise", or has
-  a first sentence of fewer than four words.
+* A *code line* is neither blank, nor a comment, nor part of a docstring.
+* A function *with one reference* has a name that no other function has and that the package mentions once outside of
+  its definition and of imports.
+* A run *enters* a function when it calls it, in the constructor, `plan()` or `train()`. Lambdas and comprehensions
+  count as functions here, as they have a frame each in Python 3.11.
+* *Frames* are the calls on the stack from `train()` to the backbone's forward, those two included.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
-import re
-import statistics
-import tokenize
+import json
+import os
+import subprocess
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from graphlib import TopologicalSorter
+from collections.abc import Iterator, Mapping, Sequence
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any, NamedTuple
 
 PACKAGE = "peft_mux"
-LONG_FILE_LINES, LONG_FUNCTION_LINES = 400, 40
-FEWEST_WORDS = 4
-FRAGMENT_STARTS = ("of ", "likewise", "as for", "as given", "as in", "by name", "see ")
-
-_ONLY_CHECKED = ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Documented = ast.Module | ast.ClassDef | Function
 Graph = Mapping[str, set[str]]
-"""What each node imports; every node is a key."""
+"""The modules that each module imports."""
 
 
-@dataclass(frozen=True)
-class Module:
-    """A source file of the package.
-
-    Attributes:
-        name: dotted, that of the package itself for its `__init__.py`.
-        path: relative to the checkout, with slashes.
-        lines: of the file, without line ends.
-        tree: its syntax.
-        num_comments: lines whose first token is a comment.
-    """
+class Module(NamedTuple):
+    """A source file: its dotted name, its path relative to the checkout, its text and its syntax tree."""
 
     name: str
     path: str
-    lines: list[str]
+    text: str
     tree: ast.Module
-    num_comments: int
-
-    @property
-    def folder(self) -> str:
-        """Path of the folder that the file lies in."""
-        return self.path.rpartition("/")[0]
 
 
-def read_package(checkout: Path) -> dict[str, Module]:
-    """Return all modules of a checkout's package by name."""
+def read_package(checkout: Path, folder: str = PACKAGE) -> dict[str, Module]:
+    """Return all modules under a folder of a checkout by dotted name."""
     found = {}
-    for file in sorted((checkout / PACKAGE).rglob("*.py")):
+    for file in sorted((checkout / folder).rglob("*.py")):
         path = file.relative_to(checkout)
         name = ".".join(path.with_suffix("").parts).removesuffix(".__init__")
-        with tokenize.open(file) as source:
-            text = source.read()
-        found[name] = Module(name, path.as_posix(), text.splitlines(), ast.parse(text, str(path)), _comments(file))
+        text = file.read_text(encoding="utf-8")
+        found[name] = Module(name, path.as_posix(), text, ast.parse(text, str(path)))
     return found
 
 
-def _comments(file: Path) -> int:
-    with file.open("rb") as source:
-        return sum(
-            token.type == tokenize.COMMENT and not token.line[: token.start[1]].strip()
-            for token in tokenize.tokenize(source.readline)
-        )
+# -------------------------------------------------------------------- sources
 
 
-# -------------------------------------------------------------------- imports
+def num_code_lines(module: Module) -> int:
+    """Return the number of lines that are neither blank, nor a comment, nor part of a docstring."""
+    docstrings: set[int] = set()
+    for node in ast.walk(module.tree):
+        for statement in node.body if isinstance(node, Documented) else ():
+            # Also strings below a constant or a field, which document it.
+            if isinstance(statement, ast.Expr) and isinstance(getattr(statement.value, "value", None), str):
+                docstrings.update(range(statement.lineno, (statement.end_lineno or 0) + 1))
+    lines = enumerate(map(str.strip, module.text.splitlines()), 1)
+    return sum(bool(line) and not line.startswith("#") and number not in docstrings for number, line in lines)
 
 
-def imports(module: Module, known: Mapping[str, Module], *, while_importing: bool) -> set[str]:
-    """Return the modules of the package that a module imports.
-
-    Args:
-        module: whose imports are read.
-        known: all modules of the package by name.
-        while_importing: whether to leave out what functions import and what only type checkers see.
-    """
-    names = {name for node in _statements(module.tree, while_importing) for name in _targets(node, module)}
-    found = {name if name in known else name.rpartition(".")[0] for name in names}
-    return found & known.keys() - {module.name}
+def functions(module: Module) -> list[Function]:
+    """Return all functions of a module, methods and inner functions included."""
+    return [node for node in ast.walk(module.tree) if isinstance(node, Function)]
 
 
-def _statements(node: ast.AST, while_importing: bool) -> Iterator[ast.AST]:
-    for child in ast.iter_child_nodes(node):
-        if while_importing and isinstance(child, Function):
-            continue
-        if while_importing and isinstance(child, ast.If) and ast.unparse(child.test) in _ONLY_CHECKED:
-            yield from _statements(ast.Module(child.orelse, []), while_importing)
-            continue
-        yield child
-        yield from _statements(child, while_importing)
+def with_one_reference(modules: Mapping[str, Module]) -> list[str]:
+    """Return the functions, as `path:name`, whose name is unique and mentioned once outside definition and imports."""
+    homes = [(node.name, module.path) for module in modules.values() for node in functions(module)]
+    defined = Counter(name for name, _ in homes)
+    mentioned: Counter[str] = Counter()
+    for module in modules.values():
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Name):
+                mentioned[node.id] += 1
+            elif isinstance(node, ast.Attribute):
+                mentioned[node.attr] += 1
+    return [f"{path}:{name}" for name, path in homes if defined[name] == mentioned[name] == 1]
 
 
-def _targets(node: ast.AST, module: Module) -> set[str]:
-    """Return the dotted names that a statement imports, `a.b` for `from a import b`."""
-    if isinstance(node, ast.Import):
-        return {alias.name for alias in node.names}
-    if not isinstance(node, ast.ImportFrom):
-        return set()
-    home = node.module or ""
-    if node.level:
-        parts = module.path.split("/")[: -node.level]
-        home = ".".join([*parts, *filter(None, [home])])
-    return {f"{home}.{alias.name}" for alias in node.names}
-
-
-def module_graph(modules: Mapping[str, Module], *, while_importing: bool) -> dict[str, set[str]]:
-    """Return which modules each module imports."""
-    return {name: imports(module, modules, while_importing=while_importing) for name, module in modules.items()}
-
-
-def entry_graph(modules: Mapping[str, Module], folder: str) -> dict[str, set[str]]:
-    """Return which entries of a folder (files, and folders with all that lies under them) import which, in any way."""
-
-    def entry(path: str) -> str | None:
-        return path.removeprefix(f"{folder}/").split("/")[0] if path.startswith(f"{folder}/") else None
-
+def import_graph(modules: Mapping[str, Module]) -> dict[str, set[str]]:
+    """Return which modules of the package each module imports, inside functions and for type checkers too."""
     graph: dict[str, set[str]] = {}
-    for name, others in module_graph(modules, while_importing=False).items():
-        if (own := entry(modules[name].path)) is not None:
-            imported = {entry(modules[other].path) for other in others}
-            graph.setdefault(own, set()).update(one for one in imported if one not in (None, own))
+    for name, module in modules.items():
+        found: set[str] = set()
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Import):
+                found |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        graph[name] = {one if one in modules else one.rpartition(".")[0] for one in found} & modules.keys() - {name}
     return graph
 
 
-def circles(graph: Graph) -> list[list[str]]:
-    """Return the groups of nodes that all reach one another, the largest first."""
-    reached = {node: _reached(graph, node) for node in graph}
-    groups = {frozenset(other for other in reached[node] if node in reached[other]) for node in graph}
-    return sorted((sorted(group) for group in groups if len(group) > 1), key=lambda group: (-len(group), group))
+def _circle(graph: Graph) -> str:
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return " -> ".join(error.args[1])
+    return "none"
 
 
-def _reached(graph: Graph, start: str) -> set[str]:
-    found: set[str] = set()
-    waiting = [start]
-    while waiting:
-        new = graph[waiting.pop()] - found
-        found |= new
-        waiting += new
-    return found
-
-
-def floors(graph: Graph) -> int:
-    """Return the number of nodes on the longest chain of imports, where a circle counts as one."""
-    floor_of = {node: circle[0] for circle in circles(graph) for node in circle}
-    merged: dict[str, set[str]] = {}
-    for node, others in graph.items():
-        own = floor_of.get(node, node)
-        merged.setdefault(own, set()).update({floor_of.get(other, other) for other in others} - {own})
-    heights: dict[str, int] = {}
-    for node in TopologicalSorter(merged).static_order():
-        heights[node] = 1 + max((heights[other] for other in merged[node]), default=0)
-    return max(heights.values(), default=0)
-
-
-# ------------------------------------------------------------------ functions
-
-
-def functions(module: Module) -> Iterator[tuple[str, Function]]:
-    """Yield every function of a module with its dotted name within it, methods and inner functions too."""
-    for name, node in _definitions(module.tree, ""):
-        if isinstance(node, Function):
-            yield name, node
-
-
-def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function | ast.ClassDef]]:
-    for child in ast.iter_child_nodes(node):
-        inner = prefix
-        if isinstance(child, Function | ast.ClassDef):
-            yield prefix + child.name, child
-            inner = f"{prefix}{child.name}{'.' if isinstance(child, ast.ClassDef) else '.<locals>.'}"
-        yield from _definitions(child, inner)
-
-
-def num_lines(function: Function) -> int:
-    """Return the number of lines from `def` to the last one."""
-    return (function.end_lineno or function.lineno) - function.lineno + 1
-
-
-def arguments(function: Function) -> list[ast.arg]:
-    """Return all arguments but `self` and `cls`, those of `*args` and `**kwargs` too."""
-    own = function.args
-    given = [*own.posonlyargs, *own.args, *own.kwonlyargs, *filter(None, [own.vararg, own.kwarg])]
-    return [one for one in given if one.arg not in ("self", "cls")]
-
-
-def undocumented(module: Module) -> list[str]:
-    """Return the public functions, methods and classes without a docstring; other setters of a property need none."""
-    return [
-        f"{module.path}:{name}"
-        for name, node in _definitions(module.tree, "")
-        if not any(part.startswith("_") or part == "<locals>" for part in name.split("."))
-        and ast.get_docstring(node) is None
-        and not any(ast.unparse(one).endswith((".setter", "overload")) for one in node.decorator_list)
-    ]
-
-
-# ------------------------------------------------------------------ docstrings
-
-
-_SECTION = re.compile(r"(Args|Attributes|Returns|Yields|[A-Z]\w+):")
-_ENTRY = re.compile(r"\*{0,2}\w[\w.]*(?:, \*{0,2}\w[\w.]*)*(?: \([^)]*\))?:(?: (?P<text>.*))?")
-
-
-def argument_texts(docstring: str) -> list[str]:
-    """Return the text of every entry of the sections Args, Attributes, Returns and Yields of a cleaned docstring."""
-    texts: list[str] = []
-    section = ""
-    lines: list[str] = []
-    for line in [*docstring.splitlines(), "End:"]:
-        if line and not line[0].isspace():
-            if section in ("Args", "Attributes", "Returns", "Yields"):
-                texts += _entries(lines, names_are_due=section in ("Args", "Attributes"))
-            found = _SECTION.fullmatch(line)
-            section, lines = found.group(1) if found else "", []
-        elif line.strip():
-            lines.append(line)
-    return texts
-
-
-def _entries(lines: list[str], *, names_are_due: bool) -> list[str]:
-    """Return the texts of a section; one without a name in its first line is a single text, if names may be absent."""
-    if not lines:
-        return []
-    indent = len(lines[0]) - len(lines[0].lstrip())
-    if not names_are_due and not _ENTRY.fullmatch(lines[0].strip()):
-        return [" ".join(line.strip() for line in lines)]
-    texts: list[str] = []
-    for line in lines:
-        entry = _ENTRY.fullmatch(line.strip()) if len(line) - len(line.lstrip()) == indent else None
-        if entry:
-            texts.append(entry.group("text") or "")
-        elif texts:
-            texts[-1] = f"{texts[-1]} {line.strip()}".strip()
-    return texts
-
-
-def is_fragment(text: str) -> bool:
-    """Whether an argument's text is less than a whole phrase."""
-    first_sentence = re.split(r"(?<=[.!?])\s+(?=[A-Z`\"'(])", text, maxsplit=1)[0]
-    return text.lower().startswith(FRAGMENT_STARTS) or len(re.findall(r"\S*\w\S*", first_sentence)) < FEWEST_WORDS
-
-
-def docstring_texts(modules: Mapping[str, Module]) -> list[str]:
-    """Return the argument texts of all docstrings of the package."""
-    documented = (node for module in modules.values() for node in ast.walk(module.tree) if isinstance(node, Documented))
-    return [text for node in documented for text in argument_texts(ast.get_docstring(node) or "")]
-
-
-# ---------------------------------------------------------------------- tables
-
-
-def measure(checkout: Path, modules: Mapping[str, Module]) -> dict[str, str]:
-    """Return the numbers of a checkout and its modules by what they tell, in the order of the table."""
-    return {
-        **_sizes(checkout, modules),
-        **_import_numbers(modules),
-        **_function_numbers(modules),
-        **_text_numbers(modules),
-    }
-
-
-def folder_files(modules: Mapping[str, Module]) -> Counter[str]:
-    """Return the number of .py files that lie directly in each folder."""
-    return Counter(module.folder for module in modules.values())
-
-
-def _sizes(checkout: Path, modules: Mapping[str, Module]) -> dict[str, str]:
-    lengths = {module.path: len(module.lines) for module in modules.values()}
+def source_numbers(checkout: Path) -> dict[str, str]:
+    """Return what is counted in the sources of a checkout, as rows of the table."""
+    modules = read_package(checkout)
+    code = {module.path: num_code_lines(module) for module in modules.values()}
+    total, num_functions = sum(code.values()), sum(len(functions(module)) for module in modules.values())
+    single = len(with_one_reference(modules))
     root = checkout / PACKAGE
-    num_folders = sum(one.is_dir() and any(one.rglob("*.py")) for one in root.iterdir())
-    num_modules = len(list(root.glob("*.py")))
-    largest, num_files = folder_files(modules).most_common(1)[0]
-    longest = max(lengths, key=lambda path: lengths[path])
+    entries = [one for one in root.iterdir() if one.suffix == ".py" or any(one.rglob("*.py"))]
+    tests = read_package(checkout, "tests")
+    undocumented = sum(map(_num_undocumented, modules.values()))
+    longest = max(code, key=lambda path: code[path])
     return {
+        "code lines": f"{total:,}",
         "modules": f"{len(modules):,}",
-        "lines": f"{sum(lengths.values()):,}",
-        "entries in the root": f"{num_modules + num_folders} ({num_modules} modules, {num_folders} folders)",
-        "largest folder, .py files with __init__": f"{num_files} ({largest})",
-        "longest file, lines": f"{lengths[longest]} ({longest})",
-        f"files over {LONG_FILE_LINES} lines": str(sum(length > LONG_FILE_LINES for length in lengths.values())),
+        "functions": f"{num_functions:,}",
+        "code lines per function": f"{total / max(1, num_functions):.1f}",
+        "functions with one reference": f"{single / max(1, num_functions):.1%} ({single:,})",
+        "top-level entries": str(len(entries)),
+        "code lines of the longest file": f"{code[longest]:,} ({longest})",
+        "public functions and classes without a docstring": str(undocumented),
+        "circle of imports": _circle(import_graph(modules)),
+        "code lines of tests": f"{sum(map(num_code_lines, tests.values())):,}",
     }
 
 
-def _import_numbers(modules: Mapping[str, Module]) -> dict[str, str]:
-    early, every = (module_graph(modules, while_importing=only) for only in (True, False))
-    rooms = [entry_graph(modules, folder) for folder in sorted(folder_files(modules))]
+def _num_undocumented(module: Module) -> int:
+    def count(node: ast.AST) -> int:
+        found = 0
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef | Function) and not child.name.startswith("_"):
+                is_setter = any(ast.unparse(one).endswith((".setter", "overload")) for one in child.decorator_list)
+                found += ast.get_docstring(child) is None and not is_setter
+                found += count(child) if isinstance(child, ast.ClassDef) else 0
+        return found
+
+    return count(module.tree)
+
+
+# ---------------------------------------------------------------------- a run
+
+
+def run_numbers(checkout: Path) -> dict[str, str]:
+    """Return what two steps of two tasks enter, measured in a process of its own, as rows of the table."""
+    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        shown = Path(folder, "shown.json")
+        command = [sys.executable, __file__, "--train-and-count", str(shown), str(checkout)]
+        subprocess.run(command, env=environment, cwd=folder, check=True, stdout=subprocess.DEVNULL)
+        found = json.loads(shown.read_text(encoding="utf-8"))
     return {
-        "floors of modules, while importing": str(floors(early)),
-        "floors of what lies in the root, every import": str(floors(entry_graph(modules, PACKAGE))),
-        "circles of modules, while importing": _circles_text(early),
-        "circles of modules, every import": _circles_text(every),
-        "circles among the entries of a folder": _circles_text(*rooms),
+        "files entered by two steps of two tasks": f"{found['files']:,}",
+        "functions entered by them": f"{found['functions']:,}",
+        "own frames from train() to the backbone": f"{found['own_frames']} of {found['frames']}",
     }
 
 
-def _circles_text(*graphs: Graph) -> str:
-    sizes = [len(circle) for graph in graphs for circle in circles(graph)]
-    return f"{len(sizes)} (of {', '.join(map(str, sizes))})" if sizes else "0"
+def _train_and_count(checkout: Path, shown: Path) -> None:
+    import torch
+    from peft import LoraConfig
+    from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
+    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
 
-def _function_numbers(modules: Mapping[str, Module]) -> dict[str, str]:
-    found = [(f"{module.path}:{name}", one) for module in modules.values() for name, one in functions(module)]
-    lengths = {name: num_lines(one) for name, one in found}
-    given = [one for _, function in found for one in arguments(function)]
-    longest = max(lengths, key=lambda name: lengths[name], default="")
-    return {
-        "longest function, lines": f"{lengths.get(longest, 0)} ({longest})",
-        f"functions over {LONG_FUNCTION_LINES} lines": str(sum(n > LONG_FUNCTION_LINES for n in lengths.values())),
-        "median function, lines": f"{statistics.median(lengths.values() or [0]):g}",
-        "arguments with a type": _share(sum(one.annotation is not None for one in given), len(given)),
+    package = str(checkout / PACKAGE) + os.sep
+    entered: set[Any] = set()
+
+    def note(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            entered.add(frame.f_code)
+
+    stacks: list[list[str]] = []
+
+    def note_stack(*_: Any) -> None:
+        names, frame = [], sys._getframe(1)
+        while frame is not None and frame.f_code.co_name != "count":
+            names.append(frame.f_code.co_filename)
+            frame = frame.f_back
+        stacks.append(names)
+
+    def count() -> None:
+        trainer = MultiTaskTrainer(model, args, tasks)
+        trainer.plan()
+        sys.setprofile(None)
+        model.model.register_forward_pre_hook(note_stack)
+        sys.setprofile(note)
+        trainer.train()
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, **sizes))
+    assert isinstance(model.model, LlamaModel)
+    rows = [{"input_ids": [1 + (number * place) % 60 for place in range(8 + number)]} for number in range(8)]
+    config = {"r": 4, "target_modules": "all-linear"}
+    tasks = [
+        Task(name=name, peft_config=LoraConfig(**config), train_dataset=rows, train_batch_size=4, max_steps=2)
+        for name in ("a", "b")
+    ]
+    args = MultiTaskTrainingArguments(output_dir="run", use_cpu=True, report_to="none", disable_tqdm=True)
+    sys.setprofile(note)
+    count()
+    sys.setprofile(None)
+    named = entered
+    # The hook of the model is called by the frame of its `__call__`, which calls its forward next.
+    stack = max(stacks, key=len)
+    numbers = {
+        "files": len({code.co_filename for code in entered}),
+        "functions": len(named),
+        "frames": len(stack),
+        "own_frames": sum(name.startswith(package) for name in stack),
     }
+    shown.write_text(json.dumps(numbers), encoding="utf-8")
 
 
-def _text_numbers(modules: Mapping[str, Module]) -> dict[str, str]:
-    num_filled = sum(bool(line.strip()) for module in modules.values() for line in module.lines)
-    texts = docstring_texts(modules)
-    return {
-        "comment lines of lines that are not blank": _share(
-            sum(module.num_comments for module in modules.values()), num_filled
-        ),
-        "argument texts that are fragments": _share(sum(map(is_fragment, texts)), len(texts)),
-        "public and without a docstring": str(sum(len(undocumented(module)) for module in modules.values())),
-    }
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.1%} ({part:,} of {whole:,})" if whole else "none"
+# --------------------------------------------------------------------- tables
 
 
 def table(columns: Mapping[str, Mapping[str, str]]) -> str:
@@ -355,28 +235,49 @@ def table(columns: Mapping[str, Mapping[str, str]]) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
+def folder_table(checkout: Path) -> str:
+    """Return code lines, modules and functions of each folder below the package, and of the modules in its root."""
+    found: dict[str, list[int]] = {}
+    for module in read_package(checkout).values():
+        parts = module.path.split("/")[1:]
+        for depth in range(1, len(parts) + 1) if len(parts) > 1 else (1,):
+            sums = found.setdefault("/".join(parts[:depth]), [0, 0, 0])
+            for index, number in enumerate((num_code_lines(module), 1, len(functions(module)))):
+                sums[index] += number
+    names = ("code lines", "modules", "functions")
+    columns = {name: {path: f"{sums[i]:,}" for path, sums in sorted(found.items())} for i, name in enumerate(names)}
+    return table(columns)
+
+
+def _checkouts(given: Sequence[str], parser: argparse.ArgumentParser) -> Iterator[Path]:
+    for one in given:
+        if not (Path(one) / PACKAGE).is_dir():
+            parser.error(f"{one!r} must be a checkout of the repository; it has no folder {PACKAGE}.")
+        yield Path(one).resolve()
+
+
 def main() -> None:
-    """Print the tables of the checkouts that the command line names."""
-    parser = argparse.ArgumentParser(description=f"The structure of {PACKAGE} in numbers, side by side.")
-    parser.add_argument("checkouts", nargs="*", default=["."], metavar="CHECKOUT", help="by default this folder")
-    parser.add_argument("--folders", action="store_true", help="also the number of .py files in each folder")
-    parser.add_argument("--circles", action="store_true", help="also what imports one another in circles")
+    """Print the table of the checkouts that the command line names."""
+    parser = argparse.ArgumentParser(description=f"The size and structure of {PACKAGE} in numbers.")
+    parser.add_argument("checkouts", nargs="*", default=["."], metavar="CHECKOUT", help="default: this folder")
+    parser.add_argument("--run", action="store_true", help="also train two tasks and count what that enters")
+    parser.add_argument("--folders", action="store_true", help="also the numbers of each folder and file")
+    parser.add_argument("--single", action="store_true", help="also list the functions with one reference")
+    parser.add_argument("--train-and-count", metavar="FILE", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    for checkout in given.checkouts:
-        if not (Path(checkout) / PACKAGE).is_dir():
-            parser.error(f"{checkout!r} holds no folder {PACKAGE}; allowed: checkouts of the repository.")
-    packages = {checkout: read_package(Path(checkout)) for checkout in given.checkouts}
-    print(table({checkout: measure(Path(checkout), modules) for checkout, modules in packages.items()}))
-    if given.folders:
-        print(f"\n{table({checkout: _folder_numbers(modules) for checkout, modules in packages.items()})}")
-    if given.circles:
-        for checkout, modules in packages.items():
-            for circle in circles(module_graph(modules, while_importing=False)):
-                print(f"\n{checkout}: {', '.join(circle)}")
-
-
-def _folder_numbers(modules: Mapping[str, Module]) -> dict[str, str]:
-    return {folder: str(count) for folder, count in sorted(folder_files(modules).items())}
+    checkouts = dict(zip(given.checkouts, _checkouts(given.checkouts, parser), strict=True))
+    if given.train_and_count:
+        _train_and_count(next(iter(checkouts.values())), given.train_and_count)
+        return
+    columns = {
+        name: source_numbers(path) | (run_numbers(path) if given.run else {}) for name, path in checkouts.items()
+    }
+    print(table(columns))
+    for path in checkouts.values():
+        if given.folders:
+            print(f"\n{path}\n{folder_table(path)}")
+        if given.single:
+            print("\n".join([f"\n{path}", *with_one_reference(read_package(path))]))
 
 
 if __name__ == "__main__":

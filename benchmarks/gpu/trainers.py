@@ -104,10 +104,10 @@ def _floor_attention(
 def train_mux(settings: Settings, backbone: Any, workload: Any, pass_tokens: int, cuda_graphs: bool = False) -> Trained:
     """The package's model, executor and update of all tasks."""
     from peft_mux.data.collator import ChunkPackingCollator
-    from peft_mux.engine.cuda_graphs.passes import CapturedPasses
+    from peft_mux.engine.cuda_graphs import CapturedPasses
     from peft_mux.engine.executor import Executor
     from peft_mux.engine.work import StepWork
-    from peft_mux.modeling.adapters.attach import detach
+    from peft_mux.modeling.adapters.injection import detach
     from peft_mux.modeling.model import MultiTaskPeftModel
 
     configs = {task.name: task.lora_config() for task in workload.tasks}
@@ -141,11 +141,10 @@ def train_mux_with_graphs(settings: Settings, backbone: Any, workload: Any, pass
 def started_tasks(settings: Settings, model: Any, workload: Any) -> Any:
     """Return the tasks of a workload as a run has them once they train: a constant rate, no decay, clipping at 1."""
     from peft_mux.arguments import MultiTaskTrainingArguments
+    from peft_mux.engine.tasks.optimizer import LastGood, TaskOptimizer
+    from peft_mux.engine.tasks.setup import make_task_run
+    from peft_mux.engine.tasks.task_run import TaskTable
     from peft_mux.task import Task, TaskStatus
-    from peft_mux.tasks.isolation import LastGood
-    from peft_mux.tasks.optimizer import TaskOptimizer
-    from peft_mux.tasks.setup import make_task_run
-    from peft_mux.tasks.table import TaskTable
 
     args = MultiTaskTrainingArguments(
         output_dir="unused", use_cpu=settings.device.type == "cpu", report_to="none", lr_scheduler_type="constant"
@@ -186,7 +185,7 @@ def task_batch(task: Any, step: int) -> Any:
 @contextlib.contextmanager
 def counted_paths() -> Iterator[Counter[str]]:
     """Count how often the model computes a group of layers forward through kernels, and how often through slices."""
-    from peft_mux.kernels.lora import calls as lora_calls
+    from peft_mux.kernels.lora import group as lora_calls
     from peft_mux.kernels.lora.group import LoraGroup
     from peft_mux.modeling.adapters.lora import layer as layers
 

@@ -15,13 +15,11 @@ import torch
 from torch import nn
 
 from benchmarks.kernels.problem import CannotRunError, Problem, Result, Step
-from peft_mux.kernels.lora.adapters import Adapter
 from peft_mux.kernels.lora.function import LoraGroupFunction
-from peft_mux.kernels.lora.group import Base, LoraGroup
-from peft_mux.kernels.lora.reference import grouped_lora_slices
-from peft_mux.kernels.lora.slices import LinearSlice, LoraSegment
+from peft_mux.kernels.lora.group import Adapter, Base, LoraGroup
+from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, grouped_lora_slices
 from peft_mux.kernels.lora.tables import SegmentTables
-from peft_mux.modeling.adapters.lora.slab_layout import lora_slot
+from peft_mux.modeling.adapters.lora.kind import lora_slot
 from peft_mux.modeling.slabs import TaskSlab
 
 

@@ -27,13 +27,12 @@ from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
-from peft_mux.scheduler.deployment.composed.compose import compose_deployment
+from peft_mux.scheduler.deployment.composed import compose_deployment
 from peft_mux.scheduler.deployment.search import plan_deployment
-from peft_mux.scheduler.deployment.space import candidate_configs
-from peft_mux.scheduler.deployment.task_lengths import TaskLengths, joint_sample
+from peft_mux.scheduler.deployment.space import TaskLengths, candidate_configs, joint_sample
 from peft_mux.scheduler.dispatching.bucketing import interval_tokens
-from peft_mux.scheduler.replicas.costs import ReplicaFacts, replica_time_model
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
+from peft_mux.scheduler.replicas.time_model import ReplicaFacts, replica_time_model
 
 SHAPE_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, backbone_bytes=13_476_839_424, activation_bytes=2)
 LONGEST = 8192

@@ -23,11 +23,9 @@ import pulp
 from benchmarks.paths import SHARED_DATA
 from peft_mux.scheduler.dispatching.ahead import DispatchPlanner
 from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries, fixed_bucketing, uniform_boundaries
-from peft_mux.scheduler.dispatching.dispatch import DEFAULT_RELATIVE_GAP, Dispatch, dispatch
+from peft_mux.scheduler.dispatching.dispatch import DEFAULT_RELATIVE_GAP, Dispatch, dispatch, predict_replica_s, refine
 from peft_mux.scheduler.dispatching.ilp import solve_ilp
-from peft_mux.scheduler.dispatching.problem import DispatchProblem, build_problem
-from peft_mux.scheduler.dispatching.refine import predict_replica_s, refine
-from peft_mux.scheduler.dispatching.rules import length_based, relocate
+from peft_mux.scheduler.dispatching.problem import DispatchProblem, build_problem, length_based, relocate
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup, TimeModel
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel, fit_layer, read_layer_profile
 

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.child:
         _child(options)
         return
-    from peft_mux.engine.replicas.layout import ParallelLayout
+    from peft_mux.engine.layout import ParallelLayout
 
     world_size = ParallelLayout.parse(options.replicas).world_size
     with tempfile.TemporaryDirectory() as folder:

@@ -32,7 +32,7 @@ from benchmarks.lobra.steps import (
 from benchmarks.paths import SHARED_DATA
 from peft_mux.scheduler.deployment.baselines import lobra_sequential, step_gpu_seconds, task_fused, task_sequential
 from peft_mux.scheduler.deployment.search import plan_deployment
-from peft_mux.scheduler.deployment.task_lengths import TaskLengths, joint_sample
+from peft_mux.scheduler.deployment.space import TaskLengths, joint_sample
 from peft_mux.scheduler.dispatching.bucketing import bucket_boundaries
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel

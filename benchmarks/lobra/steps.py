@@ -26,8 +26,7 @@ from benchmarks.paths import SHARED_DATA
 from peft_mux.scheduler.deployment.baselines import lobra_sequential, step_gpu_seconds, task_fused, task_sequential
 from peft_mux.scheduler.deployment.plan import DeploymentPlan
 from peft_mux.scheduler.deployment.search import plan_deployment
-from peft_mux.scheduler.deployment.space import count_plans
-from peft_mux.scheduler.deployment.task_lengths import TaskLengths
+from peft_mux.scheduler.deployment.space import TaskLengths, count_plans
 from peft_mux.scheduler.dispatching.bucketing import uniform_boundaries
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel, fit_layer, read_layer_profile, read_max_tokens

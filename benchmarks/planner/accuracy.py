@@ -154,7 +154,7 @@ def compare(options: argparse.Namespace) -> list[Row]:
     """Return every mix, predicted and measured; prints each as it comes."""
     import torch
 
-    from peft_mux.profiling.backbone import profile_backbone
+    from peft_mux.planning.profiling.backbone import profile_backbone
 
     backbone = ModelSpec().build()
     start_s = time.perf_counter()
@@ -229,7 +229,7 @@ def activation_bytes(tasks: Sequence[MixTask]) -> float:
     import torch
 
     from peft_mux.modeling.model import MultiTaskPeftModel
-    from peft_mux.profiling.memory import count_activation_bytes_per_token
+    from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
 
     with torch.device("meta"):
         backbone = ModelSpec().build()

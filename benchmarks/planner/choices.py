@@ -19,11 +19,10 @@ from benchmarks.planner.times import MAX_TOKENS, models, random_loads
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import BucketLoad, build_template
 from peft_mux.scheduler.planner.admission import admit
-from peft_mux.scheduler.planner.partition_search import PartitionSearch
 from peft_mux.scheduler.planner.passes import PassCosts
 from peft_mux.scheduler.planner.planner import Budget
 from peft_mux.scheduler.planner.policies import Partition, policy_named
-from peft_mux.scheduler.planner.stages import RangeLatencies
+from peft_mux.scheduler.planner.stages import PartitionSearch, RangeLatencies
 
 
 def template_losses(count: int, seed: int) -> list[float]:

@@ -5,7 +5,7 @@ python -m benchmarks.planner.figures --write     also benchmarks/results/planner
 
 No number is fitted to the paper. From data sheets: peak arithmetic, memory bandwidth and memory of an A40, bandwidth of
 PCIe 4.0 x16. From the model card: the shapes of Llama 7B and of a GPT of 2.7B. Assumed in
-`peft_mux.scheduler.costs.roofline` and `hardware`: which part of the peaks kernels reach, launches and bytes of a
+`peft_mux.scheduler.costs.profile` and `hardware`: which part of the peaks kernels reach, launches and bytes of a
 layer. Workloads that M gives only as pictures (Table 2, the numbers of tasks in Figures 16 and 19, "light" and "heavy")
 are chosen here and printed.
 """

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     import torch
 
-    from peft_mux.profiling.backbone import profile_backbone
+    from peft_mux.planning.profiling.backbone import profile_backbone
 
     torch.set_num_threads(options.threads)
     timer = CLOCKS[options.clock]

@@ -19,11 +19,9 @@ from dataclasses import dataclass
 
 from peft_mux.scheduler.subgraphs.adapter_fusion import fuse_adapters
 from peft_mux.scheduler.subgraphs.exhaustive import best_schedule
-from peft_mux.scheduler.subgraphs.graph import Operator, OperatorGraph
 from peft_mux.scheduler.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
-from peft_mux.scheduler.subgraphs.schedule import schedule, sequential_schedule
-from peft_mux.scheduler.subgraphs.segments import Subgraph, segment, with_priorities
-from peft_mux.scheduler.subgraphs.streams import StreamTimeline, simulate_streams
+from peft_mux.scheduler.subgraphs.schedule import StreamTimeline, schedule, sequential_schedule, simulate_streams
+from peft_mux.scheduler.subgraphs.segments import Operator, OperatorGraph, Subgraph, segment, with_priorities
 
 HIDDEN, INTERMEDIATE, RANK, DEGREE, ELEMENT_BYTES = 4096, 11008, 16, 4, 2
 """Llama-7B, LoRA of rank 16 at all linear layers, 4-way tensor parallelism, bf16."""

@@ -12,9 +12,8 @@ from benchmarks.processes.pipeline_worker import Worker
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.work import StepWork
 from peft_mux.scheduler.pipeline.load import BucketLoad
-from peft_mux.scheduler.pipeline.simulator import simulate
+from peft_mux.scheduler.pipeline.simulator import build_window, simulate
 from peft_mux.scheduler.pipeline.template import build_template
-from peft_mux.scheduler.pipeline.window import build_window
 
 
 class FlushWorker(Worker):

@@ -18,13 +18,9 @@ from benchmarks.training.workloads import ModelSpec
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.tensor.interleaving import Interleaving
-from peft_mux.engine.tensor.links import TensorLinks
-from peft_mux.engine.tensor.parallel import cut_model
-from peft_mux.engine.tensor.planned_turns import PlannedTurns
-from peft_mux.engine.tensor.turn_links import TurnLinks
-from peft_mux.engine.tensor.turns import Turns
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.tensor.interleaving import Interleaving, PlannedTurns, TurnLinks, Turns
+from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.subgraphs.passes import Latency, PassTimes, Stretch, TimedSubgraph, latency_of, turns_timeline
 

@@ -19,24 +19,22 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
-from peft_mux.engine.chain_pass import pass_backward
-from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.executor import pass_backward
+from peft_mux.engine.gradients import GradientSync
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.tasks.optimizer import TaskOptimizer
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.profiling.link import measure_link
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.planning.profiling.links import measure_link
+from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, build_template
-from peft_mux.task import Task
-from peft_mux.task_settings import resolve
-from peft_mux.tasks.optimizer import TaskOptimizer
+from peft_mux.task import Task, resolve
 
 NUM_STAGES = 2
 SEQUENCE_TOKENS = 32

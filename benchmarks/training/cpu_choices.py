@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from peft_mux.engine.allocator import keeping_freed_memory
 from peft_mux.kernels.cross_entropy.linear import Head, block_rows, linear_cross_entropy
-from peft_mux.modeling.attention.rectangles import build_layout
+from peft_mux.modeling.attention.rows import build_layout
 
 
 def best_of(run: Callable[[], object], *, repeats: int, calls: int) -> float:

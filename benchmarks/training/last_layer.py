@@ -21,11 +21,11 @@ from benchmarks.training.workloads import ModelSpec, make_workload
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.task_batch import IGNORE_INDEX
-from peft_mux.engine.pass_clock import rows_of
+from peft_mux.engine.work import rows_of
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.planning.loads import whole_shapes
-from peft_mux.profiling.backbone import profile_backbone
+from peft_mux.planning.profiling.backbone import profile_backbone
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.costs.profile import Profile

@@ -30,8 +30,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.paths import RESULTS
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
-from peft_mux.modeling.adapters.catalogue.entry import Category
-from peft_mux.modeling.adapters.catalogue.registry import category_of
+from peft_mux.modeling.adapters.catalogue import Category, category_of
 
 NUM_TASKS, ROWS, LENGTH, VOCABULARY = 8, 2, 64, 4096
 LOSS_TOLERANCE = 1e-4

@@ -1,18 +1,21 @@
-"""Checkpoints of a run: one folder a task and step, and one record that says which of them belong together.
+"""The adapter at the root of a task's folder: what it is replaced by, and repaired from."""
 
-    <output_dir>/
-      metrics.jsonl  plan.json  config.json  environment.json
-      run.lock                               while a process trains here: who
-      state/run-00000030.json                which checkpoint of which task; written last
-      <task>/adapter_config.json  adapter_model.safetensors       the task's adapter, loadable by plain PEFT
-      <task>/adapter_checksums.json          size and SHA-256 of these two
-      <task>/checkpoint-30/                  the same, plus optimizer, last good and best weights, state
-      <task>/best/                           the adapter of the best evaluation, where early stopping is set
-
-Everything is safetensors and JSON, tensors by the names of parameters, so that any number and layout of processes goes
-on from it; folders appear whole or not at all (`peft_mux.storage`). Data position, schedule and
-dropout are functions of the task's step and seed, so they need no state beyond those numbers.
-"""
+# MERGED: Which states of a run are kept: the newest, and every checkpoint that they name.
+# MERGED: Checkpoints of a run: one folder a task and step, and one record that says which of them belong together.
+# MERGED:     <output_dir>/
+# MERGED:       metrics.jsonl  plan.json  config.json  environment.json
+# MERGED:       run.lock                               while a process trains here: who
+# MERGED:       state/run-00000030.json                which checkpoint of which task; written last
+# MERGED:       <task>/adapter_config.json  adapter_model.safetensors       the task's adapter, loadable by plain PEFT
+# MERGED:       <task>/adapter_checksums.json          size and SHA-256 of these two
+# MERGED:       <task>/checkpoint-30/                  the same, plus optimizer, last good and best weights, state
+# MERGED:       <task>/best/                           the adapter of the best evaluation, where early stopping is set
+# MERGED: Everything is safetensors and JSON, tensors by the names of parameters, so that any number and layout of
+# MERGED: processes goes
+# MERGED: on from it; folders appear whole or not at all (`peft_mux.storage`). Data position, schedule and
+# MERGED: dropout are functions of the task's step and seed, so they need no state beyond those numbers.
+# MERGED: How the folder of a run is opened: one's own to write to, another one's to read.
+# MERGED: Going on with a run: its newest record says where each task stands.
 
 from __future__ import annotations
 
@@ -25,35 +28,124 @@ from typing import Any
 import torch
 
 from peft_mux import storage
-from peft_mux.checkpoint.adapter_folder import mend_adapter, replace_adapter
-from peft_mux.checkpoint.retention import prune_states
-from peft_mux.checkpoint.run_record import (
+from peft_mux.checkpoint.records import (
     FORMAT_VERSION,
+    READABLE_VERSIONS,
+    STATE_NAME,
+    ChangedSettingsError,
     Generations,
     RecordedTask,
     RunRecord,
-    read_records,
-    record_path,
-    record_paths,
-)
-from peft_mux.checkpoint.snapshot import BEST, LAST_GOOD, put_snapshot
-from peft_mux.checkpoint.task_file import (
-    STATE_NAME,
-    ChangedSettingsError,
     SavedTask,
     check_settings,
     goes_on,
+    read_records,
     read_task_state,
+    record_path,
+    record_paths,
     task_state,
     told_changes,
 )
-from peft_mux.checkpoint.task_state import TaskState
+from peft_mux.checkpoint.task_state import BEST, LAST_GOOD, TaskState, put_snapshot
+from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
 from peft_mux.errors import CheckpointError
-from peft_mux.modeling.adapters.files import ADAPTER_NAMES
-from peft_mux.modeling.backbone.fingerprint import backbone_fingerprint
+from peft_mux.modeling.adapters.files import ADAPTER_NAMES, CONFIG_NAME, WEIGHTS_NAME
+from peft_mux.modeling.backbone.shape import backbone_fingerprint
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import TaskStatus
-from peft_mux.tasks.task_run import TaskRun
+
+
+def replace_adapter(folder: Path, scratch: Path) -> None:
+    """Let the files of an adapter take the place of those of a task, each whole or not at all.
+
+    Args:
+        folder: the folder of the task, which holds its checkpoints too and so cannot be swapped.
+        scratch: folder on the same file system with an adapter and its checksums, which are moved.
+
+    Raises:
+        OSError: if a file cannot be moved.
+    """
+    # Gone first and back last: a crash between two files must not leave the checksums of others.
+    (folder / storage.CHECKSUMS_NAME).unlink(missing_ok=True)
+    for file in (*ADAPTER_NAMES, storage.CHECKSUMS_NAME):
+        # The configuration is the same at every save.
+        if file != CONFIG_NAME or not _is_same(folder / file, scratch / file):
+            storage.replace_file(scratch / file, folder / file)
+
+
+def _is_same(present: Path, new: Path) -> bool:
+    try:
+        return not present.is_symlink() and storage.read_regular(present) == new.read_bytes()
+    except OSError:
+        return False
+
+
+def mend_adapter(folder: Path, checkpoint: Path, say: Callable[[str], None]) -> None:
+    """Repair the adapter of an ended task from the checkpoint that it ended with; write checksums where there are none.
+
+    Args:
+        folder: the folder of the task.
+        checkpoint: a folder with the same adapter, which was verified.
+        say: called with what is wrong and what is done, where anything is.
+
+    Raises:
+        CheckpointError: if the adapter cannot be written.
+    """
+    fault = _fault(folder, checkpoint)
+    if fault:
+        say(f"{fault} It is taken from {checkpoint}.")
+    elif storage.has_checksums(folder):
+        return
+    # What is whole stays, as that of earlier versions, which wrote no checksums.
+    source = checkpoint if fault else folder
+    try:
+        with storage.scratch_folder(folder) as scratch:
+            for file in ADAPTER_NAMES:
+                (scratch / file).write_bytes((source / file).read_bytes())
+            storage.write_checksums(scratch, ADAPTER_NAMES)
+            replace_adapter(folder, scratch)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the adapter could not be written ({error}).") from error
+
+
+def _fault(folder: Path, checkpoint: Path) -> str:
+    """Return in a sentence what is wrong with an adapter; "" where it is that of the checkpoint."""
+    try:
+        if storage.has_checksums(folder):
+            storage.verify_checksums(folder, ADAPTER_NAMES)
+        is_same = storage.digest_file(folder / WEIGHTS_NAME) == storage.digest_file(checkpoint / WEIGHTS_NAME)
+        # Not compared: which backbone it names may differ.
+        json.loads(storage.read_regular(folder / CONFIG_NAME))
+    except CheckpointError as error:
+        return str(error)
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{folder}: got no readable adapter ({error})."
+    return "" if is_same else f"{folder / WEIGHTS_NAME}: got other weights than those that the task ended with."
+
+
+def prune_states(root: Path, records_folder: Path, *, keep: int) -> None:
+    """Delete records of a run beyond the newest, and checkpoints of its tasks beyond the newest that no record names.
+
+    Args:
+        root: the folder of the run.
+        records_folder: the folder that its records lie in.
+        keep: number of records, and of checkpoints of each task, that are kept.
+
+    Raises:
+        OSError: if something cannot be deleted.
+    """
+    records = read_records(records_folder)
+    for _, path in records[:-keep]:
+        # Records before the checkpoints that they name: none may ever name one that is gone.
+        path.unlink()
+    needed: dict[str, set[Path]] = {}
+    for record, _ in records[-keep:]:
+        for name, entry in record.tasks.items():
+            needed.setdefault(name, set()).add(root / name / f"checkpoint-{entry.step}")
+    for name, folders in needed.items():
+        # Tasks end at different steps, so a checkpoint that a kept record names may be old by number.
+        storage.prune(root / name, keep=keep, protect=folders)
+
 
 Weights = Mapping[str, torch.Tensor]
 """By parameter name."""
@@ -377,3 +469,130 @@ class RunFolder:
         source = self._restored_from.get(name)
         if source is not None and self._is_writer:
             mend_adapter(self.task_folder(name), source, lambda fault: say(f'task "{name}": {fault}'))
+
+
+def open_other_folder(
+    root: Path, model: MultiTaskPeftModel, *, is_writer: bool = True, fingerprint: str | None = None
+) -> RunFolder:
+    """Open the folder of another run, to read its state.
+
+    What a crash has left behind there is put in order first, unless a process trains there or the folder cannot be
+    written to; then it is read as it is.
+
+    Args:
+        root: the folder of that run.
+        model: the model whose adapters are read.
+        is_writer: whether this process puts anything in order.
+        fingerprint: digest of the whole backbone, where the model holds only a part of it.
+    """
+    lock = storage.FolderLock(root)
+    if is_writer and root.is_dir():
+        try:
+            lock.acquire()
+        except CheckpointError:
+            is_writer = False
+    try:
+        is_writer = is_writer and lock.is_held
+        return RunFolder(root, model, is_writer=is_writer, fingerprint=fingerprint)
+    finally:
+        lock.release()
+
+
+def open_run_folder(
+    root: Path,
+    model: MultiTaskPeftModel,
+    *,
+    keep: int | None,
+    is_resumed: bool,
+    is_writer: bool = True,
+    fingerprint: str | None = None,
+) -> RunFolder:
+    """Open the folder that a run writes to; a process that does not write looks at nothing.
+
+    Args:
+        root: the folder, made where it is absent.
+        model: the model whose adapters are written and read.
+        keep: how many checkpoints are kept of each task, and how many records of the run; `None` for all.
+        is_resumed: whether the run goes on with what is there.
+        is_writer: whether this process writes.
+        fingerprint: digest of the whole backbone, where the model holds only a part of it.
+
+    Raises:
+        CheckpointError: if it holds a run that is not resumed, whose state would be mixed with the new one's.
+    """
+    if is_writer and not is_resumed:
+        refuse_held_folder(root)
+    return RunFolder(root, model, keep=keep, is_writer=is_writer, fingerprint=fingerprint)
+
+
+def refuse_held_folder(root: Path) -> None:
+    """Refuse to begin a run in a folder that holds one.
+
+    Raises:
+        CheckpointError: if it does.
+    """
+    if record_paths(root / STATE_FOLDER):
+        raise CheckpointError(
+            f"output_dir: got {root}, which holds a run; allowed: a new folder, or to go on with it: "
+            "train(resume_from_checkpoint=True), or peft-mux train FILE --resume. Delete it to train anew."
+        )
+
+
+def require_state(root: Path) -> None:
+    """Require that a folder holds a state to go on from; whether it is intact is looked at when it is read.
+
+    Raises:
+        CheckpointError: if it holds none.
+    """
+    if not record_paths(root / STATE_FOLDER):
+        raise CheckpointError(
+            f"resume_from_checkpoint: got {root}, which holds no state of a run; allowed: the output_dir of a run that "
+            "has saved at least once. Call train() without it to begin, or peft-mux train without --resume."
+        )
+
+
+def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]) -> int:
+    """Put all tasks back to where the newest record of a run left them; return its run step.
+
+    Args:
+        folder: the folder of the run that goes on.
+        table: the tasks of the run, started; they are brought into the order of the record.
+        say: called with a line for each task left out, and for each checkpoint that is not valid.
+
+    Raises:
+        CheckpointError: if there is no record, the backbone is another one, or a task cannot be restored.
+    """
+    records = folder.records(say)
+    if not records:
+        raise CheckpointError(
+            f"resume_from_checkpoint: got {folder.root}, which holds no state of a run; allowed: the output_dir of a "
+            "run that has saved at least once. Call train() without it to begin."
+        )
+    record, path = records[-1]
+    if record.version not in READABLE_VERSIONS:
+        raise CheckpointError(
+            f"{path}: got format version {record.version}; allowed: {FORMAT_VERSION}, which this version of "
+            "peft_mux reads. Resume with the version that wrote it, or train into a new output_dir."
+        )
+    if record.backbone != folder.fingerprint:
+        raise CheckpointError(
+            f"resume_from_checkpoint: got {folder.root}, whose tasks were trained on other weights than those of "
+            "`model`; allowed: the same backbone in the same dtype. Load that one, or train into a new output_dir."
+        )
+    folder.generations = Generations(record)
+    for name, entry in record.tasks.items():
+        if name in table:
+            folder.restore(table[name], entry.step, say)
+        else:
+            say(f'task "{name}" of the resumed run is not among the tasks given now; it is left out, its files stay')
+    for run in table:
+        if run.name not in record.tasks and run.name not in record.removed:
+            say(f'task "{run.name}" is not part of the resumed run; it begins with its first step')
+    for name, entry in record.removed.items():
+        if name in table:
+            table[name].step = entry.step
+            table[name].end(TaskStatus.REMOVED, f"removed from the run at step {entry.step}")
+            say(f'task "{name}" was removed from the run; it stays removed, and its files as they are')
+    # The order of tasks in the stream is part of the rounding of sums.
+    table.reorder(list(record.tasks))
+    return record.run_step

@@ -1,30 +1,129 @@
-"""`Saver`: when what is written into the run folder, and what a failed write costs: a notice, never the run."""
+"""What decides the last bits of a result beside a task's own settings; a resumed run says what has changed of it."""
+
+# MERGED: `environment.json` of a run folder: with what, and on what, a run was trained; no names of hosts, users or
+# MERGED: paths.
+# MERGED: `Saver`: when what is written into the run folder, and what a failed write costs: a notice, never the run.
 
 from __future__ import annotations
 
 import copy
 import json
+import os
+import platform
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.checkpoint.environment import ENVIRONMENT_NAME, environment_of
-from peft_mux.checkpoint.numerics import changed_numerics, numerics_of
 from peft_mux.checkpoint.run_folder import RunFolder, Weights
-from peft_mux.checkpoint.snapshot import take_snapshot
-from peft_mux.checkpoint.task_state import TaskState
-from peft_mux.errors import CheckpointError
+from peft_mux.checkpoint.task_state import TaskState, take_snapshot
+from peft_mux.engine.tasks.task_run import TaskRun, TaskTable, run_interval
+from peft_mux.errors import CheckpointError, installed_version
+from peft_mux.modeling.attention.varlen import varlen_kernel
+from peft_mux.reporting.banner import device_words
 from peft_mux.reporting.run_log import RunLog
 from peft_mux.scheduler.plan import Plan
 from peft_mux.storage import FolderLock
 from peft_mux.task import TaskStatus
-from peft_mux.tasks.table import TaskTable
-from peft_mux.tasks.task_run import TaskRun
-from peft_mux.tasks.window import run_interval
+
+_ARGUMENTS = (
+    "bf16 planner max_tokens_per_micro_batch chunk_size min_chunk_size pad_to_chunks split_long_sequences "
+    "share_prefixes last_layer_at_targets memory_limit_gib cost_profile num_micro_batches tensor_parallel_size "
+    "pipeline_parallel_size replicas dispatch interleaved_passes pipeline_schedule shard_backbone measured_times "
+    "cuda_graphs full_determinism world_size"
+).split()
+_PACKAGES = ("torch", "transformers", "peft")
+
+
+def numerics_of(args: MultiTaskTrainingArguments) -> dict[str, Any]:
+    """Return what decides the bits of a run here, by name: arguments, versions, device, threads, attention."""
+    device = args.device
+    is_cuda = device.type == "cuda"
+    kernel = varlen_kernel() if is_cuda else None
+    return {
+        **{name: _plain(getattr(args, name)) for name in _ARGUMENTS},
+        **{f"{name} version": installed_version(name) for name in _PACKAGES},
+        "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
+        "threads": None if is_cuda else torch.get_num_threads(),
+        "attention": "by groups of equal length" if kernel is None else f"{kernel.library} varlen",
+    }
+
+
+def changed_numerics(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return what has changed, by name: before and now. What an older version did not record is not compared."""
+    return {name: (before[name], now[name]) for name in now if name in before and before[name] != now[name]}
+
+
+def _plain(value: Any) -> Any:
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+ENVIRONMENT_NAME = "environment.json"
+_PACKAGES_environment = (
+    "peft-mux torch transformers peft accelerate datasets tokenizers safetensors numpy triton".split()
+)
+_GIT_S = 2.0
+"""Seconds after which a checkout is left alone: large ones on slow disks take minutes."""
+
+
+def environment_of(args: MultiTaskTrainingArguments) -> dict[str, Any]:
+    """Return versions, the device of this process, the number of processes and the checkout, as plain JSON.
+
+    Args:
+        args: the arguments of the run.
+    """
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": {name: found for name in _PACKAGES_environment if (found := installed_version(name)) is not None},
+        "device": device_words(args.device),
+        "num_processes": args.world_size,
+        "attention": numerics_of(args)["attention"],
+        "git": _checkout(),
+    }
+
+
+def _checkout() -> dict[str, Any] | None:
+    """Return the commit of the script's folder, and whether files differ from it; `None` outside of a checkout."""
+    command = ["git", "status", "--porcelain=v2", "--branch", "--untracked-files=no", "--ignore-submodules"]
+    # Whoever works in the checkout meanwhile does not find it locked.
+    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
+    try:
+        found = subprocess.run(
+            command,
+            cwd=_script_folder(),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_GIT_S,
+            check=True,
+        )
+    # No git, no checkout, one of another user, or one that takes too long.
+    except (OSError, subprocess.SubprocessError):
+        return None
+    heads, changes = [], []
+    for line in found.stdout.decode(errors="replace").splitlines():
+        (heads if line.startswith("# ") else changes).append(line)
+    commits = [line.split()[-1] for line in heads if line.startswith("# branch.oid ")]
+    is_born = commits and commits[0] != "(initial)"
+    return {"commit": commits[0], "is_dirty": bool(changes)} if is_born else None
+
+
+def _script_folder() -> Path:
+    """Return the folder of the script that was started; the working directory for commands, notebooks and prompts."""
+    here, script = Path.cwd(), getattr(sys.modules.get("__main__"), "__file__", None)
+    if script is None or not (path := Path(script).resolve()).is_file():
+        return here
+    # What stands in an installation, such as peft-mux, pytest or a notebook's kernel, is not what was written for this.
+    installed = (Path(sys.prefix).resolve(), Path(__file__).resolve().parents[1])
+    return here if any(path.is_relative_to(folder) for folder in installed) else path.parent
 
 
 class Gather(Protocol):

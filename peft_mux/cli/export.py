@@ -102,7 +102,7 @@ def _merge(one: dict[str, Any], arguments: argparse.Namespace) -> int:
     import transformers
     from peft import PeftModel
 
-    from peft_mux.modeling.backbone.head_kinds import head_kind_for
+    from peft_mux.modeling.backbone.modules import head_kind_for
 
     base = one.get("base_model_name_or_path")
     if not base:

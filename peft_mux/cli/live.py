@@ -59,10 +59,10 @@ def show_status(arguments: argparse.Namespace) -> int:
         ConfigError: if the folder holds no run.
     """
     from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
-    from peft_mux.reporting.screen.table import table_text
+    from peft_mux.reporting.screen import table_text
     from peft_mux.reporting.views import interrupted, view_of_records
-    from peft_mux.storage.lock import keeper_of
-    from peft_mux.storage.mailbox import Mailbox
+    from peft_mux.storage import keeper_of
+    from peft_mux.trainer.control import Mailbox
 
     root = _run_folder(arguments.run)
     records = read_metrics(root / METRICS_NAME) if (root / METRICS_NAME).is_file() else []
@@ -103,8 +103,8 @@ def ask(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: if nobody trains there, or nobody answers in time.
     """
-    from peft_mux.storage.lock import keeper_of
-    from peft_mux.storage.mailbox import Mailbox
+    from peft_mux.storage import keeper_of
+    from peft_mux.trainer.control import Mailbox
 
     root, mailbox = _run_folder(arguments.run), Mailbox(Path(arguments.run))
     keeper = keeper_of(root)
@@ -134,8 +134,8 @@ def _requests(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def _answer(root: Path, name: str, arguments: argparse.Namespace, keeper: str) -> Mapping[str, Any]:
-    from peft_mux.storage.lock import keeper_of
-    from peft_mux.storage.mailbox import Mailbox
+    from peft_mux.storage import keeper_of
+    from peft_mux.trainer.control import Mailbox
 
     mailbox = Mailbox(root)
     # A run may end, or be killed, before it looks: nobody answers then.

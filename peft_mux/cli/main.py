@@ -1,20 +1,182 @@
-"""`peft-mux`: the same as in Python, from a file and from a shell; `docs/commands.md` lists its commands."""
+"""What `train --json` and `profile --json` print: one JSON object on standard output, all else on standard error."""
+
+# MERGED: `peft-mux plan --devices`: the plan for devices that are not here, shared as the file's arguments say.
+# MERGED: `peft-mux plan --deployment`: which replicas to deploy, shown as tables, JSON and a picture.
+# MERGED: `peft-mux train --sweep`: tasks of a file, each with many settings.
+# MERGED: `peft-mux`: the same as in Python, from a file and from a shell; `docs/commands.md` lists its commands.
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import json
+import math
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stdout
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 from peft_mux.cli import live
-from peft_mux.cli.sweep import add_sweep_options, swept
-from peft_mux.errors import ConfigError, PeftMuxError
+from peft_mux.errors import ConfigError, PeftMuxError, closest
+from peft_mux.scheduler.plan import Plan
+
+if TYPE_CHECKING:
+    from peft_mux.trainer.trainer import MultiTaskTrainer
+
+
+def told_aside(*, is_json: bool) -> AbstractContextManager[Any]:
+    """Send what is told on the way to standard error, where JSON is to stand alone on standard output."""
+    return redirect_stdout(sys.stderr) if is_json else nullcontext()
+
+
+def print_json(value: Any) -> None:
+    """Print a value as JSON; numbers that are not finite, which JSON has not, as null."""
+    print(json.dumps(_plain(value), indent=1))  # noqa: T201
+
+
+def run_summary(trainer: Any, results: Sequence[Any]) -> dict[str, Any]:
+    """Return what a run came to: its folder and steps, each task's line of the report, and the rankings of sweeps.
+
+    Args:
+        trainer: has trained.
+        results: the result of each sweep.
+    """
+    rows = [row._asdict() for row in trainer.report().rows]
+    return {
+        "output_dir": trainer.args.output_dir,
+        "step": trainer.state.global_step,
+        "interrupted_by": trainer.interrupted_by or None,
+        "tasks": {row.pop("name"): row for row in rows},
+        "sweeps": [asdict(result) for result in results],
+    }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def plan_for_devices(arguments: argparse.Namespace, config: Any, make_trainer: Callable[[Any], Any]) -> Plan:
+    """Return the plan for `--devices`.
+
+    A trainer lays out the processes that it is in, and this is one process, whatever devices are asked about. So it is
+    made as for one, and the planner is told how the devices share the backbone.
+
+    Args:
+        arguments: parsed options of `peft-mux plan`, among them `devices`.
+        config: `RunConfig` that was read from the file; its arguments are changed to those of one process.
+        make_trainer: takes a `RunConfig` and returns the trainer of its tasks.
+
+    Raises:
+        ConfigError: for unknown devices, or a number of them that cannot be divided so.
+    """
+    args = config.args
+    devices_per_stage, num_stages = args.tensor_parallel_size, args.pipeline_parallel_size
+    args.tensor_parallel_size = args.pipeline_parallel_size = 1
+    trainer = make_trainer(config)
+    return trainer.plan(arguments.devices, num_stages=num_stages, devices_per_stage=devices_per_stage)
+
+
+def show_deployment(trainer: MultiTaskTrainer, arguments: argparse.Namespace) -> int:
+    """Plan and print a deployment; return the exit status.
+
+    Args:
+        trainer: trainer of the tasks that the file describes; nothing of it is changed.
+        arguments: parsed options of `peft-mux plan`.
+
+    Raises:
+        ConfigError: for options that do not go together, unknown devices, or tasks that no replica can hold.
+    """
+    from peft_mux.planning.replica_facts import LayerProfile
+    from peft_mux.scheduler.deployment.report import save_deployment
+
+    _refuse_options_of_passes(arguments)
+    measured = LayerProfile(arguments.layer_profile, arguments.max_tokens) if arguments.layer_profile else None
+    report = trainer.plan_deployment(arguments.devices, measured=measured)
+    print(report.to_json() if arguments.json else f"{report}\n\n{report.picture()}")  # noqa: T201
+    if arguments.image:
+        drawn = save_deployment(report, arguments.image)
+        if not arguments.json:
+            print(f"drawn: {drawn}")  # noqa: T201
+    return 0
+
+
+def _refuse_options_of_passes(arguments: argparse.Namespace) -> None:
+    for option in ("explain", "gantt"):
+        if getattr(arguments, option):
+            raise ConfigError(
+                f"--{option}: got it together with --deployment; allowed: one of them. Leave --deployment out."
+            )
+    if arguments.max_tokens and not arguments.layer_profile:
+        raise ConfigError("--max-tokens: got it without --layer-profile; allowed: both. Add the measured times.")
+
+
+def add_sweep_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of sweeps to a command.
+
+    Args:
+        parser: that of the command that trains.
+    """
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        default=[],
+        metavar="KEY=VALUES",
+        help="train a task once for each value, such as tasks.sql.learning_rate=1e-4,3e-4; may be repeated",
+    )
+    parser.add_argument("--early-stop", choices=["halving"], help="end the worse half of a sweep at doubling steps")
+
+
+def swept(config: Any, options: Sequence[str]) -> tuple[Any, list[Any]]:
+    """Return a file's configuration with the tasks of its sweeps in place of those that are swept, and the sweeps.
+
+    Args:
+        config: the `RunConfig` that was read.
+        options: texts such as `tasks.sql.peft.r=8,16`.
+
+    Raises:
+        ConfigError: naming what cannot be swept.
+    """
+    from peft_mux.trainer.sweep import sweep_tasks
+
+    grids = _grids(options, [task.name for task in config.tasks])
+    contests, tasks = [], []
+    for task in config.tasks:
+        if task.name not in grids:
+            tasks.append(task)
+            continue
+        contest, own = sweep_tasks(task, grids[task.name])
+        contests.append(contest)
+        tasks += own
+    return replace(config, tasks=tasks), contests
+
+
+def _grids(options: Sequence[str], names: Sequence[str]) -> dict[str, dict[str, list[Any]]]:
+    from peft_mux.cli.config_file import parse_value
+
+    grids: dict[str, dict[str, list[Any]]] = {}
+    for option in options:
+        key, separator, text = option.partition("=")
+        parts = key.split(".", 2)
+        if not separator or len(parts) != 3 or parts[0] != "tasks":
+            raise ConfigError(f"--sweep: got {option!r}; allowed: tasks.NAME.FIELD=VALUE,VALUE.")
+        if parts[1] not in names:
+            hint = closest(parts[1], names)
+            raise ConfigError(f"--sweep: got task {parts[1]!r}; allowed: {', '.join(names)}. {hint}".rstrip())
+        field = parts[2].replace("peft.", "peft_config.", 1) if parts[2].startswith("peft.") else parts[2]
+        # As a list of YAML, so that lists and texts with commas in them can be values.
+        values = parse_value(text if text.startswith("[[") else f"[{text}]", f"--sweep {key}")
+        grids.setdefault(parts[1], {})[field] = values
+    return grids
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -146,7 +308,6 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from peft_mux.cli.as_json import print_json, run_summary, told_aside
 
     with told_aside(is_json=arguments.json):
         status, trainer, results = _trained(arguments)
@@ -158,7 +319,7 @@ def _train(arguments: argparse.Namespace) -> int:
 def _trained(arguments: argparse.Namespace) -> tuple[int, Any, list[Any]]:
     """Train the tasks of a file; return the exit status, the trainer, and the results of sweeps."""
     # A launcher starts this command once for each process; what it prints shall be there once.
-    from peft_mux.sweeps.sweep import add_referee, end_sweeps
+    from peft_mux.trainer.sweep import add_referee, end_sweeps
 
     if arguments.early_stop is not None and not arguments.sweep:
         raise ConfigError("--early-stop: got it without --sweep; allowed: both. Name what is swept, or leave it out.")
@@ -180,7 +341,7 @@ def _trained(arguments: argparse.Namespace) -> tuple[int, Any, list[Any]]:
 
 def _check_folder(args: Any, *, is_resumed: bool) -> None:
     """Look at the run folder before rows are tokenised; several processes do so when they have met."""
-    from peft_mux.checkpoint.open_folder import refuse_held_folder, require_state
+    from peft_mux.checkpoint.run_folder import refuse_held_folder, require_state
     from peft_mux.trainer.run import output_folder
 
     if args.world_size == 1 and args.save_strategy != "no":
@@ -189,8 +350,6 @@ def _check_folder(args: Any, *, is_resumed: bool) -> None:
 
 def _plan(arguments: argparse.Namespace) -> int:
     if arguments.deployment:
-        from peft_mux.cli.deployment import show_deployment
-
         return show_deployment(_trainer_of_file(arguments), arguments)
     for option in ("layer_profile", "max_tokens"):
         if getattr(arguments, option):
@@ -198,8 +357,6 @@ def _plan(arguments: argparse.Namespace) -> int:
     if arguments.devices is None:
         plan = _trainer_of_file(arguments).plan()
     else:
-        from peft_mux.cli.planning import plan_for_devices
-
         plan = plan_for_devices(arguments, _read_config(arguments), _make_trainer)
     if arguments.json:
         print(plan.to_json())  # noqa: T201
@@ -230,9 +387,8 @@ def _profile(arguments: argparse.Namespace) -> int:
     import json
     from pathlib import Path
 
-    from peft_mux.cli.as_json import print_json, told_aside
-    from peft_mux.scheduler.costs.profile_text import profile_text
-    from peft_mux.storage.atomic import write_file
+    from peft_mux.scheduler.costs.profile import profile_text
+    from peft_mux.storage import write_file
 
     path = Path(arguments.output)
     stored = path.parent / "profiles"  # by device, dtype, shapes and versions

@@ -10,8 +10,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from peft_mux.compat import installed_version
-from peft_mux.errors import ConfigError
+from peft_mux.errors import ConfigError, installed_version
 
 _FILE = """\
 # peft-mux validate {file}    what is trained on;    peft-mux plan {file}    what runs together
@@ -52,8 +51,7 @@ def init(arguments: argparse.Namespace) -> int:
     names = [Path(one).stem.replace(".", "-").replace(" ", "-") for one in data]
     if len(set(names)) < len(names):
         raise ConfigError(f"init: got {', '.join(data)}; allowed: files of different names, as tasks get them.")
-    from peft_mux.storage.atomic import write_file
-    from peft_mux.task_names import check_task_names, name_fault
+    from peft_mux.storage import check_task_names, name_fault, write_file
 
     faults = [str(fault) for name in names if (fault := name_fault(name)) is not None]
     if faults:
@@ -141,7 +139,7 @@ def print_schema(arguments: argparse.Namespace) -> int:
 def schema() -> dict[str, Any]:
     """Return the JSON schema of `tasks.yaml`."""
     from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments
-    from peft_mux.cli.config_objects import DATA_KEYS, TASK_KEYS
+    from peft_mux.cli.config_file import DATA_KEYS, TASK_KEYS
     from peft_mux.task import Task
 
     run = {

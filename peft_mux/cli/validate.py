@@ -7,7 +7,7 @@ import json
 import sys
 from typing import Any
 
-from peft_mux.reporting.words import counted
+from peft_mux.reporting.views import counted
 
 _TARGET, _OTHER, _END = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _MOST_SHOWN = 240

@@ -1,28 +1,211 @@
-"""`MuxBatch`: the flat token stream that one multiplexed forward pass reads.
+"""Parts of a long sequence that lie in consecutive micro-batches (M §3.5, Figure 12c: chunks with KV reuse).
 
-Shape letters: T tokens of the stream, S sequences, N tasks.
+A sequence of 11 tokens, at most 5 in a pass, chunks of 2; and two short ones::
 
-A stream of two tasks, `a` with sequences of 3 and 2 tokens and `b` with one of 4 (T=9, S=3, N=2)::
+    micro-batch m      | 0 1 2 3 | x      0 tokens before it
+    micro-batch m + 1  | 4 5 6 7 | y      4, whose keys and values the layers still hold
+    micro-batch m + 2  | 8 9 10  |        8
 
-    input_ids     a0 a0 a0 a1 a1 | b0 b0 b0 b0
-    position_ids   0  1  2  0  1 |  0  1  2  3      restart at each sequence
-    labels        a0 a0  x a1  x | b0 b0 b0  x      the token that a position predicts; x = -100
-    token_places   0  1  2  3  4 |  0  1  2  3      place within the task's global batch
-    cu_seqlens     0 3 5 9        task_offsets 0 5 9        sequence_offsets 0 2 3
+Positions, targets (3 predicts 4), loss weights and places are those of the unsplit sequence.
 """
+
+# MERGED: `SharedRows`: the prefix tree of a micro-batch, as its passes read it.
+# MERGED: The micro-batch goes on describing the whole stream; activations have a row for each of the tokens that are
+# MERGED: computed.
+# MERGED: Shape letters: T tokens of the stream, U computed rows, M targets, P different pairs of a computed row and a
+# MERGED: label, N
+# MERGED: tasks.
+# MERGED: `MuxBatch`: the flat token stream that one multiplexed forward pass reads.
+# MERGED: Shape letters: T tokens of the stream, S sequences, N tasks.
+# MERGED: A stream of two tasks, `a` with sequences of 3 and 2 tokens and `b` with one of 4 (T=9, S=3, N=2)::
+# MERGED:     input_ids     a0 a0 a0 a1 a1 | b0 b0 b0 b0
+# MERGED:     position_ids   0  1  2  0  1 |  0  1  2  3      restart at each sequence
+# MERGED:     labels        a0 a0  x a1  x | b0 b0 b0  x      the token that a position predicts; x = -100
+# MERGED:     token_places   0  1  2  3  4 |  0  1  2  3      place within the task's global batch
+# MERGED:     cu_seqlens     0 3 5 9        task_offsets 0 5 9        sequence_offsets 0 2 3
+# MERGED: Chains: consecutive micro-batches that share long sequences; forwards in order, backwards in reverse.
+# MERGED: micro-batch        0        1        2        3
+# MERGED: holds              a1 x     a2 y     b1       b2 z
+# MERGED: chains           (a1 x,     a2 y)   (b1,      b2 z)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
-from peft_mux.data.parts import SequencePart
-from peft_mux.data.shared_rows import SharedRows, StreamTokens, shared_rows
-from peft_mux.packing.shared_runs import MIN_RUN_TOKENS
+from peft_mux.data.packing.prefixes import MIN_RUN_TOKENS, PrefixTree, build_prefix_tree
+
+
+class SequencePart(NamedTuple):
+    """Which tokens of a row of a task's global batch a sequence of a stream is.
+
+    Attributes:
+        task: name of the task.
+        row: index of the row within the task's global batch; -1 for padding.
+        start: first token within the row, which is the number of tokens before it.
+        end: one past the last token.
+        num_tokens: number of tokens of the whole row.
+    """
+
+    task: str
+    row: int
+    start: int
+    end: int
+    num_tokens: int
+
+    @property
+    def sequence(self) -> tuple[str, int]:
+        """Which sequence of the step it is a part of."""
+        return self.task, self.row
+
+    @property
+    def has_more(self) -> bool:
+        """Whether more of the sequence follows in the next micro-batch."""
+        return self.end < self.num_tokens
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its sequence."""
+        return self.start == 0 and not self.has_more
+
+
+class TargetPairs(NamedTuple):
+    """The targets of a stream, each pair of a computed row and a label once.
+
+    Attributes:
+        first: int64 `[P]`, for each pair the number of its first target among the M; sorted by task.
+        of_target: int64 `[M]`, the pair that each target is.
+        offsets: where each task's pairs begin, `N + 1` numbers.
+    """
+
+    first: torch.Tensor
+    of_target: torch.Tensor
+    offsets: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedRows:
+    """Which tokens of a micro-batch are computed.
+
+    Attributes:
+        tree: the tree, on the host.
+        computed: int64 `[U]`, the token of the stream that each computed row is.
+        row_of_token: int64 `[T]`, the computed row that stands for each token of the stream.
+        task_offsets: where each task's computed rows begin, `N + 1` numbers.
+        may_share: for each of the N tasks whether its sequences may share tokens.
+        min_tokens: least tokens that are shared.
+        target_rows: int64, the computed rows that predict something, ascending.
+        target_offsets: where each task's begin among those, `N + 1` numbers.
+        pairs: the targets, each pair of a computed row and a label once; `None` where no two are the same, or where
+            some of the targets were left out.
+    """
+
+    tree: PrefixTree
+    computed: torch.Tensor
+    row_of_token: torch.Tensor
+    task_offsets: tuple[int, ...]
+    may_share: tuple[bool, ...]
+    min_tokens: int
+    target_rows: torch.Tensor
+    target_offsets: tuple[int, ...]
+    pairs: TargetPairs | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Number U of computed rows."""
+        return self.tree.num_rows
+
+    def without_pairs(self) -> SharedRows:
+        """Return the same tree for a micro-batch some of whose targets were left out."""
+        return replace(self, pairs=None)
+
+    def to(self, move: Callable[[torch.Tensor], torch.Tensor]) -> SharedRows:
+        """Return it with its tensors moved; `move` moves one."""
+        pairs = self.pairs and TargetPairs(move(self.pairs.first), move(self.pairs.of_target), self.pairs.offsets)
+        moved = {name: move(getattr(self, name)) for name in ("computed", "row_of_token", "target_rows")}
+        return replace(self, **moved, pairs=pairs)
+
+
+class StreamTokens(NamedTuple):
+    """What a tree is made of: tokens of a stream and its bounds, on the host.
+
+    Attributes:
+        input_ids: int64 `[T]`.
+        lengths: tokens of each sequence.
+        sequence_offsets: where each task's sequences begin, `N + 1` numbers.
+        task_offsets: where each task's tokens begin, `N + 1` numbers.
+        labels: int64 `[T]`, already shifted.
+        target_rows: int64 `[M]`, the tokens that predict something.
+        target_offsets: where each task's targets begin, `N + 1` numbers.
+    """
+
+    input_ids: np.ndarray
+    lengths: Sequence[int]
+    sequence_offsets: Sequence[int]
+    task_offsets: Sequence[int]
+    labels: np.ndarray
+    target_rows: np.ndarray
+    target_offsets: Sequence[int]
+
+
+def shared_rows(
+    tokens: StreamTokens,
+    may_share: Sequence[bool],
+    *,
+    whole: Sequence[bool] | None = None,
+    min_tokens: int = MIN_RUN_TOKENS,
+) -> SharedRows | None:
+    """Return which tokens of a stream are computed; `None` where all are.
+
+    Args:
+        tokens: the stream.
+        may_share: for each of the N tasks whether its sequences may share tokens.
+        whole: whether each sequence is a whole one, no part of a longer one and no padding; by default all are. Others
+            share nothing.
+        min_tokens: least tokens that are shared.
+    """
+    if not any(may_share):
+        return None
+    bounds = np.cumsum([0, *tokens.lengths])
+    sequences = [tokens.input_ids[start:end] for start, end in zip(bounds[:-1], bounds[1:], strict=True)]
+    groups: list[int | None] = []
+    for task, (first, last) in enumerate(zip(tokens.sequence_offsets[:-1], tokens.sequence_offsets[1:], strict=True)):
+        groups += [task if may_share[task] and (whole is None or whole[one]) else None for one in range(first, last)]
+    tree = build_prefix_tree(sequences, groups, min_tokens=min_tokens)
+    if tree is None:
+        return None
+    task_offsets, target_rows = tree.row_offsets(tokens.task_offsets), np.unique(tree.row_of_token[tokens.target_rows])
+    return SharedRows(
+        tree=tree,
+        computed=torch.from_numpy(tree.computed),
+        row_of_token=torch.from_numpy(tree.row_of_token),
+        task_offsets=task_offsets,
+        target_rows=torch.from_numpy(target_rows),
+        target_offsets=tuple(np.searchsorted(target_rows, task_offsets).tolist()),
+        may_share=tuple(may_share),
+        min_tokens=min_tokens,
+        pairs=_pairs(tokens, tree),
+    )
+
+
+def _pairs(tokens: StreamTokens, tree: PrefixTree) -> TargetPairs | None:
+    """Return the targets, each pair of a computed row and a label once; `None` where no two are the same."""
+    if not len(tokens.target_rows):
+        return None
+    rows, labels = tree.row_of_token[tokens.target_rows], tokens.labels[tokens.target_rows]
+    # Ordered by row and so by task; labels are token ids, or classes of tokens.
+    keys = rows * (int(labels.max()) + 1) + labels
+    found, first, of_target = np.unique(keys, return_index=True, return_inverse=True)
+    if len(found) == len(keys):
+        return None
+    offsets = np.searchsorted(rows[first], tree.row_offsets(tokens.task_offsets))
+    return TargetPairs(torch.from_numpy(first), torch.from_numpy(of_target), tuple(offsets.tolist()))
+
 
 Columns = Mapping[str, torch.Tensor]
 """Tensors by the name of the column that they were read from."""
@@ -305,3 +488,39 @@ def _chosen_columns(columns: Columns, first: int, targets: Sequence[tuple[int, i
 def _offsets(bounds: Sequence[tuple[int, int]]) -> tuple[int, ...]:
     """Return where parts between some bounds begin and end when they lie one after another, from 0."""
     return (0, *accumulate(end - start for start, end in bounds))
+
+
+def chains_of(micro_batches: Sequence[MuxBatch]) -> list[tuple[MuxBatch, ...]]:
+    """Return the chains; a micro-batch of whole sequences is one by itself.
+
+    Args:
+        micro_batches: the micro-batches of a step, in the order in which they were laid out.
+    """
+    chains: list[list[MuxBatch]] = []
+    has_more = False
+    for micro_batch in micro_batches:
+        # A sequence goes on in the very next micro-batch, so chains are runs of the list.
+        if has_more:
+            chains[-1].append(micro_batch)
+        else:
+            chains.append([micro_batch])
+        has_more = micro_batch.has_more
+    for chain in chains:
+        _check(chain)
+    return [tuple(chain) for chain in chains]
+
+
+def _check(chain: Sequence[MuxBatch]) -> None:
+    """Assert that every later part follows the one before it."""
+    ends: dict[tuple[str, int], int] = {}
+    for micro_batch in chain:
+        for part in micro_batch.parts:
+            assert part.is_whole or ends.get(part.sequence, 0) == part.start, f"{part} does not follow the part before"
+        assert ends.keys() <= {part.sequence for part in micro_batch.parts}, "a part is missing"
+        ends = {part.sequence: part.end for part in micro_batch.parts if part.has_more}
+    assert not ends, f"the last parts of {sorted(ends)} are missing"
+
+
+def is_chained(micro_batches: Sequence[MuxBatch]) -> bool:
+    """Whether micro-batches share sequences, so that backwards have to run in reverse."""
+    return any(micro_batch.parts for micro_batch in micro_batches)

@@ -1,4 +1,6 @@
-"""`ChunkPackingCollator`: global batches of several tasks in, packed micro-batches out (M §3.5)."""
+"""What losses read of rows beside their tokens: columns of numbers a token, values a row, and totals of the batch."""
+
+# MERGED: `ChunkPackingCollator`: global batches of several tasks in, packed micro-batches out (M §3.5).
 
 from __future__ import annotations
 
@@ -8,17 +10,72 @@ from typing import Any
 import numpy as np
 import torch
 
-from peft_mux.data.batch import MuxBatch
-from peft_mux.data.cells import RowCells
-from peft_mux.data.formats import TARGET_COLUMNS
-from peft_mux.data.parts import SequencePart
-from peft_mux.data.rows.row_values import RowValues
-from peft_mux.data.rows.token_columns import read_columns, with_given_targets
-from peft_mux.data.rows.virtual_tokens import with_virtual_tokens
-from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence, batch_totals
+from peft_mux.data.batch import Columns, MuxBatch, SequencePart
+from peft_mux.data.formats import TARGET_COLUMNS, RowCells
+from peft_mux.data.packing.passes import Member, PassRules, TaskRows, cut_into_passes, round_up
+from peft_mux.data.rows import read_columns, with_given_targets
+from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence, batch_totals, with_virtual_tokens
 from peft_mux.errors import ConfigError, DataError
-from peft_mux.packing.chunking import round_up
-from peft_mux.packing.passes import Member, PassRules, TaskRows, cut_into_passes
+
+
+class RowValues:
+    """Collects, row by row and task by task, what a micro-batch tells losses of its rows."""
+
+    def __init__(self) -> None:
+        """Begin without a row."""
+        self._row_sequences: list[int] = []
+        self._row_offsets = [0]
+        self._columns: list[Columns] = []
+        self._values: list[Columns] = []
+        self._totals: list[Mapping[str, float]] = []
+        self._rows: list[tuple[TokenSequence, int, int]] = []
+
+    def add_row(self, sequence: TokenSequence, start: int, end: int) -> None:
+        """Add a row, or the tokens from `start` to `end` of one."""
+        self._row_sequences.append(1 + len(sequence.starts))
+        self._rows.append((sequence, start, end))
+
+    def end_task(self, totals: Mapping[str, float]) -> None:
+        """End the rows of a task; `totals` are the sums over its global batch."""
+        rows, self._rows = self._rows, []
+        self._row_offsets.append(len(self._row_sequences))
+        self._totals.append(totals)
+        names = rows[0][0].token_columns if rows else ()
+        self._columns.append({name: _column(name, rows) for name in names})
+        values = rows[0][0].row_values if rows else ()
+        self._values.append({name: _values(name, rows) for name in values})
+
+    def add_padding(self) -> None:
+        """Count the padding of the last task as one more row, without targets and values."""
+        self._row_sequences.append(1)
+        self._row_offsets[-1] += 1
+
+    def fields(self) -> dict[str, Any]:
+        """Return these as fields of a `MuxBatch`."""
+        return {
+            "row_sequences": tuple(self._row_sequences),
+            "row_offsets": tuple(self._row_offsets),
+            "target_columns": tuple(self._columns),
+            "row_values": tuple(self._values),
+            "totals": tuple(self._totals),
+        }
+
+
+def _column(name: str, rows: list[tuple[TokenSequence, int, int]]) -> torch.Tensor:
+    """Return a column at the targets of some rows, `[M, ...]`, in the order of the stream."""
+    parts = []
+    for sequence, start, end in rows:
+        labels = sequence.labels.copy()
+        labels[[first for first, _ in sequence.sequence_bounds]] = IGNORE_INDEX
+        # What the positions from `start` to `end` predict: the tokens after them.
+        parts.append(
+            sequence.token_columns[name][np.flatnonzero(labels[start + 1 : end + 1] != IGNORE_INDEX) + start + 1]
+        )
+    return torch.from_numpy(np.concatenate(parts))
+
+
+def _values(name: str, rows: list[tuple[TokenSequence, int, int]]) -> torch.Tensor:
+    return torch.from_numpy(np.asarray([sequence.row_values[name] for sequence, _, _ in rows], dtype=np.float32))
 
 
 class ChunkPackingCollator:
@@ -30,7 +87,7 @@ class ChunkPackingCollator:
         pad_to_chunks: whether to fill each task's part of a stream up to a multiple of the chunk size.
         pad_token_id: token id that the part is filled up with.
         split_long_sequences: whether to lay sequences that are longer than a micro-batch out as parts in consecutive
-            ones (see `peft_mux.data.parts`); by default they get a micro-batch of their own. Sequences with a class
+            ones (see `peft_mux.data.batch`); by default they get a micro-batch of their own. Sequences with a class
             stay whole.
         virtual_labels: label of each virtual token that rows of a task begin with, by name of the task, for calls with
             rows (`MultiTaskPeftModel.virtual_labels`); `micro_batches` gets sequences that begin with them already.
@@ -97,7 +154,7 @@ class ChunkPackingCollator:
         only: Sequence[Sequence[int]] | None = None,
         num_passes: int | None = None,
     ) -> list[MuxBatch]:
-        """Lay out the global batches of several tasks in micro-batches (`peft_mux.packing.passes`).
+        """Lay out the global batches of several tasks in micro-batches (`peft_mux.data.packing.passes`).
 
         A sequence longer than `max_tokens` is split into parts in consecutive micro-batches, or, where it shall not
         be, gets a micro-batch of its own.

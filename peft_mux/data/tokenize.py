@@ -13,24 +13,28 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.data.cells import RowCells
 from peft_mux.data.formats import (
     ANSWER_FORMATS,
     LANGUAGE_ROWS,
     TOKENIZED_FORMATS,
     DataFormat,
+    RowCells,
     RowForm,
     required_columns,
 )
-from peft_mux.data.rows.chat_rows import ChatRows
-from peft_mux.data.rows.labelled_rows import LabelledRows
-from peft_mux.data.rows.length_limit import LengthLimit, RowCounts
-from peft_mux.data.rows.row_reader import RowReader, RowTools
-from peft_mux.data.rows.token_columns import read_columns, with_given_targets
-from peft_mux.data.rows.virtual_tokens import with_virtual_tokens
-from peft_mux.data.task_batch import IGNORE_INDEX, Arrange, TokenSequence
+from peft_mux.data.rows import (
+    ChatRows,
+    LabelledRows,
+    LengthLimit,
+    RowCounts,
+    RowReader,
+    RowTools,
+    read_columns,
+    with_given_targets,
+)
+from peft_mux.data.task_batch import IGNORE_INDEX, Arrange, TokenSequence, with_virtual_tokens
 from peft_mux.errors import ConfigError, DataError, PeftMuxError
-from peft_mux.own_code import describe_error
+from peft_mux.user_code import describe_error
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ import tempfile
 import time
 from typing import Any
 
-from peft_mux.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.task_run import TaskRun
 
 
 def train_one_by_one(backbone: Any, runs: list[TaskRun], *, num_steps: int) -> tuple[float, int]:

@@ -19,8 +19,7 @@ from transformers.models.auto import modeling_auto
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
-from peft_mux.modeling.backbone.head_kinds import HEAD_KINDS, HeadKind
-from peft_mux.modeling.backbone.modules import HEAD_NAMES
+from peft_mux.modeling.backbone.modules import HEAD_KINDS, HEAD_NAMES, HeadKind
 from peft_mux.modeling.backbone.quantized import (
     prepare_quantized,
     quantization_of,
@@ -29,8 +28,7 @@ from peft_mux.modeling.backbone.quantized import (
 )
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.task_objective import args_of, objective_of, smoothing_faults
-from peft_mux.task import Task
-from peft_mux.task_settings import resolve
+from peft_mux.task import Task, resolve
 
 _HUB_OPTIONS = "revision code_revision subfolder token cache_dir local_files_only force_download proxies".split()
 """Options of `from_pretrained` that say where files come from: they hold for configuration and tokenizer too."""

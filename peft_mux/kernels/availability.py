@@ -1,7 +1,13 @@
-"""Whether Triton kernels can run here, found out by launching one.
+"""A kernel that only shows whether kernels can be compiled and launched on a device.
 
-Where they cannot, everything is computed in torch: slower, and to the same result. Why is told once a device.
+Triton needs a C compiler, the headers of Python, an assembler that knows the card, and a driver that fits; what is
+missing of these shows at a first launch, and should not do so in the middle of training.
+
+Importing this file imports Triton; only the caller that has chosen it does so.
 """
+
+# MERGED: Whether Triton kernels can run here, found out by launching one.
+# MERGED: Where they cannot, everything is computed in torch: slower, and to the same result. Why is told once a device.
 
 from __future__ import annotations
 
@@ -10,6 +16,32 @@ import importlib.util
 import warnings
 
 import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _trial_kernel(out_ptr):
+    """Write 1."""
+    tl.store(out_ptr, 1.0)
+
+
+def try_kernel(device: torch.device) -> None:
+    """Compile and launch a kernel, and wait for what it writes.
+
+    Args:
+        device: the CUDA device that it is launched on.
+
+    Raises:
+        RuntimeError: if it writes something else; what Triton raises where it cannot launch comes as it is.
+    """
+    out = torch.zeros(1, dtype=torch.float32, device=device)
+    with torch.cuda.device_of(out):  # Triton launches on the current device, whatever the tensors are on
+        _trial_kernel[(1,)](out)
+    written = out.tolist()
+    if written != [1.0]:
+        raise RuntimeError(f"a trial kernel wrote {written} instead of [1.0]")
+
 
 LEAST_CAPABILITY = (8, 0)
 """Older cards have no bf16 products on tensor cores, and compiled kernels keep their blocks in slow memory there."""
@@ -66,8 +98,6 @@ def _reason_against_card(index: int) -> str | None:
         least = ".".join(map(str, LEAST_CAPABILITY))
         return f"{name} has compute capability {'.'.join(map(str, capability))}, and they need {least}"
     try:
-        from peft_mux.kernels.trial import try_kernel
-
         try_kernel(torch.device("cuda", index))
     except Exception as error:  # no C compiler, no Python.h, no driver: Triton has an error of its own for each
         return f"a first one cannot be launched ({type(error).__name__}: {_first_line(error)})"

@@ -1,52 +1,265 @@
-"""`MultiTaskPeftModel`: a PEFT model that holds the adapters of many tasks and runs them all in one pass."""
+"""Where rows may share the tokens that they begin with, and why not elsewhere (`docs/prefixes.md`).
+
+A token's activations are a function of it and of what comes before it, so that rows which begin alike have those of
+their beginning in common, and each one's gradients add up. That holds where nothing is drawn for each row, no token
+sees a later one, and nothing but tokens comes before a row.
+"""
+
+# MERGED: `TaskView`: one task of a `MultiTaskPeftModel`, used like the PEFT model that it would be alone.
+# MERGED: `Proofs`: what is shown on a model itself before it trains, as configurations do not tell everything about
+# MERGED: one.
+# MERGED: `MultiTaskPeftModel`: a PEFT model that holds the adapters of many tasks and runs them all in one pass.
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
-from peft.tuners.tuners_utils import set_adapter
+from peft.tuners.tuners_utils import BaseTunerLayer, set_adapter
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters import files, merging
-from peft_mux.modeling.adapters.injection.injecting import (
+from peft_mux.modeling.adapters import files
+from peft_mux.modeling.adapters import tuners as merging
+from peft_mux.modeling.adapters.injection import (
+    Origin,
+    as_it_was,
     check_configs,
     injecting,
+    only_adapter,
     own_copy,
+    train_only,
     without_renaming_warnings,
 )
-from peft_mux.modeling.adapters.injection.origin import Origin, as_it_was, train_only
 from peft_mux.modeling.adapters.kind import kind_of
-from peft_mux.modeling.adapters.own.biases import select_biases
-from peft_mux.modeling.adapters.own.token_rows import only_rows_of
-from peft_mux.modeling.adapters.prompts.encoders import encoders_of, prompt_kind_of
-from peft_mux.modeling.adapters.prompts.plain import plain_forward, plain_generate, without_layers
-from peft_mux.modeling.adapters.prompts.prompts import Prompts, virtual_labels
-from peft_mux.modeling.adapters.prompts.tuner import open_without_tuner
-from peft_mux.modeling.arrivals import Arrivals
+from peft_mux.modeling.adapters.own import only_rows_of, select_biases
+from peft_mux.modeling.adapters.prompts.kinds import encoders_of, prompt_kind_of
+from peft_mux.modeling.adapters.prompts.prompts import (
+    Prompts,
+    open_without_tuner,
+    plain_forward,
+    plain_generate,
+    virtual_labels,
+    without_layers,
+)
+from peft_mux.modeling.attention.attention_stream import PromptPass
 from peft_mux.modeling.attention.packed import register_attention
-from peft_mux.modeling.attention.prompt_pass import PromptPass
-from peft_mux.modeling.backbone.checks import check_backbone
-from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION
-from peft_mux.modeling.backbone.modules import is_meta
+from peft_mux.modeling.attention.rows import ReadRows
+from peft_mux.modeling.backbone.modules import CLASSIFICATION, is_meta, language_model, last_layer_alone
+from peft_mux.modeling.backbone.probe import ComputingPath, check_backbone, check_packing, path_of
 from peft_mux.modeling.backbone.quantized import prepare_quantized
-from peft_mux.modeling.checkpointing import enable_checkpointing
-from peft_mux.modeling.last_layer.last_layer import LastLayer
-from peft_mux.modeling.neftune import EmbeddingNoise
-from peft_mux.modeling.objectives.outputs import TokenOutputs
-from peft_mux.modeling.objectives.table import TaskObjectives
-from peft_mux.modeling.packed_forward import PackedForward
-from peft_mux.modeling.proofs import Proofs
-from peft_mux.modeling.registry import TaskRegistry
+from peft_mux.modeling.interface import EmbeddingNoise, MultiplexedModel, enable_checkpointing
+from peft_mux.modeling.last_layer import LastLayer
+from peft_mux.modeling.objectives.objective import TokenOutputs
+from peft_mux.modeling.objectives.task_objective import TaskObjectives
+from peft_mux.modeling.packed_forward import PackedForward, PackedModel
+from peft_mux.modeling.registry import Arrivals, TaskRegistry
 from peft_mux.modeling.stream import Stream
-from peft_mux.modeling.view import TaskView, require_all_layers, require_whole
 from peft_mux.storage import write_checksums
+
+
+def reason_of_backbone(backbone: Any) -> str | None:
+    """Return why no task on a backbone may share tokens, a clause; `None` where tasks may.
+
+    Args:
+        backbone: the transformers model, possibly with adapters, possibly without weights.
+    """
+    for name, module in _own_modules(language_model(backbone)):
+        if getattr(module, "is_causal", True) is False:
+            return f"every token of {type(backbone).__name__} sees later ones"
+        for key, value in vars(module).items():
+            # Modules of dropout, and attention modules that hand their probability on.
+            is_dropout = key == "p" and isinstance(module, nn.Dropout)
+            if (is_dropout or "drop" in key) and isinstance(value, float) and value > 0.0:
+                return f"the backbone's own dropout ({name}, {value:g}) is drawn for each row"
+    return None
+
+
+def reason_of_adapter(config: PeftConfig) -> str | None:
+    """Return why a task with an adapter may not share tokens, a clause; `None` where it may.
+
+    Args:
+        config: the adapter's configuration.
+    """
+    if prompt_kind_of(config) is not None:
+        return "its rows begin with a learnt prompt"
+    if getattr(kind_of(config), "draws_noise", False):
+        return "its adapter draws noise for each row"
+    for name, value in vars(config).items():
+        if "dropout" in name and isinstance(value, float) and value > 0.0:
+            return f"its {name}={value:g} is drawn for each row"
+    return None
+
+
+def _own_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules of a model but for those that adapters have brought."""
+    yield name, model
+    for key, child in model.named_children():
+        if isinstance(model, BaseTunerLayer) and key != "base_layer":
+            continue
+        yield from _own_modules(child, f"{name}.{key}" if name else key)
+
+
+class TaskView:
+    """Backbone plus one adapter, with PEFT's own forward; nothing is copied.
+
+    Args:
+        model: the multi-task model that holds the task.
+        adapter: internal id of the task.
+    """
+
+    def __init__(self, model: MultiplexedModel, adapter: str) -> None:
+        """Remember which adapter to select."""
+        self._model = model
+        self._adapter = adapter
+
+    @contextmanager
+    def selected(self) -> Iterator[MultiplexedModel]:
+        """Make this task the active adapter of the PEFT model for the time of the `with` block."""
+        model = self._model
+        before = model.active_adapter
+        model.select_adapter(self._adapter)
+        try:
+            yield model
+        finally:
+            # The adapter of before may have gone meanwhile, as by merging.
+            if before in model.peft_config:
+                model.select_adapter(before)
+            # PEFT keeps gradients for the selected adapter only.
+            model.mark_trainable()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the transformers model's forward with this task's adapter.
+
+        Where the model is cut into shards (tensor parallelism), all of them have to call this with the same arguments;
+        likewise `generate`, with the same state of torch's random numbers if it samples.
+
+        Raises:
+            ConfigError: if the model is one of several stages of a pipeline.
+        """
+        require_all_layers(self._model, f'task_view("{self._name}"), a forward pass')
+        with self.selected() as model:
+            return plain_forward(model, self._adapter, args, kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate with this task's adapter, as `PeftModel.generate` does.
+
+        Raises:
+            ConfigError: if the model is one of several stages of a pipeline.
+        """
+        require_all_layers(self._model, f'task_view("{self._name}").generate')
+        with self.selected() as model:
+            return plain_generate(model, self._adapter, args, kwargs)
+
+    def merge_and_unload(self) -> Any:
+        """Return the backbone with this task's adapter merged in; as in PEFT, the adapters are gone afterwards.
+
+        Raises:
+            ConfigError: if this process holds only a part of the model.
+        """
+        require_whole(self._model, "merge_and_unload")
+        with self.selected() as model:
+            merged = model.merge_and_unload_adapter(self._adapter)
+        return merged
+
+    @property
+    def _name(self) -> str:
+        return next(name for name in self._model.tasks if self._model.adapter_of(name) == self._adapter)
+
+
+def require_whole(model: MultiplexedModel, what: str) -> None:
+    """Refuse what only a process can do that holds the whole model.
+
+    Args:
+        model: what this process holds.
+        what: was asked for, for the message.
+
+    Raises:
+        ConfigError: if the model is one of several stages or shards.
+    """
+    if model.num_stages * model.tp_size > 1 or isinstance(model.backbone.base_model, FSDPModule):
+        raise ConfigError(
+            f"{what}: got a backbone that is divided among processes; allowed: a whole one. Load the saved adapter"
+            " with PeftModel.from_pretrained in one process."
+        )
+
+
+def require_all_layers(model: MultiplexedModel, what: str) -> None:
+    """Refuse what a stage of a pipeline cannot do alone.
+
+    Args:
+        model: what this process holds.
+        what: was asked for, for the message.
+
+    Raises:
+        ConfigError: if the model is one of several stages.
+    """
+    if model.num_stages > 1:
+        raise ConfigError(
+            f"{what}: got one of {model.num_stages} pipeline stages of the model, which has its own layers alone;"
+            " allowed: a whole model, or shards of one (tensor_parallel_size). Load the saved adapter with"
+            " PeftModel.from_pretrained in one process."
+        )
+
+
+class Proofs:
+    """Shows on a model that packing changes no result, nor the last layer where it computes some rows alone.
+
+    Args:
+        is_asked: whether anything is to be shown.
+    """
+
+    def __init__(self, *, is_asked: bool) -> None:
+        """Show nothing yet."""
+        self._is_asked = is_asked
+        self._paths: set[ComputingPath] = set()
+
+    def show(self, model: PackedModel) -> None:
+        """Hold packed against separate results on a model's backbone, and its last layer against itself.
+
+        Args:
+            model: a model with at least one task, with its weights.
+
+        Raises:
+            UnsupportedModelError: if packed and separate results differ.
+        """
+        # The probe's rows are of one task, and modules of the others are many.
+        with only_adapter(model.backbone, model.adapter_of(model.tasks[0])):
+            check_packing(model)
+            model.last_layer.prove(model, partial(states_of_probe, model))
+        model.train(model.training)
+        self._paths.add(path_of(model))
+
+    def show_once(self, model: PackedModel) -> None:
+        """Do so where it is asked for and was not done on this device and in this precision.
+
+        Args:
+            model: a model with at least one task, with its weights.
+
+        Raises:
+            UnsupportedModelError: if packed and separate results differ.
+        """
+        if self._is_asked and path_of(model) not in self._paths:
+            self.show(model)
+
+
+def states_of_probe(model: PackedModel, batch: MuxBatch, read: ReadRows | None) -> torch.Tensor:
+    """Return the last hidden states `[T, D]` of a batch that goes through the last layer of a model alone.
+
+    Args:
+        model: the model.
+        batch: the micro-batch, on the model's device.
+        read: the rows that are read; `None` for all.
+    """
+    with last_layer_alone(model.backbone), model.packed.multiplexing(batch):
+        return model.packed.hidden_states(batch, read=read)
 
 
 class MultiTaskPeftModel(PeftModel):

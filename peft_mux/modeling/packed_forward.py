@@ -1,15 +1,22 @@
-"""`PackedForward`: packed batches through a model and the adapters of all its tasks, up to losses or logits.
+"""Penalties on the adapters themselves: added to a task's loss once a step, however its global batch was split.
 
-A pass binds the gradients of its tasks (`prepare`), lets the attached layers and attention read its batch
-(`multiplexing`), and goes through the backbone (`hidden_states`); what the head makes of that follows.
+A penalty belongs to the step and to no token. So the pass that holds the first token of a task's global batch carries
+all of it: there is exactly one such pass over all micro-batches and all processes, and what it adds does not depend on
+how many there are (promise 1 of the design).
 
-Shape letters: T tokens, U tokens that are computed, N tasks, M targets, D hidden features, V vocabulary, L tokens of a
-sequence, C classes.
+Shape letters: N tasks.
 """
+
+# MERGED: `PackedForward`: packed batches through a model and the adapters of all its tasks, up to losses or logits.
+# MERGED: A pass binds the gradients of its tasks (`prepare`), lets the attached layers and attention read its batch
+# MERGED: (`multiplexing`), and goes through the backbone (`hidden_states`); what the head makes of that follows.
+# MERGED: Shape letters: T tokens, U tokens that are computed, N tasks, M targets, D hidden features, V vocabulary, L
+# MERGED: tokens of a
+# MERGED: sequence, C classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -19,19 +26,47 @@ import torch
 from peft_mux.data.batch import MuxBatch
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.packed import ATTENTION_NAME
-from peft_mux.modeling.attention.read_rows import ReadRows
-from peft_mux.modeling.attention.rows import KeyValueRows
-from peft_mux.modeling.backbone.checks import position_offset
+from peft_mux.modeling.attention.rows import KeyValueRows, ReadRows
 from peft_mux.modeling.backbone.modules import without_head
+from peft_mux.modeling.backbone.probe import position_offset
 from peft_mux.modeling.interface import MultiplexedModel
-from peft_mux.modeling.last_layer.last_layer import LastLayer
-from peft_mux.modeling.objectives.head import HeadPass
-from peft_mux.modeling.objectives.objective import Statistics
-from peft_mux.modeling.objectives.outputs import TokenOutputs
-from peft_mux.modeling.objectives.table import StreamLosses, TaskObjectives
-from peft_mux.modeling.penalties import with_penalties
+from peft_mux.modeling.last_layer import LastLayer
+from peft_mux.modeling.objectives.objective import HeadPass, Statistics, TokenOutputs
+from peft_mux.modeling.objectives.task_objective import StreamLosses, TaskObjectives
 from peft_mux.modeling.registry import TaskRegistry
 from peft_mux.modeling.stream import Passes
+
+
+def with_penalties(
+    losses_N: torch.Tensor, batch: MuxBatch, registry: TaskRegistry, configs: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return the losses `[N]` of a micro-batch with the penalties of its tasks' adapters.
+
+    Args:
+        losses_N: each task's part of its mean loss.
+        batch: the micro-batch, its tensors on the device of the losses.
+        registry: the tasks of the model.
+        configs: adapter configurations by internal id.
+    """
+    if not registry.penalised:
+        return losses_N
+    losses = None
+    for index, name in enumerate(batch.task_names):
+        if (kind := registry.penalised.get(name)) is None:
+            continue
+        share = _share_of_step(batch, index)
+        if share.is_cpu and not share:  # on other devices asking would be waiting
+            continue
+        losses = losses or list(losses_N.unbind())
+        penalty = kind.penalty(configs[registry.adapter_of(name)], registry.parameters_of(name))
+        losses[index] = losses[index] + penalty * share
+    return losses_N if losses is None else torch.stack(losses)
+
+
+def _share_of_step(batch: MuxBatch, index: int) -> torch.Tensor:
+    """Return 1 in the pass that holds the first token of a task's global batch, 0 in all others."""
+    places = batch.token_places[batch.task_offsets[index] : batch.task_offsets[index + 1]]
+    return (places == 0).sum()
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +253,7 @@ class PackedForward:
     def losses_of(self, hidden_TD: torch.Tensor, batch: MuxBatch) -> StreamLosses:
         """Return the losses from the `[T, D]` last hidden states, while the stream is read.
 
-        In training, penalties of adapters are in them (`peft_mux.modeling.penalties`).
+        In training, penalties of adapters are in them (`peft_mux.modeling.packed_forward`).
         """
         model = self._model
         found = model.objectives.losses(hidden_TD, batch, self._head_pass())

@@ -8,17 +8,17 @@ from dataclasses import replace
 
 import numpy as np
 
+from peft_mux.data.packing.passes import even_shares
+from peft_mux.data.packing.prefixes import RowTrie
 from peft_mux.data.task_batch import TaskBatch
+from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.modeling.adapters.kind import AdapterKind, CutLayers, kind_of
-from peft_mux.modeling.adapters.lora.depth import lowest_layer
 from peft_mux.modeling.adapters.lora.layer import NAME as LORA
+from peft_mux.modeling.adapters.lora.layer import lowest_layer
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.task_objective import args_of, objective_of
-from peft_mux.packing.even_shares import even_shares
-from peft_mux.packing.row_trie import RowTrie
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.planner.values import TaskShare
-from peft_mux.tasks.task_run import TaskRun
 
 SAMPLE_ROWS = 64
 _SAMPLE_BATCHES = 3

@@ -1,48 +1,289 @@
-"""Gathers the facts of a run (lengths, adapters, shapes, memory, profile) and has the planner make its `Plan`."""
+"""What the planner found, as the `Plan` that users see: with tasks' shares, bounds, and notes on how it came about."""
+
+# MERGED: Whether a pipeline is drained after nearly every step, as far as that is known when a plan is made.
+# MERGED: The engine decides it step by step (`peft_mux.trainer.loop`), as logs, evaluations and files come due. A
+# MERGED: plan only has
+# MERGED: to know which of the two ways most steps go: few large buckets of many micro-batches are faster where it is
+# MERGED: drained,
+# MERGED: and many small ones where it is not.
+# MERGED: What to change when not even one task fits into memory: the cheapest changes first, each with its predicted
+# MERGED: peak.
+# MERGED: Gathers the facts of a run (lengths, adapters, shapes, memory, profile) and has the planner make its `Plan`.
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.backbone_source import BackboneSource
-from peft_mux.engine.replicas.row_items import BatchRows
+from peft_mux.engine.dispatch import BatchRows
+from peft_mux.engine.tasks.task_run import TaskRun, run_interval
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError
+from peft_mux.kernels.availability import has_triton, reason_against_kernels
 from peft_mux.modeling.backbone.quantized import quantization_method
 from peft_mux.modeling.backbone.shape import model_shape
-from peft_mux.modeling.last_layer.last_layer import has_own_queries
+from peft_mux.modeling.last_layer import has_own_queries
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.planning.correction import TimeCorrection
-from peft_mux.planning.described import described_plan
-from peft_mux.planning.draining import is_drained
-from peft_mux.planning.fixes import fixes_for
-from peft_mux.planning.loads import SAMPLE_ROWS, ParameterShapes, part_of, replica_loads, task_load, whole_shapes
-from peft_mux.planning.pass_prices import PassPrices
-from peft_mux.planning.profiles import RunProfile, run_profile
+from peft_mux.modeling.objectives.objective import OWN
+from peft_mux.modeling.objectives.task_objective import objective_of
+from peft_mux.planning.learning import PassPrices, TimeCorrection
+from peft_mux.planning.loads import (
+    SAMPLE_ROWS,
+    ParameterShapes,
+    part_of,
+    replica_loads,
+    task_load,
+    task_share,
+    whole_shapes,
+)
+from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
 from peft_mux.planning.shapes import cut_layers, frozen_parts, sums_before_attention
-from peft_mux.planning.targets import Target, interleaved_passes, other_target, own_target
-from peft_mux.profiling.memory import count_activation_bytes_per_token
+from peft_mux.planning.targets import (
+    RunProfile,
+    Target,
+    interleaved_passes,
+    other_target,
+    own_target,
+    run_profile,
+    target_notes,
+)
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
-from peft_mux.scheduler.costs.measured.parts import Parts
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.model_shape import ModelShape
-from peft_mux.scheduler.costs.profile import Profile, corrected
+from peft_mux.scheduler.costs.profile import Parts, Profile, corrected
 from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.planner.admission import DoesNotFitError
+from peft_mux.scheduler.planner.admission import DoesNotFitError, least_pass_tokens
 from peft_mux.scheduler.planner.passes import planned_passes
 from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
-from peft_mux.scheduler.planner.turn_times import TurnTimes
+from peft_mux.scheduler.planner.times import TurnTimes
+from peft_mux.scheduler.planner.values import PlannedPass
 from peft_mux.scheduler.repricing import repriced_s
-from peft_mux.tasks.task_run import TaskRun
+from peft_mux.scheduler.units import bytes_text
+
+
+def described_plan(
+    outcome: Outcome,
+    runs: Sequence[TaskRun],
+    *,
+    parameters: dict[str, ParameterShapes],
+    memory: MemoryModel,
+    target: Target,
+    shape: ModelShape,
+    chunk_size: int,
+    args: MultiTaskTrainingArguments,
+    passes: tuple[tuple[PlannedPass, ...], ...] = (),
+) -> Plan:
+    """Return what the planner found as a plan that prints, travels as JSON, and can be followed.
+
+    Args:
+        outcome: what the planner found.
+        runs: the tasks that it was asked about.
+        parameters: shapes of the adapters of each task, by its name.
+        memory: predicts the bytes of each stage.
+        target: the devices that the plan is for.
+        shape: the shape of the whole backbone.
+        chunk_size: tokens of a chunk of a sequence (M section 3.5).
+        args: the arguments of the run, with what the user asked for.
+        passes: for each replica the passes of a typical step.
+    """
+    layers_per_stage = memory.layers_per_stage or (shape.num_layers,)
+    # Tasks that wait for memory have no share of a step.
+    in_plan = {name for htask in outcome.htasks for name in htask.tasks}
+    notes = target_notes(target, layers_per_stage, shape, outcome.turns)
+    return Plan(
+        htasks=outcome.htasks,
+        shares=tuple(task_share(run, parameters[run.name]) for run in runs if run.name in in_plan),
+        max_tokens_per_micro_batch=outcome.max_tokens,
+        chunk_size=chunk_size,
+        pad_to_chunks=args.pad_to_chunks,
+        memory=outcome.memory or memory.estimate((), 0),
+        device=target.device,
+        policy=args.planner,
+        buckets=outcome.buckets,
+        template=outcome.template,
+        bucket_loads=outcome.bucket_loads,
+        step_s=outcome.step_s,
+        peak_bytes=outcome.peak_bytes,
+        limit_bytes=target.limit_bytes,
+        profile_source=target.profile.source,
+        waiting=outcome.waiting,
+        notes=(*target.notes, *notes, *_notes(outcome, runs, target, args)),
+        num_replicas=target.num_replicas,
+        layers_per_stage=layers_per_stage,
+        link=target.stage_link,
+        devices_per_stage=target.devices_per_stage,
+        passes=passes or (outcome.passes,),
+        turns=outcome.turns,
+        device_bytes=target.device_bytes,
+    )
+
+
+def _notes(
+    outcome: Outcome, runs: Sequence[TaskRun], target: Target, args: MultiTaskTrainingArguments
+) -> tuple[str, ...]:
+    return (
+        *_bound_notes(outcome, args.max_tokens_per_micro_batch),
+        *_run_notes(runs, target.device_type),
+        *_graph_notes(target, args),
+    )
+
+
+def _bound_notes(outcome: Outcome, asked: int) -> tuple[str, ...]:
+    """Say that passes hold fewer tokens than were asked for."""
+    if outcome.max_tokens >= asked:
+        return ()
+    return (f"passes hold at most {outcome.max_tokens:,} tokens instead of {asked:,}, as no more fit into memory",)
+
+
+def _run_notes(runs: Sequence[TaskRun], device_type: str) -> tuple[str, ...]:
+    """Say which path adapters take, and what became of rows when they were tokenised."""
+    device_notes = ()
+    # A plan may be of a GPU that is not here.
+    is_here = device_type == "cuda" and torch.cuda.is_available()
+    reason = reason_against_kernels(torch.device(device_type)) if is_here else None
+    if device_type == "cuda" and not has_triton():
+        reason = "Triton is absent"
+    if reason is not None:
+        device_notes = (f"adapters are computed task by task with torch, as {reason}",)
+    sharing_notes = tuple(run.sharing_remark for run in runs if run.sharing_remark)
+    return device_notes + tuple(remark for run in runs for remark in run.loader.report.remarks) + sharing_notes
+
+
+def _graph_notes(target: Target, args: MultiTaskTrainingArguments) -> tuple[str, ...]:
+    """Say that passes are not replayed as CUDA graphs where they would be on one device."""
+    is_apart = target.num_stages * target.devices_per_stage * target.backbone_shards > 1
+    if args.cuda_graphs != "auto" or target.device_type != "cuda" or not is_apart:
+        return ()
+    return ("passes are launched one by one, without CUDA graphs, as they wait for other processes on the way",)
+
+
+_LEAST_STEPS = 4
+"""Steps between two logs below which a pipeline counts as drained: a window of two has half of the flushes left."""
+
+
+def is_drained(
+    args: MultiTaskTrainingArguments, target: Target, runs: Sequence[TaskRun], loads: Sequence[TaskLoad]
+) -> bool:
+    """Return whether plans should be compared by steps that end in a flush.
+
+    Args:
+        args: the arguments of the run.
+        target: what the plan is for.
+        runs: the tasks that could take steps.
+        loads: what they bring into a step.
+    """
+    if args.pipeline_flush != "auto" or target.num_stages == 1:
+        return True
+    # Where gradients are summed over processes, all of them meet at the end of every step.
+    if target.num_replicas > 1 or target.devices_per_stage > 1:
+        return True
+    if args.logging_strategy == "steps" and run_interval(args.logging_steps, runs) < _LEAST_STEPS:
+        return True
+    has_passes_before = any(load.has_reference_forward or load.has_batch_forward for load in loads)
+    is_read_ahead = any(run.loader.steps_per_epoch is None for run in runs)
+    return has_passes_before or is_read_ahead or any(objective_of(run.task).name == OWN for run in runs)
+
+
+_NUM_FIXES = 3
+
+
+class Fix(NamedTuple):
+    """One change and what it is predicted to lead to.
+
+    Attributes:
+        change: the setting to change, as the user writes it.
+        cost: what the change costs, in words.
+        peak_bytes: predicted peak of the fullest device afterwards, in bytes.
+    """
+
+    change: str
+    cost: str
+    peak_bytes: int
+
+
+def fixes_for(
+    error: DoesNotFitError,
+    loads: Sequence[TaskLoad],
+    memory: MemoryModel,
+    args: MultiTaskTrainingArguments,
+    weight_bytes: int,
+) -> str:
+    """Return a sentence with the three cheapest fixes; those that suffice come first.
+
+    Args:
+        error: what does not fit, and by how much.
+        loads: what the planner knows of each task.
+        memory: the memory model that found so.
+        args: the arguments of the run.
+        weight_bytes: bytes of one frozen weight as it is held; 1 for quantised ones.
+    """
+    load = next(load for load in loads if load.name == error.task)
+    found = [fix for fix in _all_fixes(load, memory, args, weight_bytes) if fix.peak_bytes < error.peak_bytes]
+    enough = [fix for fix in found if fix.peak_bytes <= error.limit_bytes]
+    rest = sorted((fix for fix in found if fix not in enough), key=lambda fix: fix.peak_bytes)
+    # Those that suffice stay in the order of what they cost the owner; the others are ranked by what they bring.
+    chosen = [*enough, *rest][:_NUM_FIXES]
+    if not chosen:
+        return "Take a smaller backbone or a larger device."
+    listed = "; ".join(
+        f"{number}. {fix.change} ({bytes_text(fix.peak_bytes)}"
+        f"{'' if fix.peak_bytes <= error.limit_bytes else ', not enough by itself'}; {fix.cost})"
+        for number, fix in enumerate(chosen, start=1)
+    )
+    return f"Cheapest fixes, with the peak that each is predicted to have: {listed}."
+
+
+def _all_fixes(load: TaskLoad, memory: MemoryModel, args: MultiTaskTrainingArguments, weight_bytes: int) -> list[Fix]:
+    """Return every change that could help, by what it costs the owner, least first."""
+    fixes = []
+    shape = memory.shape
+
+    def add(change: str, cost: str, changed: MemoryModel, own: TaskLoad = load) -> None:
+        fixes.append(Fix(change, cost, _peak(changed, own)))
+
+    def in_precision(factor: float) -> MemoryModel:
+        return replace(memory, shape=shape.in_precision(factor))
+
+    kept = memory.activation_bytes_per_token
+    if shape.activation_bytes > 2:
+        # What was counted is of activations in the present dtype.
+        halved = None if kept is None else kept * 2 / shape.activation_bytes
+        in_16_bits = replace(memory, shape=replace(shape, activation_bytes=2), activation_bytes_per_token=halved)
+        add("bf16=True", "activations in 16 bits, faster on a GPU", in_16_bits)
+    if not args.uses_checkpointing:
+        # What was counted is of passes that keep everything; with checkpointing the formula is used.
+        recomputed = replace(memory, checkpointing=True, activation_bytes_per_token=None)
+        add("gradient_checkpointing=True", "about a third more time", recomputed)
+    if weight_bytes >= 4:
+        add("a backbone in bf16", "rounds the frozen weights to 16 bits", in_precision(0.5))
+    longest = load.longest
+    if longest > 64:
+        cut = tuple(min(length, longest // 2) for length in load.lengths)
+        shorter = replace(load, lengths=cut, shared=(), trie=None, longest_row_tokens=longest // 2)
+        add(f"max_length={longest // 2}", "cuts longer rows", memory, shorter)
+    if weight_bytes >= 2:
+        # Half a byte a weight and a scale for every 64; what is not linear stays as it is, which this leaves out.
+        bits = in_precision(0.56 / weight_bytes)
+        add("a backbone in 4 bits (BitsAndBytesConfig)", "quantises the frozen weights", bits)
+    halves = {name: getattr(load, name) // 2 for name in ("trainable_parameters", "cut_parameters")}
+    smaller = replace(load, **halves)
+    add("half the rank", "a smaller adapter", memory, smaller)
+    return fixes
+
+
+def _peak(memory: MemoryModel, load: TaskLoad) -> int:
+    tokens = least_pass_tokens([load])
+    return max(int(memory.peak_bytes([load], tokens, in_flight=1, stage=stage)) for stage in range(memory.num_stages))
+
 
 _CHUNKS_OF_INTERLEAVED = 2
 

@@ -8,22 +8,29 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.backbone.families import family_of
 from peft_mux.planning.loads import task_load
 from peft_mux.planning.planner import Planner
-from peft_mux.planning.profiles import data_sheet_cluster, run_profile
-from peft_mux.planning.targets import memory_limit_bytes
+from peft_mux.planning.targets import data_sheet_cluster, memory_limit_bytes, run_profile
 from peft_mux.scheduler.costs.hardware import Cluster, known_device
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import Profile, analytic_profile, corrected
 from peft_mux.scheduler.replicas.configs import ParallelConfig
-from peft_mux.scheduler.replicas.costs import ReplicaFacts, least_bytes, replica_time_model, token_limits
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel, fit_layer, read_layer_profile, read_max_tokens
+from peft_mux.scheduler.replicas.time_model import (
+    ReplicaFacts,
+    ReplicaTimeModel,
+    fit_layer,
+    least_bytes,
+    read_layer_profile,
+    read_max_tokens,
+    replica_time_model,
+    token_limits,
+)
 from peft_mux.scheduler.units import bytes_text
-from peft_mux.tasks.task_run import TaskRun
 
 _DEVICES_PER_NODE = 8
 

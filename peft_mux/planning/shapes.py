@@ -18,7 +18,7 @@ from peft_mux.modeling.adapters.kind import CutLayers
 from peft_mux.modeling.backbone.families import family_of
 from peft_mux.modeling.backbone.modules import frozen_parameters, language_model
 from peft_mux.modeling.backbone.quantized import quantized_layers, weight_bytes
-from peft_mux.scheduler.costs.frozen_parts import FrozenParts
+from peft_mux.scheduler.costs.model_shape import FrozenParts
 
 
 def cut_layers(backbone: Any) -> CutLayers:

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.compat import installed_version
+from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.errors import installed_version
 from peft_mux.kernels.availability import reason_against_kernels
-from peft_mux.scheduler.bands import MEMORY, time_band
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.units import bytes_text, seconds_text
-from peft_mux.tasks.task_run import TaskRun
+from peft_mux.scheduler.units import MEMORY, bytes_text, seconds_text, time_band
 
 
 @dataclass(frozen=True, slots=True)

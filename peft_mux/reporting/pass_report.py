@@ -1,12 +1,99 @@
-"""What was planned against what ran: passes of a step, the tasks in each, their order and their tokens."""
+"""`StepSeconds`: how long the steps of a run take when they are under way."""
+
+# MERGED: Computed against asked tokens: what tasks spare whose rows begin alike.
+# MERGED: What was planned against what ran: passes of a step, the tasks in each, their order and their tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.scheduler.planner.values import PlannedPass
+
+
+class StepSeconds:
+    """Adds up what steps take; the first ones under a plan count as the mean of the others.
+
+    The first touches memory and makes the optimizers' state, once for however many steps follow. In a run of few steps
+    that would outweigh what is told of them, and a prediction knows nothing of it.
+    """
+
+    def __init__(self) -> None:
+        """Have seen no step."""
+        self._first = self._later = (0.0, 0)
+
+    def add(self, seconds: float, num_steps: int, *, is_first: bool) -> None:
+        """Count steps.
+
+        Args:
+            seconds: what each of them took.
+            num_steps: so many took this time.
+            is_first: whether they are the first under their plan.
+        """
+        before_s, before = self._first if is_first else self._later
+        total = before_s + seconds * num_steps, before + num_steps
+        self._first, self._later = (total, self._later) if is_first else (self._first, total)
+
+    @property
+    def settled_s(self) -> float:
+        """Seconds of all steps; where there were none but first ones, as they were taken."""
+        (first_s, num_first), (later_s, num_later) = self._first, self._later
+        return later_s / num_later * (num_first + num_later) if num_later else first_s
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Tokens of the passes of a run, by task.
+
+    Attributes:
+        asked: tokens of the rows of each task.
+        computed: those of them that went through the backbone; the others stood in a row that was computed already.
+    """
+
+    asked: Mapping[str, int] = field(default_factory=dict)
+    computed: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def sharing(self) -> dict[str, tuple[int, int]]:
+        """Computed and asked tokens of each task that shared some."""
+        return {name: (self.computed[name], asked) for name, asked in self.asked.items() if self.computed[name] < asked}
+
+    def after(self, micro_batches: Iterable[MuxBatch]) -> TokenCounts:
+        """Return the counts after more passes.
+
+        Args:
+            micro_batches: what one process of a replica ran.
+        """
+        asked, computed = dict(self.asked), dict(self.computed)
+        for batch in micro_batches:
+            for counts, offsets in ((asked, batch.task_offsets), (computed, batch.computed_offsets)):
+                for name, (start, end) in zip(batch.task_names, pairwise(offsets), strict=True):
+                    counts[name] = counts.get(name, 0) + end - start
+        return TokenCounts(asked, computed)
+
+    def __str__(self) -> str:
+        """Return one line; "" where nothing was shared."""
+        told = [f"{name} {own:,} of {asked:,} ({own / asked:.0%})" for name, (own, asked) in self.sharing.items()]
+        return (
+            f"computed / asked tokens  {', '.join(told)}; what rows begin with alike is computed once" if told else ""
+        )
+
+
+def summed_counts(counts: Iterable[TokenCounts]) -> TokenCounts:
+    """Return the counts of all replicas together.
+
+    Args:
+        counts: those of one process of each replica.
+    """
+    asked: dict[str, int] = {}
+    computed: dict[str, int] = {}
+    for one in counts:
+        for total, own in ((asked, one.asked), (computed, one.computed)):
+            for name, tokens in own.items():
+                total[name] = total.get(name, 0) + tokens
+    return TokenCounts(asked, computed)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,9 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peft_mux.reporting.views import curve_of
-from peft_mux.reporting.words import number_text, share_text, shortened, time_text
+from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.reporting.views import curve_of, number_text, share_text, shortened, time_text
 from peft_mux.task import TaskStatus
-from peft_mux.tasks.task_run import TaskRun
 
 
 class RankRecord(NamedTuple):

@@ -1,31 +1,191 @@
-"""`RunLog`: where the numbers and events of a run go.
+"""`Delays`: for how long the own code of each task made the others wait, told aloud where that is much."""
 
-One record reaches up to four places: the task's state (`log_history`), the task's own callbacks (plain keys), the run's
-callbacks and integrations (`task/metric` keys), `metrics.jsonl`; and a line goes to the screen.
-"""
+# MERGED: `RowNotes`: what became of the rows of each task: told when it begins, when a stream first leaves some out,
+# MERGED: last.
+# MERGED: `RunLog`: where the numbers and events of a run go.
+# MERGED: One record reaches up to four places: the task's state (`log_history`), the task's own callbacks (plain
+# MERGED: keys), the run's
+# MERGED: callbacks and integrations (`task/metric` keys), `metrics.jsonl`; and a line goes to the screen.
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakSet
 
 from transformers import TrainerState
 
+from peft_mux.data.dataset import DataReport
+from peft_mux.engine.tasks.task_run import TaskEvent, TaskRun, TaskTable
 from peft_mux.reporting.callbacks import TaskCallbacks
-from peft_mux.reporting.delays import Delays
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.report import ReportRow, report_row
-from peft_mux.reporting.row_notes import RowNotes
-from peft_mux.reporting.screen.memory import peak_bytes
-from peft_mux.reporting.screen.progress import Progress, SilentProgress
-from peft_mux.reporting.task_times import TaskTimes
-from peft_mux.reporting.words import rate_text, time_text
+from peft_mux.reporting.screen import Progress, SilentProgress, peak_bytes
+from peft_mux.reporting.views import TaskTimes, rate_text, time_text
 from peft_mux.task import TaskStatus
-from peft_mux.tasks.table import TaskEvent, TaskTable
-from peft_mux.tasks.task_run import TaskRun
+
+CALL_LIMIT_S = 1.0
+"""Seconds that one call of a task's own code may take without being told of."""
+SHARE_LIMIT = 0.1
+"""Share of the run's time that all calls of one task may take without being told of, once they have taken a second."""
+
+
+class Record(Protocol):
+    """Writes a record of the run."""
+
+    def __call__(self, event: str, **facts: Any) -> None:
+        """Write it."""
+        ...
+
+
+class Delays:
+    """Adds up what the own code of tasks takes: their callbacks, their metrics, and waiting for their rows.
+
+    A task is told of when one of its calls takes longer than `CALL_LIMIT_S`, or all of them together more than
+    `SHARE_LIMIT` of the run; then again each time that its total has doubled, and with its total in the end.
+
+    Args:
+        warn: prints a line that nobody may miss.
+        record: writes a record of the run.
+        clock: returns seconds; another one for tests.
+    """
+
+    def __init__(
+        self, warn: Callable[[str], None], record: Record, *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """Begin to count the time of the run."""
+        self._warn, self._record, self._clock = warn, record, clock
+        self._began_s = clock()
+        self._seconds: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._told_s: dict[str, float] = {}
+
+    def note(self, task: str, what: str, seconds: float) -> None:
+        """Take note of a call; this is the `Listener` of the tasks' own code.
+
+        Args:
+            task: name of the task.
+            what: what of it has run.
+            seconds: seconds that it took.
+        """
+        self._seconds[task][what] += seconds  # type: ignore[assignment]
+        total_s = self.total_s(task)
+        # First, as it spares the clock at nearly every call.
+        if total_s < max(CALL_LIMIT_S, 2 * self._told_s.get(task, 0.0)):
+            return
+        if seconds < CALL_LIMIT_S and total_s < SHARE_LIMIT * (self._clock() - self._began_s):
+            return
+        self._told_s[task] = total_s
+        self._record("delay", task=task, what=what, seconds=seconds, total_s=total_s)
+        self._warn(f"{task}: its {what} made the other tasks wait for {seconds:.1f} s ({total_s:.1f} s in all)")
+
+    def total_s(self, task: str) -> float:
+        """Return the seconds that a task's own code took so far."""
+        return sum(self._seconds[task].values())
+
+    def record_totals(self) -> None:
+        """Write one record for each task that took a second or more, with the seconds of each kind of its code."""
+        for task in self._seconds:
+            self._record_total(task)
+
+    def forget(self, task: str) -> None:
+        """Write the total of a task that leaves, and keep nothing of it."""
+        self._record_total(task)
+        self._seconds.pop(task, None)
+        self._told_s.pop(task, None)
+
+    def _record_total(self, task: str) -> None:
+        seconds = self._seconds.get(task, {})
+        total_s = sum(seconds.values())
+        if total_s >= CALL_LIMIT_S:
+            self._record("delay_total", task=task, total_s=total_s, **{f"{kind}_s": s for kind, s in seconds.items()})
+
+
+class RowNotes:
+    """Tells which rows are cut and left out: a run may train for hours on four rows of twenty-four.
+
+    Args:
+        say: prints a line beside the progress.
+        warn: prints a line that nobody may miss.
+        record: writes a record of the run.
+    """
+
+    def __init__(self, say: Callable[[str], None], warn: Callable[[str], None], record: Record) -> None:
+        """Have told of no task yet."""
+        self._say, self._warn, self._record = say, warn, record
+        # By the loader, as another task may come under the same name; weakly, as tasks leave with their rows.
+        self._begun: WeakSet[Any] = WeakSet()
+        self._warned: WeakSet[Any] = WeakSet()
+
+    def begin(self, *runs: TaskRun) -> None:
+        """Record and print what became of the rows of tasks that begin, once a task; of many the numbers together."""
+        reports, sharing = [], []
+        for run in runs:
+            if run.loader in self._begun:
+                continue
+            self._begun.add(run.loader)
+            own = {"train_dataset": run.loader.report}
+            own |= {} if run.eval_data is None else {"eval_dataset": run.eval_data.report}
+            for split, report in own.items():
+                self._record("data", task=run.name, split=split, **_numbers(report))
+            reports += [report for report in own.values() if report.remarks]
+            sharing += [run.sharing_remark] if run.sharing_remark else []
+            if run.loader.report.remarks:
+                # A `UserWarning` has told of it when the task was made.
+                self._warned.add(run.loader)
+        for line in _lines(reports) + sharing:
+            self._say(line)
+
+    def step(self, runs: Iterable[TaskRun]) -> None:
+        """Warn of each stream that has left out or cut its first row."""
+        for run in runs:
+            if run.loader.steps_per_epoch is None and run.loader not in self._warned and run.loader.report.remarks:
+                self._warned.add(run.loader)
+                self._record("data", task=run.name, split="train_dataset", **_numbers(run.loader.report))
+                self._warn(run.loader.report.warning)
+
+    def end(self, runs: Iterable[TaskRun]) -> None:
+        """Record and print what became of the rows of streams, of which more have come since."""
+        for run in runs:
+            if run.loader.steps_per_epoch is None:
+                self._tell(run, "train_dataset", run.loader.report)
+
+    def _tell(self, run: TaskRun, split: str, report: DataReport) -> None:
+        self._record("data", task=run.name, split=split, **_numbers(report))
+        for remark in report.remarks:
+            self._say(remark)
+
+
+def _lines(reports: Sequence[DataReport]) -> list[str]:
+    """Return the remarks of datasets; of so many that they would push all else off the screen, their sum."""
+    if len(reports) <= _MOST_LINES:
+        return [remark for report in reports for remark in report.remarks]
+    counts = [
+        (sum(report.num_truncated for report in reports), "cut"),
+        (sum(report.num_dropped_long for report in reports), "left out as too long"),
+        (sum(report.num_without_targets for report in reports), "left out without targets"),
+    ]
+    words = [f"{count:,} {what}" for count, what in counts if count]
+    worst = max(reports, key=lambda report: 1 - report.num_kept / max(report.num_rows, 1))
+    return [
+        f"rows     of {sum(report.num_rows for report in reports):,} in {len(reports)} datasets {', '.join(words)}; "
+        "each: trainer.plan().notes, peft-mux validate",
+        f"         most of all {worst.remarks[0]}",
+    ]
+
+
+_MOST_LINES = 6
+
+
+def _numbers(report: DataReport) -> dict[str, Any]:
+    numbers = asdict(report)
+    del numbers["where"]
+    return {**numbers, "data_format": str(report.data_format)}
+
 
 _logger = logging.getLogger(__name__)
 

@@ -1,21 +1,148 @@
-"""`RunView`, what is shown of a run at one moment, and `RunWatch`, which makes it of tasks that train.
+"""Numbers in few characters, for tables and charts."""
 
-Everything in a view was measured, but for the time left, which goes on as the last steps went.
-"""
+# MERGED: `TaskTimes`: for how long each task has taken steps, in this process, and what share of their time was its
+# MERGED: own.
+# MERGED: `RunView`, what is shown of a run at one moment, and `RunWatch`, which makes it of tasks that train.
+# MERGED: Everything in a view was measured, but for the time left, which goes on as the last steps went.
 
 from __future__ import annotations
 
 import math
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from peft_mux.reporting.metrics_file import steps_at_ends, training_seconds
-from peft_mux.reporting.task_times import ShownTask, TaskTimes
+
+
+def counted(number: int, word: str) -> str:
+    """Return a number with its noun, such as `1 step` or `1,200 steps`."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def number_text(value: float | None) -> str:
+    """Return a loss in six characters or so, whatever its size."""
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
+
+
+def rate_text(tokens_per_s: float | None) -> str:
+    """Return a rate in a few characters, such as 9.8k; "-" for none."""
+    if tokens_per_s is None:
+        return "-"
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if tokens_per_s >= 10 * size or (unit == "M" and tokens_per_s >= size):
+            return f"{tokens_per_s / size:.1f}{unit}"
+    return f"{tokens_per_s:,.0f}"
+
+
+def time_text(seconds: float | None) -> str:
+    """Return a time as 0:07, 12:03 or 3:25:00; "-" for none."""
+    if seconds is None:
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def shortened(text: str, width: int, mark: str = "…") -> str:
+    """Return a name in at most so many characters: its middle goes, as the names of a sweep differ at their ends.
+
+    Args:
+        text: the name.
+        width: characters that there are.
+        mark: what stands for the middle.
+    """
+    if len(text) <= width:
+        return text
+    kept = max(width - len(mark), 0)
+    return (text[: kept - kept // 2] + mark + text[len(text) - kept // 2 :])[: max(width, 0)]
+
+
+def share_text(share: float | None) -> str:
+    """Return a share of a whole, from 0 to 1, in percent; "-" where there is none."""
+    return "-" if share is None else f"{share:.0%}"
+
+
+class ShownTask(Protocol):
+    """What is read of a task; a `TaskRun` is one."""
+
+    step: int
+    num_steps: int
+    status: Any
+    reason: str
+    last_loss: float
+    num_tokens: int
+    state: Any
+
+    @property
+    def name(self) -> str:
+        """Name of the task."""
+        ...
+
+
+class TaskTimes:
+    """Adds up the seconds of the steps that each task took part in, with all that lay between them.
+
+    Tasks of a step share its passes, which have no times of their own; so its seconds are divided by the tokens that
+    each of them has trained in it. These parts are what shares are made of: those of all tasks add up to 1.
+
+    Args:
+        clock: returns seconds; another one for tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Have seen no step."""
+        self._clock, self._last_s = clock, clock()
+        self._steps: dict[str, int] = {}
+        self._first: dict[str, int] = {}
+        self._tokens: dict[str, int] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._own_seconds: defaultdict[str, float] = defaultdict(float)
+
+    def begin(self, tasks: Iterable[ShownTask]) -> None:
+        """Count from here on."""
+        tasks = tuple(tasks)
+        self._last_s = self._clock()
+        self._steps = {task.name: task.step for task in tasks}
+        self._tokens = {task.name: task.num_tokens for task in tasks}
+        # Where a task was put back to a saved state, it stands elsewhere than it ended.
+        self._first = dict(self._steps)
+        self._seconds.clear()
+        self._own_seconds.clear()
+
+    def advance(self, tasks: Iterable[ShownTask]) -> None:
+        """Count a step, or several, for the tasks that have taken it."""
+        now, tokens = self._clock(), {}
+        for task in tasks:
+            if task.step > self._steps.setdefault(task.name, 0):
+                self._seconds[task.name] += now - self._last_s
+                self._first.setdefault(task.name, 0)
+                tokens[task.name] = max(task.num_tokens - self._tokens.get(task.name, 0), 0)
+            self._steps[task.name], self._tokens[task.name] = task.step, task.num_tokens
+        total = sum(tokens.values())
+        for name, own in tokens.items():
+            self._own_seconds[name] += (now - self._last_s) * (own / total if total else 1 / len(tokens))
+        self._last_s = now
+
+    def seconds(self, name: str) -> float:
+        """Return the seconds of a task since its training began here."""
+        return self._seconds.get(name, 0.0)
+
+    def share(self, name: str) -> float | None:
+        """Return a task's share of the seconds of all steps since training began here; `None` before the first."""
+        total_s = sum(self._own_seconds.values())
+        return self._own_seconds.get(name, 0.0) / total_s if total_s else None
+
+    def num_steps(self, task: ShownTask) -> int:
+        """Return how many steps a task has taken since its training began here."""
+        return max(0, task.step - self._first.get(task.name, 0))
+
 
 Curve = tuple[tuple[int, float], ...]
 """Points of a curve: step of the task, and value."""

@@ -11,9 +11,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from peft_mux.scheduler.costs.hardware import Cluster, Device, parse_devices
+    from peft_mux.scheduler.costs.hardware import Cluster, Device, Link, parse_devices
     from peft_mux.scheduler.costs.latency import CostModel
-    from peft_mux.scheduler.costs.link import Link
     from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
     from peft_mux.scheduler.costs.memory import MemoryEstimate, MemoryModel
     from peft_mux.scheduler.costs.model_shape import ModelShape
@@ -45,7 +44,7 @@ _HOMES = {
     "Dispatch": "dispatching.dispatch",
     "DoesNotFitError": "planner.admission",
     "HTask": "planner.values",
-    "Link": "costs.link",
+    "Link": "costs.hardware",
     "MemoryEstimate": "costs.memory",
     "MemoryModel": "costs.memory",
     "ModelShape": "costs.model_shape",

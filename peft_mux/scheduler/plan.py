@@ -1,30 +1,82 @@
-"""`Plan`: a frozen, serialisable account of what runs together, in how many passes, how fast, and in how much memory.
+"""`RunTimes`: what all steps of some tasks take one task after another, and together as they are planned."""
 
-The engine executes a plan and nothing else; the same value prints, draws and travels as JSON. Tasks of an hTask share
-every pass (spatial multiplexing); hTasks follow each other (temporal multiplexing); on several stages, hTasks of a
-bucket share a pipeline clock and buckets are interleaved by the template (M §3.3, §3.4).
-"""
+# MERGED: `Plan`: a frozen, serialisable account of what runs together, in how many passes, how fast, and in how much
+# MERGED: memory.
+# MERGED: The engine executes a plan and nothing else; the same value prints, draws and travels as JSON. Tasks of an
+# MERGED: hTask share
+# MERGED: every pass (spatial multiplexing); hTasks follow each other (temporal multiplexing); on several stages,
+# MERGED: hTasks of a
+# MERGED: bucket share a pipeline clock and buckets are interleaved by the template (M §3.3, §3.4).
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from peft_mux.scheduler.bands import MEMORY, time_band
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.memory import MemoryEstimate
-from peft_mux.scheduler.costs.sums.pass_parts import PassParts
-from peft_mux.scheduler.memory_bar import MemoryBar
-from peft_mux.scheduler.pipeline.gantt import gantt_text, memory_bars_text, save_gantt
+from peft_mux.scheduler.costs.sums import PassParts
+from peft_mux.scheduler.drawing import MemoryBar, gantt_text, memory_bars_text, plan_html, save_gantt
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
 from peft_mux.scheduler.pipeline.template import PipelineTemplate
-from peft_mux.scheduler.plan_html import plan_html
 from peft_mux.scheduler.plan_text import changes_text, plan_text, task_text
 from peft_mux.scheduler.planner.values import HTask, PlannedPass, TaskShare, TurnPlan, Waiting
-from peft_mux.scheduler.run_times import RunTimes, run_times
+from peft_mux.scheduler.units import MEMORY, seconds_text, time_band
+
+
+class RunTimes(NamedTuple):
+    """Predicted times of the same steps, taken in two ways.
+
+    Attributes:
+        in_turn_s: seconds of the steps of one task after another.
+        together_s: seconds of the same steps as they are planned, until the last task has ended.
+    """
+
+    in_turn_s: float
+    together_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Times that the steps together are faster."""
+        return self.in_turn_s / self.together_s
+
+    def __str__(self) -> str:
+        """Return both times and their ratio in one line."""
+        return (
+            f"one after another {seconds_text(self.in_turn_s)}   together {seconds_text(self.together_s)}   "
+            f"{self.ratio:.2g}x (estimate)"
+        )
+
+
+def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float) -> RunTimes | None:
+    """Return both times; `None` for a single task, and where a time is not known.
+
+    Tasks end at different steps, and nothing is planned for what is left of them then. What a step of all saves over
+    theirs alone is taken to fall in even parts with each task that ends, to nothing for the last one: so it is of time
+    that passes take whatever they hold.
+
+    Args:
+        num_steps: steps of each task.
+        alone_s: predicted seconds of a step of each task by itself; 0 where that is not known.
+        step_s: predicted seconds of a step of all tasks.
+    """
+    if len(alone_s) < 2 or not all(alone_s) or not any(num_steps) or not step_s:
+        return None
+    saved_s = (sum(alone_s) - step_s) / (len(alone_s) - 1)
+    together_s = running_s = longest_s = 0.0
+    # From the task that ends last back to the step in which all run.
+    tasks = sorted(zip(num_steps, alone_s, strict=True), reverse=True)
+    ends = [*(steps for steps, _ in tasks[1:]), 0]
+    for others, ((steps, own_s), end) in enumerate(zip(tasks, ends, strict=True)):
+        running_s, longest_s = running_s + own_s, max(longest_s, own_s)
+        # No company makes a step faster than its longest task is by itself.
+        together_s += (steps - end) * max(running_s - others * saved_s, min(longest_s, step_s))
+    return RunTimes(sum(steps * own_s for steps, own_s in tasks), together_s)
+
 
 FORMAT_VERSION = 4
 

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from peft_mux.scheduler.bands import time_band
 from peft_mux.scheduler.planner.policies import policy_words
 from peft_mux.scheduler.planner.values import HTask, TaskShare
-from peft_mux.scheduler.units import bytes_text, seconds_text
+from peft_mux.scheduler.units import bytes_text, seconds_text, time_band
 
 _MOST_NOTES = 12
 """Notes of a plan that its text has."""

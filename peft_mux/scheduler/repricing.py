@@ -6,16 +6,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from peft_mux.packing.passes import PassRules, cut_into_passes
+from peft_mux.data.packing.passes import PassRules, cut_into_passes
+from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.loads import TaskLoad
-from peft_mux.scheduler.pipeline.simulator import simulate
-from peft_mux.scheduler.pipeline.window import window_step_s
+from peft_mux.scheduler.pipeline.simulator import simulate, window_step_s
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.passes import CutHTask, costed, task_rows
-from peft_mux.scheduler.planner.slot_times import SlotTimes
-from peft_mux.scheduler.planner.turn_times import TurnMember, TurnTimes
+from peft_mux.scheduler.planner.times import SlotTimes, TurnMember, TurnTimes
 from peft_mux.scheduler.planner.values import HTask
 
 CutOf = Callable[[HTask], CutHTask]

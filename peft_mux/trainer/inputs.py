@@ -14,10 +14,8 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.errors import ConfigError, Fault, raise_faults, shown
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.storage import unwritable
-from peft_mux.task import Task
-from peft_mux.task_events import event_faults
-from peft_mux.task_names import check_task_names
+from peft_mux.storage import check_task_names, unwritable
+from peft_mux.task import Task, event_faults
 
 
 def refuse_trainer_arguments(given: Mapping[str, Any]) -> None:

@@ -1,32 +1,171 @@
-"""`StepLoop`: the steps of a run, and what happens between them."""
+"""Ends a run cleanly on Ctrl-C or SIGTERM: at the next step boundary, with everything saved; the second one forces."""
+
+# MERGED: `MemoryShortage`: a step for which memory does not suffice is taken again in smaller passes.
+# MERGED: `StepLoop`: the steps of a run, and what happens between them.
 
 from __future__ import annotations
 
+import gc
+import signal
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from types import FrameType
+from typing import Any
 
+import torch
 from transformers.trainer_utils import TrainOutput
 
+from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.pipeline.executor import PipelineExecutor
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.tasks.task_run import WindowSteps, steps_until_due
 from peft_mux.engine.work import StepResult, StepWork
+from peft_mux.errors import ForcedInterrupt, MemoryBudgetError
 from peft_mux.reporting.callbacks import hears_steps
 from peft_mux.task import TaskStatus
-from peft_mux.tasks.window import WindowSteps, steps_until_due
-from peft_mux.trainer.cut_off.interrupts import stop_at_signal
-from peft_mux.trainer.cut_off.memory_shortage import MemoryShortage
-from peft_mux.trainer.files.task_files import write_task_files
-from peft_mux.trainer.lifecycle import Lifecycle
-from peft_mux.trainer.membership import Membership
+from peft_mux.trainer.control import Control
+from peft_mux.trainer.membership import Lifecycle, Membership
 from peft_mux.trainer.opening import Opening
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.relocation import Relocation
 from peft_mux.trainer.reporter import Reporter
-from peft_mux.trainer.requests.control import Control
-from peft_mux.trainer.run import Run
+from peft_mux.trainer.run import Run, write_task_files
 from peft_mux.trainer.world import World
+
+
+@contextmanager
+def stop_at_signal(request_stop: Callable[[int], None], *, echo_s: float = 0.0) -> Iterator[None]:
+    """Call `request_stop` at the first SIGINT or SIGTERM, and let the second have its usual effect.
+
+    Signals can only be handled in the main thread; elsewhere this does nothing.
+
+    Args:
+        request_stop: called in the handler, with the number of the signal.
+        echo_s: seconds within which a second one is taken for an echo of the first: of Ctrl-C, the processes of a
+            launcher hear twice, from the terminal and from the launcher.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    asked_at: dict[int, float] = {}
+
+    def force(number: int) -> None:
+        signal.signal(number, before[number])
+        # An error of its own: a task's code may raise KeyboardInterrupt too, which fails that task alone.
+        if before[number] is signal.default_int_handler:
+            raise ForcedInterrupt
+        signal.raise_signal(number)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        del frame
+        # Told apart by number: a SIGTERM after a Ctrl-C is a first one of its kind, and asks for the same.
+        if number not in asked_at:
+            asked_at[number] = time.monotonic()
+            request_stop(number)
+        elif time.monotonic() - asked_at[number] >= echo_s:
+            force(number)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        # The script that called has its own way with signals once training is over.
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+"""What torch says in a plain `RuntimeError` where the memory of a CPU is used up."""
+
+
+class MemoryShortage:
+    """Runs steps, and halves the tokens of passes where the device has no memory for them.
+
+    A task's step does not depend on how its rows were cut into passes, so that nothing is lost but the time of the
+    attempt; the smaller size is kept from then on, also in the states that are saved. Only where this process is alone:
+    others would wait for the sums of a step that is begun anew.
+
+    Args:
+        run: the run under way.
+        processes: the processes of the run.
+        placement: the model of this process.
+        plans: cuts the rows of a step into passes.
+    """
+
+    def __init__(self, run: Run, processes: Processes, placement: Placement, plans: PlanFollower) -> None:
+        """Have enough memory so far."""
+        self._run, self._processes, self._placement, self._plans = run, processes, placement, plans
+
+    def run(self, work: StepWork, started: float) -> tuple[StepResult, float]:
+        """Compute losses and gradients of a step.
+
+        Args:
+            work: the step.
+            started: when it began, by `time.perf_counter`.
+
+        Returns:
+            What came of it, and when the attempt that succeeded began.
+
+        Raises:
+            MemoryBudgetError: if there is no memory for a pass of a single row.
+        """
+        while True:
+            try:
+                return self._placement.placed.executor.run(work), started
+            except (RuntimeError, MemoryError) as error:
+                if not self._processes.is_alone or not is_out_of_memory(error):
+                    raise
+                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            # Behind the block: the traceback of the error holds the activations of the pass.
+            work, started = self._smaller(work, reason), time.perf_counter()
+
+    def _smaller(self, work: StepWork, reason: str) -> StepWork:
+        self._forget_step()
+        # By what a pass computes, which its bound counts: tokens that rows share are there once.
+        largest = max(work.micro_batches, key=lambda micro_batch: micro_batch.num_computed)
+        if len(largest.row_sequences) < 2 and not self._run.args.split_long_sequences:
+            raise MemoryBudgetError(_too_long(largest, reason))
+        most = max(1, largest.num_computed // 2)
+        self._run.log.say(
+            f"out of memory in a pass of {largest.num_computed:,} tokens ({reason}): the step is taken again, in passes"
+            f" of at most {most:,} from now on"
+        )
+        self._run.log.event("out_of_memory", tokens=largest.num_computed, max_tokens=most, reason=reason)
+        return self._plans.smaller_work(work, most)
+
+    def _forget_step(self) -> None:
+        """Drop all that the passes of a step have left, whose memory the next attempt needs."""
+        for run in self._run.table:
+            if run.optimizer is not None:
+                run.optimizer.zero_gradients()
+        model = self._placement.placed.model
+        model.stream.key_values.clear()
+        model.objectives.take_failures()
+        gc.collect()
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a device, or the machine, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
+
+
+def _too_long(micro_batch: MuxBatch, reason: str) -> str:
+    name = micro_batch.task_names[0]
+    return (
+        f"tasks.{name}: a pass of one row of {micro_batch.num_tokens:,} tokens does not fit into memory ({reason}); "
+        "allowed: rows that do. Set max_length, gradient_checkpointing=True, bf16=True or split_long_sequences=True,"
+        " or quantise the backbone; then go on with train(resume_from_checkpoint=True)."
+    )
 
 
 class StepLoop:

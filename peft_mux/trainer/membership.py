@@ -1,21 +1,339 @@
-"""`Membership`: tasks that arrive, leave and pause, asked for by callbacks and other threads (M §3.2)."""
+"""`CommandQueue`: what other threads ask of a run, carried out by the one thread that owns it.
+
+A run has one owner at a time: the thread that trains, or else whoever asks for something. Commands that are given while
+it trains wait until the step in progress is over, so that no step sees half of a change.
+"""
+
+# MERGED: `Lifecycle`: what a change in the life of a task brings about: a line, a record, its adapter on disk, a new
+# MERGED: plan.
+# MERGED: `Membership`: tasks that arrive, leave and pause, asked for by callbacks and other threads (M §3.2).
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
-from peft_mux.engine.processes.commands import Answer, Command, CommandQueue
+from peft_mux.engine.tasks.setup import make_task_runs
+from peft_mux.engine.tasks.task_run import TaskEvent, TaskRun
 from peft_mux.errors import CheckpointError, ConfigError, PeftMuxError, ProcessError, closest
+from peft_mux.storage import check_task_names
 from peft_mux.task import Task, TaskStatus
-from peft_mux.task_names import check_task_names
-from peft_mux.tasks.setup import make_task_runs
-from peft_mux.tasks.task_run import TaskRun
-from peft_mux.trainer.lifecycle import Lifecycle
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
-from peft_mux.trainer.run import Run
+from peft_mux.trainer.run import Run, write_task_files
 from peft_mux.trainer.world import World
+
+
+class Answer(Future[Any]):
+    """Tells when a command was done, or why it was not.
+
+    Args:
+        label: the command in words.
+        is_owner: whether the calling thread is the one that carries commands out, which must not wait for itself.
+    """
+
+    def __init__(self, label: str, is_owner: Callable[[], bool]) -> None:
+        """Wait for the command."""
+        super().__init__()
+        self._label, self._is_owner = label, is_owner
+
+    def _check(self) -> None:
+        if not self.done() and self._is_owner():
+            raise ConfigError(
+                f"{self._label}: got a wait for it in the thread that trains; allowed: done(), or add_done_callback(). "
+                "It is done after the step in progress, which would wait for ever."
+            )
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return what the command gave, once it is done.
+
+        Args:
+            timeout: seconds to wait at most; `None` for as long as it takes.
+
+        Raises:
+            ConfigError: in a callback, which runs in the thread that would have to carry the command out.
+            TimeoutError: if it was not done in time.
+        """
+        self._check()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return why the command was not done, or `None`; as `result` otherwise."""
+        self._check()
+        return super().exception(timeout)
+
+
+class Command(NamedTuple):
+    """Something that was asked for.
+
+    Attributes:
+        label: what it is in words, such as `remove a`; equal commands of several processes have equal labels.
+        action: does it; what it returns is the answer.
+        answer: tells whoever asked when it was done, or why it was not.
+        is_of_callback: whether a callback asked, which every process calls at the same step; other threads of several
+            processes ask at any time.
+    """
+
+    label: str
+    action: Callable[[], Any]
+    answer: Answer
+    is_of_callback: bool
+
+    def carry_out(self) -> Exception | None:
+        """Do it and answer; return what it raised, if anything."""
+        try:
+            result = self.action()
+        except Exception as error:
+            self.answer.set_exception(error)
+            return error
+        self.answer.set_result(result)
+        return None
+
+
+class CommandQueue:
+    """Takes commands from any thread.
+
+    Example:
+        >>> queue = CommandQueue()
+        >>> queue.give("count", lambda: 3).result()  # nobody trains, so it is done at once
+        3
+    """
+
+    def __init__(self) -> None:
+        """Start without an owner and without commands."""
+        self._free = threading.Condition()
+        self._owner: int | None = None
+        self._trains = False
+        self._commands: deque[Command] = deque()
+
+    @property
+    def labels(self) -> list[str]:
+        """What other threads have asked for and waits to be done, in the order in which it was given."""
+        with self._free:
+            return [command.label for command in self._commands if not command.is_of_callback]
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether the calling thread is the one that carries commands out now."""
+        return self._owner == threading.get_ident()
+
+    def give(self, label: str, action: Callable[[], Any]) -> Answer:
+        """Have something done: at the next step boundary while a run trains, else at once in the calling thread.
+
+        Args:
+            label: what it is in words, the same on every process that asks for the same.
+            action: does it; what it returns becomes the result of the future.
+
+        Returns:
+            A future that tells when it was done, or why it was not. It is complete where nobody trains.
+
+        Raises:
+            Exception: what `action` raises, where nobody trains.
+        """
+        answer = Answer(label, lambda: self.is_owner)
+        me = threading.get_ident()
+        with self._free:
+            self._free.wait_for(lambda: self._trains or self._owner in (None, me))
+            if self._trains:
+                self._commands.append(Command(label, action, answer, self.is_owner))
+                return answer
+            # A command that gives another one owns the run already.
+            owner_before, self._owner = self._owner, me
+        try:
+            answer.set_result(action())
+        finally:
+            with self._free:
+                self._owner = owner_before
+                self._free.notify_all()
+        return answer
+
+    def ask(self, label: str, action: Callable[[], Any]) -> Any:
+        """Return what an action gives: at once where the caller owns the run, else after the step in progress.
+
+        Args:
+            label: what it is in words, the same on every process that asks for the same.
+            action: does what was asked for.
+        """
+        return action() if self.is_owner else self.give(label, action).result()
+
+    @contextmanager
+    def training(self, finish: Callable[[bool], bool]) -> Iterator[None]:
+        """Let the calling thread own the run and train in the `with` block.
+
+        Args:
+            finish: carries out what still waits at the end. It is told whether the block has failed, and returns
+                whether to call it again where something waits by then.
+
+        Raises:
+            ConfigError: if another thread trains.
+        """
+        me = threading.get_ident()
+        with self._free:
+            self._free.wait_for(lambda: self._trains or self._owner in (None, me))
+            if self._trains:
+                raise ConfigError("train: got a call while the run trains; allowed: one at a time. Wait for the other.")
+            owner_before, self._owner, self._trains = self._owner, me, True
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            try:
+                self._finish(finish, failed)
+            finally:
+                with self._free:
+                    left, self._trains, self._owner = list(self._commands), False, owner_before
+                    self._commands.clear()
+                    self._free.notify_all()
+                for command in left:
+                    command.answer.set_exception(ProcessError(f"{command.label}: not done, as the run has ended."))
+
+    def _finish(self, finish: Callable[[bool], bool], failed: bool) -> None:
+        """Carry out what still waits, and what comes meanwhile; from then on commands are done at once."""
+        while finish(failed):
+            with self._free:
+                # In one breath: a command between the question and the end would never be done.
+                if not self._commands:
+                    self._trains = False
+                    return
+
+    def take(self, labels: Sequence[str] | None = None) -> list[Command]:
+        """Take commands out of the queue, to be carried out.
+
+        Args:
+            labels: which of those that other threads gave, in this order; by default all, in the order in which they
+                were given.
+        """
+        with self._free:
+            own = [command for command in self._commands if command.is_of_callback]
+            if labels is None:
+                own = list(self._commands)
+            for label in labels or ():
+                # The first of its label that is not taken yet: equal commands are done as often as they were given.
+                own.append(next(one for one in self._commands if one.label == label and one not in own))
+            for command in own:
+                self._commands.remove(command)
+            return own
+
+
+class Gathers(Protocol):
+    """Passes values between the processes of a run."""
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return what every process has given, by rank."""
+        ...
+
+
+class Lifecycle:
+    """Logs which tasks start, end, fail or pause, and saves the adapters of those that ended.
+
+    A task has succeeded when its adapter is on the disk and was read back. Until then it has failed, and says why; it
+    is saved again after the next state of the run that the disk takes, and at the end of the run.
+
+    Args:
+        run: the run under way.
+        placement: the model of this process, which holds the adapters.
+        plans: the plan, made anew without the tasks that have ended.
+    """
+
+    def __init__(self, run: Run, placement: Placement, plans: PlanFollower) -> None:
+        """Remember the parts; the first call looks for changes."""
+        self._run, self._placement, self._plans = run, placement, plans
+        # How the tasks would have ended whose adapters could not be written.
+        self._endings: dict[str, tuple[TaskStatus, str]] = {}
+        self._tried_at = 0
+
+    def handle_changes(self) -> None:
+        """Log every change since the last call, save the tasks that have ended, and plan anew without them.
+
+        A task that has taken all its steps ends here. Every process calls this at the same point of a step, as saving
+        may take all of them.
+        """
+        if self._endings and self._run.saver.num_states != self._tried_at:
+            self._save_again()
+        events = self._run.table.collect()
+        for event in events:
+            self._handle_event(event)
+        # What has ended makes room for tasks that wait; whatever else changes does not.
+        if any(event.status.is_final for event in events):
+            self._plans.replan()
+
+    def settle(self, processes: Gathers) -> None:
+        """Save once more what could not be saved, at the end of a run; all processes agree on what has failed.
+
+        Args:
+            processes: all processes of the run, which call this alike.
+        """
+        self._save_again()
+        # Where each holds all of every task, only the one that writes knows.
+        failures = {name: self._run.table[name].reason for name in self._endings}
+        for name, reason in processes.gather(failures)[0].items():
+            if name not in failures and name in self._run.table:
+                self._run.saver.unsaved.add(name)
+                self._run.table[name].end(TaskStatus.FAILED, reason)
+                self._run.table.note_told(name)
+
+    def _handle_event(self, event: TaskEvent) -> None:
+        """Log a change; save a task that has ended, and ask the run to stop where the failure of a task ends it."""
+        run = self._run.table[event.task]
+        if not event.status.is_final:
+            self._run.log.status(event, run.step)
+            self._run.callbacks.news.changed(run, self._run.saver.place(run))
+            return
+        # No log need come after this one, so the losses since the last one are logged now.
+        if self._run.args.logging_strategy != "no":
+            self._run.log.losses([run])
+        # Before it is saved, as the best adapter is the one to keep; a failed task keeps its last good one.
+        if run.best.value is not None and event.status is not TaskStatus.FAILED:
+            run.restore_best(self._placement.placed.model.task_parameters(event.task))
+        if failure := self._run.saver.save_ended(run):
+            self._endings[run.name] = run.status, run.reason
+            self._fail(run, failure)
+        self._tell(run)
+        if self._run.saver.is_writer and run.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
+            # With the card and the picture that lie beside it by now.
+            self._run.hub.ended(run)
+        if event.status is TaskStatus.FAILED and self._run.args.quarantine_policy == "stop":
+            self._run.request_stop()
+
+    def _save_again(self) -> None:
+        """Save the tasks whose adapters could not be written; those that now are have ended as they would have."""
+        saver, table = self._run.saver, self._run.table
+        self._tried_at = saver.num_states
+        for name in list(self._endings):
+            # It may have been removed, and another one of its name have come.
+            if name not in table or name not in saver.unsaved:
+                del self._endings[name]
+                continue
+            run = table[name]
+            # As it ended, which is what its state shall say.
+            run.status, run.reason = self._endings[name]
+            if failure := saver.save_ended(run):
+                self._fail(run, failure)
+            else:
+                del self._endings[name]
+                self._tell(run)
+
+    def _fail(self, run: TaskRun, failure: str) -> None:
+        """Let a task have failed, as there is no adapter of it, and say where what there is lies."""
+        status, reason = self._endings[run.name]
+        before = f"{reason}; " if status is TaskStatus.FAILED else ""
+        copy = self._run.saver.newest_copy(run.name)
+        run.status = TaskStatus.FAILED
+        run.reason = f"{before}its adapter could not be written: {failure.rstrip('.')}. {copy}"
+        self._tried_at = self._run.saver.num_states
+        self._run.table.note_told(run.name)
+
+    def _tell(self, run: TaskRun) -> None:
+        """Log how a task has ended; once."""
+        self._run.log.status(TaskEvent(run.name, run.status, run.reason), run.step)
+        self._run.table.note_told(run.name)
+        self._run.callbacks.news.changed(run, self._run.saver.place(run))
+        write_task_files(self._run, run)
 
 
 class Membership:

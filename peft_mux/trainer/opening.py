@@ -5,20 +5,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from peft_mux.checkpoint.numerics import numerics_of
-from peft_mux.checkpoint.open_folder import (
+from peft_mux.checkpoint.run_folder import (
+    RunFolder,
     open_other_folder,
     open_run_folder,
     refuse_held_folder,
     require_state,
+    resume_tasks,
 )
-from peft_mux.checkpoint.resuming import resume_tasks
-from peft_mux.checkpoint.run_folder import RunFolder
-from peft_mux.checkpoint.saver import describe_run
+from peft_mux.checkpoint.saver import describe_run, numerics_of
 from peft_mux.errors import CheckpointError
 from peft_mux.reporting.banner import BackboneFacts, banner_lines
 from peft_mux.reporting.metrics_file import MetricsLog
-from peft_mux.reporting.screen.progress import make_progress
+from peft_mux.reporting.screen import make_progress
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower

@@ -6,19 +6,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from peft_mux.engine.backbone_source import BackboneSource
-from peft_mux.evaluation.evaluator import TaskEvaluator
 from peft_mux.planning.planner import Planner
+from peft_mux.trainer.control import AdapterFiles, Control
+from peft_mux.trainer.evaluation import TaskEvaluator
 from peft_mux.trainer.inputs import make_collator
-from peft_mux.trainer.lifecycle import Lifecycle
 from peft_mux.trainer.loop import StepLoop
-from peft_mux.trainer.membership import Membership
+from peft_mux.trainer.membership import Lifecycle, Membership
 from peft_mux.trainer.opening import Opening
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.relocation import Relocation
 from peft_mux.trainer.reporter import Reporter
-from peft_mux.trainer.requests.adapter_files import AdapterFiles
-from peft_mux.trainer.requests.control import Control
 from peft_mux.trainer.run import Run
 from peft_mux.trainer.world import World
 

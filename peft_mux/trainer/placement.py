@@ -15,26 +15,19 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from peft_mux.checkpoint.full_state import gather_task
-from peft_mux.checkpoint.snapshot import take_snapshot
-from peft_mux.checkpoint.task_state import TaskState, split_state
+from peft_mux.checkpoint.task_state import TaskState, gather_task, split_state, take_snapshot
 from peft_mux.engine.backbone_source import BackboneSource, assign_settings
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.model_part import ModelPart
-from peft_mux.engine.parallelize import ParallelModel
-from peft_mux.engine.part_tasks import register_tasks
-from peft_mux.engine.replicas.layout import ParallelLayout
-from peft_mux.evaluation.evaluate import EvaluationShare
-from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.prefix_sharing import reason_of_backbone
+from peft_mux.engine.parallelize import ParallelModel, register_tasks
+from peft_mux.engine.tasks.optimizer import LastGood, TaskOptimizer
+from peft_mux.engine.tasks.setup import class_count
+from peft_mux.engine.tasks.task_run import TaskRun, decide_sharing
+from peft_mux.modeling.model import MultiTaskPeftModel, reason_of_backbone
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.scheduler.plan import Plan
-from peft_mux.task import Task, TaskStatus
-from peft_mux.task_settings import task_arguments
-from peft_mux.tasks.isolation import LastGood
-from peft_mux.tasks.optimizer import TaskOptimizer
-from peft_mux.tasks.setup import class_count
-from peft_mux.tasks.sharing import decide_sharing
-from peft_mux.tasks.task_run import TaskRun
+from peft_mux.task import Task, TaskStatus, task_arguments
+from peft_mux.trainer.evaluation import EvaluationShare
 from peft_mux.trainer.run import Run, mark_main_process
 from peft_mux.trainer.world import World
 

@@ -7,27 +7,22 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.engine.batches_ahead import BatchesAhead
-from peft_mux.engine.pass_clock import StepTimes
-from peft_mux.engine.replicas.dispatch_clock import DispatchClock
-from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
-from peft_mux.engine.replicas.layout import ParallelLayout
-from peft_mux.engine.steps import StepSource
-from peft_mux.engine.work import StepResult, StepWork
+from peft_mux.engine.dispatch import DispatchClock, DispatchedShares
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.steps import BatchesAhead, StepSource
+from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.work import StepResult, StepTimes, StepWork
 from peft_mux.errors import PeftMuxError
 from peft_mux.planning.deployment import report_deployment
-from peft_mux.planning.forecast import Forecast
+from peft_mux.planning.learning import Forecast
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import LayerProfile, run_time_model
-from peft_mux.reporting.pass_report import PassReport
-from peft_mux.reporting.step_seconds import StepSeconds
-from peft_mux.reporting.token_counts import TokenCounts
-from peft_mux.scheduler.costs.measured.parts import Parts, factors_of
+from peft_mux.reporting.pass_report import PassReport, StepSeconds, TokenCounts
+from peft_mux.scheduler.costs.profile import Parts, factors_of
 from peft_mux.scheduler.deployment.report import DeploymentReport
-from peft_mux.scheduler.dispatching.rates import ReplicaRates
+from peft_mux.scheduler.dispatching.ahead import ReplicaRates
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import TaskStatus
-from peft_mux.tasks.task_run import TaskRun
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.run import Run, StepTime
 from peft_mux.trainer.world import World

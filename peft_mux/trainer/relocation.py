@@ -9,15 +9,14 @@ from __future__ import annotations
 import time
 
 from peft_mux.checkpoint.run_folder import RunFolder
-from peft_mux.checkpoint.snapshot import put_snapshot
-from peft_mux.checkpoint.task_state import TaskState
+from peft_mux.checkpoint.task_state import TaskState, put_snapshot
+from peft_mux.engine.layout import ParallelLayout, layout_of_text
 from peft_mux.engine.model_part import ModelPart
-from peft_mux.engine.replicas.layout import ParallelLayout, layout_of_text
+from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import CheckpointError, ConfigError, UnsupportedModelError
 from peft_mux.planning.deployment import redeploy as decide_on_move
-from peft_mux.scheduler.deployment.redeployment import DEFAULT_RESTART_S
+from peft_mux.scheduler.deployment.plan import DEFAULT_RESTART_S
 from peft_mux.task import TaskStatus
-from peft_mux.tasks.task_run import TaskRun
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run

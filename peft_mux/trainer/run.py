@@ -1,5 +1,7 @@
 """`Run`: what all parts of a trainer read of the run under way."""
 
+# MERGED: Card, picture and tokenizer files of a task, written when it has ended, or the run has.
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -9,12 +11,13 @@ from typing import NamedTuple
 from transformers import TrainerControl, TrainerState
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.checkpoint.hub_pushes import HubPushes
+from peft_mux.checkpoint.hub import HubPushes, write_extras
 from peft_mux.checkpoint.saver import Saver
+from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
 from peft_mux.reporting.callbacks import RunCallbacks
 from peft_mux.reporting.run_log import RunLog
 from peft_mux.scheduler.plan import Plan
-from peft_mux.tasks.table import TaskTable
+from peft_mux.user_code import describe_error
 
 
 class StepTime(NamedTuple):
@@ -105,3 +108,28 @@ def mark_main_process(state: TrainerState, args: MultiTaskTrainingArguments) -> 
     """Tell callbacks, through the state that they are given, whether this process is the one that writes."""
     state.is_world_process_zero = args.process_index == 0
     state.is_local_process_zero = args.local_process_index == 0
+
+
+def write_task_files(run: Run, own: TaskRun) -> None:
+    """Write what lies beside a task's adapter, where that lies on the disk as it is now; a failure is told of.
+
+    Args:
+        run: the run.
+        own: the task.
+    """
+    folder = run.saver.place(own)
+    if folder is None or not run.saver.is_writer:
+        return
+    handler = run.callbacks.handler
+    config = getattr(getattr(handler.model, "backbone", None), "config", None)
+    try:
+        write_extras(
+            folder,
+            own,
+            num_tasks=len(list(run.table)) + len(run.log.removed),
+            tokenizer=handler.processing_class,
+            vocab_size=getattr(config, "vocab_size", None),
+        )
+    # The adapter is safe; what lies beside it is no reason to end a run.
+    except Exception as error:
+        run.log.warn(f"{folder}: its card could not be written ({describe_error(error)})")

@@ -11,19 +11,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.checkpoint.task_file import task_settings
-from peft_mux.compat import installed_version
-from peft_mux.engine.processes.agreement import Agreement, Ending
-from peft_mux.engine.processes.consistency import require_consistent, tensors_digest
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.layout import ParallelLayout, layout_of
-from peft_mux.errors import Fault, raise_faults
-from peft_mux.modeling.backbone.fingerprint import fingerprint
+from peft_mux.checkpoint.records import task_settings
+from peft_mux.engine.agreement import Agreement, Ending, require_consistent, tensors_digest
+from peft_mux.engine.layout import ParallelLayout, layout_of
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.tasks.task_run import TaskTable
+from peft_mux.errors import Fault, installed_version, raise_faults
+from peft_mux.modeling.backbone.shape import fingerprint
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.reporting.report import RankRecord
-from peft_mux.reporting.screen.memory import peak_bytes
+from peft_mux.reporting.screen import peak_bytes
 from peft_mux.task import TaskStatus
-from peft_mux.tasks.table import TaskTable
 
 _PACKAGES = ("torch", "transformers", "peft", "accelerate", "peft-mux")
 _OWN_ARGUMENTS = frozenset({"local_rank", "log_level", "log_level_replica", "logging_dir"})

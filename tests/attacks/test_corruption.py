@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from peft_mux import MultiTaskPeftModel, PeftMuxError, storage
-from peft_mux.storage.manifest import make_manifest
+from peft_mux.storage import make_manifest
 from tests.attacks import attack_lab as attacks
 from tests.attacks.attack_lab import COUNT, IS_FULL, Outcome, nano_llama, sampled
 from tests.attacks.run_files import SAVING, assert_told_truly, remove, two_tasks

@@ -33,8 +33,8 @@ from benchmarks.gpu.kernel_table import kernel_shapes
 from benchmarks.kernels import run as kernels
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.kernels.problem import Result
+from peft_mux.engine.tasks import optimizer as task_optimizer
 from peft_mux.kernels.adamw import update as multi_adamw
-from peft_mux.tasks import optimizer as task_optimizer
 from tests.paths import ROOT
 
 ABSENT = ("datasets", "pulp", "bitsandbytes")
@@ -284,7 +284,7 @@ def test_a_table_that_does_not_clip_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_run_whose_tasks_depend_on_their_company_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from peft_mux.tasks.table import TaskTable
+    from peft_mux.engine.tasks.task_run import TaskTable
 
     def rate_by_company(self: Any, *args: Any, original: Any = TaskTable.apply) -> None:
         for run in self.running:

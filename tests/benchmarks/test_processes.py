@@ -12,7 +12,7 @@ import pytest
 from benchmarks.processes import flush
 from benchmarks.processes.pipeline import figures
 from benchmarks.processes.pipeline_worker import SCHEDULES, drained_1f1b, template_of
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate, verify
 from tests.paths import ROOT

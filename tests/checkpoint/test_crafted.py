@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from peft_mux import storage
-from peft_mux.checkpoint.run_record import read_record
+from peft_mux.checkpoint.records import read_record
 from peft_mux.errors import CheckpointError
 from peft_mux.task import Task
 from tests.checkpoint.crashes import Killed, copy_of, crash

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from peft_mux import MultiTaskTrainingArguments
-from peft_mux.checkpoint import environment
-from peft_mux.checkpoint.environment import ENVIRONMENT_NAME, environment_of
+from peft_mux.checkpoint import saver as environment
+from peft_mux.checkpoint.saver import ENVIRONMENT_NAME, environment_of
 from tests.invariants import mux_lab as lab
 
 

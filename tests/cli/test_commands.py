@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import peft_mux
 from peft_mux.cli.main import main
 from peft_mux.demo.small_llama import make_backbone, make_tokenizer
-from peft_mux.profiling import backbone as profiling
+from peft_mux.planning.profiling import backbone as profiling
 from peft_mux.trainer.loop import StepLoop
 
 ROWS = [{"prompt": f"say {word}", "completion": f" {word}"} for word in ("one", "two", "three", "four", "five", "six")]

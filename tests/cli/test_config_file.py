@@ -16,8 +16,8 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.cli.config_file import read_config
 from peft_mux.cli.main import main
 from peft_mux.errors import ConfigError
-from peft_mux.generation.options import GenerateOptions
 from peft_mux.hyper_parameters import EarlyStopping
+from peft_mux.modeling.generation.options import GenerateOptions
 from peft_mux.task import Task
 
 ROWS = [{"prompt": f"say {n}", "completion": f" n{n}"} for n in range(6)]

@@ -15,15 +15,13 @@ from peft import LoraConfig
 from peft_mux.cli.config_file import read_config
 from peft_mux.cli.main import main
 from peft_mux.demo.small_llama import make_backbone, make_tokenizer
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
-from peft_mux.planning.deployment import redeploy
-from peft_mux.planning.deployment_notes import notes_on, times_from
+from peft_mux.planning.deployment import notes_on, redeploy, times_from
 from peft_mux.planning.replica_facts import run_facts, run_time_model
-from peft_mux.scheduler.costs.hardware import parse_devices
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.hardware import Link, parse_devices
 from peft_mux.scheduler.replicas.configs import ParallelConfig
-from peft_mux.scheduler.replicas.costs import memory_tokens
+from peft_mux.scheduler.replicas.time_model import memory_tokens
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 

@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peft_mux.cli.config_file import read_config
+from peft_mux.cli.config_file import MAX_BYTES, parse_value, read_config
 from peft_mux.cli.main import main
-from peft_mux.cli.yaml_text import MAX_BYTES, parse_value
-from peft_mux.data.encoding import encoding_fault
+from peft_mux.data.sources import encoding_fault
 from peft_mux.errors import ConfigError
 
 

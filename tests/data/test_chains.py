@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.data.batch import MuxBatch
-from peft_mux.data.chains import chains_of, is_chained
+from peft_mux.data.batch import MuxBatch, SequencePart, chains_of, is_chained
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.data.parts import SequencePart
+from peft_mux.data.packing.passes import best_fit_decreasing
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
-from peft_mux.packing.best_fit import best_fit_decreasing
 
 PROPERTY = settings(deadline=None, max_examples=80)
 

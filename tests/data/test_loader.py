@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.data.dataset import tokenize_dataset
-from peft_mux.data.loader import TaskLoader
+from peft_mux.data.dataset import TaskLoader, tokenize_dataset
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.data.tokenize import TokenizeOptions
 

@@ -12,8 +12,7 @@ import datasets
 import pytest
 from peft import LoraConfig
 
-from peft_mux.data.mapped_rows import mapped
-from peft_mux.data.sources import load_rows
+from peft_mux.data.sources import load_rows, mapped
 from peft_mux.errors import ConfigError, DataError
 from peft_mux.task import Task
 from tests.data.test_tokenize import PLAIN_TEMPLATE, tokenised, words_tokenizer

@@ -7,10 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peft_mux.data.cells import RowCells
-from peft_mux.data.rows.chat_rows import ChatRows
-from peft_mux.data.rows.labelled_rows import LabelledRows
-from peft_mux.data.rows.length_limit import LengthLimit, RowCounts
+from peft_mux.data.formats import RowCells
+from peft_mux.data.rows import ChatRows, LabelledRows, LengthLimit, RowCounts
 from peft_mux.errors import DataError
 
 CELLS = RowCells("tasks.own.train_dataset", vocab_size=10)

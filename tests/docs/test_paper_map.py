@@ -63,7 +63,9 @@ def test_every_benchmark_that_a_document_tells_to_run_exists(document: Path) -> 
 
 
 def test_a_name_that_is_not_there_is_found_missing() -> None:
-    (_, gone, _), (_, there, name) = named_files("`packing/no_such.py`, `packing/best_fit.py::best_fit_decreasing`")
+    (_, gone, _), (_, there, name) = named_files(
+        "`data/packing/no_such.py`, `data/packing/passes.py::best_fit_decreasing`"
+    )
     assert gone is None
     assert there is not None
     assert name in names_in(there)

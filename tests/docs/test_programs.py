@@ -20,10 +20,10 @@ from transformers import TrainingArguments
 
 import peft_mux
 from peft_mux import errors
-from peft_mux.cli.config_objects import DATA_KEYS, TASK_KEYS
+from peft_mux.cli.config_file import DATA_KEYS, TASK_KEYS
 from peft_mux.cli.main import main
 from peft_mux.task import TASK_FIELDS
-from peft_mux.trainer.trainer_methods import REFUSED
+from peft_mux.trainer.trainer import REFUSED
 from tests.paths import ROOT
 
 PAGE = (ROOT / "docs/programs.md").read_text(encoding="utf-8")

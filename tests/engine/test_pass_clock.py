@@ -7,7 +7,7 @@ import time
 import torch
 
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.engine.pass_clock import PassClock, TaskInPass, rows_of
+from peft_mux.engine.work import PassClock, TaskInPass, rows_of
 from tests.engine.replicas.dispatch_cases import batches_of
 
 

@@ -9,9 +9,9 @@ import pytest
 from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig
 
 from peft_mux import ConfigError, DataError, EarlyStopping, GenerateOptions, MultiTaskPeftModel
-from peft_mux.evaluation import generated
-from peft_mux.evaluation.evaluate import EvaluationShare
-from peft_mux.generation.answers import mean_metric
+from peft_mux.modeling.generation.options import mean_metric
+from peft_mux.trainer import evaluation as generated
+from peft_mux.trainer.evaluation import EvaluationShare
 from tests.data.test_tokenize import words_tokenizer
 from tests.engine.processes.cases import launch, values
 from tests.evaluation import generation_cases as cases

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peft_mux.evaluation.evaluate import EvaluationShare
+from peft_mux.trainer.evaluation import EvaluationShare
 
 
 @given(st.integers(0, 40), st.integers(1, 6))

@@ -10,7 +10,7 @@ from peft import LoraConfig, TaskType
 from transformers import BertConfig, BertModel
 
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
-from peft_mux.modeling.objectives.classification_head import head_module
+from peft_mux.modeling.objectives.classification import head_module
 from tests.invariants.mux_lab import small_task, tiny_llama
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peft_mux.generation.answers import ANSWER_METRICS, mean_metric
+from peft_mux.modeling.generation.options import ANSWER_METRICS, mean_metric
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from peft_mux import (
     UnsupportedModelError,
     generate,
 )
-from peft_mux.generation.options import sampling_options
+from peft_mux.modeling.generation.options import sampling_options
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.test_architectures import CLASSIFIERS, LANGUAGE_MODELS, filled
 

@@ -10,7 +10,7 @@ from peft_mux.data.dataset import tokenize_dataset
 from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.errors import DataError
-from peft_mux.generation.prompts import PromptReader, PromptRow
+from peft_mux.modeling.generation.prompts import PromptReader, PromptRow
 from tests.data.test_tokenize import TEMPLATE, WORDS, words_tokenizer
 
 PAIR = {"prompt": "the cat sat on a", "completion": " mat"}

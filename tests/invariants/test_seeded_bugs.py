@@ -16,15 +16,15 @@ import torch
 from torch.nn import functional as F
 
 from peft_mux import storage
-from peft_mux.data.loader import TaskLoader
+from peft_mux.data.dataset import TaskLoader
 from peft_mux.data.task_batch import TaskBatch
+from peft_mux.engine.tasks.optimizer import TaskOptimizer
+from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.errors import CheckpointError
-from peft_mux.kernels.lora.slices import LinearSlice
+from peft_mux.kernels.lora.reference import LinearSlice
 from peft_mux.modeling.adapters import files as adapters
 from peft_mux.modeling.adapters.lora import layer as layers
 from peft_mux.task import TaskStatus
-from peft_mux.tasks.optimizer import TaskOptimizer
-from peft_mux.tasks.table import TaskTable
 from tests.invariants import mux_checks as checks
 
 Bug = Callable[[pytest.MonkeyPatch], None]

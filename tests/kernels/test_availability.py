@@ -35,7 +35,7 @@ def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def stub_trial(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[torch.device]:
-    from peft_mux.kernels import trial
+    from peft_mux.kernels import availability as trial
 
     tried: list[torch.device] = []
 
@@ -112,7 +112,7 @@ def test_the_trial_kernel_writes_what_it_is_held_against() -> None:
 
 @needs_triton
 def test_a_kernel_that_writes_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from peft_mux.kernels import trial
+    from peft_mux.kernels import availability as trial
 
     class Idle:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
@@ -124,7 +124,7 @@ def test_a_kernel_that_writes_something_else_is_an_error(monkeypatch: pytest.Mon
 
 
 if __name__ == "__main__":
-    from peft_mux.kernels.trial import try_kernel
+    from peft_mux.kernels.availability import try_kernel
 
     try_kernel(torch.device("cpu"))
     sys.stdout.write("written\n")

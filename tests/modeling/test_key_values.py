@@ -25,16 +25,14 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from peft_mux.data.batch import MuxBatch
-from peft_mux.data.chains import chains_of
+from peft_mux.data.batch import MuxBatch, chains_of
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
-from peft_mux.engine.chain_pass import run_chain
-from peft_mux.engine.executor import Executor
+from peft_mux.engine.executor import Executor, run_chain
 from peft_mux.engine.work import StepWork
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.attention import packed as attention
-from peft_mux.modeling.attention.parts import causal_mask
+from peft_mux.modeling.attention.scores import causal_mask
 from peft_mux.modeling.attention.varlen import as_kernel, varlen_attention
 from peft_mux.modeling.model import MultiTaskPeftModel
 

@@ -10,7 +10,7 @@ from torch import nn
 from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.registry import TaskRegistry
-from peft_mux.modeling.sharding.pieces import Piece
+from peft_mux.modeling.sharding import Piece
 
 NAME_OF_A, NAME_OF_B = "layer.q_proj.lora_A.weight", "layer.q_proj.lora_B.weight"
 

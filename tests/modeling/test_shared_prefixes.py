@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
-from peft_mux.engine.executor import Executor
-from peft_mux.engine.prepasses import prepared
+from peft_mux.engine.executor import Executor, prepared
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives import token_losses
+from peft_mux.modeling.objectives import heads as token_losses
 from tests.modeling.objectives.cases import CASES, LossCase
 from tests.modeling.objectives.preference.cases import PREFERENCE_CASES
 from tests.modeling.objectives.test_objectives import model_for

@@ -13,7 +13,7 @@ from torch import nn
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.data.batch import MuxBatch
 from peft_mux.modeling.adapters.lora import layer as layers
-from peft_mux.modeling.adapters.lora.slab_layout import lora_slot
+from peft_mux.modeling.adapters.lora.kind import lora_slot
 from peft_mux.modeling.slabs import TaskSlab
 from tests.invariants.mux_lab import rows, tiny_llama
 

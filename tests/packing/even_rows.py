@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from peft_mux.data.packing.passes import even_shares
 from peft_mux.data.task_batch import TaskBatch
-from peft_mux.packing.even_shares import even_shares
 
 
 def even_rows(batches: Sequence[TaskBatch], num_replicas: int) -> list[list[list[int]]]:

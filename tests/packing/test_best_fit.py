@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.packing.best_fit import best_fit_decreasing
+from peft_mux.data.packing.passes import best_fit_decreasing
 
 PROPERTY = settings(deadline=None, max_examples=150)
 

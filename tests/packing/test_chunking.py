@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peft_mux.data.packing.passes import chunk_size, round_up
 from peft_mux.errors import ConfigError
-from peft_mux.packing.chunking import chunk_size, round_up
 
 PROPERTY = settings(deadline=None, max_examples=150)
 

@@ -9,18 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.packing.even_shares import even_shares
-from peft_mux.packing.passes import (
+from peft_mux.data.packing.passes import (
     Member,
     PassRules,
     TaskRows,
     chains_of_passes,
     cut_into_passes,
+    even_shares,
     part_bounds,
     passes_meant,
     slot_of,
 )
-from peft_mux.packing.row_trie import row_trie
+from peft_mux.data.packing.prefixes import row_trie
 
 PROPERTY = settings(deadline=None, max_examples=150)
 TASKS = st.lists(st.lists(st.integers(1, 200), max_size=12), min_size=1, max_size=5)

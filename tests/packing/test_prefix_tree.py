@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.packing.prefix_tree import PrefixTree, build_prefix_tree
-from peft_mux.packing.shared_runs import num_computed, sort_rows
+from peft_mux.data.packing.prefixes import PrefixTree, build_prefix_tree, num_computed, sort_rows
 from tests.packing.tries import Rows, hard_rows, tries
 
 PROPERTY = settings(deadline=None, max_examples=150)

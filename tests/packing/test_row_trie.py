@@ -6,10 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.packing.even_shares import even_shares
-from peft_mux.packing.passes import PassRules, TaskRows, cut_into_passes
-from peft_mux.packing.prefix_tree import build_prefix_tree
-from peft_mux.packing.row_trie import RowTrie, row_trie
+from peft_mux.data.packing.passes import PassRules, TaskRows, cut_into_passes, even_shares
+from peft_mux.data.packing.prefixes import RowTrie, build_prefix_tree, row_trie
 from tests.packing.tries import Rows, tries
 
 PROPERTY = settings(deadline=None, max_examples=80)

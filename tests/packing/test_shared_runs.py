@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.packing.shared_runs import begin_alike, num_computed, shared_runs, sort_rows
+from peft_mux.data.packing.prefixes import begin_alike, num_computed, shared_runs, sort_rows
 from tests.packing.tries import Rows, hard_rows, tries
 
 PROPERTY = settings(deadline=None, max_examples=150)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from peft_mux import BottleneckConfig, ConfigError
-from peft_mux.peft_methods.bottleneck.layer import BottleneckLinear
+from peft_mux.modeling.adapters.bottleneck.peft_tuner import BottleneckLinear
 from tests.invariants.mux_lab import tiny_llama
 
 

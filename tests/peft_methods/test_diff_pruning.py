@@ -14,8 +14,14 @@ from torch import nn
 from torch.nn import functional as F
 
 from peft_mux import ConfigError, DiffPruningConfig
-from peft_mux.peft_methods.diff_pruning.gates import Relaxed, Stretch, expected_l0, gates, greatest
-from peft_mux.peft_methods.diff_pruning.layer import DiffPruningLinear
+from peft_mux.modeling.adapters.diff_pruning.peft_tuner import (
+    DiffPruningLinear,
+    Relaxed,
+    Stretch,
+    expected_l0,
+    gates,
+    greatest,
+)
 from tests.invariants.mux_lab import tiny_llama
 from tests.peft_methods.test_methods import logits, perturb
 

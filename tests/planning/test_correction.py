@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from peft_mux.engine.pass_clock import PassTime, StepTimes, TaskInPass
-from peft_mux.planning.correction import TimeCorrection
-from peft_mux.scheduler.costs.measured.parts import Parts
+from peft_mux.engine.work import PassTime, StepTimes, TaskInPass
+from peft_mux.planning.learning import TimeCorrection
+from peft_mux.scheduler.costs.profile import Parts
 
 PLAN: Any = SimpleNamespace(step_s=1.0, tokens_per_step=10)
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from peft_mux.planning import described
+from peft_mux.planning import planner as described
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from peft_mux import MultiTaskTrainingArguments
-from peft_mux.planning.draining import is_drained
+from peft_mux.planning.planner import is_drained
 from peft_mux.planning.targets import Target
 from tests.scheduler.planner.cases import load, models
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives.token_losses import output_head
+from peft_mux.modeling.objectives.heads import output_head
 from peft_mux.planning.replica_facts import _adapt_parameters
 from peft_mux.planning.shapes import cut_layers, frozen_parts
 from tests.engine.families import family_cases as cases

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peft_mux.planning.forecast import Correction, Forecast
+from peft_mux.planning.learning import Correction, Forecast
 from tests.scheduler.plan_cases import a_plan
 
 

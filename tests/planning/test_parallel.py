@@ -12,8 +12,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from peft_mux import ConfigError, MultiTaskTrainer, Task
 from peft_mux.cli.main import main
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
 from peft_mux.engine.tensor.parallel import cut_model
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.planning.loads import task_load

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from peft_mux.engine.pass_clock import PassTime, TaskInPass
-from peft_mux.planning.pass_prices import PassPrices
+from peft_mux.engine.work import PassTime, TaskInPass
+from peft_mux.planning.learning import PassPrices
+from peft_mux.scheduler.costs.fit import PartFit
+from peft_mux.scheduler.costs.hardware import Link, Overlap
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.link import Link, Overlap
-from peft_mux.scheduler.costs.measured.fit import PartFit
-from peft_mux.scheduler.costs.measured.parts import AS_PROFILED
-from peft_mux.scheduler.planner.turn_times import TurnTimes
+from peft_mux.scheduler.costs.profile import AS_PROFILED
+from peft_mux.scheduler.planner.times import TurnTimes
 from peft_mux.scheduler.subgraphs.passes import Direction
 from tests.scheduler.planner.cases import LLAMA_7B, load, models
 

@@ -11,10 +11,9 @@ import pytest
 import torch
 
 from peft_mux import ConfigError
-from peft_mux.planning.profiles import RunProfile, run_profile
-from peft_mux.profiling.backbone import software_versions
-from peft_mux.scheduler.costs.hardware import known_device
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.planning.profiling.backbone import software_versions
+from peft_mux.planning.targets import RunProfile, run_profile
+from peft_mux.scheduler.costs.hardware import Link, known_device
 from peft_mux.scheduler.costs.memory import ModelShape
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.trainer import trainer as trainer_module

@@ -15,22 +15,22 @@ from torch.utils.flop_counter import FlopCounterMode
 from peft_mux import Task
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.engine.pass_clock import PassTime, rows_of
-from peft_mux.modeling.adapters.lora.depth import lowest_layer
+from peft_mux.data.packing.passes import Member
+from peft_mux.engine.work import PassTime, rows_of
+from peft_mux.modeling.adapters.lora.layer import lowest_layer
 from peft_mux.modeling.backbone.shape import model_shape
-from peft_mux.modeling.last_layer.last_layer import has_own_queries
+from peft_mux.modeling.last_layer import has_own_queries
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import Stream
-from peft_mux.packing.passes import Member
+from peft_mux.planning.learning import PassPrices
 from peft_mux.planning.loads import _unmet_share, task_load, whole_shapes
-from peft_mux.planning.pass_prices import PassPrices
+from peft_mux.planning.profiling.subject import Subject
 from peft_mux.planning.shapes import sums_before_attention
-from peft_mux.profiling.subject import Subject
 from peft_mux.scheduler.costs.curves import AdapterTable, Curve
+from peft_mux.scheduler.costs.fit import PartFit
+from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
-from peft_mux.scheduler.costs.measured.fit import PartFit
 from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import Profile
 from tests.engine.families.family_cases import backbone

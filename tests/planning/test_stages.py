@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from peft_mux import ConfigError, MultiTaskTrainer, Task
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.packing.even_shares import even_shares
+from peft_mux.data.packing.passes import even_shares
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
 from peft_mux.planning import planner as planning_module
 from peft_mux.planning.loads import typical_lengths
 from peft_mux.planning.planner import Planner

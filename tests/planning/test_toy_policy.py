@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peft_mux.scheduler.planner.policies.policy import register_policy, unregister_policy
+from peft_mux.scheduler.planner.policies import register_policy, unregister_policy
 from tests.invariants.mux_lab import assert_close, small_task, train
 from tests.scheduler.planner.policies.toy_policy import Pairs
 

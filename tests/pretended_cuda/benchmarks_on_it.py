@@ -44,7 +44,7 @@ def main(folder: Path) -> None:
     from benchmarks.gpu.report import Report
     from benchmarks.gpu.settings import Settings
     from benchmarks.training.baselines import floor
-    from peft_mux.engine.cuda_graphs import inputs
+    from peft_mux.engine import cuda_graphs as inputs
     from peft_mux.kernels.availability import runs_kernels
     from tests.pretended_cuda.device import PretendedCuda
 

@@ -11,9 +11,9 @@ import torch
 
 from peft_mux import MultiTaskTrainingArguments, Task
 from peft_mux.engine.backbone_source import BackboneSource
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.parallelize import parallelize
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.processes import Processes
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.modeling.backbone import probe
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -50,7 +50,7 @@ def load(architecture: str, *, dtype: str, bf16: bool, is_held_by_user: bool = F
         runs_kernels(torch.device("cuda"))
         device.number = 0.0  # of every difference that the probe reads
         moves = mock.patch.object(MultiTaskPeftModel, "_apply", _moved(MultiTaskPeftModel._apply))
-        with mock.patch("peft_mux.modeling.proofs.check_packing", noted), moves:
+        with mock.patch("peft_mux.modeling.model.check_packing", noted), moves:
             backbone = backbones.make(architecture, DTYPES[dtype], device="cpu")
             given = MultiTaskPeftModel(backbone, names) if is_held_by_user else backbone  # type: ignore[arg-type]
             model = _trained_on_cuda(given, tasks, bf16=bf16)

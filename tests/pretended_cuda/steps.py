@@ -19,22 +19,18 @@ from peft_mux import MultiTaskTrainingArguments, Task
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
-from peft_mux.engine.cuda_graphs import inputs as captured_inputs
-from peft_mux.engine.cuda_graphs.passes import CapturedPasses
+from peft_mux.engine import cuda_graphs as captured_inputs
+from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.engine.executor import Executor
+from peft_mux.engine.tasks.optimizer import LastGood, TaskOptimizer
+from peft_mux.engine.tasks.task_run import BestMetric, TaskRun, TaskTable
 from peft_mux.engine.work import StepWork
 from peft_mux.kernels import availability
-from peft_mux.kernels.lora import tunings
+from peft_mux.kernels.lora import tables as tunings
 from peft_mux.kernels.lora.group import Base
 from peft_mux.modeling.attention import varlen
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.task import TaskStatus
-from peft_mux.task_settings import resolve
-from peft_mux.tasks.best_metric import BestMetric
-from peft_mux.tasks.isolation import LastGood
-from peft_mux.tasks.optimizer import TaskOptimizer
-from peft_mux.tasks.table import TaskTable
-from peft_mux.tasks.task_run import TaskRun
+from peft_mux.task import TaskStatus, resolve
 from tests.pretended_cuda import backbones
 from tests.pretended_cuda.device import PretendedCuda
 

@@ -19,24 +19,21 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.kernels.cross_entropy.linear import block_rows
 from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, SegmentTables
-from peft_mux.modeling.backbone.layer_list import num_telling_layers
+from peft_mux.modeling.backbone.modules import num_telling_layers
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives import language_head as losses
-from peft_mux.profiling import backbone as profiling
-from peft_mux.profiling import memory as profiling_memory
-from peft_mux.profiling import parts as profiling_parts
-from peft_mux.profiling.backbone import profile_backbone
-from peft_mux.profiling.counted import forget
-from peft_mux.profiling.memory import _SavedStorages, count_activation_bytes_per_token
-from peft_mux.profiling.stopwatch import Stopwatch
-from peft_mux.profiling.subject import RANKS, Subject
-from peft_mux.scheduler.costs import kernel_buffers, memory
-from peft_mux.scheduler.costs.kernel_buffers import weight_gradient_bytes
-from peft_mux.scheduler.costs.link import Link
-from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
-from peft_mux.scheduler.costs.profile import Profile
-from peft_mux.scheduler.costs.profile_text import profile_text
+from peft_mux.modeling.objectives import heads as losses
+from peft_mux.planning.profiling import backbone as profiling
+from peft_mux.planning.profiling import backbone as profiling_parts
+from peft_mux.planning.profiling import memory as profiling_memory
+from peft_mux.planning.profiling.backbone import Stopwatch, profile_backbone
+from peft_mux.planning.profiling.memory import _SavedStorages, count_activation_bytes_per_token, forget
+from peft_mux.planning.profiling.subject import RANKS, Subject
+from peft_mux.scheduler.costs import loads as kernel_buffers
+from peft_mux.scheduler.costs import memory
+from peft_mux.scheduler.costs.hardware import Link
+from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad, weight_gradient_bytes
+from peft_mux.scheduler.costs.profile import Profile, profile_text
 from tests.invariants.mux_lab import tiny_llama
 
 LENGTHS = [40, 17, 60, 33]

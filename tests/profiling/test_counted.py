@@ -13,8 +13,9 @@ from transformers import LlamaForCausalLM
 
 from peft_mux.modeling.adapters import kind as kinds
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.profiling import counted, memory
-from peft_mux.profiling.memory import count_activation_bytes_per_token
+from peft_mux.planning.profiling import memory
+from peft_mux.planning.profiling import memory as counted
+from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
 from tests.invariants.mux_lab import tiny_llama
 
 LENGTHS = (9, 5)

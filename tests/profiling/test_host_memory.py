@@ -9,9 +9,9 @@ import psutil
 import pytest
 import torch
 
+from peft_mux.planning.profiling import memory as host_memory
 from peft_mux.planning.targets import device_memory_bytes
-from peft_mux.profiling import host_memory
-from peft_mux.reporting.screen.memory import memory_now
+from peft_mux.reporting.screen import memory_now
 
 GIB = 2**30
 

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from peft_mux.profiling.link import measure_link
-from peft_mux.profiling.overlap import fitted_overlap, measure_overlap
-from peft_mux.scheduler.costs.link import MOST_SLOWDOWN, Overlap
+from peft_mux.planning.profiling.links import fitted_overlap, measure_link, measure_overlap
+from peft_mux.scheduler.costs.hardware import MOST_SLOWDOWN, Overlap
 from peft_mux.scheduler.subgraphs.passes import TimedSubgraph, turns_timeline
 
 

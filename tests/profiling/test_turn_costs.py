@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from peft_mux.profiling.turn_costs import fitted_costs
-from peft_mux.scheduler.costs.link import Overlap
-from peft_mux.scheduler.costs.profile import Profile
-from peft_mux.scheduler.costs.profile_text import profile_text
+from peft_mux.planning.profiling.links import fitted_costs
+from peft_mux.scheduler.costs.hardware import Overlap
+from peft_mux.scheduler.costs.profile import Profile, profile_text
 from peft_mux.scheduler.subgraphs.passes import TimedSubgraph, turns_timeline
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas import layout_cases

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from peft_mux.reporting.delays import CALL_LIMIT_S, SHARE_LIMIT, Delays
+from peft_mux.reporting.run_log import CALL_LIMIT_S, SHARE_LIMIT, Delays
 
 
 class Told:

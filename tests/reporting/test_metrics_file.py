@@ -12,7 +12,7 @@ import pytest
 
 from peft_mux.errors import CheckpointError
 from peft_mux.reporting.metrics_file import METRICS_NAME, MetricsLog, read_metrics
-from peft_mux.reporting.page.plots import plot_losses
+from peft_mux.reporting.page import plot_losses
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from peft_mux import EarlyStopping, MultiTaskTrainer, MultiTaskTrainingArguments
 from peft_mux.reporting.report import ReportRow, RunReport, next_lines
-from peft_mux.reporting.task_times import TaskTimes
+from peft_mux.reporting.views import TaskTimes
 from tests.invariants.mux_lab import rows, small_task, tiny_llama
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peft_mux.reporting.step_seconds import StepSeconds
+from peft_mux.reporting.pass_report import StepSeconds
 
 
 def test_first_steps_under_a_plan_count_as_the_mean_of_the_others() -> None:

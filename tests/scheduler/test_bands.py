@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from peft_mux.scheduler.bands import ANALYTIC_TIME, MEASURED_TIME, MEMORY, Band, time_band
+from peft_mux.scheduler.units import ANALYTIC_TIME, MEASURED_TIME, MEMORY, Band, time_band
 from tests.scheduler.plan_cases import a_plan
 
 RESULTS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("planner-accuracy*.json"))

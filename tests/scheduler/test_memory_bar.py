@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peft_mux.scheduler.memory_bar import MemoryBar
-from peft_mux.scheduler.pipeline.svg import ALARM
+from peft_mux.scheduler.drawing import ALARM, MemoryBar
 from peft_mux.scheduler.plan import Plan
 from tests.scheduler.plan_cases import a_plan
 

@@ -8,7 +8,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
-from peft_mux.scheduler.pipeline.svg import ALARM, Bar, memory_svg, rows_svg
+from peft_mux.scheduler.drawing import ALARM, Bar, memory_svg, rows_svg
 from tests.invariants.mux_lab import small_task, tiny_llama
 from tests.scheduler.plan_cases import a_plan
 

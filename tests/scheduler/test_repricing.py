@@ -6,12 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from peft_mux.packing.passes import PassRules
+from peft_mux.data.packing.passes import PassRules
+from peft_mux.scheduler.costs.hardware import Link, Overlap
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.link import Link, Overlap
-from peft_mux.scheduler.costs.measured.parts import AS_PROFILED, Parts
 from peft_mux.scheduler.costs.memory import MemoryEstimate, MemoryModel
-from peft_mux.scheduler.costs.profile import corrected
+from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts, corrected
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.planner import Budget, plan_tasks
 from peft_mux.scheduler.repricing import repriced_s

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.run_times import run_times
+from peft_mux.scheduler.plan import run_times
 
 OVERHEAD_S = 0.5
 """What a pass takes whatever it holds."""

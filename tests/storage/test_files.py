@@ -20,9 +20,8 @@ from peft import LoraConfig
 import peft_mux
 from peft_mux import storage
 from peft_mux.errors import CheckpointError, ConfigError
-from peft_mux.storage.manifest import MANIFEST_NAME, is_intact
+from peft_mux.storage import MANIFEST_NAME, RESERVED_NAMES, is_intact
 from peft_mux.task import Task
-from peft_mux.task_names import RESERVED_NAMES
 
 needs_fork = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a child process that can be killed")
 PROPERTY = settings(deadline=None, max_examples=60)

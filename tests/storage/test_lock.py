@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from peft_mux.errors import CheckpointError
-from peft_mux.storage import FolderLock
-from peft_mux.storage.lock import LOCK_NAME
+from peft_mux.storage import LOCK_NAME, FolderLock
 
 pytest.importorskip("fcntl")
 

@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from peft_mux import ConfigError, EarlyStopping, MultiTaskTrainingArguments, Task, sweep
-from peft_mux.sweeps.grid import sweep_tasks
-from peft_mux.sweeps.halving import losers, rungs
+from peft_mux.trainer.sweep import losers, rungs, sweep_tasks
 from tests.invariants import mux_lab as lab
 
 HELD_OUT = lab.rows(9, 4, 5, 9)

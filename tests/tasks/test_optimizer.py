@@ -18,17 +18,15 @@ from transformers import Adafactor, Trainer, TrainerCallback, get_scheduler
 
 from peft_mux import ConfigError, MultiTaskTrainer
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.engine.tasks.optimizer import OPTIONS, LastGood, TaskOptimizer, joint_steps_taken
+from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.engine.work import StepResult
 from peft_mux.hyper_parameters import supported_optimizers, supported_schedules
 from peft_mux.kernels.adamw import update as multi_adamw
 from peft_mux.kernels.adamw.pages import PageUpdate
 from peft_mux.modeling import slabs
 from peft_mux.modeling.slabs import TaskSlab
-from peft_mux.task_settings import task_arguments
-from peft_mux.tasks.isolation import LastGood
-from peft_mux.tasks.optimizer import TaskOptimizer, joint_steps_taken
-from peft_mux.tasks.optimizer_checks import OPTIONS
-from peft_mux.tasks.table import TaskTable
+from peft_mux.task import task_arguments
 from tests.invariants.mux_lab import Recorder, Run, make_trainer, small_task, train, weights
 
 RATE = 3e-3

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from peft_mux.engine.tasks.task_run import Outcome, WindowSteps, steps_until_due
 from peft_mux.engine.work import StepResult
 from peft_mux.task import TaskStatus
-from peft_mux.tasks.table import Outcome
-from peft_mux.tasks.window import WindowSteps, steps_until_due
 from tests.trainer.parts import make_run, start_all
 
 

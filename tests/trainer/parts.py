@@ -13,21 +13,17 @@ from transformers import TrainerControl, TrainerState
 from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.checkpoint.hub_pushes import HubPushes
+from peft_mux.checkpoint.hub import HubPushes
 from peft_mux.checkpoint.saver import Saver
-from peft_mux.engine.pass_clock import PassClock
-from peft_mux.engine.replicas.layout import Place
-from peft_mux.engine.work import StepResult, StepWork
-from peft_mux.planning.correction import TimeCorrection
+from peft_mux.engine.layout import Place
+from peft_mux.engine.tasks.setup import make_task_runs
+from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
+from peft_mux.engine.work import PassClock, StepResult, StepWork
+from peft_mux.planning.learning import TimeCorrection
 from peft_mux.reporting.callbacks import RunCallbacks, TaskCallbacks
-from peft_mux.reporting.pass_report import PassReport
+from peft_mux.reporting.pass_report import PassReport, StepSeconds, TokenCounts
 from peft_mux.reporting.run_log import RunLog
-from peft_mux.reporting.step_seconds import StepSeconds
-from peft_mux.reporting.token_counts import TokenCounts
 from peft_mux.task import Task, TaskStatus
-from peft_mux.tasks.setup import make_task_runs
-from peft_mux.tasks.table import TaskTable
-from peft_mux.tasks.task_run import TaskRun
 from peft_mux.trainer.plan_follower import FollowedPlan
 from peft_mux.trainer.run import Run, output_folder
 from tests.invariants.mux_lab import small_task, tiny_llama

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from peft_mux import CheckpointError, MultiTaskTrainer, Task
+from peft_mux.engine.tasks.optimizer import TaskOptimizer
 from peft_mux.errors import ForcedInterrupt
-from peft_mux.tasks.optimizer import TaskOptimizer
 from tests.invariants.mux_lab import make_trainer, small_task, train, weights
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from peft_mux.planning.correction import TimeCorrection
+from peft_mux.planning.learning import TimeCorrection
 from tests.invariants import mux_lab as lab
 
 

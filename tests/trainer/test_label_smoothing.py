@@ -13,7 +13,7 @@ from peft import LoraConfig
 from transformers.trainer_pt_utils import LabelSmoother
 
 from peft_mux import ConfigError, MultiTaskTrainingArguments, Task
-from peft_mux.checkpoint.task_file import ChangedSettingsError
+from peft_mux.checkpoint.records import ChangedSettingsError
 from tests.invariants import mux_lab as lab
 
 HELD_OUT = lab.rows(9, 5, 4, 20)
@@ -136,7 +136,7 @@ def test_the_factor_of_a_run_with_such_a_loss_is_refused_when_the_trainer_is_mad
 
 
 def test_a_state_of_before_the_factor_goes_on_and_another_factor_is_refused(tmp_path: Path) -> None:
-    from peft_mux.checkpoint.task_file import check_settings, task_settings
+    from peft_mux.checkpoint.records import check_settings, task_settings
 
     run = lab.make_trainer([task("own", 1)], tmp_path / "a").table["own"]
     older = {key: value for key, value in task_settings(run).items() if key != "label_smoothing_factor"}

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from peft_mux.engine.processes.commands import CommandQueue
-from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.task import TaskStatus
-from peft_mux.tasks.table import TaskTable
 from peft_mux.trainer.loop import StepLoop
+from peft_mux.trainer.membership import CommandQueue
 from peft_mux.trainer.run import Run
 from tests.trainer.parts import Calls, FakePlacement, FakePlans, make_run, start_all
 

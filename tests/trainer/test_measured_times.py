@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from peft_mux import ConfigError, MultiTaskTrainer, Task
-from peft_mux.engine.pass_clock import PassClock, StepTimes, TaskInPass
+from peft_mux.engine.work import PassClock, StepTimes, TaskInPass
 from peft_mux.scheduler.costs.curves import Curve
-from peft_mux.scheduler.costs.measured.parts import AS_PROFILED, Parts
-from peft_mux.scheduler.costs.profile import Profile
+from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts, Profile
 from peft_mux.scheduler.plan import Plan
 from tests.invariants.mux_lab import Recorder, assert_same, make_trainer, small_task, train
 

@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from peft_mux import EarlyStopping
-from peft_mux.reporting import delays
+from peft_mux.reporting import run_log as delays
 from tests.invariants.mux_lab import Run, assert_bit_identical, make_trainer, small_task, train
 from tests.trainer.neighbours import (
     Stream,

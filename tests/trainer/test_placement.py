@@ -10,8 +10,8 @@ import torch
 
 from peft_mux import CheckpointError
 from peft_mux.engine.backbone_source import BackboneSource
+from peft_mux.engine.tasks.setup import make_task_runs
 from peft_mux.task import TaskStatus
-from peft_mux.tasks.setup import make_task_runs
 from peft_mux.trainer.opening import Opening
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.run import Run

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.layout import ParallelLayout
-from peft_mux.engine.replicas.row_items import BatchRows
+from peft_mux.engine.dispatch import BatchRows
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import StepResult
-from peft_mux.planning.correction import TimeCorrection
+from peft_mux.planning.learning import TimeCorrection
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run

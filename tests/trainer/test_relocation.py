@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from peft_mux import CheckpointError, ConfigError
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.layout import ParallelLayout
-from peft_mux.scheduler.deployment.redeployment import Redeployment
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.processes import Processes
+from peft_mux.scheduler.deployment.plan import Redeployment
 from peft_mux.task import TaskStatus
 from peft_mux.trainer import relocation as relocation_module
 from peft_mux.trainer.relocation import Relocation

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.reporting.pass_report import TokenCounts
 from peft_mux.reporting.report import RankRecord
-from peft_mux.reporting.token_counts import TokenCounts
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.reporter import Reporter
 from peft_mux.trainer.run import Run

@@ -9,7 +9,7 @@ import pytest
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from peft_mux.task import TaskStatus
-from peft_mux.trainer.lifecycle import Lifecycle
+from peft_mux.trainer.membership import Lifecycle
 from peft_mux.trainer.run import mark_main_process, output_folder
 from tests.trainer.parts import Calls, FakePlacement, FakePlans, lines, make_run, start_all
 

@@ -11,7 +11,7 @@ import torch
 from transformers import TrainerCallback
 
 from peft_mux import ConfigError, EarlyStopping, MultiTaskTrainerCallback
-from peft_mux.task_events import EVENTS
+from peft_mux.task import EVENTS
 from tests.invariants.mux_lab import Recorder, make_trainer, rows, small_task, train
 from tests.paths import ROOT
 

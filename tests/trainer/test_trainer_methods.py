@@ -14,8 +14,8 @@ from peft import LoraConfig, PeftModel
 from transformers import Trainer, TrainerCallback
 
 from peft_mux import ConfigError, MultiTaskTrainer, MultiTaskTrainingArguments, Task
-from peft_mux.checkpoint.sharing.card import model_card
-from peft_mux.trainer.trainer_methods import REFUSED, WORKING
+from peft_mux.checkpoint.hub import model_card
+from peft_mux.trainer.trainer import REFUSED, WORKING
 from tests.invariants.mux_lab import Run, rows, small_task, tiny_llama, train
 
 METHODS = sorted(name for name, item in inspect.getmembers(Trainer) if callable(item) and not name.startswith("_"))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from peft_mux import ConfigError
-from peft_mux.engine.replicas.layout import ParallelLayout, layout_of_text
+from peft_mux.engine.layout import ParallelLayout, layout_of_text
 from peft_mux.trainer.world import World
 from tests.trainer.parts import make_run, start_all
 

@@ -67,7 +67,7 @@ def _lora_pass(
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Return y, dx (adapters' part), da and db of each task of `company`, from memory that was NaN."""
     from peft_mux.kernels.lora import launch as lora
-    from peft_mux.kernels.lora.factors import Factors
+    from peft_mux.kernels.lora.launch import Factors
     from peft_mux.kernels.lora.tables import RankTable, SegmentTables
 
     company = list(company)

@@ -28,7 +28,7 @@ from benchmarks.training.prefixes.rows import Batches, SetUp, batches
 from benchmarks.training.throughput import UnequalWorkError
 from benchmarks.training.timing import now_s
 from benchmarks.training.workloads import ModelSpec, TaskWorkload, Workload
-from peft_mux.packing.shared_runs import sort_rows
+from peft_mux.data.packing.prefixes import sort_rows
 
 WARM_STEPS = 2
 LOSS_TOLERANCE = 1e-5

@@ -1,23 +1,37 @@
-"""`ShardedBackbone`: the frozen weights sharded over data parallel processes (FSDP2), adapters left as they are.
+"""`Units`: the modules of a backbone that are gathered together, and in which order a pass gathers them.
 
-Each decoder layer is a unit that FSDP2 gathers before its forward, frees, gathers again before its backward, and frees
-for good. The token embedding and the output head, which tie and adapt and are read in other ways than by one call, are
-units of their own that are gathered once a pass, by hand. What is left (final norm, learned positions) is one more. The
-order is told in `peft_mux.engine.fsdp.units`. Processes that share weights are all of the run, or those that hold one
-stage of a pipeline, one in each replica.
+A process that holds the whole backbone has one part that passes go through; a stage of a pipeline has one for each of
+its virtual stages. Of the ends, a stage has what lies there: the first one the embedding, the last one the head::
 
-A loss over a frozen head has its gradient already in the forward pass, and a frozen embedding needs none, so neither
-is gathered for backward passes. Weights are only ever gathered: they have no gradients, so nothing is reduced.
-Gatherings are collective. Processes that have fewer passes in a step than others take part in those of the others
-without computing anything (`agree_on_passes`): no adapter sees a pass that is not its own, not even times zero.
+    forward     rest  embedding  layer 0  layer 1 ... layer L-1  head
+    backward    (head, where a task adapts it)  rest  layer L-1 ... layer 0
 """
+
+# MERGED: `ShardedBackbone`: the frozen weights sharded over data parallel processes (FSDP2), adapters left as they are.
+# MERGED: Each decoder layer is a unit that FSDP2 gathers before its forward, frees, gathers again before its
+# MERGED: backward, and frees
+# MERGED: for good. The token embedding and the output head, which tie and adapt and are read in other ways than by
+# MERGED: one call, are
+# MERGED: units of their own that are gathered once a pass, by hand. What is left (final norm, learned positions) is
+# MERGED: one more. The
+# MERGED: order is told in `peft_mux.engine.fsdp.backbone`. Processes that share weights are all of the run, or those
+# MERGED: that hold one
+# MERGED: stage of a pipeline, one in each replica.
+# MERGED: A loss over a frozen head has its gradient already in the forward pass, and a frozen embedding needs none,
+# MERGED: so neither
+# MERGED: is gathered for backward passes. Weights are only ever gathered: they have no gradients, so nothing is
+# MERGED: reduced.
+# MERGED: Gatherings are collective. Processes that have fewer passes in a step than others take part in those of the
+# MERGED: others
+# MERGED: without computing anything (`agree_on_passes`): no adapter sees a pass that is not its own, not even times
+# MERGED: zero.
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,12 +41,129 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from peft_mux.engine.fsdp.units import PassPart, Units, units_of
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.errors import ConfigError
-from peft_mux.modeling.backbone.modules import is_meta
+from peft_mux.engine.processes import Processes
+from peft_mux.errors import ConfigError, UnsupportedModelError
+from peft_mux.modeling.backbone.modules import is_meta, language_model
 from peft_mux.modeling.backbone.quantized import quantized_layers
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.sharding import PassThrough
+
+
+class PassPart(NamedTuple):
+    """The part of a backbone that a pass goes through.
+
+    Attributes:
+        layers: numbers of the decoder layers, in order.
+        is_first: whether it begins with the embedding.
+        is_last: whether it ends with the output head.
+    """
+
+    layers: Sequence[int]
+    is_first: bool
+    is_last: bool
+
+
+class Units(NamedTuple):
+    """Modules that are gathered together.
+
+    Attributes:
+        base: the base model, whose unit holds what is in no other one: final norm, learned positions.
+        embedding: the token embedding, its base layer where a task adapts it; `None` where it lies elsewhere.
+        layers: the decoder layers that lie here, by their numbers, in order.
+        head: the output head of a language model; `None` where it stays whole, or lies elsewhere.
+    """
+
+    base: Any
+    embedding: Any | None
+    layers: Mapping[int, Any]
+    head: Any | None
+
+    def all(self) -> tuple[Any, ...]:
+        """Return every unit once."""
+        return (self.base, *self.ends(), *self.layers.values())
+
+    def ends(self) -> tuple[Any, ...]:
+        """Return the units that FSDP2 does not free by itself: embedding and head, as far as they are here."""
+        return tuple(unit for unit in (self.embedding, self.head) if unit is not None)
+
+    def whole(self) -> PassPart:
+        """Return the part of a process that holds all of a backbone."""
+        return PassPart(tuple(self.layers), is_first=True, is_last=True)
+
+    def forward_order(self, part: PassPart) -> list[Any]:
+        """Return the units that a forward gathers, in order.
+
+        Args:
+            part: the part of the backbone that the pass goes through.
+        """
+        embedding = [self.embedding] if part.is_first and self.embedding is not None else []
+        return [self.base, *embedding, *(self.layers[number] for number in part.layers), *self._head_of(part)]
+
+    def backward_order(self, part: PassPart, *, adapts_head: bool) -> list[Any]:
+        """Return the units that a backward gathers, in order.
+
+        Args:
+            part: the part of the backbone that the pass goes through.
+            adapts_head: whether a task adapts the output head; the loss over a frozen one has its gradient already.
+        """
+        head = self._head_of(part) if adapts_head else []
+        return [*head, self.base, *(self.layers[number] for number in reversed(part.layers))]
+
+    def prefetch_in_backward(self, part: PassPart) -> None:
+        """Let each unit begin to gather the one that the backward of the same pass comes to next, and no other.
+
+        By itself FSDP2 takes the one that the latest forward has used before: of another pass, where several are in
+        flight, so that processes with unlike numbers of passes would gather in unlike orders.
+
+        Args:
+            part: the part of the backbone that passes go through.
+        """
+        order = [self.layers[number] for number in reversed(part.layers)]
+        # Who names itself begins nothing, where an empty list would mean FSDP2's own way. The base model does so, as it
+        # is one unit of several parts.
+        self.base.set_modules_to_backward_prefetch([self.base])
+        for unit, following in zip(order, [*order[1:], order[-1]], strict=True):
+            unit.set_modules_to_backward_prefetch([following])
+
+    def _head_of(self, part: PassPart) -> list[Any]:
+        return [self.head] if part.is_last and self.head is not None else []
+
+
+def units_of(backbone: Any) -> Units:
+    """Return what is gathered together of a backbone, or of the part of one that a stage holds.
+
+    Args:
+        backbone: the transformers model.
+
+    Raises:
+        UnsupportedModelError: if the decoder layers cannot be told.
+    """
+    embedding, head = (_innermost(end) for end in (backbone.get_input_embeddings(), backbone.get_output_embeddings()))
+    return Units(
+        backbone.base_model,
+        None if isinstance(embedding, PassThrough) else embedding,
+        _decoder_layers(backbone),
+        head if type(head) is nn.Linear else None,
+    )
+
+
+def _decoder_layers(backbone: Any) -> dict[int, Any]:
+    config = backbone.config.get_text_config()
+    count = next((getattr(config, key) for key in ("num_hidden_layers", "n_layer") if hasattr(config, key)), None)
+    found = [
+        item for item in language_model(backbone).modules() if isinstance(item, nn.ModuleList) and len(item) == count
+    ]
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(backbone).__name__} has no list of {count} decoder layers; allowed with shard_backbone=True: "
+            "models whose layers are one such list. Set shard_backbone=False."
+        )
+    return {number: layer for number, layer in enumerate(found[0]) if not isinstance(layer, PassThrough)}
+
+
+def _innermost(module: Any) -> Any:
+    return module.get_base_layer() if isinstance(module, BaseTunerLayer) else module
+
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """All-gather of this version of torch: the second name is deprecated where the first one exists."""

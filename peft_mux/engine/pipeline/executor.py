@@ -1,15 +1,32 @@
-"""The pipeline engine: forward and backward of a plan's micro-batches through S stages in S processes (M §3.4.1).
+"""`BucketBarriers`: how a bucket's step ends on all stages while other buckets are under way, in a window of steps.
 
-Each process runs its own list of a template, in order, and nothing decides anything on the way: an action takes its
-input from the virtual stage before, computes, and hands its result on. Orders and shapes are known to all, as every
-process makes the same micro-batches from the same rows. What may wait for what, and why that always ends, is told in
-`peft_mux.engine.pipeline.links`.
+Adapters of tasks are disjoint. So before the forwards of a bucket's next step, its own tasks must have stepped on every
+stage, and nobody else. Whether a task steps, and how its gradient is clipped, follows from its loss, known on the last
+stage, and from the norm of its whole gradient, of which each stage holds a part::
+
+    stage 0      ... B(k) <- figures | update -> figures, F(k + 1) ...        time goes to the right
+    stage 1   ... B(k) -> figures ...           update -> figures, F(k + 1)
+    stage 2  B(k) -> figures ...                             update, F(k + 1)
+
+Losses and squared norms (figures, `[2, N]` of the N tasks of the bucket) go down behind the last gradient and add up;
+the first stage knows all of them as its own last backward is done, and sends them up before the next hidden states. So
+they are on the way that backwards and forwards take in any case, and nobody waits longer for them than for these.
 """
+
+# MERGED: The pipeline engine: forward and backward of a plan's micro-batches through S stages in S processes (M
+# MERGED: §3.4.1).
+# MERGED: Each process runs its own list of a template, in order, and nothing decides anything on the way: an action
+# MERGED: takes its
+# MERGED: input from the virtual stage before, computes, and hands its result on. Orders and shapes are known to all,
+# MERGED: as every
+# MERGED: process makes the same micro-batches from the same rows. What may wait for what, and why that always ends,
+# MERGED: is told in
+# MERGED: `peft_mux.engine.pipeline.links`.
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -17,23 +34,112 @@ from typing import Any, TypeVar
 import torch
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.engine.gradients.sync import GradientSync
-from peft_mux.engine.pass_clock import PassClock
-from peft_mux.engine.pipeline.actions import StageActions
-from peft_mux.engine.pipeline.barriers import BucketBarriers, UpdateTasks
-from peft_mux.engine.pipeline.links import PipelineLinks
+from peft_mux.engine.executor import has_prepasses, prepared, tasks_of
+from peft_mux.engine.gradients import BundledAllReduce, GradientSync
+from peft_mux.engine.pipeline.actions import StageActions, StageTraffic
+from peft_mux.engine.pipeline.links import FIGURES_DTYPE, PipelineLinks, StepEnd, StepEnds
 from peft_mux.engine.pipeline.plan import PipelinePlan, forwards_only
 from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.traffic import StageTraffic
-from peft_mux.engine.prepasses import has_prepasses, prepared, tasks_of
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.step_sums import StepSums, pack, unpack
-from peft_mux.engine.work import StepResult, StepWork
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.work import PassClock, StepResult, StepSums, StepWork, pack, unpack
 from peft_mux.errors import PlanError
+from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.objective import OWN
 from peft_mux.scheduler.pipeline.simulator import Span
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 from peft_mux.scheduler.plan import Plan
+
+UpdateTasks = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Collection[str]]
+"""Steps tasks by their losses and gradient norms in a step of the window; returns those that step no more in it."""
+
+
+class BucketBarriers:
+    """Ends the steps of buckets on one stage of a window.
+
+    Args:
+        model: the part of the model that lies here.
+        links: the channels of this stage.
+        gradients: knows which cells of a gradient this process counts.
+        row: the list of this stage.
+        num_stages: S, stages of the pipeline.
+        tasks: for each bucket the names of its tasks that take the steps, in stream order; only buckets that have some.
+        sums: losses of each step, complete on the last stage where backwards are done.
+        update: steps tasks.
+    """
+
+    def __init__(
+        self,
+        model: MultiTaskPeftModel,
+        links: PipelineLinks,
+        gradients: BundledAllReduce,
+        row: Sequence[Action],
+        *,
+        num_stages: int,
+        tasks: Mapping[int, Sequence[str]],
+        sums: Sequence[StepSums],
+        update: UpdateTasks,
+    ) -> None:
+        """Read where steps end in the list."""
+        self._model, self._links, self._gradients = model, links, gradients
+        self._ends, self._tasks, self._sums, self._update = StepEnds(row), tasks, sums, update
+        self._is_last = links.stage == num_stages - 1
+        self._dead: set[str] = set()
+        self._figures: dict[StepEnd, torch.Tensor] = {}
+        self.norms: list[dict[str, torch.Tensor]] = [{} for _ in sums]
+        """Norm of the whole gradient of each task, by step of the window."""
+
+    def before(self, action: Action) -> None:
+        """Update a bucket's tasks before the first forward of their next step; called before every action."""
+        end = self._ends.before.get(action)
+        if end is not None:
+            self._end_step(end)
+
+    def after(self, action: Action) -> None:
+        """Hand down what is known of a bucket's step behind its last backward; called after every action."""
+        end = self._ends.after.get(action)
+        if end is not None and end.bucket in self._tasks:
+            self._hand_down(end)
+
+    def finish(self) -> None:
+        """Update the tasks of all buckets after their last step; called when the list is over."""
+        for end in self._ends.last:
+            self._end_step(end)
+
+    def _hand_down(self, end: StepEnd) -> None:
+        names = self._tasks[end.bucket]
+        squares_N = self._gradients.squared_norms(names)
+        if self._is_last:
+            losses_N = torch.stack([self._sums[end.step].losses[name] for name in names])
+            figures = torch.stack([losses_N.to(FIGURES_DTYPE), squares_N])
+        else:
+            figures = self._links.incoming["B", self._links.stage + 1].take(end)
+            figures[1] += squares_N
+        for index, name in enumerate(names):
+            # An update may fail on one stage alone. Then no stage may step the task again.
+            if name in self._dead:
+                figures[1, index] = float("nan")
+        if self._links.stage > 0:
+            self._links.outgoing["B", self._links.stage - 1].put(end, figures)
+        else:
+            self._figures[end] = figures
+
+    def _end_step(self, end: StepEnd) -> None:
+        """Take losses and norms from the stage before, hand them on, and let the tasks of a bucket step."""
+        names = self._tasks.get(end.bucket)
+        if names is None:
+            return
+        stage = self._links.stage
+        figures = self._links.incoming["F", stage - 1].take(end) if stage > 0 else self._figures.pop(end)
+        if not self._is_last:
+            # Before the update, which the next stage can then make at the same time.
+            self._links.outgoing["F", stage + 1].put(end, figures)
+        losses_N, norms_N = figures[0].float(), figures[1].sqrt().float()
+        norms = dict(zip(names, norms_N.unbind(), strict=True))
+        self.norms[end.step] |= norms
+        self._dead.update(self._update(end.step, dict(zip(names, losses_N.unbind(), strict=True)), norms))
+        # Kernels in another dtype read copies of the weights.
+        self._model.packed.prepare(names)
+
 
 T = TypeVar("T")
 

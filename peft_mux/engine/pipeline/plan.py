@@ -8,7 +8,7 @@ micro-batches of their bucket in order and evenly; hTasks of one bucket follow o
     hTask x, 4 passes       x0       x1       x2    x3
     hTask y, 2 passes       y0                y1
 
-Passes that share a long sequence (`peft_mux.data.chains`) stay together in one micro-batch of their bucket: its
+Passes that share a long sequence (`peft_mux.data.batch`) stay together in one micro-batch of their bucket: its
 forward runs them in order, its backward in reverse. Each goes on to the next stage as soon as it is done, so that one
 part is in a stage while the part before it is in the next one. Such a micro-batch holds all parts of its sequences.
 """
@@ -18,15 +18,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from peft_mux.data.batch import MuxBatch
-from peft_mux.data.chains import chains_of
+from peft_mux.data.batch import MuxBatch, chains_of
+from peft_mux.data.packing.passes import slot_of
 from peft_mux.errors import PlanError
-from peft_mux.packing.passes import slot_of
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.load import BucketLoad
-from peft_mux.scheduler.pipeline.simulator import simulate
+from peft_mux.scheduler.pipeline.simulator import build_window, simulate, window_step_s
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
-from peft_mux.scheduler.pipeline.window import build_window, window_step_s
 from peft_mux.scheduler.plan import Plan
 
 

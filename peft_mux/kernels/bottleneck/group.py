@@ -22,8 +22,8 @@ import torch
 
 from peft_mux.kernels import philox
 from peft_mux.kernels.bottleneck.biases import Biases, biases_of, on_device
-from peft_mux.kernels.lora.factors import Factors
 from peft_mux.kernels.lora.group import Layouts, lies_like_new, rows_of
+from peft_mux.kernels.lora.launch import Factors
 from peft_mux.kernels.lora.tables import MAX_RANK, RankTable, SegmentTables
 
 CODES: Mapping[str, int] = {"relu": 0, "gelu": 1, "silu": 2, "tanh": 3}

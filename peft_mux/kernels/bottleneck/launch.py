@@ -14,9 +14,8 @@ import torch
 
 from peft_mux.kernels.bottleneck.biases import Biases
 from peft_mux.kernels.bottleneck.device import activate_kernel, copy_kernel, derivative_kernel, sum_kernel
-from peft_mux.kernels.lora.fixed_launch import Launch
-from peft_mux.kernels.lora.tables import SegmentTables
-from peft_mux.kernels.lora.tunings import Tiles
+from peft_mux.kernels.lora.launch import Launch
+from peft_mux.kernels.lora.tables import SegmentTables, Tiles
 
 Launches = dict[tuple[Any, ...], Launch]
 """Launches of earlier passes of the same adapters, by all that decides on them."""

@@ -7,10 +7,37 @@ and loss (Liger, cut-cross-entropy) need Triton and reduce to one scalar, and we
 Shape letters: M rows with a target, D hidden features, V vocabulary.
 """
 
+# MERGED: Cross-entropy of an output head whose vocabulary is cut into shards, exact, in blocks of rows (M section
+# MERGED: 3.4.2).
+# MERGED: Shard s holds the logits of its own vocabulary. With the greatest logit m_s, the sum e_s = sum exp(z - m_s),
+# MERGED: and the
+# MERGED: target's logit t_s (0 where the target lies elsewhere), all of `[rows]`::
+# MERGED:     m = max_s m_s      log Z = m + log sum_s e_s exp(m_s - m)      loss = log Z - sum_s t_s
+# MERGED: One sum over the shards brings all three to everybody: each writes into its own part of a buffer of zeros.
+# MERGED: All shards
+# MERGED: then compute the same bits. `d loss / d hidden` is a sum over shards too, made in the backward pass. Nothing
+# MERGED: of a row
+# MERGED: enters another row, so a NaN stays in its task.
+# MERGED: There is no fused kernel for a part of a vocabulary: on a GPU too, this takes several passes over a block of
+# MERGED: logits.
+# MERGED: Shape letters: M rows with a target, D hidden features, V vocabulary of this shard.
+# MERGED: How far targets lie above the other words, which is what label smoothing adds to a cross-entropy.
+# MERGED: With logits z over V words, the mean over all words of their negative log-likelihood is that of the target,
+# MERGED: plus how far
+# MERGED: its logit lies above the mean logit, its *spread*::
+# MERGED:     mean_v -log p_v  =  log Z - mean_v z_v  =  nll + (z_t - mean_v z_v)
+# MERGED: So the loss of transformers' `LabelSmoother`, `(1 - epsilon) nll + epsilon mean_v -log p_v`, needs the logit
+# MERGED: of the
+# MERGED: target and the mean logit alone. A frozen linear head gives their difference without any logits: it is
+# MERGED: `h (W_t - mean_v W_v)`. Where a vocabulary is cut into shards, each has a part of every spread, and their
+# MERGED: sum is the
+# MERGED: whole.
+# MERGED: Shape letters: M targets, D hidden features, V words of this shard.
+
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional as F
@@ -230,3 +257,287 @@ def hidden_gradient(
 def reference_linear_cross_entropy(hidden_MD: torch.Tensor, head: Head, targets_M: torch.Tensor) -> torch.Tensor:
     """Return the same as `linear_cross_entropy`, with all logits at once and left to autograd."""
     return F.cross_entropy(head.logits(hidden_MD), targets_M, reduction="none")
+
+
+class Waitable(Protocol):
+    """A sum over the shards that was begun and may not be done."""
+
+    def wait(self) -> None:
+        """Return when the sum is there to be read."""
+        ...
+
+
+class TensorParallelLinks(Protocol):
+    """How the shards of one stage communicate: all that they exchange are sums (all-reduce)."""
+
+    @property
+    def index(self) -> int:
+        """Number of this shard."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """Number of shards of the vocabulary."""
+        ...
+
+    def all_reduce(self, tensor: torch.Tensor) -> Waitable:
+        """Begin to replace a contiguous tensor by its sum over the shards, with the same bits on all of them.
+
+        All shards begin their sums in the same order. Nobody touches the tensor before `wait` has returned.
+        """
+        ...
+
+
+class Targets(NamedTuple):
+    """Where the targets of rows lie.
+
+    Attributes:
+        local_M: int64 `[M, 1]`, index within this shard's vocabulary; 0 where the target is another shard's.
+        is_here_M: bool `[M, 1]`, whether the target lies in this shard's vocabulary.
+    """
+
+    local_M: torch.Tensor
+    is_here_M: torch.Tensor
+
+    @classmethod
+    def of(cls, targets_M: torch.Tensor, first: int, vocab_size: int) -> Targets:
+        """Find the targets of a shard.
+
+        Args:
+            targets_M: int64 `[M]`, indices into the whole vocabulary.
+            first: index of this shard's first word in the whole vocabulary.
+            vocab_size: number of words of this shard, V.
+        """
+        local_M = targets_M[:, None] - first
+        is_here_M = (local_M >= 0) & (local_M < vocab_size)
+        # Any valid index will do for another shard's word: what is read there is replaced by 0.
+        return cls(local_M.where(is_here_M, 0), is_here_M)
+
+
+def vocab_parallel_linear_cross_entropy(
+    hidden_MD: torch.Tensor,
+    head: Head,
+    targets_M: torch.Tensor,
+    *,
+    first: int,
+    vocab_size: int,
+    links: TensorParallelLinks,
+    rows_per_block: int | None = None,
+) -> torch.Tensor:
+    """Return the negative log-likelihood of each row's target under a frozen head.
+
+    Args:
+        hidden_MD: `[M, D]` hidden states of the rows that have a target; the same on all shards.
+        head: this shard's rows of the whole head.
+        targets_M: int64 `[M]`, indices into the whole vocabulary.
+        first: index of this shard's first word in the whole vocabulary.
+        vocab_size: number of words of all shards.
+        links: how this shard sums with the other ones.
+        rows_per_block: rows of logits held at a time, the same on all shards; by default from the vocabulary and the
+            device.
+
+    Returns:
+        fp32 `[M]`, differentiable in `hidden_MD`; the same on all shards.
+    """
+    # From the whole vocabulary: parts differ by a word, and all shards must cut the same blocks.
+    rows = rows_per_block or block_rows(-(-vocab_size // links.size), hidden_MD.device.type)
+    with torch.autocast(hidden_MD.device.type, enabled=False):
+        return _LinearCrossEntropy.apply(hidden_MD, head, targets_M, first, links, rows)
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Forward computes the losses and, block by block, this shard's part of `d loss / d hidden`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden_MD: torch.Tensor,
+        head: Head,
+        targets_M: torch.Tensor,
+        first: int,
+        links: TensorParallelLinks,
+        rows_per_block: int,
+    ) -> torch.Tensor:
+        """Compute the losses; keep this shard's part of the gradient of each row."""
+        gradient = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
+        losses = hidden_MD.new_empty(len(hidden_MD), dtype=torch.promote_types(hidden_MD.dtype, torch.float32))
+        for start in range(0, len(hidden_MD), rows_per_block):
+            rows = slice(start, start + rows_per_block)
+            logits = head.logits(hidden_MD[rows])
+            targets = Targets.of(targets_M[rows], first, logits.shape[1])
+            log_normaliser, losses[rows] = normaliser_and_losses(logits, targets, links)
+            if gradient is not None:
+                gradient[rows] = hidden_gradient(
+                    logits, log_normaliser, targets.local_M, head, hidden_MD.dtype, targets.is_here_M
+                )
+        if gradient is not None:
+            ctx.save_for_backward(gradient)
+        ctx.links = links
+        return losses
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_losses_M: torch.Tensor) -> tuple[Any, ...]:
+        """Scale each row's gradient by what flows into its loss, and add the shards' parts up."""
+        (gradient,) = ctx.saved_tensors
+        d_hidden_MD = gradient * d_losses_M[:, None].to(gradient.dtype)
+        # Each shard has the part of its own words; the hidden states, and so their gradient, are the same on all.
+        ctx.links.all_reduce(d_hidden_MD).wait()
+        return d_hidden_MD, None, None, None, None, None
+
+
+def normaliser_and_losses(
+    logits_MV: torch.Tensor, targets: Targets, links: TensorParallelLinks
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logarithm of the softmax's denominator over all shards `[M, 1]`, and the losses `[M]`.
+
+    Args:
+        logits_MV: logits of this shard's words, in fp32 at least.
+        targets: where the targets of the rows lie.
+        links: how this shard sums with the other ones.
+    """
+    # Each shard writes into zeros of its own, so that the sum is a gathering: adding 0 changes no bit.
+    parts = logits_MV.new_zeros(links.size, 3, len(logits_MV))
+    top_M = logits_MV.amax(dim=1)
+    own = parts[links.index]
+    own[0] = top_M
+    rows = zip(logits_MV.split(COPIED_ROWS), top_M.split(COPIED_ROWS), strict=True)
+    own[1] = torch.cat([(part - top[:, None]).exp_().sum(dim=1) for part, top in rows])
+    own[2] = logits_MV.gather(1, targets.local_M).where(targets.is_here_M, 0.0).squeeze(1)
+    links.all_reduce(parts).wait()
+    tops, sums, target_logits = parts.unbind(dim=1)
+    # The greatest logit of all shards is taken off, so that no exponential overflows.
+    top_M = tops.amax(dim=0)
+    log_normaliser_M = top_M + (sums * (tops - top_M).exp()).sum(dim=0).log()
+    return log_normaliser_M[:, None], log_normaliser_M - target_logits.sum(dim=0)
+
+
+def _softmax_minus_one_hot(logits: torch.Tensor, log_normaliser: torch.Tensor, targets: Targets) -> torch.Tensor:
+    """Return `softmax - one_hot` of this shard's words, in the memory of the logits."""
+    probabilities = logits.sub_(log_normaliser).exp_()
+    return probabilities.scatter_add_(1, targets.local_M, -targets.is_here_M.to(logits.dtype))
+
+
+class VocabParallelCrossEntropy(torch.autograd.Function):
+    """The same from logits, for heads that tasks adapt: differentiable in this shard's logits."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_MV: torch.Tensor, targets_M: torch.Tensor, first: int, links: TensorParallelLinks
+    ) -> torch.Tensor:
+        """Return `[M]` losses, the same on all shards.
+
+        Args:
+            ctx: what autograd keeps for the backward pass.
+            logits_MV: logits of this shard's words, in fp32 at least.
+            targets_M: int64 `[M]`, indices into the whole vocabulary.
+            first: index of this shard's first word in the whole vocabulary.
+            links: how this shard sums with the other ones.
+        """
+        targets = Targets.of(targets_M, first, logits_MV.shape[1])
+        log_normaliser, losses_M = normaliser_and_losses(logits_MV, targets, links)
+        ctx.save_for_backward(logits_MV, log_normaliser, *targets)
+        return losses_M
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_losses_M: torch.Tensor) -> tuple[Any, ...]:
+        """Return the gradient of this shard's logits."""
+        logits_MV, log_normaliser, local_M, is_here_M = ctx.saved_tensors
+        # In a copy: what was saved for the backward pass may be asked for again.
+        errors_MV = _softmax_minus_one_hot(logits_MV.clone(), log_normaliser, Targets(local_M, is_here_M))
+        return errors_MV.mul_(d_losses_M[:, None]), None, None, None
+
+
+_WORDS_AT_ONCE = 4096
+"""Rows of a head that are added up at once: the whole of it in fp32 would be as large as the head again."""
+
+
+def linear_spreads(
+    hidden_MD: torch.Tensor, head: Head, targets_M: torch.Tensor, *, first: int = 0, vocab_size: int | None = None
+) -> torch.Tensor:
+    """Return this shard's part of the spread of each target under a frozen head.
+
+    Args:
+        hidden_MD: `[M, D]` hidden states of the rows that have a target.
+        head: the frozen head, or this shard's rows of it.
+        targets_M: int64 `[M]`, indices into the whole vocabulary.
+        first: index of this shard's first word in the whole vocabulary.
+        vocab_size: number of words of all shards; by default those of `head`.
+
+    Returns:
+        fp32 `[M]`, differentiable in `hidden_MD`.
+    """
+    size = len(head.weight) if vocab_size is None else vocab_size
+    targets = Targets.of(targets_M, first, len(head.weight))
+    # The dtype follows from the hidden states, as in the losses that this is added to.
+    with torch.autocast(hidden_MD.device.type, enabled=False):
+        if head.softcap is not None:
+            return _CappedSpreads.apply(hidden_MD, head, targets, size)
+        return _linear_spreads(hidden_MD, head, targets, size)
+
+
+def spreads_of_logits(logits_MV: torch.Tensor, targets: Targets, vocab_size: int) -> torch.Tensor:
+    """Return this shard's part `[M]` of the spreads of targets, from logits and differentiable in these.
+
+    Args:
+        logits_MV: `[M, V]` logits of this shard's words.
+        targets: where the targets lie.
+        vocab_size: number of words of all shards.
+    """
+    of_target_M = logits_MV.gather(1, targets.local_M).where(targets.is_here_M, 0.0).squeeze(1)
+    return of_target_M - logits_MV.sum(dim=1) / vocab_size
+
+
+def _linear_spreads(hidden_MD: torch.Tensor, head: Head, targets: Targets, size: int) -> torch.Tensor:
+    """Return the spreads under a head without a soft-cap: products with differences of its rows."""
+    dtype = torch.promote_types(hidden_MD.dtype, torch.float32)
+    total_D = sum(part.to(dtype).sum(dim=0) for part in head.weight.split(_WORDS_AT_ONCE))
+    own_M = targets.local_M.squeeze(1)
+    above_MD = head.weight.index_select(0, own_M).to(dtype).where(targets.is_here_M, 0.0) - total_D / size
+    spreads_M = (hidden_MD.to(dtype) * above_MD).sum(dim=1)
+    if head.bias is not None:
+        bias = head.bias.to(dtype)
+        of_target_M = bias.index_select(0, own_M).where(targets.is_here_M.squeeze(1), 0.0)
+        spreads_M = spreads_M + of_target_M - bias.sum() / size
+    return spreads_M * head.scale
+
+
+class _CappedSpreads(torch.autograd.Function):
+    """The spreads under a head with a soft-cap: of logits that are made block by block, and not kept."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_MD: torch.Tensor, head: Head, targets: Targets, size: int) -> torch.Tensor:
+        """Compute the spreads; keep the gradient of each, as the logits are not there in the backward pass."""
+        spreads_M = hidden_MD.new_empty(len(hidden_MD), dtype=torch.promote_types(hidden_MD.dtype, torch.float32))
+        gradient_MD = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
+        step = block_rows(len(head.weight), hidden_MD.device.type)
+        for start in range(0, len(hidden_MD), step):
+            rows = slice(start, start + step)
+            own = Targets(targets.local_M[rows], targets.is_here_M[rows])
+            logits = head.logits(hidden_MD[rows])
+            spreads_M[rows] = spreads_of_logits(logits, own, size)
+            if gradient_MD is not None:
+                gradient_MD[rows] = _capped_gradient(logits, own, head, size, hidden_MD.dtype)
+        if gradient_MD is not None:
+            ctx.save_for_backward(gradient_MD)
+        return spreads_M
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, d_spreads_M: torch.Tensor) -> tuple[Any, ...]:
+        """Scale each gradient by what flows into its spread."""
+        (gradient_MD,) = ctx.saved_tensors
+        return gradient_MD * d_spreads_M[:, None].to(gradient_MD.dtype), None, None, None
+
+
+def _capped_gradient(
+    logits: torch.Tensor, targets: Targets, head: Head, size: int, hidden_dtype: torch.dtype
+) -> torch.Tensor:
+    """Return `d spread / d hidden` of a block, `[M, D]`; overwrites the logits."""
+    assert head.softcap is not None, "heads without one need no logits"
+    above = torch.full_like(logits, -1.0 / size)
+    above.scatter_add_(1, targets.local_M, targets.is_here_M.to(logits.dtype))
+    # 1 - tanh^2 is the derivative of tanh.
+    above.mul_(logits.div_(head.softcap).square_().neg_().add_(1.0).mul_(head.scale))
+    return above.to(hidden_dtype) @ head.weight.to(hidden_dtype)

@@ -1,36 +1,201 @@
-"""The adapters of all tasks in a group of linear layers that read the same activations, and the launches of a pass.
+"""Where the adapters of a group of linear layers lie, and the tables by which launches find them.
 
-    forward    S = x A^T of all layers, one launch; per layer y = s S_i B_i^T + bias, then the base product on top
-    backward   per layer dS_i = s dy_i B_i; dx = dS A of all layers, one launch, then the base products on top;
-               dA of all layers, one launch; per layer dB_i
-
-(M §3.4.3; q, k and v, and gate and up, are such groups.) A task whose adapters have dropout draws a mask of its own for
-each layer, so its A work layer by layer, in further launches. Which launches work on a task follows from that task
-alone, so its bits are the same in any company.
-
-Shape letters: T rows of the stream, D features read, K features of a layer, R rank, C columns of S.
+Shape letters: D features read, K features of a layer, R rank.
 """
+
+# MERGED: The adapters of all tasks in a group of linear layers that read the same activations, and the launches of a
+# MERGED: pass.
+# MERGED: forward    S = x A^T of all layers, one launch; per layer y = s S_i B_i^T + bias, then the base product on
+# MERGED: top
+# MERGED: backward   per layer dS_i = s dy_i B_i; dx = dS A of all layers, one launch, then the base products on top;
+# MERGED:                dA of all layers, one launch; per layer dB_i
+# MERGED: (M §3.4.3; q, k and v, and gate and up, are such groups.) A task whose adapters have dropout draws a mask of
+# MERGED: its own for
+# MERGED: each layer, so its A work layer by layer, in further launches. Which launches work on a task follows from
+# MERGED: that task
+# MERGED: alone, so its bits are the same in any company.
+# MERGED: Shape letters: T rows of the stream, D features read, K features of a layer, R rank, C columns of S.
+# MERGED: The two kinds of `GroupCall`: a group of layers in one pass, through kernels or through products on slices.
+# MERGED: Shape letters: T rows of the stream, D features read, K features of a layer.
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.nn import functional as F
 
-from peft_mux.kernels.lora.adapters import (
-    Adapter,
-    LaunchOfA,
-    check_ranks,
-    first_columns,
-    joint_launch,
-    launch_apart,
-    launch_of_layer,
-    work_as_one,
-)
-from peft_mux.kernels.lora.slices import Rows
-from peft_mux.kernels.lora.tables import SegmentTables
+from peft_mux.kernels import philox
+from peft_mux.kernels.lora.launch import Factors
+from peft_mux.kernels.lora.reference import LinearSlice, Rows, all_factors, slices_backward, slices_forward
+from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, MAX_RANK, RankTable, SegmentTables
+
+_COLUMNS = 8
+"""Columns of S, and rows of A that follow each other in memory, come in groups of eight."""
+
+
+class Adapter(NamedTuple):
+    """One task's adapter in one linear layer, where kernels find it.
+
+    Attributes:
+        a_RD: values of A; rows up to the next multiple of eight are zeros that belong to it.
+        b_RK: values of B transposed.
+        da_RD: fp32 gradient of A that a backward pass adds to; `None` where nothing trains.
+        db_RK: the same of B transposed.
+        scale: alpha / rank, or alpha / sqrt(rank).
+        dropout: probability of dropping an element of x.
+    """
+
+    a_RD: torch.Tensor
+    b_RK: torch.Tensor
+    da_RD: torch.Tensor | None
+    db_RK: torch.Tensor | None
+    scale: float
+    dropout: float
+
+    @property
+    def rank(self) -> int:
+        """Rank of the adapter, R."""
+        return len(self.a_RD)
+
+    @property
+    def columns(self) -> int:
+        """Number of columns of S that it takes, the rank rounded up to a multiple of eight."""
+        return -(-self.rank // _COLUMNS) * _COLUMNS
+
+
+class LaunchOfA(NamedTuple):
+    """What launches of factors A need, be it those of all layers at once, or those of one layer with its own draws.
+
+    Attributes:
+        ranks: rank, scale and dropout of each segment.
+        values: where the factors lie.
+        gradients: where their gradients lie; `None` where nothing trains.
+        module_seed: the layer's half of the dropout key; `None` for no dropout.
+    """
+
+    ranks: RankTable
+    values: Factors
+    gradients: Factors | None
+    module_seed: int | None
+
+
+class LaunchOfB(NamedTuple):
+    """What launches of one layer's factors B need.
+
+    Attributes:
+        ranks: rank and scale of each segment.
+        values: where the factors lie.
+        gradients: where their gradients lie; `None` where nothing trains.
+    """
+
+    ranks: RankTable
+    values: Factors
+    gradients: Factors | None
+
+
+def check_ranks(layers: Sequence[Sequence[Adapter | None]]) -> None:
+    """Raise `ValueError` where a rank is greater than kernels can serve."""
+    ranks = [adapter.rank for adapters in layers for adapter in adapters if adapter is not None]
+    if max(ranks, default=0) > MAX_RANK:
+        raise ValueError(f"the largest rank is {max(ranks)}; allowed: 1 to {MAX_RANK}.")
+
+
+def first_columns(adapters: Sequence[Adapter | None]) -> list[int]:
+    """Return the first column of S of each layer's adapter of one task, and where they end."""
+    starts = [0]
+    for adapter in adapters:
+        starts.append(starts[-1] + (0 if adapter is None else adapter.columns))
+    return starts
+
+
+def work_as_one(adapters: Sequence[Adapter | None]) -> bool:
+    """Whether the factors A of one task in all layers can work as one: no draws, and side by side in memory."""
+    present = [adapter for adapter in adapters if adapter is not None]
+    if any(philox.drop_threshold(adapter.dropout) for adapter in present):
+        return False
+    if sum(adapter.columns for adapter in present) > MAX_JOINT_RANK:
+        return False
+    return all(
+        _follows(one.a_RD, one.columns, other.a_RD) and _follows(one.da_RD, one.columns, other.da_RD)
+        for one, other in zip(present[:-1], present[1:], strict=True)
+    )
+
+
+def _follows(one_RD: torch.Tensor | None, rows: int, other_RD: torch.Tensor | None) -> bool:
+    if one_RD is None or other_RD is None:
+        return one_RD is other_RD
+    end = one_RD.data_ptr() + rows * one_RD.shape[1] * one_RD.element_size()
+    # Two storages may follow each other by chance, and a view must not reach from one into the other.
+    same_memory = one_RD.untyped_storage().data_ptr() == other_RD.untyped_storage().data_ptr()
+    return same_memory and other_RD.data_ptr() == end
+
+
+def joint_launch(segments: Sequence[Sequence[Adapter | None]], is_joint: Sequence[bool]) -> LaunchOfA | None:
+    """Return the launches of the tasks whose factors A work as one."""
+    ranks: list[int] = []
+    values: list[torch.Tensor | None] = []
+    gradients: list[torch.Tensor | None] = []
+    for adapters, joins in zip(segments, is_joint, strict=True):
+        present = [adapter for adapter in adapters if adapter is not None] if joins else []
+        # A group of one keeps its own rank, so that narrow ones stay narrow; of several, each takes whole groups.
+        rank = present[0].rank if len(present) == 1 else sum(adapter.columns for adapter in present)
+        ranks.append(rank)
+        values.append(_rows_from(present[0].a_RD, rank) if present else None)
+        gradients.append(_rows_from(present[0].da_RD, rank) if present else None)
+    if not any(ranks):
+        return None
+    width = next(value.shape[1] for value in values if value is not None)
+    # Scales of 1: those of the layers may differ, and enter with B.
+    table = RankTable(ranks, [1.0] * len(ranks), device=_first_device(values))
+    return LaunchOfA(table, Factors(values, width), _gradient_factors(gradients, values, width), None)
+
+
+def launch_apart(
+    adapters: Sequence[Adapter | None], is_joint: Sequence[bool], columns: Sequence[int], module_name: str
+) -> LaunchOfA | None:
+    """Return the launches of one layer's factors A of the other tasks."""
+    own = [None if joins else adapter for adapter, joins in zip(adapters, is_joint, strict=True)]
+    layer = launch_of_layer(own, columns, of_a=True)
+    return None if layer is None else LaunchOfA(*layer, philox.hash_seed(module_name))
+
+
+def launch_of_layer(
+    adapters: Sequence[Adapter | None], columns: Sequence[int], *, of_a: bool = False
+) -> LaunchOfB | None:
+    """Return the launches of one layer's factors, B unless `of_a`; `None` where no task has an adapter."""
+    values = [None if item is None else (item.a_RD if of_a else item.b_RK) for item in adapters]
+    gradients = [None if item is None else (item.da_RD if of_a else item.db_RK) for item in adapters]
+    if all(value is None for value in values):
+        return None
+    width = next(value.shape[1] for value in values if value is not None)
+    table = RankTable(
+        [0 if item is None else item.rank for item in adapters],
+        [0.0 if item is None else 1.0 if of_a else item.scale for item in adapters],
+        s_columns=[0 if item is None else column for item, column in zip(adapters, columns, strict=True)],
+        dropouts=[0.0 if item is None or not of_a else item.dropout for item in adapters],
+        device=_first_device(values),
+    )
+    return LaunchOfB(table, Factors(values, width), _gradient_factors(gradients, values, width))
+
+
+def _gradient_factors(
+    gradients: Sequence[torch.Tensor | None], values: Sequence[torch.Tensor | None], width: int
+) -> Factors | None:
+    """Return where gradients lie, or `None` unless every adapter has one."""
+    is_bound = all(value is None or gradient is not None for value, gradient in zip(values, gradients, strict=True))
+    return Factors(gradients, width) if is_bound else None
+
+
+def _rows_from(first_RD: torch.Tensor | None, rows: int) -> torch.Tensor | None:
+    """Return a matrix of more rows that begins where another does."""
+    return None if first_RD is None else first_RD.as_strided((rows, first_RD.shape[1]), (first_RD.shape[1], 1))
+
+
+def _first_device(values: Sequence[torch.Tensor | None]) -> torch.device:
+    return next(value.device for value in values if value is not None)
+
 
 _WORD_BYTES = 16
 """Tensors that begin on such are read by whole words; new ones of torch's do."""
@@ -266,3 +431,93 @@ def lies_like_new(dy_TK: torch.Tensor, dtype: torch.dtype) -> bool:
 def _arguments_of_a(part: LaunchOfA, places: torch.Tensor, layout: int | None) -> dict[str, Any]:
     # Launches that draw check the places of every pass, and so all of its layout.
     return {"layout": layout} if part.module_seed is None else {"places": places, "module_seed": part.module_seed}
+
+
+class Tables(Protocol):
+    """What the launches of a group of layers need to know, for one set of tasks; `LoraGroup` is that of linear ones."""
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        bases: Sequence[Base],
+        segments: SegmentTables,
+        places: torch.Tensor,
+        *,
+        num_columns: int | None,
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return each layer's output `[..., K]`, and what the backward pass needs besides `x [..., D]`."""
+        ...
+
+    def backward(
+        self,
+        dys: Sequence[torch.Tensor],
+        x: torch.Tensor,
+        saved: torch.Tensor,
+        bases: Sequence[Base],
+        segments: SegmentTables,
+        places: torch.Tensor,
+        *,
+        needs_dx: bool,
+    ) -> torch.Tensor | None:
+        """Add to the gradients of the adapters, and return that of `x`."""
+        ...
+
+
+class KernelCall(NamedTuple):
+    """A group in a pass, through the kernels.
+
+    Attributes:
+        group: the tables of the group.
+        bases: the frozen part of each of its layers.
+        segments: which rows of the stream belong to which task.
+        places: int64 `[T]`, place of each row in its task's global batch, for dropout.
+        num_columns: columns that are kept of each row for the backward pass; by default as many as these tasks need.
+    """
+
+    group: Tables
+    bases: Sequence[Base]
+    segments: SegmentTables
+    places: torch.Tensor
+    num_columns: int | None = None
+
+    def forward(self, x_TD: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return each layer's output `[T, K]`, and what the backward pass needs besides `x_TD`."""
+        return self.group.forward(x_TD, self.bases, self.segments, self.places, num_columns=self.num_columns)
+
+    def backward(
+        self, dys_TK: Sequence[torch.Tensor], x_TD: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
+    ) -> torch.Tensor | None:
+        """Add to the gradients of the adapters, and return that of `x_TD` where a layer below needs it."""
+        return self.group.backward(dys_TK, x_TD, saved, self.bases, self.segments, self.places, needs_dx=needs_dx)
+
+
+class SliceCall(NamedTuple):
+    """A group in a pass, through products on slices; adds to the parameters' own gradients.
+
+    Attributes:
+        slices: the layers of the group with their adapters.
+        places: int64 `[T]`, place of each row in its task's global batch, for dropout.
+        num_columns: columns that are kept of each row for the backward pass.
+    """
+
+    slices: Sequence[LinearSlice]
+    places: torch.Tensor
+    num_columns: int
+
+    def forward(self, x_TD: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return each layer's output `[T, K]`, and what the backward pass needs besides `x_TD`."""
+        # As wide as the compiled graph was told, which may be more than these tasks fill.
+        saved = x_TD.new_zeros(len(x_TD) * self.num_columns)
+        return slices_forward(x_TD, self.slices, self.places, saved), saved
+
+    def backward(
+        self, dys_TK: Sequence[torch.Tensor], x_TD: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
+    ) -> torch.Tensor | None:
+        """Add to the gradients of the adapters, and return that of `x_TD` where a layer below needs it."""
+        factors = all_factors(self.slices)
+        dx, gradients = slices_backward(dys_TK, x_TD, self.slices, self.places, saved.reshape(-1), needs_dx=needs_dx)
+        for factor, gradient in zip(factors, gradients, strict=True):
+            if gradient is not None:
+                # By hand, as autograd sees the whole group as one operator without factors.
+                factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
+        return dx

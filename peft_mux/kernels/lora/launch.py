@@ -1,34 +1,237 @@
-"""LoRA of many tasks over one packed stream: the launches of shrink, expand, wgrad and its reduction.
+"""`Factors`: where the A and B of every segment lie in memory.
 
-    shrink   S[m] = s? * drop?(x[m]) @ W_g^T         forward (x, A), backward (dy, B^T)
-    expand   y[m] = s? * drop?(S[m] @ W_g)           forward (S, B^T), backward (dS, A)
-    wgrad    dW_g = s? * sum_m S[m]^T drop?(x[m])    backward (dS, x) for dA, (S, dy) for dB^T
-
-The kernels stand in `device.py`. Importing this file imports Triton; only the caller that has chosen it does so.
-
-What of a launch is the same in every pass is checked and put together once, as `Launch`, and kept by the `Factors` that
-it is of: below a few thousand tokens it is the host that sets the speed of a pass.
-
-Shape letters: T rows of the stream, D features, K features written, C columns of S, G segments.
+Shape letters: G segments, R rows of a factor (its rank), D columns.
 """
 
-# Plain values stand for Triton's constexpr.
-# pyright: reportArgumentType=false
+# MERGED: What is checked of the tensors of a launch, as kernels trust whatever they are given.
+# MERGED: Shape letters: T rows of the stream, D features, K features written, C columns of S.
+# MERGED: `Launch`: a kernel with all of its arguments that are the same in every pass, started without binding them
+# MERGED: anew.
+# MERGED: Below a few thousand tokens it is the host that sets the speed of a pass, and Triton's binder is most of a
+# MERGED: launch.
+# MERGED: LoRA of many tasks over one packed stream: the launches of shrink, expand, wgrad and its reduction.
+# MERGED:     shrink   S[m] = s? * drop?(x[m]) @ W_g^T         forward (x, A), backward (dy, B^T)
+# MERGED:     expand   y[m] = s? * drop?(S[m] @ W_g)           forward (S, B^T), backward (dS, A)
+# MERGED:     wgrad    dW_g = s? * sum_m S[m]^T drop?(x[m])    backward (dS, x) for dA, (S, dy) for dB^T
+# MERGED: The kernels stand in `device.py`. Importing this file imports Triton; only the caller that has chosen it
+# MERGED: does so.
+# MERGED: What of a launch is the same in every pass is checked and put together once, as `Launch`, and kept by the
+# MERGED: `Factors` that
+# MERGED: it is of: below a few thousand tokens it is the host that sets the speed of a pass.
+# MERGED: Shape letters: T rows of the stream, D features, K features written, C columns of S, G segments.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 
-from peft_mux.kernels.lora import tunings
 from peft_mux.kernels.lora.device import expand_kernel, reduce_kernel, shrink_kernel, wgrad_kernel
-from peft_mux.kernels.lora.factors import Factors
-from peft_mux.kernels.lora.fixed_launch import Launch
-from peft_mux.kernels.lora.launch_checks import check_bias, check_layout, check_rows
-from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, RankTable, SegmentTables, signed_seed
+from peft_mux.kernels.lora.tables import (
+    MAX_JOINT_RANK,
+    NARROW_RANK,
+    WIDE_BLOCK,
+    RankTable,
+    SegmentTables,
+    Tiles,
+    copy_to_device,
+    gpu_model,
+    signed_seed,
+    tiles,
+)
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""What activations and factors may be held in; sums are fp32 in any case."""
+
+
+class Factors:
+    """Where one factor (A, B transposed, or the gradient of either) of each segment lies on the device.
+
+    Owners keep their adapters in memory of their own; a launch is handed one tensor and, for each segment, how far from
+    its beginning the segment's factor lies, in elements.
+
+    Attributes:
+        base: tensor from whose beginning distances are counted.
+        offset_G: int64, distance of each segment's factor from it in elements; multiples of 8 where `width` is one.
+        width: number of columns of every factor.
+        num_segments: number of segments, G.
+        launches: launches of these factors by what they were made for; those who launch keep them here.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[torch.Tensor | None],
+        width: int,
+        *,
+        num_segments: int | None = None,
+        base: torch.Tensor | None = None,
+    ) -> None:
+        """Check the factors, and note how far each one lies from the base.
+
+        Args:
+            parts: factor of each segment, contiguous `[R, width]`; `None` for a segment without an adapter here.
+            width: number of columns of all factors.
+            num_segments: number of segments that the table is made for; as many as `parts` by default.
+            base: tensor from whose beginning distances are counted; the first factor by default.
+
+        Raises:
+            ValueError: if there is no factor and no base, or one differs in width, dtype or device, or does not begin
+                on 16 bytes.
+        """
+        base = next((part for part in parts if part is not None), None) if base is None else base
+        if base is None:
+            raise ValueError("factors: got none; allowed: at least one segment with an adapter.")
+        self.base, self.width = base, width
+        size = self.base.element_size()
+        # Signed and wide: owners' buffers lie anywhere, before the base as well as behind it.
+        offsets = np.zeros(len(parts) if num_segments is None else num_segments, dtype=np.int64)
+        for index, part in enumerate(parts):
+            if part is not None:
+                _check_factor(part, self.base, width)
+                offsets[index] = (part.data_ptr() - self.base.data_ptr()) // size
+        self.offset_G = torch.empty(len(offsets), dtype=torch.int64, device=self.base.device)
+        copy_to_device(offsets, self.offset_G)
+        self.num_segments = len(offsets)
+        self.launches: dict[tuple[Any, ...], Any] = {}
+
+    @classmethod
+    def of_slab(
+        cls, slab_RD: torch.Tensor, first_rows: Sequence[int], ranks: Sequence[int], *, num_segments: int | None = None
+    ) -> Factors:
+        """Return factors that lie below each other in one tensor.
+
+        Args:
+            slab_RD: the tensor that holds all factors, contiguous `[rows, D]`.
+            first_rows: row of the slab in which each segment's factor begins.
+            ranks: number of rows of each factor, 0 for a segment without an adapter here.
+            num_segments: number of segments that the table is made for; as many as `ranks` by default.
+
+        Raises:
+            ValueError: if a factor reaches out of the slab.
+        """
+        ends = [row + rank for row, rank in zip(first_rows, ranks, strict=True)]
+        if max(ends, default=0) > len(slab_RD) or min(first_rows, default=0) < 0:
+            raise ValueError(f"factors end at rows {ends}; allowed: 0 to {len(slab_RD)}, the rows of the slab.")
+        parts = [slab_RD[row:end] if end > row else None for row, end in zip(first_rows, ends, strict=True)]
+        return cls(parts, slab_RD.shape[1], num_segments=num_segments, base=slab_RD)
+
+
+def _check_factor(part: torch.Tensor, base: torch.Tensor, width: int) -> None:
+    if part.dim() != 2 or part.shape[1] != width or not part.is_contiguous():
+        raise ValueError(f"factor of shape {tuple(part.shape)}; allowed: contiguous with {width} columns.")
+    if part.dtype != base.dtype or part.device != base.device:
+        raise ValueError(f"factor in {part.dtype} on {part.device}; allowed: {base.dtype} on {base.device}, as others.")
+    # Rows of other widths begin anywhere, so that loads of whole words are out of the question for them.
+    if width % 8 == 0 and part.data_ptr() % 16:
+        raise ValueError("a factor does not begin on 16 bytes; allowed: memory that loads of whole words can read.")
+
+
+def check_layout(
+    x_TD: torch.Tensor, w: Factors, s_TC: torch.Tensor, ranks: RankTable, tables: SegmentTables, *, is_gradient: bool
+) -> None:
+    """Raise where a launch would compute with the wrong type, or read columns or segments that are not there."""
+    width = x_TD.shape[1]
+    if x_TD.dtype not in DTYPES or s_TC.dtype != x_TD.dtype:
+        raise ValueError(f"activations are {x_TD.dtype}, S is {s_TC.dtype}; allowed: one of bf16, fp16, fp32 for both.")
+    if w.base.dtype != (torch.float32 if is_gradient else x_TD.dtype):
+        raise ValueError(f"factors or gradients are {w.base.dtype}; allowed: that of activations, fp32 for gradients.")
+    if w.width != width:
+        raise ValueError(f"factors have {w.width} columns; allowed: {width}, as activations.")
+    if s_TC.shape[1] < ranks.num_columns or s_TC.stride(1) != 1:
+        raise ValueError(
+            f"S of shape {tuple(s_TC.shape)}; allowed: [{len(x_TD)}, at least {ranks.num_columns}], columns adjacent."
+        )
+    if not tables.num_segments == ranks.num_segments == w.num_segments:
+        raise ValueError(
+            f"{tables.num_segments} segments, ranks of {ranks.num_segments} segments, factors of {w.num_segments}; the "
+            "tables do not fit."
+        )
+
+
+def check_bias(bias: torch.Tensor, y_TK: torch.Tensor, *, drops: bool) -> None:
+    """Raise where a bias is not one number of y's dtype for each column, or would be dropped from."""
+    # The dtype too: code that was compiled for another one would read the wrong bytes.
+    if drops or bias.shape != y_TK.shape[1:] or bias.dtype != y_TK.dtype or not bias.is_contiguous():
+        raise ValueError(
+            f"bias of shape {tuple(bias.shape)} in {bias.dtype}; allowed: contiguous [{y_TK.shape[1]}] in "
+            f"{y_TK.dtype}, and none with dropout."
+        )
+
+
+def check_rows(x_TD: torch.Tensor, s_TC: torch.Tensor, tables: SegmentTables, places: torch.Tensor | None) -> None:
+    """Raise where a launch would read or write rows or places that are not there."""
+    num_rows = len(x_TD)
+    if len(s_TC) != num_rows:
+        raise ValueError(f"S of shape {tuple(s_TC.shape)}; allowed: [{num_rows}, columns], as activations.")
+    if tables.num_rows > num_rows:
+        raise ValueError(f"segments of {tables.num_rows} rows, {num_rows} rows of the stream; the tables do not fit.")
+    if places is not None and (places.dtype != torch.int64 or len(places) < num_rows or not places.is_contiguous()):
+        raise ValueError(f"places are {places.dtype} of length {len(places)}; allowed: contiguous int64 [{num_rows}].")
+
+
+_WORD_BYTES = 16  # code for tensors that begin on such moves whole words
+
+
+class Launch:
+    """A kernel with all of its arguments that are the same in every pass.
+
+    Triton would bind the arguments anew in each launch, to find the code that was compiled for such ones; that takes
+    the host several times as long as the launch. All that decides it is fixed here, but where tensors begin: the code
+    for tensors that begin on 16 bytes is kept from the first launch, and any other launch goes through Triton's binder.
+
+    Args:
+        kernel: the Triton kernel that is launched.
+        tile: how it is launched.
+        fixed: the arguments between those of a call and the constants.
+        constants: the kernel's constants, in its own order, which ends with them.
+    """
+
+    __slots__ = ("_compiled", "_fixed", "_grid", "_kernel", "_options", "_runner")
+
+    def __init__(self, kernel: Any, tile: Tiles, *fixed: object, **constants: object) -> None:
+        """Remember all of them; nothing is compiled yet."""
+        assert tuple(kernel.arg_names[-len(constants) :]) == tuple(constants), "constants are in the kernel's order"
+        self._kernel, self._fixed = kernel, (*fixed, *constants.values())
+        self._options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        self._compiled: Any = None
+        # Of the last grid: Triton makes a function for each launch, and passes of one size follow each other.
+        self._grid: tuple[int, ...] | None = None
+        self._runner: Any = None
+
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        moving: tuple[torch.Tensor, ...],
+        tables: tuple[torch.Tensor, ...],
+        *,
+        is_aligned: bool = False,
+    ) -> None:
+        """Start the kernel; all launches go through here.
+
+        Args:
+            grid: number of programs in each of three dimensions.
+            moving: the kernel's first arguments, tensors that lie elsewhere in each pass.
+            tables: the arguments after them, tables of the pass, which begin on 16 bytes.
+            is_aligned: whether the caller knows that `moving` begin on 16 bytes, but for those that never move.
+        """
+        if not is_aligned:
+            address = 0
+            for tensor in moving:
+                address |= tensor.data_ptr()
+            is_aligned = address % _WORD_BYTES == 0
+        if self._compiled is not None and is_aligned:
+            if grid != self._grid:
+                self._grid, self._runner = grid, self._compiled[grid]
+            self._runner(*moving, *tables, *self._fixed)
+            return
+        compiled = self._kernel[grid](*moving, *tables, *self._fixed, **self._options)
+        # Triton's interpreter compiles nothing, and returns nothing.
+        if is_aligned:
+            self._compiled = compiled
+
 
 _REDUCE_RANKS = 16  # rows of a block of the reduction
 _MAX_LAYOUTS = 64  # of one factor; a model has one or two
@@ -261,7 +464,7 @@ def _wgrad_launches(choices: tuple[Any, ...], grad: Factors, x_TD: torch.Tensor,
             UPCAST=_INTERPRETED,
         )
         launches.append(((_cdiv(width, tile.columns), _cdiv(min(highest, ranks.max_rank), block_ranks)), launch))
-    tile = tunings.tiles("reduce", tunings.gpu_model(x_TD.device), width, _REDUCE_RANKS, grad.base.element_size())
+    tile = tiles("reduce", gpu_model(x_TD.device), width, _REDUCE_RANKS, grad.base.element_size())
     launch = Launch(
         reduce_kernel,
         tile,
@@ -337,19 +540,19 @@ def _rank_classes(ranks: RankTable, *, with_zero: bool = False) -> list[tuple[in
     """
     classes = []
     if ranks.has_narrow:
-        classes.append((1, tunings.NARROW_RANK, tunings.NARROW_RANK))
+        classes.append((1, NARROW_RANK, NARROW_RANK))
     if ranks.has_wide:
-        classes.append((tunings.NARROW_RANK + 1, MAX_JOINT_RANK, tunings.WIDE_BLOCK))
+        classes.append((NARROW_RANK + 1, MAX_JOINT_RANK, WIDE_BLOCK))
     if with_zero:
         # Segments without an adapter, whose rows must be written too, go with the first launch.
-        _, highest, block = classes[0] if classes else (0, 0, tunings.NARROW_RANK)
+        _, highest, block = classes[0] if classes else (0, 0, NARROW_RANK)
         classes[:1] = [(0, highest, block)]
     return classes
 
 
-def _tiles(kernel: str, activation: torch.Tensor, block_ranks: int) -> tunings.Tiles:
-    name = tunings.gpu_model(activation.device)
-    return tunings.tiles(kernel, name, activation.shape[1], block_ranks, activation.element_size())
+def _tiles(kernel: str, activation: torch.Tensor, block_ranks: int) -> Tiles:
+    name = gpu_model(activation.device)
+    return tiles(kernel, name, activation.shape[1], block_ranks, activation.element_size())
 
 
 def _adjacent_columns(x_TD: torch.Tensor) -> torch.Tensor:

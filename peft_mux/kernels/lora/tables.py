@@ -1,27 +1,136 @@
-"""What grouped LoRA kernels have to know about a packed stream, as small arrays on the device.
+"""Tile choices of the grouped LoRA kernels, as a plain table.
 
-`SegmentTables` describes one step and is shared by all launches of it: which rows belong to which segment, cut into
-tiles and into chunks that never cross a segment. `RankTable` describes one module: each segment's rank, scale and
-dropout. `Factors` says where one factor of each segment lies, wherever its owner keeps it. All are built on the host in
-one numpy buffer and moved in one copy. With fixed sizes the device buffers keep their addresses and shapes whatever the
-mix, so that a captured CUDA graph serves every step of the same budget.
+Nothing is tuned at run time: that would synchronise, break graph capture, and let two runs differ. What decides the
+order of sums follows from the device, the width of the layer and the task's own rank, never from the ranks of others:
+ranks up to 16 and greater ones are launched apart, each with its own block size and its own depth of pipelining.
 
-Segments are contiguous and in order: the first one begins at row 0, each next one where the last one ended, and any
-may be empty. Rows behind the last segment belong to nobody and are not written by any kernel; a stream that is padded
-gives its padding a segment of its own, of rank 0.
-
-Shape letters: G segments, NT tiles, NC chunks; S is `x A^T` of all segments.
+The choices were made from compiled code (registers, shared memory, instructions) and byte counts, not from timings.
 """
+
+# MERGED: What grouped LoRA kernels have to know about a packed stream, as small arrays on the device.
+# MERGED: `SegmentTables` describes one step and is shared by all launches of it: which rows belong to which segment,
+# MERGED: cut into
+# MERGED: tiles and into chunks that never cross a segment. `RankTable` describes one module: each segment's rank,
+# MERGED: scale and
+# MERGED: dropout. `Factors` says where one factor of each segment lies, wherever its owner keeps it. All are built on
+# MERGED: the host in
+# MERGED: one numpy buffer and moved in one copy. With fixed sizes the device buffers keep their addresses and shapes
+# MERGED: whatever the
+# MERGED: mix, so that a captured CUDA graph serves every step of the same budget.
+# MERGED: Segments are contiguous and in order: the first one begins at row 0, each next one where the last one ended,
+# MERGED: and any
+# MERGED: may be empty. Rows behind the last segment belong to nobody and are not written by any kernel; a stream that
+# MERGED: is padded
+# MERGED: gives its padding a segment of its own, of rank 0.
+# MERGED: Shape letters: G segments, NT tiles, NC chunks; S is `x A^T` of all segments.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from peft_mux.kernels import philox
-from peft_mux.kernels.lora import tunings
+
+NARROW_RANK = 16
+"""Ranks up to this are worked on in one block of 16, the smallest a tensor core takes."""
+
+WIDE_BLOCK = 64
+"""Greater ranks are worked on in blocks of this many."""
+
+
+class Tiles(NamedTuple):
+    """How one kernel is launched.
+
+    Attributes:
+        columns: columns of the activation that are worked on at a time.
+        warps: number of warps of a program.
+        stages: number of loads in flight in a loop.
+    """
+
+    columns: int
+    warps: int
+    stages: int
+
+
+class KernelTiles(NamedTuple):
+    """Columns and warps of one kernel, and its pipeline depth for small and for greater ranks.
+
+    Attributes:
+        columns: columns of the activation that are worked on at a time, for 16-bit elements.
+        warps: number of warps of a program.
+        narrow_stages: loads in flight, for ranks up to 16.
+        wide_stages: loads in flight, for greater ranks; blocks are larger, so fewer fit into shared memory.
+    """
+
+    columns: int
+    warps: int
+    narrow_stages: int
+    wide_stages: int
+
+
+# At most 48 KiB of shared memory in 16 bits: fits every GPU that has bf16.
+_DEFAULT = {
+    "shrink": KernelTiles(columns=64, warps=4, narrow_stages=3, wide_stages=2),
+    "expand": KernelTiles(columns=128, warps=4, narrow_stages=2, wide_stages=2),
+    "wgrad": KernelTiles(columns=128, warps=4, narrow_stages=2, wide_stages=2),
+    "reduce": KernelTiles(columns=256, warps=4, narrow_stages=2, wide_stages=2),
+}
+
+_HOPPER = {
+    "shrink": KernelTiles(columns=128, warps=4, narrow_stages=4, wide_stages=3),
+    "expand": KernelTiles(columns=128, warps=4, narrow_stages=2, wide_stages=2),
+    "wgrad": KernelTiles(columns=128, warps=4, narrow_stages=4, wide_stages=3),
+    "reduce": KernelTiles(columns=256, warps=4, narrow_stages=2, wide_stages=2),
+}
+
+_ANY_WIDTH = 0
+
+_TABLE: dict[tuple[str, int], dict[str, KernelTiles]] = {
+    (name, _ANY_WIDTH): _HOPPER for name in ("H100", "H200", "H20", "GH200")
+}
+"""By model of the device and width of the activation."""
+
+
+def tiles(kernel: str, device_name: str, width: int, block_ranks: int, element_size: int) -> Tiles:
+    """Return how to launch a kernel.
+
+    Args:
+        kernel: "shrink", "expand", "wgrad" or "reduce".
+        device_name: model of the GPU, as the function `gpu_model` returns it.
+        width: number of columns of the activation.
+        block_ranks: number of ranks of a block, 16 or 64.
+        element_size: bytes of an element; 4-byte ones get half as many columns in the same shared memory, and
+                with great ranks more warps.
+    """
+    by_kernel = _TABLE.get((device_name, width)) or _TABLE.get((device_name, _ANY_WIDTH)) or _DEFAULT
+    choice = by_kernel[kernel]
+    # The reduction keeps its blocks in registers, so shared memory does not bound its columns.
+    columns = choice.columns if element_size <= 2 or kernel == "reduce" else choice.columns // 2
+    if block_ranks <= NARROW_RANK:
+        return Tiles(columns, choice.warps, choice.narrow_stages)
+    if element_size <= 2:
+        return Tiles(columns, choice.warps, choice.wide_stages)
+    # Products in fp32 use no tensor cores, so a thread holds more of them: with 4 warps an A100 has to spill, and in
+    # wgrad with two loads in flight still.
+    return Tiles(columns, 2 * choice.warps, choice.wide_stages - (kernel == "wgrad"))
+
+
+def gpu_model(device: torch.device) -> str:
+    """Return the model of a GPU, "H200" for "NVIDIA H200"; "" for any device but a GPU."""
+    if device.type != "cuda":
+        return ""
+    return _cuda_device_name(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@functools.cache
+def _cuda_device_name(index: int) -> str:
+    words = torch.cuda.get_device_name(index).split()
+    return next((word for word in words if word in {name for name, _ in _TABLE}), " ".join(words))
+
 
 BLOCK_ROWS = 64
 """Rows of a tile: what one program of shrink and expand works on."""
@@ -167,7 +276,7 @@ class RankTable:
         threshold_G: int32, how many of 65,536 draws drop an element; see `philox.drop_threshold`.
         keep_scale_G: fp32, what kept elements are multiplied by; see `philox.keep_scale`.
         max_rank: the largest rank that launches are made for.
-        has_narrow: whether there may be ranks up to `tunings.NARROW_RANK`.
+        has_narrow: whether there may be ranks up to `NARROW_RANK`.
         has_wide: whether there may be greater ones; each of the two kinds takes a launch of its own.
         has_dropout: whether launches draw masks.
         num_columns: number of columns of S that are needed.
@@ -210,8 +319,8 @@ class RankTable:
         if not 0 <= self.max_rank <= MAX_JOINT_RANK:
             raise ValueError(f"the largest rank is {self.max_rank}; allowed: 0 to {MAX_JOINT_RANK}.")
         # Captured launches cannot be added later: those of fixed size are made for every rank that may come.
-        self.has_narrow = is_fixed or any(0 < rank <= tunings.NARROW_RANK for rank in ranks)
-        self.has_wide = self.max_rank > tunings.NARROW_RANK
+        self.has_narrow = is_fixed or any(0 < rank <= NARROW_RANK for rank in ranks)
+        self.has_wide = self.max_rank > NARROW_RANK
         self.has_dropout = _any_drops(dropouts or ()) if has_dropout is None else has_dropout
         self.num_columns = max(_columns(ranks, s_columns), _round_up(self.max_rank, 8) if is_fixed else 0)
         self._slots = _slots((self.num_segments,) * 5)
@@ -274,7 +383,7 @@ class RankTable:
             raise ValueError(f"{len(ranks)} segments; the table holds {self.num_segments}.")
         if any(not 0 <= rank <= self.max_rank for rank in ranks):
             raise ValueError(f"ranks are {list(ranks)}; allowed: 0 to {self.max_rank}.")
-        if not self.has_narrow and any(0 < rank <= tunings.NARROW_RANK for rank in ranks):
+        if not self.has_narrow and any(0 < rank <= NARROW_RANK for rank in ranks):
             raise ValueError(
                 f"ranks are {list(ranks)}; a table that is updated with small ones is built with max_rank."
             )

@@ -15,11 +15,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from peft_mux.errors import CheckpointError
-from peft_mux.modeling.adapters.injection.hidden import only_adapter
+from peft_mux.modeling.adapters.injection import only_adapter
 from peft_mux.modeling.adapters.kind import SavedForm, kind_of
-from peft_mux.modeling.adapters.own.biases import OWN, biases_unsaid
-from peft_mux.modeling.adapters.prompts.encoders import encoders_of
-from peft_mux.modeling.adapters.prompts.saved import (
+from peft_mux.modeling.adapters.own import OWN, biases_unsaid
+from peft_mux.modeling.adapters.prompts.kinds import encoders_of
+from peft_mux.modeling.adapters.prompts.prompts import (
     load_prompt,
     prompt_keys,
     prompt_state,
@@ -27,7 +27,7 @@ from peft_mux.modeling.adapters.prompts.saved import (
     saved_tensor,
 )
 from peft_mux.modeling.interface import MultiplexedModel
-from peft_mux.modeling.sharding.pieces import Piece
+from peft_mux.modeling.sharding import Piece
 from peft_mux.storage import CHECKSUMS_NAME, has_checksums, load_tensors, verify_checksums
 
 WEIGHTS_NAME = "adapter_model.safetensors"

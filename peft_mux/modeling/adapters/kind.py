@@ -1,13 +1,16 @@
-"""`AdapterKind`: what a PEFT type needs to be trained here, and the registry of all kinds.
+"""A `forward` that reads the stream: what all attached modules share (M §3.2)."""
 
-A kind is one object for the whole process; what belongs to one model (tables of where its adapters lie, say) is in the
-`PassMaker` that the kind makes for it. A new kind is one new file that registers itself with `register_kind`; a PEFT
-layer without a path of its own needs no more than a `peft_mux.modeling.adapters.sliced.SlicedKind`.
-"""
+# MERGED: `AdapterKind`: what a PEFT type needs to be trained here, and the registry of all kinds.
+# MERGED: A kind is one object for the whole process; what belongs to one model (tables of where its adapters lie,
+# MERGED: say) is in the
+# MERGED: `PassMaker` that the kind makes for it. A new kind is one new file that registers itself with
+# MERGED: `register_kind`; a PEFT
+# MERGED: layer without a path of its own needs no more than a `peft_mux.modeling.adapters.sliced.SlicedKind`.
 
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
@@ -17,11 +20,82 @@ from peft import PeftConfig, PeftType
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from peft_mux.errors import Fault
-from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
+from peft_mux.errors import Fault, UnsupportedModelError
 from peft_mux.modeling.slabs import Slot, TaskSlab
 from peft_mux.modeling.stream import PassMaker, Stream
 from peft_mux.scheduler.costs.loads import AdapterLoad
+
+_WRAPPING = re.compile(r"\.modules_to_save\.[^.]+|\.t\d{6}$|\.base_layer(?=\.|$)")
+"""Parts of names on which no draw may depend: a task's internal id, and which other layers lie around this one."""
+
+
+class MultiplexedForward:
+    """A `forward` that reads the stream, and gives way to the module's own while the stream is idle.
+
+    Args:
+        module: the module whose `forward` this is.
+        name: the module's name within the backbone.
+        stream: what tells the module which rows are whose.
+
+    Attributes:
+        module: the module whose `forward` this is.
+        name: within the backbone, as if the module were the only one that was put there.
+        stream: what tells the module which rows are whose.
+        original: the module's own `forward`.
+        adds_own_biases: whether it adds what tasks have of the biases of the frozen layer inside the module.
+        group: the layers that are computed together with this one; `None` where there is nothing of the sort.
+    """
+
+    group: Any = None
+    adds_own_biases: bool = False
+
+    def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
+        self.module = module
+        # Draws depend on the name, which must be the same alone and beside adapters of other types.
+        self.name = _WRAPPING.sub("", name)
+        self.stream = stream
+        # Bound before it is replaced: merging, saving and `generate` go on through it.
+        self.original = module.forward
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return what the module returns for `x`, row by row of the stream where one is read."""
+        if self.stream.is_idle:
+            return self.original(x, *args, **kwargs)
+        return self.multiplexed(x)
+
+    def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the module's output for the rows of the stream in flight."""
+        raise NotImplementedError
+
+    def reason_against_graphs(self) -> str | None:
+        """Return a clause that says why no pass through this module can be captured now; `None` where it can."""
+        return None
+
+    def by_segment(self, x: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
+        """Return the rows of each of the stream's segments, out of all rows that modules see now.
+
+        Args:
+            x: activations, with the rows of the stream in one dimension.
+            dim: that dimension.
+        """
+        # Together and not one by one: in the backward pass each slice would make a gradient as tall as the stream.
+        return x.split([segment.end - segment.start for segment in self.stream.segments], dim)
+
+    def rows(self, x: torch.Tensor, width: int) -> torch.Tensor:
+        """Return `x` as `[rows, width]`, having checked that its rows are the stream's."""
+        self.check_rows(x, width)
+        return x.reshape(-1, width)
+
+    def check_rows(self, x: torch.Tensor, width: int) -> None:
+        """Refuse an `x` whose rows are not the stream's."""
+        if x.numel() != self.stream.num_rows * width:
+            raise UnsupportedModelError(
+                f"{self.name} ({type(self.module).__name__}) was called with a tensor of shape {list(x.shape)}, which "
+                f"is not one row for each of the {self.stream.num_rows} rows of the stream; allowed: layers that see "
+                "every token once, in order. Take this module out of target_modules (experts of a mixture, for one, "
+                "see tokens that were regrouped), or set the dropout to 0."
+            )
+
 
 SlabOf = Callable[[str], TaskSlab | None]
 """Returns the slab of an adapter, by its internal id; `None` where it has none."""

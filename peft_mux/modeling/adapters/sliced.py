@@ -13,11 +13,22 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 from torch import nn
 
 from peft_mux.errors import Fault
-from peft_mux.modeling.adapters.default_types import types_of_defaults
-from peft_mux.modeling.adapters.field_types import type_faults
-from peft_mux.modeling.adapters.fields import complete_heads, field_faults, task_type_faults
-from peft_mux.modeling.adapters.kind import CutLayers, CutOfLayer, ReplicaLayout, SavedForm, Shapes, SlabOf
-from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
+from peft_mux.modeling.adapters.fields import (
+    complete_heads,
+    field_faults,
+    task_type_faults,
+    type_faults,
+    types_of_defaults,
+)
+from peft_mux.modeling.adapters.kind import (
+    CutLayers,
+    CutOfLayer,
+    MultiplexedForward,
+    ReplicaLayout,
+    SavedForm,
+    Shapes,
+    SlabOf,
+)
 from peft_mux.modeling.backbone.modules import adaptable_modules
 from peft_mux.modeling.slabs import Slot, plain_slot
 from peft_mux.modeling.stream import PassMaker, RowSegment, Stream

@@ -17,6 +17,8 @@ may say that its adapters lie apart (`lies_apart`): each has a tuner and layers 
 no others. What PEFT makes of it is then what it makes of the task alone, whatever lies beside it.
 """
 
+# MERGED: One adapter becomes part of the backbone's weights, and all others go.
+
 from __future__ import annotations
 
 import copy
@@ -30,9 +32,11 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
+from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, kind_of, kind_of_layer
-from peft_mux.modeling.adapters.prompts.kind import PromptKind
-from peft_mux.modeling.adapters.prompts.tuner import add_prompt, as_prompts, remove_prompt
+from peft_mux.modeling.adapters.own import merge_biases
+from peft_mux.modeling.adapters.prompts.kinds import MERGED_NOTHING, PromptKind
+from peft_mux.modeling.adapters.prompts.prompts import add_prompt, as_prompts, remove_prompt
 from peft_mux.modeling.backbone.modules import is_meta, modules_around_adapters, put_module
 
 _TARGETS = "_peft_mux_targets"
@@ -346,3 +350,31 @@ def _stack(backbone: nn.Module, name: str, layers: list[Any]) -> None:
 def _place(owner: Owner | None, rank: list[PeftType]) -> tuple[int, str]:
     assert owner is not None, "layers of a kind that is registered"
     return rank.index(owner[0]), owner[1]
+
+
+def merge_and_unload(model: Any, tuners: Tuners, adapter: str) -> Any:
+    """Return the backbone with one adapter merged in; as in PEFT, all are gone afterwards.
+
+    Args:
+        model: the `MultiTaskPeftModel` that holds the adapter.
+        tuners: PEFT's tuners of the model.
+        adapter: internal id of the adapter.
+
+    Raises:
+        ConfigError: if the adapter is a prompt, which changes no weights.
+    """
+    config = model.peft_config[adapter]
+    kind = kind_of(config)
+    if isinstance(kind, PromptKind):
+        raise ConfigError(
+            f"merge: got an adapter of {kind.title}; allowed: types that change weights, as {MERGED_NOTHING}."
+            " Load the saved adapter with PeftModel.from_pretrained."
+        )
+    # Before anything is taken apart: some adapters cannot be merged.
+    tuners.of(model, kind, adapter)._check_merge_allowed()
+    tuner = tuners.leave_alone(model, adapter)
+    form = kind.saved_form(model.backbone, adapter)
+    if form is not None:
+        form.write_plainly()
+    merge_biases(model.backbone, adapter)
+    return tuner.merge_and_unload(adapter_names=[adapter])

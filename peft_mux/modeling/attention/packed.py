@@ -1,39 +1,164 @@
-"""Attention over a packed stream, through transformers' attention interface.
+"""What packed attention does not do, refused by name where an architecture asks for it."""
 
-Each sequence attends to itself alone. On CUDA that is one call, where `varlen` has a kernel for it. Elsewhere
-sequences are gathered into rectangles of near-equal length, and one scaled-dot-product call is made per rectangle: no
-dense T x T mask, and no sequence shares arithmetic with another (a masked NaN is still NaN: 0 * NaN), so a poisoned
-sequence harms nobody.
-
-Where sequences begin alike, queries, keys and values are those of the computed rows, and each node of the prefix tree
-attends to the keys from the root on (`prefix_tree`).
-
-Parts of long sequences (`parts`) are computed one by one, as each has a number of keys of its own.
-
-Causal sequences are padded at their end to a multiple of 16 tokens, which needs no mask: a padded key comes after
-every real query. Where every token sees every other (encoders), rectangles hold equal lengths and nothing is padded.
-
-Shape letters: T tokens, U computed rows, P rows of all rectangles, n sequences of a rectangle, L its length, H heads, G
-key-value heads, C channels of a head.
-"""
+# MERGED: Dropout of attention weights, with draws that neighbours and packing never shift.
+# MERGED: Shape letters: n sequences of a rectangle, L its length, K keys of a part, H heads.
+# MERGED: Attention over a packed stream, through transformers' attention interface.
+# MERGED: Each sequence attends to itself alone. On CUDA that is one call, where `varlen` has a kernel for it. Elsewhere
+# MERGED: sequences are gathered into rectangles of near-equal length, and one scaled-dot-product call is made per
+# MERGED: rectangle: no
+# MERGED: dense T x T mask, and no sequence shares arithmetic with another (a masked NaN is still NaN: 0 * NaN), so a
+# MERGED: poisoned
+# MERGED: sequence harms nobody.
+# MERGED: Where sequences begin alike, queries, keys and values are those of the computed rows, and each node of the
+# MERGED: prefix tree
+# MERGED: attends to the keys from the root on (`prefix_tree`).
+# MERGED: Parts of long sequences (`parts`) are computed one by one, as each has a number of keys of its own.
+# MERGED: Causal sequences are padded at their end to a multiple of 16 tokens, which needs no mask: a padded key comes
+# MERGED: after
+# MERGED: every real query. Where every token sees every other (encoders), rectangles hold equal lengths and nothing
+# MERGED: is padded.
+# MERGED: Shape letters: T tokens, U computed rows, P rows of all rectangles, n sequences of a rectangle, L its
+# MERGED: length, H heads, G
+# MERGED: key-value heads, C channels of a head.
 
 from __future__ import annotations
 
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from peft_mux.errors import UnsupportedModelError
+from peft_mux.kernels import philox
 from peft_mux.modeling.attention.attention_stream import AttentionStream
-from peft_mux.modeling.attention.prefix_tree.attention import tree_attention, tree_varlen
-from peft_mux.modeling.attention.prefix_tree.layouts import TreeLayouts
-from peft_mux.modeling.attention.refusals import refuse_causal_options, refuse_prefixes, refuse_trees, refuse_unknown
+from peft_mux.modeling.attention.prefix_tree import TreeLayouts, tree_attention, tree_varlen
+from peft_mux.modeling.attention.rows import LENGTH_STEP, Layout, Rectangle, to_computed, to_stream
 from peft_mux.modeling.attention.scores import Scores, attend
-from peft_mux.modeling.attention.shared_rows import to_computed, to_stream
 from peft_mux.modeling.attention.varlen import varlen_attention, varlen_support, warn_once
-from peft_mux.modeling.attention.weight_dropout import AttentionDropout
+
+_HARMLESS_TENSORS = frozenset({"position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k"})
+
+
+def refuse_unknown(module: nn.Module, attention_mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+    """Refuse masks and tensors that would change the result, and that nothing here reads."""
+    name = type(module).__name__
+    if attention_mask is not None:
+        raise UnsupportedModelError(
+            f"{name} builds an attention mask of its own; allowed: none, as a mask over the stream would mix tasks."
+        )
+    for key, value in kwargs.items():
+        if isinstance(value, torch.Tensor) and key not in _HARMLESS_TENSORS:
+            raise UnsupportedModelError(
+                f'{name} passes "{key}" to attention (position biases and the like), which packed attention does not '
+                "honour; allowed: plain, grouped-query, sliding-window and soft-capped attention, and sinks (s_aux)."
+            )
+
+
+def refuse_causal_options(module: nn.Module, *, has_window: bool, has_parts: bool) -> None:
+    """Refuse what has no meaning where every token sees every other."""
+    if has_window:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} slides a window over both directions; allowed: windows of causal attention."
+        )
+    if has_parts:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} lets every token see every other, so long sequences cannot be split; allowed:"
+            " causal attention. Set split_long_sequences=False."
+        )
+
+
+def refuse_trees(module: nn.Module, *, has_tree: bool) -> None:
+    """Refuse rows that stand for several tokens where these would see different tokens behind them."""
+    if has_tree:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} lets every token see every other, so no token of two sequences is the same;"
+            " allowed: shared prefixes with causal attention. Set share_prefixes=False."
+        )
+
+
+def refuse_prefixes(module: nn.Module, *, has_prefixes: bool) -> None:
+    """Refuse learnt keys where every token sees every other."""
+    if has_prefixes:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} lets every token see every other, so nothing comes before the first; allowed:"
+            " prefixes (PREFIX_TUNING, CARTRIDGE) with causal attention. Use PROMPT_TUNING."
+        )
+
+
+class AttentionDropout:
+    """Dropout of attention weights whose draws depend on the query's place, the head and the key only.
+
+    Heads count as those of the whole model, also where a shard of it has some of them (`head_window`).
+
+    Args:
+        attention: the micro-batch in flight.
+        module: the attention module whose weights are dropped.
+        layout: the rectangles of the micro-batch.
+        probability: probability with which a weight is dropped.
+    """
+
+    def __init__(self, attention: AttentionStream, module: nn.Module, layout: Layout, probability: float) -> None:
+        """Find the task and the place of every row of the rectangles."""
+        self.probability = probability
+        self.name = attention.module_names[module]
+        self.heads: philox.Window | None = getattr(module, "head_window", None)
+        batch, stream = attention.batch, attention.stream
+        self.places = batch.token_places.new_zeros(layout.num_rows)
+        # Draws follow a token's place in its task's batch, so that neighbours and packing never shift them.
+        self.places.index_copy_(0, layout.row_of_token, batch.token_places)
+        # On the host, which knows the segments: reading them off the device would wait.
+        owner = np.full(batch.num_tokens, -1)
+        for index, segment in enumerate(stream.segments):
+            owner[segment.start : segment.end] = index
+        self.segments = stream.segments
+        self.parts, self.prefixes = attention.parts, attention.prefixes
+        self.owner_of_row = np.full(layout.num_rows, -1)
+        self.owner_of_row[layout.row_of_token_on_host] = owner
+
+    def __call__(self, rectangle: Rectangle, weights_nHLL: torch.Tensor) -> torch.Tensor:
+        """Return the weights of a rectangle after dropout.
+
+        Args:
+            rectangle: one of the layout's.
+            weights_nHLL: its attention weights; `[1, H, L, K]` where it is a part of a longer sequence.
+        """
+        if rectangle.sequence is not None:
+            return self._dropped_part(weights_nHLL[0], rectangle)[None]
+        owners = self.owner_of_row[rectangle.rows].reshape(rectangle.num_sequences, rectangle.length)[:, 0]
+        places = self.places[rectangle.rows].view(rectangle.num_sequences, rectangle.length)
+        parts = []
+        for sequence, owner in enumerate(owners):
+            weights_HLL = weights_nHLL[sequence]
+            seed = self.segments[owner].draw_seed(self.name)
+            # Draws are by place and column, so a row is a query and its columns are the keys of one head after another.
+            by_query = weights_HLL.transpose(0, 1).reshape(rectangle.length, -1)
+            window = self._window(weights_HLL.shape[-1])
+            dropped = philox.dropout(by_query, places[sequence], self.probability, seed, window)
+            parts.append(dropped.view(rectangle.length, weights_HLL.shape[0], -1).transpose(0, 1))
+        return torch.stack(parts)
+
+    def _dropped_part(self, weights_HLK: torch.Tensor, rectangle: Rectangle) -> torch.Tensor:
+        """Return `[H, L, K]` with the draws that the whole sequence would have for these queries and keys."""
+        # A draw is numbered by query, head and key within the padded width of the whole sequence, so draws of all keys
+        # are made, and those of the keys at hand taken.
+        assert self.parts is not None, "only parts have rectangles of their own"
+        part = self.parts.of_sequence[rectangle.sequence or 0]
+        num_heads, _, num_keys = weights_HLK.shape
+        before = 0 if self.prefixes is None else self.prefixes.num_keys(rectangle.first)
+        width = before + -(-part.num_tokens // LENGTH_STEP) * LENGTH_STEP
+        seed = self.segments[self.owner_of_row[rectangle.start]].draw_seed(self.name)
+        places, window = self.places[rectangle.rows], self._window(width)
+        kept = philox.keep_mask(seed, places, num_heads * width, self.probability, window)
+        last = before + part.end
+        kept_HLK = kept.view(-1, num_heads, width)[:, :, last - num_keys : last].transpose(0, 1)
+        return torch.where(kept_HLK, weights_HLK * philox.keep_scale(self.probability), 0.0)
+
+    def _window(self, width: int) -> philox.Window | None:
+        """Return where the draws of these heads lie among those of all, which have `width` of them each."""
+        return None if self.heads is None else philox.Window(self.heads.first * width, self.heads.num_columns * width)
+
 
 ATTENTION_NAME = "peft_mux"
 """Name of packed attention in transformers' table of attention functions."""

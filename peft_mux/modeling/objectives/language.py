@@ -15,10 +15,8 @@ from collections.abc import Mapping
 import torch
 
 from peft_mux.data.formats import LANGUAGE_ROWS
-from peft_mux.modeling.objectives.arguments import LossArgs
-from peft_mux.modeling.objectives.language_head import LANGUAGE_HEAD
-from peft_mux.modeling.objectives.objective import BaseObjective, register_objective
-from peft_mux.modeling.objectives.outputs import TaskLoss, TokenOutputs
+from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
+from peft_mux.modeling.objectives.objective import BaseObjective, LossArgs, TaskLoss, TokenOutputs, register_objective
 
 _GREATEST_EXPONENT = 700.0
 """Just below the natural logarithm of the greatest float, about 709.8."""

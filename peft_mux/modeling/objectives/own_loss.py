@@ -14,11 +14,16 @@ import torch
 
 from peft_mux.data.formats import LANGUAGE_ROWS
 from peft_mux.errors import DataError, shown
-from peft_mux.modeling.objectives.arguments import LossArgs
-from peft_mux.modeling.objectives.language_head import LANGUAGE_HEAD
-from peft_mux.modeling.objectives.objective import OWN, BaseObjective, register_objective
-from peft_mux.modeling.objectives.outputs import TaskLoss, TokenOutputs
-from peft_mux.own_code import own_code
+from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
+from peft_mux.modeling.objectives.objective import (
+    OWN,
+    BaseObjective,
+    LossArgs,
+    TaskLoss,
+    TokenOutputs,
+    register_objective,
+)
+from peft_mux.user_code import own_code
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,12 +22,11 @@ import numpy as np
 
 from peft_mux.scheduler.cluster.trace import TaskKind
 from peft_mux.scheduler.costs.curves import Curve
-from peft_mux.scheduler.costs.hardware import Cluster
+from peft_mux.scheduler.costs.hardware import Cluster, Link
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.link import Link
-from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
-from peft_mux.scheduler.costs.profile import Profile, analytic_profile
-from peft_mux.scheduler.costs.roofline import Roofline
+from peft_mux.scheduler.costs.memory import MemoryModel
+from peft_mux.scheduler.costs.model_shape import ModelShape
+from peft_mux.scheduler.costs.profile import Profile, Roofline, analytic_profile
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks

@@ -16,11 +16,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peft_mux.scheduler.bands import MEMORY
-from peft_mux.scheduler.costs.frozen_parts import FrozenParts
-from peft_mux.scheduler.costs.kernel_buffers import loss_block_rows, weight_gradient_bytes
-from peft_mux.scheduler.costs.loads import TaskLoad
-from peft_mux.scheduler.costs.model_shape import ModelShape, split_layers
+from peft_mux.scheduler.costs.loads import TaskLoad, loss_block_rows, weight_gradient_bytes
+from peft_mux.scheduler.costs.model_shape import FrozenParts, ModelShape, split_layers
+from peft_mux.scheduler.units import MEMORY
 
 __all__ = [
     "MemoryEstimate",
@@ -159,7 +157,7 @@ class MemoryModel:
             on each.
         checkpointing: whether each layer's activations are recomputed.
         activation_bytes_per_token: bytes that one token of a pass through all layers keeps for its backward, as counted
-            by `peft_mux.profiling.memory`; `None` for the analytic number.
+            by `peft_mux.planning.profiling.memory`; `None` for the analytic number.
         allocator_margin: part of the dynamic bytes that the allocator holds beyond them; `None` for that of the device.
         layers_per_stage: the layers of each of the S stages; by default as equal as can be.
         device_type: "cuda" or "cpu", which decides the blocks of the loss and the margin of the allocator.

@@ -1,27 +1,221 @@
-"""`Profile`: how long the parts of a training step take on one device, measured or from data sheets (M §4).
+"""Times of operators from data-sheet numbers: what a plan stands on where nothing could be measured.
 
-The cost model (Eq. 3 and 4) looks everything up here. `peft_mux.profiling.backbone` measures profiles;
-`analytic_profile` makes one of data-sheet numbers and says so in `source`. Nothing here touches a device.
+Matrix products take the longer of arithmetic and of reading the weights; element-wise operators and adapters take their
+bytes. Launches are added for a layer, which counts those of its attention product, for an adapter and for the head;
+those of the embedding are part of what a pass costs whatever its size. Numbers without a data sheet stand here as
+assumptions, and nothing was measured for them. Good for comparing plans rather than for promising seconds.
 """
+
+# MERGED: `Parts`: the parts of a step that are timed apart: six numbers, which are seconds, or factors over a
+# MERGED: profile's.
+# MERGED: `Profile`: how long the parts of a training step take on one device, measured or from data sheets (M §4).
+# MERGED: The cost model (Eq. 3 and 4) looks everything up here. `peft_mux.planning.profiling.backbone` measures
+# MERGED: profiles;
+# MERGED: `analytic_profile` makes one of data-sheet numbers and says so in `source`. Nothing here touches a device.
+# MERGED: A profile as a table for the terminal.
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from peft_mux.scheduler.costs.curves import AdapterTable, Curve
-from peft_mux.scheduler.costs.hardware import Device
-from peft_mux.scheduler.costs.link import Link, Overlap
-from peft_mux.scheduler.costs.measured.parts import AS_PROFILED, Parts
+from peft_mux.scheduler.costs.hardware import Device, Link, Overlap
 from peft_mux.scheduler.costs.model_shape import ModelShape
-from peft_mux.scheduler.costs.roofline import Roofline
+
+_BANDWIDTH_PART = 0.85
+"""Of the stated bandwidth, what streaming kernels are assumed to reach."""
+_ATTENTION_PART = 0.6
+"""Of the efficiency of products, what fused attention is assumed to reach."""
+_LAUNCH_S = {"cpu": 2e-5}
+_GPU_LAUNCH_S = 4e-6
+_LAYER_OPERATORS = 30
+"""Launches of one decoder layer, forward and backward, without adapters."""
+_ADAPTER_LAUNCHES = 6
+"""Of one adapter: shrink, expand, and four products of the backward pass."""
+_ELEMENTWISE_READS = 14
+"""Times that a layer's element-wise operators read or write a hidden state, forward and backward."""
+_ADAPTER_SATURATION_ELEMENTS = 2**21
+"""Tokens times width at which one adapter alone keeps a data-centre GPU busy."""
+_FORWARD_HEAD_PASSES = 2
+"""Products of the output head: logits and the gradient of the hidden states; the frozen head gets none."""
+
+
+class Roofline:
+    """Times of operators under the two roofs of a device: arithmetic and bandwidth.
+
+    Args:
+        device: the data sheet of the device.
+        shape: the shape of the backbone.
+        num_devices: devices by which the cost model will divide base operators.
+    """
+
+    def __init__(self, device: Device, shape: ModelShape, num_devices: int) -> None:
+        """Work out the roofs."""
+        self.shape = shape
+        self.num_devices = num_devices
+        self.is_cpu = device.name == "cpu"
+        self.launch_s = _LAUNCH_S.get(device.name, _GPU_LAUNCH_S)
+        self.flops_per_s = device.flops_per_s * device.efficiency
+        self.bytes_per_s = device.memory_bytes_per_s * _BANDWIDTH_PART
+        d, i, a, k = shape.hidden_size, shape.intermediate_size, shape.attention_size, shape.key_value_size
+        # Of a mixture all experts are read in a pass of any size, and each token computes with some of them.
+        self._read_i = (shape.held_intermediate_size or i) / i
+        self.linears = ((d, a), (d, k), (d, k), (a, d), (d, i), (d, i), (i, d))
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Input plus output features of the linear layers of a decoder layer."""
+        return tuple(inputs + outputs for inputs, outputs in self.linears)
+
+    def bytes_s(self, num_bytes: NDArray[Any]) -> NDArray[Any]:
+        """Return the seconds of reading or writing bytes.
+
+        Args:
+            num_bytes: bytes that pass through the memory of the device.
+        """
+        return num_bytes / self.bytes_per_s
+
+    def product_s(self, tokens: NDArray[Any], elements: int, held: float = 1.0) -> NDArray[Any]:
+        """Return the seconds of one product of rows with a frozen matrix, on one device's share.
+
+        Args:
+            tokens: rows of the product.
+            elements: elements of the frozen matrix that a row is multiplied with.
+            held: elements of the whole matrix, of which a row needs a part, over those.
+        """
+        # Eq. 3 divides by the devices; a product too small to fill its share takes more than that part.
+        reading = held * elements * self.shape.activation_bytes / self.bytes_per_s
+        return np.maximum(2 * tokens * elements / self.flops_per_s, reading + self.num_devices * self.launch_s)
+
+    def layer_s(self, tokens: NDArray[Any]) -> NDArray[Any]:
+        """Return the seconds of a decoder layer without attention product and adapters.
+
+        Args:
+            tokens: tokens of the stream.
+        """
+        # Forward and gradient of the input: frozen weights get no gradient.
+        held = (1.0,) * 4 + (self._read_i,) * 3
+        products = sum(
+            (2 * self.product_s(tokens, d * k, h) for (d, k), h in zip(self.linears, held, strict=True)),
+            np.zeros_like(tokens),
+        )
+        moved = _ELEMENTWISE_READS * tokens * (self.shape.hidden_size + self.shape.intermediate_size)
+        return products + self.bytes_s(moved * self.shape.activation_bytes) + _LAYER_OPERATORS * self.launch_s
+
+    def attention_s(self, length: NDArray[Any]) -> NDArray[Any]:
+        """Return the seconds of the attention product of one sequence.
+
+        Args:
+            length: tokens of the sequence.
+        """
+        # Causal: half of the scores. Two products forward, five backward (scores are computed anew).
+        flops = 7 * length**2 * self.shape.attention_size
+        moved = 8 * length * (2 * self.shape.attention_size + 2 * self.shape.key_value_size)
+        arithmetic = flops / (self.flops_per_s * _ATTENTION_PART)
+        return np.maximum(arithmetic, self.bytes_s(moved * self.shape.activation_bytes))
+
+    def adapter_s(self, rank: NDArray[Any], width: NDArray[Any], tokens: NDArray[Any]) -> NDArray[Any]:
+        """Return the seconds of one adapter, by bytes: x is read twice, dx updated, y updated, dy read; factors once.
+
+        Args:
+            rank: R, the rank of the adapter.
+            width: input plus output features of the linear layer.
+            tokens: rows that the adapter reads.
+        """
+        moved = tokens * width * 2.5 * self.shape.activation_bytes + 8 * rank * width + 12 * rank * tokens
+        # Two operations a weight and token: for the results, the gradient of the input and that of the factors.
+        arithmetic = 6 * tokens * rank * width / self.flops_per_s
+        launches = _ADAPTER_LAUNCHES * self.launch_s
+        return np.maximum(arithmetic, moved / self.bytes_per_s) + launches
+
+    def utilization(self, width: NDArray[Any], tokens: NDArray[Any]) -> NDArray[Any]:
+        """Return the part of the device that an adapter keeps busy; all of a CPU, where they run in turn.
+
+        Args:
+            width: input plus output features of the linear layer.
+            tokens: rows that the adapter reads.
+        """
+        if self.is_cpu:
+            return np.ones(np.broadcast(width, tokens).shape)
+        return np.clip(width * tokens / _ADAPTER_SATURATION_ELEMENTS, 0.02, 1.0)
+
+    def head_s(self, targets: NDArray[Any]) -> NDArray[Any]:
+        """Return the seconds of output head and loss.
+
+        Args:
+            targets: loss terms of the pass.
+        """
+        product = self.product_s(targets, self.shape.hidden_size * self.shape.vocab_size)
+        logits = 4 * targets * self.shape.vocab_size * self.shape.activation_bytes
+        return _FORWARD_HEAD_PASSES * product + self.bytes_s(logits)
+
+
+class Parts(NamedTuple):
+    """One number for each part of a step.
+
+    Attributes:
+        fixed: what a pass takes whatever its size.
+        tokens: what grows with tokens in the backbone: layers without attention products, embedding, output head.
+        attention: attention products, which grow with the square of lengths, and their launches.
+        adapters: adapters of all tasks in a pass.
+        communication: sums and gatherings over devices within a pass, and messages between stages.
+        optimizer: what lies between the passes of two steps: updates, and the step's own overhead.
+    """
+
+    fixed: float = 0.0
+    tokens: float = 0.0
+    attention: float = 0.0
+    adapters: float = 0.0
+    communication: float = 0.0
+    optimizer: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """The sum: seconds of all parts together."""
+        return sum(self)
+
+    def times(self, factors: Parts) -> Parts:
+        """Return these seconds, each part by its factor.
+
+        Args:
+            factors: what each part is multiplied by.
+        """
+        return Parts(*(own * factor for own, factor in zip(self, factors, strict=True)))
+
+    def __str__(self) -> str:
+        """Return the numbers in words, two decimals each."""
+        return ", ".join(f"{name} {value:.2f}" for name, value in self._asdict().items())
+
+
+AS_PROFILED = Parts(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
+"""The factors of a profile that holds as it is."""
+
+
+def summed(parts: Iterable[Parts]) -> Parts:
+    """Return the sum of seconds of several passes, part by part."""
+    return Parts(*(sum(column) for column in zip(*parts, strict=True)))
+
+
+def factors_of(numbers: Mapping[str, Any]) -> Parts | None:
+    """Return factors that were written as a mapping by name; `None` where one is missing or is no factor.
+
+    Args:
+        numbers: a factor for each part, by its name.
+    """
+    values = [numbers.get(name) for name in Parts._fields]
+    if any(isinstance(value, bool) or not isinstance(value, (int, float)) for value in values):
+        return None
+    factors = Parts(*(float(value) for value in values if value is not None))
+    return factors if all(1e-6 < factor < 1e6 for factor in factors) else None
+
 
 FORMAT_VERSION = 1
 
@@ -229,7 +423,7 @@ def corrected(profile: Profile, factors: Parts) -> Profile:
 
     Args:
         profile: the profile that factors were measured against.
-        factors: what each part takes over what the profile says (`peft_mux.scheduler.costs.measured.fit.PartFit`).
+        factors: what each part takes over what the profile says (`peft_mux.scheduler.costs.fit.PartFit`).
 
     Raises:
         ValueError: for a factor that is not above 0, or not finite.
@@ -323,3 +517,40 @@ def shape_signature(shape: ModelShape) -> str:
 
 def _tuples(values: Any) -> Any:
     return tuple(map(_tuples, values)) if isinstance(values, list) else values
+
+
+_TOKENS = (64, 256, 1024, 4096)
+
+
+def profile_text(profile: Profile) -> str:
+    """Return the main times of a profile, forward and backward together.
+
+    Args:
+        profile: the profile to be shown, measured or analytic.
+    """
+    lines = [
+        f"profile ({profile.source})  {profile.device}, {profile.dtype}, {profile.model}",
+        f"  {'tokens':>8}  {'a layer':>10}  {'one sequence':>13}  {'head, loss':>10}",
+    ]
+    for tokens in _TOKENS:
+        times = profile.layer_s(tokens), profile.attention_s(tokens), profile.head_s(tokens)
+        layer, attention, head = (f"{1e3 * float(seconds):.3f} ms" for seconds in times)
+        lines.append(f"  {tokens:>8,}  {layer:>10}  {attention:>13}  {head:>10}")
+    lines.append(
+        f"  a pass costs {1e3 * profile.pass_overhead_s:.2f} ms whatever its size, of which the forward takes"
+        f" {profile.forward_fraction:.0%}"
+    )
+    if profile.overlap is not None:
+        known = profile.overlap
+        lines.append(
+            f"  passes in turns: a turn costs {1e6 * known.turn_s:,.0f} us, computing is {known.slowdown:.0%} slower"
+            f" beside a sum; one after another, a sum is waited for {known.skew:.0%} of the computing before it longer;"
+            f" the host takes {1e6 * known.host_s:,.0f} us more for what lies between two sums"
+        )
+    if profile.source == "measured":
+        reach = {name: f"{last:,.0f}" for name, last in profile.reach.items()}
+        lines.append(
+            f"  measured up to {reach['layer']} tokens of a layer, {reach['attention']} of one sequence, "
+            f"{reach['adapter']} of an adapter, {reach['head']} targets; larger sizes are continued from there"
+        )
+    return "\n".join(lines)

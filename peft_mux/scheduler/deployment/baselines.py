@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from peft_mux.scheduler.deployment.search import expected_bucketing, plan_deployment
-from peft_mux.scheduler.deployment.space import configurations_that_fit
-from peft_mux.scheduler.deployment.task_lengths import TaskLengths, check_tasks, joint_sample
+from peft_mux.scheduler.deployment.space import TaskLengths, check_tasks, configurations_that_fit, joint_sample
 from peft_mux.scheduler.dispatching.bucketing import (
     DEFAULT_INTERVAL_TOKENS,
     DEFAULT_NUM_BUCKETS,

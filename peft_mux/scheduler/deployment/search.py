@@ -1,25 +1,36 @@
-"""Which replicas to deploy for a joint run: the first stage of LobRA (L section 4.2, Eq. 2, Appendix A).
+"""How fast a deployment can be at best, for many deployments at once (L Theorem 1), and bounds that need no premises.
 
-`plan_deployment` puts the parts together: candidate configurations and their combinations (`space.py`), lower bounds
-(`bounds.py`, `filter.py`), an integer programme for each combination left (`solve.py`). Each step's sequences are then
-spread by `dispatch`. The value that comes out is in `plan.py`.
+All bounds are of the linear form of L Eq. 2, in which configuration i spends g_ij = n_i c_ij GPU seconds on a sequence
+of bucket j. Rows of `counts` are deployments, columns are candidate configurations. Nothing is solved here.
 """
+
+# MERGED: Which deployments are worth solving: the second heuristic of L section 4.2 (lower-bound filtering), and an
+# MERGED: exact cut.
+# MERGED: All deployments are enumerated lazily, twice: once for the least bound of Theorem 1, and once to keep what
+# MERGED: is near it.
+# MERGED: Which replicas to deploy for a joint run: the first stage of LobRA (L section 4.2, Eq. 2, Appendix A).
+# MERGED: `plan_deployment` puts the parts together: candidate configurations and their combinations (`space.py`),
+# MERGED: lower bounds
+# MERGED: (`bounds.py`, `filter.py`), an integer programme for each combination left (`solve.py`). Each step's
+# MERGED: sequences are then
+# MERGED: spread by `dispatch`. The value that comes out is in `plan.py`.
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from peft_mux.scheduler.deployment.filter import BoundedPlans, FilteredPlans, filter_plans
 from peft_mux.scheduler.deployment.plan import Candidate, DeploymentPlan, PlanningStatistics
-from peft_mux.scheduler.deployment.solve import SolvedPlans, SolverOptions, solve_plans
+from peft_mux.scheduler.deployment.solve import SolvedPlans, SolverOptions, greedy_s, restrict, solve_plans
 from peft_mux.scheduler.deployment.space import (
     benchmark_lengths,
     configurations_that_fit,
     count_plans,
+    enumerate_plans,
     propose_configurations,
 )
 from peft_mux.scheduler.dispatching.bucketing import (
@@ -27,12 +38,319 @@ from peft_mux.scheduler.dispatching.bucketing import (
     DEFAULT_NUM_BUCKETS,
     Bucketing,
     bucket_boundaries,
+    check_at_least_one,
 )
-from peft_mux.scheduler.dispatching.checks import check_at_least_one
 from peft_mux.scheduler.dispatching.dispatch import DEFAULT_RELATIVE_GAP, Dispatch, dispatch
 from peft_mux.scheduler.dispatching.ilp import check_solver_name
-from peft_mux.scheduler.dispatching.problem import DispatchProblem, build_problem
+from peft_mux.scheduler.dispatching.problem import RELATIVE_ROUNDING, DispatchProblem, build_problem
 from peft_mux.scheduler.replicas.configs import DeployableTimeModel, ParallelConfig, ReplicaGroup, TimeModel
+
+_DUAL_STEPS = 60
+"""Subgradient steps of the dual bound; every number of them gives a valid one."""
+_DUAL_BLOCK = 4096
+"""Deployments whose dual is ascended together, so that the work fits into a cache."""
+_LEAST_WEIGHT = 1e-30
+"""Keeps 0 times inf away from configurations that are not deployed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlanBounds:
+    """Bounds over all candidate configurations of one planning problem.
+
+    Attributes:
+        problem: the linear form with every candidate as a group of one replica.
+    """
+
+    problem: DispatchProblem
+
+    @property
+    def gpu_s(self) -> np.ndarray:
+        """GPU seconds of one sequence, g_ij: shape `(candidates, buckets)`, inf where a bucket does not fit."""
+        return self.problem.sequence_s * self.problem.num_gpus[:, None]
+
+    def feasible(self, counts: np.ndarray) -> np.ndarray:
+        """Return whether some replica of each deployment supports the longest bucket: bool of shape `(plans,)`."""
+        return np.any(counts[:, self.problem.max_tokens >= self.problem.lengths[-1]] > 0, axis=1)
+
+    def length_based_s(self, counts: np.ndarray) -> np.ndarray:
+        """Return sum_i N_i t_i / N under length-based dispatch (L Theorem 1, Eq. 5): seconds of shape `(plans,)`.
+
+        Sequences are divisible here, as tokens are in the proof. Configurations with the same `max_tokens` are one
+        replica in the theorem, balanced within; of these the cheapest is charged, which keeps it a lower bound. N is
+        the GPUs that have a replica. The premise is that length-based dispatch gives each bucket to its cheapest
+        configuration (Property 1, Assumption 1); it can fail, and so the paper takes the bound as relative only.
+        inf where a bucket fits nowhere.
+        """
+        patterns, which = _patterns(counts)
+        # Tiers ascend in `max_tokens`: the first one with an offer is the smallest that supports a bucket.
+        tiers = np.unique(self.problem.max_tokens, return_inverse=True)[1]
+        gpu_s = np.full((len(patterns), self.gpu_s.shape[1]), np.inf)
+        for tier in range(int(tiers.max()) + 1):
+            members = np.flatnonzero(tiers == tier)
+            offer_s = _least_over(patterns[:, members], self.gpu_s[members])
+            gpu_s = np.where(np.isinf(gpu_s), offer_s, gpu_s)
+        total_gpu_s = _weighted(gpu_s, self.problem.num_sequences).sum(axis=1)
+        return total_gpu_s[which] / (counts @ self.problem.num_gpus)
+
+    def cheapest_s(self, counts: np.ndarray) -> np.ndarray:
+        """Return a bound without premises: seconds of shape `(plans,)`.
+
+        The buckets from any one on run on the replicas that support it and take the least GPU seconds on each; and any
+        single sequence takes its time on the fastest replica. Equal to `length_based_s`, or above it, where the premise
+        of that one holds.
+        """
+        patterns, which = _patterns(counts)
+        problem = self.problem
+        gpu_s = _weighted(_least_over(patterns, self.gpu_s), problem.num_sequences)
+        single_s = np.where(problem.num_sequences > 0, _least_over(patterns, problem.sequence_s), 0.0)
+        bound_s = single_s.max(axis=1)[which]
+        from_bucket_s = np.cumsum(gpu_s[:, ::-1], axis=1)[:, ::-1]
+        # What supports a longer bucket supports this one too, so that the buckets from here on have no other GPUs than
+        # those of this one.
+        for bucket in range(len(problem.lengths)):
+            num_gpus = counts @ np.where(problem.fits[:, bucket], problem.num_gpus, 0)
+            # No replica for a bucket gives inf, or NaN where it is empty too, which fmax passes over.
+            with np.errstate(divide="ignore", invalid="ignore"):
+                share_s = from_bucket_s[which, bucket] / num_gpus
+            bound_s = np.fmax(bound_s, share_s)
+        return bound_s
+
+    def dual_s(self, counts: np.ndarray, *, rounding: bool = True, steps: int = _DUAL_STEPS) -> np.ndarray:
+        """Return a bound near the linear relaxation of Eq. 2, without premises: seconds of shape `(plans,)`.
+
+        By duality, weights w_i >= 0 of the groups with sum 1 bound the makespan by sum_j B_j min_i w_i c_ij / p_i.
+        Weights in proportion to a group's GPUs give the bound of Theorem 1. From there subgradient steps raise the
+        weight of groups that would have too much to do; every step's value is a bound, and the largest is returned.
+
+        Args:
+            counts: replicas of each candidate in each deployment, int64 of shape `(plans, candidates)`.
+            rounding: whether a bucket that fits only one group is rounded up per replica as in Eq. 2, and such a group
+                pays its constant, as neither can be avoided; without, sequences are divisible and constants are left
+                out.
+            steps: number of subgradient steps.
+        """
+        starts = range(0, len(counts), _DUAL_BLOCK)
+        blocks = [self._dual_block(counts[start : start + _DUAL_BLOCK], steps, rounding) for start in starts]
+        return np.concatenate(blocks) if blocks else np.zeros(0)
+
+    def _dual_block(self, counts: np.ndarray, steps: int, rounding: bool) -> np.ndarray:
+        """Return `dual_s` of a few deployments; arrays are `(plans, candidates[, buckets])`."""
+        present = counts > 0
+        shared_s, fixed_s = self._shared_and_fixed(counts, rounding)
+        # In proportion to GPUs the dual value is the bound of Theorem 1, which later steps can only improve on, as the
+        # best is kept.
+        weights = counts * self.problem.num_gpus / (counts @ self.problem.num_gpus)[:, None]
+        # What a group has to do in any case is a bound by itself.
+        best_s = fixed_s.max(axis=1)
+        rows = np.arange(len(counts))[:, None]
+        columns = np.arange(shared_s.shape[2])[None, :]
+        for step in range(steps):
+            price_s = np.maximum(weights, _LEAST_WEIGHT)[:, :, None] * shared_s
+            taker = price_s.argmin(axis=1)
+            loads_s = fixed_s.copy()
+            np.add.at(loads_s, (rows, taker), shared_s[rows, taker, columns])
+            best_s = np.fmax(best_s, (weights * loads_s).sum(axis=1))
+            # Multiplicative weights with a step that shrinks as 1 / sqrt(step): they stay positive and need no
+            # projection onto the simplex but a division by their sum.
+            excess = loads_s / np.maximum(loads_s.max(axis=1), np.finfo(float).tiny)[:, None]
+            weights = np.where(present, weights * np.exp(excess / np.sqrt(step + 4)), 0.0)
+            weights /= weights.sum(axis=1, keepdims=True)
+        return best_s
+
+    def _shared_and_fixed(self, counts: np.ndarray, rounding: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return seconds of all of a bucket on each group, and what each group must do whatever is decided.
+
+        The first is for buckets that fit two groups or more, 0 for the others and inf where a bucket does not fit:
+        shape `(plans, candidates, buckets)`. The second has shape `(plans, candidates)`.
+        """
+        problem = self.problem
+        able = (counts > 0)[:, :, None] & problem.fits[None] & (problem.num_sequences > 0)
+        # Only keeps the division defined: groups without replicas are masked by `able`.
+        replicas = np.maximum(counts, 1)[:, :, None]
+        alone = able & (able.sum(axis=1, keepdims=True) == 1) & rounding
+        finite_s = np.where(problem.fits, problem.sequence_s, 0.0)[None]
+        fixed_s = np.where(alone, -(-problem.num_sequences // replicas) * finite_s, 0.0).sum(axis=2)
+        fixed_s += np.where(alone.any(axis=2), problem.constant_s[None, :], 0.0)
+        shared_s = np.where(able, problem.num_sequences / replicas * finite_s, np.inf)
+        settled = alone.any(axis=1) | (problem.num_sequences == 0)[None, :]
+        return np.where(settled[:, None, :], 0.0, shared_s), fixed_s
+
+
+def _patterns(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the distinct sets of configurations that are deployed at all, and which one each plan has."""
+    patterns, which = np.unique(counts > 0, axis=0, return_inverse=True)
+    # NumPy 2.0 alone gives the inverse a second dimension.
+    return patterns, which.reshape(-1)
+
+
+def _least_over(patterns: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Return the least of the `values` rows that each pattern has: shape `(patterns, buckets)`."""
+    least = np.full((len(patterns), values.shape[1]), np.inf)
+    for index in range(len(values)):
+        least = np.where(patterns[:, index, None], np.minimum(least, values[index]), least)
+    return least
+
+
+def _weighted(values: np.ndarray, num_sequences: np.ndarray) -> np.ndarray:
+    """Return values times sequences, with 0 for empty buckets even where the value is inf."""
+    return np.where(num_sequences > 0, values, 0.0) * num_sequences
+
+
+_TRIED_PER_BLOCK = 4
+"""Deployments of each block on which the rules are tried, for an early time to cut by."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundedPlans:
+    """Deployments and their bounds.
+
+    Attributes:
+        counts: replicas of each candidate in each deployment, int64 of shape `(plans, candidates)`.
+        length_based_s: bounds of Theorem 1 in seconds, float64 of shape `(plans,)`.
+        bounds_s: bounds in seconds that are valid without premises, float64 of shape `(plans,)`.
+    """
+
+    counts: np.ndarray
+    length_based_s: np.ndarray
+    bounds_s: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def take(self, rows: np.ndarray) -> BoundedPlans:
+        """Return some of the deployments, by index or mask."""
+        return BoundedPlans(self.counts[rows], self.length_based_s[rows], self.bounds_s[rows])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FilteredPlans:
+    """Deployments that are left to solve, and those that are not.
+
+    Attributes:
+        kept: deployments that are left to solve, least bound first but for rounding.
+        over_threshold: some of those dropped by Theorem 1, least bound first.
+        out_of_reach: some of those dropped as another one is known to be faster than their bound, least bound first.
+        num_enumerated: number of all deployments.
+        num_too_short: how many have no replica that supports the longest bucket.
+        num_over_threshold: how many were dropped by Theorem 1.
+        num_out_of_reach: how many were dropped by a bound without premises.
+    """
+
+    kept: BoundedPlans
+    over_threshold: BoundedPlans
+    out_of_reach: BoundedPlans
+    num_enumerated: int
+    num_too_short: int
+    num_over_threshold: int
+    num_out_of_reach: int
+
+
+def filter_plans(full: DispatchProblem, num_gpus: int, threshold: float | None, max_dropped: int) -> FilteredPlans:
+    """Return the deployments of `num_gpus` that are left by their bounds.
+
+    The paper drops what is above "the current minimum" by more than the threshold; the minimum here is that of all
+    deployments, so that the order of enumeration does not matter.
+
+    Args:
+        full: the linear form with one group of one replica for each candidate configuration.
+        num_gpus: GPUs of the whole deployment (N in L).
+        threshold: how far above the least bound of Theorem 1 a deployment's own may be, relative to it; None keeps
+            every deployment that supports the longest bucket.
+        max_dropped: how many of those dropped for either reason are returned.
+    """
+    bounds = PlanBounds(full)
+    num_enumerated, num_feasible, least_s = _count_and_least_s(bounds, num_gpus)
+    limit_s = np.inf if threshold is None else least_s * (1 + threshold)
+    known_s = np.inf
+    nothing = BoundedPlans(np.zeros((0, len(full.num_gpus)), dtype=np.int64), np.zeros(0), np.zeros(0))
+    kept, over_threshold, out_of_reach = [nothing], nothing, nothing
+    num_within = 0
+    for _, counts in _feasible_blocks(bounds, num_gpus):
+        block = BoundedPlans(counts, bounds.length_based_s(counts), bounds.cheapest_s(counts))
+        within = block.length_based_s <= limit_s
+        # Cut to `max_dropped` block by block, so that memory stays small however many are dropped.
+        over_threshold = _of_least_bound([over_threshold, block.take(~within)], max_dropped)
+        block = block.take(within)
+        num_within += len(block)
+        if threshold is not None:
+            known_s = min([known_s, *_times_by_rules(full, block)])
+        reachable = block.bounds_s <= known_s * (1 + RELATIVE_ROUNDING)
+        out_of_reach = _of_least_bound([out_of_reach, block.take(~reachable)], max_dropped)
+        kept.append(block.take(reachable))
+    # The dual bound costs far more than the others, and so comes last, on what they have left.
+    block = _ordered_by_dual(bounds, _concatenated(kept))
+    reachable = block.bounds_s <= known_s * (1 + RELATIVE_ROUNDING)
+    return FilteredPlans(
+        kept=block.take(reachable),
+        over_threshold=over_threshold,
+        out_of_reach=_of_least_bound([out_of_reach, block.take(~reachable)], max_dropped),
+        num_enumerated=num_enumerated,
+        num_too_short=num_enumerated - num_feasible,
+        num_over_threshold=num_feasible - num_within,
+        num_out_of_reach=num_within - int(reachable.sum()),
+    )
+
+
+def _count_and_least_s(bounds: PlanBounds, num_gpus: int) -> tuple[int, int, float]:
+    """Return how many deployments there are, how many support the longest bucket, and the least bound of Theorem 1."""
+    # Known before any deployment is dropped by it, the least bound asks for a pass over all of them by itself.
+    num_enumerated = num_feasible = 0
+    least_s = np.inf
+    for block, counts in _feasible_blocks(bounds, num_gpus):
+        num_enumerated += len(block)
+        num_feasible += len(counts)
+        least_s = min(least_s, float(bounds.length_based_s(counts).min(initial=np.inf)))
+    return num_enumerated, num_feasible, least_s
+
+
+def _times_by_rules(full: DispatchProblem, block: BoundedPlans) -> list[float]:
+    """Return the seconds that the rules reach on the best of a block; no bound that is kept later may exceed them."""
+    tried = np.argsort(block.bounds_s, kind="stable")[:_TRIED_PER_BLOCK]
+    return [greedy_s(restrict(full, row)) for row in block.counts[tried]]
+
+
+def _ordered_by_dual(bounds: PlanBounds, plans: BoundedPlans) -> BoundedPlans:
+    """Return deployments in the order of their bounds, which the dual bound has raised."""
+    # Both are bounds, and so is the greater one.
+    bounds_s = np.fmax(plans.bounds_s, bounds.dual_s(plans.counts))
+    plans = BoundedPlans(plans.counts, plans.length_based_s, bounds_s)
+    return plans.take(_order_of_bounds(bounds_s, bounds.dual_s(plans.counts, rounding=False)))
+
+
+def _order_of_bounds(bounds_s: np.ndarray, divisible_s: np.ndarray) -> np.ndarray:
+    """Return the rows by bound; equal ones by the time that the deployment would take if sequences were divisible.
+
+    With many replicas and few long sequences, Eq. 2 charges a replica one sequence of each bucket, and so finds very
+    many deployments equally fast. Of these, the second key prefers the one with GPUs where the work is.
+
+    Args:
+        bounds_s: bound of each deployment in seconds, of shape `(plans,)`.
+        divisible_s: bound of each deployment without rounding in seconds, of shape `(plans,)`.
+    """
+    scale_s = bounds_s.min(initial=np.inf)
+    # In steps of the rounding, so that bounds that are equal on paper leave the choice to the second key.
+    return np.lexsort((divisible_s, np.round(bounds_s / scale_s / RELATIVE_ROUNDING)))
+
+
+def _feasible_blocks(bounds: PlanBounds, num_gpus: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield all deployments in blocks, and those of a block that support the longest bucket."""
+    for block in enumerate_plans(num_gpus, bounds.problem.num_gpus.tolist()):
+        yield block, block[bounds.feasible(block)]
+
+
+def _concatenated(parts: Sequence[BoundedPlans]) -> BoundedPlans:
+    return BoundedPlans(
+        np.concatenate([part.counts for part in parts]),
+        np.concatenate([part.length_based_s for part in parts]),
+        np.concatenate([part.bounds_s for part in parts]),
+    )
+
+
+def _of_least_bound(parts: Sequence[BoundedPlans], limit: int) -> BoundedPlans:
+    """Return those of least bound out of all parts, in order; Theorem 1 decides, then the other bound."""
+    every = _concatenated(parts)
+    return every.take(np.lexsort((every.bounds_s, every.length_based_s))[:limit])
+
 
 DEFAULT_THRESHOLD = 0.15
 """How far above the least lower bound a deployment's own may be (L Appendix A)."""

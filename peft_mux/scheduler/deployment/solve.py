@@ -17,8 +17,7 @@ from typing import Any
 import numpy as np
 
 from peft_mux.scheduler.dispatching.ilp import solve_ilp
-from peft_mux.scheduler.dispatching.problem import RELATIVE_ROUNDING, DispatchProblem
-from peft_mux.scheduler.dispatching.rules import length_based, relocate
+from peft_mux.scheduler.dispatching.problem import RELATIVE_ROUNDING, DispatchProblem, length_based, relocate
 
 WAVE = 32
 """Deployments between two looks at the best one so far; fixed, so that the answer does not depend on the workers."""

@@ -1,14 +1,16 @@
-"""Solves the dispatch of the next step on a background thread while this one runs (L section 4.3).
+"""`ReplicaRates`: how much slower each replica is than the others, learnt from what its share of each step took."""
 
-Bundled CBC is a process of its own, so that solving takes nothing from the thread that trains but a core.
-"""
+# MERGED: Solves the dispatch of the next step on a background thread while this one runs (L section 4.3).
+# MERGED: Bundled CBC is a process of its own, so that solving takes nothing from the thread that trains but a core.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
+from statistics import median
 from types import TracebackType
 from typing import Any
 
@@ -27,6 +29,61 @@ from peft_mux.scheduler.dispatching.dispatch import (
     dispatch,
 )
 from peft_mux.scheduler.replicas.configs import ReplicaGroup, TimeModel
+
+_WEIGHT = 0.3
+"""Of the last step; a replica that is slow from now on is known to 80 % after five."""
+_LARGEST_STEP = math.log(4.0)
+"""A single step moves a rate no further than this times `_WEIGHT`, in logarithms: one odd step does little."""
+_GRAIN = 0.05
+"""Rates that differ by less count as equal, so that equal replicas stay so."""
+
+
+class ReplicaRates:
+    """Follows the rates of replicas over the steps of a run.
+
+    Args:
+        num_replicas: number of replicas.
+
+    Example:
+        >>> rates = ReplicaRates(2)
+        >>> for _ in range(20):
+        ...     rates.observe(expected=[1.0, 1.0], measured=[0.5, 1.0])
+        >>> rates.slowness
+        (1.0, 2.0)
+    """
+
+    def __init__(self, num_replicas: int) -> None:
+        """Take all replicas for equally fast."""
+        self._logs = [0.0] * num_replicas
+
+    @property
+    def slowness(self) -> tuple[float, ...]:
+        """What each replica takes for work that takes the fastest one 1 s, in seconds."""
+        fastest = min(self._logs)
+        grains = [round((log - fastest) / _GRAIN) for log in self._logs]
+        return tuple(round(math.exp(_GRAIN * number), 2) for number in grains)
+
+    def observe(self, expected: Sequence[float], measured: Sequence[float]) -> None:
+        """Compare what each replica took with what its share should take, of the same hands for all.
+
+        A replica without a share, or that was not timed, tells nothing of itself.
+
+        Args:
+            expected: what each share should take on a replica that is as fast as its kind, in any unit.
+            measured: seconds that each replica took for its share.
+        """
+        logs = {
+            number: math.log(took / should)
+            for number, (should, took) in enumerate(zip(expected, measured, strict=True))
+            if should > 0 and took > 0
+        }
+        # A replica's rate is told from the others': alone, it may be the prediction that is off.
+        if len(logs) < 2:
+            return
+        typical = median(logs.values()) - median(self._logs[number] for number in logs)
+        for number, log in logs.items():
+            change = log - typical - self._logs[number]
+            self._logs[number] += _WEIGHT * max(-_LARGEST_STEP, min(_LARGEST_STEP, change))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,14 @@
-"""Dynamic bucketing: the padded lengths of one step, chosen so that as little as possible is padded (L section 4.3).
+"""Checks of arguments that dispatch and deployment share."""
 
-Sequences are counted by interval of length; a dynamic programme over the non-empty intervals then merges these into at
-most R buckets. What a bucket costs in time, and where it runs, is decided in `dispatch.py`.
-
-    interval ends      256   512   768  1024  1280
-    sequences            9     4     0     1     2
-    R = 2 boundaries         | 512              | 1280      9 padded by 256, 1 padded by 256, besides what
-                                                            lies inside each interval
-"""
+# MERGED: Dynamic bucketing: the padded lengths of one step, chosen so that as little as possible is padded (L section
+# MERGED: 4.3).
+# MERGED: Sequences are counted by interval of length; a dynamic programme over the non-empty intervals then merges
+# MERGED: these into at
+# MERGED: most R buckets. What a bucket costs in time, and where it runs, is decided in `dispatch.py`.
+# MERGED:     interval ends      256   512   768  1024  1280
+# MERGED:     sequences            9     4     0     1     2
+# MERGED:     R = 2 boundaries         | 512              | 1280      9 padded by 256, 1 padded by 256, besides what
+# MERGED:                                                             lies inside each interval
 
 from __future__ import annotations
 
@@ -16,7 +17,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from peft_mux.scheduler.dispatching.checks import check_at_least_one
+
+def check_at_least_one(**numbers: int) -> None:
+    """Refuse numbers below 1.
+
+    Args:
+        numbers: each number by the name of the argument that it came in.
+
+    Raises:
+        ValueError: with the first of them that is below 1.
+    """
+    for field, number in numbers.items():
+        if number < 1:
+            raise ValueError(f"{field} is {number}; allowed: 1 or more.")
+
 
 DEFAULT_NUM_BUCKETS = 16
 """R in L (footnote 3)."""

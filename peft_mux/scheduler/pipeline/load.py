@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.hardware import Link
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

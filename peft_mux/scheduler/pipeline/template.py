@@ -30,7 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.launch import Clock, Launch, ListScheduler, Move, group_micro_batches
 from peft_mux.scheduler.pipeline.load import BucketLoad, LinkMap, checked_num_stages, room_bytes
 

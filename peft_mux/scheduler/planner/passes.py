@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from peft_mux.packing.passes import (
+from peft_mux.data.packing.passes import (
     Member,
     PassRules,
     TaskRows,

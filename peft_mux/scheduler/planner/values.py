@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from peft_mux.packing.passes import PassRules
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.data.packing.passes import PassRules
+from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.memory import MemoryEstimate
-from peft_mux.scheduler.costs.sums.pass_parts import PassParts
+from peft_mux.scheduler.costs.sums import PassParts
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule
 
@@ -91,7 +91,7 @@ class Waiting:
 class TurnPlan:
     """Passes that go through a stage in turns, as they wait for sums over its devices (M §3.4.2).
 
-    A group is of one bucket (M §3.4.3, case 3); `peft_mux.scheduler.subgraphs.groups` divides a step's passes.
+    A group is of one bucket (M §3.4.3, case 3); `peft_mux.scheduler.subgraphs.passes` divides a step's passes.
 
     Attributes:
         width: the most passes of a group.

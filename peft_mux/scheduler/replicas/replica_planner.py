@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.link import Link
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.pipeline.template import Schedule
@@ -21,7 +21,7 @@ from peft_mux.scheduler.planner.policies import policy_named
 from peft_mux.scheduler.planner.stage_cut import choose_layers
 from peft_mux.scheduler.planner.values import Budget, Outcome
 from peft_mux.scheduler.replicas.configs import ParallelConfig
-from peft_mux.scheduler.replicas.costs import ReplicaFacts, memory_of, tensor_link, token_limits
+from peft_mux.scheduler.replicas.time_model import ReplicaFacts, memory_of, tensor_link, token_limits
 
 Rows = tuple[tuple[int, ...], ...]
 """Lengths of the rows of each task, in the order of the planner's tasks; empty for a task without any."""

@@ -5,20 +5,51 @@ parallel degree; Eq. 10 to 12 make a replica's step of it. Nothing is measured h
 come from `costs.py`.
 """
 
+# MERGED: `PackedTimeModel`: seconds of a replica that packs its sequences into passes, where L Eq. 10 to 12 pad
+# MERGED: buckets.
+# MERGED: The engine pads nothing and puts sequences of all buckets into the same passes, so that a replica makes as
+# MERGED: many passes
+# MERGED: as its tokens fill, and not some for each bucket with a remainder of its own. The curve of a layer stays the
+# MERGED: paper's:
+# MERGED: t(b, s) = fixed(s) + each(s) b        sum_j d_j each(s_j) + passes * fixed + bubble        passes =
+# MERGED: ceil(tokens / M)
+# MERGED: `PlannedTimeModel`: the price of a replica by MuxTune's plans, in the linear form that L Eq. 2 and 3 are
+# MERGED: solved in.
+# MERGED: A whole plan for every dispatch that a solver looks at would take hours. So a configuration is planned for a
+# MERGED: few loads
+# MERGED: (`ReplicaPlanner`), and a step of d_j sequences padded to s_j is fitted as
+# MERGED:     fixed + each * sum d_j + token * sum d_j s_j + square * sum d_j s_j^2
+# MERGED: with no coefficient below 0: what a step costs at all (filling a pipeline, launches, updates), a sequence,
+# MERGED: its tokens,
+# MERGED: and its attention. Lengths are those of buckets, so that the fit takes in that plans pack rows and do not
+# MERGED: pad them.
+# MERGED: A `ReplicaTimeModel` from what MuxTune's planner knows: a profile of one device and the memory model.
+# MERGED: LobRA profiles a layer at each tensor parallel degree (L Appendix D). Where that was not done, the times of
+# MERGED: a layer at
+# MERGED: any degree follow from a profile of one device by M Eq. 3, as `CostModel` has it. The curve of Eq. 10 is
+# MERGED: then fitted to
+# MERGED: these times as to measured ones.
+
 from __future__ import annotations
 
 import csv
 import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from peft_mux.scheduler.costs.hardware import Cluster, Link
+from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.memory import MemoryModel
+from peft_mux.scheduler.costs.model_shape import ModelShape
+from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 
 FORMAT_VERSION = 1
@@ -346,3 +377,325 @@ def _read_rows(path: str | Path, columns: Sequence[str]) -> list[dict[str, str]]
         if missing:
             raise ValueError(f"{path} has columns {reader.fieldnames}; allowed: with {missing} too. Add them.")
         return list(reader)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedTimeModel:
+    """A `TimeModel` of `peft_mux.scheduler.replicas.configs` for replicas that pack; lengths are those of sequences.
+
+    Attributes:
+        padded: the curves of one layer, the layers, and what each configuration holds.
+    """
+
+    padded: ReplicaTimeModel
+
+    @property
+    def max_tokens(self) -> Mapping[ParallelConfig, int]:
+        """Most tokens of a pass, by configuration."""
+        return self.padded.max_tokens
+
+    @property
+    def configurations(self) -> tuple[ParallelConfig, ...]:
+        """What can be deployed: by GPUs, then by tensor parallel degree."""
+        return self.padded.configurations
+
+    def step_s(self, config: ParallelConfig, counts: Sequence[int], lengths: Sequence[int], max_tokens: int) -> float:
+        """Return the seconds of one replica for `counts[j]` sequences of `lengths[j]` tokens; 0 for none.
+
+        Args:
+            config: how the replica is spread over GPUs.
+            counts: sequences of each bucket on this replica.
+            lengths: tokens of the sequences of each bucket.
+            max_tokens: most tokens of a pass on this replica.
+
+        Raises:
+            ValueError: for a configuration without a fit.
+        """
+        tokens = sum(count * length for count, length in zip(counts, lengths, strict=True))
+        if not tokens:
+            return 0.0
+        fit, num_layers = self.padded.largest_stage(config)
+        total_s, fullest_s, filled = 0.0, 0.0, tokens / max_tokens
+        for count, length in zip(counts, lengths, strict=True):
+            if count:
+                full_s = self._full_pass_s(config, length, max_tokens)
+                total_s += count * length / max_tokens * full_s
+                fullest_s = max(fullest_s, full_s)
+        # What is not full costs what a pass costs at all; so the seconds never fall with another row.
+        empty_s, share = num_layers * fit.terms(0)[0], min(1.0, filled)
+        total_s += (-(-tokens // max_tokens) - filled) * empty_s
+        return total_s + (config.pp - 1) * (share * fullest_s + (1 - share) * empty_s)
+
+    def linear_terms(self, config: ParallelConfig, lengths: Sequence[int], max_tokens: int) -> tuple[np.ndarray, float]:
+        """Return seconds of a sequence of each length within full passes, and those of the costliest pass's bubble.
+
+        Args:
+            config: how the replica is spread over GPUs.
+            lengths: tokens of the sequences of each bucket.
+            max_tokens: most tokens of a pass on this replica.
+        """
+        full_s = np.array([self._full_pass_s(config, length, max_tokens) for length in lengths], dtype=np.float64)
+        return full_s * np.asarray(lengths) / max_tokens, (config.pp - 1) * float(full_s.max(initial=0.0))
+
+    def _full_pass_s(self, config: ParallelConfig, length: int, max_tokens: int) -> float:
+        """Return the seconds that the largest stage takes for a pass filled with sequences of one length."""
+        fit, num_layers = self.padded.largest_stage(config)
+        fixed_s, each_s = fit.terms(length)
+        return num_layers * (fixed_s + each_s * max_tokens / length)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedLoad:
+    """What a replica was planned for, and what its plan takes.
+
+    Attributes:
+        counts: sequences of each bucket.
+        lengths: padded length of each bucket in tokens.
+        seconds: seconds of a step under the plan.
+        weight: how much it counts in a fit.
+    """
+
+    counts: tuple[int, ...]
+    lengths: tuple[int, ...]
+    seconds: float
+    weight: float = 1.0
+
+    @property
+    def sums(self) -> tuple[float, float, float, float]:
+        """1 and the sums over sequences of 1, their tokens and the squares of these; what a fit is linear in."""
+
+        def total(power: int) -> float:
+            pairs = zip(self.counts, self.lengths, strict=True)
+            return float(sum(count * length**power for count, length in pairs))
+
+        return 1.0, total(0), total(1), total(2)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTerms:
+    """The linear form of one configuration.
+
+    Attributes:
+        fixed_s: seconds of a step that has any sequence.
+        each_s: seconds of a sequence, whatever its length.
+        token_s: seconds of a token.
+        square_s: seconds of a sequence by the square of its tokens.
+        mean_relative_error: mean of |fitted / planned - 1| over the loads that it was fitted to.
+    """
+
+    fixed_s: float
+    each_s: float
+    token_s: float
+    square_s: float
+    mean_relative_error: float = 0.0
+
+    def sequence_s(self, length: float) -> float:
+        """Return the seconds of a sequence padded to `length` tokens, besides the fixed ones."""
+        return self.each_s + (self.token_s + self.square_s * length) * length
+
+
+def fit_terms(loads: Iterable[PlannedLoad]) -> PlannedTerms:
+    """Return the linear form of least squares of the weighted relative error, no coefficient below 0.
+
+    Args:
+        loads: what plans take for some loads of one configuration, one or more; those that fit nowhere do not count.
+
+    Raises:
+        ValueError: where no load has a plan.
+    """
+    known = [load for load in loads if np.isfinite(load.seconds)]
+    if not known:
+        raise ValueError("loads has no plan that fits; allowed: one or more. Leave the configuration out.")
+    columns = np.array([load.sums for load in known]) / np.array([[load.seconds] for load in known])
+    weights = np.sqrt([load.weight for load in known])
+    # Columns differ by many powers of ten.
+    scale = columns.max(axis=0)
+    solution = non_negative_least_squares(columns / scale * weights[:, None], weights) / scale
+    error = float(np.abs(columns @ solution - 1).mean())
+    fixed_s, each_s, token_s, square_s = solution.tolist()
+    return PlannedTerms(fixed_s, each_s, token_s, square_s, error)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTimeModel:
+    """Seconds of a replica's step by fitted plans; a `DeployableTimeModel` of `peft_mux.scheduler.replicas.configs`.
+
+    Attributes:
+        terms: the linear form of each configuration.
+        max_tokens: the longest sequence that each configuration holds.
+    """
+
+    terms: Mapping[ParallelConfig, PlannedTerms]
+    max_tokens: Mapping[ParallelConfig, int]
+
+    def __post_init__(self) -> None:
+        if not self.terms or set(self.terms) != set(self.max_tokens):
+            raise ValueError(
+                f"terms has {', '.join(map(str, self.terms)) or 'nothing'}, max_tokens "
+                f"{', '.join(map(str, self.max_tokens)) or 'nothing'}; allowed: the same configurations, one or more."
+            )
+
+    @property
+    def configurations(self) -> tuple[ParallelConfig, ...]:
+        """Return what can be deployed: by GPUs, then by tensor parallel degree."""
+        return tuple(sorted(self.max_tokens, key=lambda config: (config.num_gpus, config)))
+
+    def step_s(self, config: ParallelConfig, counts: Sequence[int], lengths: Sequence[int], max_tokens: int) -> float:
+        """Return the seconds of one replica for `counts[j]` sequences padded to `lengths[j]`; as `TimeModel` has it."""
+        terms, total_s = self.terms[config], 0.0
+        for count, length in zip(counts, lengths, strict=True):
+            if count:
+                total_s += count * terms.sequence_s(length)
+        return total_s + terms.fixed_s if any(counts) else 0.0
+
+    def linear_terms(self, config: ParallelConfig, lengths: Sequence[int], max_tokens: int) -> tuple[np.ndarray, float]:
+        """Return seconds per sequence of each length, and of any at all; exactly those of `step_s`."""
+        terms = self.terms[config]
+        return np.array([terms.sequence_s(length) for length in lengths], dtype=np.float64), terms.fixed_s
+
+    def throughput(self, config: ParallelConfig, length_tokens: int, num_micro_batches: int) -> float:
+        """Return tokens per GPU and second over full micro-batches of one length; 0 where none fits.
+
+        Args:
+            config: a configuration of `max_tokens`.
+            length_tokens: tokens of each sequence.
+            num_micro_batches: full micro-batches over which the throughput is taken.
+        """
+        size = self.max_tokens[config] // length_tokens
+        if not size:
+            return 0.0
+        seconds = self.step_s(config, [size * num_micro_batches], [length_tokens], self.max_tokens[config])
+        return size * num_micro_batches * length_tokens / (seconds * config.num_gpus)
+
+
+_LENGTH_POINTS = 8
+"""Lengths at which a layer is timed; a fit needs three or more."""
+_SIZE_POINTS = 4
+"""Micro-batch sizes at which each length is timed, besides 1 and 2; a fit needs two or more."""
+_SHORTEST_TOKENS = 16
+_UNBOUNDED_TOKENS = 2**40
+"""As far as `MemoryModel.max_tokens` searches; where so many tokens fit, memory bounds nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """What the costs of a replica depend on.
+
+    Attributes:
+        shape: layers and widths of the backbone.
+        profile: times of one layer on one device.
+        loads: what each task that is trained brings into a step.
+        memory: memory model of one device that holds the whole backbone; each configuration puts its own numbers of
+            stages and of devices a stage in place of the model's.
+        limit_bytes: memory of one device that may be filled; `None` for no limit.
+        pass_tokens: most tokens that a run puts into one pass; a longer sequence makes a pass of its own.
+        links: the devices and the links between them; `None` where shards use the link of the profile.
+        supports: says whether the engine can divide the backbone as a configuration does; by default it always can.
+    """
+
+    shape: ModelShape
+    profile: Profile
+    loads: tuple[TaskLoad, ...]
+    memory: MemoryModel
+    limit_bytes: int | None
+    pass_tokens: int
+    links: Cluster | None = None
+    supports: Callable[[ParallelConfig], bool] = lambda config: True
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence of all tasks; 1 where there are none."""
+        return max((load.longest for load in self.loads), default=1) or 1
+
+
+def memory_tokens(facts: ReplicaFacts, config: ParallelConfig) -> int | None:
+    """Return the most tokens of a micro-batch that a replica's memory holds; `None` for no limit, 0 for none at all.
+
+    With 1F1B stage s of S holds S - s micro-batches at once; the fullest stage counts.
+    """
+    if facts.limit_bytes is None:
+        return None
+    model, limit = memory_of(facts, config), facts.limit_bytes
+    tokens = min(
+        model.max_tokens(facts.loads, limit, in_flight=config.pp - stage, stage=stage) for stage in range(config.pp)
+    )
+    return None if tokens >= _UNBOUNDED_TOKENS else tokens
+
+
+def least_bytes(facts: ReplicaFacts, config: ParallelConfig) -> int:
+    """Return the bytes that the fullest device of a replica holds with micro-batches of one token."""
+    model = memory_of(facts, config)
+    return max(model.peak_bytes(facts.loads, 1, in_flight=config.pp - stage, stage=stage) for stage in range(config.pp))
+
+
+def memory_of(facts: ReplicaFacts, config: ParallelConfig) -> MemoryModel:
+    """Return the memory model of one device of a replica, its layers cut as evenly as can be."""
+    # A cut of layers that was chosen for another number of stages does not apply.
+    return replace(facts.memory, num_stages=config.pp, devices_per_stage=config.tp, layers_per_stage=None)
+
+
+def token_limits(facts: ReplicaFacts, configs: Iterable[ParallelConfig]) -> dict[ParallelConfig, int]:
+    """Return M of L Eq. 10 by configuration: the tokens that memory holds, and no more than a pass of the run ever has.
+
+    Configurations that hold nothing are left out.
+    """
+    # A sequence longer than a pass makes a pass of its own.
+    most = max(facts.pass_tokens, facts.longest)
+    limits: dict[ParallelConfig, int] = {}
+    for config in configs:
+        tokens = memory_tokens(facts, config)
+        if tokens != 0:
+            limits[config] = most if tokens is None else min(most, tokens)
+    return limits
+
+
+def replica_time_model(facts: ReplicaFacts, configs: Sequence[ParallelConfig]) -> ReplicaTimeModel:
+    """Return the time model of these configurations, made from the profile.
+
+    Raises:
+        ValueError: where not one of the configurations holds a token.
+    """
+    limits = token_limits(facts, configs)
+    degrees = sorted({config.tp for config in limits})
+    most = max(limits.values(), default=_SHORTEST_TOKENS)
+    times = [time for tp in degrees for time in layer_times(facts, tp, most)]
+    return ReplicaTimeModel(fit_layer(times), facts.shape.num_layers, limits)
+
+
+def layer_times(facts: ReplicaFacts, tp: int, max_tokens: int) -> list[LayerTime]:
+    """Return forward and backward times of one layer at a tensor parallel degree, over lengths and micro-batch sizes.
+
+    Eq. 10 knows layers only: head, embedding and the overhead of a pass are spread over them.
+
+    Args:
+        facts: what the costs of the run's replicas depend on.
+        tp: tensor parallel degree at which the layer runs.
+        max_tokens: tokens of the largest micro-batch that any configuration may have.
+    """
+    # Below this, rounding down would make some of the lengths equal.
+    longest = max(max_tokens, _LENGTH_POINTS * _SHORTEST_TOKENS)
+    lengths = sorted({int(length) for length in np.geomspace(_SHORTEST_TOKENS, longest, _LENGTH_POINTS)})
+    cost = CostModel(facts.profile, facts.shape, devices_per_stage=tp, tensor_link=tensor_link(facts, tp))
+    times = []
+    for length in lengths:
+        # Sizes 1 and 2 are timed at every length, even where two sequences exceed M: without them the terms of Eq. 10
+        # with b cannot be told from those without.
+        largest = max(2, longest // length)
+        for size in sorted({int(size) for size in np.geomspace(1, largest, _SIZE_POINTS)} | {1, 2}):
+            terms = cost.uniform_terms(facts.loads, size, length)
+            seconds = terms.stage_s(0, facts.shape.num_layers) + facts.profile.pass_overhead_s
+            times.append(LayerTime(tp, length, size, seconds / facts.shape.num_layers))
+    return times
+
+
+def tensor_link(facts: ReplicaFacts, tp: int) -> Link | None:
+    """Return the link between the devices that share every layer; `None` where none is known.
+
+    Args:
+        facts: what the costs of the run's replicas depend on.
+        tp: tensor parallel degree.
+    """
+    if facts.links is None:
+        return facts.profile.link
+    # The shards of a layer are neighbours: they leave a node only where it has too few devices.
+    return facts.links.intra_node if tp <= facts.links.devices_per_node else facts.links.inter_node

@@ -12,10 +12,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from peft_mux.scheduler.subgraphs.graph import Operator, OperatorGraph, topological_order
-from peft_mux.scheduler.subgraphs.schedule import LaunchSchedule, schedule
-from peft_mux.scheduler.subgraphs.segments import Subgraph, by_key, segment, with_priorities
-from peft_mux.scheduler.subgraphs.streams import simulate_streams
+from peft_mux.scheduler.subgraphs.schedule import LaunchSchedule, schedule, simulate_streams
+from peft_mux.scheduler.subgraphs.segments import (
+    Operator,
+    OperatorGraph,
+    Subgraph,
+    by_key,
+    segment,
+    topological_order,
+    with_priorities,
+)
 
 _TOLERANCE = 1e-12
 """Relative; sums of the same latencies in another order differ by less."""

@@ -17,7 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from peft_mux.scheduler.subgraphs.graph import Operator, OperatorGraph
+from peft_mux.scheduler.subgraphs.segments import Operator, OperatorGraph
 
 LINEARS = ("qkv", "output", "gate_up", "down")
 # Megatron-LM's cut: row-parallel layers add up results in the forward pass, column-parallel ones gradients of their

@@ -11,8 +11,7 @@ import pytest
 from peft import LoraConfig
 
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
-from peft_mux.checkpoint.sharing.card import is_edited, write_card
-from peft_mux.checkpoint.sharing.task_extras import needs_tokenizer
+from peft_mux.checkpoint.hub import is_edited, needs_tokenizer, write_card
 from peft_mux.demo.sentences import corpus
 from peft_mux.demo.small_llama import make_backbone, make_tokenizer
 from tests.invariants.mux_lab import rows, small_task, tiny_llama

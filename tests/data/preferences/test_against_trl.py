@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from peft_mux.data.dataset import tokenize_dataset
 from peft_mux.data.formats import RowForm
-from peft_mux.data.preferences.forms import ODDS_ROWS, PAIR_ROWS, SCORED_ROWS, SINGLE_ROWS
+from peft_mux.data.preferences import ODDS_ROWS, PAIR_ROWS, SCORED_ROWS, SINGLE_ROWS
 from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence
 from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.demo.small_llama import make_tokenizer
@@ -199,7 +199,7 @@ def test_answers_become_the_tokens_and_the_order_of_the_kto_trainer(rows: Any, m
 def test_more_pairs_than_datasets_maps_at_a_time_come_in_its_order() -> None:
     from trl import unpair_preference_dataset
 
-    from peft_mux.data.preferences.unpaired import unpaired
+    from peft_mux.data.preferences import unpaired
 
     rows = [{"prompt": f"p{place}", "chosen": f"c{place}", "rejected": f"r{place}"} for place in range(1203)]
     expected = list(unpair_preference_dataset(Dataset.from_list(rows)))

@@ -13,11 +13,10 @@ from datasets import Dataset
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.data.dataset import tokenize_dataset
+from peft_mux.data.dataset import TaskLoader, tokenize_dataset
 from peft_mux.data.formats import DataFormat
-from peft_mux.data.loader import TaskLoader
-from peft_mux.data.preferences.forms import KTO_ROWS
-from peft_mux.data.streams.loader import StreamLoader
+from peft_mux.data.preferences import KTO_ROWS
+from peft_mux.data.streams import StreamLoader
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
 from peft_mux.data.tokenize import RowTokenizer, TokenizeOptions
 from peft_mux.demo.small_llama import make_tokenizer

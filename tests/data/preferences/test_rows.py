@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from peft_mux.data.dataset import TokenizedDataset, open_rows, tokenize_dataset
 from peft_mux.data.formats import RowForm
-from peft_mux.data.preferences.forms import ODDS_ROWS, PAIR_ROWS, SCORED_ROWS, SINGLE_ROWS
+from peft_mux.data.preferences import ODDS_ROWS, PAIR_ROWS, SCORED_ROWS, SINGLE_ROWS
 from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.demo.small_llama import make_tokenizer

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from peft_mux.data.rows.virtual_tokens import ignored, with_virtual_tokens
-from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence
+from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence, ignored, with_virtual_tokens
 
 
 def test_each_sequence_of_a_row_begins_with_virtual_tokens() -> None:

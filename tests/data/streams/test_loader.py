@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from peft_mux.data.dataset import open_rows
-from peft_mux.data.streams.loader import StreamLoader
-from peft_mux.data.streams.read_ahead import ReadAhead
+from peft_mux.data.streams import ReadAhead, StreamLoader
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.errors import DataError, ForcedInterrupt

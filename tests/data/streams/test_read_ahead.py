@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from peft_mux.data.streams.read_ahead import ReadAhead
+from peft_mux.data.streams import ReadAhead
 from peft_mux.errors import ConfigError, DataError
 from tests.children import run_script
 
@@ -123,7 +123,7 @@ def test_a_blocked_thread_does_not_keep_the_interpreter_from_ending(tmp_path: Pa
     script = tmp_path / "blocked.py"
     script.write_text(
         "import threading\n"
-        "from peft_mux.data.streams.read_ahead import ReadAhead\n"
+        "from peft_mux.data.streams import ReadAhead\n"
         "def items():\n"
         "    threading.Event().wait()\n"
         "    yield 1\n"

@@ -29,9 +29,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
-from peft_mux.engine.cuda_graphs import inputs as captured_inputs
-from peft_mux.engine.cuda_graphs import passes as captured
-from peft_mux.engine.cuda_graphs.passes import CapturedPasses
+from peft_mux.engine import cuda_graphs as captured
+from peft_mux.engine import cuda_graphs as captured_inputs
+from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.work import StepWork
 from peft_mux.kernels.lora.launch import Launch

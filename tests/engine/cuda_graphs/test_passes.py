@@ -23,10 +23,8 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.engine.cuda_graphs import passes as captured
-from peft_mux.engine.cuda_graphs.graph import CannotCaptureError, CudaGraphs
-from peft_mux.engine.cuda_graphs.inputs import Shape, StaticInputs
-from peft_mux.engine.cuda_graphs.passes import CapturedPasses
+from peft_mux.engine import cuda_graphs as captured
+from peft_mux.engine.cuda_graphs import CannotCaptureError, CapturedPasses, CudaGraphs, Shape, StaticInputs
 from peft_mux.engine.executor import Executor
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear

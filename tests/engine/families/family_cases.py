@@ -19,17 +19,14 @@ from transformers.pytorch_utils import Conv1D
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp.backbone import gathering_mesh, shard_backbone
-from peft_mux.engine.fsdp.executor import DeferredSync, ShardedExecutor
-from peft_mux.engine.fsdp.stages import ShardedPipelineExecutor, shard_stage
-from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.fsdp.executors import DeferredSync, ShardedExecutor, ShardedPipelineExecutor, shard_stage
+from peft_mux.engine.gradients import GradientSync
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.layout import ParallelLayout
-from peft_mux.engine.tensor.links import TensorLinks
-from peft_mux.engine.tensor.parallel import cut_model
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.pipeline.template import build_template

@@ -13,9 +13,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.backbone.families import FAILING, FAMILIES, family_of
-from peft_mux.modeling.backbone.families_page import page
 from tests.engine.families import family_cases as cases
 from tests.engine.processes import cases as parallel_cases
+from tools.architectures import page
 
 PAGE = Path(__file__).parents[3] / "docs" / "architectures.md"
 FAST = ("gemma3_text", "phi3", "olmo2", "mixtral")
@@ -108,5 +108,5 @@ def test_a_family_that_did_not_come_through_is_refused_with_the_reason_and_what_
 
 
 def test_the_page_of_architectures_is_what_the_command_writes() -> None:
-    command = "python -m peft_mux.modeling.backbone.families_page docs/architectures.md"
+    command = "python -m tools.architectures docs/architectures.md"
     assert PAGE.read_text(encoding="utf-8") == page(), f"run {command}"

@@ -14,19 +14,16 @@ import pytest
 
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch
 from peft_mux.engine.executor import Executor
-from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.gradients import GradientSync
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.pipeline.executor import PipelineExecutor
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.layout import ParallelLayout
-from peft_mux.engine.tensor.links import TensorLinks
-from peft_mux.engine.tensor.parallel import cut_model
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
 from peft_mux.modeling.backbone.families import FAMILIES
-from peft_mux.modeling.backbone.layer_list import find_layers
-from peft_mux.modeling.last_layer.forward import LastLayerForward
-from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.proofs import states_of_probe
+from peft_mux.modeling.backbone.modules import find_layers
+from peft_mux.modeling.last_layer import LastLayerForward
+from peft_mux.modeling.model import MultiTaskPeftModel, states_of_probe
 from tests.engine.families import family_cases as cases
 from tests.engine.families.test_families import check_as_alone
 from tests.engine.pipeline import stage_cases

@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.pipeline.stage_loading import is_converted, load_stage
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel, is_converted, load_stage
 from tests.engine.families import family_cases as cases
 
 LAYOUT, SEEDS = StageLayout.of(cases.NUM_LAYERS, 2), {"a": 0, "b": 1}

@@ -19,14 +19,12 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp.backbone import ShardedBackbone, gathering_mesh, shard_backbone
-from peft_mux.engine.fsdp.executor import ShardedExecutor
-from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.fsdp.executors import ShardedExecutor
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.tasks.optimizer import TaskOptimizer, non_finite_reason
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.task import Task
-from peft_mux.task_settings import resolve
-from peft_mux.tasks.isolation import non_finite_reason
-from peft_mux.tasks.optimizer import TaskOptimizer
+from peft_mux.task import Task, resolve
 from tests.packing.even_rows import even_rows
 
 VOCABULARY, NUM_LAYERS, NUM_STEPS = 97, 4, 3

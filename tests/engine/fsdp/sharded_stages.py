@@ -14,13 +14,11 @@ import torch.distributed as dist
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.executor import Executor
-from peft_mux.engine.fsdp.executor import DeferredSync
-from peft_mux.engine.fsdp.stages import ShardedPipelineExecutor, shard_stage
+from peft_mux.engine.fsdp.executors import DeferredSync, ShardedPipelineExecutor, shard_stage
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.pipeline.plan import PipelinePlan
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import StepWork
 from tests.engine.families.family_cases import gather_weights
 from tests.engine.fsdp.cases import frozen_bytes

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig, PeftModel
 
 from peft_mux.engine.fsdp.backbone import shard_backbone
-from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.processes import Processes
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.engine.fsdp import cases

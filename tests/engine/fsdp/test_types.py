@@ -14,7 +14,7 @@ from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.adapters.kind import KINDS
-from peft_mux.modeling.adapters.prompts.kind import PromptKind
+from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from tests.engine.fsdp import cases as fsdp
 from tests.engine.processes.cases import launch, values
 from tests.invariants.mux_lab import rows, tiny_llama

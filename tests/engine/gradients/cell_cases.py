@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from hypothesis import strategies as st
 
-from peft_mux.engine.gradients.cells import HeldPage, HeldParameter, Holding
-from peft_mux.engine.replicas.layout import ParallelLayout
-from peft_mux.modeling.sharding.pieces import Piece
+from peft_mux.engine.gradients import HeldPage, HeldParameter, Holding
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.modeling.sharding import Piece
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 
 KINDS = ("rows", "columns", "fused", "partial", "doubled")

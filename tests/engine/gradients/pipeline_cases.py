@@ -11,13 +11,12 @@ import torch.distributed as dist
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.gradients import GradientSync
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import StepResult, StepWork
 from tests.engine.pipeline import stage_cases
 from tests.packing.even_rows import even_rows

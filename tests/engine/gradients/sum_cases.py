@@ -18,19 +18,16 @@ from peft import LoraConfig
 from torch import nn
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.checkpoint.full_state import gather_task, take_part
-from peft_mux.checkpoint.task_state import TaskState, join_state, split_state
-from peft_mux.engine.gradients.sync import GradientSync
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.checkpoint.task_state import TaskState, gather_task, join_state, split_state, take_part
+from peft_mux.engine.gradients import GradientSync
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.tasks.optimizer import TaskOptimizer
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.sharding.pieces import Piece
-from peft_mux.task import Task
-from peft_mux.task_settings import resolve
-from peft_mux.tasks.optimizer import TaskOptimizer
+from peft_mux.modeling.sharding import Piece
+from peft_mux.task import Task, resolve
 from tests.invariants import mux_lab as lab
 
 NUM_LAYERS = 2

@@ -12,12 +12,10 @@ import pytest
 import torch
 
 from peft_mux.checkpoint.task_state import TaskState, join_state, merge_states, split_state
-from peft_mux.engine.gradients.all_reduce import holding_of
-from peft_mux.engine.gradients.sync import GradientSync
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.gradients import GradientSync, holding_of
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.processes import Processes
 from tests.engine.gradients import sum_cases as cases
 from tests.engine.processes.cases import launch, values
 

@@ -8,14 +8,12 @@ import pytest
 import torch
 from hypothesis import given
 
-from peft_mux.checkpoint import full_state
-from peft_mux.checkpoint.full_state import HeldState, join_parts, take_part
-from peft_mux.checkpoint.task_state import TaskState
-from peft_mux.engine.gradients.all_reduce import TaskCells
-from peft_mux.engine.gradients.cells import Bundle, HeldPage, HeldParameter, bundles, divide
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.checkpoint import task_state as full_state
+from peft_mux.checkpoint.task_state import HeldState, TaskState, join_parts, take_part
+from peft_mux.engine.gradients import Bundle, HeldPage, HeldParameter, TaskCells, bundles, divide
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import CheckpointError
-from peft_mux.modeling.sharding.pieces import Piece
+from peft_mux.modeling.sharding import Piece
 from tests.engine.gradients import cell_cases as cases
 
 

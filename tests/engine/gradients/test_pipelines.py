@@ -9,9 +9,8 @@ import pytest
 
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import StepWork
 from peft_mux.scheduler.pipeline.template import build_template
 from tests.engine.gradients import pipeline_cases as cases

@@ -32,7 +32,7 @@ from peft_mux import (
     MultiTaskTrainingArguments,
     Task,
 )
-from peft_mux.modeling.objectives.outputs import TokenOutputs
+from peft_mux.modeling.objectives.objective import TokenOutputs
 from tests.engine.losses.cases import Row
 from tests.invariants import mux_lab as lab
 

@@ -15,7 +15,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.engine.executor import Executor
-from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.storage import load_tensors, save_tensors

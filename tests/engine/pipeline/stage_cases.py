@@ -39,28 +39,24 @@ from transformers import (
 )
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.checkpoint.full_state import gather_task
-from peft_mux.checkpoint.task_state import TaskState, join_state, split_state
+from peft_mux.checkpoint.task_state import TaskState, gather_task, join_state, split_state
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
-from peft_mux.engine.gradients.sync import GradientSync
+from peft_mux.engine.gradients import GradientSync
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.tasks.optimizer import TaskOptimizer, non_finite_reason
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.pipeline.simulator import verify
 from peft_mux.scheduler.pipeline.template import Action, BucketLoad, PipelineTemplate, build_template
 from peft_mux.storage import load_tensors, pack_state, save_tensors, unpack_state
-from peft_mux.task import Task
-from peft_mux.task_settings import resolve
-from peft_mux.tasks.isolation import non_finite_reason
-from peft_mux.tasks.optimizer import TaskOptimizer
+from peft_mux.task import Task, resolve
 
 VOCABULARY, NUM_LAYERS, NUM_STEPS = 97, 8, 3
 HTASKS = (("a", "b"), ("c",), ("d", "e"))

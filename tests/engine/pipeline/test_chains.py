@@ -12,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 
-from peft_mux.data.chains import chains_of
+from peft_mux.data.batch import chains_of
 from peft_mux.engine.pipeline.executor import PipelineExecutor
-from peft_mux.engine.pipeline.messages import Messages
+from peft_mux.engine.pipeline.links import Messages
 from peft_mux.engine.pipeline.plan import PipelinePlan
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.processes import Processes
 from peft_mux.scheduler.pipeline.template import SCHEDULES, Slot, build_template
 from tests.engine.pipeline import chain_cases as cases
 from tests.engine.pipeline import stage_cases as stages

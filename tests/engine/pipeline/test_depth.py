@@ -11,13 +11,11 @@ import torch
 from peft import LoraConfig
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
-from peft_mux.engine.part_tasks import register_tasks
-from peft_mux.engine.pipeline.actions import StageActions
+from peft_mux.engine.parallelize import register_tasks
+from peft_mux.engine.pipeline.actions import StageActions, StageTraffic
 from peft_mux.engine.pipeline.links import Shelf
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.pipeline.traffic import StageTraffic
-from peft_mux.engine.step_sums import StepSums
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.work import StepSums
 from peft_mux.modeling.stream import Stream
 from peft_mux.scheduler.pipeline.template import BucketLoad, PipelineTemplate, Slot, build_template
 from tests.kernels.lora.watching import rows_left_out

@@ -17,12 +17,10 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from peft_mux.checkpoint.task_state import TaskState, join_state, merge_states, split_state
 from peft_mux.engine.pipeline.executor import PipelineExecutor
-from peft_mux.engine.pipeline.messages import Messages
+from peft_mux.engine.pipeline.links import Messages
 from peft_mux.engine.pipeline.plan import PipelinePlan
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.pipeline.stage_loading import load_stage
-from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel, load_stage
+from peft_mux.engine.processes import Processes
 from peft_mux.errors import CheckpointError, PlanError, UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, Slot, build_template

@@ -7,9 +7,8 @@ import torch
 from peft import LoraConfig
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.modeling.last_layer.forward import LastLayerForward
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.modeling.last_layer import LastLayerForward
 from tests.invariants.mux_lab import tiny_llama
 
 

@@ -11,13 +11,10 @@ from peft import PeftConfig, PeftType
 
 from peft_mux import MultiTaskPeftModel
 from peft_mux.data.batch import MuxBatch
-from peft_mux.engine.part_tasks import register_tasks
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.pipeline.stage_loading import load_stage
-from peft_mux.engine.replicas.layout import ParallelLayout
-from peft_mux.modeling.adapters.catalogue.entry import Category
-from peft_mux.modeling.adapters.catalogue.registry import category_of
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.parallelize import register_tasks
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel, load_stage
+from peft_mux.modeling.adapters.catalogue import Category, category_of
 from peft_mux.modeling.adapters.files import adapter_state, saved_key
 from peft_mux.modeling.adapters.kind import KINDS
 from tests.invariants.mux_lab import relative, tiny_llama

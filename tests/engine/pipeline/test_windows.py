@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from peft_mux.engine.pipeline.messages import StepEnd, StepEnds
+from peft_mux.engine.pipeline.links import StepEnd, StepEnds
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.scheduler.pipeline.template import build_template
 from tests.engine.pipeline import stage_cases as stages

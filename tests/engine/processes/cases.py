@@ -27,7 +27,7 @@ import torch
 from transformers import TrainerCallback
 
 from peft_mux import Task
-from peft_mux.scheduler.costs.measured.parts import Parts
+from peft_mux.scheduler.costs.profile import Parts
 from tests.invariants import mux_lab as lab
 from tests.paths import ROOT
 from tests.pictures import draw_none

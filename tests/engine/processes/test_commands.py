@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from peft_mux import ConfigError
-from peft_mux.engine.processes.commands import Answer, CommandQueue
 from peft_mux.errors import ProcessError
+from peft_mux.trainer.membership import Answer, CommandQueue
 
 
 def carry_out_all(queue: CommandQueue) -> Callable[[bool], bool]:

@@ -17,12 +17,12 @@ import pytest
 import torch
 
 from peft_mux import ConfigError
-from peft_mux.engine.gradients.sync import GradientSync
-from peft_mux.engine.processes.processes import Pending, Processes
+from peft_mux.engine.gradients import GradientSync
+from peft_mux.engine.processes import Pending, Processes
 from peft_mux.engine.work import StepResult, StepWork
-from peft_mux.scheduler.costs.measured.parts import AS_PROFILED
-from peft_mux.trainer.cut_off.interrupts import stop_at_signal
+from peft_mux.scheduler.costs.profile import AS_PROFILED
 from peft_mux.trainer.inputs import processes_asked_of_launcher
+from peft_mux.trainer.loop import stop_at_signal
 from tests.engine.processes import cases
 from tests.engine.processes.cases import Part, launch, values
 from tests.invariants.mux_lab import assert_close, small_task

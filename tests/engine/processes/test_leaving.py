@@ -26,7 +26,7 @@ def tell():
 
 import torch
 import torch.distributed as dist
-from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.processes import Processes
 
 torch.set_num_threads(1)
 rank, path = int(sys.argv[1]), sys.argv[2]

@@ -11,9 +11,9 @@ import numpy as np
 import torch.distributed as dist
 
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.dispatch import DispatchedShares
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.processes import Processes
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 from peft_mux.scheduler.replicas.time_model import LayerFit, ReplicaTimeModel
 

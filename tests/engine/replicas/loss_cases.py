@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from peft_mux import Task
-from peft_mux.modeling.objectives.outputs import TokenOutputs
+from peft_mux.modeling.objectives.objective import TokenOutputs
 from tests.engine.replicas import layout_cases as layouts
 from tests.invariants import mux_lab as lab
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peft_mux.data.task_batch import TaskBatch
-from peft_mux.engine.batches_ahead import BatchesAhead
-from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.dispatch import DispatchedShares
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.steps import BatchesAhead
 from peft_mux.errors import ConfigError, DataError
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 from tests.engine.processes import cases as parallel_cases

@@ -11,7 +11,7 @@ import torch
 from peft import LoraConfig
 
 from peft_mux import Task
-from peft_mux.modeling.last_layer.forward import LastLayerForward
+from peft_mux.modeling.last_layer import LastLayerForward
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas import layout_cases as cases
 from tests.engine.replicas.layout_cases import LaidOut

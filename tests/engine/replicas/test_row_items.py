@@ -8,11 +8,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peft_mux.data.packing.prefixes import row_trie
 from peft_mux.data.task_batch import TaskBatch, TokenSequence, prefix_trie
-from peft_mux.engine.replicas.dispatched_shares import DispatchedShares
-from peft_mux.engine.replicas.layout import ParallelLayout
-from peft_mux.engine.replicas.row_items import BatchRows, row_items
-from peft_mux.packing.row_trie import row_trie
+from peft_mux.engine.dispatch import BatchRows, DispatchedShares, row_items
+from peft_mux.engine.layout import ParallelLayout
 from tests.engine.replicas import dispatch_cases as cases
 from tests.packing.tries import Rows, tries
 

@@ -22,22 +22,19 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from peft_mux.data.batch import MuxBatch
-from peft_mux.data.chains import chains_of
+from peft_mux.data.batch import MuxBatch, chains_of
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.layout import ParallelLayout
-from peft_mux.engine.tensor.links import TensorLinks
-from peft_mux.engine.tensor.parallel import cut_model
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.sharding.pieces import Piece
+from peft_mux.modeling.sharding import Piece
 from tests.engine.pipeline import stage_cases
 
 NUM_LAYERS, HIDDEN, VOCABULARY = 3, 32, stage_cases.VOCABULARY

@@ -9,17 +9,15 @@ from typing import Any
 import numpy as np
 
 from peft_mux import Task
-from peft_mux.engine.pass_clock import PassClock, PassTime, StepTimes
+from peft_mux.engine.work import PassClock, PassTime, StepTimes
 from peft_mux.modeling.backbone.shape import model_shape
-from peft_mux.planning.pass_prices import PassPrices
+from peft_mux.planning.learning import PassPrices
 from peft_mux.scheduler.costs.curves import Curve
-from peft_mux.scheduler.costs.hardware import DEVICES
+from peft_mux.scheduler.costs.hardware import DEVICES, Link, Overlap
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.link import Link, Overlap
-from peft_mux.scheduler.costs.measured.parts import Parts, summed
-from peft_mux.scheduler.costs.profile import Profile, analytic_profile
+from peft_mux.scheduler.costs.profile import Parts, Profile, analytic_profile, summed
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.planner.turn_times import TurnTimes
+from peft_mux.scheduler.planner.times import TurnTimes
 from tests.engine.processes.cases import TIMEOUT_S
 from tests.engine.replicas.layout_cases import backbone
 from tests.invariants import mux_lab as lab

@@ -13,13 +13,12 @@ import torch
 from peft import LoraConfig
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from peft_mux.engine.processes.processes import Processes
+from peft_mux.engine.processes import Processes
 from peft_mux.engine.tensor.cut import held_ranges
-from peft_mux.engine.tensor.links import TensorLinks
-from peft_mux.engine.tensor.parallel import cut_model
+from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
 from peft_mux.errors import CheckpointError, UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.sharding.pieces import Piece
+from peft_mux.modeling.sharding import Piece
 from tests.engine.processes import cases as parallel_cases
 from tests.engine.tensor import parallel_cases as cases
 

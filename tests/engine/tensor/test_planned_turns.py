@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from peft_mux.errors import ConfigError
-from peft_mux.scheduler.costs.link import Overlap
+from peft_mux.scheduler.costs.hardware import Overlap
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas import layout_cases
 from tests.engine.replicas.test_layouts import assert_alike, assert_as_one

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.planning.planner import Planner
-from peft_mux.scheduler.costs.measured.parts import AS_PROFILED
+from peft_mux.scheduler.costs.profile import AS_PROFILED
 from peft_mux.scheduler.plan import Plan
-from peft_mux.tasks.task_run import TaskRun
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas.layout_cases import backbone
 from tests.engine.tensor import slow_link_cases as cases

@@ -15,17 +15,14 @@ from typing import Any
 import pytest
 import torch
 
-from peft_mux.data.chains import chains_of
+from peft_mux.data.batch import chains_of
 from peft_mux.engine.executor import Executor
+from peft_mux.engine.pipeline.actions import InterleavedActions
 from peft_mux.engine.pipeline.executor import PipelineExecutor
-from peft_mux.engine.pipeline.interleaved import InterleavedActions
 from peft_mux.engine.pipeline.plan import PipelinePlan
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.tensor.interleaving import Interleaving
-from peft_mux.engine.tensor.turn_links import TurnLinks
-from peft_mux.engine.tensor.turns import Turns
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks, Turns
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
 from peft_mux.modeling.attention.packed import ATTENTION_NAME

@@ -18,22 +18,19 @@ from peft import LoraConfig
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.pipeline.actions import InterleavedActions
 from peft_mux.engine.pipeline.executor import PipelineExecutor
-from peft_mux.engine.pipeline.interleaved import InterleavedActions
 from peft_mux.engine.pipeline.plan import PipelinePlan
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.engine.pipeline.stage_layout import StageLayout
-from peft_mux.engine.processes.processes import Processes
-from peft_mux.engine.replicas.layout import ParallelLayout
-from peft_mux.engine.tensor.interleaving import Interleaving
-from peft_mux.engine.tensor.links import TensorLinks
-from peft_mux.engine.tensor.parallel import cut_model
-from peft_mux.engine.tensor.turn_links import TurnLinks
-from peft_mux.modeling.adapters.lora.depth import rows_needed_now
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
+from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
+from peft_mux.modeling.adapters.lora.layer import rows_needed_now
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.sharding.sums import reduce_input_gradient, reduce_output
+from peft_mux.modeling.sharding import reduce_input_gradient, reduce_output
 from peft_mux.scheduler.costs.memory import MemoryEstimate
-from peft_mux.scheduler.costs.sums.pass_parts import PassParts
+from peft_mux.scheduler.costs.sums import PassParts
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.values import HTask, TurnPlan
 from peft_mux.scheduler.subgraphs.passes import Stretch, pass_times, turn_order

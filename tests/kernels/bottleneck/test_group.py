@@ -19,8 +19,8 @@ from peft_mux.kernels import philox
 from peft_mux.kernels.bottleneck.group import CODES, Adapter, BottleneckGroup, Trained
 from peft_mux.kernels.lora.tables import SegmentTables
 from peft_mux.modeling.adapters.bottleneck.kind import BottleneckKind
+from peft_mux.modeling.adapters.bottleneck.peft_tuner import ACTIVATIONS
 from peft_mux.modeling.slabs import TaskSlab
-from peft_mux.peft_methods.bottleneck.layer import ACTIVATIONS
 from tests.children import run_script
 from tests.kernels.interpreter import keep_patches
 

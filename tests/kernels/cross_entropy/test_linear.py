@@ -17,12 +17,7 @@ from torch.utils._pytree import tree_leaves
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.kernels.cross_entropy import linear as module
-from peft_mux.kernels.cross_entropy.linear import (
-    Head,
-    block_rows,
-    linear_cross_entropy,
-    reference_linear_cross_entropy,
-)
+from peft_mux.kernels.cross_entropy.linear import Head, block_rows, linear_cross_entropy, reference_linear_cross_entropy
 
 PROPERTY = settings(deadline=None, max_examples=60)
 D, V = 16, 53

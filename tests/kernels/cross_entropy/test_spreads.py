@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from peft_mux.kernels.cross_entropy import spreads
-from peft_mux.kernels.cross_entropy.linear import Head
-from peft_mux.kernels.cross_entropy.spreads import linear_spreads
+from peft_mux.kernels.cross_entropy import linear as spreads
+from peft_mux.kernels.cross_entropy.linear import Head, linear_spreads
 from tests.kernels.cross_entropy.test_vocab_parallel import (
     VOCABULARY,
     inputs,

@@ -63,7 +63,8 @@ SWEEP = [
 
 
 def constants_of(variant: Variant) -> dict[str, object]:
-    from peft_mux.kernels.lora import tables, tunings
+    from peft_mux.kernels.lora import tables
+    from peft_mux.kernels.lora import tables as tunings
 
     element_size = 4 if variant.dtype == "fp32" else 2
     tile = tunings.tiles(variant.kernel, variant.device, variant.width, variant.block_ranks, element_size)
@@ -208,7 +209,7 @@ def test_the_generator_runs_once_per_eight_columns(
 
 
 def test_every_rank_bucket_is_served_by_block_sizes_that_are_compiled_here() -> None:
-    from peft_mux.kernels.lora import tunings
+    from peft_mux.kernels.lora import tables as tunings
     from peft_mux.kernels.lora.tables import RankTable
 
     for rank in BUCKETS:

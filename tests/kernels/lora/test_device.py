@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from peft_mux.kernels import philox
-from peft_mux.kernels.lora.factors import Factors
+from peft_mux.kernels.lora.launch import Factors
 from peft_mux.kernels.lora.tables import RankTable, SegmentTables
 from tests.children import run_script
 from tests.kernels.interpreter import keep_patches

@@ -18,10 +18,9 @@ import pytest
 import torch
 
 from peft_mux.kernels import philox
-from peft_mux.kernels.lora.adapters import Adapter
-from peft_mux.kernels.lora.group import Base, LoraGroup
+from peft_mux.kernels.lora.group import Adapter, Base, LoraGroup
 from peft_mux.kernels.lora.tables import SegmentTables
-from peft_mux.modeling.adapters.lora.slab_layout import lora_slot
+from peft_mux.modeling.adapters.lora.kind import lora_slot
 from peft_mux.modeling.slabs import TaskSlab
 from tests.children import run_script
 from tests.kernels.interpreter import keep_patches

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from peft_mux.kernels.lora.factors import Factors
-from peft_mux.kernels.lora.tables import RankTable, SegmentTables
-from peft_mux.kernels.lora.tunings import Tiles
+from peft_mux.kernels.lora.launch import Factors
+from peft_mux.kernels.lora.tables import RankTable, SegmentTables, Tiles
 
 pytest.importorskip("triton")
 

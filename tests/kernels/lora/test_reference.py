@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from transformers.pytorch_utils import Conv1D
 
 from peft_mux.kernels import philox
-from peft_mux.kernels.lora.reference import grouped_lora_slices, reference_grouped_lora
-from peft_mux.kernels.lora.slices import LinearSlice, LoraSegment
+from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, grouped_lora_slices, reference_grouped_lora
 
 PROPERTY = settings(deadline=None, max_examples=60)
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}

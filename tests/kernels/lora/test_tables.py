@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peft_mux.kernels import philox
-from peft_mux.kernels.lora import tunings
-from peft_mux.kernels.lora.factors import Factors
+from peft_mux.kernels.lora import tables as tunings
+from peft_mux.kernels.lora.launch import Factors
 from peft_mux.kernels.lora.tables import RankTable, SegmentTables
 
 LENGTHS = st.lists(st.integers(0, 150), max_size=8)

@@ -13,8 +13,7 @@ from transformers import get_scheduler
 
 from peft_mux import BottleneckConfig, DiffPruningConfig, Task
 from peft_mux.kernels import philox
-from peft_mux.peft_methods.diff_pruning.gates import Noise
-from peft_mux.peft_methods.diff_pruning.layer import DiffPruningLayer
+from peft_mux.modeling.adapters.diff_pruning.peft_tuner import DiffPruningLayer, Noise
 from tests.engine.replicas.layout_cases import LaidOut, train
 from tests.invariants import mux_lab as lab
 

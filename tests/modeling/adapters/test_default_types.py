@@ -10,8 +10,8 @@ from peft import PeftType
 
 from peft_mux import MultiTaskPeftModel
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.catalogue.registry import ENTRIES
-from peft_mux.modeling.adapters.default_types import types_of_defaults
+from peft_mux.modeling.adapters.catalogue import ENTRIES
+from peft_mux.modeling.adapters.fields import types_of_defaults
 from peft_mux.modeling.adapters.kind import KINDS
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.cases import CASES

@@ -19,12 +19,19 @@ from torch.nn import functional as F
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel, Task
 from peft_mux.data.batch import MuxBatch
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.catalogue.registry import entry_of
-from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, find_kind, kind_of, kind_of_layer, kind_of_parameter
-from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
-from peft_mux.modeling.adapters.prompts.kind import PromptKind
+from peft_mux.modeling.adapters.catalogue import entry_of
+from peft_mux.modeling.adapters.kind import (
+    KINDS,
+    AdapterKind,
+    MultiplexedForward,
+    find_kind,
+    kind_of,
+    kind_of_layer,
+    kind_of_parameter,
+)
+from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from peft_mux.modeling.adapters.sliced import SlicedAdapter
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama

@@ -13,8 +13,8 @@ from peft import LoraConfig, PeftModel
 from transformers import BitsAndBytesConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from peft_mux import BottleneckConfig, ConfigError, DiffPruningConfig, MultiTaskPeftModel
-from peft_mux.checkpoint.sharing.hub import model_card
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.checkpoint.hub import model_card
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.modeling.adapters.kind import kind_of
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas.layout_cases import LaidOut

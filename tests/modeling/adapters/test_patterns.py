@@ -10,8 +10,8 @@ import pytest
 from peft import LoraConfig
 
 from peft_mux import ConfigError, MultiTaskPeftModel
-from peft_mux.modeling.adapters import patterns
-from peft_mux.modeling.adapters.patterns import is_fast, pattern_faults
+from peft_mux.modeling.adapters import checks as patterns
+from peft_mux.modeling.adapters.checks import is_fast, pattern_faults
 from tests.invariants.mux_lab import tiny_llama
 
 NAMES = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(4) for part in "qkvo"]

@@ -16,8 +16,8 @@ from peft_mux import MultiTaskPeftModel
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.files import WEIGHTS_NAME, adapter_state
 from peft_mux.modeling.adapters.kind import kind_of
-from peft_mux.modeling.backbone.fingerprint import weight_samples
 from peft_mux.modeling.backbone.modules import adaptable_modules, frozen_parameters
+from peft_mux.modeling.backbone.shape import weight_samples
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.test_kinds import packed, perturbed, plain, plain_loss

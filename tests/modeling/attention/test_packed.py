@@ -23,7 +23,7 @@ from peft_mux.kernels import philox
 from peft_mux.modeling.attention import packed
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.packed import packed_attention
-from peft_mux.modeling.attention.rectangles import build_layout
+from peft_mux.modeling.attention.rows import build_layout
 from peft_mux.modeling.stream import Stream
 
 PROPERTY = settings(deadline=None, max_examples=80)

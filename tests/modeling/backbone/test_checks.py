@@ -25,10 +25,9 @@ from transformers import (
 
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.backbone import probe
-from peft_mux.modeling.backbone.checks import max_positions, rope_limit
-from peft_mux.modeling.backbone.fingerprint import backbone_fingerprint
 from peft_mux.modeling.backbone.modules import adaptable_modules
-from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.modeling.backbone.probe import max_positions, rope_limit
+from peft_mux.modeling.backbone.shape import backbone_fingerprint, model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 
 SIZE = {
@@ -149,7 +148,7 @@ def probes(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
     def noted(model: Any) -> None:
         ran.append(probe.path_of(model).dtype)
 
-    monkeypatch.setattr("peft_mux.modeling.proofs.check_packing", noted)
+    monkeypatch.setattr("peft_mux.modeling.model.check_packing", noted)
     return ran
 
 

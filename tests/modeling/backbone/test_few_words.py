@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from peft_mux.modeling.backbone.few_words import few_words
+from peft_mux.modeling.backbone.probe import few_words
 
 CONFIG = LlamaConfig(
     vocab_size=300, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_hidden_layers=1, pad_token_id=0

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 
-from peft_mux.modeling.backbone.layer_list import find_layers, first_layers, kinds_of_layers, num_telling_layers
+from peft_mux.modeling.backbone.modules import find_layers, first_layers, kinds_of_layers, num_telling_layers
 from peft_mux.modeling.model import MultiTaskPeftModel
 
 NUM_LAYERS = 12

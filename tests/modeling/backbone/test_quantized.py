@@ -23,9 +23,8 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.errors import CheckpointError, ConfigError, UnsupportedModelError
-from peft_mux.modeling.backbone.fingerprint import backbone_fingerprint
 from peft_mux.modeling.backbone.quantized import base_output, prepare_quantized, quantized_layers, weight_bytes
-from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.modeling.backbone.shape import backbone_fingerprint, model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer

@@ -20,13 +20,11 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
-from peft_mux.engine.executor import Executor
-from peft_mux.engine.prepasses import prepared
-from peft_mux.modeling.backbone.layer_list import find_layers
-from peft_mux.modeling.last_layer.forward import LastLayerForward
-from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.proofs import states_of_probe
-from peft_mux.modeling.sharding.heads import norm_over_all_ranks
+from peft_mux.engine.executor import Executor, prepared
+from peft_mux.modeling.backbone.modules import find_layers
+from peft_mux.modeling.last_layer import LastLayerForward
+from peft_mux.modeling.model import MultiTaskPeftModel, states_of_probe
+from peft_mux.modeling.sharding import norm_over_all_ranks
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.cases import CASES as ADAPTER_CASES
 from tests.modeling.objectives.cases import CASES as LOSS_CASES

@@ -11,8 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
-from peft_mux.modeling.objectives.arguments import LossArgs, read_args
-from peft_mux.modeling.objectives.objective import OBJECTIVES, Objective
+from peft_mux.modeling.objectives.objective import OBJECTIVES, LossArgs, Objective, read_args
 from tests.invariants import mux_lab as lab
 from tests.modeling.objectives import rollouts, targets
 from tests.modeling.objectives.judged_row import JudgedRow

@@ -18,24 +18,24 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.formats import LANGUAGE_ROWS
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
-from peft_mux.engine.cuda_graphs.passes import reason_against
-from peft_mux.engine.executor import Executor
-from peft_mux.engine.prepasses import prepared
+from peft_mux.engine.cuda_graphs import reason_against
+from peft_mux.engine.executor import Executor, prepared
 from peft_mux.errors import ConfigError
 from peft_mux.hyper_parameters import EarlyStopping
-from peft_mux.modeling.backbone.head_kinds import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION
+from peft_mux.modeling.backbone.modules import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives.arguments import LossArgs
-from peft_mux.modeling.objectives.language_head import LANGUAGE_HEAD
+from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
 from peft_mux.modeling.objectives.objective import (
     OBJECTIVES,
     OWN,
     BaseObjective,
+    LossArgs,
     Objective,
+    TaskLoss,
+    TokenOutputs,
     register_objective,
     unregister_objective,
 )
-from peft_mux.modeling.objectives.outputs import TaskLoss, TokenOutputs
 from peft_mux.modeling.objectives.task_objective import args_of, objective_of
 from peft_mux.task import Task
 from tests.invariants import mux_lab as lab

@@ -12,7 +12,7 @@ import torch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives.outputs import TokenOutputs
+from peft_mux.modeling.objectives.objective import TokenOutputs
 from tests.invariants import mux_lab as lab
 
 

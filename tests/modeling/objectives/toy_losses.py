@@ -11,10 +11,8 @@ from torch.nn import functional as F
 
 from peft_mux.data.formats import LANGUAGE_ROWS
 from peft_mux.data.task_batch import TokenSequence
-from peft_mux.modeling.objectives.arguments import LossArgs, above
-from peft_mux.modeling.objectives.language_head import LANGUAGE_HEAD
-from peft_mux.modeling.objectives.objective import BaseObjective, Objective
-from peft_mux.modeling.objectives.outputs import TaskLoss, TokenOutputs
+from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
+from peft_mux.modeling.objectives.objective import BaseObjective, LossArgs, Objective, TaskLoss, TokenOutputs, above
 from tests.invariants import mux_lab as lab
 from tests.modeling.objectives.judged_row import JudgedRow
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
-from peft_mux.reporting.page.parts import run_html
+from peft_mux.reporting.page import run_html
 from peft_mux.reporting.views import RunView, TaskView
 from tests.invariants.mux_lab import small_task, tiny_llama
 

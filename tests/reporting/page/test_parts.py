@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-from peft_mux.reporting.page.charts import Line, chart_svg, thinned
-from peft_mux.reporting.page.parts import run_html
-from peft_mux.reporting.screen.notebook import NotebookProgress
+from peft_mux.reporting.page import Line, chart_svg, run_html, thinned
+from peft_mux.reporting.screen import NotebookProgress
 from peft_mux.reporting.views import RunView, RunWatch, TaskView, interrupted, view_of_records
 
 CURVE = tuple((step, 5.0 - step / 100) for step in range(1, 401))

@@ -14,7 +14,7 @@ import pytest
 
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
-from peft_mux.trainer.files import run_files
+from peft_mux.trainer import reporter as run_files
 from tests.invariants.mux_lab import small_task, tiny_llama
 
 SECTIONS = ["Tasks", "Losses", "A step, planned and measured", "Memory, planned and measured", "Versions and devices"]

@@ -11,10 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from peft_mux.reporting.screen import progress
-from peft_mux.reporting.screen.live import LiveProgress
-from peft_mux.reporting.screen.memory import memory_now
-from peft_mux.reporting.screen.progress import PlainProgress, SilentProgress, make_progress
+from peft_mux.reporting import screen as progress
+from peft_mux.reporting.screen import LiveProgress, PlainProgress, SilentProgress, make_progress, memory_now
 from peft_mux.reporting.views import RunWatch
 
 CPU = torch.device("cpu")

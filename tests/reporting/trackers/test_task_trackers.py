@@ -12,9 +12,8 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from peft_mux import ConfigError, MultiTaskTrainingArguments
-from peft_mux.argument_fields import LOGGERS_OF_MANY_RUNS
-from peft_mux.reporting.trackers.task_run_tracker import IDS_NAME
-from peft_mux.reporting.trackers.task_trackers import TRACKERS, TaskTrackers
+from peft_mux.arguments import LOGGERS_OF_MANY_RUNS
+from peft_mux.reporting.trackers import IDS_NAME, TRACKERS, TaskTrackers
 from tests.invariants import mux_lab as lab
 from tests.reporting.trackers import pretended_loggers
 from tests.trainer.parts import make_run

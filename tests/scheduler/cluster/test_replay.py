@@ -20,18 +20,10 @@ from peft_mux.errors import ConfigError
 from peft_mux.scheduler.cluster.instance import SYSTEMS, InstanceModel, InstanceSpec, eager_profile
 from peft_mux.scheduler.cluster.replay import ReplaySettings, replay
 from peft_mux.scheduler.cluster.result import Replay
-from peft_mux.scheduler.cluster.trace import (
-    NON_UNIFORM,
-    UNIFORM,
-    Recipe,
-    TaskKind,
-    TracedTask,
-    read_trace,
-)
+from peft_mux.scheduler.cluster.trace import NON_UNIFORM, UNIFORM, Recipe, TaskKind, TracedTask, read_trace
 from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.memory import ModelShape
-from peft_mux.scheduler.costs.profile import analytic_profile
-from peft_mux.scheduler.costs.roofline import Roofline
+from peft_mux.scheduler.costs.profile import Roofline, analytic_profile
 
 SHAPE = ModelShape(8, 1024, 2816, 1024, 1024, 32000, 2 * 130_000_000, 2)
 SPEC = InstanceSpec(parse_devices("2xA40"), SHAPE, max_tasks=3, micro_batch_counts=(4,))

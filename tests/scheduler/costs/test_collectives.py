@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.collectives import all_gather_s, all_reduce_s, layer_all_reduces_s, loss_all_reduces_s
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.hardware import Link
+from peft_mux.scheduler.costs.latency import all_gather_s, all_reduce_s, layer_all_reduces_s, loss_all_reduces_s
 from peft_mux.scheduler.costs.memory import ModelShape
 
 LINK = Link(latency_s=0.01, bytes_per_s=1000.0)

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, Device, parse_devices
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, Device, Link, parse_devices
 
 
 @given(st.sampled_from(sorted(DEVICES)), st.integers(1, 512))

@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.packing.passes import Member
+from peft_mux.data.packing.passes import Member
 from peft_mux.scheduler.costs.curves import AdapterTable, Curve
-from peft_mux.scheduler.costs.frozen_parts import FrozenParts
-from peft_mux.scheduler.costs.hardware import DEVICES
+from peft_mux.scheduler.costs.hardware import DEVICES, Link, Overlap
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.link import Link, Overlap
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
+from peft_mux.scheduler.costs.model_shape import FrozenParts
 from peft_mux.scheduler.costs.profile import Profile, analytic_profile
 from peft_mux.scheduler.planner.fusion import fuse
 from tests.scheduler.plan_cases import SHAPE as SMALL

@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from peft_mux.scheduler.costs.hardware import parse_devices
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.hardware import Link, parse_devices
 from peft_mux.scheduler.pipeline.load import LinkMap
 
 

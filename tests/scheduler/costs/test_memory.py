@@ -9,9 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.frozen_parts import FrozenParts
-from peft_mux.scheduler.costs.kernel_buffers import weight_gradient_bytes
-from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
+from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad, weight_gradient_bytes
 from peft_mux.scheduler.costs.memory import (
     MemoryModel,
     ModelShape,
@@ -19,6 +17,7 @@ from peft_mux.scheduler.costs.memory import (
     estimate_memory,
     split_layers,
 )
+from peft_mux.scheduler.costs.model_shape import FrozenParts
 from tests.scheduler.plan_cases import SHAPE as SMALL
 
 SHAPE = replace(SMALL, num_layers=8)

@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.curves import AdapterTable, Curve
-from peft_mux.scheduler.costs.hardware import DEVICES
-from peft_mux.scheduler.costs.link import Link
-from peft_mux.scheduler.costs.measured.parts import AS_PROFILED, Parts
+from peft_mux.scheduler.costs.hardware import DEVICES, Link
 from peft_mux.scheduler.costs.memory import ModelShape
-from peft_mux.scheduler.costs.profile import Profile, analytic_profile, corrected, profile_key
+from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts, Profile, analytic_profile, corrected, profile_key
 
 LLAMA_7B = ModelShape(
     num_layers=32,

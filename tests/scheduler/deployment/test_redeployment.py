@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from peft_mux.scheduler.deployment.plan import DeploymentPlan
-from peft_mux.scheduler.deployment.redeployment import Redeployment, decide_redeployment
+from peft_mux.scheduler.deployment.plan import DeploymentPlan, Redeployment, decide_redeployment
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 from peft_mux.scheduler.replicas.time_model import LayerFit, ReplicaTimeModel

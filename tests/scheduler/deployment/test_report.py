@@ -12,10 +12,9 @@ import pytest
 from peft_mux.errors import ConfigError
 from peft_mux.scheduler.deployment.baselines import task_fused
 from peft_mux.scheduler.deployment.plan import DeploymentPlan
-from peft_mux.scheduler.deployment.plot import save_deployment
-from peft_mux.scheduler.deployment.report import Alternative, ConfigRow, DeploymentReport
+from peft_mux.scheduler.deployment.report import Alternative, ConfigRow, DeploymentReport, save_deployment
 from peft_mux.scheduler.deployment.search import plan_deployment
-from peft_mux.scheduler.deployment.task_lengths import TaskLengths
+from peft_mux.scheduler.deployment.space import TaskLengths
 from peft_mux.scheduler.dispatching.dispatch import dispatch
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 from peft_mux.scheduler.replicas.time_model import LayerFit, ReplicaTimeModel

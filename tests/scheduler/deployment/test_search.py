@@ -14,17 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.deployment.baselines import lobra_sequential, step_gpu_seconds, task_fused, task_sequential
-from peft_mux.scheduler.deployment.bounds import PlanBounds
 from peft_mux.scheduler.deployment.plan import DeploymentPlan
-from peft_mux.scheduler.deployment.search import expected_bucketing, plan_deployment
+from peft_mux.scheduler.deployment.search import PlanBounds, expected_bucketing, plan_deployment
 from peft_mux.scheduler.deployment.solve import SolverOptions, solve_plan
 from peft_mux.scheduler.deployment.space import (
+    TaskLengths,
     benchmark_lengths,
     count_plans,
     enumerate_plans,
     propose_configurations,
 )
-from peft_mux.scheduler.deployment.task_lengths import TaskLengths
 from peft_mux.scheduler.dispatching.bucketing import Bucketing
 from peft_mux.scheduler.dispatching.problem import build_problem
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 
 from peft_mux.scheduler.dispatching.ahead import plan_step
 from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries
-from peft_mux.scheduler.dispatching.dispatch import Dispatch, assign_sequences, dispatch
-from peft_mux.scheduler.dispatching.refine import Refined
+from peft_mux.scheduler.dispatching.dispatch import Dispatch, Refined, assign_sequences, dispatch
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from tests.scheduler.dispatching.cases import (
     FIGURE_4,

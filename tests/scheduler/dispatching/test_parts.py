@@ -13,15 +13,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peft_mux.scheduler.dispatching import dispatch as dispatch_refine
 from peft_mux.scheduler.dispatching import ilp as dispatch_ilp
-from peft_mux.scheduler.dispatching import refine as dispatch_refine
 from peft_mux.scheduler.dispatching.ahead import plan_step
 from peft_mux.scheduler.dispatching.bucketing import Bucketing
-from peft_mux.scheduler.dispatching.deal import split_within_group
-from peft_mux.scheduler.dispatching.dispatch import dispatch
-from peft_mux.scheduler.dispatching.problem import build_problem, ceilings_of, counts_from_ceilings
-from peft_mux.scheduler.dispatching.refine import predict_replica_s, refine
-from peft_mux.scheduler.dispatching.rules import carried_over, length_based, relocate
+from peft_mux.scheduler.dispatching.dispatch import dispatch, predict_replica_s, refine, split_within_group
+from peft_mux.scheduler.dispatching.problem import (
+    build_problem,
+    carried_over,
+    ceilings_of,
+    counts_from_ceilings,
+    length_based,
+    relocate,
+)
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from tests.scheduler.dispatching.cases import (
     THREE_GROUPS,

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.dispatching.rates import ReplicaRates
+from peft_mux.scheduler.dispatching.ahead import ReplicaRates
 
 SHARES = st.lists(st.floats(0.1, 10), min_size=3, max_size=3)
 

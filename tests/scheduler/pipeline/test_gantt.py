@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from peft_mux.errors import ConfigError
-from peft_mux.scheduler.pipeline.gantt import gantt_text, memory_bars_text, save_gantt
+from peft_mux.scheduler.drawing import gantt_text, memory_bars_text, save_gantt
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
 from peft_mux.scheduler.pipeline.template import BucketLoad, build_template
 

@@ -10,15 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.link import Link
+from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.simulator import simulate, verify
-from peft_mux.scheduler.pipeline.template import (
-    Action,
-    BucketLoad,
-    PipelineTemplate,
-    Schedule,
-    build_template,
-)
+from peft_mux.scheduler.pipeline.template import Action, BucketLoad, PipelineTemplate, Schedule, build_template
 from tests.scheduler.pipeline.cases import VARIANTS, even, tightest_limit, uneven_buckets
 
 

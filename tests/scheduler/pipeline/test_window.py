@@ -9,11 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.link import Link
-from peft_mux.scheduler.pipeline.bounds import lower_bound_s, steady_lower_bound_s
-from peft_mux.scheduler.pipeline.simulator import simulate, verify
+from peft_mux.scheduler.costs.hardware import Link
+from peft_mux.scheduler.pipeline.simulator import (
+    build_window,
+    can_overlap,
+    lower_bound_s,
+    simulate,
+    steady_lower_bound_s,
+    verify,
+    window_step_s,
+)
 from peft_mux.scheduler.pipeline.template import Action, BucketLoad, PipelineTemplate, Schedule, build_template
-from peft_mux.scheduler.pipeline.window import build_window, can_overlap, window_step_s
 from tests.scheduler.pipeline.cases import VARIANTS, even, tightest_limit, uneven_buckets
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from peft_mux.scheduler.pipeline.window import window_step_s
+from peft_mux.scheduler.pipeline.simulator import window_step_s
 from peft_mux.scheduler.planner.planner import Budget, plan_tasks
 from peft_mux.scheduler.planner.values import Outcome
 from tests.scheduler.planner.cases import load, models

@@ -11,13 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from peft_mux.scheduler.planner.fusion import (
-    Interval,
-    fuse,
-    fuse_into,
-    fusion_order,
-    share_of_others,
-)
+from peft_mux.scheduler.planner.fusion import Interval, fuse, fuse_into, fusion_order, share_of_others
 
 RULES = ("longest", "lowest")
 

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.packing.passes import Member
-from peft_mux.scheduler.costs.frozen_parts import FrozenParts
+from peft_mux.data.packing.passes import Member
 from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape, split_layers
+from peft_mux.scheduler.costs.model_shape import FrozenParts
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.planner.stage_cut import balanced_layers, choose_layers
 

@@ -10,7 +10,7 @@ from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.deployment.space import candidate_configs
 from peft_mux.scheduler.replicas.configs import ParallelConfig
-from peft_mux.scheduler.replicas.costs import (
+from peft_mux.scheduler.replicas.time_model import (
     layer_times,
     least_bytes,
     memory_tokens,

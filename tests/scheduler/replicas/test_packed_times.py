@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.replicas.configs import ParallelConfig
-from peft_mux.scheduler.replicas.packed_times import PackedTimeModel
-from peft_mux.scheduler.replicas.time_model import LayerFit, ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import LayerFit, PackedTimeModel, ReplicaTimeModel
 
 ONE, PIPELINE = ParallelConfig(1, 1), ParallelConfig(1, 2)
 FIT = LayerFit((1e-9, 0, 1e-6, 0, 0, 1e-3))

@@ -11,9 +11,8 @@ import pytest
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.planner.planner import Budget, plan_tasks
 from peft_mux.scheduler.replicas.configs import ParallelConfig
-from peft_mux.scheduler.replicas.costs import token_limits
-from peft_mux.scheduler.replicas.planned_times import PlannedLoad, PlannedTerms, PlannedTimeModel, fit_terms
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
+from peft_mux.scheduler.replicas.time_model import PlannedLoad, PlannedTerms, PlannedTimeModel, fit_terms, token_limits
 from tests.scheduler.replicas.cases import EIGHT, FACTS, LOADS, ONE, TWO
 
 ROWS = tuple(load.lengths for load in LOADS)

@@ -9,11 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.subgraphs.adapter_fusion import fuse_adapters, fuse_site, fuse_within, fused_latency_s
-from peft_mux.scheduler.subgraphs.graph import Operator, OperatorGraph
 from peft_mux.scheduler.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
-from peft_mux.scheduler.subgraphs.schedule import schedule, sequential_schedule
-from peft_mux.scheduler.subgraphs.segments import segment, with_priorities
-from peft_mux.scheduler.subgraphs.streams import simulate_streams
+from peft_mux.scheduler.subgraphs.schedule import schedule, sequential_schedule, simulate_streams
+from peft_mux.scheduler.subgraphs.segments import Operator, OperatorGraph, segment, with_priorities
 
 LAYER = LayerLatency(qkv_s=6.0, attention_s=3.0, output_s=2.0, gate_up_s=8.0, down_s=4.0, all_reduce_s=1.5)
 

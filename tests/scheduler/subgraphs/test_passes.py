@@ -7,12 +7,19 @@ from dataclasses import replace
 
 import pytest
 
-from peft_mux.scheduler.costs.link import Overlap
-from peft_mux.scheduler.costs.sums.pass_parts import PassParts
-from peft_mux.scheduler.subgraphs.groups import GroupedPass, neighbour_groups, turn_groups
-from peft_mux.scheduler.subgraphs.launcher import LaunchQueue
+from peft_mux.scheduler.costs.hardware import Overlap
+from peft_mux.scheduler.costs.sums import PassParts
 from peft_mux.scheduler.subgraphs.layers import LayerLatency, layer_graph
-from peft_mux.scheduler.subgraphs.passes import Stretch, pass_times, turn_order, turns_timeline
+from peft_mux.scheduler.subgraphs.passes import (
+    GroupedPass,
+    Stretch,
+    neighbour_groups,
+    pass_times,
+    turn_groups,
+    turn_order,
+    turns_timeline,
+)
+from peft_mux.scheduler.subgraphs.schedule import LaunchQueue
 from peft_mux.scheduler.subgraphs.segments import segment
 
 PARTS = PassParts(

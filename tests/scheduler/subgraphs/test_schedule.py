@@ -12,11 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.subgraphs.exhaustive import best_schedule
-from peft_mux.scheduler.subgraphs.graph import Operator, OperatorGraph
 from peft_mux.scheduler.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
-from peft_mux.scheduler.subgraphs.schedule import Launch, LaunchSchedule, schedule, sequential_schedule
-from peft_mux.scheduler.subgraphs.segments import Subgraph, segment, with_priorities
-from peft_mux.scheduler.subgraphs.streams import simulate_streams
+from peft_mux.scheduler.subgraphs.schedule import (
+    Launch,
+    LaunchSchedule,
+    schedule,
+    sequential_schedule,
+    simulate_streams,
+)
+from peft_mux.scheduler.subgraphs.segments import Operator, OperatorGraph, Subgraph, segment, with_priorities
 
 LAYER = LayerLatency(qkv_s=6.0, attention_s=3.0, output_s=2.0, gate_up_s=8.0, down_s=4.0, all_reduce_s=1.5)
 Graphs = tuple[tuple[Subgraph, ...], ...]

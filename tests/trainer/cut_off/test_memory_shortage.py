@@ -13,7 +13,7 @@ from datasets import IterableDataset
 
 from peft_mux import MultiTaskTrainer, Task
 from peft_mux.errors import MemoryBudgetError
-from peft_mux.trainer.cut_off.memory_shortage import is_out_of_memory
+from peft_mux.trainer.loop import is_out_of_memory
 from tests.invariants.mux_lab import Recorder, Run, assert_same, make_trainer, small_task, train
 
 CPU = "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"

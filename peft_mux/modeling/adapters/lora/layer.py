@@ -1,35 +1,343 @@
-"""The multiplexed layers: Dispatch, BaseOp, grouped Adapters and Aggregate around a PEFT layer (M §3.2, §3.4.3).
+"""Backward only as deep as a task's lowest adapter: from there on down, its rows need no gradient.
 
-`attach` replaces the `forward` of the layers that PEFT injected and of the backbone's own dropout layers, on the
-instance: modules, parameters and their names stay PEFT's and the model's code is untouched. While the stream is idle
-the original `forward` runs, so `generate`, merging and saving work as ever.
+A pass meets adapters from the bottom to the top. What a layer reads depends on the weights of a task only if an adapter
+of the task was computed before; so the rows of tasks that a pass has not met yet (`Stream.unmet`) need no gradient
+there. The products with frozen weights, which take most of a backward pass, are then made for the others alone.
 """
+
+# MERGED: DoRA: each output feature of `W + s B A` is given a length of its own, which the task trains.
+# MERGED: y = m / ||W + s B A|| * (W x + s B A x) + b        the norm of each row is a constant to the gradient (DoRA,
+# MERGED: 4.3)
+# MERGED: The norms come from products of the small factors, without the matrix `B A` of every task::
+# MERGED:     ||W + s B A||^2 = ||W||^2 + 2 s <W A^T, B> + s^2 <B (A A^T), B>        row by row
+# MERGED: Shape letters: N rows of one task, D input features, K output features, R rank.
+# MERGED: Initialisations that move a part of the backbone's weight into the adapter, without changing the shared
+# MERGED: backbone.
+# MERGED: PiSSA, OLoRA, CorDA and LoRA-GA begin with factors A0 and B0 and take `s B0 A0` out of the weight, so that
+# MERGED: the model
+# MERGED: starts where it was. The weight belongs to all tasks; so it stays, and each layer keeps A0 and B0 beside the
+# MERGED: adapter.
+# MERGED: What is trained is the pair A, B; what it adds to the backbone is `s (B A - B0 A0)`, a LoRA of twice the
+# MERGED: rank, and as
+# MERGED: such it is saved, in the form into which PEFT converts (`path_initial_model_for_weight_conversion`).
+# MERGED: What an adapter does to its task's rows beyond the grouped product `W x + s B A x`.
+# MERGED: Most adapters do nothing else, and no layer that holds only such ones pays for the others. Each step works
+# MERGED: on the rows
+# MERGED: of one task, cut out of the stream, so that no other task's numbers take part.
+# MERGED: Shape letters: N rows of one task, D input features, K output features, R rank.
+# MERGED: The multiplexed layers: Dispatch, BaseOp, grouped Adapters and Aggregate around a PEFT layer (M §3.2, §3.4.3).
+# MERGED: `attach` replaces the `forward` of the layers that PEFT injected and of the backbone's own dropout layers,
+# MERGED: on the
+# MERGED: instance: modules, parameters and their names stay PEFT's and the model's code is untouched. While the
+# MERGED: stream is idle
+# MERGED: the original `forward` runs, so `generate`, merging and saving work as ever.
 
 from __future__ import annotations
 
 import functools
+import re
 import warnings
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from peft.tuners._buffer_dict import BufferDict
+from peft.tuners.lora import LoraLayer
+from peft.utils.integrations import dequantize_module_weight
 from torch import nn
+from torch.nn import functional as F
 
 from peft_mux.kernels import philox
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.kernels.lora.group import Base, LoraGroup
-from peft_mux.kernels.lora.reference import grouped_lora_slices
-from peft_mux.kernels.lora.slices import LinearSlice, LoraSegment, Rows
-from peft_mux.modeling.adapters.lora.depth import rows_needed
-from peft_mux.modeling.adapters.lora.dora import is_apart
+from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, Rows, grouped_lora_slices, num_rows_in
+from peft_mux.modeling.adapters.kind import MultiplexedForward
 from peft_mux.modeling.adapters.lora.lora_pass import linear_tables
-from peft_mux.modeling.adapters.lora.row_steps import InitialPart, OwnBias, RowStep, is_block_diagonal, steps_of
-from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
-from peft_mux.modeling.adapters.own.biases import own_biases
+from peft_mux.modeling.adapters.own import own_bias_added, own_biases
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.backbone.quantized import base_output
 from peft_mux.modeling.slabs import round_up_to_group
 from peft_mux.modeling.stream import RowSegment, Stream
+
+_LAYER_OF_FACTOR = re.compile(r"^(?!.*\.experts\.)(?:[^.0-9][^.]*\.)+?(\d+)\..*\.lora_(?:A|B|magnitude_vector)\b")
+"""The number of a layer in the name of a factor, as the first number among the names of modules."""
+_LEAST_SHARE = 8
+"""Less than one in so many rows is not left out, as taking rows apart takes a copy where they do not lie together."""
+
+
+def lowest_layer(parameters: Iterable[str]) -> int:
+    """Return the number of the lowest layer, from 0, that a task has weights in; 0 where its rows go all the way down.
+
+    They do where weights lie elsewhere too, as in embeddings, experts and heads (`Stream.unmet`).
+
+    Args:
+        parameters: names of the task's parameters.
+    """
+    found = [_LAYER_OF_FACTOR.search(name) for name in parameters]
+    return min((int(one.group(1)) if one is not None else 0 for one in found), default=0)
+
+
+def rows_needed(segments: Sequence[RowSegment], unmet: frozenset[str]) -> tuple[Rows, ...] | None:
+    """Return the rows whose gradients a layer below needs, as ranges in order; `None` for all.
+
+    Args:
+        segments: rows of each task, in order.
+        unmet: adapters that the pass has not come to yet.
+    """
+    needed: list[Rows] = []
+    for segment in segments:
+        if segment.adapter not in unmet:
+            # Neighbours are one range, so that most often nothing is copied.
+            joined = bool(needed) and needed[-1].end == segment.start
+            start = needed.pop().start if joined else segment.start
+            needed.append(Rows(start, segment.end))
+    num_rows = sum(segment.end - segment.start for segment in segments)
+    num_left_out = num_rows - num_rows_in(needed)
+    return None if num_left_out * _LEAST_SHARE < num_rows else tuple(needed)
+
+
+def rows_needed_now(stream: Stream, num_rows: int) -> tuple[Rows, ...] | None:
+    """Return the rows whose gradients are needed below where the pass in flight is now; `None` for all.
+
+    Args:
+        stream: the pass in flight.
+        num_rows: rows of what is computed with; where they are not the stream's, whose they are is not known.
+    """
+    # A compiled graph must not depend on who was met.
+    if torch.compiler.is_compiling() or not stream.unmet or num_rows != stream.num_rows:
+        return None
+    return rows_needed(stream.segments, stream.unmet)
+
+
+class MagnitudeScale:
+    """The step of a DoRA adapter: scales what the grouped product gives, or computes both where inputs are dropped.
+
+    Args:
+        layer: PEFT's layer.
+        adapter: internal id of the task's adapter.
+    """
+
+    def __init__(self, layer: Any, adapter: str) -> None:
+        """Start without the squares of the frozen weight, which are added up when they are first needed."""
+        self._layer, self._adapter = layer, adapter
+        self._squares: tuple[tuple[int, int], torch.Tensor] | None = None
+
+    def __call__(
+        self, x_ND: torch.Tensor, y_NK: torch.Tensor, drop: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the outputs of the task's rows; see `RowStep`."""
+        layer, adapter = self._layer, self._adapter
+        magnitude = layer.lora_magnitude_vector[adapter].weight
+        weight_KD, bias_K = self._frozen(y_NK.dtype)
+        with torch.autocast(y_NK.device.type, enabled=False):
+            scale_K = (magnitude / self.norms(weight_KD).to(magnitude.dtype)).to(y_NK.dtype)
+            if not drops(layer, adapter):
+                # The grouped product has added s B A x already; the frozen bias is not scaled.
+                return y_NK * scale_K if bias_K is None else (y_NK - bias_K) * scale_K + bias_K
+            # As PEFT has it: the backbone's own part sees the input, and what is added to it sees the dropped one.
+            x_ND = drop(x_ND).to(y_NK.dtype)
+            a_RD, b_KR = (part[adapter].weight.to(y_NK.dtype) for part in (layer.lora_A, layer.lora_B))
+            added = F.linear(F.linear(x_ND, a_RD), b_KR) * layer.scaling[adapter]
+            return y_NK + (scale_K - 1) * F.linear(x_ND, weight_KD) + scale_K * added
+
+    @torch.no_grad()
+    def norms(self, weight_KD: torch.Tensor) -> torch.Tensor:
+        """Return the norms `[K]` of the rows of `W + s B A`, in fp32.
+
+        Args:
+            weight_KD: the frozen weight.
+        """
+        a_RD, b_KR = (part[self._adapter].weight.float() for part in (self._layer.lora_A, self._layer.lora_B))
+        scale = self._layer.scaling[self._adapter]
+        crossed = (F.linear(a_RD.to(weight_KD.dtype), weight_KD).t().float() * b_KR).sum(dim=1)
+        added = (b_KR @ (a_RD @ a_RD.t()) * b_KR).sum(dim=1)
+        # Rounding can take a row of zeros below zero.
+        return (self._squares_of(weight_KD) + 2 * scale * crossed + scale**2 * added).clamp_min_(0).sqrt_()
+
+    def _squares_of(self, weight_KD: torch.Tensor) -> torch.Tensor:
+        frozen = self._layer.get_base_layer().weight
+        # Added up once, and again where the backbone was moved, cast or written to.
+        key = (frozen.data_ptr(), frozen._version)
+        if self._squares is None or self._squares[0] != key:
+            self._squares = key, torch.linalg.vector_norm(weight_KD, dim=1, dtype=torch.float32).square()
+        return self._squares[1]
+
+    def _frozen(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the frozen weight `[K, D]` and bias `[K]`."""
+        base = self._layer.get_base_layer()
+        weight, bias = frozen_weight(base)
+        if weight is None:
+            weight, bias = dequantize_module_weight(base), base.bias
+        return weight.to(dtype), None if bias is None else bias.to(dtype)
+
+
+def drops(layer: Any, adapter: str) -> bool:
+    """Whether an adapter drops elements of its input now."""
+    # PEFT puts an `Identity`, which has no `p`, where nothing is dropped.
+    return layer.training and getattr(layer.lora_dropout[adapter], "p", 0.0) > 0.0
+
+
+def is_apart(layer: Any, adapter: str) -> bool:
+    """Whether the grouped product leaves an adapter out: DoRA that drops, which also scales what was not dropped."""
+    return adapter in layer.lora_magnitude_vector and drops(layer, adapter)
+
+
+_INITIALISERS = ("pissa_init", "olora_init", "corda_init", "lora_ga_init")
+"""Methods of PEFT's layer that write into the frozen weight."""
+
+_KEPT = ("lora_initial_A", "lora_initial_B")
+"""Where a layer keeps A0 and B0 of each adapter."""
+
+
+@contextmanager
+def backbone_kept() -> Iterator[None]:
+    """Let PEFT initialise adapters from the backbone's weights without changing these, in the `with` block."""
+    # On the class, for the time of one injection: PEFT makes its layers and initialises them in one go, and draws
+    # random numbers on the way, so that what a seed gives depends on every layer before.
+    before: dict[str, Any] = {name: getattr(LoraLayer, name) for name in _INITIALISERS}
+    for name, method in before.items():
+        setattr(LoraLayer, name, _keeping(name, method))
+    try:
+        yield
+    finally:
+        for name, method in before.items():
+            setattr(LoraLayer, name, method)
+
+
+def _keeping(name: str, method: Callable[..., None]) -> Callable[..., None]:
+    def initialise(layer: Any, adapter: str, *args: Any) -> None:
+        base = layer.get_base_layer()
+        if name == "lora_ga_init" and not hasattr(base, "_peft_loraga_grad"):
+            raise ValueError(
+                "init_lora_weights='lora_ga' found no gradients on the backbone, without which PEFT draws at random; "
+                "allowed: a backbone that peft.tuners.lora.loraga.preprocess_loraga has estimated them on."
+            )
+        frozen = base.weight.data
+        whole = frozen.clone()  # PEFT writes into it, or puts another in its place
+        try:
+            method(layer, adapter, *args)
+        finally:
+            base.weight.data = frozen.copy_(whole)
+        keep_factors(layer, adapter, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
+
+    return initialise
+
+
+def keep_factors(layer: Any, adapter: str, a_RD: torch.Tensor, b_KR: torch.Tensor) -> None:
+    """Keep copies of A0 and B0 beside an adapter; PEFT moves and deletes them with it."""
+    for name, factor in zip(_KEPT, (a_RD, b_KR), strict=True):
+        if not hasattr(layer, name):
+            # Not persistent: the adapter's files have them in another form, see `saved_form.py`.
+            setattr(layer, name, BufferDict({}, persistent=False))
+            layer.other_param_names = (*layer.other_param_names, name)
+        getattr(layer, name)[adapter] = factor.detach().clone()
+
+
+def initial_factors(layer: Any, adapter: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return A0 `[R, D]` and B0 `[K, R]` of an adapter; `None` where it began without taking from the weight."""
+    kept = getattr(layer, _KEPT[0], None)
+    if kept is None or adapter not in kept:
+        return None
+    return kept[adapter], getattr(layer, _KEPT[1])[adapter]
+
+
+Drop = Callable[[torch.Tensor], torch.Tensor]
+"""Returns rows `[N, D]` after the dropout of their task in this layer; the rows themselves where nothing is dropped."""
+
+
+class RowStep(Protocol):
+    """One step over the rows of one task."""
+
+    def __call__(self, x_ND: torch.Tensor, y_NK: torch.Tensor, drop: Drop) -> torch.Tensor:
+        """Return the outputs `[N, K]` of the task's rows.
+
+        Args:
+            x_ND: inputs of the layer.
+            y_NK: its outputs so far.
+            drop: the task's dropout on inputs of this layer.
+        """
+        ...
+
+
+class AddedBias(NamedTuple):
+    """`lora_bias`: a bias on B, which is scaled as B is, and dropped with nothing."""
+
+    layer: Any
+    adapter: str
+
+    def __call__(self, x_ND: torch.Tensor, y_NK: torch.Tensor, drop: Drop) -> torch.Tensor:
+        """Return the outputs with the bias added."""
+        bias = self.layer.lora_B[self.adapter].bias * self.layer.scaling[self.adapter]
+        return y_NK + bias.to(y_NK.dtype)
+
+
+class BlockDiagonal(NamedTuple):
+    """`use_bdlora`: one of the factors consists of blocks, so the grouped product leaves the adapter out."""
+
+    layer: Any
+    adapter: str
+
+    def __call__(self, x_ND: torch.Tensor, y_NK: torch.Tensor, drop: Drop) -> torch.Tensor:
+        """Return the outputs with the adapter's added."""
+        a, b = self.layer.lora_A[self.adapter], self.layer.lora_B[self.adapter]
+        added = b(a(drop(x_ND).to(a.weight.dtype))) * self.layer.scaling[self.adapter]
+        return y_NK + added.to(y_NK.dtype)
+
+
+class InitialPart(NamedTuple):
+    """Initialisations that take `s B0 A0` out of the weight (PiSSA and its like): taken out of the outputs instead.
+
+    So the backbone stays as it is, and every task can have its own: `(W - s B0 A0) x = W x - s B0 A0 x`. What the
+    layer's own weight computes sees the input before dropout, and so does this.
+    """
+
+    layer: Any
+    adapter: str
+
+    def __call__(self, x_ND: torch.Tensor, y_NK: torch.Tensor, drop: Drop) -> torch.Tensor:
+        """Return the outputs less those of the initial factors."""
+        found = initial_factors(self.layer, self.adapter)
+        assert found is not None, "only layers that were initialised so have this step"
+        a_RD, b_KR = (factor.to(y_NK.dtype) for factor in found)
+        s_NR = F.linear(x_ND.reshape(-1, x_ND.shape[-1]).to(y_NK.dtype), a_RD)
+        # Taken out within the product, without another tensor as large as the outputs.
+        rows = torch.addmm(y_NK.reshape(-1, y_NK.shape[-1]), s_NR, b_KR.t(), alpha=-self.layer.scaling[self.adapter])
+        return rows.view_as(y_NK)
+
+
+class OwnBias(NamedTuple):
+    """`bias`: the task's own in place of the frozen one, which the grouped product has added."""
+
+    layer: Any
+    adapter: str
+
+    def __call__(self, x_ND: torch.Tensor, y_NK: torch.Tensor, drop: Drop) -> torch.Tensor:
+        """Return the outputs with the task's bias."""
+        return own_bias_added(self.layer.get_base_layer(), self.adapter, y_NK)
+
+
+def steps_of(layer: Any, adapter: str) -> tuple[RowStep, ...]:
+    """Return what an adapter of a layer does beyond the grouped product, in order; mostly nothing."""
+    steps: list[RowStep] = []
+    own = [OwnBias(layer, adapter)] if adapter in own_biases(layer.get_base_layer()) else []
+    if adapter not in layer.lora_A:
+        return tuple(own)
+    if is_block_diagonal(layer, adapter):
+        steps.append(BlockDiagonal(layer, adapter))
+    if layer.lora_bias.get(adapter, False):
+        steps.append(AddedBias(layer, adapter))
+    if initial_factors(layer, adapter) is not None:
+        steps.append(InitialPart(layer, adapter))
+    if adapter in layer.lora_magnitude_vector:
+        steps.append(MagnitudeScale(layer, adapter))
+    return (*steps, *own)
+
+
+def is_block_diagonal(layer: Any, adapter: str) -> bool:
+    """Whether a factor of an adapter consists of blocks, which the grouped product does not know."""
+    return any(not isinstance(part[adapter], torch.nn.Linear) for part in (layer.lora_A, layer.lora_B))
+
 
 NAME = "LORA"
 """By which streams know the passes of LoRA layers."""

@@ -18,12 +18,10 @@ import torch
 
 from peft_mux.kernels import philox
 from peft_mux.kernels.availability import runs_kernels
-from peft_mux.kernels.lora.adapters import Adapter
-from peft_mux.kernels.lora.calls import KernelCall, SliceCall, Tables
-from peft_mux.kernels.lora.factors import DTYPES
 from peft_mux.kernels.lora.function import PASSES, LoraGroupFunction
-from peft_mux.kernels.lora.group import Base, LoraGroup
-from peft_mux.kernels.lora.slices import Rows
+from peft_mux.kernels.lora.group import Adapter, Base, KernelCall, LoraGroup, SliceCall, Tables
+from peft_mux.kernels.lora.launch import DTYPES
+from peft_mux.kernels.lora.reference import Rows
 from peft_mux.kernels.lora.tables import SegmentTables
 from peft_mux.modeling.slabs import TaskSlab
 

@@ -1,29 +1,198 @@
-"""LoRA on bare parameters (`target_parameters`): PEFT's `ParamWrapper`, task by task or grouped.
+"""The experts of a mixture, once for all tasks: frozen matrices grouped by expert, low ranks by expert and task.
 
-PEFT wraps the module that holds a parameter, such as the experts or the router of a mixture. Its wrapper computes
-`W + delta` for one adapter and lets the module run with it, and wrappers of several parameters of one module lie around
-one another::
+transformers keeps the experts of a layer as one parameter of three dimensions, and computes a pass over T tokens of
+which each goes to k experts as S = T * k slots, sorted by expert. The stream is sorted by task, and the sort is stable.
+So the slots of a task lie side by side within each expert too::
 
-    mlp.experts = ParamWrapper(down_proj, base_layer=ParamWrapper(gate_up_proj, base_layer=Experts))
+    slot      e0: a a a b | e1: a b b | e2: b ...
+    frozen    [---------]   [-------]   [---          one product an expert, for all tasks
+    adapters  [-----][--]   [--][---]                 one product a pair of expert and task
 
-Here the module runs once for the rows of each task, with PEFT's `W + delta` of its adapter. Experts that
-`peft_mux.modeling.adapters.lora.experts` knows run once for all tasks instead, and no `W + delta` is ever made.
+Both are one call of torch's `grouped_mm` each, whose groups are products of their own: what is NaN in one task reaches
+no other. `y_e = W_e x + s B_te (A_te x)` is exact; `W + delta`, which PEFT computes with, is never made, and so neither
+held for a backward pass.
+
+Shape letters: T tokens, k experts of a token, S slots, E experts, N tasks, R rank, D input and K output features.
 """
+
+# MERGED: LoRA on bare parameters (`target_parameters`): PEFT's `ParamWrapper`, task by task or grouped.
+# MERGED: PEFT wraps the module that holds a parameter, such as the experts or the router of a mixture. Its wrapper
+# MERGED: computes
+# MERGED: `W + delta` for one adapter and lets the module run with it, and wrappers of several parameters of one
+# MERGED: module lie around
+# MERGED: one another::
+# MERGED:     mlp.experts = ParamWrapper(down_proj, base_layer=ParamWrapper(gate_up_proj, base_layer=Experts))
+# MERGED: Here the module runs once for the rows of each task, with PEFT's `W + delta` of its adapter. Experts that
+# MERGED: `peft_mux.modeling.adapters.lora.parameters` knows run once for all tasks instead, and no `W + delta` is
+# MERGED: ever made.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 from torch.func import functional_call
+from torch.nn import functional as F
 
 from peft_mux.errors import UnsupportedModelError
-from peft_mux.modeling.adapters.lora.experts import ExpertFactors, grouped_experts, runs_grouped
-from peft_mux.modeling.adapters.multiplexed import MultiplexedForward
+from peft_mux.modeling.adapters.kind import MultiplexedForward
+from peft_mux.modeling.attention.rows import copied_to
+from peft_mux.modeling.slabs import round_up_to_group
 from peft_mux.modeling.stream import RowSegment
+
+_PARAMETERS = frozenset({"gate_up_proj", "up_proj", "down_proj"})
+"""Under which transformers keeps the matrices of experts."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_STRIDE_BYTES = 16
+"""What `grouped_mm` wants every row to be a multiple of."""
+
+
+class ExpertFactors(NamedTuple):
+    """The adapter of one task on one parameter of all experts.
+
+    Attributes:
+        a_ERD: `[E, R, D]`, the first factor of each expert.
+        b_ERK: `[E, R, K]`, the second one, transposed.
+        scaling: factor of their product.
+    """
+
+    a_ERD: torch.Tensor
+    b_ERK: torch.Tensor
+    scaling: float
+
+
+class _Slots(NamedTuple):
+    """Where the slots of a pass lie once they are sorted.
+
+    Attributes:
+        order: int64 `[S]`, which slot lies at each place.
+        expert: int64 `[S]`, the expert of each place.
+        expert_ends: int32 `[E]`, where the slots of each expert end.
+        pair_ends: int32 `[E * N]`, where those of each expert and task end.
+    """
+
+    order: torch.Tensor
+    expert: torch.Tensor
+    expert_ends: torch.Tensor
+    pair_ends: torch.Tensor
+
+
+def runs_grouped(experts: Any, args: Sequence[Any], adapted: Sequence[str]) -> bool:
+    """Return whether `grouped_experts` can take the place of a module.
+
+    Args:
+        experts: the frozen module.
+        args: what the model calls it with.
+        adapted: names of its parameters that have adapters.
+    """
+    # What `transformers.integrations.use_experts_implementation` writes into the modules that it knows how to compute.
+    is_known = all(hasattr(experts, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
+    if not is_known or len(args) != 3 or not _PARAMETERS.issuperset(adapted):
+        return False
+    if getattr(experts, "_is_expert_parallel", False) or experts.num_experts < 2:
+        return False  # PEFT takes the adapter of a single expert for that of a plain matrix
+    weights = [getattr(experts, name) for name in (_first_name(experts), "down_proj")]
+    return all(
+        type(weight) is torch.nn.Parameter
+        and weight.dtype in _DTYPES
+        and not any(size * weight.itemsize % _STRIDE_BYTES for size in weight.shape[1:])
+        for weight in weights
+    )
+
+
+def grouped_experts(
+    experts: Any,
+    hidden_TD: torch.Tensor,
+    index_Tk: torch.Tensor,
+    weights_Tk: torch.Tensor,
+    factors: Mapping[str, Sequence[ExpertFactors | None]],
+    lengths: tuple[int, ...],
+) -> torch.Tensor:
+    """Return what the experts make of each token, with the adapter of the token's task.
+
+    Args:
+        experts: the frozen module, as `runs_grouped` wants it.
+        hidden_TD: `[T, D]`, the activations.
+        index_Tk: int64 `[T, k]`, the experts of each token.
+        weights_Tk: `[T, k]`, the weight of each of them in the token's result.
+        factors: adapters of the N tasks by the name of the parameter; `None` for a task without one.
+        lengths: tokens of each of the N tasks, in stream order.
+    """
+    num_tokens, num_chosen = index_Tk.shape
+    slots = _sorted_slots(index_Tk, experts.num_experts, lengths)
+    first = _first_name(experts)
+    x = hidden_TD.index_select(0, slots.order // num_chosen)
+    y = _linear(experts, first, x, slots, factors.get(first, ()))
+    y = experts._apply_gate(y) if experts.has_gate else experts.act_fn(y)
+    y = _linear(experts, "down_proj", y, slots, factors.get("down_proj", ()))
+    if getattr(experts, "has_post_expert_norm", False):
+        y = experts.post_expert_norm(y)
+    y = y * weights_Tk.reshape(-1).index_select(0, slots.order).unsqueeze(-1)
+    # Back in the order of tokens, so that the sum over a token's experts needs no addition by index.
+    back = torch.empty_like(slots.order).scatter_(0, slots.order, torch.arange(len(y), device=y.device))
+    return y.index_select(0, back).view(num_tokens, num_chosen, -1).sum(dim=1).to(hidden_TD.dtype)
+
+
+def _first_name(experts: Any) -> str:
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
+def _sorted_slots(index_Tk: torch.Tensor, num_experts: int, lengths: tuple[int, ...]) -> _Slots:
+    num_tasks, device = len(lengths), index_Tk.device
+    pair_of_slot = (index_Tk * num_tasks + _task_of_token(lengths, device).unsqueeze(1)).reshape(-1)
+    pairs, order = torch.sort(pair_of_slot, stable=True)
+    # By search and not by counting, which would wait for the device.
+    ends = torch.searchsorted(pairs, torch.arange(num_experts * num_tasks, device=device), right=True).to(torch.int32)
+    return _Slots(order, pairs // num_tasks, ends[num_tasks - 1 :: num_tasks].contiguous(), ends)
+
+
+@lru_cache(maxsize=8)
+def _task_of_token(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return int64 `[T]`, the number of each token's task; kept, as all layers of a pass ask for it."""
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    return copied_to(numbers, device)
+
+
+def _linear(
+    experts: Any, name: str, x_SD: torch.Tensor, slots: _Slots, factors: Sequence[ExpertFactors | None]
+) -> torch.Tensor:
+    """Return `[S, K]`: the frozen matrix of each slot's expert, and the adapter of its expert and task."""
+    weight = getattr(experts, name)
+    # `grouped_mm` knows no autocast, so experts compute in the dtype of their weights, as in transformers.
+    x_SD = x_SD.to(weight.dtype)
+    y_SK = F.grouped_mm(x_SD, weight if experts.is_transposed else weight.transpose(1, 2), offs=slots.expert_ends)
+    if experts.has_bias:
+        y_SK = y_SK + getattr(experts, f"{name}_bias").index_select(0, slots.expert)
+    if not any(item is not None for item in factors):
+        return y_SK
+    a_PRD, b_PRK = _stacked(factors, weight.dtype)
+    s_SR = F.grouped_mm(x_SD, a_PRD.transpose(1, 2), offs=slots.pair_ends)
+    return y_SK + F.grouped_mm(s_SR, b_PRK, offs=slots.pair_ends)
+
+
+def _stacked(factors: Sequence[ExpertFactors | None], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return `[E * N, R, D]` and `[E * N, R, K]`: the factors of all pairs, padded with zeros to the greatest rank."""
+    present = [item for item in factors if item is not None]
+    rank = round_up_to_group(max(item.a_ERD.shape[1] for item in present))
+    sides: list[list[torch.Tensor]] = [[], []]
+    for item in factors:
+        for side, factor in zip(sides, (present[0] if item is None else item)[:2], strict=True):
+            num_experts, own_rank, width = factor.shape
+            if item is None:
+                side.append(factor.new_zeros(num_experts, rank, width, dtype=dtype))
+            else:
+                side.append(F.pad(factor.to(dtype), (0, 0, 0, rank - own_rank)))
+        if item is not None:
+            sides[1][-1] = sides[1][-1] * item.scaling
+    # Experts first, as the slots lie: the tasks of one expert are neighbours.
+    a_PRD, b_PRK = (torch.stack(side, dim=1).flatten(0, 1) for side in sides)
+    return a_PRD, b_PRK
+
 
 _ADVICE = "Leave its parameters out of target_parameters."
 

@@ -1,11 +1,19 @@
-"""`Prompts`: runs the prompt encoders of one model, once a pass and task, and says where their results belong.
+"""A prompt as plain PEFT runs it: outside of multiplexed passes, in views, forwards and `generate`."""
 
-Shape letters: T tokens, V virtual tokens of a prompt, D hidden features, G key-value heads, C channels of a head.
-"""
+# MERGED: `Prompts`: runs the prompt encoders of one model, once a pass and task, and says where their results belong.
+# MERGED: Shape letters: T tokens, V virtual tokens of a prompt, D hidden features, G key-value heads, C channels of a
+# MERGED: head.
+# MERGED: Prompts as files: PEFT's own tensors, and what is needed beside them to train on.
+# MERGED: PEFT saves of a prompt what its encoder makes (`prompt_embeddings`), and reads no more than that. Where an
+# MERGED: encoder is
+# MERGED: more than that (P-tuning's network, the projection of a prefix, CPT's changes), its parameters are saved in
+# MERGED: the same
+# MERGED: file under their own names, which PEFT passes over.
+# MERGED: How prompts join a PEFT model and leave it, and how PEFT is shown a model as one of prompts alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import accumulate
 from types import MethodType
@@ -13,17 +21,88 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import CPTConfig, PeftConfig
+from peft import CPTConfig, PeftConfig, PeftModelForCausalLM
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import AuxiliaryTrainingWrapper
 from torch import nn
+from torch.func import functional_call
 from torch.nn import functional
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.data.rows.virtual_tokens import virtual_tokens_of_sequences
-from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.prompts.encoders import encoders_of, prompt_kind_of
-from peft_mux.modeling.attention.prefixes import Prefixes
-from peft_mux.modeling.attention.prompt_pass import PromptPass
-from peft_mux.modeling.attention.rectangles import copied_to
+from peft_mux.data.task_batch import virtual_tokens_of_sequences
+from peft_mux.errors import CheckpointError, ConfigError
+from peft_mux.modeling.adapters.kind import AdapterKind
+from peft_mux.modeling.adapters.prompts.kinds import PREFIX, encoders_of, prompt_kind_of
+from peft_mux.modeling.attention.attention_stream import Prefixes, PromptPass
+from peft_mux.modeling.attention.rows import copied_to
+
+
+@contextmanager
+def plain_model(model: Any, adapter: str) -> Iterator[Any]:
+    """Give, for the time of the block, what plain PEFT would run for one adapter, which was selected before.
+
+    Args:
+        model: the `MultiTaskPeftModel` that holds it.
+        adapter: its internal id.
+    """
+    if adapter not in encoders_of(model):
+        yield model.base_model
+        return
+    with model.alone(adapter):
+        yield plain_prompt_model(model, adapter)
+
+
+def plain_forward(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what plain PEFT's forward returns for one adapter, which was selected before; see `plain_model`."""
+    with plain_model(model, adapter) as plain:
+        return plain(*args, **_with_task_ids(model, adapter, args, kwargs))
+
+
+def plain_generate(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what plain PEFT generates with one adapter, which was selected before; see `plain_model`."""
+    with plain_model(model, adapter) as plain:
+        return plain.generate(*args, **_with_task_ids(model, adapter, args, kwargs))
+
+
+def plain_prompt_model(model: Any, adapter: str) -> PeftModelForCausalLM:
+    """Return plain PEFT's model of one prompt, which shares all modules with a model; inside `as_prompts`.
+
+    Args:
+        model: the model that holds the prompt.
+        adapter: internal id of the prompt's task.
+    """
+    plain: Any = PeftModelForCausalLM.__new__(PeftModelForCausalLM)
+    # Its own dictionaries, so that nothing that PEFT sets there outlives the call.
+    plain.__dict__.update(model.__dict__)
+    for name in ("_modules", "_parameters", "_buffers"):
+        plain.__dict__[name] = dict(model.__dict__[name])
+    plain.__dict__.pop("forward", None)
+    plain.active_adapter = adapter
+    plain.word_embeddings = model.base_model.get_input_embeddings()
+    plain.base_model_prepare_inputs_for_generation = model.base_model.prepare_inputs_for_generation
+    return plain
+
+
+def _with_task_ids(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of a plain forward, with the one task of a multitask prompt where the caller names none."""
+    rows = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+    if not hasattr(model.peft_config[adapter], "num_tasks") or rows is None:
+        return kwargs
+    return {"task_ids": rows.new_zeros(len(rows), dtype=torch.int64), **kwargs}
+
+
+@contextmanager
+def without_layers(backbone: nn.Module) -> Iterator[None]:
+    """Switch the layers of all PEFT types off for the time of the block."""
+    layers: list[Any] = [m for m in backbone.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
 
 _PROJECTION_ROUNDING = 1e-6
 """How far over its bound, relative to it, the norm of a projected row may lie."""
@@ -224,3 +303,201 @@ def _tasks_of_sequences(batch: MuxBatch) -> Iterator[tuple[int, int]]:
     for number in range(len(batch.task_names)):
         for index in range(batch.sequence_offsets[number], batch.sequence_offsets[number + 1]):
             yield number, index
+
+
+EMBEDDINGS = "prompt_embeddings"
+"""PEFT's name of what a prompt's encoder makes."""
+
+_TABLE = f"{PREFIX}embedding.weight"
+_TRAINED_KEYS = f"{PREFIX}trainable_embedding"
+_FACTORS = {f"{PREFIX}{name}": name for name in ("prefix_task_cols", "prefix_task_rows")}
+_SAME = ({_TABLE: EMBEDDINGS}, {_TRAINED_KEYS: EMBEDDINGS}, {_TABLE: EMBEDDINGS, **_FACTORS})
+"""Prompts whose parameters are what PEFT saves: prompt tuning or a prefix, a cartridge, multitask prompt tuning."""
+
+
+def prompt_keys(names: Collection[str]) -> dict[str, str]:
+    """Return the key under which each parameter of a prompt is found in its file.
+
+    Args:
+        names: names of all trained parameters of a prompt, without the adapter id.
+    """
+    same = next((keys for keys in _SAME if keys.keys() == set(names)), None)
+    return same or {name: name for name in names}
+
+
+def saved_tensor(state: Mapping[str, torch.Tensor], key: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Return a parameter's tensor from a prompt's file; `None` where it is not there.
+
+    Args:
+        state: the tensors of the file.
+        key: that of `prompt_keys`.
+        shape: shape of the parameter; of a cartridge it is the last rows of the tensor, behind those that are frozen.
+    """
+    found = state.get(key)
+    return found[-shape[0] :] if found is not None and key == EMBEDDINGS else found
+
+
+@torch.no_grad()
+def prompt_state(model: Any, adapter: str, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a prompt's file.
+
+    Args:
+        model: the model that holds the prompt.
+        adapter: internal id of the prompt's task.
+        parameters: values of all trained parameters, by name without the adapter id.
+    """
+    encoder, config = encoders_of(model)[adapter], model.peft_config[adapter]
+    keys = prompt_keys(list(parameters))
+    if hasattr(config, "num_tasks"):
+        return {keys[name]: value for name, value in parameters.items()}
+    device = next(encoder.parameters()).device
+    held = {name.removeprefix(PREFIX): value.to(device) for name, value in parameters.items()}
+    tokens = torch.arange(config.num_virtual_tokens, device=device)[None]
+    made = functional_call(encoder, held, (tokens,))[0]
+    own = {key: parameters[name] for name, key in keys.items() if key != EMBEDDINGS}
+    return {EMBEDDINGS: made, **own}
+
+
+@torch.no_grad()
+def load_prompt(
+    model: Any, adapter: str, state: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """Write the tensors of a prompt's file into its parameters.
+
+    Args:
+        model: the model that holds the prompt.
+        adapter: internal id of the prompt's task.
+        state: the tensors of the file, as many and of such shapes as `prompt_state` makes.
+        parameters: the trained parameters, by name without the adapter id.
+    """
+    encoder: Any = encoders_of(model)[adapter]
+    for name, key in prompt_keys(list(parameters)).items():
+        value = saved_tensor(state, key, tuple(parameters[name].shape))
+        assert value is not None, "the tensors were compared before"
+        parameters[name].copy_(value)
+    if getattr(encoder, "frozen_embedding", None) is not None:
+        encoder.frozen_embedding.copy_(state[EMBEDDINGS][: encoder.num_frozen_tokens])
+
+
+def refuse_made_only(found: Collection[str], expected: Collection[str], where: object) -> None:
+    """Refuse a file of plain PEFT's whose encoder is not in it, by a message of its own.
+
+    Raises:
+        CheckpointError: if nothing but what the encoder made is there.
+    """
+    if set(found) == {EMBEDDINGS} and set(expected) > {EMBEDDINGS}:
+        raise CheckpointError(
+            f"{where}: got what the prompt's encoder made ({EMBEDDINGS}) without its parameters; allowed: a folder that"
+            " peft_mux wrote, as PEFT saves no more and the encoder cannot be had back. For inference, load it with"
+            " PeftModel.from_pretrained."
+        )
+
+
+class PromptTuner(nn.Module):
+    """Stands where PEFT has the tuner of a model's first type, if that is one of prompts: it holds the backbone.
+
+    Args:
+        model: the backbone.
+        peft_config: configurations of all adapters, by internal id.
+        adapter: internal id of the first one.
+
+    Attributes:
+        model: the backbone.
+        peft_config: configurations of all adapters, by internal id.
+        active_adapter: internal id of the adapter that plain forwards use.
+    """
+
+    def __init__(self, model: nn.Module, peft_config: dict[str, PeftConfig], adapter: str) -> None:
+        """Hold the backbone, and nothing else."""
+        super().__init__()
+        self.model = model
+        self.peft_config = peft_config
+        self.active_adapter = adapter
+
+    @property
+    def active_adapters(self) -> list[str]:
+        """Return the adapter that plain forwards use, as PEFT asks for it."""
+        return [self.active_adapter] if self.active_adapter else []
+
+    def set_adapter(self, adapter: str, inference_mode: bool = False) -> None:
+        """Let plain forwards use another adapter."""
+        self.active_adapter = adapter
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the backbone."""
+        return self.model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return what the backbone has under a name, as PEFT's own tuners do."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model":
+                raise
+            return getattr(self.model, name)
+
+
+def open_without_tuner(model: Any, backbone: Any, config: PeftConfig, adapter: str) -> None:
+    """Make a `PeftModel` whose first adapter will be a prompt: what PEFT's own constructor does, but for a tuner.
+
+    Args:
+        model: the `PeftModel`, of which nothing is there yet.
+        backbone: what it is made on.
+        config: the configuration of the first adapter.
+        adapter: internal id of the first adapter.
+    """
+    nn.Module.__init__(model)
+    model.active_adapter, model.peft_type = adapter, config.peft_type
+    model.special_peft_forward_args = {"adapter_names", "alora_offsets"}
+    # To PEFT a model is one of prompts, or one of layers. This one is the latter, and the former inside `as_prompts`.
+    model._is_prompt_learning, model._peft_config, model._adapters_disabled = False, None, False
+    model.base_model = PromptTuner(backbone, {}, adapter)
+    if hasattr(backbone.config, "pretraining_tp"):
+        backbone.config.pretraining_tp = 1
+
+
+@contextmanager
+def as_prompts(model: Any, kind: AdapterKind) -> Iterator[None]:
+    """Let a model be, for the time of the block, what PEFT makes of it for prompts: the backbone and their encoders."""
+    before = model.base_model, model.peft_type, model._is_prompt_learning, model._peft_config
+    configs = model.peft_config
+    model.base_model, model.peft_type = before[0].model, kind.peft_type
+    model._is_prompt_learning, model._peft_config = True, configs
+    try:
+        yield
+    finally:
+        model.base_model, model.peft_type, model._is_prompt_learning, model._peft_config = before
+
+
+def add_prompt(model: Any, adapter: str, config: PeftConfig) -> None:
+    """Make a prompt's encoder as `get_peft_model` would; inside `as_prompts`.
+
+    Args:
+        model: the model that the prompt joins.
+        adapter: internal id of the prompt's task.
+        config: the prompt's configuration; PEFT writes into it.
+    """
+    # PEFT refuses prefixes beside checkpointing, as its cache would be written twice; here none is.
+    modules = model.base_model.modules()
+    checkpointing = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
+    active = model.active_adapter
+    for module in checkpointing:
+        module.gradient_checkpointing = False
+    try:
+        # PEFT looks at the active adapter for what kind of model this is.
+        model.active_adapter = adapter
+        model.add_adapter(adapter, config)
+    finally:
+        model.active_adapter = active
+        # PEFT keeps the embedding of words a second time, under a name of its own.
+        model._modules.pop("word_embeddings", None)
+        for module in checkpointing:
+            module.gradient_checkpointing = True
+
+
+def remove_prompt(model: Any, adapter: str) -> None:
+    """Free a prompt."""
+    model.peft_config.pop(adapter, None)
+    encoders = encoders_of(model)
+    if adapter in encoders:
+        del encoders[adapter], model.prompt_tokens[adapter]  # type: ignore[attr-defined]

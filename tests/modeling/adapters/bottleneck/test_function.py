@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from peft_mux.kernels import philox
-from peft_mux.modeling.adapters.bottleneck.function import Bottleneck, BottleneckSegment, grouped_bottlenecks
-from peft_mux.peft_methods.bottleneck.layer import ACTIVATIONS
+from peft_mux.modeling.adapters.bottleneck.kind import Bottleneck, BottleneckSegment, grouped_bottlenecks
+from peft_mux.modeling.adapters.bottleneck.peft_tuner import ACTIVATIONS
 
 WIDTH, NUM_ROWS = 6, 15
 PLACES = torch.arange(100, 100 + NUM_ROWS)

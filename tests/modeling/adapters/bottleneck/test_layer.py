@@ -16,7 +16,7 @@ from torch import nn
 
 from peft_mux import BottleneckConfig, MultiTaskPeftModel
 from peft_mux.kernels.bottleneck.group import BottleneckGroup
-from peft_mux.modeling.adapters.bottleneck import layer as bottleneck_layer
+from peft_mux.modeling.adapters.bottleneck import kind as bottleneck_layer
 from tests.children import run_script
 from tests.invariants.mux_lab import tiny_llama
 from tests.kernels.interpreter import keep_patches

@@ -8,8 +8,7 @@ import sys
 import pytest
 from peft import PeftType
 
-from peft_mux.modeling.adapters.catalogue.entry import Category
-from peft_mux.modeling.adapters.catalogue.registry import category_of, entry_of
+from peft_mux.modeling.adapters.catalogue import Category, category_of, entry_of
 from peft_mux.modeling.adapters.kind import KINDS
 
 _IS_THERE = PeftType.ADAMSS in KINDS if "ADAMSS" in PeftType.__members__ else None

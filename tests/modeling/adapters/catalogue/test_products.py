@@ -12,8 +12,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from peft_mux import MultiTaskPeftModel
-from peft_mux.modeling.adapters.catalogue.products import FactoredProduct
-from peft_mux.modeling.adapters.catalogue.registry import ENTRIES, entry_of
+from peft_mux.modeling.adapters.catalogue import ENTRIES, entry_of
+from peft_mux.modeling.adapters.special_kinds import FactoredProduct
 from peft_mux.modeling.stream import Stream
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.cases import CASES_BY_NAME

@@ -11,8 +11,8 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 
 from peft_mux.errors import ConfigError
-from peft_mux.modeling import arrivals
-from peft_mux.modeling.adapters.injection.copies import can_be_copied
+from peft_mux.modeling import registry as arrivals
+from peft_mux.modeling.adapters.injection import can_be_copied
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.invariants.mux_lab import tiny_llama

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.injection.hidden import hidden_adapters, only_adapter
+from peft_mux.modeling.adapters.injection import hidden_adapters, only_adapter
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.invariants.mux_lab import tiny_llama
 

@@ -9,8 +9,8 @@ import torch
 from peft import IA3Config, LoraConfig
 
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.kernels.lora.slices import Rows
-from peft_mux.modeling.adapters.lora.depth import rows_needed
+from peft_mux.kernels.lora.reference import Rows
+from peft_mux.modeling.adapters.lora.layer import rows_needed
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import RowSegment, Stream
 from tests.invariants.mux_lab import tiny_llama

@@ -18,11 +18,11 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch.nn import functional as F
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel, Task
-from peft_mux.engine.layout_checks import _bare_parameter_faults
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.model_part import _bare_parameter_faults
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.adapters.kind import KINDS
-from peft_mux.modeling.adapters.lora import experts as experts_file
+from peft_mux.modeling.adapters.lora import parameters as experts_file
 from peft_mux.modeling.adapters.lora import parameters as parameters_file
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters.test_kinds import ia3, perturbed

@@ -14,13 +14,7 @@ from peft.tuners.lora import config as peft_config
 
 from peft_mux import MultiTaskPeftModel
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.lora.field_table import (
-    FIELD_TABLE,
-    REFUSED_INITIALISERS,
-    Honoured,
-    Refused,
-    field_page,
-)
+from peft_mux.modeling.adapters.lora.config import FIELD_TABLE, REFUSED_INITIALISERS, Honoured, Refused, field_page
 from tests.invariants.mux_lab import tiny_llama
 from tests.paths import ROOT
 

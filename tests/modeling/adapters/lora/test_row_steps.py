@@ -18,8 +18,7 @@ from torch import nn
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.errors import ConfigError
 from peft_mux.kernels import philox
-from peft_mux.modeling.adapters.lora.dora import MagnitudeScale
-from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
+from peft_mux.modeling.adapters.lora.layer import MagnitudeScale, MultiplexedLinear
 from tests.children import run_script
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama

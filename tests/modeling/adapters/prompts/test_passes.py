@@ -16,11 +16,9 @@ from peft import PeftConfig
 from torch import nn
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
-from peft_mux.data.batch import MuxBatch
-from peft_mux.data.chains import chains_of
-from peft_mux.data.rows.virtual_tokens import with_virtual_tokens
-from peft_mux.data.task_batch import TaskBatch, TokenSequence
-from peft_mux.engine.chain_pass import run_chain
+from peft_mux.data.batch import MuxBatch, chains_of
+from peft_mux.data.task_batch import TaskBatch, TokenSequence, with_virtual_tokens
+from peft_mux.engine.executor import run_chain
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.attention import packed as attention
 from peft_mux.modeling.attention.varlen import as_kernel, varlen_attention

@@ -12,11 +12,11 @@ from peft import CPTConfig, PeftConfig, PeftType, TaskType
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING
 
 from peft_mux import MultiTaskPeftModel, Task
-from peft_mux.engine.cuda_graphs.passes import reason_against
-from peft_mux.engine.replicas.layout import ParallelLayout
+from peft_mux.engine.cuda_graphs import reason_against
+from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import KINDS, kind_of, kind_of_parameter
-from peft_mux.modeling.adapters.prompts.kind import PromptKind
+from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters.prompts.prompt_cases import LM, PROMPTS, config_of, plain, task_of
 

@@ -14,12 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import checkpoint
 
-from peft_mux.modeling.attention.prefix_tree import attention, depth_first
-from peft_mux.modeling.attention.prefix_tree.attention import tree_attention, tree_varlen
-from peft_mux.modeling.attention.prefix_tree.layouts import TreeLayouts
+from peft_mux.data.packing.prefixes import PrefixTree, build_prefix_tree
+from peft_mux.modeling.attention import prefix_tree as attention
+from peft_mux.modeling.attention import prefix_tree as depth_first
+from peft_mux.modeling.attention.prefix_tree import TreeLayouts, tree_attention, tree_varlen
 from peft_mux.modeling.attention.scores import Scores
 from peft_mux.modeling.attention.varlen import as_kernel, varlen_attention
-from peft_mux.packing.prefix_tree import PrefixTree, build_prefix_tree
 from tests.modeling.attention.test_packed import alone
 from tests.modeling.test_key_values import flash_attention
 

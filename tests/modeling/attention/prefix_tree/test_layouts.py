@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.modeling.attention.prefix_tree.depth_first import DepthFirst
-from peft_mux.modeling.attention.prefix_tree.layouts import TreeLayouts
-from peft_mux.packing.prefix_tree import PrefixTree, build_prefix_tree
+from peft_mux.data.packing.prefixes import PrefixTree, build_prefix_tree
+from peft_mux.modeling.attention.prefix_tree import DepthFirst, TreeLayouts
 
 CPU = torch.device("cpu")
 WORDS = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9).map(np.array), min_size=2, max_size=8)

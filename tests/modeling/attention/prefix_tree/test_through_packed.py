@@ -15,10 +15,9 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.attention import packed
-from peft_mux.modeling.attention.attention_stream import AttentionStream
+from peft_mux.modeling.attention.attention_stream import AttentionStream, Prefixes
 from peft_mux.modeling.attention.packed import packed_attention
-from peft_mux.modeling.attention.prefixes import Prefixes
-from peft_mux.modeling.attention.shared_rows import to_computed, to_stream
+from peft_mux.modeling.attention.rows import to_computed, to_stream
 from peft_mux.modeling.stream import Stream
 from tests.modeling.attention.test_packed import Attention, relative, states
 

@@ -9,10 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from peft_mux.modeling.objectives.arguments import read_args
-from peft_mux.modeling.objectives.objective import OBJECTIVES
-from peft_mux.modeling.objectives.outputs import TokenOutputs
-from peft_mux.modeling.objectives.policy.policy import PolicyArgs
+from peft_mux.modeling.objectives.objective import OBJECTIVES, TokenOutputs, read_args
+from peft_mux.modeling.objectives.policy import PolicyArgs
 
 COUNTS = (3, 7, 1, 5)
 """Completion tokens of each rollout."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from peft_mux.data.preferences.mismatched import with_mismatched
+from peft_mux.data.preferences import with_mismatched
 from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence
 from peft_mux.modeling.objectives.objective import Objective
 from tests.invariants import mux_lab as lab

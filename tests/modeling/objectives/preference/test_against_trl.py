@@ -10,11 +10,20 @@ from typing import Any
 import pytest
 import torch
 
-from peft_mux.modeling.objectives.preference.dpo_losses import DPO_LOSSES, DPOArgs, dpo_losses
-from peft_mux.modeling.objectives.preference.orpo_losses import ORPOArgs, log_odds, odds_ratio_losses
-from peft_mux.modeling.objectives.preference.pairs import DIVERGENCES, Pairs
-from peft_mux.modeling.objectives.preference.reward_losses import RewardArgs, reward_losses
-from peft_mux.modeling.objectives.preference.unpaired_losses import KTOArgs, kto_losses
+from peft_mux.modeling.objectives.preference import (
+    DIVERGENCES,
+    DPO_LOSSES,
+    DPOArgs,
+    KTOArgs,
+    ORPOArgs,
+    Pairs,
+    RewardArgs,
+    dpo_losses,
+    kto_losses,
+    log_odds,
+    odds_ratio_losses,
+    reward_losses,
+)
 
 pytest.importorskip("trl", reason="trl is not installed")
 
@@ -151,7 +160,7 @@ def test_losses_of_pairs_are_those_of_the_dpo_trainer(loss_types: list[str], opt
 def test_every_loss_of_the_dpo_trainer_is_trained_towards_or_refused() -> None:
     from trl import DPOConfig
 
-    from peft_mux.modeling.objectives.preference.dpo_args import REFUSED_LOSSES
+    from peft_mux.modeling.objectives.preference import REFUSED_LOSSES
 
     text = " ".join((DPOConfig.__doc__ or "").split("Possible values are: ")[1].split("If multiple")[0].split())
     listed = set(text.replace("`", "").replace("'", "").rstrip(". ").split(", "))

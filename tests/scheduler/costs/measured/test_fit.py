@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.measured.fit import PartFit
-from peft_mux.scheduler.costs.measured.parts import AS_PROFILED, Parts, factors_of, summed
+from peft_mux.scheduler.costs.fit import PartFit
+from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts, factors_of, summed
 
 _SEEDS = st.integers(0, 2**32 - 1)
 _WRONG = st.sampled_from([0.25, 4.0])

@@ -8,14 +8,13 @@ from typing import NamedTuple
 from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
-from peft_mux.scheduler.deployment.composed.compose import ComposedDeployment, compose_deployment
+from peft_mux.scheduler.deployment.composed import ComposedDeployment, compose_deployment
 from peft_mux.scheduler.deployment.plan import DeploymentPlan
 from peft_mux.scheduler.deployment.search import plan_deployment
-from peft_mux.scheduler.deployment.task_lengths import TaskLengths, joint_sample
+from peft_mux.scheduler.deployment.space import TaskLengths, joint_sample
 from peft_mux.scheduler.replicas.configs import ParallelConfig
-from peft_mux.scheduler.replicas.costs import ReplicaFacts, replica_time_model
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import ReplicaFacts, ReplicaTimeModel, replica_time_model
 from tests.scheduler.replicas.cases import load
 
 SHAPE = ModelShape(16, 2048, 5632, 2048, 2048, 32000, backbone_bytes=1_500_000_000, activation_bytes=2)

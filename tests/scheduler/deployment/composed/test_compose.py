@@ -9,9 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.deployment.baselines import task_fused
-from peft_mux.scheduler.deployment.composed.planned_loads import PlannedLoads
-from peft_mux.scheduler.deployment.composed.pricing import DeploymentPricer, PricedDeployment
-from peft_mux.scheduler.deployment.composed.row_mix import RowMix
+from peft_mux.scheduler.deployment.composed import DeploymentPricer, PlannedLoads, PricedDeployment, RowMix
 from peft_mux.scheduler.deployment.search import replica_groups
 from peft_mux.scheduler.deployment.space import enumerate_plans
 from peft_mux.scheduler.pipeline.simulator import simulate

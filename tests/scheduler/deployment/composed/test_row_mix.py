@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from peft_mux.scheduler.deployment.composed.row_mix import RowMix
-from peft_mux.scheduler.deployment.task_lengths import TaskLengths
+from peft_mux.scheduler.deployment.composed import RowMix
+from peft_mux.scheduler.deployment.space import TaskLengths
 
 MIX = RowMix(
     [TaskLengths("chat", (10, 20, 30, 40), 4), TaskLengths("qa", (32,), 2), TaskLengths("books", (90, 100), 2)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from peft_mux.scheduler.planner.policies.policy import Partition
+from peft_mux.scheduler.planner.policies import Partition
 
 
 class Pairs:

@@ -1,1 +1,0 @@
-"""Streams of rows: read ahead in threads, with a time limit, in batches of a task."""

@@ -1,1 +1,0 @@
-"""Passes that are captured once as CUDA graphs and replayed."""

@@ -1,1 +1,0 @@
-"""Gradients of adapters, added up over replicas."""

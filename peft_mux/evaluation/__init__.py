@@ -1,1 +1,0 @@
-"""Losses and metrics of held-out rows, task by task."""

@@ -1,1 +1,0 @@
-"""Completions for the prompts of many tasks in one batch of mixed adapters, and how text answers are judged."""

@@ -1,0 +1,344 @@
+"""How a generated text is held against the text that a row asks for: metrics of single rows, averaged over all."""
+
+# MERGED: How completions are drawn (`SamplingOptions`), and how an evaluation generates and judges them
+# MERGED: (`GenerateOptions`).
+# MERGED: Names and meanings are those of `transformers.GenerationConfig`. Nothing here imports torch.
+# MERGED: What `generate` is asked for, and what it returns: one value a row.
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
+
+from peft_mux.errors import Fault, closest, is_integer, is_real, is_text, raise_faults, shown
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+
+def normalised(text: str) -> str:
+    """Return a text without what answers are not judged by: case, runs of white space, and a full stop at the end.
+
+    Signs and articles stay, as "-5" is not "5", and "A" may be the letter of a choice.
+    """
+    return " ".join(text.casefold().split()).removesuffix(".")
+
+
+def exact_match(completion: str, reference: str) -> float:
+    """Return 1 where a completion is the reference, both normalised; else 0."""
+    return float(normalised(completion) == normalised(reference))
+
+
+def contains(completion: str, reference: str) -> float:
+    """Return 1 where a completion has the reference in it, both normalised; else 0."""
+    return float(normalised(reference) in normalised(completion))
+
+
+def f1(completion: str, reference: str) -> float:
+    """Return the harmonic mean of precision and recall of a completion's words, as SQuAD has it."""
+    got, wanted = normalised(completion).split(), normalised(reference).split()
+    if not got or not wanted:
+        return float(got == wanted)
+    shared = sum((Counter(got) & Counter(wanted)).values())
+    return 2 * shared / (len(got) + len(wanted))
+
+
+ANSWER_METRICS: dict[str, Callable[[str, str], float]] = {"exact_match": exact_match, "contains": contains, "f1": f1}
+"""By name, the metrics of a completion and its reference, from 0 to 1."""
+
+
+def mean_metric(name: str, completions: Sequence[str], references: Sequence[str]) -> float:
+    """Return the mean of a metric of `ANSWER_METRICS` over rows; at least one row."""
+    judge = ANSWER_METRICS[name]
+    return sum(map(judge, completions, references)) / len(references)
+
+
+_MOST_TOKENS = 10**6
+_FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+"""What only draws look at, with the values that change nothing."""
+_HARMLESS = frozenset({"transformers_version", "bos_token_id", "pad_token_id", "use_cache", "cache_implementation"})
+"""Fields of a `GenerationConfig` that every checkpoint carries and that change no completion here."""
+_ADVICE = {
+    "max_length": "Set max_new_tokens, which does not count the prompt.",
+    "num_beams": "Draw, or be greedy.",
+    "max_tokens": "Set max_new_tokens.",
+    "stop": "Set stop_strings.",
+}
+"""What stands here for settings of transformers and of vLLM."""
+Options = TypeVar("Options", bound="SamplingOptions")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SamplingOptions:
+    """How the completion of a prompt is drawn; every row of a batch may have options of its own.
+
+    Attributes:
+        max_new_tokens: tokens after which a completion ends; the last one counts.
+        do_sample: draw tokens by their probabilities; otherwise the likeliest one is taken.
+        temperature: logits are divided by it before a draw.
+        top_k: draws are among this many likeliest tokens; 0 for all.
+        top_p: draws are among the fewest likeliest tokens whose probabilities add up to this.
+        min_p: draws are among tokens of at least this times the probability of the likeliest one.
+        repetition_penalty: logits of tokens that came before, in the prompt or the completion, are divided by it where
+            positive and multiplied where negative; 1 for none. It applies with and without `do_sample`.
+        stop_strings: texts after which a completion ends; `Completion.text` ends before them.
+        eos_token_id: tokens that end a completion; by default those of the backbone's generation configuration, and
+            the tokenizer's.
+        seed: fixes the draws of a row. A row's completion is what `PeftModel.generate` gives for it alone after
+            `torch.manual_seed(seed)`, whatever else is in the batch.
+
+    Raises:
+        ConfigError: naming every field that cannot be used, or would be ignored.
+    """
+
+    max_new_tokens: int = 64
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop_strings: Sequence[str] = ()
+    eos_token_id: int | Sequence[int] | None = None
+    seed: int = 42
+
+    def __new__(cls: type[Options], *args: Any, **settings: Any) -> Options:
+        """Refuse settings that there are not with the one that was meant, which Python would not."""
+        raise_faults(unknown_faults(settings, cls.__dataclass_fields__))
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        # As transformers takes one text or one token for a list of it.
+        if isinstance(self.stop_strings, str):
+            object.__setattr__(self, "stop_strings", (self.stop_strings,))
+        raise_faults(_sampling_faults(self))
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...] | None:
+        """The tokens that end a completion; `None` for those of the backbone."""
+        given = self.eos_token_id
+        return None if given is None else (given,) if isinstance(given, int) else tuple(given)
+
+    @property
+    def filters(self) -> tuple[float, ...]:
+        """What the scores of a row pass through before its draw; rows with equal filters pass together."""
+        return self.repetition_penalty, self.temperature, self.top_k, self.top_p, self.min_p
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerateOptions(SamplingOptions):
+    """What each evaluation of a task generates from its held-out prompts, and how it judges the completions.
+
+    How they are drawn is said by the fields of `SamplingOptions`, which it has too.
+
+    Attributes:
+        metrics: names of `exact_match`, `contains` and `f1`, and functions that take `(prompts, completions,
+            references)`, three lists of texts, and return a dict of numbers; logged under keys that begin with `eval_`.
+        num_rows: how many held-out rows, from the first one on, are generated for; `None` for all.
+        num_logged: how many completions of each evaluation are shown in the log and written to `metrics.jsonl`.
+
+    Raises:
+        ConfigError: naming every field that cannot be used, or would be ignored.
+    """
+
+    metrics: Sequence[str | Callable[[list[str], list[str], list[str]], Mapping[str, float]]] = ("exact_match",)
+    num_rows: int | None = None
+    num_logged: int = 2
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        if isinstance(self.metrics, str) or callable(self.metrics):
+            object.__setattr__(self, "metrics", (self.metrics,))
+        # By its name: a class with slots is made anew, and `super()` would look for the one before.
+        SamplingOptions.__post_init__(self)
+        raise_faults(_judging_faults(self))
+
+    @property
+    def metric_names(self) -> tuple[str, ...] | None:
+        """Keys of the metrics; `None` where a function of the user's makes some."""
+        names = [metric for metric in self.metrics if isinstance(metric, str)]
+        return tuple(f"eval_{name}" for name in names) if len(names) == len(self.metrics) else None
+
+    @property
+    def described(self) -> dict[str, Any]:
+        """All fields as plain values, functions by their names."""
+        names = [metric if isinstance(metric, str) else getattr(metric, "__name__", "") for metric in self.metrics]
+        return {**{item.name: getattr(self, item.name) for item in fields(self)}, "metrics": names}
+
+
+def sampling_options(config: SamplingOptions | GenerationConfig | None, settings: Mapping[str, Any]) -> SamplingOptions:
+    """Return options from what a caller has, in either form, and what replaces single fields of it.
+
+    Args:
+        config: our own options, those of transformers, or nothing for the defaults.
+        settings: fields by name.
+
+    Raises:
+        ConfigError: naming every field that is not known here.
+    """
+    known = [item.name for item in fields(SamplingOptions)]
+    if isinstance(config, SamplingOptions):
+        raise_faults(unknown_faults(settings, known))
+        return replace(config, **settings)
+    given = {} if config is None else _set_fields(config)
+    raise_faults(unknown_faults({**given, **settings}, known))
+    return SamplingOptions(**{**given, **settings})
+
+
+def _set_fields(config: Any) -> dict[str, Any]:
+    """Return the fields of a `GenerationConfig` that somebody has set and that mean something here."""
+    if not hasattr(config, "to_diff_dict"):
+        allowed = "a SamplingOptions, a transformers.GenerationConfig, or None"
+        raise_faults([Fault("generation_config", shown(config), allowed)])
+    # What is off asks for nothing; transformers writes some of it where it makes this from a model's configuration.
+    given = {name: value for name, value in config.to_diff_dict().items() if value is not False}
+    return {name: value for name, value in given.items() if name not in _HARMLESS and not name.startswith("_")}
+
+
+def unknown_faults(
+    given: Mapping[str, Any], known: Collection[str], advice: Mapping[str, str] | None = None
+) -> list[Fault]:
+    """Return a fault for each setting that there is not, with what was meant.
+
+    Args:
+        given: the settings by name.
+        known: names of those that there are.
+        advice: what to do about names of other places.
+    """
+    advice = _ADVICE if advice is None else advice
+    return [
+        Fault(name, shown(value), f"settings of {', '.join(known)}", advice.get(name) or closest(name, known))
+        for name, value in given.items()
+        if name not in known
+    ]
+
+
+def _sampling_faults(options: SamplingOptions) -> list[Fault]:
+    rules = {
+        "max_new_tokens": (is_integer(options.max_new_tokens, 1, _MOST_TOKENS), f"an integer from 1 to {_MOST_TOKENS}"),
+        "do_sample": (isinstance(options.do_sample, bool), "True or False"),
+        "temperature": (is_real(options.temperature) and options.temperature > 0, "a finite number above 0"),
+        "top_k": (is_integer(options.top_k, 0, _MOST_TOKENS), "an integer of at least 0"),
+        "top_p": (is_real(options.top_p) and 0 < options.top_p <= 1, "a number above 0, at most 1"),
+        "min_p": (is_real(options.min_p) and 0 <= options.min_p <= 1, "a number from 0 to 1"),
+        "repetition_penalty": (
+            is_real(options.repetition_penalty) and options.repetition_penalty > 0,
+            "a finite number above 0",
+        ),
+        "stop_strings": (_is_list(options.stop_strings, is_text), "texts of at least one character"),
+        "eos_token_id": (_is_eos(options.eos_token_id), "a token id, a list of them, or None"),
+        "seed": (is_seed(options.seed), "an integer in [0, 2**63)"),
+    }
+    faults = [
+        Fault(name, shown(getattr(options, name)), allowed) for name, (is_fine, allowed) in rules.items() if not is_fine
+    ]
+    if not faults and not options.do_sample:
+        unused = {name: getattr(options, name) for name, idle in _FILTERS.items() if getattr(options, name) != idle}
+        got = ", ".join(f"{name}={value}" for name, value in unused.items())
+        if unused:
+            faults.append(Fault("do_sample", f"False beside {got}", "True with these", "Set do_sample=True."))
+    return faults
+
+
+def _judging_faults(options: GenerateOptions) -> list[Fault]:
+    faults = []
+    allowed = f"{', '.join(ANSWER_METRICS)}, or functions of (prompts, completions, references)"
+    if not isinstance(options.metrics, (list, tuple)):
+        faults.append(Fault("metrics", shown(options.metrics), f"a list of {allowed}"))
+    else:
+        faults += [
+            Fault("metrics", shown(metric), allowed, closest(metric, ANSWER_METRICS))  # type: ignore[arg-type]
+            for metric in options.metrics
+            if not callable(metric) and (not isinstance(metric, str) or metric not in ANSWER_METRICS)
+        ]
+    if options.num_rows is not None and not is_integer(options.num_rows, 1, _MOST_TOKENS):
+        faults.append(Fault("num_rows", shown(options.num_rows), "an integer of at least 1, or None for all rows"))
+    if not is_integer(options.num_logged, 0, _MOST_TOKENS):
+        faults.append(Fault("num_logged", shown(options.num_logged), "an integer of at least 0"))
+    return faults
+
+
+def is_seed(value: object) -> bool:
+    """Return whether draws may be made from a value."""
+    return is_integer(value, 0, 2**63 - 1)
+
+
+def _is_eos(value: object) -> bool:
+    return (
+        value is None
+        or is_integer(value, 0, _MOST_TOKENS)
+        or (bool(value) and _is_list(value, lambda one: is_integer(one, 0, _MOST_TOKENS)))
+    )
+
+
+def _is_list(value: object, is_fine: Callable[[object], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(is_fine, value))
+
+
+Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
+"""A text, token ids, or messages with `role` and `content`, which go through the tokenizer's chat template."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationRequest:
+    """A prompt with options of its own.
+
+    Attributes:
+        task: name of the task whose adapter completes the prompt.
+        prompt: a text, token ids, or messages.
+        options: how the completion is drawn; `None` for those of the call.
+        seed: fixes the draws; `None` for the seed of the options plus the request's place among those of its task.
+
+    Raises:
+        ConfigError: naming every field that is of a wrong type.
+    """
+
+    task: str
+    prompt: Prompt
+    options: SamplingOptions | None = None
+    seed: int | None = None
+
+    def __new__(cls, *args: Any, **settings: Any) -> GenerationRequest:
+        """Refuse settings that there are not by saying where they belong or what was meant, which Python would not."""
+        drawn = SamplingOptions.__dataclass_fields__
+        of_options = {name: f"Write options=SamplingOptions({name}=...)." for name in drawn}
+        raise_faults(unknown_faults(settings, cls.__dataclass_fields__, of_options))
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Check what is not checked with the prompt."""
+        rules = {
+            "task": (isinstance(self.task, str), "the name of a task"),
+            "options": (isinstance(self.options, SamplingOptions | None), "SamplingOptions(...), or None"),
+            "seed": (self.seed is None or is_seed(self.seed), "an integer in [0, 2**63), or None"),
+        }
+        wrong = {name: allowed for name, (is_fine, allowed) in rules.items() if not is_fine}
+        raise_faults([Fault(name, shown(getattr(self, name)), allowed) for name, allowed in wrong.items()])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Completion:
+    """What a task's adapter made of a prompt.
+
+    Attributes:
+        task: name of the task.
+        prompt_token_ids: the tokens of the prompt.
+        token_ids: the tokens of the completion, the one that ended it included.
+        text: the completion as text, without special tokens and up to a stop string; `None` without a tokenizer.
+        logprobs: natural log-probability of each token of the completion under the model, before temperature, filters
+            and penalties.
+        finish_reason: "stop" for an end-of-sequence token or a stop string, "length" for `max_new_tokens`, and
+            "non_finite" where the model's next logits were NaN or infinite; such a row ends there, and it alone.
+        seed: what the draws were made from.
+    """
+
+    task: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str | None
+    logprobs: tuple[float, ...]
+    finish_reason: Literal["stop", "length", "non_finite"]
+    seed: int

@@ -1,1 +1,0 @@
-"""What layers need when their weights lie in several processes: all-reduces, gathered weights, pieces of parameters."""

@@ -1,0 +1,259 @@
+"""`Subject`: a few layers like those of a backbone, with random weights, set up to be run part by part."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from peft_mux.data.batch import MuxBatch
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.modeling.adapters.kind import LayerGroup, MultiplexedForward, profiled_config
+from peft_mux.modeling.attention.packed import ATTENTION_NAME, packed_attention
+from peft_mux.modeling.backbone.modules import language_model
+from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
+from peft_mux.scheduler.costs.model_shape import ModelShape
+
+RANKS = (4, 16, 64)
+_TASKS_PER_RANK = {"cpu": 2}
+_DEFAULT_TASKS_PER_RANK = 8
+"""A CPU runs adapters one after another, so that a few of them tell the time of one."""
+_MOST_LAYERS = 4
+_LEFT_OUT_ATTENTION = "peft_mux_no_attention"
+
+
+def plain_backbone(model: Any) -> Any:
+    """Return the transformers model of a `MultiTaskPeftModel`, or the model itself."""
+    return model.backbone if isinstance(model, MultiTaskPeftModel) else model
+
+
+def config_of(model: Any) -> Any:
+    """Return the configuration of the backbone."""
+    return plain_backbone(model).config
+
+
+def shortened_config(config: Any, num_layers: int | None) -> Any:
+    """Return a copy of a configuration with so many layers, without quantisation; `None` for all layers."""
+    config = copy.deepcopy(config)
+    if getattr(config, "quantization_config", None) is not None:
+        del config.quantization_config
+    text = config.get_text_config()
+    if num_layers is not None:
+        if getattr(text, "layer_types", None) is not None:
+            text.layer_types = text.layer_types[:num_layers]
+        text.num_hidden_layers = num_layers
+    # The one that every architecture has: attention is ours in the passes that are run.
+    config._attn_implementation = "eager"
+    return config
+
+
+class Subject:
+    """The first layers of a backbone with random weights, and tasks of several ranks on them.
+
+    Args:
+        model: the `MultiTaskPeftModel` or backbone whose shapes are taken; it may have no weights.
+        device: the device to run on.
+        dtype: the dtype to compute in.
+
+    Attributes:
+        model: the copy, with `tasks_per_rank` adapters of each of `RANKS`.
+        tasks_per_rank: adapters that are run together.
+        num_layers: number of decoder layers of the copy.
+        device: the device that the copy lies on.
+        dtype: the dtype that the copy computes in.
+        attention_call: an attention module, the shapes of its queries, keys and values, and its other arguments, as
+            the layers called it first; `None` before layers were run.
+    """
+
+    def __init__(self, model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
+        """Build the copy, with an adapter for each task."""
+        given, config = plain_backbone(model), config_of(model)
+        layers = getattr(config.get_text_config(), "num_hidden_layers", _MOST_LAYERS)
+        self.num_layers = min(_MOST_LAYERS, layers)
+        self.device, self.dtype = device, dtype
+        self.tasks_per_rank = _TASKS_PER_RANK.get(device.type, _DEFAULT_TASKS_PER_RANK)
+        with torch.device(device):
+            backbone = type(given)(shortened_config(config, self.num_layers))
+        configs = {f"r{rank}_{n}": profiled_config(rank) for rank in RANKS for n in range(self.tasks_per_rank)}
+        self.model = MultiTaskPeftModel(backbone.to(dtype), configs, verify=False)
+        self.model.train()
+        for name in self.model.tasks:
+            # As in training: gradients are added to flat buffers, so that no measurement allocates any.
+            self.model.registry.slab_of(name).bind_gradients()
+        self._groups = self.linear_groups()
+        self._layer_list = _layer_list(language_model(self.model.backbone), self.num_layers)
+        self.attention_call: tuple[nn.Module, tuple[torch.Size, ...], dict[str, Any]] | None = None
+
+    @property
+    def widths(self) -> list[int]:
+        """Input plus output features of the adapted linear layers of one decoder layer."""
+        layers: list[Any] = [member.module for group in self._groups for member in group.members]
+        return [layer.in_features + layer.out_features for layer in layers[: len(layers) // self.num_layers]]
+
+    @property
+    def shape(self) -> ModelShape:
+        """The shape of the copy, as the cost model takes it."""
+        backbone = self.model.backbone
+        return model_shape(backbone, backbone.config, dtype=self.dtype, activation_dtype=self.dtype)
+
+    def loads(self, names: Sequence[str], lengths: Sequence[int], rank: int) -> list[TaskLoad]:
+        """Return what a pass of one sequence of each of some tasks is to the cost model.
+
+        Args:
+            names: the tasks.
+            lengths: tokens of the sequence of each.
+            rank: rank of their adapters.
+        """
+        adapters = tuple(AdapterLoad(rank, width) for width in self.widths)
+        return [
+            TaskLoad(name, (length,), num_targets=length - 1, adapters=adapters, trainable_parameters=0)
+            for name, length in zip(names, lengths, strict=True)
+        ]
+
+    def batch(self, lengths: Sequence[int], names: Sequence[str]) -> MuxBatch:
+        """Return a micro-batch of sequences, each of the task named beside it."""
+        rows = [{"task": name, "input_ids": [1] * length} for name, length in zip(names, lengths, strict=True)]
+        return ChunkPackingCollator()(rows).to(self.device)
+
+    def one_task_batch(self, tokens: int, length: int = 64) -> MuxBatch:
+        """Return a micro-batch of one task with so many tokens, in sequences of `length` or less."""
+        lengths = [length] * (tokens // length) + ([tokens % length] if tokens % length else [])
+        return self.batch(lengths, [self.model.tasks[0]] * len(lengths))
+
+    def precision(self) -> AbstractContextManager[Any]:
+        """Return the autocast context under which the engine would run."""
+        if self.dtype == torch.bfloat16:
+            return torch.autocast(self.device.type, dtype=self.dtype)
+        return nullcontext()
+
+    def run_layers(self, tokens: int, *, forward_only: bool = False) -> None:
+        """Run all layers over a stream, without adapters and without the attention product."""
+        self.layers_runner(tokens, forward_only=forward_only)()
+
+    def layers_runner(self, tokens: int, *, has_layers: bool = True, forward_only: bool = False) -> Callable[[], None]:
+        """Return a function that runs the base operators, forward and backward.
+
+        Args:
+            tokens: number of tokens of the stream.
+            has_layers: whether to run the layers too, or only what lies before and after them.
+            forward_only: whether to leave the backward out.
+        """
+        batch = self.one_task_batch(tokens)
+
+        def run() -> None:
+            with self._without_adapters(has_layers), self.model.packed.multiplexing(batch):
+                with self._attention_left_out(), self.precision():
+                    hidden_TD = self.model.packed.hidden_states(batch)
+                    if not forward_only:
+                        hidden_TD.backward(torch.ones_like(hidden_TD))
+
+        return run
+
+    def pass_runner(self, lengths: Sequence[int], names: Sequence[str]) -> Callable[[], None]:
+        """Return a function that runs a whole pass as the engine does, from collating on."""
+        rows = [{"task": name, "input_ids": [1] * length} for name, length in zip(names, lengths, strict=True)]
+
+        def run() -> None:
+            batch = ChunkPackingCollator()(rows).to(self.device)
+            with self.precision(), self.model.objectives.of_made_up_rows():
+                output = self.model(batch)
+            output.losses.sum().backward()
+
+        return run
+
+    def linear_groups(self) -> list[LayerGroup]:
+        """Return the groups of linear layers that are computed together, of all layers."""
+        found: dict[int, LayerGroup] = {}
+        for module in self.model.backbone.base_model.modules():
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, MultiplexedForward) and forward.group is not None:
+                found.setdefault(id(forward.group), forward.group)
+        return list(found.values())
+
+    def drop_base_weights(self) -> None:
+        """Take the frozen matrices out of all adapted layers, so that their adapters can be run alone."""
+        for group in self.linear_groups():
+            for member in group.members:
+                layer: Any = member.module
+                layer.base_layer = nn.Identity()
+
+    @contextmanager
+    def _without_adapters(self, has_layers: bool) -> Iterator[None]:
+        """Switch adapters off, let gradients flow down to the embeddings, and take the layers out if so wanted."""
+        # As PEFT's own switch would, but for its report on all layers, which takes longer than a layer does.
+        tuned: list[Any] = [member.module for group in self._groups for member in group.members]
+        for layer in tuned:
+            layer._disable_adapters = True
+        embeddings = self.model.backbone.get_input_embeddings()
+        # Without adapters nothing below would need a gradient, and there would be no backward to time.
+        hook = embeddings.register_forward_hook(lambda module, inputs, output: output.detach().requires_grad_())
+        parent, name = self._layer_list
+        layers = getattr(parent, name)
+        if not has_layers:
+            setattr(parent, name, nn.ModuleList())
+        try:
+            yield
+        finally:
+            setattr(parent, name, layers)
+            hook.remove()
+            for layer in tuned:
+                layer._disable_adapters = False
+
+    @contextmanager
+    def _attention_left_out(self) -> Iterator[None]:
+        """Let attention return its queries for the time of the block, and keep how it was called."""
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(_LEFT_OUT_ATTENTION, self._hand_queries_on)
+        config = self.model.backbone.config
+        config._attn_implementation = _LEFT_OUT_ATTENTION
+        try:
+            yield
+        finally:
+            config._attn_implementation = ATTENTION_NAME
+
+    def _hand_queries_on(self, module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> tuple[Any, None]:
+        if self.attention_call is None:
+            plain = {key: value for key, value in kwargs.items() if key != "mux_stream"}
+            self.attention_call = module, (q.shape, k.shape, v.shape), plain
+        return _QueriesOnly.apply(q, k, v), None
+
+    def run_attention(self, q: Any, k: Any, v: Any, mux_stream: Any) -> torch.Tensor:
+        """Run the attention product as the backbone calls it."""
+        assert self.attention_call is not None, "layers are run before attention"
+        module, _, kwargs = self.attention_call
+        return packed_attention(module, q, k, v, None, mux_stream=mux_stream, **kwargs)[0]
+
+
+class _QueriesOnly(torch.autograd.Function):
+    """`(q, k, v) -> q` in the layout of attention's output, with zero gradients for what is not used."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        ctx.shapes = k.shape, v.shape
+        # Contiguous, as attention's output is: the projection behind it would else be timed with a copy.
+        return q.transpose(1, 2)[..., : v.shape[-1]].contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        grad = grads[0].transpose(1, 2)
+        k_shape, v_shape = ctx.shapes
+        return grad, grad[:, : k_shape[1]], grad[:, : v_shape[1]]
+
+
+def _layer_list(base_model: nn.Module, num_layers: int) -> tuple[nn.Module, str]:
+    """Return the owner and name of the list of decoder layers."""
+    for parent in base_model.modules():
+        for name, child in parent.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) == num_layers:
+                return parent, name
+    raise ValueError(
+        f"{type(base_model).__name__} has no list of {num_layers} layers; allowed: transformers models that keep their "
+        "layers in one ModuleList. Give a stored profile, or plan with data-sheet numbers."
+    )

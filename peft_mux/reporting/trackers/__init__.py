@@ -1,1 +1,0 @@
-"""Runs in W&B, TensorBoard, MLflow, Trackio and their like: one for all tasks, or one for each."""

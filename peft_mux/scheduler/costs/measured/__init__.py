@@ -1,1 +1,0 @@
-"""How much longer the parts of a step take than a profile says, learnt from measured passes."""

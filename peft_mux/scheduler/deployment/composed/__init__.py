@@ -1,1 +1,0 @@
-"""LobRA and MuxTune composed: deployments priced by the plan that runs on each replica."""

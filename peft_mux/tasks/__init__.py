@@ -1,1 +1,0 @@
-"""One task in a run: its rows, optimizer, status and isolation; and the table of all."""

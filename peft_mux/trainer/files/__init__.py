@@ -1,1 +1,0 @@
-"""What is left of a run beside its adapters and states."""
