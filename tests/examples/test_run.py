@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 from peft import LoraConfig
 
 from peft_mux.cli.config_file import read_config
@@ -173,7 +175,12 @@ def test_the_example_file_explains_every_setting_of_the_run() -> None:
     assert [line for line in sections + run_settings if "#" not in line] == []
 
 
-def test_every_example_is_short_enough_to_be_read_at_once() -> None:
-    lengths = {path.name: len(path.read_text(encoding="utf-8").splitlines()) for path in TASKS_YAML.parent.glob("*.*")}
-    assert len(lengths) == 5
-    assert {name: length for name, length in lengths.items() if length > 80} == {}
+def test_the_minimal_example_trains_each_task_together_as_it_does_alone() -> None:
+    minimal = runpy.run_path(str(ROOT / "examples" / "minimal.py"))
+    torch.manual_seed(0)
+    backbone = minimal["Backbone"]()
+    together, alone = minimal["train"](backbone, "ab"), {}
+    for name in "ab":
+        alone |= minimal["train"](backbone, name)
+        assert together[name] == pytest.approx(alone[name], rel=1e-5)
+        assert together[name][-1] < 0.75 * together[name][0]
