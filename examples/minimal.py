@@ -119,7 +119,7 @@ def train_step(backbone: Backbone, tasks: list[Task]) -> dict[str, float]:
         task.name: F.cross_entropy(logits_TV[stream.spans[task.name]], labels_T[stream.spans[task.name]])
         for task in tasks
     }
-    # The gradient of this sum with respect to a task's factors is that of its own loss: the others do not depend on them.
+    # The gradient of this sum with respect to a task's factors is that of its own loss: no other loss depends on them.
     torch.stack(list(losses.values())).sum().backward()
     for task in tasks:
         nn.utils.clip_grad_norm_(task.parameters, max_norm=1.0)
