@@ -1,29 +1,16 @@
-"""Names of tasks: they become folders, so no name may lead out of one, or be another in a file system without case."""
+"""Files on disk that are whole or absent, whatever happens while they are written.
 
-# MERGED: Places where a test may kill the process, to prove that a crash there loses nothing.
-# MERGED: Paths that stay inside the run folder, whatever a task is named and whatever links lie there.
-# MERGED: Reading what may have been put in the place of a file: a pipe would hang whoever opens it, a device never end.
-# MERGED: The manifest of a folder: size and SHA-256 of every file, and what the folder is; written last.
-# MERGED: safetensors has no checksum of its own (a flipped bit loads in silence), so integrity is checked here. The
-# MERGED: manifest
-# MERGED: carries its own digest.
-# MERGED: Writing so that a crash at any moment leaves the old content or the new, never a mixture.
-# MERGED: A folder is filled under a temporary name on the same file system, its manifest is written last, everything
-# MERGED: is flushed
-# MERGED: to the disk, and it is renamed into place. Where a folder stands there already, that one is moved aside
-# MERGED: first; should
-# MERGED: the process die in between, `remove_stale` moves it back.
-# MERGED: Checksums beside the files of an adapter, which stays a plain PEFT adapter: PEFT and vLLM read two files by
-# MERGED: name.
-# MERGED: A manifest says what a folder holds and nothing else; the folder of a task holds checkpoints too, and users
-# MERGED: add to it.
-# MERGED: So only the named files are told of, as sealed JSON::
-# MERGED:     <task>/adapter_config.json  adapter_model.safetensors  adapter_checksums.json
-# MERGED: `FolderLock`: one process writes a run folder, and the system lets go of it when that process dies.
-# MERGED: The lock is the operating system's, on an open file of the folder, so a killed process leaves none behind;
-# MERGED: the content
-# MERGED: of the file only tells who holds it. Threads and trainers of one process exclude each other as processes do.
-# MERGED: Tensors and states as safetensors and JSON: no pickle, and the same bytes for the same content.
+* **Folders** (`write_folder`) are filled under a temporary name on the same file system. A manifest with the size and
+  SHA-256 of each file is written last, everything is flushed to disk, and the folder is renamed into place. An older
+  folder of that name is moved aside first; if the process dies in between, `remove_stale` moves it back. safetensors
+  has no checksum, so `verify_folder` checks integrity. The manifest carries its own digest (`sealed_json`).
+* **Files** (`write_file`) are written under a temporary name, flushed, and renamed.
+* **Adapters** stay plain PEFT adapters, in a folder that also holds checkpoints and files of the user. Checksums of the
+  adapter's two files lie next to them, as sealed JSON (`write_checksums`).
+* **Locks** (`FolderLock`): one process writes a run folder. The operating system releases the lock when it dies.
+* **States** are safetensors and JSON, never pickle; equal content gives equal bytes (`pack_state`, `save_tensors`).
+* **Names** of tasks become folder names, so they are restricted to what every file system accepts.
+"""
 
 from __future__ import annotations
 
@@ -35,25 +22,27 @@ import re
 import shutil
 import signal
 import socket
-import stat
 import uuid
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from peft_mux.errors import CheckpointError, Fault, raise_faults, shown
 
-# Names become folders, so they keep to what every file system takes.
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+# ---------------------------------------------------------------- names of tasks
+
 NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
-
-
 RESERVED_NAMES = frozenset(
     "run state control plan metrics report config environment tmp con prn aux nul".split()
     + [f"com{port}" for port in range(10)]
@@ -63,11 +52,7 @@ RESERVED_NAMES = frozenset(
 
 
 def check_task_names(names: Iterable[str], taken: Iterable[str] = ()) -> None:
-    """Refuse names that differ at most in case, among themselves or from those already taken.
-
-    Args:
-        names: names of the tasks to check.
-        taken: names that other tasks of the run have already.
+    """Refuse names that differ only in case from each other or from those already taken.
 
     Raises:
         ConfigError: naming each duplicate.
@@ -89,12 +74,7 @@ def check_task_names(names: Iterable[str], taken: Iterable[str] = ()) -> None:
 
 
 def name_fault(name: object, where: str = "task.name") -> Fault | None:
-    """Return what is wrong with a task's name, or `None`.
-
-    Args:
-        name: what was given as the name.
-        where: dotted path of the field, for the message.
-    """
+    """Return what is wrong with a task's name, or `None`; `where` is the path of the field for the message."""
     allowed = "1 to 64 letters, digits, '_' and '-', beginning with a letter or digit (it becomes a folder)"
     if not isinstance(name, str):
         return Fault(where, f"{shown(name)} ({type(name).__name__})", allowed)
@@ -106,44 +86,17 @@ def name_fault(name: object, where: str = "task.name") -> Fault | None:
     return None
 
 
-CRASHPOINTS = (
-    "before_fill",
-    "after_fill",
-    "after_manifest",
-    "after_fsync",
-    "after_move_aside",
-    "after_rename",
-    "after_cleanup",
-)
-_VARIABLE = "PEFT_MUX_CRASHPOINT"
-_counts: dict[str, int] = {}
-
-
-def crashpoint(name: str) -> None:
-    """Kill the process here, if `PEFT_MUX_CRASHPOINT` is `name` or `name:count` and this is the count-th time."""
-    wanted = os.environ.get(_VARIABLE)
-    if wanted is None:
-        return
-    assert name in CRASHPOINTS, f"unknown crash point {name}"
-    # SIGKILL and no exception: nothing may run that a power cut would not let run.
-    target, _, count = wanted.partition(":")
-    if target == name:
-        _counts[name] = _counts.get(name, 0) + 1
-        if _counts[name] == int(count or 1):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 def safe_child(root: Path, name: str) -> Path:
     """Return the folder of a task under `root`.
 
     Raises:
-        CheckpointError: if the name is not a plain one, or the folder is a link or leads outside of `root`.
+        CheckpointError: if the name is not a valid task name, or the folder is a link or leads outside of `root`.
     """
     fault = name_fault(name, "task")
     if fault is not None:
         raise CheckpointError(str(fault))
     child = root / name
-    # After links are resolved: comparing the names alone is beaten by a link.
+    # Compared after links are resolved: a link defeats a comparison of the names alone.
     base, real = os.path.realpath(root), os.path.realpath(child)
     if child.is_symlink() or os.path.commonpath((base, real)) != base or real == base:
         raise CheckpointError(
@@ -152,81 +105,49 @@ def safe_child(root: Path, name: str) -> Path:
     return child
 
 
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading; a link is followed, anything but a regular file refused.
-
-    Raises:
-        OSError: if it cannot be opened, or is a folder, a pipe, a socket or a device.
-    """
-    # A pipe without a writer is opened at once so, instead of waiting for one.
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-    require_regular(descriptor, path)
-    return os.fdopen(descriptor, "rb")
-
-
-def read_regular(path: Path) -> bytes:
-    """Return the content of a regular file.
-
-    Raises:
-        OSError: if it cannot be read, or is a folder, a pipe, a socket or a device.
-    """
-    with open_regular(path) as file:
-        return file.read()
-
-
-def require_regular(descriptor: int, path: Path) -> None:
-    """Close an open file that is none.
-
-    Raises:
-        OSError: naming the path, if it is a folder, a pipe, a socket or a device.
-    """
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(f"{path} is no regular file")
-
+# ---------------------------------------------------------------- reading and checking
 
 MANIFEST_NAME = "manifest.json"
+CHECKSUMS_NAME = "adapter_checksums.json"
 _NUMBERED = re.compile(r"checkpoint-(0|[1-9][0-9]*)")
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a folder holds.
+def read_regular(path: Path) -> bytes:
+    """Return the content of a regular file; a pipe, which would block the reader, is refused.
 
-    Attributes:
-        facts: what the folder is, such as its task and step.
-        files: size in bytes and SHA-256 of each file, by its name.
+    Raises:
+        OSError: if the file cannot be read, or is not a regular file.
     """
-
-    facts: dict[str, Any]
-    files: dict[str, tuple[int, str]]
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no regular file")
+    return path.read_bytes()
 
 
 def digest_file(path: Path) -> tuple[int, str]:
-    """Return the size and the SHA-256 of a file."""
-    digest, size = hashlib.sha256(), 0
-    with open_regular(path) as file:
+    """Return the size in bytes and the SHA-256 of a regular file.
+
+    Raises:
+        OSError: if the file cannot be read, or is not a regular file.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(f"{path} is no regular file")
+    digest, size_bytes = hashlib.sha256(), 0
+    with path.open("rb") as file:
         while block := file.read(2**20):
             digest.update(block)
-            size += len(block)
-    return size, digest.hexdigest()
-
-
-def make_manifest(folder: Path, facts: Mapping[str, Any]) -> bytes:
-    """Return the manifest of a folder's present files, as sealed JSON."""
-    files = {path.name: list(digest_file(path)) for path in sorted(folder.iterdir()) if path.name != MANIFEST_NAME}
-    return sealed_json({"facts": dict(facts), "files": files})
+            size_bytes += len(block)
+    return size_bytes, digest.hexdigest()
 
 
 def sealed_json(value: Any) -> bytes:
     """Return JSON that carries a digest of itself."""
-    # The body as a string: its digest is then of exact bytes, whatever a reader makes of numbers and keys.
+    # The digest is that of the exact bytes of the body, independent of how a reader parses numbers and keys.
     body = json.dumps(value, sort_keys=True)
     return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "body": body}).encode()
 
 
 def unsealed_json(path: Path) -> Any:
-    """Return what `sealed_json` wrapped.
+    """Return the value that `sealed_json` wrapped.
 
     Raises:
         CheckpointError: if the file is missing, torn or changed.
@@ -235,302 +156,69 @@ def unsealed_json(path: Path) -> Any:
         # Compared as bytes: JSON has several spellings of one value, and each but ours is a change.
         raw = read_regular(path)
         value = json.loads(json.loads(raw)["body"])
-        intact = raw == sealed_json(value)
+        is_intact = raw == sealed_json(value)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{path}: got no readable file ({error}); allowed: an intact one.") from error
-    if not intact:
+    if not is_intact:
         raise CheckpointError(f"{path}: got a file that was changed since it was written; allowed: an intact one.")
     return value
 
 
-def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> Manifest:
-    """Check every file of a folder against its manifest.
+def make_manifest(folder: Path, facts: Mapping[str, Any]) -> bytes:
+    """Return the manifest of the files in a folder; `facts` say what the folder is, such as its task and step."""
+    files = {path.name: list(digest_file(path)) for path in sorted(folder.iterdir()) if path.name != MANIFEST_NAME}
+    return sealed_json({"facts": dict(facts), "files": files})
 
-    Args:
-        folder: the folder, as `write_folder` has written it.
-        expect: facts that must be so, such as the task, lest another task's folder be taken for this one's.
 
-    Returns:
-        The manifest of the folder.
+def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> None:
+    """Check every file of a folder against its manifest, and the facts in it against those that are expected.
 
     Raises:
         CheckpointError: naming the file that is missing, extra or changed, or the fact that differs.
     """
-    manifest = _read_manifest(folder / MANIFEST_NAME)
+    path = folder / MANIFEST_NAME
+    value = unsealed_json(path)
+    try:
+        facts, files = dict(value["facts"]), {name: (size, digest) for name, (size, digest) in value["files"].items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"{path}: got a file that is no manifest ({error!r}); allowed: an intact one.") from error
     for key, wanted in (expect or {}).items():
-        if manifest.facts.get(key) != wanted:
-            raise CheckpointError(f"{folder}: got {key} {manifest.facts.get(key)!r}; allowed: {wanted!r}.")
+        if facts.get(key) != wanted:
+            raise CheckpointError(f"{folder}: got {key} {facts.get(key)!r}; allowed: {wanted!r}.")
     present = {path.name for path in folder.iterdir()} - {MANIFEST_NAME}
-    for odd in sorted(present ^ manifest.files.keys()):
+    for odd in sorted(present ^ files.keys()):
         state = "extra" if odd in present else "missing"
         raise CheckpointError(
             f"{folder / odd}: got a file that is {state}; allowed: exactly the files of the manifest."
         )
-    for name, wanted_file in manifest.files.items():
+    for name, wanted in files.items():
         path = folder / name
-        # A link is refused even where the content is right: what it leads to may change later.
-        if path.is_symlink() or not path.is_file() or digest_file(path) != wanted_file:
+        # A link is refused even if its content is right: its target may change later.
+        if path.is_symlink() or not path.is_file() or digest_file(path) != wanted:
             raise CheckpointError(f"{path}: got a file that was changed since it was written; allowed: an intact one.")
-    return manifest
-
-
-def _read_manifest(path: Path) -> Manifest:
-    value = unsealed_json(path)
-    try:
-        return Manifest(dict(value["facts"]), {name: (size, digest) for name, (size, digest) in value["files"].items()})
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: got a file that is no manifest ({error!r}); allowed: an intact one.") from error
-
-
-def numbered_folders(parent: Path) -> list[int]:
-    """Return the numbers of the `checkpoint-<number>` folders that have a manifest, ascending; intact or not."""
-    numbers = []
-    for path in parent.iterdir() if parent.is_dir() else ():
-        match = _NUMBERED.fullmatch(path.name)
-        if match and (path / MANIFEST_NAME).is_file():
-            numbers.append(int(match.group(1)))
-    return sorted(numbers)
-
-
-def is_intact(folder: Path) -> bool:
-    """Whether all files of a folder are as its manifest says."""
-    try:
-        verify_folder(folder)
-    except CheckpointError:
-        return False
-    return True
-
-
-def prune(parent: Path, *, keep: int, protect: set[Path] = frozenset()) -> list[Path]:  # type: ignore[assignment]
-    """Delete all but the newest `keep` intact checkpoints of a folder.
-
-    By number, never by time; the last intact one and the protected stay; a folder without our manifest is not ours.
-
-    Returns:
-        The folders that were deleted.
-    """
-    folders = [parent / f"checkpoint-{number}" for number in reversed(numbered_folders(parent))]
-    kept = 0
-    deleted = []
-    for folder in folders:
-        is_wanted = kept < max(keep, 1)
-        # One that is not intact counts for nothing: `keep` intact ones stay.
-        if (folder in protect or is_wanted) and is_intact(folder):
-            kept += 1
-        elif folder not in protect and not is_wanted:
-            shutil.rmtree(folder)
-            deleted.append(folder)
-    return deleted
-
-
-_FIX = "Free space on its disk, or make the folder writable."
-_SCRATCH = ".tmp-"
-_ASIDE = ".old-"
-_ASIDE_NAME = re.compile(r"\.old-(?P<name>.+)-[0-9a-f]{32}")
-
-
-def write_folder(final: Path, fill: Callable[[Path], None], *, facts: Mapping[str, Any]) -> None:
-    """Write a folder whole or not at all.
-
-    Args:
-        final: the folder to write; it is replaced where it exists.
-        fill: writes the files into the folder that it is given.
-        facts: what the folder is, such as its task and step, for the manifest.
-
-    Raises:
-        CheckpointError: if writing failed; then the old content stands as it was.
-    """
-    try:
-        with scratch_folder(final.parent) as scratch:
-            crashpoint("before_fill")
-            fill(scratch)
-            crashpoint("after_fill")
-            # Last of the files, so that a folder with a manifest is complete.
-            (scratch / MANIFEST_NAME).write_bytes(make_manifest(scratch, facts))
-            crashpoint("after_manifest")
-            # Before the rename: a file system may write the new name before the content, and a power cut leave empty
-            # files.
-            _flush_tree(scratch)
-            crashpoint("after_fsync")
-            _move_into_place(scratch, final)
-    except OSError as error:
-        raise CheckpointError(
-            f"{final}: could not be written ({error}); what stood there before is unchanged. {_FIX}"
-        ) from error
-
-
-def _move_into_place(scratch: Path, final: Path) -> None:
-    """Rename the scratch folder, moving what stands in its place aside until that is done."""
-    # Two renames, as no portable call exchanges two folders; `remove_stale` mends a crash between them.
-    aside = None
-    if final.exists() or final.is_symlink():
-        aside = final.parent / f"{_ASIDE}{final.name}-{uuid.uuid4().hex}"
-        os.rename(final, aside)
-        crashpoint("after_move_aside")
-    try:
-        os.rename(scratch, final)
-    except OSError:
-        if aside is not None:
-            os.rename(aside, final)
-        raise
-    crashpoint("after_rename")
-    # The rename itself lies in the parent. What stood here before goes only when the new name is safe.
-    _flush_folder(final.parent)
-    if aside is not None:
-        _delete(aside)
-    crashpoint("after_cleanup")
-
-
-@contextmanager
-def scratch_folder(parent: Path) -> Iterator[Path]:
-    """Make a folder under a temporary name in `parent`, and remove it afterwards unless it was renamed."""
-    scratch = parent / f"{_SCRATCH}{uuid.uuid4().hex}"
-    parent.mkdir(parents=True, exist_ok=True)
-    scratch.mkdir()
-    try:
-        yield scratch
-    finally:
-        if scratch.exists():
-            shutil.rmtree(scratch, ignore_errors=True)
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; a link that stands there is replaced, not followed.
-
-    Raises:
-        CheckpointError: if writing failed; then the old content stands as it was.
-    """
-    scratch = path.parent / f"{_SCRATCH}{uuid.uuid4().hex}"
-    try:
-        with scratch.open("xb") as file:
-            file.write(content)
-            file.flush()
-            # Content first, then the name, then the folder that holds the name.
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-        _flush_folder(path.parent)
-    except OSError as error:
-        raise CheckpointError(
-            f"{path}: could not be written ({error}); what stood there before is unchanged. {_FIX}"
-        ) from error
-    finally:
-        with suppress(OSError):
-            scratch.unlink(missing_ok=True)
-
-
-def replace_file(source: Path, target: Path) -> None:
-    """Let a finished file of a scratch folder on the same file system take another's place, whole or not at all.
-
-    A link that stands there is replaced, not followed.
-
-    Raises:
-        OSError: if that failed; then the old content stands as it was.
-    """
-    with source.open("rb") as file:
-        os.fsync(file.fileno())
-    os.replace(source, target)
-    _flush_folder(target.parent)
-
-
-def append_line(path: Path, line: str) -> None:
-    """Append one line to a regular file, whole or not at all, and hand it to the operating system at once.
-
-    Raises:
-        OSError: if that failed, as on a full disk; or a link, a pipe or a device stands there.
-    """
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
-    descriptor = os.open(path, flags, 0o644)
-    require_regular(descriptor, path)
-    try:
-        size = os.fstat(descriptor).st_size
-        rest = memoryview(f"{line}\n".encode())
-        try:
-            while rest:
-                rest = rest[os.write(descriptor, rest) :]
-        except OSError:
-            # Half a line would make the next one unreadable too. A full disk takes back what it has taken.
-            os.ftruncate(descriptor, size)
-            raise
-    finally:
-        os.close(descriptor)
-
-
-def remove_stale(parent: Path) -> None:
-    """Clear away what a crash left in a folder: unfinished writes go, a folder moved aside comes back if it must."""
-    for path in sorted(parent.iterdir()):
-        match = _ASIDE_NAME.fullmatch(path.name)
-        if match is not None:
-            final = parent / match["name"]
-            if final.exists():
-                _delete(path)
-            else:
-                # The crash came between the two renames: the old content takes its place again.
-                os.rename(path, final)
-        # Only names that we make ourselves: anything else in the folder belongs to somebody else.
-        elif path.name.startswith(_SCRATCH) and re.fullmatch(r"\.tmp-[0-9a-f]{32}", path.name):
-            _delete(path)
-
-
-def _delete(path: Path) -> None:
-    """Delete a file, a link, a pipe or a folder; a link is not followed."""
-    # Asked for folders: `rmtree` would open a pipe, and wait for somebody who writes into it.
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
-
-
-def _flush_tree(folder: Path) -> None:
-    """Force the files of a folder, and the folder itself, to the disk."""
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    _flush_folder(folder)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Force a folder's entries to the disk: without this, a rename may be lost though the files are safe."""
-    # Windows opens no folders, so there the rename cannot be forced to the disk.
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-CHECKSUMS_NAME = "adapter_checksums.json"
 
 
 def write_checksums(folder: Path, names: Sequence[str]) -> None:
-    """Write size and SHA-256 of some files of a folder beside them.
+    """Write the sizes and digests of some files of a folder into a file next to them.
 
     Raises:
-        CheckpointError: if a file cannot be read or the checksums not be written.
+        CheckpointError: if a file cannot be read, or the checksums cannot be written.
     """
     path = folder / CHECKSUMS_NAME
     try:
         content = sealed_json({"files": {name: list(digest_file(folder / name)) for name in sorted(names)}})
-        # Anew, so that no link is followed. Not flushed: whoever needs that moves the files into place.
+        # Unlinked first, so that no link is followed. Not flushed: callers that need that rename the file into place.
         path.unlink(missing_ok=True)
-        with path.open("xb") as file:
-            file.write(content)
+        path.write_bytes(content)
     except OSError as error:
         raise CheckpointError(f"{path}: could not be written ({error}).") from error
 
 
-def has_checksums(folder: Path) -> bool:
-    """Whether there are checksums beside the files of a folder; earlier versions wrote none."""
-    path = folder / CHECKSUMS_NAME
-    return path.exists() or path.is_symlink()
-
-
 def verify_checksums(folder: Path, names: Sequence[str]) -> None:
-    """Check files of a folder against the checksums beside them.
+    """Check files of a folder against the checksums next to them.
 
     Raises:
-        CheckpointError: naming the file that is missing or changed; or the checksums, where they are no readable ones.
+        CheckpointError: naming the file that is missing or changed, or checksums that cannot be read.
     """
     path = folder / CHECKSUMS_NAME
     value = unsealed_json(path)
@@ -552,125 +240,298 @@ def verify_checksums(folder: Path, names: Sequence[str]) -> None:
             )
 
 
-try:
-    import fcntl
-except ImportError:  # Windows has none; there a folder is not locked
-    fcntl = None
+def numbered_folders(parent: Path) -> list[int]:
+    """Return the numbers of the `checkpoint-<number>` folders that have a manifest, ascending; intact or not."""
+    numbers = []
+    for path in parent.iterdir() if parent.is_dir() else ():
+        match = _NUMBERED.fullmatch(path.name)
+        if match and (path / MANIFEST_NAME).is_file():
+            numbers.append(int(match.group(1)))
+    return sorted(numbers)
+
+
+# ---------------------------------------------------------------- writing
+
+CRASHPOINTS = (
+    "before_fill",
+    "after_fill",
+    "after_manifest",
+    "after_fsync",
+    "after_move_aside",
+    "after_rename",
+    "after_cleanup",
+)
+"""Places in `write_folder` where a test can kill the process, to prove that a crash there loses nothing."""
+_times_passed: dict[str, int] = {}
+_FIX = "Free space on its disk, or make the folder writable."
+
+
+def crashpoint(name: str) -> None:
+    """Kill the process if `PEFT_MUX_CRASHPOINT` is `name`, or `name:count` and this is the count-th time."""
+    target, _, count = os.environ.get("PEFT_MUX_CRASHPOINT", "").partition(":")
+    if target == name:
+        _times_passed[name] = _times_passed.get(name, 0) + 1
+        if _times_passed[name] == int(count or 1):
+            # SIGKILL instead of an exception: no code may run that a power cut would not let run.
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def write_folder(final: Path, fill: Callable[[Path], None], *, facts: Mapping[str, Any]) -> None:
+    """Write a folder whole or not at all; it replaces an older one.
+
+    Args:
+        final: the folder to write.
+        fill: writes the files into the folder that it is given.
+        facts: what the folder is, such as its task and step, for the manifest.
+
+    Raises:
+        CheckpointError: if writing failed; the old content is then unchanged.
+    """
+    try:
+        with scratch_folder(final.parent) as scratch:
+            crashpoint("before_fill")
+            fill(scratch)
+            crashpoint("after_fill")
+            # Written last, so that a folder with a manifest is complete.
+            (scratch / MANIFEST_NAME).write_bytes(make_manifest(scratch, facts))
+            crashpoint("after_manifest")
+            # Before the rename: a file system may write the new name before the content, and a power cut would leave
+            # empty files.
+            for path in (*scratch.iterdir(), scratch):
+                _flush(path)
+            crashpoint("after_fsync")
+            # Two renames, because no portable call exchanges two folders. `remove_stale` repairs a crash between them.
+            aside = final.parent / f".old-{final.name}-{uuid.uuid4().hex}"
+            is_replaced = final.exists() or final.is_symlink()
+            if is_replaced:
+                os.rename(final, aside)
+                crashpoint("after_move_aside")
+            try:
+                os.rename(scratch, final)
+            except OSError:
+                if is_replaced:
+                    os.rename(aside, final)
+                raise
+            crashpoint("after_rename")
+            # The old folder is deleted only when the new name is safe on disk.
+            _flush(final.parent)
+            if is_replaced:
+                _delete(aside)
+            crashpoint("after_cleanup")
+    except OSError as error:
+        raise CheckpointError(
+            f"{final}: could not be written ({error}); what stood there before is unchanged. {_FIX}"
+        ) from error
+
+
+@contextmanager
+def scratch_folder(parent: Path) -> Iterator[Path]:
+    """Make a folder under a temporary name in `parent`, and remove it afterwards unless it was renamed."""
+    scratch = parent / f".tmp-{uuid.uuid4().hex}"
+    scratch.mkdir(parents=True)
+    try:
+        yield scratch
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all; a link of that name is replaced, not followed.
+
+    Raises:
+        CheckpointError: if writing failed; the old content is then unchanged.
+    """
+    scratch = path.parent / f".tmp-{uuid.uuid4().hex}"
+    try:
+        scratch.write_bytes(content)
+        replace_file(scratch, path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: could not be written ({error}); what stood there before is unchanged. {_FIX}"
+        ) from error
+    finally:
+        with suppress(OSError):
+            scratch.unlink(missing_ok=True)
+
+
+def replace_file(source: Path, target: Path) -> None:
+    """Move a finished file to `target` on the same file system, whole or not at all; a link there is replaced.
+
+    Raises:
+        OSError: if that failed; the old content is then unchanged.
+    """
+    # Flushed in this order: the content, then the folder that holds its new name.
+    _flush(source)
+    os.replace(source, target)
+    _flush(target.parent)
+
+
+def append_line(path: Path, line: str) -> None:
+    """Append one line to a file, whole or not at all, and hand it to the operating system at once.
+
+    Raises:
+        OSError: if that failed, as on a full disk, or if a link or a pipe stands there.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+    descriptor = os.open(path, flags, 0o644)
+    try:
+        size_bytes = os.fstat(descriptor).st_size
+        rest = memoryview(f"{line}\n".encode())
+        try:
+            while rest:
+                rest = rest[os.write(descriptor, rest) :]
+        except OSError:
+            # Half a line would make the next one unreadable too. Truncating works on a full disk.
+            os.ftruncate(descriptor, size_bytes)
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def remove_stale(parent: Path) -> None:
+    """Clean up after a crash: delete unfinished writes, and move back what was moved aside and not replaced."""
+    for path in sorted(parent.iterdir()):
+        # Only names that this module makes: anything else belongs to the user.
+        if match := re.fullmatch(r"\.old-(.+)-[0-9a-f]{32}", path.name):
+            final = parent / match[1]
+            if final.exists():
+                _delete(path)
+            else:
+                os.rename(path, final)
+        elif re.fullmatch(r"\.tmp-[0-9a-f]{32}", path.name):
+            _delete(path)
+
+
+def prune(parent: Path, *, keep: int, protect: set[Path] = frozenset()) -> list[Path]:  # type: ignore[assignment]
+    """Delete all but the newest `keep` intact checkpoints of a folder; return the folders that were deleted.
+
+    The order is by number, never by time. At least one intact checkpoint and all `protect`ed ones stay. A folder
+    without a manifest is not ours and stays too.
+    """
+    num_kept, deleted = 0, []
+    for number in reversed(numbered_folders(parent)):
+        folder = parent / f"checkpoint-{number}"
+        is_wanted = num_kept < max(keep, 1)
+        if folder in protect or is_wanted:
+            # Only intact ones count, so that `keep` of those stay.
+            with suppress(CheckpointError):
+                verify_folder(folder)
+                num_kept += 1
+        if folder not in protect and not is_wanted:
+            shutil.rmtree(folder)
+            deleted.append(folder)
+    return deleted
+
+
+def _delete(path: Path) -> None:
+    """Delete a file, a pipe, a folder or a link; the target of a link stays."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def _flush(path: Path) -> None:
+    """Force a file, or the entries of a folder, to disk; without the latter a power cut may undo a rename."""
+    # Windows cannot open folders.
+    if hasattr(os, "O_DIRECTORY") or not path.is_dir():
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_BINARY", 0))
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+# ---------------------------------------------------------------- one writer per run folder
 
 LOCK_NAME = "run.lock"
-_BUSY = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+HOLDER_NAME = "run.lock.json"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
-_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 class FolderLock:
-    """Keeps a run folder for one writer at a time.
+    """Reserves a run folder for one writer at a time, across processes and within one process.
 
     Args:
-        root: the folder; made where it is absent, and removed again by `release` where nothing was put into it.
+        root: the folder. `acquire` creates it if needed, and `release` removes it again if it is still empty.
 
     Attributes:
-        is_held: whether the folder is kept now.
+        is_held: whether this object holds the lock now.
     """
 
     def __init__(self, root: Path) -> None:
-        """Keep nothing yet."""
-        self.root = root
-        self._descriptor: int | None = None
+        """Hold nothing yet."""
+        self.root, self.is_held = root, False
+        self._lock: FileLock | None = None
         self._made_root = False
-        _locks.add(self)
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the folder is kept now."""
-        return self._descriptor is not None
 
     def acquire(self) -> None:
-        """Keep the folder, which nobody else may keep.
+        """Take the lock.
 
         Raises:
-            CheckpointError: naming the folder, and the host and process that keep it; or why it cannot be written to.
+            CheckpointError: naming the folder and the host and process that hold the lock, or why the folder is not
+                writable.
         """
-        assert not self.is_held, "kept once"
+        assert not self.is_held, "acquired once"
         try:
             self._made_root = not self.root.exists()
             self.root.mkdir(parents=True, exist_ok=True)
-            while not self._try():
-                pass
+            # Made here, as filelock does not take a lock in a forked process that was made before the fork.
+            self._lock = FileLock(self.root / LOCK_NAME, thread_local=False)
+            try:
+                # With a timeout: `keeper_of` in another process may hold the lock for a moment.
+                self._lock.acquire(timeout=0.1, poll_interval=0.02)
+            except Timeout:
+                holder = keeper_of(self.root) or "another process"
+                raise CheckpointError(
+                    f"output_dir: got {self.root}, in which {holder} trains; allowed: one trainer at a time in a run"
+                    " folder. Wait for its end, end it, or set another output_dir."
+                ) from None
+            except OSError as error:
+                # Some network file systems have no locks; refusing to train there would cost more than it saves.
+                if error.errno not in _NO_LOCKS:
+                    raise
+            self.is_held = True
+            # In a file of its own: processes that try to take the lock may truncate the lock file.
+            own = {"host": socket.gethostname(), "pid": os.getpid()}
+            (self.root / HOLDER_NAME).write_text(json.dumps(own), encoding="utf-8")
         except OSError as error:
             self.release()
             raise unwritable(self.root, error) from error
 
     def release(self) -> None:
-        """Let others keep the folder; nothing happens where it is not kept."""
-        if self._descriptor is not None:
-            # While it is locked: whoever opens it from now on finds another file, and looks again.
-            with suppress(OSError):  # one that is left over unlocked keeps nobody out
-                (self.root / LOCK_NAME).unlink(missing_ok=True)
-            self._close()
+        """Release the lock if it is held."""
+        if self._lock is not None and self.is_held:
+            # Before the release: a process that opens the file from now on finds another one, and filelock tries again.
+            for name in (HOLDER_NAME, LOCK_NAME):
+                with suppress(OSError):  # a file that is left over unlocked is harmless
+                    (self.root / name).unlink(missing_ok=True)
+            self._lock.release()
+            self.is_held = False
         if self._made_root:
-            # Nothing was written, where what was asked for was refused; as a rule there is something in it.
-            with suppress(OSError):
-                self.root.rmdir()
             self._made_root = False
-
-    def _try(self) -> bool:
-        """Lock the file; return `False` where its holder has just removed it, so that another one has to be made."""
-        path = self.root / LOCK_NAME
-        self._descriptor = descriptor = os.open(path, _FLAGS, 0o644)
-        try:
-            require_regular(descriptor, path)
-        except OSError:
-            self._descriptor = None
-            raise
-        if fcntl is not None and not self._lock(descriptor):
-            self._close()
-            raise CheckpointError(
-                f"output_dir: got {self.root}, in which {_holder(path)} trains; allowed: one trainer at a time in a run"
-                " folder. Wait for its end, end it, or set another output_dir."
-            )
-        if not _is_same(descriptor, path):
-            self._close()
-            return False
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, json.dumps({"host": socket.gethostname(), "pid": os.getpid()}).encode())
-        return True
-
-    def _lock(self, descriptor: int) -> bool:
-        assert fcntl is not None, "asked for only where there is one"
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in _BUSY:
-                return False
-            # Some network file systems have no locks: to refuse to train there would cost more than it saves.
-            if error.errno not in _NO_LOCKS:
-                raise
-        return True
-
-    def _close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+            with suppress(OSError):  # it is not empty
+                self.root.rmdir()
 
 
 def keeper_of(root: Path) -> str:
-    """Return in words who keeps a folder now, "" where nobody does; where there are no locks, who says so."""
+    """Return in words which process holds the lock of a run folder now; "" for none."""
     path = root / LOCK_NAME
-    try:
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
-    except OSError:
+    if not path.is_file():
         return ""
     try:
-        if fcntl is not None:
-            # Shared, and let go of at once: two who ask are no keepers of one another.
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return ""
-        return _holder(path)
+        with path.open("rb") as file:
+            if fcntl is not None:
+                # Shared, and released at once, so that two processes that ask do not see each other.
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return ""
     except OSError:
-        return _holder(path)
-    finally:
-        os.close(descriptor)
+        pass  # held; or locks are not supported, and the file below is all that is known
+    try:
+        holder = json.loads((root / HOLDER_NAME).read_bytes())
+        return f"process {int(holder['pid'])} on host {str(holder['host'])!r}"
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return "another process"  # it has not written the file yet, or could not
 
 
 def unwritable(root: Path, error: OSError) -> CheckpointError:
@@ -681,51 +542,23 @@ def unwritable(root: Path, error: OSError) -> CheckpointError:
     )
 
 
-def _holder(path: Path) -> str:
-    """Return in words who holds a lock."""
-    try:
-        with path.open("rb") as file:
-            value = json.loads(file.read(4096))
-        return f"process {int(value['pid'])} on host {str(value['host'])!r}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "another process"  # it has not said yet, or its disk had no room for it
-
-
-def _is_same(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
-
-
-_locks: weakref.WeakSet[FolderLock] = weakref.WeakSet()
-
-
-def _forget_in_child() -> None:
-    """Close the copies that a forked process has, which would keep the folders when this process has died."""
-    for lock in list(_locks):
-        lock._close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_in_child)
-
+# ---------------------------------------------------------------- tensors and states
 
 _TENSOR, _TUPLE, _MAP, _FLOAT = "__tensor__", "__tuple__", "__map__", "__float__"
 
 
 def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors to a file; views of one storage are written apart.
+    """Write tensors to a file; views of one storage are written separately.
 
     Raises:
-        CheckpointError: if the file cannot be written; safetensors has an error of its own for a full disk.
+        CheckpointError: if the file cannot be written.
     """
-    # Cloned, as safetensors refuses tensors that share memory, which all parameters of a page do; sorted for equal
-    # bytes.
+    # Cloned, because safetensors refuses tensors that share memory, as the parameters of a page do. Sorted, so that
+    # equal content gives equal bytes.
     copies = {name: tensors[name].detach().cpu().clone().contiguous() for name in sorted(tensors)}
     try:
         save_file(copies, path, metadata={"format": "pt"})
-    except SafetensorError as error:
+    except SafetensorError as error:  # also for a full disk
         raise CheckpointError(f"{path}: could not be written ({error}).") from error
 
 
@@ -737,7 +570,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     """
     try:
         return load_file(path)
-    # Of a crafted header, torch says in its own words what it cannot make.
+    # A crafted header makes torch raise several kinds of errors.
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise CheckpointError(
             f"{path}: got no readable tensors ({error}); allowed: an intact safetensors file."
@@ -745,49 +578,45 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 def pack_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """Take a `state_dict()` apart into tensors and JSON.
+    """Split a `state_dict()` into tensors by running name, and a JSON tree that refers to them.
 
     Args:
         state: nested dicts (string or integer keys), lists, tuples, tensors, numbers, strings and `None`.
-
-    Returns:
-        Tensors by running name, and a tree that refers to them.
 
     Raises:
         CheckpointError: naming the place of anything else.
     """
     tensors: dict[str, torch.Tensor] = {}
-    return tensors, _pack(state, "state", tensors)
 
+    def pack(value: Any, path: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            # Padded with zeros, so that sorted names are in the order of the tree.
+            name = str(len(tensors)).zfill(8)
+            tensors[name] = value
+            return {_TENSOR: name}
+        if isinstance(value, float):
+            # Hexadecimal is exact, and has inf and nan, which JSON does not.
+            return {_FLOAT: value.hex()}
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if isinstance(value, Mapping):
+            if not all(type(key) in (str, int) for key in value):
+                raise CheckpointError(f"{path}: got a key that is neither a string nor an integer; allowed: those two.")
+            return {_MAP: [[key, pack(item, f"{path}.{key}")] for key, item in value.items()]}
+        # By exact type: a subclass, such as a named tuple, would come back as something else.
+        if type(value) is tuple:
+            return {_TUPLE: [pack(item, f"{path}[{index}]") for index, item in enumerate(value)]}
+        if type(value) is list:
+            return [pack(item, f"{path}[{index}]") for index, item in enumerate(value)]
+        raise CheckpointError(
+            f"{path}: got a {type(value).__name__}; allowed: tensors, numbers, strings, None, and nestings of them."
+        )
 
-def _pack(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """Return the tree of a value, and put its tensors into `tensors`; `path` names the place in errors."""
-    if isinstance(value, torch.Tensor):
-        # Zeros in front, so that sorted names are in the order of the tree.
-        name = str(len(tensors)).zfill(8)
-        tensors[name] = value
-        return {_TENSOR: name}
-    if isinstance(value, float) and not isinstance(value, bool):
-        # Hexadecimal is exact, and knows inf and nan, which JSON does not.
-        return {_FLOAT: value.hex()}
-    if value is None or type(value) in (bool, int, str):
-        return value
-    if isinstance(value, Mapping):
-        if not all(type(key) in (str, int) for key in value):
-            raise CheckpointError(f"{path}: got a key that is neither a string nor an integer; allowed: those two.")
-        return {_MAP: [[key, _pack(item, f"{path}.{key}", tensors)] for key, item in value.items()]}
-    # By exact type: a subclass, such as a named tuple, would come back as something else.
-    if type(value) is tuple:
-        return {_TUPLE: [_pack(item, f"{path}[{index}]", tensors) for index, item in enumerate(value)]}
-    if type(value) is list:
-        return [_pack(item, f"{path}[{index}]", tensors) for index, item in enumerate(value)]
-    raise CheckpointError(
-        f"{path}: got a {type(value).__name__}; allowed: tensors, numbers, strings, None, and nestings of them."
-    )
+    return tensors, pack(state, "state")
 
 
 def unpack_state(tensors: Mapping[str, torch.Tensor], tree: Any) -> Any:
-    """Put together what `pack_state` took apart."""
+    """Return the state that `pack_state` split."""
     if isinstance(tree, list):
         return [unpack_state(tensors, item) for item in tree]
     if not isinstance(tree, dict):

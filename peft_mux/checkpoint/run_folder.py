@@ -94,7 +94,7 @@ def mend_adapter(folder: Path, checkpoint: Path, say: Callable[[str], None]) -> 
     fault = _fault(folder, checkpoint)
     if fault:
         say(f"{fault} It is taken from {checkpoint}.")
-    elif storage.has_checksums(folder):
+    elif (folder / storage.CHECKSUMS_NAME).exists():
         return
     # What is whole stays, as that of earlier versions, which wrote no checksums.
     source = checkpoint if fault else folder
@@ -111,7 +111,7 @@ def mend_adapter(folder: Path, checkpoint: Path, say: Callable[[str], None]) -> 
 def _fault(folder: Path, checkpoint: Path) -> str:
     """Return in a sentence what is wrong with an adapter; "" where it is that of the checkpoint."""
     try:
-        if storage.has_checksums(folder):
+        if (folder / storage.CHECKSUMS_NAME).exists():
             storage.verify_checksums(folder, ADAPTER_NAMES)
         is_same = storage.digest_file(folder / WEIGHTS_NAME) == storage.digest_file(checkpoint / WEIGHTS_NAME)
         # Not compared: which backbone it names may differ.

@@ -380,7 +380,7 @@ class Saver:
             else:
                 self.folder.mend_adapter(run.name, say)
                 # A removed task may have left without an adapter.
-                if storage.has_checksums(self.folder.root / run.name):
+                if (self.folder.root / run.name / storage.CHECKSUMS_NAME).exists():
                     self._adapter_steps[run.name] = run.step
 
     def _say_changed_numerics(self, other: RunFolder, say: Callable[[str], None]) -> None:

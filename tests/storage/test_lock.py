@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from peft_mux.errors import CheckpointError
-from peft_mux.storage import LOCK_NAME, FolderLock
+from peft_mux.storage import LOCK_NAME, FolderLock, keeper_of
 
 pytest.importorskip("fcntl")
 
@@ -106,14 +107,23 @@ def test_a_folder_that_cannot_be_made_is_refused_with_a_way_out(tmp_path: Path) 
     assert str(tmp_path / "file" / "run") in str(caught.value)
 
 
-def test_a_pipe_or_a_link_in_the_place_of_the_lock_is_refused(tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.write_bytes(b"precious")
-    root = tmp_path / "run"
-    root.mkdir()
-    for plant in (lambda path: os.mkfifo(path), lambda path: path.symlink_to(outside)):
-        plant(root / LOCK_NAME)
-        with pytest.raises(CheckpointError, match="cannot be written to"):
-            FolderLock(root).acquire()
-        (root / LOCK_NAME).unlink()
-    assert outside.read_bytes() == b"precious"
+def test_a_link_in_the_place_of_the_lock_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "outside").write_bytes(b"precious")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / LOCK_NAME).symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match="cannot be written to"):
+        FolderLock(tmp_path / "run").acquire()
+    assert (tmp_path / "outside").read_bytes() == b"precious"
+
+
+def test_a_file_system_without_locks_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    assert lock.is_held
+    assert keeper_of(tmp_path).startswith(f"process {os.getpid()} on host")
+    lock.release()
+    assert not list(tmp_path.iterdir())

@@ -28,7 +28,7 @@ from peft_mux.modeling.adapters.prompts.prompts import (
 )
 from peft_mux.modeling.interface import MultiplexedModel
 from peft_mux.modeling.sharding import Piece
-from peft_mux.storage import CHECKSUMS_NAME, has_checksums, load_tensors, verify_checksums
+from peft_mux.storage import CHECKSUMS_NAME, load_tensors, verify_checksums
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -229,7 +229,7 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         raise CheckpointError(f"{folder}: got no {WEIGHTS_NAME}; allowed: the folder of a PEFT adapter.")
-    if has_checksums(folder):
+    if (folder / CHECKSUMS_NAME).exists():
         verify_checksums(folder, [WEIGHTS_NAME])
     return load_tensors(path)
 
@@ -296,7 +296,7 @@ def load_adapters(model: MultiplexedModel, saved: SavedAdapters) -> None:
 def _read_config(folder: Path) -> PeftConfig:
     """Return the configuration of a saved adapter, ready for further training."""
     path = folder / CONFIG_NAME
-    if has_checksums(folder):
+    if (folder / CHECKSUMS_NAME).exists():
         verify_checksums(folder, [CONFIG_NAME])
     try:
         if not path.is_file():  # where there is none PEFT looks for it in the hub; a pipe would hang
