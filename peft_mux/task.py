@@ -34,7 +34,8 @@ from peft_mux.storage import name_fault
 
 if TYPE_CHECKING:
     from peft import PeftConfig
-    from transformers import TrainerCallback, TrainingArguments
+
+    from peft_mux.modeling.objectives.task_objective import FoundLoss
 
 
 class MultiTaskTrainerCallback(TrainerCallback):
@@ -376,10 +377,14 @@ def _task_faults(task: Task, but: Sequence[str] = ()) -> list[Fault]:
     for which in ("train_dataset", "eval_dataset"):
         if f"{where}.{which}" not in but and (which == "train_dataset" or task.eval_dataset is not None):
             faults += dataset_faults(getattr(task, which), f"{where}.{which}")
+    # Imported here: the registry of losses brings torch, which a module that only names `Task` does not need.
+    from peft_mux.modeling.objectives.task_objective import find_loss
+
+    loss = find_loss(task, where)
     faults += hyper_parameter_faults(task, where)
-    faults += _choice_faults(task, where)
+    faults += _choice_faults(task, where, loss)
     faults += _type_faults(task, where)
-    faults += _combination_faults(task, where)
+    faults += _combination_faults(task, where, loss)
     return faults
 
 
@@ -392,7 +397,7 @@ def _peft_config_faults(config: object, where: str) -> list[Fault]:
     return [Fault(f"{where}.peft_config", type(config).__name__, "a peft.PeftConfig such as LoraConfig(r=8)")]
 
 
-def _choice_faults(task: Task, where: str) -> list[Fault]:
+def _choice_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
     faults = []
     for name, value, options in (
         ("optim", task.optim, supported_optimizers()),
@@ -401,38 +406,12 @@ def _choice_faults(task: Task, where: str) -> list[Fault]:
         plain = getattr(value, "value", value)
         if plain is not None and (not isinstance(plain, str) or plain not in options):
             faults.append(Fault(f"{where}.{name}", shown(plain), ", ".join(options), closest(plain, options)))
-    faults += _loss_faults(task, where)
+    faults += loss.faults
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
         value = getattr(task, name)
         if value is not None and not callable(value):
             faults.append(Fault(f"{where}.{name}", shown(value), "a function"))
     return faults
-
-
-def _loss_faults(task: Task, where: str) -> list[Fault]:
-    # Only where a task is checked: the registry brings torch, which names and numbers do not need.
-    from peft_mux.modeling.objectives.task_objective import objective_faults
-
-    return objective_faults(task, where)
-
-
-def _known_metrics(task: Task) -> tuple[str, ...]:
-    """Return the metrics that every evaluation of the task gives; none where its loss is at fault."""
-    from peft_mux.modeling.objectives.task_objective import args_of, objective_of
-
-    try:
-        return objective_of(task).metric_names(args_of(task))
-    except ConfigError:
-        return ()
-
-
-def _has_logits(task: Task) -> bool:
-    from peft_mux.modeling.objectives.task_objective import objective_of
-
-    try:
-        return objective_of(task).has_logits
-    except ConfigError:
-        return True
 
 
 def _type_faults(task: Task, where: str) -> list[Fault]:
@@ -466,9 +445,9 @@ def _type_faults(task: Task, where: str) -> list[Fault]:
     return faults
 
 
-def _combination_faults(task: Task, where: str) -> list[Fault]:
-    faults = _best_faults(task, where)
-    if task.compute_metrics is not None and not _has_logits(task):
+def _combination_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
+    faults = _best_faults(task, where, loss)
+    if task.compute_metrics is not None and loss.objective is not None and not loss.objective.has_logits:
         allowed = "None with this objective, whose rows have no labels to compare logits with"
         faults.append(Fault(f"{where}.compute_metrics", "a function", allowed))
     if task.compute_metrics is not None and task.eval_dataset is None:
@@ -482,7 +461,7 @@ def _combination_faults(task: Task, where: str) -> list[Fault]:
     return faults
 
 
-def _best_faults(task: Task, where: str) -> list[Fault]:
+def _best_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
     """Return what is wrong with how the best evaluation is told, and with what only held-out rows give a meaning."""
     faults = []
     rule = task.early_stopping
@@ -515,14 +494,16 @@ def _best_faults(task: Task, where: str) -> list[Fault]:
         fault
         for field_name, metric in metrics.items()
         if isinstance(metric, str) and task.eval_dataset is not None
-        for fault in _metric_faults(task, metric, f"{where}.{field_name}")
+        for fault in _metric_faults(task, metric, f"{where}.{field_name}", loss)
     ]
 
 
-def _metric_faults(task: Task, metric: str, where: str) -> list[Fault]:
+def _metric_faults(task: Task, metric: str, where: str, loss: FoundLoss) -> list[Fault]:
     """Return a fault for a metric that no evaluation gives, as far as that is known before functions are called."""
     # What `compute_metrics` returns is only known when it is called, so only its absence is judged.
-    known = _known_metrics(task)
+    if loss.objective is None or loss.args is None:
+        return []
+    known = loss.objective.metric_names(loss.args)
     known = (*known, *((known and task.generate_options and task.generate_options.metric_names) or ()))
     if not known or task.has_own_metrics or metric_key(metric) in known:
         return []

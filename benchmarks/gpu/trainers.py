@@ -142,6 +142,7 @@ def started_tasks(settings: Settings, model: Any, workload: Any) -> Any:
     """Return the tasks of a workload as a run has them once they train: a constant rate, no decay, clipping at 1."""
     from peft_mux.arguments import MultiTaskTrainingArguments
     from peft_mux.engine.tasks.optimizer import LastGood, TaskOptimizer
+    from peft_mux.engine.tasks.resolved import resolve_tasks
     from peft_mux.engine.tasks.setup import make_task_run
     from peft_mux.engine.tasks.task_run import TaskTable
     from peft_mux.task import Task, TaskStatus
@@ -160,7 +161,7 @@ def started_tasks(settings: Settings, model: Any, workload: Any) -> Any:
             max_steps=workload.num_steps + 1,  # one more than is taken, so that none ends
             seed=own.seed,
         )
-        run = make_task_run(task, args, None, model.backbone.config)
+        run = make_task_run(*resolve_tasks([task], args), args, None, model.backbone.config)
         slab = model.registry.slab_of(own.name)
         slab.bind_gradients()
         run.optimizer = TaskOptimizer(own.name, model.task_parameters(own.name), run.hyper, run.num_steps, args, slab)

@@ -20,7 +20,6 @@ from transformers import TrainerState
 from peft_mux import storage
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import CheckpointError
-from peft_mux.modeling.objectives.task_objective import args_of, objective_of
 from peft_mux.storage import name_fault
 from peft_mux.task import TaskStatus
 
@@ -378,10 +377,10 @@ def task_settings(run: TaskRun) -> dict[str, Any]:
 
 def _loss_settings(run: TaskRun) -> dict[str, Any]:
     """Return what a task is trained towards; a function of its own is not told from another one."""
-    args = vars(args_of(run.task))
+    args = vars(run.resolved.loss_args)
     # The share that is smoothed is one of the hyper-parameters.
     own = {key: value for key, value in args.items() if key != "label_smoothing_factor" and not callable(value)}
-    return {"objective": objective_of(run.task).name, **own}
+    return {"objective": run.resolved.objective.name, **own}
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from peft_mux.data.formats import DataFormat, detect_format
+from peft_mux.data.rows import CLASS_LABELS
 from peft_mux.data.task_batch import Arrange, TaskBatch, TokenSequence, prefix_trie
 from peft_mux.data.tokenize import RowTokenizer, TokenizeOptions
 from peft_mux.errors import DataError, PeftMuxError
@@ -148,6 +149,16 @@ class TokenizedDataset:
             labels_itself=self._labels_itself,
             num_virtual_tokens=self._num_virtual_tokens,
         )
+
+    def num_classes(self) -> int:
+        """Return how many classes the labels of the rows, or of their tokens, need; 1 for a regression."""
+        several = self._extras.get(0, _NO_EXTRAS)[2].get(CLASS_LABELS)
+        if several is not None:
+            return len(np.atleast_1d(several))
+        labels = [label for label in self._classes if label is not None]
+        if any(isinstance(label, float) for label in labels):
+            return 1
+        return int(max(labels) if labels else self._labels.max()) + 1
 
     @property
     def fingerprint(self) -> str:

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftConfig
 from transformers.models.auto import modeling_auto
 
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.engine.tasks.resolved import ResolvedTask, configs_of, num_labels_of, seeds_of
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
 from peft_mux.modeling.backbone.modules import HEAD_KINDS, HEAD_NAMES, HeadKind
@@ -27,8 +27,7 @@ from peft_mux.modeling.backbone.quantized import (
     require_bitsandbytes,
 )
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives.task_objective import args_of, objective_of, smoothing_faults
-from peft_mux.task import Task, resolve
+from peft_mux.modeling.objectives.task_objective import smoothing_faults
 
 _HUB_OPTIONS = "revision code_revision subfolder token cache_dir local_files_only force_download proxies".split()
 """Options of `from_pretrained` that say where files come from: they hold for configuration and tokenizer too."""
@@ -120,7 +119,7 @@ class BackboneSource:
             return told
         return f'{told} Read that code first; if you trust it, set model_init_kwargs={{"trust_remote_code": True}}.'
 
-    def check(self, tasks: list[Task], against: MultiTaskPeftModel | None = None) -> None:
+    def check(self, tasks: Sequence[ResolvedTask], against: MultiTaskPeftModel | None = None) -> None:
         """Check the adapters of tasks by themselves and, where a model is at hand, against its modules.
 
         Raises:
@@ -134,7 +133,7 @@ class BackboneSource:
             faults += own + _smoothing_faults(task, self.args)
         kinds = _head_kinds(tasks)
         if len(kinds) > 1:
-            names = ", ".join(task.name for task in tasks if objective_of(task).head.kind == kinds[0])
+            names = ", ".join(task.name for task in tasks if task.head_kind == kinds[0])
             faults.append(
                 Fault(
                     "tasks",
@@ -145,32 +144,30 @@ class BackboneSource:
             )
         raise_faults(faults)
 
-    def describe(self, tasks: list[Task], class_counts: dict[str, int]) -> MultiTaskPeftModel:
+    def describe(self, tasks: Sequence[ResolvedTask]) -> MultiTaskPeftModel:
         """Return the multi-task model; without weights where they are still to be loaded."""
         if isinstance(self.model, MultiTaskPeftModel):
-            return self._completed(self.model, tasks, class_counts)
+            return self._completed(self.model, tasks)
         if isinstance(self.model, str):
-            config = self._sized_config(tasks, class_counts)
+            config = self._sized_config(tasks)
             # Quantisation is written into the configuration, from which the weights are still to be loaded.
             config = config if self.quantization is None else copy.deepcopy(config)
             with torch.device("meta"):
                 backbone = self._from_config(tasks, config)
             if self.quantization is not None:
                 quantize_description(backbone, self.quantization)
-            return self._wrap(backbone, tasks, class_counts)
+            return self._wrap(backbone, tasks)
         # Packing is proven where the model will train: at once where it lies there, else when it has been moved.
-        return self._wrap(self.model, tasks, class_counts, verify=None if self.args.device.type == "cuda" else True)
+        return self._wrap(self.model, tasks, verify=None if self.args.device.type == "cuda" else True)
 
-    def load(
-        self, described: MultiTaskPeftModel, tasks: list[Task], class_counts: dict[str, int]
-    ) -> MultiTaskPeftModel:
+    def load(self, described: MultiTaskPeftModel, tasks: Sequence[ResolvedTask]) -> MultiTaskPeftModel:
         """Return the multi-task model with its weights, possibly still to be verified (`verify_once`)."""
         if not isinstance(self.model, str):
             return described
         options = dict(self.model_init_kwargs)
         options.setdefault("dtype", torch.bfloat16 if self.args.bf16 else "auto")
         options |= self._quantization_options()
-        config = self._sized_config(tasks, class_counts)
+        config = self._sized_config(tasks)
         try:
             backbone, report = self._auto_class(tasks).from_pretrained(
                 self.model,
@@ -183,9 +180,9 @@ class BackboneSource:
             raise ConfigError(f'model: got "{self.model}", whose weights cannot be loaded: {error}') from error
         prepare_quantized(backbone)
         is_head_new = any(key.split(".")[0] in HEAD_NAMES for key in report["missing_keys"])
-        return self._wrap(backbone, tasks, class_counts, is_head_new=is_head_new, verify=None)
+        return self._wrap(backbone, tasks, is_head_new=is_head_new, verify=None)
 
-    def folder(self, tasks: Sequence[Task]) -> Path | None:
+    def folder(self, tasks: Sequence[ResolvedTask]) -> Path | None:
         """Return the folder of safetensors from which a process may read a part of a language model alone.
 
         Args:
@@ -223,8 +220,7 @@ class BackboneSource:
     def _wrap(
         self,
         backbone: Any,
-        tasks: list[Task],
-        class_counts: dict[str, int],
+        tasks: Sequence[ResolvedTask],
         *,
         is_head_new: bool = False,
         verify: bool | None = True,
@@ -232,16 +228,14 @@ class BackboneSource:
         model = MultiTaskPeftModel(
             backbone,
             configs_of(tasks),
-            seeds=seeds_of(tasks, self.args),
-            num_labels=class_counts,
+            seeds=seeds_of(tasks),
+            num_labels=num_labels_of(tasks),
             is_head_new=is_head_new,
             verify=verify,
         )
-        return assign_settings(model, tasks, self.args)
+        return assign_settings(model, tasks)
 
-    def _completed(
-        self, model: MultiTaskPeftModel, tasks: list[Task], class_counts: dict[str, int]
-    ) -> MultiTaskPeftModel:
+    def _completed(self, model: MultiTaskPeftModel, tasks: Sequence[ResolvedTask]) -> MultiTaskPeftModel:
         raise_faults(
             [
                 Fault(
@@ -256,20 +250,16 @@ class BackboneSource:
         )
         missing = [task for task in tasks if task.name not in model.tasks]
         if missing:
-            model.register_tasks(
-                configs_of(missing),
-                seeds=seeds_of(missing, self.args),
-                num_labels=class_counts,
-            )
-        return assign_settings(model, tasks, self.args)
+            model.register_tasks(configs_of(missing), seeds=seeds_of(missing), num_labels=num_labels_of(missing))
+        return assign_settings(model, tasks)
 
-    def _from_config(self, tasks: list[Task], config: Any) -> Any:
+    def _from_config(self, tasks: Sequence[ResolvedTask], config: Any) -> Any:
         try:
             return self._auto_class(tasks).from_config(config, trust_remote_code=self.trust_remote_code)
         except _LOADING_ERRORS as error:
             raise ConfigError(f'model: got "{self.model}", which cannot be built: {self._told(error)}') from error
 
-    def _auto_class(self, tasks: list[Task]) -> Any:
+    def _auto_class(self, tasks: Sequence[ResolvedTask]) -> Any:
         import transformers
 
         kind = _head_kinds(tasks)[0]
@@ -277,10 +267,10 @@ class BackboneSource:
             return transformers.AutoModelForImageTextToText
         return getattr(transformers, kind.auto_class)
 
-    def _sized_config(self, tasks: list[Task], class_counts: dict[str, int]) -> Any:
+    def _sized_config(self, tasks: Sequence[ResolvedTask]) -> Any:
         """Return the configuration, with the first task's number of classes for a head that is made anew."""
-        if tasks[0].name in class_counts:
-            self.config.num_labels = class_counts[tasks[0].name]
+        if tasks[0].num_labels is not None:
+            self.config.num_labels = tasks[0].num_labels
         return self.config
 
     @property
@@ -292,11 +282,11 @@ class BackboneSource:
         return wanted if isinstance(wanted, torch.dtype) else getattr(self.config, "dtype", None) or torch.float32
 
 
-def _smoothing_faults(task: Task, args: MultiTaskTrainingArguments) -> list[Fault]:
+def _smoothing_faults(task: ResolvedTask, args: MultiTaskTrainingArguments) -> list[Fault]:
     """Return a fault where the run smooths labels but the task's loss has none to smooth; its own are looked at."""
-    share = args.label_smoothing_factor if task.label_smoothing_factor is None else 0.0
+    share = args.label_smoothing_factor if task.task.label_smoothing_factor is None else 0.0
     fix = f"Set label_smoothing_factor=0 on the task {task.name}."
-    return smoothing_faults(objective_of(task), share, "args.label_smoothing_factor", fix)
+    return smoothing_faults(task.objective, share, "args.label_smoothing_factor", fix)
 
 
 def _has_images(config: Any) -> bool:
@@ -319,34 +309,15 @@ def _option_faults(options: object) -> list[Fault]:
     return []
 
 
-def assign_settings(
-    model: MultiTaskPeftModel, tasks: Iterable[Task], args: MultiTaskTrainingArguments
-) -> MultiTaskPeftModel:
-    """Let a model that holds some tasks train each towards its own loss, with its own noise, and return it.
-
-    Args:
-        model: the model.
-        tasks: some of its tasks.
-        args: the arguments of the run, which complete theirs.
-    """
+def assign_settings(model: MultiTaskPeftModel, tasks: Iterable[ResolvedTask]) -> MultiTaskPeftModel:
+    """Train some tasks of a model each towards its own loss, with its own noise; return the model."""
     for task in tasks:
-        hyper = resolve(task, args)
-        model.objectives.assign(task.name, objective_of(task), args_of(task, hyper.label_smoothing_factor))
-        model.noise.assign(model.adapter_of(task.name), hyper.neftune_noise_alpha)
+        model.objectives.assign(task.name, task.objective, task.loss_args)
+        model.noise.assign(model.adapter_of(task.name), task.hyper.neftune_noise_alpha)
     return model
 
 
-def _head_kinds(tasks: Iterable[Task]) -> list[HeadKind]:
+def _head_kinds(tasks: Iterable[ResolvedTask]) -> list[HeadKind]:
     """Return the kinds of head that tasks need, in the order of `HEAD_KINDS`."""
-    needed = [objective_of(task).head.kind for task in tasks]
+    needed = [task.head_kind for task in tasks]
     return [kind for kind in HEAD_KINDS if kind in needed]
-
-
-def configs_of(tasks: Sequence[Task]) -> dict[str, PeftConfig]:
-    """Return the `PeftConfig` of each task by name."""
-    return {task.name: task.peft_config for task in tasks}
-
-
-def seeds_of(tasks: Sequence[Task], args: MultiTaskTrainingArguments) -> dict[str, int]:
-    """Return the seed of each task by name, that of the run where it sets none."""
-    return {task.name: resolve(task, args).seed for task in tasks}

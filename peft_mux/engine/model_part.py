@@ -5,17 +5,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.formats import RowForm
-from peft_mux.engine.backbone_source import BackboneSource, assign_settings, configs_of, seeds_of
+from peft_mux.engine.backbone_source import BackboneSource, assign_settings
 from peft_mux.engine.layout import ParallelLayout, Place
 from peft_mux.engine.parallelize import ParallelModel, parallelize
 from peft_mux.engine.processes import Processes
+from peft_mux.engine.tasks.resolved import ResolvedTask, configs_of, num_labels_of, seeds_of
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import Fault, raise_faults, shown
 from peft_mux.hyper_parameters import ELEMENTWISE
@@ -27,9 +28,8 @@ from peft_mux.modeling.backbone.families import family_of
 from peft_mux.modeling.backbone.modules import is_meta
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.objective import WORDS
-from peft_mux.modeling.objectives.task_objective import columns_of, objective_of
+from peft_mux.modeling.objectives.task_objective import columns_of
 from peft_mux.scheduler.plan import Plan
-from peft_mux.task import Task, resolve
 
 
 def check_layout(
@@ -37,7 +37,7 @@ def check_layout(
     *,
     source: BackboneSource,
     args: MultiTaskTrainingArguments,
-    tasks: Sequence[Task],
+    tasks: Sequence[ResolvedTask],
     backbone: Any,
 ) -> None:
     """Refuse what cannot be trained in a layout.
@@ -83,7 +83,7 @@ def _turn_faults(layout: ParallelLayout, args: MultiTaskTrainingArguments) -> li
     return [Fault("args.interleaved_passes", str(args.interleaved_passes), f'"auto" or 1 with replicas {layout}', fix)]
 
 
-def _bare_parameter_faults(layout: ParallelLayout, tasks: Sequence[Task], backbone: Any) -> list[Fault]:
+def _bare_parameter_faults(layout: ParallelLayout, tasks: Sequence[ResolvedTask], backbone: Any) -> list[Fault]:
     """Return a fault for every task that adapts bare parameters, which no part of a model knows how to hold."""
     faults = []
     for task in tasks:
@@ -103,7 +103,7 @@ def _bare_parameter_faults(layout: ParallelLayout, tasks: Sequence[Task], backbo
     return faults
 
 
-def _divided_faults(tasks: Sequence[Task], layout: str) -> list[Fault]:
+def _divided_faults(tasks: Sequence[ResolvedTask], layout: str) -> list[Fault]:
     """Return what tasks ask for that needs the whole backbone in a process."""
     return [
         fault
@@ -112,7 +112,9 @@ def _divided_faults(tasks: Sequence[Task], layout: str) -> list[Fault]:
     ]
 
 
-def _generation_faults(layout: ParallelLayout, args: MultiTaskTrainingArguments, tasks: Sequence[Task]) -> list[Fault]:
+def _generation_faults(
+    layout: ParallelLayout, args: MultiTaskTrainingArguments, tasks: Sequence[ResolvedTask]
+) -> list[Fault]:
     """Return the tasks whose evaluations generate, where a process holds a part of the model only."""
     if layout.is_data_parallel and not args.shard_backbone:
         return []
@@ -122,7 +124,7 @@ def _generation_faults(layout: ParallelLayout, args: MultiTaskTrainingArguments,
     return [
         Fault(f"tasks.{task.name}.eval_generate", got, allowed, fix)
         for task in tasks
-        if task.generate_options is not None
+        if task.task.generate_options is not None
     ]
 
 
@@ -151,7 +153,7 @@ def _sharding_faults(layout: ParallelLayout, source: BackboneSource, args: Multi
     return [*faults, Fault(where, got, allowed, fix)]
 
 
-def _sharded_prompt_faults(tasks: Sequence[Task]) -> list[Fault]:
+def _sharded_prompt_faults(tasks: Sequence[ResolvedTask]) -> list[Fault]:
     """Return the tasks whose prompts are made, or read, outside of the units that FSDP2 gathers."""
     kinds = [(task, kind_of(task.peft_config)) for task in tasks]
     fix = "Leave shard_backbone out, or train LORA."
@@ -162,11 +164,11 @@ def _sharded_prompt_faults(tasks: Sequence[Task]) -> list[Fault]:
     ]
 
 
-def _word_faults(layout: str, tasks: Sequence[Task]) -> list[Fault]:
+def _word_faults(layout: str, tasks: Sequence[ResolvedTask]) -> list[Fault]:
     """Return the tasks whose rows name several words for each target, which needs the whole output head at hand."""
     faults = []
     for task in tasks:
-        form = objective_of(task).row_form
+        form = task.objective.row_form
         named = [name for name in WORDS if name in form.token_columns and name in _known_columns(task, form)]
         if named:
             got = f'rows with "{named[0]}" beside {layout}'
@@ -176,13 +178,13 @@ def _word_faults(layout: str, tasks: Sequence[Task]) -> list[Fault]:
     return faults
 
 
-def _known_columns(task: Task, form: RowForm) -> set[str]:
+def _known_columns(task: ResolvedTask, form: RowForm) -> set[str]:
     required = {name for name, column in form.token_columns.items() if column.is_required}
-    return required | columns_of(task.train_dataset)
+    return required | columns_of(task.task.train_dataset)
 
 
 def _tensor_parallel_faults(
-    layout: ParallelLayout, args: MultiTaskTrainingArguments, tasks: Sequence[Task]
+    layout: ParallelLayout, args: MultiTaskTrainingArguments, tasks: Sequence[ResolvedTask]
 ) -> list[Fault]:
     """Return what does not go together with tensor parallelism, which cuts parameters of adapters."""
     faults = [
@@ -194,7 +196,7 @@ def _tensor_parallel_faults(
             "Set one of these, or tensor_parallel_size=1.",
         )
         for task in tasks
-        if (optim := resolve(task, args).optim) not in ELEMENTWISE
+        if (optim := task.hyper.optim) not in ELEMENTWISE
     ]
     if args.cuda_graphs is True:
         faults.append(Fault("args.cuda_graphs", "True", f"False with replicas {layout}"))
@@ -236,7 +238,7 @@ class ModelPart:
         """Whether this process holds the whole model."""
         return self.layout.replicas[self.place.replica].num_gpus == 1
 
-    def check(self, tasks: Sequence[Task], backbone: Any) -> None:
+    def check(self, tasks: Sequence[ResolvedTask], backbone: Any) -> None:
         """Refuse what cannot be trained in the layout.
 
         Args:
@@ -249,13 +251,12 @@ class ModelPart:
         """
         check_layout(self.layout, source=self.source, args=self.args, tasks=tasks, backbone=backbone)
 
-    def outline(self, described: MultiTaskPeftModel, tasks: Sequence[Task], counts: Mapping[str, int]) -> Any:
+    def outline(self, described: MultiTaskPeftModel, tasks: Sequence[ResolvedTask]) -> Any:
         """Return the whole model without weights, that plans are made with when `described` itself will be cut.
 
         Args:
             described: the whole model, possibly without weights.
             tasks: the tasks of the run, in the order in which they came.
-            counts: number of classes of the tasks that have their own number, by name of the task.
         """
         if self.layout.is_data_parallel or is_meta(described.backbone):
             return described
@@ -263,15 +264,14 @@ class ModelPart:
         with torch.device("meta"):
             backbone = type(described.backbone)(described.backbone.config)
         model = MultiTaskPeftModel(
-            backbone, configs_of(tasks), seeds=seeds_of(tasks, self.args), num_labels=dict(counts), verify=False
+            backbone, configs_of(tasks), seeds=seeds_of(tasks), num_labels=num_labels_of(tasks), verify=False
         )
-        return assign_settings(model, tasks, self.args)
+        return assign_settings(model, tasks)
 
     def parallelize(
         self,
         described: MultiTaskPeftModel,
-        tasks: Sequence[Task],
-        counts: Mapping[str, int],
+        tasks: Sequence[ResolvedTask],
         plan: Plan | None,
         processes: Processes,
     ) -> ParallelModel:
@@ -280,7 +280,6 @@ class ModelPart:
         Args:
             described: the whole model, possibly without weights.
             tasks: the tasks of the run, in the order in which they came.
-            counts: number of classes of the tasks that have their own number, by name of the task.
             plan: tells how many layers each stage has; may be `None` where there is one stage.
             processes: the processes of the run, connected.
 
@@ -292,7 +291,6 @@ class ModelPart:
             described,
             source=self.source,
             tasks=tasks,
-            counts=counts,
             args=self.args,
             layout=self.layout,
             plan=plan,

@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from peft import PeftConfig
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.engine.backbone_source import BackboneSource, assign_settings, configs_of, seeds_of
+from peft_mux.engine.backbone_source import BackboneSource, assign_settings
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp.backbone import ShardedBackbone, gathering_mesh, shard_backbone
 from peft_mux.engine.fsdp.executors import DeferredSync, ShardedExecutor, ShardedPipelineExecutor, shard_stage
@@ -29,6 +28,7 @@ from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.links import PipelineLinks
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, blank_model, is_converted, load_stage
 from peft_mux.engine.processes import Processes
+from peft_mux.engine.tasks.resolved import ResolvedTask, configs_of, num_labels_of, seeds_of
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel, cut_model
 from peft_mux.engine.work import StepExecutor
@@ -38,7 +38,6 @@ from peft_mux.modeling.backbone.modules import adaptable_modules
 from peft_mux.modeling.backbone.shape import weight_samples
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.plan import Plan
-from peft_mux.task import Task
 
 _PREFIX = "base_model.model."
 """What PEFT's names of parameters have before the backbone's own names."""
@@ -46,10 +45,8 @@ _PREFIX = "base_model.model."
 
 def register_tasks(
     model: MultiTaskPeftModel,
-    configs: Mapping[str, PeftConfig],
+    tasks: Sequence[ResolvedTask],
     *,
-    seeds: Mapping[str, int],
-    counts: Mapping[str, int],
     is_whole: bool,
     tensor_parallel: TensorParallelModel | None,
 ) -> None:
@@ -60,9 +57,7 @@ def register_tasks(
 
     Args:
         model: the model of this process: whole, a stage, or what a tensor parallel rank holds of one.
-        configs: `PeftConfig` of each new task, by name of the task.
-        seeds: what fixes the initial weights of each new task, by name of the task.
-        counts: number of classes of the tasks that have their own number, by name of the task.
+        tasks: the new tasks.
         is_whole: whether this process is to hold the whole model.
         tensor_parallel: how the model was cut for tensor parallelism; `None` where it was not.
 
@@ -70,24 +65,23 @@ def register_tasks(
         ConfigError: naming every fault of every new task; then none is added.
     """
     if is_whole:
-        model.register_tasks(configs, seeds=seeds, num_labels=counts)
-        return
-    whole = blank_model(model.backbone, configs, seeds)
-    for name, config in configs.items():
-        _register_one(model, whole, name, config, seeds, counts, tensor_parallel)
-        model.stream.lowest_layers[model.adapter_of(name)] = lowest_layer(whole.task_parameters(name))
+        model.register_tasks(configs_of(tasks), seeds=seeds_of(tasks), num_labels=num_labels_of(tasks))
+    else:
+        whole = blank_model(model.backbone, configs_of(tasks), seeds_of(tasks))
+        for task in tasks:
+            _register_one(model, whole, task, tensor_parallel)
+            model.stream.lowest_layers[model.adapter_of(task.name)] = lowest_layer(whole.task_parameters(task.name))
+    assign_settings(model, tasks)
 
 
 def _register_one(
     model: MultiTaskPeftModel,
     whole: MultiTaskPeftModel,
-    name: str,
-    config: PeftConfig,
-    seeds: Mapping[str, int],
-    counts: Mapping[str, int],
+    task: ResolvedTask,
     tensor_parallel: TensorParallelModel | None,
 ) -> None:
     """Add a task to a part of a model, with what the whole model has of it there."""
+    name, config = task.name, task.peft_config
     drawn, kind = whole.task_parameters(name), kind_of(config)
     adapted = {kind.site_of(key).removeprefix(_PREFIX) for key in drawn if kind.owns(key)}
     here = adapted & set(adaptable_modules(model.backbone))
@@ -99,7 +93,7 @@ def _register_one(
     own: Any = copy.deepcopy(config)
     kind.narrow(own, sorted(here))
     # It was held against the whole model, whose layers are wider than those here.
-    model.register_tasks({name: own}, seeds=seeds, num_labels=counts, are_checked=True)
+    model.register_tasks({name: own}, seeds=seeds_of([task]), num_labels=num_labels_of([task]), are_checked=True)
     if tensor_parallel is not None:
         tensor_parallel.register_pieces([name])
     # What is saved with the adapter is the configuration of the whole, not the names of this part's layers.
@@ -129,25 +123,13 @@ class ParallelModel:
     tensor_parallel: TensorParallelModel | None
     links: TensorLinks | None
 
-    def register(self, configs: Mapping[str, PeftConfig], seeds: Mapping[str, int], counts: Mapping[str, int]) -> None:
+    def register(self, tasks: Sequence[ResolvedTask]) -> None:
         """Add tasks to the model, with the weights that one process would draw for them.
-
-        Args:
-            configs: `PeftConfig` of each new task, by name of the task.
-            seeds: what fixes the initial weights of each new task, by name of the task.
-            counts: number of classes of the tasks that have their own number, by name of the task.
 
         Raises:
             ConfigError: naming every fault of every new task; then none is added.
         """
-        register_tasks(
-            self.model,
-            configs,
-            seeds=seeds,
-            counts=counts,
-            is_whole=self.is_whole,
-            tensor_parallel=self.tensor_parallel,
-        )
+        register_tasks(self.model, tasks, is_whole=self.is_whole, tensor_parallel=self.tensor_parallel)
 
     def close(self) -> None:
         """Close the connections within tensor parallel groups; all processes call this at one time."""
@@ -159,8 +141,7 @@ def parallelize(
     described: MultiTaskPeftModel,
     *,
     source: BackboneSource,
-    tasks: Sequence[Task],
-    counts: Mapping[str, int],
+    tasks: Sequence[ResolvedTask],
     args: MultiTaskTrainingArguments,
     layout: ParallelLayout,
     plan: Plan | None,
@@ -176,7 +157,6 @@ def parallelize(
         described: the whole model, possibly without weights.
         source: where the backbone comes from.
         tasks: the tasks of the run, in the order in which they came.
-        counts: number of classes of the tasks that have their own number, by name of the task.
         args: the arguments of the run.
         layout: which process holds which part of which replica.
         plan: tells how many layers each stage has, and is what a pipeline follows at first; may be `None` where the
@@ -189,7 +169,7 @@ def parallelize(
     """
     place = layout.place(processes.rank)
     stages = _cut_into_stages(layout, place, plan, args)
-    model, stage = _load_weights(described, source, tasks, counts, args, stages, place)
+    model, stage = _load_weights(described, source, tasks, stages, place)
     samples = weight_samples(model.backbone)  # as they were saved: what follows leaves only parts of them
     is_whole = layout.replicas[place.replica].num_gpus == 1
     if stage is None and not is_whole:
@@ -236,27 +216,25 @@ def _cut_into_stages(
 def _load_weights(
     described: MultiTaskPeftModel,
     source: BackboneSource,
-    tasks: Sequence[Task],
-    counts: Mapping[str, int],
-    args: MultiTaskTrainingArguments,
+    tasks: Sequence[ResolvedTask],
     stages: StageLayout | None,
     place: Place,
 ) -> tuple[MultiTaskPeftModel, StageModel | None]:
     """Return this process's model with its weights, and that model as a stage of a pipeline, where it is one."""
     if stages is None:
-        return source.load(described, list(tasks), dict(counts)), None
+        return source.load(described, tasks), None
     folder = source.folder(tasks)
     if folder is not None and is_converted(folder, described.backbone):
         warnings.warn(f"every process reads all of {folder}, as transformers converts its tensors.", stacklevel=2)
         folder = None
     if folder is None:  # weights that no file holds as they are here come whole, and are cut
-        whole = source.load(described, list(tasks), dict(counts))
+        whole = source.load(described, tasks)
         whole.verify_once()
         stage = StageModel(whole, stages, place.stage)
     else:
-        seeds, dtype = seeds_of(tasks, args), source.dtype
+        seeds, dtype = seeds_of(tasks), source.dtype
         stage = load_stage(folder, configs_of(tasks), stages, place.stage, seeds=seeds, dtype=dtype)
-    return assign_settings(stage.model, tasks, args), stage
+    return assign_settings(stage.model, tasks), stage
 
 
 def _connect_tensor_parallel(layout: ParallelLayout, processes: Processes) -> TensorLinks | None:

@@ -16,7 +16,6 @@ from peft_mux.modeling.adapters.kind import AdapterKind, CutLayers, kind_of
 from peft_mux.modeling.adapters.lora.layer import NAME as LORA
 from peft_mux.modeling.adapters.lora.layer import lowest_layer
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives.task_objective import args_of, objective_of
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.planner.values import TaskShare
 
@@ -85,7 +84,7 @@ def task_load(
         cut_parameters=_num_elements({name: shape for name, shape in shapes.items() if _is_cut(kind, name, cut or {})}),
         stays_whole=any(not sequence.can_be_split for sequence in run.loader.sample(1)),
         has_reference_forward=_has_reference_forward(run),
-        has_batch_forward=objective_of(run.task).needs_batch_values(args_of(run.task)),
+        has_batch_forward=run.resolved.objective.needs_batch_values(run.resolved.loss_args),
         shared=shared,
         trie=trie,
         lowest_layer=lowest,
@@ -185,17 +184,16 @@ def _share_of_targets(run: TaskRun) -> float:
     sequences = run.loader.sample(SAMPLE_ROWS)
     tokens = sum(len(sequence) for sequence in sequences)
     # A loss with one term a row, such as DPO, is made of the words of the row all the same.
-    is_of_words = objective_of(run.task).head.kind.is_shared
+    is_of_words = run.resolved.head_kind.is_shared
     targets = sum(one.num_target_tokens if is_of_words else one.num_targets for one in sequences)
     return targets / max(tokens, 1)
 
 
 def _has_reference_forward(run: TaskRun) -> bool:
     """Return whether a task's loss compares with the backbone alone, and its rows do not bring what that says."""
-    objective = objective_of(run.task)
-    if not objective.needs_reference(args_of(run.task)):
+    if not run.resolved.needs_reference:
         return False
-    wanted = objective.reference_columns
+    wanted = run.resolved.objective.reference_columns
     brought = [{*one.token_columns, *one.row_values} for one in run.loader.sample(1)]
     return not (wanted and brought and brought[0].issuperset(wanted))
 

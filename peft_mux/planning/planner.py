@@ -31,7 +31,6 @@ from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.last_layer import has_own_queries
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.objective import OWN
-from peft_mux.modeling.objectives.task_objective import objective_of
 from peft_mux.planning.learning import PassPrices, TimeCorrection
 from peft_mux.planning.loads import (
     SAMPLE_ROWS,
@@ -190,7 +189,7 @@ def is_drained(
         return True
     has_passes_before = any(load.has_reference_forward or load.has_batch_forward for load in loads)
     is_read_ahead = any(run.loader.steps_per_epoch is None for run in runs)
-    return has_passes_before or is_read_ahead or any(objective_of(run.task).name == OWN for run in runs)
+    return has_passes_before or is_read_ahead or any(run.resolved.objective.name == OWN for run in runs)
 
 
 _NUM_FIXES = 3

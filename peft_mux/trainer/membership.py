@@ -17,6 +17,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
+from peft_mux.engine.tasks.resolved import resolve_tasks
 from peft_mux.engine.tasks.setup import make_task_runs
 from peft_mux.engine.tasks.task_run import TaskEvent, TaskRun
 from peft_mux.errors import CheckpointError, ConfigError, PeftMuxError, ProcessError, closest
@@ -379,13 +380,14 @@ class Membership:
             # A resumed run still shows tasks that were removed before; their names are free.
             standing = [run.name for run in self._run.table if run.status is not TaskStatus.REMOVED]
             check_task_names(names, [*standing, *self._arriving])
-            self._placement.check(tasks)
+            resolved = resolve_tasks(tasks, self._run.args)
+            self._placement.check(resolved)
             # Taken from here on: another caller may ask for the same name while these rows are read.
             self._arriving.update(names)
         try:
             source = self._placement.source
             with self._reading:
-                runs = make_task_runs(list(tasks), self._run.args, source.tokenizer, source.config)
+                runs = make_task_runs(resolved, self._run.args, source.tokenizer, source.config)
         except BaseException:
             self._free_names(names)
             raise

@@ -16,17 +16,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from peft_mux.checkpoint.task_state import TaskState, gather_task, split_state, take_snapshot
-from peft_mux.engine.backbone_source import BackboneSource, assign_settings
+from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.model_part import ModelPart
 from peft_mux.engine.parallelize import ParallelModel, register_tasks
 from peft_mux.engine.tasks.optimizer import LastGood, TaskOptimizer
-from peft_mux.engine.tasks.setup import class_count
+from peft_mux.engine.tasks.resolved import ResolvedTask
 from peft_mux.engine.tasks.task_run import TaskRun, decide_sharing
 from peft_mux.modeling.model import MultiTaskPeftModel, reason_of_backbone
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.scheduler.plan import Plan
-from peft_mux.task import Task, TaskStatus, task_arguments
+from peft_mux.task import TaskStatus, task_arguments
 from peft_mux.trainer.evaluation import EvaluationShare
 from peft_mux.trainer.run import Run, mark_main_process
 from peft_mux.trainer.world import World
@@ -39,7 +39,6 @@ class Placement:
         run: the run under way.
         world: all processes of the run.
         source: where the backbone comes from.
-        tasks: what is trained at first.
         described: the multi-task model of these tasks, possibly without weights.
 
     Attributes:
@@ -54,15 +53,12 @@ class Placement:
         UnsupportedModelError: if the architecture cannot be cut as the layout says.
     """
 
-    def __init__(
-        self, run: Run, world: World, source: BackboneSource, tasks: Sequence[Task], described: MultiTaskPeftModel
-    ) -> None:
+    def __init__(self, run: Run, world: World, source: BackboneSource, described: MultiTaskPeftModel) -> None:
         """Check what the layout allows; load nothing."""
         self.source = source
         self.lock = threading.RLock()
-        self.tasks = list(tasks)
+        self.tasks = [own.resolved for own in run.table]
         self._run, self._world = run, world
-        self._class_counts = class_counts(list(run.table))
         self._described: MultiTaskPeftModel | None = described
         self._placed: ParallelModel | None = None
         self._listeners: list[Callable[[], None]] = []
@@ -106,13 +102,13 @@ class Placement:
         self._listeners.append(listener)
         listener()
 
-    def check(self, tasks: Sequence[Task]) -> None:
+    def check(self, tasks: Sequence[ResolvedTask]) -> None:
         """Check new tasks against the model and the layout.
 
         Raises:
             ConfigError: naming every task and field that cannot be run.
         """
-        self.source.check(list(tasks), against=self.outline)
+        self.source.check(tasks, against=self.outline)
         self.part.check(tasks, self.outline.backbone)
 
     # ------------------------------------------------------------------ loading
@@ -142,7 +138,7 @@ class Placement:
         assert self._described is not None, "described before it is loaded"
         processes.connect()
         plan = None if self.part.num_stages == 1 else plan_stages()
-        placed = self.part.parallelize(self._described, self.tasks, self._class_counts, plan, processes)
+        placed = self.part.parallelize(self._described, self.tasks, plan, processes)
         # A part has no shapes of whole parameters, so plans go on being made from the description.
         if placed.is_whole:
             self.outline = placed.model
@@ -157,7 +153,7 @@ class Placement:
 
     def _make_outline(self, described: MultiTaskPeftModel) -> Any:
         """Return the model that plans are made from, which stays whole when the described one is cut."""
-        return self.part.outline(described, self.tasks, self._class_counts)
+        return self.part.outline(described, self.tasks)
 
     def _notify_listeners(self) -> None:
         for listener in self._listeners:
@@ -198,29 +194,22 @@ class Placement:
         Raises:
             ConfigError: naming what PEFT refuses as late as at its injection; then none is added.
         """
-        counts = class_counts(runs)
-        configs = {run.name: run.task.peft_config for run in runs}
-        seeds = {run.name: run.hyper.seed for run in runs}
+        tasks = [run.resolved for run in runs]
         with self.lock:
             # The outline first: what PEFT refuses it refuses there, before the part that trains is touched.
             if self.outline is not self.model:
-                self.outline.register_tasks(configs, seeds=seeds, num_labels=counts)
+                register_tasks(self.outline, tasks, is_whole=True, tensor_parallel=None)
             if self._placed is not None:
-                self._placed.register(configs, seeds, counts)
+                self._placed.register(tasks)
             else:
-                whole = self.part.is_whole
-                register_tasks(self.model, configs, seeds=seeds, counts=counts, is_whole=whole, tensor_parallel=None)
-            for model in (self.outline, self.model):
-                assign_settings(model, [run.task for run in runs], self._run.args)
+                register_tasks(self.model, tasks, is_whole=self.part.is_whole, tensor_parallel=None)
             decide_sharing(runs, self._run.args, self._unshared_reason)
-            self._class_counts.update(counts)
-            self.tasks = [*self.tasks, *(run.task for run in runs)]
+            self.tasks = [*self.tasks, *tasks]
 
     def remove(self, name: str) -> None:
         """Take a task out of the model and of its outline."""
         with self.lock:
             self.tasks = [task for task in self.tasks if task.name != name]
-            self._class_counts.pop(name, None)
             # One object where the process holds the whole model, which must be asked only once.
             for model in {id(own): own for own in (self.model, self.outline)}.values():
                 model.remove_tasks([name])
@@ -259,7 +248,7 @@ class Placement:
             part: the part, which `materialise` loads.
         """
         self.part, self._placed = part, None
-        self._described = self.source.describe(self.tasks, self._class_counts)
+        self._described = self.source.describe(self.tasks)
         self.outline = self._make_outline(self._described)
         self._notify_listeners()
 
@@ -279,8 +268,3 @@ class Placement:
         else:
             own = take_snapshot(run, model)
         return gather_task(self._world.processes, self._world.layout, model.registry.pieces_of(run.name), own)
-
-
-def class_counts(runs: Sequence[TaskRun]) -> dict[str, int]:
-    """Return the number of classes of each task that has a number of its own."""
-    return {run.name: count for run in runs if (count := class_count(run)) is not None}

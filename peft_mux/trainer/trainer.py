@@ -32,6 +32,7 @@ from transformers.trainer_utils import TrainOutput
 from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments
 from peft_mux.engine.allocator import keeping_freed_memory
 from peft_mux.engine.backbone_source import BackboneSource
+from peft_mux.engine.tasks.resolved import resolve_tasks
 from peft_mux.engine.tasks.setup import make_task_runs
 from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.errors import ConfigError, Fault, raise_faults
@@ -59,7 +60,7 @@ from peft_mux.trainer.inputs import (
     without_hub,
 )
 from peft_mux.trainer.parts import make_parts
-from peft_mux.trainer.placement import Placement, class_counts
+from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.run import mark_main_process, open_run, output_folder
 from peft_mux.trainer.world import World
 
@@ -188,12 +189,13 @@ class MultiTaskTrainer(Trainer):
         run_args = require_arguments(args or MultiTaskTrainingArguments(output_dir="peft_mux_output"))
         given = task_list(model, tasks, train_dataset, eval_dataset)
         source = BackboneSource(model, run_args, processing_class, model_init_kwargs or {})
-        source.check(given)
+        resolved = resolve_tasks(given, run_args)
+        source.check(resolved)
         check_processes(run_args)
         check_evaluation(run_args, given)
         check_callbacks(callbacks or ())
-        self.table = TaskTable(make_task_runs(given, run_args, source.tokenizer, source.config))
-        described = source.describe(given, class_counts(list(self.table)))
+        self.table = TaskTable(make_task_runs(resolved, run_args, source.tokenizer, source.config))
+        described = source.describe([run.resolved for run in self.table])
         with without_empty_folder(output_folder(run_args)), without_hub(run_args), without_one_for_all(run_args):
             super().__init__(
                 model=described,
@@ -209,13 +211,13 @@ class MultiTaskTrainer(Trainer):
         self.add_callback(TaskFlowCallback())
         self.state = TrainerState()
         mark_main_process(self.state, run_args)
-        self._make_parts(source, given, described)
+        self._make_parts(source, described)
 
-    def _make_parts(self, source: BackboneSource, tasks: Sequence[Task], described: Any) -> None:
+    def _make_parts(self, source: BackboneSource, described: Any) -> None:
         self._world = world = World(self.args, self.table)
         callbacks = RunCallbacks(self.callback_handler, self.args, self.state, self.control)
         self._run = run = open_run(callbacks, self.table, is_main=world.processes.is_main)
-        self._placement = Placement(run, world, source, tasks, described)
+        self._placement = Placement(run, world, source, described)
         self._placement.subscribe(self._hand_out_model)
         parts = make_parts(run, world, self._placement, source, self.processing_class)
         self._plans, self._evaluator, self._membership = parts.plans, parts.evaluator, parts.membership
@@ -248,7 +250,7 @@ class MultiTaskTrainer(Trainer):
     @property
     def tasks(self) -> list[Task]:
         """The tasks of the run, in the order in which they came."""
-        return self._placement.tasks
+        return [task.task for task in self._placement.tasks]
 
     @property
     def task_states(self) -> dict[str, TrainerState]:

@@ -13,6 +13,7 @@ from peft.tuners.lora.config import BdLoraConfig
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.model_part import check_layout
+from peft_mux.engine.tasks.resolved import resolve_tasks
 from peft_mux.errors import ConfigError
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.alone import task
@@ -38,7 +39,9 @@ def check(layout: ParallelLayout, is_sharded: bool, config: LoraConfig, folder: 
     args: Any = MultiTaskTrainingArguments(output_dir=str(folder), use_cpu=True)
     args.shard_backbone = is_sharded
     source: Any = SimpleNamespace(quantization=None)
-    check_layout(layout, source=source, args=args, tasks=[task("own", config, 0)], backbone=tiny_llama())
+    check_layout(
+        layout, source=source, args=args, tasks=resolve_tasks([task("own", config, 0)], args), backbone=tiny_llama()
+    )
 
 
 @pytest.mark.parametrize("divided", DIVIDED)

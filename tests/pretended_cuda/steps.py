@@ -23,6 +23,7 @@ from peft_mux.engine import cuda_graphs as captured_inputs
 from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.tasks.optimizer import LastGood, TaskOptimizer
+from peft_mux.engine.tasks.resolved import resolve_tasks
 from peft_mux.engine.tasks.task_run import BestMetric, TaskRun, TaskTable
 from peft_mux.engine.work import StepWork
 from peft_mux.kernels import availability
@@ -30,7 +31,7 @@ from peft_mux.kernels.lora import tables as tunings
 from peft_mux.kernels.lora.group import Base
 from peft_mux.modeling.attention import varlen
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.task import TaskStatus, resolve
+from peft_mux.task import TaskStatus
 from tests.pretended_cuda import backbones
 from tests.pretended_cuda.device import PretendedCuda
 
@@ -247,10 +248,10 @@ def _task_run(case: Case, name: str, model: MultiTaskPeftModel, args: MultiTaskT
         optim=case.optim,
         train_batch_size=1,
     )
-    hyper, slab = resolve(task, args), model.registry.slab_of(name)
+    (resolved,), slab = resolve_tasks([task], args), model.registry.slab_of(name)
+    hyper = resolved.hyper
     return TaskRun(
-        task=task,
-        hyper=hyper,
+        resolved=resolved,
         loader=SimpleNamespace(steps_per_epoch=10),
         eval_data=None,
         num_steps=5,

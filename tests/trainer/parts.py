@@ -16,6 +16,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.hub import HubPushes
 from peft_mux.checkpoint.saver import Saver
 from peft_mux.engine.layout import Place
+from peft_mux.engine.tasks.resolved import resolve_tasks
 from peft_mux.engine.tasks.setup import make_task_runs
 from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
 from peft_mux.engine.work import PassClock, StepResult, StepWork
@@ -69,7 +70,7 @@ def make_run(
 
 
 def make_run_of(tasks: Sequence[Task], args: MultiTaskTrainingArguments, callbacks: Sequence[Any] = ()) -> Run:
-    table = TaskTable(make_task_runs(list(tasks), args, None, tiny_llama().config))
+    table = TaskTable(make_task_runs(resolve_tasks(tasks, args), args, None, tiny_llama().config))
     state, control = TrainerState(), TrainerControl()
     handler = CallbackHandler(list(callbacks), None, None, None, None)
     run_callbacks = RunCallbacks(handler, args, state, control)

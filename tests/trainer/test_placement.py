@@ -10,6 +10,7 @@ import torch
 
 from peft_mux import CheckpointError
 from peft_mux.engine.backbone_source import BackboneSource
+from peft_mux.engine.tasks.resolved import resolve_tasks
 from peft_mux.engine.tasks.setup import make_task_runs
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.opening import Opening
@@ -21,9 +22,8 @@ from tests.trainer.parts import Calls, FakePlans, make_run
 
 
 def placement_of(run: Run, model: Any = None) -> Placement:
-    tasks = [own.task for own in run.table]
     source = BackboneSource(tiny_llama() if model is None else model, run.args, None, {})
-    return Placement(run, World(run.args, run.table), source, tasks, source.describe(tasks, {}))
+    return Placement(run, World(run.args, run.table), source, source.describe([own.resolved for own in run.table]))
 
 
 def no_stages() -> Any:
@@ -68,9 +68,9 @@ def test_tasks_come_and_go_in_the_model_and_in_the_list(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     placement = placement_of(run)
     placement.materialise(no_stages)
-    late = small_task("late", data_seed=5)
-    placement.check([late])
-    placement.register(make_task_runs([late], run.args, None, placement.source.config))
+    late = resolve_tasks([small_task("late", data_seed=5)], run.args)
+    placement.check(late)
+    placement.register(make_task_runs(late, run.args, None, placement.source.config))
     assert placement.model.tasks == ("a", "b", "late")
     placement.remove("a")
     assert placement.model.tasks == ("b", "late")

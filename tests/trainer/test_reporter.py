@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -83,7 +84,8 @@ def test_only_tasks_whose_turn_it_is_are_evaluated_unless_a_callback_asks_for_al
     start_all(run)
     for name, step in (("a", 4), ("b", 3)):
         run.table[name].eval_data, run.table[name].step = rows(0, 2, 3, 4), step
-        run.table[name].hyper = SimpleNamespace(eval_steps=2, eval_delay=0)  # type: ignore[assignment]
+        own = run.table[name]
+        own.resolved = replace(own.resolved, hyper=replace(own.hyper, eval_steps=2))
     reporter = reporter_of(run, calls)
     reporter.evaluate_if_due(["a", "b"])
     assert calls == [("evaluate", "a")]

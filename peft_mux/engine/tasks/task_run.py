@@ -27,13 +27,13 @@ from peft_mux.engine.tasks.optimizer import (
     joint_steps_taken,
     non_finite_reason,
 )
+from peft_mux.engine.tasks.resolved import ResolvedTask
 from peft_mux.engine.work import StepResult
 from peft_mux.errors import ConfigError
 from peft_mux.hyper_parameters import HyperParameters, greater_is_better, steps_of
 from peft_mux.kernels.adamw import update as multi_adamw
 from peft_mux.modeling.generation.prompts import PromptRow
 from peft_mux.modeling.model import reason_of_adapter
-from peft_mux.modeling.objectives.task_objective import args_of, objective_of
 from peft_mux.scheduler.pipeline.simulator import MOST_STEPS
 from peft_mux.task import Task, TaskStatus
 from peft_mux.user_code import OwnCodeError, own_code
@@ -159,8 +159,7 @@ class TaskRun:
     """One task in a run.
 
     Attributes:
-        task: what its owner asked for.
-        hyper: the settings of the task, complete.
+        resolved: the task with its settings complete.
         loader: yields the global batch of any step.
         eval_data: tokenised held-out rows, or `None`.
         num_steps: optimizer steps that the task shall take.
@@ -183,8 +182,7 @@ class TaskRun:
         swept: settings that a sweep ranks it by, which may not change where it is resumed.
     """
 
-    task: Task
-    hyper: HyperParameters
+    resolved: ResolvedTask
     loader: Any
     eval_data: Any
     num_steps: int
@@ -209,12 +207,21 @@ class TaskRun:
     @property
     def name(self) -> str:
         """Name of the task."""
-        return self.task.name
+        return self.resolved.task.name
+
+    @property
+    def task(self) -> Task:
+        """The task as its user has written it."""
+        return self.resolved.task
+
+    @property
+    def hyper(self) -> HyperParameters:
+        """The hyper-parameters of the task, complete."""
+        return self.resolved.hyper
 
     def read_statistics(self) -> dict[str, float]:
         """Return the means of what is logged beside the loss since this was last asked for, by name."""
-        args = args_of(self.task, self.hyper.label_smoothing_factor)
-        return self.statistics_mean.read(objective_of(self.task).statistic_names(args))
+        return self.statistics_mean.read(self.resolved.objective.statistic_names(self.resolved.loss_args))
 
     @property
     def epoch(self) -> float | None:

@@ -1,7 +1,10 @@
-"""Which loss a task is trained towards, as its fields and the columns of its rows tell; and what is wrong with them."""
+"""Which loss each task is trained towards, and the losses of a packed pass over several tasks.
 
-# MERGED: `TaskObjectives`: which loss each task of a model is trained towards, and the losses of a pass.
-# MERGED: Shape letters: T tokens, M targets, N tasks, D hidden features.
+`find_loss` reads the loss of a task from its fields and from the columns of its rows. `TaskObjectives` holds the losses
+of all tasks on one backbone and computes them for a micro-batch.
+
+Shape letters: T tokens, N tasks, K statistics, D hidden features.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from peft import PromptLearningConfig
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
-from peft_mux.modeling.backbone.modules import HeadKind, head_kind_for
+from peft_mux.errors import ConfigError, Fault, closest, shown
+from peft_mux.modeling.backbone.modules import head_kind_for
 from peft_mux.modeling.objectives.objective import (
     OBJECTIVES,
     OWN,
@@ -38,119 +41,66 @@ from peft_mux.modeling.objectives.objective import (
 from peft_mux.user_code import OwnCodeError
 
 
-class TrainedTask(Protocol):
-    """What a task says of the loss that it is trained towards."""
+class FoundLoss(NamedTuple):
+    """The loss that a task names.
 
-    @property
-    def name(self) -> str:
-        """Name of the task."""
-        ...
-
-    @property
-    def objective(self) -> Any:
-        """Name of the loss, or a function of the task's own; `None` for what its rows and its adapter tell."""
-        ...
-
-    @property
-    def loss_type(self) -> Any:
-        """Name of the variant; `None` for the first of the loss."""
-        ...
-
-    @property
-    def objective_args(self) -> Any:
-        """Arguments of the loss by name."""
-        ...
-
-    @property
-    def label_smoothing_factor(self) -> Any:
-        """Share of the loss that all words have alike; `None` for that of the run."""
-        ...
-
-    @property
-    def peft_config(self) -> Any:
-        """Configuration of the adapter, whose `task_type` tells the kind of head."""
-        ...
-
-    @property
-    def train_dataset(self) -> Any:
-        """The rows, whose columns tell the loss where `objective` does not."""
-        ...
-
-
-def objective_faults(task: TrainedTask, where: str) -> list[Fault]:
-    """Return what is wrong with a task's `objective`, `loss_type` and `objective_args`, all at once."""
-    objective, faults = _find(task, where)
-    if objective is None:
-        return faults
-    loss_type, type_faults = _loss_type(objective, task, where)
-    args, more = read_args(
-        objective.Args, _given(task), loss_type or objective.loss_types[0], f"{where}.objective_args"
-    )
-    found = [*faults, *type_faults, *more, *_label_faults(objective, task, where)]
-    found += smoothing_faults(objective, task.label_smoothing_factor, f"{where}.label_smoothing_factor")
-    return found if args is None else found + _reference_faults(objective, args, task, where)
-
-
-def _reference_faults(objective: Objective, args: LossArgs, task: TrainedTask, where: str) -> list[Fault]:
-    """Return a fault where a loss wants the backbone without a prompt: its rows have virtual tokens in them."""
-    wanted = objective.reference_columns
-    is_brought = bool(wanted) and columns_of(task.train_dataset).issuperset(wanted)
-    if not isinstance(task.peft_config, PromptLearningConfig) or not objective.needs_reference(args) or is_brought:
-        return []
-    bring = f"Bring {' and '.join(wanted)} with the rows, or train" if wanted else "Train"
-    got = f"{objective.name} with {type(task.peft_config).__name__}"
-    allowed = "losses without a reference for adapters of prompts"
-    return [Fault(f"{where}.objective", got, allowed, f"{bring} an adapter on layers such as LORA.")]
-
-
-def _label_faults(objective: Objective, task: TrainedTask, where: str) -> list[Fault]:
-    needed, given = objective.row_form.num_labels, getattr(task, "num_labels", None)
-    if needed is None or given in (None, needed):
-        return []
-    return [Fault(f"{where}.num_labels", shown(given), f"{needed} or None with the objective {objective.name}")]
-
-
-def objective_of(task: TrainedTask) -> Objective:
-    """Return the loss that a task is trained towards.
-
-    Raises:
-        ConfigError: if there is none of that name for the task's kind of head.
+    Attributes:
+        objective: the loss; `None` if there is none of that name.
+        args: its arguments; `None` if they, or the loss type, cannot be used.
+        faults: everything that is wrong with the fields that name the loss.
     """
-    objective, faults = _find(task, f"tasks.{task.name}")
-    raise_faults(faults)
-    assert objective is not None, "no loss is a fault"
-    return objective
+
+    objective: Objective | None
+    args: LossArgs | None
+    faults: list[Fault]
 
 
-def args_of(task: TrainedTask, smoothing: float | None = None) -> LossArgs:
-    """Return the arguments of the loss that a task is trained towards.
+def find_loss(task: Any, where: str) -> FoundLoss:
+    """Return the loss that a `Task` names with its fields, the `task_type` of its adapter and the columns of its rows.
 
     Args:
         task: the task.
-        smoothing: its `label_smoothing_factor`, that of the run included; by default what the task itself says.
-
-    Raises:
-        ConfigError: naming every argument that cannot be used.
+        where: path of the task in messages, such as `tasks.sql`.
     """
-    objective, where = objective_of(task), f"tasks.{task.name}"
-    loss_type, faults = _loss_type(objective, task, where)
-    raise_faults(faults)
-    args, faults = read_args(objective.Args, _given(task), loss_type or "", f"{where}.objective_args")
-    raise_faults(faults)
-    assert args is not None, "no arguments are a fault"
-    share = task.label_smoothing_factor if smoothing is None else smoothing
-    # What is no number is told where numbers are looked at.
-    return replace(args, label_smoothing_factor=share) if isinstance(share, (int, float)) and share else args
+    objective, faults = _find_objective(task, where)
+    if objective is None:
+        return FoundLoss(None, None, faults)
+    loss_type, faults = _find_loss_type(objective, task, where)
+    given = task.objective_args
+    if callable(task.objective) and isinstance(given, (Mapping, type(None))):
+        given = {**(given or {}), "function": task.objective}  # a task's own function is one of the arguments
+    # With any loss type at first, so that the faults of the arguments are reported together with that of the type.
+    args, more = read_args(objective.Args, given, loss_type or objective.loss_types[0], f"{where}.objective_args")
+    faults += more
+    num_labels = objective.row_form.num_labels
+    if num_labels is not None and task.num_labels not in (None, num_labels):
+        allowed = f"{num_labels} or None with the objective {objective.name}"
+        faults.append(Fault(f"{where}.num_labels", shown(task.num_labels), allowed))
+    faults += smoothing_faults(objective, task.label_smoothing_factor, f"{where}.label_smoothing_factor")
+    if args is None:
+        return FoundLoss(objective, None, faults)
+    share = task.label_smoothing_factor
+    if isinstance(share, (int, float)) and share:  # other types are refused where numbers are checked
+        args = replace(args, label_smoothing_factor=share)
+    wanted = objective.reference_columns
+    is_brought = bool(wanted) and columns_of(task.train_dataset).issuperset(wanted)
+    if isinstance(task.peft_config, PromptLearningConfig) and objective.needs_reference(args) and not is_brought:
+        # The reference is the backbone without the prompt, but its rows have virtual tokens in them.
+        bring = f"Bring {' and '.join(wanted)} with the rows, or train" if wanted else "Train"
+        got = f"{objective.name} with {type(task.peft_config).__name__}"
+        allowed = "losses without a reference for adapters of prompts"
+        faults.append(Fault(f"{where}.objective", got, allowed, f"{bring} an adapter on layers such as LORA."))
+    return FoundLoss(objective, args if loss_type else None, faults)
 
 
 def smoothing_faults(objective: Objective, share: float | None, where: str, fix: str = "") -> list[Fault]:
-    """Return a fault where a task's labels shall be smoothed but its loss has none to smooth.
+    """Return a fault if the labels of a task shall be smoothed but its loss has none to smooth.
 
     Args:
         objective: the loss of the task.
         share: its `label_smoothing_factor`, or that of the run.
         where: path of the field, for messages.
-        fix: what to do instead, beside the smoothing that the loss may have of its own.
+        fix: what to do instead.
     """
     if objective.takes_smoothing or not isinstance(share, (int, float)) or not share:
         return []
@@ -160,17 +110,11 @@ def smoothing_faults(objective: Objective, share: float | None, where: str, fix:
     return [Fault(where, got, f"0 or None; more for {able}, whose targets are words", f"{fix} {own}".strip())]
 
 
-def given_references(task: TrainedTask) -> tuple[str, ...]:
-    """Return the columns that every row of a task has to bring: a learnt prompt has no pass without it."""
-    objective, is_prompt = objective_of(task), isinstance(task.peft_config, PromptLearningConfig)
-    return objective.reference_columns if is_prompt and objective.needs_reference(args_of(task)) else ()
-
-
 def columns_of(dataset: Any) -> set[str]:
-    """Return the columns of a dataset as far as they are known without reading it; none of a stream without names."""
+    """Return the columns of a dataset as far as they are known without reading it; none for a stream without names."""
     try:
         names = getattr(dataset, "column_names", None)
-    except Exception:  # the dataset's own code, whose faults are told where rows are read
+    except Exception:  # the dataset's own code, whose faults are reported when its rows are read
         return set()
     if isinstance(names, (list, tuple)):
         return {str(name) for name in names}
@@ -179,74 +123,51 @@ def columns_of(dataset: Any) -> set[str]:
     return set()
 
 
-def _find(task: TrainedTask, where: str) -> tuple[Objective | None, list[Fault]]:
-    """Return the loss of a task, or why there is none.
-
-    This is the only place that tells a classifier from a language model by what a task says.
-    """
+def _find_objective(task: Any, where: str) -> tuple[Objective | None, list[Fault]]:
+    """Return the loss of a task, or why there is none."""
     kind = head_kind_for(getattr(task.peft_config, "task_type", None))
-    wanted: Any = getattr(task.objective, "value", task.objective)
+    entries = objectives_of(kind)
+    wanted = getattr(task.objective, "value", task.objective)
     if wanted is None:
-        return _default(kind, columns_of(task.train_dataset)), []
+        # The loss that rows with these columns are for; the most special of several.
+        present = columns_of(task.train_dataset)
+        fitting = [entry for entry in entries if entry.row_form.marks and set(entry.row_form.marks) <= present]
+        return max(fitting, key=lambda entry: len(entry.row_form.marks), default=objective_for(kind)), []
+    names = [entry.name for entry in entries]
     if callable(wanted):
         entry = OBJECTIVES.get(OWN)
         if entry is not None and entry.head.kind == kind:
             return entry, []
-        fix = 'Leave the task_type of the adapter open, or "CAUSAL_LM".'
-        return None, [Fault(f"{where}.objective", f"a function for {kind.name} tasks", _listed(kind), fix)]
-    names = [entry.name for entry in objectives_of(kind)]
-    if not isinstance(wanted, str) or wanted not in names:
+        got, fix = f"a function for {kind.name} tasks", 'Leave the task_type of the adapter open, or "CAUSAL_LM".'
+    elif isinstance(wanted, str) and wanted in names:
+        return OBJECTIVES[wanted], []
+    else:
         got = f"{shown(wanted)} for {kind.name} tasks"
-        hint = closest(wanted, names) if isinstance(wanted, str) else ""
-        return None, [Fault(f"{where}.objective", got, _listed(kind), hint)]
-    return OBJECTIVES[wanted], []
+        fix = closest(wanted, names) if isinstance(wanted, str) else ""
+    return None, [Fault(f"{where}.objective", got, ", ".join(names), fix)]
 
 
-def _listed(kind: HeadKind) -> str:
-    return ", ".join(entry.name for entry in objectives_of(kind))
-
-
-def _default(kind: HeadKind, columns: Iterable[str]) -> Objective:
-    """Return the loss that rows with these columns are for; the most special of several."""
-    present = set(columns)
-    fitting = [entry for entry in objectives_of(kind) if entry.row_form.marks and set(entry.row_form.marks) <= present]
-    return max(fitting, key=lambda entry: len(entry.row_form.marks), default=objective_for(kind))
-
-
-def _loss_type(objective: Objective, task: TrainedTask, where: str) -> tuple[str | None, list[Fault]]:
+def _find_loss_type(objective: Objective, task: Any, where: str) -> tuple[str | None, list[Fault]]:
     """Return the variant that a task names, several of them joined by `SEVERAL`; or why there is none."""
     given: Any = getattr(task.loss_type, "value", task.loss_type)
     if given is None:
         return objective.loss_types[0], []
     is_list = isinstance(given, (list, tuple)) and bool(given) and objective.takes_several
     names: list[Any] = list(given) if is_list else [given]
-    faults = [
-        _loss_type_fault(objective, name, where)
-        for name in names
-        # Whatever stands there, also what compares element by element.
-        if not isinstance(name, str) or name not in objective.loss_types
-    ]
+    faults = []
+    for name in names:
+        if isinstance(name, str) and name in objective.loss_types:
+            continue
+        fix = ""
+        if isinstance(name, str) and name in objective.refused_loss_types:
+            fix = f"{name} is not supported: {objective.refused_loss_types[name]}."
+        elif isinstance(name, str):  # most often the name of a loss that stands in the other field
+            fix = f'Set objective="{name}".' if name in OBJECTIVES else closest(name, list(objective.loss_types))
+        allowed = f"{', '.join(objective.loss_types)} (objective {objective.name})"
+        faults.append(Fault(f"{where}.loss_type", shown(name), allowed, fix))
     if not faults and len(set(names)) < len(names):
         faults = [Fault(f"{where}.loss_type", shown(given), "each loss once", "Weigh it with loss_weights.")]
-    return (None, faults) if faults else (SEVERAL.join(map(str, names)), [])
-
-
-def _loss_type_fault(objective: Objective, given: Any, where: str) -> Fault:
-    allowed = f"{', '.join(objective.loss_types)} (objective {objective.name})"
-    # Most often the name of a loss that stands in the other field.
-    fix = ""
-    if isinstance(given, str) and given in objective.refused_loss_types:
-        fix = f"{given} is not supported: {objective.refused_loss_types[given]}."
-    elif isinstance(given, str):
-        fix = f'Set objective="{given}".' if given in OBJECTIVES else closest(given, list(objective.loss_types))
-    return Fault(f"{where}.loss_type", shown(given), allowed, fix)
-
-
-def _given(task: TrainedTask) -> object:
-    """Return the arguments that a task gives; a function of its own is one of them."""
-    if not callable(task.objective) or not isinstance(task.objective_args, (Mapping, type(None))):
-        return task.objective_args
-    return {**(task.objective_args or {}), "function": task.objective}
+    return (None, faults) if faults else (SEVERAL.join(names), [])
 
 
 class StreamLosses(NamedTuple):
@@ -262,7 +183,7 @@ class StreamLosses(NamedTuple):
 
 
 class _Assigned(NamedTuple):
-    # A name, not an objective: it stays the same where a model is copied or sent to another process.
+    # A name, not an objective: it stays the same when a model is copied or sent to another process.
     objective: str
     args: LossArgs
 
@@ -274,9 +195,9 @@ class TaskObjectives:
         backbone: transformers model that all tasks share.
 
     Attributes:
-        head: what the backbone ends in.
-        failures: by task, why its own loss function has failed since this was last asked for with `take_failures`.
-        own_seconds: by task, for how long loss functions of tasks' own ran since this was last emptied.
+        head: the output head of the backbone.
+        failures: by task, why its own loss function has failed since the last call of `take_failures`.
+        own_seconds: by task, how long its own loss function ran; the reader empties it.
     """
 
     def __init__(self, backbone: Any) -> None:
@@ -291,7 +212,7 @@ class TaskObjectives:
 
     @contextmanager
     def of_made_up_rows(self) -> Iterator[None]:
-        """Let every task have the default loss in the `with` block: rows that are made up are tokens alone."""
+        """Give every task the default loss in the `with` block: made-up rows are tokens alone."""
         before, self._are_rows_made_up = self._are_rows_made_up, True
         try:
             yield
@@ -299,12 +220,12 @@ class TaskObjectives:
             self._are_rows_made_up = before
 
     def assign(self, task: str, objective: Objective, args: LossArgs | None = None) -> None:
-        """Train a task towards another loss than the first of the head.
+        """Train a task towards a loss.
 
         Args:
             task: name of the task.
             objective: the loss.
-            args: its arguments; by default what stands where nothing is set.
+            args: its arguments; its defaults if `None`.
 
         Raises:
             ConfigError: if it is a loss of another head.
@@ -317,7 +238,7 @@ class TaskObjectives:
         self._by_task[task] = _Assigned(objective.name, default_args(objective) if args is None else args)
 
     def forget(self, task: str) -> None:
-        """Drop what was assigned to a task; another task of this name begins with the first loss of the head."""
+        """Drop everything about a task; another task of this name begins with the first loss of the head."""
         self._by_task.pop(task, None)
         self.failures.pop(task, None)
         self.own_seconds.pop(task, None)
@@ -325,6 +246,9 @@ class TaskObjectives:
     def adopt(self, task: str, others: TaskObjectives) -> None:
         """Train a task towards the loss that it has in another model."""
         self._by_task[task] = others._assigned(task)
+
+    def _assigned(self, task: str) -> _Assigned:
+        return self._default if self._are_rows_made_up else self._by_task.get(task, self._default)
 
     def of(self, task: str) -> Objective:
         """Return the loss of a task."""
@@ -358,13 +282,8 @@ class TaskObjectives:
         found = [self._loss(outputs) for outputs in self.head.outputs(hidden_TD, batch, head)]
         return StreamLosses(torch.stack([one.loss for one in found]), tuple(one.statistics for one in found))
 
-    def take_failures(self) -> dict[str, str]:
-        """Return why losses of tasks' own have failed, by task, and forget it."""
-        failures, self.failures = self.failures, {}
-        return failures
-
     def _loss(self, outputs: TaskOutputs) -> TaskLoss:
-        """Return the loss of one task; NaN, which fails the task, where its own function has failed."""
+        """Return the loss of one task; NaN, which fails the task, if its own function has failed."""
         objective, args = self.of(outputs.task), self.args_of(outputs.task)
         if objective.name != OWN:
             return objective.loss(outputs, args)
@@ -373,10 +292,12 @@ class TaskObjectives:
             return objective.loss(outputs, args)
         except OwnCodeError as error:
             self.failures[outputs.task] = f"objective: {error}"
-            # With a graph, as a pass of this task alone would have nothing to differentiate.
+            # With a graph: a pass of this task alone would have nothing to differentiate.
             return TaskLoss(outputs.anchor * float("nan"))
         finally:
             self.own_seconds[outputs.task] += time.perf_counter() - began  # type: ignore[assignment]
 
-    def _assigned(self, task: str) -> _Assigned:
-        return self._default if self._are_rows_made_up else self._by_task.get(task, self._default)
+    def take_failures(self) -> dict[str, str]:
+        """Return why tasks' own loss functions have failed, by task, and forget it."""
+        failures, self.failures = self.failures, {}
+        return failures

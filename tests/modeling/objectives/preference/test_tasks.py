@@ -10,7 +10,7 @@ from peft import LoraConfig, PromptTuningConfig
 
 from peft_mux import ConfigError, Task
 from peft_mux.errors import DataError
-from peft_mux.modeling.objectives.task_objective import args_of, objective_of
+from peft_mux.modeling.objectives.task_objective import find_loss
 from tests.invariants import mux_lab as lab
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}
@@ -38,12 +38,15 @@ def test_a_task_without_an_objective_gets_that_of_its_columns(
     columns: tuple[str, ...], is_classifier: bool, objective: str, loss_type: str
 ) -> None:
     made = task(dict.fromkeys(columns, "x"), is_classifier=is_classifier)
-    assert (objective_of(made).name, args_of(made).loss_type) == (objective, loss_type)
+    found = find_loss(made, "task")
+    assert found.objective is not None
+    assert found.args is not None
+    assert (found.objective.name, found.args.loss_type) == (objective, loss_type)
 
 
 def test_several_losses_of_dpo_are_added_up_by_their_names() -> None:
     made = task(PAIR, loss_type=["sigmoid", "sft"], objective_args={"loss_weights": [1, 0.5]})
-    args: Any = args_of(made)
+    args: Any = find_loss(made, "task").args
     assert (args.loss_types, args.loss_weights) == (("sigmoid", "sft"), (1.0, 0.5))
 
 
