@@ -1,9 +1,9 @@
-"""The one guard for code that belongs to a task: its callbacks, its metrics, its loss, hooks of its optimizer.
+"""The one guard for code that belongs to a task: its callbacks, metrics, loss function and optimizer hooks.
 
-Whatever such code raises fails its task and no other, `SystemExit` and `KeyboardInterrupt` included. What the user of
-the run asks for passes: the second Ctrl-C (`ForcedInterrupt`). Settings of the whole process that such code leaves
-behind, of which every task would compute otherwise, are put back. The guard also measures for how long such code kept
-the other tasks waiting, and tells a listener; `reporting.delays` is the one that listens in a run.
+Whatever this code raises fails its task and no other, `SystemExit` and `KeyboardInterrupt` included. Only the second
+Ctrl-C of the run's user (`ForcedInterrupt`) passes. Process-wide settings that the code changes and that would change
+the results of other tasks are restored. The guard also measures how long the code kept the other tasks waiting and
+reports it to a listener; in a run that is `reporting.delays`.
 """
 
 from __future__ import annotations
@@ -21,54 +21,53 @@ import torch
 from peft_mux.errors import ForcedInterrupt, PeftMuxError
 
 Listener = Callable[[str, str, float], None]
-"""Told the name of a task, what of its own has run, and for how many seconds the others waited for it."""
+"""Called with the name of a task, which of its code ran, and the seconds that it took."""
 
 _MAX_CHARACTERS = 2000
 _PACKAGE = f"{Path(__file__).resolve().parent}{os.sep}"
+_AUTOCAST_DEVICES = ("cpu", "cuda")
 
 
-class OwnCodeError(PeftMuxError):
-    """Code of a task's own has failed; the message is kind and text of what it raised, which is the cause."""
+class UserCodeError(PeftMuxError):
+    """A task's own code failed; the message is type and text of what it raised, which is the cause."""
 
 
-def nobody(task: str, what: str, seconds: float) -> None:
-    """Listen to nothing."""
+def ignore_timing(task: str, what: str, seconds: float) -> None:
+    """Do nothing: the listener where timings are not wanted."""
 
 
-def own_code(task: str, what: str, listener: Listener = nobody) -> AbstractContextManager[None]:
-    """Run code of a task's own in the `with` block, so that nothing of it is more than the failure of this task.
+class guard_user_code(AbstractContextManager[None]):
+    """Run a task's own code in the `with` block, so that whatever it does is at most a failure of this task.
+
+    A class and no generator: when a generator is closed, it would catch a `GeneratorExit` of the user's code.
 
     Args:
         task: name of the task.
-        what: what of it runs: "callback", "compute_metrics", "optimizer".
-        listener: told how long it took, also where it failed.
+        what: which of its code runs: "callback", "compute_metrics", "optimizer".
+        listener: receives the seconds that it took, also when it fails.
 
     Raises:
-        OwnCodeError: whatever the code has raised, which is its cause.
+        UserCodeError: caused by whatever the code raises.
     """
-    return _Guard(task, what, listener)
 
-
-class _Guard(AbstractContextManager[None]):
-    """What `own_code` returns. No generator: one that is thrown away would take the `GeneratorExit` of own code."""
-
-    def __init__(self, task: str, what: str, listener: Listener) -> None:
+    def __init__(self, task: str, what: str, listener: Listener = ignore_timing) -> None:
+        """Do nothing until the block begins."""
         self._task, self._what, self._listener = task, what, listener
 
     def __enter__(self) -> None:
-        self._settings, self._started = _settings(), time.perf_counter()
+        self._settings, self._started = _process_settings(), time.perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        left = _settings()
+        left = _process_settings()
         if left != self._settings:
-            _put_back(self._settings, left)
+            _restore(self._settings, left)
         self._listener(self._task, self._what, time.perf_counter() - self._started)
         if error is not None and not isinstance(error, ForcedInterrupt):
-            raise OwnCodeError(describe_error(error)) from error
+            raise UserCodeError(describe_error(error)) from error
 
 
-class _Settings(NamedTuple):
-    """What decides the results of every task on this thread, and where their files go."""
+class _ProcessSettings(NamedTuple):
+    """Settings of this process and thread that decide the results of every task, and where their files go."""
 
     folder: str
     records_gradients: bool
@@ -82,71 +81,63 @@ class _Settings(NamedTuple):
     autocast: tuple[tuple[bool, torch.dtype], ...]
 
 
-_AUTOCAST = ("cpu", "cuda")
-
-
-def _settings() -> _Settings:
+def _process_settings() -> _ProcessSettings:
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     try:
         folder = os.getcwd()
-    except OSError:  # somebody has deleted it
+    except OSError:  # it was deleted
         folder = ""
-    return _Settings(
+    return _ProcessSettings(
         folder,
         torch.is_grad_enabled(),
         torch.get_default_dtype(),
-        torch.empty(0).device,  # asking for it by name takes longer than all the rest
+        torch.empty(0).device,  # `torch.get_default_device` takes longer than everything else here
         torch.get_float32_matmul_precision(),
         torch.are_deterministic_algorithms_enabled(),
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.get_num_threads(),
         depth,
-        tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST),
+        tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICES),
     )
 
 
-def _put_back(before: _Settings, left: _Settings) -> None:
+def _restore(before: _ProcessSettings, left: _ProcessSettings) -> None:
     with suppress(OSError):
         os.chdir(before.folder or ".")
     torch.set_grad_enabled(before.records_gradients)
     torch.set_default_dtype(before.dtype)
     if before.device != left.device:
-        # Without a device of their own tensors are made on the CPU; a set one costs each call a little.
+        # An explicit default device costs every call a little, and without one tensors are made on the CPU.
         torch.set_default_device(None if before.device.type == "cpu" else before.device)
     torch.set_float32_matmul_precision(before.matmul_precision)
     torch.use_deterministic_algorithms(before.is_deterministic, warn_only=before.only_warns)
     if before.num_threads != left.num_threads:
         torch.set_num_threads(before.num_threads)
-    _leave_autocast(before, left)
-
-
-def _leave_autocast(before: _Settings, left: _Settings) -> None:
-    for kind, (is_enabled, dtype) in zip(_AUTOCAST, before.autocast, strict=True):
+    for kind, (is_enabled, dtype) in zip(_AUTOCAST_DEVICES, before.autocast, strict=True):
         torch.set_autocast_enabled(kind, is_enabled)
         torch.set_autocast_dtype(kind, dtype)
     for _ in range(before.autocast_depth, left.autocast_depth):
         torch.autocast_decrement_nesting()
     for _ in range(left.autocast_depth, before.autocast_depth):
         torch.autocast_increment_nesting()
-    # Where its last block is never left, torch keeps what it has cast: weights of a step before.
+    # An autocast block that is never left keeps its casts: weights of an earlier step.
     torch.clear_autocast_cache()
 
 
-def own_frames(error: BaseException) -> TracebackType | None:
-    """Return where an error came from, from the task's own code on: the guard around it tells its owner nothing."""
+def user_traceback(error: BaseException) -> TracebackType | None:
+    """Return the traceback starting at the user's frame, without peft_mux's own frames."""
     found = error.__traceback__
-    while found is not None and found.tb_next is not None and _is_around(found.tb_frame.f_code.co_filename):
+    while found is not None and found.tb_next is not None:
+        file = found.tb_frame.f_code.co_filename
+        if not file.startswith(_PACKAGE) and not file.endswith(("trainer_callback.py", "contextlib.py")):
+            break
         found = found.tb_next
     return found
 
 
-def _is_around(file: str) -> bool:
-    return file.startswith(_PACKAGE) or file.endswith(("trainer_callback.py", "contextlib.py"))
-
-
 def describe_error(error: BaseException) -> str:
-    """Return kind and text of an error that may be hostile: unreadable, endless, or not to be printed."""
+    """Return type and text of an error; its text may be unreadable, endless or full of control characters."""
     try:
         text = str(error)
     except ForcedInterrupt:
@@ -158,10 +149,10 @@ def describe_error(error: BaseException) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text of a task's own as it may be printed beside those of the others.
+    """Return a user's text in a form that can be printed next to the output of other tasks.
 
-    Control characters, which move a terminal's cursor, and lone surrogates, which no file takes, are written out; its
-    further lines are moved in, so that none can be taken for a line of the run.
+    Control characters, which move a terminal's cursor, and lone surrogates, which cannot be written to a file, are
+    escaped; further lines are indented, so that none looks like a line of the run.
     """
     lines = text.expandtabs().splitlines()
     shown = ["".join(one if one.isprintable() else repr(one)[1:-1] for one in line) for line in lines]

@@ -23,7 +23,7 @@ from peft_mux.engine.work import StepWork
 from peft_mux.errors import DataError
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.values import HTask
-from peft_mux.user_code import Listener, nobody
+from peft_mux.user_code import Listener, ignore_timing
 
 
 class Loader(Protocol):
@@ -70,7 +70,7 @@ class BatchesAhead:
         []
     """
 
-    def __init__(self, listener: Listener = nobody) -> None:
+    def __init__(self, listener: Listener = ignore_timing) -> None:
         """Hold nothing yet."""
         self._listener = listener
         self._held: dict[str, tuple[Loader, TaskBatch | DataError]] = {}

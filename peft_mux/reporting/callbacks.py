@@ -26,7 +26,7 @@ from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.reporting.trackers import NamedLogs, TaskTrackers, keys_as_they_are
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import TaskStatus, hears
-from peft_mux.user_code import Listener, OwnCodeError, nobody, own_code, own_frames
+from peft_mux.user_code import Listener, UserCodeError, guard_user_code, ignore_timing, user_traceback
 
 
 class TaskNews:
@@ -227,7 +227,7 @@ class TaskCallbacks:
         self.run = run
         self.args = args
         self.control = TrainerControl()
-        self.listener: Listener = nobody
+        self.listener: Listener = ignore_timing
         self._state, self._handed = TrainerState(), TrainerControl()
         self._num_shown = 0
         # The handler of transformers warns where no flow callback is in it, and the usual one would decide about
@@ -273,12 +273,12 @@ class TaskCallbacks:
         self.handler.optimizer = None if optimizer is None else optimizer.optimizer
         self.handler.lr_scheduler = None if optimizer is None else optimizer.schedule
         try:
-            with _unchanged_mode(self.handler.model), own_code(self.run.name, "callback", self.listener):
+            with _unchanged_mode(self.handler.model), guard_user_code(self.run.name, "callback", self.listener):
                 self._show_state()
                 self._take(self.handler.call_event(event, self.args, self._state, self._handed, **facts))
-        except OwnCodeError as error:
+        except UserCodeError as error:
             raised = error.__cause__ or error
-            found = (type(raised), raised, own_frames(raised))
+            found = (type(raised), raised, user_traceback(raised))
             _logger.warning('a callback of task "%s" failed in %s', self.run.name, event, exc_info=found)
             if not self.run.status.is_final:
                 self.run.quarantine(f"a callback failed in {event}: {error}")

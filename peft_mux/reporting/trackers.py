@@ -35,7 +35,7 @@ from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.task import TaskStatus
-from peft_mux.user_code import Listener, OwnCodeError, nobody, own_code
+from peft_mux.user_code import Listener, UserCodeError, guard_user_code, ignore_timing
 
 
 class NamedLogs(dict[str, float]):
@@ -345,7 +345,7 @@ class TaskTrackers:
     def __init__(self, run: TaskRun, args: MultiTaskTrainingArguments) -> None:
         """Begin nothing yet."""
         self._run, self._args, self._control = run, copy.copy(args), TrainerControl()
-        self.listener: Listener = nobody
+        self.listener: Listener = ignore_timing
         self._told: set[tuple[TrainerCallback, str]] = set()
         root = Path(str(args.output_dir))
         self._args.output_dir, self._args.run_name = str(root / run.name), f"{args.run_name or root.name}/{run.name}"
@@ -385,9 +385,9 @@ class TaskTrackers:
     def _call(self, event: str, **facts: Any) -> None:
         for tracker in self._trackers:
             try:
-                with own_code(self._run.name, "logger", self.listener):
+                with guard_user_code(self._run.name, "logger", self.listener):
                     getattr(tracker, event)(self._args, self._run.state, self._control, **facts)
-            except OwnCodeError as error:
+            except UserCodeError as error:
                 if (tracker, event) not in self._told:
                     self._told.add((tracker, event))
                     kind = type(tracker).__name__

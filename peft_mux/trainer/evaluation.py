@@ -32,7 +32,7 @@ from peft_mux.modeling.generation.decoding import generate
 from peft_mux.modeling.generation.options import GenerationRequest, mean_metric
 from peft_mux.reporting.run_log import RunLog
 from peft_mux.task import Task, TaskStatus
-from peft_mux.user_code import Listener, OwnCodeError, describe_error, nobody, own_code
+from peft_mux.user_code import Listener, UserCodeError, describe_error, guard_user_code, ignore_timing
 
 
 class OwnMetrics:
@@ -49,7 +49,7 @@ class OwnMetrics:
     def __init__(self, task: Task) -> None:
         """Start without rows."""
         self.task = task
-        self.error: OwnCodeError | None = None
+        self.error: UserCodeError | None = None
         self.seconds = 0.0
         self._rows: dict[int, tuple[list[np.ndarray], list[np.ndarray]]] = {}
 
@@ -66,7 +66,7 @@ class OwnMetrics:
         try:
             with self._guard():
                 predictions = [self._prediction(*row) for row in zip(logits, labels, strict=True)]
-        except OwnCodeError as error:
+        except UserCodeError as error:
             # Kept, not raised: the passes that are left need every process.
             self.error = error
             return
@@ -83,7 +83,7 @@ class OwnMetrics:
         self._rows = {number: rows for one, _ in gathered for number, rows in one.items()} if computes else {}
         failure = next((text for _, text in gathered if text is not None), None)
         if failure is not None and self.error is None:
-            self.error = OwnCodeError(failure)
+            self.error = UserCodeError(failure)
 
     def result(self) -> dict[str, float] | None:
         """Return what `compute_metrics` makes of them; `None` where it has failed, or no row came."""
@@ -101,12 +101,12 @@ class OwnMetrics:
                 labels = _stack([row for _, rows in batches for row in rows])
                 found = compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
                 return {metric_key(key): float(value) for key, value in found.items()}
-        except OwnCodeError as error:
+        except UserCodeError as error:
             self.error = error
             return None
 
     def _guard(self) -> AbstractContextManager[None]:
-        return own_code(self.task.name, "compute_metrics", self._add_seconds)
+        return guard_user_code(self.task.name, "compute_metrics", self._add_seconds)
 
     def _add_seconds(self, task: str, what: str, seconds: float) -> None:
         self.seconds += seconds
@@ -184,7 +184,7 @@ def evaluate_task(
     *,
     max_tokens: int,
     share: EvaluationShare | None = None,
-    listener: Listener = nobody,
+    listener: Listener = ignore_timing,
     arrange: Arrange | None = None,
     arranged_rows: int = 1,
     shares_prefixes: bool = False,
@@ -308,7 +308,7 @@ def _agreed(
         The metrics, and the seconds that the task's own functions took on the slowest process.
     """
     error = None if own is None else own.error
-    error = error if loss_failure is None else OwnCodeError(loss_failure)
+    error = error if loss_failure is None else UserCodeError(loss_failure)
     gathered = executor.gather((metrics, None if error is None else str(error), 0.0 if own is None else own.seconds))
     failure = next((text for _, text, _ in gathered if text is not None), None)
     if failure is not None:
@@ -416,7 +416,7 @@ def _requests(runs: Sequence[TaskRun]) -> list[GenerationRequest]:
 
 
 def answer_metrics(
-    task: Task, answers: Answers, *, share: EvaluationShare | None = None, listener: Listener = nobody
+    task: Task, answers: Answers, *, share: EvaluationShare | None = None, listener: Listener = ignore_timing
 ) -> dict[str, float]:
     """Return the metrics of a task's answers, each under a key that begins with `eval_`.
 
@@ -433,23 +433,23 @@ def answer_metrics(
     options, share = task.generate_options, share or EvaluationShare()
     assert options is not None, "only asked of tasks that generate"
     metrics: dict[str, float] = {}
-    error: OwnCodeError | None = None
+    error: UserCodeError | None = None
     try:
         for metric in options.metrics:
             if isinstance(metric, str):
                 metrics[f"eval_{metric}"] = mean_metric(metric, answers.completions, answers.references)
                 continue
-            with own_code(task.name, "eval_generate", listener):
+            with guard_user_code(task.name, "eval_generate", listener):
                 # Copies, which the function may change.
                 own = metric(list(answers.prompts), list(answers.completions), list(answers.references))
                 metrics |= {metric_key(key): float(value) for key, value in own.items()}
-    except OwnCodeError as raised:
+    except UserCodeError as raised:
         error = raised
     return _agreed_generated(metrics, error, share)
 
 
 def _agreed_generated(
-    metrics: dict[str, float], error: OwnCodeError | None, share: EvaluationShare
+    metrics: dict[str, float], error: UserCodeError | None, share: EvaluationShare
 ) -> dict[str, float]:
     """Return the metrics of the first process, or fail where one has failed."""
     failure = None if error is None else str(error)
@@ -517,12 +517,12 @@ class TaskEvaluator:
             return self._metrics(run, answers)
         except MetricsError as error:
             raised = error.__cause__
-            if raised is None or isinstance(raised, OwnCodeError):
+            if raised is None or isinstance(raised, UserCodeError):
                 raise
         # Here and not above: within the handler it would get a context that it did not have.
         raise raised
 
-    def _metrics(self, run: TaskRun, answers: Answers | None, listener: Listener = nobody) -> dict[str, float]:
+    def _metrics(self, run: TaskRun, answers: Answers | None, listener: Listener = ignore_timing) -> dict[str, float]:
         if run.eval_data is None:
             raise ConfigError(f"tasks.{run.name}.eval_dataset: got None; allowed: held-out rows, to evaluate the task.")
         metrics = evaluate_task(

@@ -36,7 +36,7 @@ from peft_mux.modeling.generation.prompts import PromptRow
 from peft_mux.modeling.model import reason_of_adapter
 from peft_mux.scheduler.pipeline.simulator import MOST_STEPS
 from peft_mux.task import Task, TaskStatus
-from peft_mux.user_code import OwnCodeError, own_code
+from peft_mux.user_code import UserCodeError, guard_user_code
 
 
 class BestMetric:
@@ -513,14 +513,14 @@ class TaskTable:
         """
         optimizer = self._optimizer(name)
         try:
-            with own_code(name, "optimizer"):
+            with guard_user_code(name, "optimizer"):
                 if is_updated:
                     optimizer.joint_step_counted()
                 else:
                     # Before the step: these weights gave a finite loss; what the step makes of them is not known yet.
                     self._last_good(name).keep()
                     optimizer.step(norm)
-        except OwnCodeError as error:
+        except UserCodeError as error:
             _logger.warning('the optimizer of task "%s" failed', name, exc_info=True)
             return str(error) or type(error).__name__
         return ""

@@ -1,4 +1,4 @@
-"""The loss that a user writes: `Task(objective=my_function)`, run under the guard of `own_code`.
+"""The loss that a user writes: `Task(objective=my_function)`, run under the guard of `guard_user_code`.
 
 The function's own backward runs at once, up to the log-probabilities that it was given; so whatever it raises, there or
 in its forward, fails its task alone, and never the backward pass that all tasks share.
@@ -23,7 +23,7 @@ from peft_mux.modeling.objectives.objective import (
     TokenOutputs,
     register_objective,
 )
-from peft_mux.user_code import own_code
+from peft_mux.user_code import guard_user_code
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +58,11 @@ class OwnLoss(BaseObjective):
         """Return what the function makes of the targets.
 
         Raises:
-            OwnCodeError: whatever the function raises, or what is wrong with what it returns.
+            UserCodeError: whatever the function raises, or what is wrong with what it returns.
         """
         words_MK = outputs.word_logprobs_MK
         given = [outputs.nll_M] if words_MK is None else [outputs.nll_M, words_MK]
-        with own_code(outputs.task, "objective"), torch.enable_grad():
+        with guard_user_code(outputs.task, "objective"), torch.enable_grad():
             # Copies: what a function writes in place would reach the outputs, and the backward pass, of all tasks.
             nll_M, *words = leaves = [values.detach().clone().requires_grad_() for values in given]
             own = replace(outputs, nll_M=nll_M, word_logprobs_MK=words[0] if words else None)

@@ -38,7 +38,7 @@ from peft_mux.modeling.objectives.objective import (
     objectives_of,
     read_args,
 )
-from peft_mux.user_code import OwnCodeError
+from peft_mux.user_code import UserCodeError
 
 
 class FoundLoss(NamedTuple):
@@ -290,7 +290,7 @@ class TaskObjectives:
         began = time.perf_counter()
         try:
             return objective.loss(outputs, args)
-        except OwnCodeError as error:
+        except UserCodeError as error:
             self.failures[outputs.task] = f"objective: {error}"
             # With a graph: a pass of this task alone would have nothing to differentiate.
             return TaskLoss(outputs.anchor * float("nan"))

@@ -13,7 +13,7 @@ from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.errors import ForcedInterrupt
-from peft_mux.user_code import OwnCodeError, describe_error, own_code, own_frames, printable
+from peft_mux.user_code import UserCodeError, describe_error, guard_user_code, printable, user_traceback
 
 
 class Hostile(Exception):
@@ -36,7 +36,7 @@ class Hostile(Exception):
     ],
 )
 def test_whatever_own_code_raises_is_one_kind_of_error_with_its_text_and_cause(error: BaseException, text: str) -> None:
-    with pytest.raises(OwnCodeError) as caught, own_code("own", "callback"):
+    with pytest.raises(UserCodeError) as caught, guard_user_code("own", "callback"):
         raise error
     assert str(caught.value) == text
     assert caught.value.__cause__ is error
@@ -73,7 +73,7 @@ SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
 def test_a_setting_of_the_process_that_own_code_leaves_is_put_back(name: str, fails: bool) -> None:
     change, asked = SETTINGS[name]
     before = asked()
-    with suppress(OwnCodeError), own_code("own", "callback"):
+    with suppress(UserCodeError), guard_user_code("own", "callback"):
         change()
         assert asked() != before
         if fails:
@@ -83,7 +83,7 @@ def test_a_setting_of_the_process_that_own_code_leaves_is_put_back(name: str, fa
 
 def test_a_block_of_autocast_that_is_never_left_keeps_no_weights_of_a_step_before() -> None:
     weight, x = torch.nn.Parameter(torch.ones(2, 2)), torch.ones(1, 2)
-    with own_code("own", "callback"):
+    with guard_user_code("own", "callback"):
         torch.autocast("cpu", torch.bfloat16).__enter__()
     with torch.autocast("cpu", torch.bfloat16):
         before = torch.nn.functional.linear(x, weight).sum().item()
@@ -99,7 +99,7 @@ def test_an_endless_text_is_cut() -> None:
 
 @pytest.mark.parametrize("error", [ForcedInterrupt()])
 def test_what_the_user_of_the_run_asks_for_passes(error: BaseException) -> None:
-    with pytest.raises(type(error)), own_code("own", "callback"):
+    with pytest.raises(type(error)), guard_user_code("own", "callback"):
         raise error
 
 
@@ -108,12 +108,12 @@ def test_the_listener_is_told_how_long_it_took_whether_it_failed_or_not(fails: b
     told: list[tuple[str, str, float]] = []
 
     def run() -> None:
-        with own_code("own", "callback", lambda *facts: told.append(facts)):
+        with guard_user_code("own", "callback", lambda *facts: told.append(facts)):
             if fails:
                 raise ValueError
 
     if fails:
-        with pytest.raises(OwnCodeError):
+        with pytest.raises(UserCodeError):
             run()
     else:
         run()
@@ -128,10 +128,10 @@ def test_a_traceback_begins_in_the_own_code_and_not_in_what_called_it() -> None:
 
     callback = type("Own", (TrainerCallback,), {"on_step_end": fails})()
     handler = CallbackHandler([callback], None, None, None, None)
-    with pytest.raises(OwnCodeError) as caught, own_code("own", "callback"):
+    with pytest.raises(UserCodeError) as caught, guard_user_code("own", "callback"):
         handler.call_event("on_step_end", None, None, TrainerControl())  # type: ignore[arg-type]
     error = caught.value.__cause__
     assert error is not None
-    frames = traceback.extract_tb(own_frames(error))
+    frames = traceback.extract_tb(user_traceback(error))
     assert frames[-1].name == "fails"
     assert all(frame.filename == __file__ for frame in (frames[0], frames[-1]))
