@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+import importlib.abc
+import sys
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING, Any
 
 import peft_mux.errors
-import peft_mux.late_imports
 
 if TYPE_CHECKING:
     from peft_mux.arguments import MultiTaskTrainingArguments
@@ -23,52 +25,39 @@ if TYPE_CHECKING:
         ProcessError,
         UnsupportedModelError,
     )
-    from peft_mux.hyper_parameters import EarlyStopping
     from peft_mux.modeling.adapters.bottleneck.peft_tuner import BottleneckConfig
     from peft_mux.modeling.adapters.diff_pruning.peft_tuner import DiffPruningConfig
     from peft_mux.modeling.generation.decoding import generate
     from peft_mux.modeling.generation.options import Completion, GenerateOptions, GenerationRequest, SamplingOptions
     from peft_mux.modeling.model import MultiTaskPeftModel
     from peft_mux.scheduler.plan import Plan
-    from peft_mux.task import MultiTaskTrainerCallback, Task, TaskStatus
+    from peft_mux.task import EarlyStopping, MultiTaskTrainerCallback, Task, TaskStatus
     from peft_mux.trainer.sweep import SweepResult, sweep
     from peft_mux.trainer.trainer import MultiTaskTrainer
 
 __version__ = peft_mux.errors.installed_version("peft-mux") or "0.0.0"  # a checkout that is not installed
 
-# So that PEFT knows our methods wherever it is imported, and this costs nothing where it is not.
-peft_mux.late_imports.after_import("peft", "peft_mux.modeling.adapters")
-
-_HOMES = {
-    "BottleneckConfig": "modeling.adapters.bottleneck.peft_tuner",
-    "CheckpointError": "errors",
-    "ChunkPackingCollator": "data.collator",
-    "Completion": "modeling.generation.options",
-    "ConfigError": "errors",
-    "DataError": "errors",
-    "DiffPruningConfig": "modeling.adapters.diff_pruning.peft_tuner",
-    "EarlyStopping": "hyper_parameters",
-    "GenerateOptions": "modeling.generation.options",
-    "GenerationRequest": "modeling.generation.options",
-    "MemoryBudgetError": "errors",
-    "MultiTaskPeftModel": "modeling.model",
-    "MultiTaskTrainer": "trainer.trainer",
-    "MultiTaskTrainerCallback": "task",
-    "MultiTaskTrainingArguments": "arguments",
-    "MuxBatch": "data.batch",
-    "PeftMuxError": "errors",
-    "Plan": "scheduler.plan",
-    "PlanError": "errors",
-    "ProcessError": "errors",
-    "SamplingOptions": "modeling.generation.options",
-    "SweepResult": "trainer.sweep",
-    "Task": "task",
-    "TaskStatus": "task",
-    "UnsupportedModelError": "errors",
-    "generate": "modeling.generation.decoding",
-    "load_rows": "data.sources",
-    "sweep": "trainer.sweep",
+_NAMES = {
+    "arguments": "MultiTaskTrainingArguments",
+    "data.batch": "MuxBatch",
+    "data.collator": "ChunkPackingCollator",
+    "data.sources": "load_rows",
+    "errors": (
+        "CheckpointError ConfigError DataError MemoryBudgetError PeftMuxError PlanError ProcessError "
+        "UnsupportedModelError"
+    ),
+    "modeling.adapters.bottleneck.peft_tuner": "BottleneckConfig",
+    "modeling.adapters.diff_pruning.peft_tuner": "DiffPruningConfig",
+    "modeling.generation.decoding": "generate",
+    "modeling.generation.options": "Completion GenerateOptions GenerationRequest SamplingOptions",
+    "modeling.model": "MultiTaskPeftModel",
+    "scheduler.plan": "Plan",
+    "task": "EarlyStopping MultiTaskTrainerCallback Task TaskStatus",
+    "trainer.sweep": "SweepResult sweep",
+    "trainer.trainer": "MultiTaskTrainer",
 }
+"""The public names of each module."""
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "BottleneckConfig",
@@ -109,7 +98,33 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name when it is first used, so that `import peft_mux` costs nothing."""
+    """Import a public name when it is first used, so that `import peft_mux` takes no time."""
     if name not in _HOMES:
         raise AttributeError(f"module 'peft_mux' has no attribute {name!r}")
     return getattr(importlib.import_module(f"peft_mux.{_HOMES[name]}"), name)
+
+
+class _PeftFinder(importlib.abc.MetaPathFinder):
+    """Imports our adapter types right after PEFT, whenever that is: PEFT must know them before it reads their files."""
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return how PEFT is loaded, followed by our types; `None` for any other module."""
+        if fullname != "peft" or self not in sys.meta_path:
+            return None
+        others = sys.meta_path[sys.meta_path.index(self) + 1 :]
+        spec = next(filter(None, (finder.find_spec(fullname, path, target) for finder in others)), None)
+        if spec is not None and spec.loader is not None:
+            load = spec.loader.exec_module
+
+            def load_and_register(module: Any) -> None:
+                load(module)
+                importlib.import_module("peft_mux.modeling.adapters")
+
+            spec.loader.exec_module = load_and_register
+        return spec
+
+
+if sys.modules.get("peft") is not None:  # `None` stands for a module that was declared absent
+    importlib.import_module("peft_mux.modeling.adapters")
+else:
+    sys.meta_path.insert(0, _PeftFinder())

@@ -1,51 +1,349 @@
-"""The fields of `transformers.TrainingArguments`: which of them a run heeds, of which types, and why not the others."""
+"""`MultiTaskTrainingArguments`: the settings of a run and the defaults of its tasks, and the rules for all settings.
 
-# MERGED: What a `TrainingArguments`, an `SFTConfig` or a trainer says of one task, as settings of a `Task`.
-# MERGED: A setting of the run (`bf16`, `logging_steps`) is none of a task:
-# MERGED: `MultiTaskTrainingArguments.from_training_arguments`
-# MERGED: takes those. One that means nothing here is refused with its reason, so that none is lost on the way.
-# MERGED: `MultiTaskTrainingArguments`: what holds for the whole run, and completes the settings of its tasks.
-# MERGED: It is `transformers.TrainingArguments` plus the knobs of multiplexing. An inherited field that cannot mean
-# MERGED: anything for
-# MERGED: many tasks (or is not built yet) is refused when it is set, never accepted and ignored.
+Every field of `transformers.TrainingArguments` is one of three kinds. `HONOURED` fields work as in Trainer, `HARMLESS`
+fields cannot change a result here, and every other field must keep its default: a different value is refused with a
+reason, never accepted and ignored. Values are checked against `_RULES`, `_CHOICES`, or the type of the field.
+"""
 
 from __future__ import annotations
 
 import errno
 import json
+import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
-from transformers import TrainingArguments
+from transformers import SchedulerType, TrainingArguments
+from transformers.trainer_pt_utils import AcceleratorConfig
+from transformers.training_args import OptimizerNames
 
 from peft_mux.errors import ConfigError, Fault, closest, is_integer, is_real, raise_faults, shown
-from peft_mux.hyper_parameters import (
-    MOST_STEPS,
-    hyper_parameter_faults,
-    is_interval,
-    supported_optimizers,
-    supported_schedules,
-)
-from peft_mux.moved_names import refuse_unknown
 from peft_mux.scheduler.dispatching.dispatch import Policy
 from peft_mux.scheduler.pipeline.template import SCHEDULES
 from peft_mux.scheduler.planner.policies import policy_names
 
-_Rule = tuple[Callable[[Any], bool], str]
-
-OVERLONG_POLICIES = ("truncate", "drop", "error")
-QUARANTINE_POLICIES = ("quarantine", "stop")
 LOGGERS_OF_MANY_RUNS = ("tensorboard", "wandb", "mlflow", "trackio")
-"""Loggers that keep a run of its own for each task (`reporting.trackers`); others know one run a process."""
-FLUSHES = ("auto", "every_step")
+"""Loggers that can keep a run for each task (`reporting.trackers`); the others know one run per process."""
+MOST_STEPS = 10**9
+"""The greatest number of steps, and the greatest count that is accepted anywhere: anything above it is a slip."""
+
+
+# ---------------------------------------------------------------------------------------------------- unknown settings
+
+ADAPTER_NAMES = {
+    **dict.fromkeys("r rank lora_r lora_rank".split(), "r"),
+    **dict.fromkeys("alpha lora_alpha".split(), "lora_alpha"),
+    **dict.fromkeys("dropout lora_dropout".split(), "lora_dropout"),
+    **dict.fromkeys("target_modules lora_target_modules".split(), "target_modules"),
+}
+"""Names of an adapter's settings, and the field of `LoraConfig` that is meant."""
+RENAMED = {
+    # transformers
+    "evaluation_strategy": "eval_strategy",
+    "no_cuda": "use_cpu",
+    "warmup_ratio": "warmup_steps, which is a share of all steps where it is below 1",
+    "group_by_length": "nothing: sequences are packed, so their lengths need no grouping",
+    "overwrite_output_dir": "nothing: go on with a run by train(resume_from_checkpoint=True), or give a new folder",
+    "save_safetensors": "nothing: safetensors are all that is written",
+    **dict.fromkeys("tokenizer processing_class".split(), "processing_class of the trainer"),
+    **dict.fromkeys(
+        "per_device_train_batch_size gradient_accumulation_steps".split(),
+        "train_batch_size, the sequences of an optimizer step over all processes",
+    ),
+    # TRL
+    "max_seq_length": "max_length",
+    **dict.fromkeys(
+        "packing packing_strategy padding_free".split(),
+        "nothing: all sequences are packed, without attention between them",
+    ),
+    "dataset_text_field": 'row_format={"text": "your column"} of each Task',
+    "dataset_num_proc": "nothing: rows are tokenised once, in one process",
+    "formatting_func": "row_format, or map the rows before",
+    "chat_template_path": "chat_template, the template itself: it belongs to each Task",
+    "beta": 'objective_args={"beta": ...} of each Task',
+    "model_init_kwargs": "model_init_kwargs of the trainer",
+    # short names
+    "lr": "learning_rate",
+    "batch_size": "train_batch_size of each Task, or per_device_train_batch_size of the run",
+    **dict.fromkeys("epochs num_epochs".split(), "num_train_epochs"),
+    "steps": "max_steps",
+    **dict.fromkeys("dataset data train_data".split(), "train_dataset of each Task"),
+    **dict.fromkeys("peft config lora_config adapter".split(), "peft_config of each Task"),
+    "model": "model of the trainer",
+    "args": "the settings themselves: learning_rate, max_steps, ... or Task.from_sft_config",
+}
+"""Names that users bring from older releases, TRL or habit, and what to use here."""
+_TASK_FIELDS = (
+    "name peft_config train_dataset eval_dataset train_batch_size shuffle num_labels compute_metrics callbacks "
+    "priority preprocess_logits_for_metrics eval_generate early_stopping objective objective_args loss_type row_format "
+    "chat_template completion_only_loss assistant_only_loss"
+).split()
+
+
+def belongs(name: str, *, on_task: bool = False) -> str:
+    """Return what to use in place of an unknown setting; "" if nothing is known about it.
+
+    Args:
+        name: name of the setting.
+        on_task: whether it was set on a task rather than on the arguments of a run.
+    """
+    if on_task and name in ADAPTER_NAMES:
+        return f"Use peft_config=LoraConfig({ADAPTER_NAMES[name]}=...)."
+    if name in RENAMED:
+        return f"Use {RENAMED[name]}."
+    if on_task and name in SETTABLE_FIELDS:
+        return "Use MultiTaskTrainingArguments, as it is one for the run."
+    if not on_task and name in _TASK_FIELDS:
+        return f"Use {name}: it belongs to each Task."
+    return ""
+
+
+def refuse_unknown(given: Mapping[str, Any], known: Iterable[str], where: str, needed: Iterable[str] = ()) -> None:
+    """Refuse settings that a class does not have, and settings that are missing.
+
+    Args:
+        given: the settings by name.
+        known: names of all settings of the class.
+        where: the class in messages: "args", "tasks.sql".
+        needed: names of settings that must be given.
+
+    Raises:
+        ConfigError: naming each, and where it belongs or which name is closest.
+    """
+    known = tuple(known)
+    faults = []
+    for name in [name for name in given if name not in known]:
+        fix = belongs(name, on_task=where != "args") or closest(name, known) or "Take it out."
+        faults.append(Fault(f"{where}.{name}", shown(given[name]), "a setting of this class", fix))
+    for name in [name for name in needed if name not in given]:
+        faults.append(Fault(f"{where}.{name}", "nothing", "a value, as it has no default"))
+    raise_faults(faults)
+
+
+# ----------------------------------------------------------------------------------------------------- rules of values
+
+
+class Rule(NamedTuple):
+    """What a setting may hold, as a check and in the words of messages."""
+
+    is_valid: Callable[[Any], bool]
+    allowed: str
+
+
+def is_interval(value: object, minimum: int = 1) -> bool:
+    """Whether a value is a number of steps of at least `minimum`, or a share of all steps below 1, as in Trainer."""
+    if is_integer(value):
+        return is_integer(value, minimum, MOST_STEPS)
+    return is_real(value) and (0 < value < 1 or (value == int(value) and is_interval(int(value), minimum)))  # type: ignore[operator, arg-type]
+
+
+def _integer(minimum: int, maximum: int = MOST_STEPS) -> Rule:
+    return Rule(lambda value: is_integer(value, minimum, maximum), f"an integer from {minimum} to {maximum}")
+
+
+def _number(minimum: float, maximum: float = math.inf) -> Rule:
+    allowed = f"a finite number of at least {minimum:g}" if maximum == math.inf else f"a number from 0 to {maximum}"
+    return Rule(lambda value: is_real(value) and minimum <= value <= maximum, allowed)
+
+
+def _interval(minimum: int) -> Rule:
+    allowed = f"an integer from {minimum} to {MOST_STEPS}, or a share of all steps above 0 and below 1"
+    return Rule(lambda value: is_interval(value, minimum), allowed)
+
+
+def _optional(rule: Rule) -> Rule:
+    return Rule(lambda value: value is None or rule.is_valid(value), f"{rule.allowed}, or None")
+
+
+_BETA = Rule(lambda value: is_real(value) and 0 <= value < 1, "a number in [0, 1)")
+NUMBER_RULES: Mapping[str, Rule] = {
+    "train_batch_size": _integer(1, 2**20),
+    "learning_rate": Rule(lambda value: is_real(value) and value > 0, "a finite number above 0"),
+    "num_train_epochs": Rule(
+        lambda value: is_real(value) and 0 < value <= MOST_STEPS, f"a number above 0, at most {MOST_STEPS}"
+    ),
+    "max_steps": Rule(
+        lambda value: is_integer(value, 1, MOST_STEPS) or is_integer(value, -1, -1),
+        f"an integer from 1 to {MOST_STEPS}, or -1 for num_train_epochs",
+    ),
+    "weight_decay": _number(0),
+    "warmup_steps": _number(0, MOST_STEPS),
+    "max_grad_norm": _number(0),
+    "adam_beta1": _BETA,
+    "adam_beta2": _BETA,
+    "adam_epsilon": _number(0),
+    "seed": Rule(lambda value: is_integer(value, 0, 2**63 - 1), "an integer in [0, 2**63)"),
+    "max_length": _integer(2),
+    "num_labels": _integer(1, 2**20),
+    "eval_steps": _interval(0),
+    "save_steps": _interval(0),
+    "eval_delay": _number(0),
+    "data_timeout_s": Rule(
+        lambda value: is_real(value) and 0 < value <= 1e6,
+        "a finite number of seconds above 0, at most 1,000,000",
+    ),
+    "label_smoothing_factor": _number(0, 1),
+    "neftune_noise_alpha": _optional(_number(0, MOST_STEPS)),
+    "priority": _integer(-MOST_STEPS),
+}
+"""Rules of the numbers of a task and, where the run has a setting of the same name, of the run's default."""
+
+_TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "bool": ("True, False", lambda value: isinstance(value, bool)),
+    "int": ("an integer", lambda value: is_integer(value, -MOST_STEPS, MOST_STEPS)),
+    "float": ("a number", is_real),
+    "str": ("a string", lambda value: isinstance(value, str)),
+    "dict": ("a dict", lambda value: isinstance(value, dict)),
+    "None": ("None", lambda value: value is None),
+}
+
+
+def plain_types(annotation: object) -> tuple[str, ...]:
+    """Return the names of the plain types of an annotation such as `str | None`; () if it has others than those."""
+    words = [word.strip().removeprefix("<class '").removesuffix("'>") for word in str(annotation).split("|")]
+    words = [word.split("[")[0] for word in words]
+    return tuple(words) if all(word in _TYPES for word in words) else ()
+
+
+def type_rule(annotation: object) -> Rule:
+    """Return the rule that values are of the plain types of an annotation."""
+    types = plain_types(annotation)
+    assert types, f"{annotation} needs a rule of its own"
+    words = ", ".join(_TYPES[name][0] for name in types).split(", ")
+    allowed = " or ".join([", ".join(words[:-1]), words[-1]]) if words[1:] else words[0]
+    return Rule(lambda value: any(_TYPES[name][1](value) for name in types), allowed)
+
+
+def supported_optimizers() -> list[str]:
+    """Return the `optim` names of Trainer that can be held per task.
+
+    Left out are optimizers that step inside the backward pass or layer by layer (LOMO, layer-wise kinds), that project
+    modules named for the whole model (GaLore, APOLLO), and that swap weights for evaluation (schedule-free).
+    """
+    names = [str(option.value) for option in OptimizerNames]
+    refused = ("lomo", "galore", "apollo", "layerwise", "schedule_free")
+    return [name for name in names if not any(part in name for part in refused)]
+
+
+def supported_schedules() -> list[str]:
+    """Return the `lr_scheduler_type` names of Trainer that depend on the step alone."""
+    refused = ("reduce_lr_on_plateau", "greedy")
+    return [str(kind.value) for kind in SchedulerType if str(kind.value) not in refused]
+
+
+ELEMENTWISE = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
+"""Optimizers that treat every element alike, so that it does not matter how weights are cut into tensors."""
+
+
+def choice_faults(where: str, value: object, options: Iterable[str]) -> list[Fault]:
+    """Return a fault if a value, or the value of an enumeration of transformers, is none of some names."""
+    value, options = getattr(value, "value", value), list(options)
+    if isinstance(value, str) and value in options:
+        return []
+    return [Fault(where, shown(value), ", ".join(options), closest(value, options))]  # type: ignore[arg-type]
+
+
+# ----------------------------------------------------------------------------------- the fields of `TrainingArguments`
+
+HONOURED = (
+    "output_dir per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate "
+    "lr_scheduler_type lr_scheduler_kwargs warmup_steps optim optim_args weight_decay adam_beta1 adam_beta2 "
+    "adam_epsilon max_grad_norm label_smoothing_factor neftune_noise_alpha seed full_determinism bf16 tf32 use_cpu "
+    "activation_checkpointing activation_checkpointing_kwargs gradient_checkpointing gradient_checkpointing_kwargs "
+    "logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica disable_tqdm "
+    "report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id logging_dir eval_strategy "
+    "eval_steps eval_delay eval_on_start load_best_model_at_end metric_for_best_model greater_is_better save_strategy "
+    "save_steps save_total_limit resume_from_checkpoint push_to_hub hub_model_id hub_strategy hub_token "
+    "hub_private_repo hub_always_push hub_revision local_rank ddp_timeout "
+    # Flags for the user's script, which Trainer does not read either.
+    "do_train do_eval do_predict"
+).split()
+"""Inherited fields that work as in Trainer."""
+HARMLESS = (
+    # Gradients are summed without DistributedDataParallel.
+    "ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph "
+    # Rows are tokenised before the first step and packed, without a DataLoader; other columns are not read.
+    "dataloader_pin_memory dataloader_persistent_workers dataloader_in_order dataloader_num_workers "
+    "dataloader_prefetch_factor dataloader_multiprocessing_context remove_unused_columns length_column_name "
+    # Held-out rows are packed too, and predictions go to the CPU after every pass, gathered as objects.
+    "per_device_eval_batch_size eval_accumulation_steps eval_use_gather_object "
+    # A task whose loss is not finite ends before it would be logged; memory is always measured.
+    "logging_nan_inf_filter skip_memory_metrics"
+).split()
+"""Inherited fields that no result depends on here."""
+REASONS: Mapping[str, str] = {
+    "fp16": "losses would need one scaler a task; use bf16",
+    **dict.fromkeys(
+        "bf16_full_eval fp16_full_eval".split(),
+        "losses are computed in fp32 or bf16, and an evaluation in the dtype of the training",
+    ),
+    **dict.fromkeys(
+        "prediction_loss_only batch_eval_metrics include_for_metrics label_names".split(),
+        "evaluation computes eval_loss, or calls the task's own compute_metrics on all of its rows at once",
+    ),
+    **dict.fromkeys("ignore_data_skip save_only_model".split(), "resuming is exact, and needs the whole state"),
+    **dict.fromkeys(
+        "torch_compile torch_compile_backend torch_compile_mode".split(),
+        "compile modules of the backbone (layer.mlp.compile()); grouped LoRA is one operator inside them",
+    ),
+    "use_liger_kernel": "it replaces the layers that are multiplexed",
+    **dict.fromkeys(
+        "fsdp fsdp_config".split(),
+        "adapters of many tasks are laid out by peft_mux; set shard_backbone=True for FSDP2",
+    ),
+    "deepspeed": "adapters of many tasks are laid out by peft_mux; set shard_backbone, or the two parallel sizes",
+    "parallelism_config": "set tensor_parallel_size, pipeline_parallel_size or shard_backbone",
+    "accelerator_config": "rows are packed and given out by peft_mux, without accelerate's loaders",
+    "average_tokens_across_devices": "every task counts the tokens of its whole global batch, over all processes",
+    "include_num_input_tokens_seen": "tokens are counted by task, in metrics.jsonl",
+    "train_sampling_strategy": "sequences are packed, so their lengths need no grouping; for the order of the rows set "
+    "shuffle=False on the Task",
+    "auto_find_batch_size": "set max_tokens_per_micro_batch instead",
+    "optim_target_modules": "every task trains exactly its own adapter",
+    "dataloader_drop_last": "the last batch of an epoch is trained on",
+    "data_seed": "it has no meaning for many tasks at once: the seed of a Task fixes its order of rows",
+}
+"""Why fields that users often set must keep their defaults."""
+
+
+def reason_against(name: str) -> str:
+    """Return why a field of `TrainingArguments` must keep its default."""
+    return REASONS.get(name, "it has no meaning for many tasks at once, or none yet")
+
+
+def _default(item: Any) -> Any:
+    return item.default if item.default is not MISSING else item.default_factory()
+
+
+def _equals(value: object, default: object) -> bool:
+    # 0 is no switch: code that reads it later may fail with a message of its own.
+    if isinstance(default, bool) and not isinstance(value, bool):
+        return False
+    try:
+        return bool(value == default)
+    except Exception:  # whatever comparing an array, or an object of the user's, raises
+        return False
+
+
+def is_default(config: TrainingArguments, name: str) -> bool:
+    """Whether a field of complete `TrainingArguments` has its default, in whichever form transformers keeps it.
+
+    No new arguments are made to compare with: that would reset the state from which other trainers read their devices.
+    """
+    default, value = _default(TrainingArguments.__dataclass_fields__[name]), getattr(config, name)
+    if isinstance(value, AcceleratorConfig):
+        return value == AcceleratorConfig()
+    if value in ([], None, False) and default in ("", "none", [], None, False):
+        return True
+    return str(getattr(value, "value", value)) == str(getattr(default, "value", default))
 
 
 def _is_options(value: object) -> bool:
-    """Whether a value is a dict, or the text of one, as TrainingArguments takes it from command lines."""
+    """Whether a value is a dict, or the JSON text of one, which TrainingArguments accepts for command lines."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -55,12 +353,12 @@ def _is_options(value: object) -> bool:
 
 
 def _is_path(value: object) -> bool:
+    """Whether a value is a path that the file system can have; nothing need be there yet."""
     if not isinstance(value, (str, os.PathLike)) or not str(value):
         return False
     try:
         os.stat(value)
     except OSError as error:
-        # It need not be there yet, but it must be possible.
         return error.errno != errno.ENAMETOOLONG
     except ValueError:  # a null character
         return False
@@ -68,7 +366,7 @@ def _is_path(value: object) -> bool:
 
 
 def _is_report(value: object) -> bool:
-    """Whether a value names loggers that are installed, for Trainer makes them at once."""
+    """Whether a value names loggers that are installed: Trainer opens them at once."""
     from transformers.integrations import get_available_reporting_integrations
 
     names = [value] if isinstance(value, str) else value
@@ -76,417 +374,153 @@ def _is_report(value: object) -> bool:
     return isinstance(names, (list, tuple)) and all(isinstance(name, str) and name in known for name in names)
 
 
-_FLAG: _Rule = (lambda value: isinstance(value, bool), "True or False")
-_FLAG_OR_NONE: _Rule = (lambda value: value is None or isinstance(value, bool), "True, False or None")
-_TEXT: _Rule = (lambda value: value is None or isinstance(value, str), "a string or None")
-_OPTIONS: _Rule = (_is_options, "a dict of options, or None")
-_LEVEL_NAMES = ("detail", "debug", "info", "warning", "error", "critical", "passive")
-_LEVEL: _Rule = (lambda value: isinstance(value, str) and value in _LEVEL_NAMES, ", ".join(_LEVEL_NAMES))
-# Looked at elsewhere: numbers in `hyper_parameters`, choices and counts in `arguments`.
-_CHECKED: _Rule = (lambda _: True, "")
-
-HONOURED: Mapping[str, _Rule] = {
+_COUNT = _integer(1)
+_TEXT = Rule(lambda value: value is None or isinstance(value, str), "a string or None")
+_OPTIONS = Rule(_is_options, "a dict of options, or None")
+_SWITCH_OR_AUTO = Rule(lambda value: isinstance(value, bool) or _equals(value, "auto"), 'True, False or "auto"')
+_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
+_STRATEGIES = ("steps", "epoch", "no")
+_CHOICES: Mapping[str, Iterable[str]] = {
+    "overlong_policy": ("truncate", "drop", "error"),
+    "planner": policy_names(),
+    "pipeline_schedule": SCHEDULES,
+    "pipeline_flush": ("auto", "every_step"),
+    "dispatch": get_args(Policy),
+    "measured_times": ("report", "plan"),
+    "quarantine_policy": ("quarantine", "stop"),
+    "save_strategy": _STRATEGIES,
+    "eval_strategy": _STRATEGIES,
+    "logging_strategy": _STRATEGIES,
+    "hub_strategy": ("end", "every_save"),
+    "optim": supported_optimizers(),
+    "lr_scheduler_type": supported_schedules(),
+    "log_level": _LEVELS,
+    "log_level_replica": _LEVELS,
+}
+_RULES: Mapping[str, Rule] = {
+    **NUMBER_RULES,
+    # Trainer seeds NumPy with it too; the seed of a task may be greater.
+    "seed": Rule(lambda value: is_integer(value, 0, 2**32 - 1), "an integer in [0, 2**32)"),
+    "logging_steps": _interval(1),
+    "save_steps": _interval(1),
+    "eval_steps": _optional(_interval(1)),
     **dict.fromkeys(
         (
-            "per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps learning_rate "
-            "lr_scheduler_type warmup_steps optim weight_decay adam_beta1 adam_beta2 adam_epsilon max_grad_norm "
-            "logging_strategy logging_steps eval_strategy eval_steps save_strategy save_steps save_total_limit "
-            "eval_delay hub_strategy label_smoothing_factor neftune_noise_alpha"
+            "per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch min_chunk_size "
+            "tensor_parallel_size pipeline_parallel_size replan_steps"
         ).split(),
-        _CHECKED,
+        _COUNT,
     ),
-    **dict.fromkeys("bf16 logging_first_step log_on_each_node use_cpu full_determinism".split(), _FLAG),
-    # Flags that Trainer itself passes over too: they are there for the user's script to read.
-    **dict.fromkeys("do_train do_eval do_predict".split(), _FLAG),
-    **dict.fromkeys("load_best_model_at_end eval_on_start push_to_hub hub_always_push".split(), _FLAG),
-    **dict.fromkeys("greater_is_better tf32 hub_private_repo".split(), _FLAG_OR_NONE),
-    **dict.fromkeys("metric_for_best_model hub_token hub_model_id hub_revision".split(), _TEXT),
-    **dict.fromkeys("disable_tqdm activation_checkpointing gradient_checkpointing".split(), _FLAG_OR_NONE),
+    **dict.fromkeys("chunk_size save_total_limit num_micro_batches".split(), _optional(_COUNT)),
+    **dict.fromkeys("share_prefixes last_layer_at_targets cuda_graphs".split(), _SWITCH_OR_AUTO),
     **dict.fromkeys(
         "lr_scheduler_kwargs activation_checkpointing_kwargs gradient_checkpointing_kwargs".split(), _OPTIONS
     ),
-    **dict.fromkeys(
-        "optim_args run_name project trackio_space_id trackio_bucket_id trackio_static_space_id logging_dir".split(),
-        _TEXT,
-    ),
-    **dict.fromkeys("log_level log_level_replica".split(), _LEVEL),
-    "output_dir": (lambda value: value is None or _is_path(value), "the path of a folder"),
-    "resume_from_checkpoint": (
+    **dict.fromkeys("project trackio_static_space_id".split(), _TEXT),
+    "output_dir": Rule(lambda value: value is None or _is_path(value), "the path of a folder"),
+    "resume_from_checkpoint": Rule(
         lambda value: value is None or isinstance(value, bool) or _is_path(value),
         "True, the folder of a run, or None",
     ),
-    "report_to": (_is_report, 'the name of a logger that is installed, a list of them, "all" or "none"'),
-    # Trainer seeds NumPy with it too; a task's own seed may be greater.
-    "seed": (lambda value: value is None or (type(value) is int and 0 <= value < 2**32), "an integer in [0, 2**32)"),
-    "local_rank": (lambda value: type(value) is int and -1 <= value < 2**31, "the rank that the launcher gave"),
-    "ddp_timeout": (lambda value: type(value) is int and 1 <= value <= 10**9, "a number of seconds of at least 1"),
+    "report_to": Rule(_is_report, 'the name of a logger that is installed, a list of them, "all" or "none"'),
+    "ddp_timeout": Rule(lambda value: is_integer(value, 1, MOST_STEPS), "a number of seconds of at least 1"),
+    "interleaved_passes": Rule(
+        lambda value: _equals(value, "auto") or is_integer(value, 1, MOST_STEPS), f'"auto", or {_COUNT.allowed}'
+    ),
+    "memory_limit_gib": Rule(
+        lambda value: value is None or (is_real(value) and 0 < value <= MOST_STEPS), "a number of GiB above 0, or None"
+    ),
+    "replan_gain": Rule(
+        lambda value: is_real(value) and 0 <= value <= MOST_STEPS, "a part of 0 or more, such as 0.05 for 5 %"
+    ),
+    "cost_profile": Rule(
+        lambda value: value is None or (_is_path(value) and Path(value).is_file()),
+        "a file that peft-mux profile wrote, or None",
+    ),
+    "replicas": Rule(
+        lambda value: value is None or (isinstance(value, str) and len(value) <= 1000),
+        'a string such as "<2,1>, <1,1>x2", or None',
+    ),
 }
-"""Inherited fields that may be set, each with what may stand in it."""
-
-_COUNT_OR_NONE: _Rule = (
-    lambda value: value is None or (type(value) is int and 0 <= value <= 10**9),
-    "an integer of at least 0, or None",
-)
-_ANY_FLAG = "ddp_find_unused_parameters ddp_broadcast_buffers ddp_static_graph"
-_LOADER_FLAGS = "dataloader_pin_memory dataloader_persistent_workers dataloader_in_order"
-
-HARMLESS: Mapping[str, tuple[_Rule, str]] = {
-    **dict.fromkeys(_ANY_FLAG.split(), (_FLAG_OR_NONE, "gradients are summed without DistributedDataParallel")),
-    "ddp_bucket_cap_mb": (_COUNT_OR_NONE, "gradients are summed without DistributedDataParallel"),
-    **dict.fromkeys(_LOADER_FLAGS.split(), (_FLAG, "rows are tokenised before the first step, without a DataLoader")),
-    **dict.fromkeys(
-        "dataloader_num_workers dataloader_prefetch_factor".split(),
-        (_COUNT_OR_NONE, "rows are tokenised before the first step, without a DataLoader"),
-    ),
-    "dataloader_multiprocessing_context": (_TEXT, "there is no DataLoader whose processes it would start"),
-    "remove_unused_columns": (_FLAG, "only the columns of a row's form are read, whatever others there are"),
-    "per_device_eval_batch_size": (
-        (lambda value: type(value) is int and 1 <= value <= 10**9, "an integer of at least 1"),
-        "held-out rows are packed into passes of max_tokens_per_micro_batch, with the same metrics",
-    ),
-    "eval_accumulation_steps": (_COUNT_OR_NONE, "predictions are moved to the CPU after every pass"),
-    "eval_use_gather_object": (_FLAG, "predictions of all processes are gathered as objects"),
-    "logging_nan_inf_filter": (_FLAG, "a task whose loss is not finite ends before it would be logged"),
-    "length_column_name": (
-        (lambda value: isinstance(value, str), "a string"),
-        "sequences are packed, so their lengths need no grouping",
-    ),
-    "skip_memory_metrics": (_FLAG, "peft_mux measures memory itself, and logs it as run/memory_gib"),
-}
-"""Inherited fields that no result depends on here: each may be set, and why nothing comes of it."""
-
-_SAME_REASONS = {
-    "losses are computed in fp32 or bf16, and an evaluation in the dtype of the training": (
-        "bf16_full_eval fp16_full_eval"
-    ),
-    "evaluation computes eval_loss, or calls the task's own compute_metrics on all of its rows at once": (
-        "prediction_loss_only eval_do_concat_batches batch_eval_metrics include_for_metrics label_names"
-    ),
-    "gradients are summed by peft_mux over the process groups of torch, with the backend of the device": "ddp_backend",
-    "rows are packed and given out by peft_mux, without accelerate's loaders": "accelerator_config",
-    "every task counts the tokens of its whole global batch, over all processes": "average_tokens_across_devices",
-    "resuming is exact, and the whole state is written by one process": (
-        "ignore_data_skip save_only_model save_on_each_node restore_callback_states_from_checkpoint "
-        "enable_jit_checkpoint"
-    ),
-    "compile modules of the backbone (layer.mlp.compile()); grouped LoRA is one operator inside them": (
-        "torch_compile torch_compile_backend torch_compile_mode"
-    ),
-    "it replaces the layers that are multiplexed": "use_liger_kernel liger_kernel_config",
-    "adapters of many tasks are laid out by peft_mux; set shard_backbone=True for FSDP2": "fsdp fsdp_config",
-    "tokens are counted by task, in metrics.jsonl": "include_num_input_tokens_seen",
-    "what is kept of freed memory is decided by peft_mux": "torch_empty_cache_steps",
-}
-REASONS: Mapping[str, str] = {
-    **{name: reason for reason, names in _SAME_REASONS.items() for name in names.split()},
-    "fp16": "losses would need one scaler a task; use bf16",
-    "train_sampling_strategy": "sequences are packed, so their lengths need no grouping; for the order of the rows set "
-    "shuffle=False on the Task",
-    "auto_find_batch_size": "set max_tokens_per_micro_batch instead",
-    "optim_target_modules": "every task trains exactly its own adapter",
-    "deepspeed": "adapters of many tasks are laid out by peft_mux; set shard_backbone, or the two parallel sizes",
-    "parallelism_config": "set tensor_parallel_size, pipeline_parallel_size or shard_backbone",
-    "dataloader_drop_last": "the last batch of an epoch is trained on",
-    "use_cache": "training keeps no cache",
-    "data_seed": "it has no meaning for many tasks at once: the seed of a Task fixes its order of rows",
-    "debug": "its hooks belong to loops of Trainer that do not run here",
-}
-"""Why the other fields must stay at their defaults."""
+"""Rules of fields for which their type says too little."""
 
 
-def honoured_field_faults(values: Any) -> list[Fault]:
-    """Return a fault for each field that may be set whose value is of a wrong type.
-
-    Args:
-        values: the arguments, as they were given.
-    """
-    return [
-        Fault(f"args.{name}", shown(getattr(values, name)), allowed)
-        for name, (is_valid, allowed) in {**HONOURED, **{name: rule for name, (rule, _) in HARMLESS.items()}}.items()
-        if hasattr(values, name) and not is_valid(getattr(values, name))
-    ]
-
-
-def unheard_faults(values: Any) -> list[Fault]:
-    """Return a fault for each field that is set although another one, as it stands, leaves it without a meaning.
-
-    Args:
-        values: the arguments, as they were given.
-    """
-    # transformers makes enums of some of them; what is neither enum nor text is told elsewhere.
-    strategies = [getattr(one, "value", one) for one in (values.save_strategy, values.eval_strategy)]
-    saving, evaluating = [one if isinstance(one, str) else "" for one in strategies]
-    faults = []
-    if values.push_to_hub is True and saving == "no":
-        allowed, fix = 'save_strategy "steps" or "epoch"', "What is uploaded is what was saved."
-        faults.append(Fault("args.push_to_hub", 'True with save_strategy="no"', allowed, fix))
-    if is_interval(values.eval_steps) and evaluating in ("no", "epoch"):
-        got = f'{shown(values.eval_steps)} with eval_strategy="{evaluating}"'
-        allowed, fix = 'None, or a number with eval_strategy="steps"', "Or set eval_steps on single tasks."
-        faults.append(Fault("args.eval_steps", got, allowed, fix))
-    return faults
-
-
-def tracker_faults(args: Any) -> list[Fault]:
-    """Return why the tasks cannot have runs of their own in the loggers of `report_to`, which Trainer has listed.
-
-    Args:
-        args: the arguments of the run.
-    """
-    if not args.report_per_task:
-        return []
-    named = ", ".join(args.report_to or ())
-    others = [name for name in args.report_to or () if name not in LOGGERS_OF_MANY_RUNS]
-    if others or not named:
-        allowed = f"True with some of {', '.join(LOGGERS_OF_MANY_RUNS)} alone, or False"
-        why = f"{', '.join(others)} keeps one run a process; as one run, it has keys such as task/loss."
-        return [Fault("args.report_per_task", f"True with report_to={named or 'none'}", allowed, why if others else "")]
-    if "trackio" in args.report_to and args.trackio_static_space_id:
-        fix = "Trackio's own `trackio.freeze` makes a static Space when all tasks have ended."
-        got = f"{shown(args.trackio_static_space_id)} with report_per_task=True"
-        return [Fault("args.trackio_static_space_id", got, "None", fix)]
-    return []
-
-
-_AS_THEY_ARE = (
-    "learning_rate num_train_epochs weight_decay lr_scheduler_kwargs warmup_steps max_grad_norm optim_args adam_beta1 "
-    "adam_beta2 adam_epsilon seed max_length completion_only_loss assistant_only_loss hub_model_id "
-    "label_smoothing_factor neftune_noise_alpha"
-).split()
-_OF_EVALUATION = "eval_delay eval_on_start load_best_model_at_end metric_for_best_model greater_is_better".split()
-_SAME_LOSS = (None, "nll", "chunked_nll")
-"""TRL computes the last of them block by block, which is how it is always done here."""
-_OWN_DEFAULTS = ("transformers.", "trl.")
-
-
-def task_settings_of(config: Any, *, has_eval: bool) -> dict[str, Any]:
-    """Return the settings of a `Task` that a configuration of Trainer or TRL stands for.
-
-    Args:
-        config: a `TrainingArguments`, such as `SFTConfig`.
-        has_eval: whether the task has held-out rows.
-
-    Raises:
-        ConfigError: naming what cannot be done here, with the reason.
-    """
-    raise_faults(_refused(config))
-    settings = {name: getattr(config, name) for name in _AS_THEY_ARE if hasattr(config, name)}
-    for name in ("optim", "lr_scheduler_type"):
-        settings[name] = getattr(getattr(config, name), "value", getattr(config, name))
-    if config.max_steps > 0:
-        settings["max_steps"] = config.max_steps
-    settings["train_batch_size"] = (
-        config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
-    )
-    if has_eval:
-        settings |= {name: getattr(config, name) for name in _OF_EVALUATION}
-        if getattr(config.eval_strategy, "value", config.eval_strategy) == "steps":
-            settings["eval_steps"] = config.eval_steps
-    if getattr(config, "loss_type", None) not in _SAME_LOSS:
-        settings["loss_type"] = config.loss_type
-    if getattr(config, "chat_template_path", None):
-        settings["chat_template"] = Path(config.chat_template_path).read_text(encoding="utf-8")
-    if getattr(config, "dataset_text_field", "text") != "text":
-        settings["row_format"] = {"text": config.dataset_text_field}
-    # What is left out has the same meaning on a `Task`: nothing of it is set.
-    return {name: value for name, value in settings.items() if value is not None}
-
-
-def _refused(config: Any) -> list[Fault]:
-    """Return a fault for each field that is set although it means nothing here."""
-    from transformers import TrainingArguments
-
-    if not isinstance(config, TrainingArguments):
-        allowed = "a TrainingArguments of transformers, or SFTConfig of TRL"
-        return [Fault("config", type(config).__name__, allowed)]
-    faults = [
-        Fault(f"config.{name}", shown(getattr(config, name)), "its default", f"Reason: {why}.")
-        for name, why in REASONS.items()
-        if hasattr(config, name) and not is_default(config, name)
-    ]
-    template = getattr(config, "chat_template_path", None)
-    if template and not Path(template).is_file():
-        faults.append(Fault("config.chat_template_path", shown(template), "a file with a Jinja template"))
-    return faults
-
-
-def is_default(config: Any, name: str) -> bool:
-    """Whether a field of `TrainingArguments` is at its default, in whatever form transformers keeps it.
-
-    No arguments are made to compare with: that would take the state away from which other trainers read their devices.
-
-    Args:
-        config: the arguments.
-        name: name of the field.
-    """
-    from transformers import TrainingArguments
-    from transformers.trainer_pt_utils import AcceleratorConfig
-
-    item = TrainingArguments.__dataclass_fields__[name]
-    default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
-    value = getattr(config, name)
-    if isinstance(value, AcceleratorConfig):
-        return value == AcceleratorConfig()
-    if value in ([], None, False) and default in ("", "none", [], None, False):
-        return True
-    return str(getattr(value, "value", value)) == str(getattr(default, "value", default))
-
-
-def task_settings_of_trainer(trainer: Any) -> dict[str, Any]:
-    """Return the settings of a `Task` that a trainer of transformers or TRL stands for: rows, adapter and all.
-
-    Args:
-        trainer: a `Trainer` or `SFTTrainer` that was made with an adapter and has not trained.
-
-    Raises:
-        ConfigError: naming what cannot be done here, with the reason.
-    """
-    config = getattr(trainer, "args", None)
-    adapters: Any = getattr(getattr(trainer, "model", None), "peft_config", None)
-    faults = []
-    if not isinstance(adapters, Mapping) or len(adapters) != 1:
-        allowed = "a trainer of a model with one adapter: SFTTrainer(peft_config=...), or a PeftModel"
-        faults.append(Fault("trainer.model", type(getattr(trainer, "model", None)).__name__, allowed))
-    if getattr(config, "packing", False):
-        fix = "Give its rows before they were packed: Task.from_sft_config(name, config, train_dataset=rows)."
-        faults.append(Fault("trainer.args.packing", "True", "False, as packed rows cannot be told apart", fix))
-    if getattr(trainer, "formatting_func", None) is not None:
-        faults.append(Fault("trainer.formatting_func", "a function", "rows that were mapped before"))
-    raise_faults(faults)
-    assert isinstance(adapters, Mapping), "anything else is a fault"
-    eval_dataset = trainer.eval_dataset or None
-    if isinstance(eval_dataset, Mapping):
-        raise ConfigError("trainer.eval_dataset: got several; allowed: one. Give it to Task.from_sft_config.")
-    settings = task_settings_of(config, has_eval=eval_dataset is not None)
-    settings.pop("row_format", None)  # its rows are tokenised already
-    for name in ("compute_metrics", "preprocess_logits_for_metrics"):
-        settings[name] = getattr(trainer, name, None)
-    own = [one for one in trainer.callback_handler.callbacks if _is_own(one)]
-    return {
-        **settings,
-        "peft_config": next(iter(adapters.values())),
-        "train_dataset": _labelled(trainer.train_dataset, settings),
-        "eval_dataset": None if eval_dataset is None else _labelled(eval_dataset, settings),
-        "callbacks": own,
-    }
-
-
-def _is_own(callback: Any) -> bool:
-    """Whether a callback is one that somebody gave, rather than a part of the trainer itself."""
-    name = type(callback).__name__
-    return name == "EarlyStoppingCallback" or not type(callback).__module__.startswith(_OWN_DEFAULTS)
-
-
-class _MaskedRows:
-    """Tokenised rows of TRL, whose masks become the labels that its collator would make of them."""
-
-    def __init__(self, rows: Any, masks: list[str]) -> None:
-        self._rows, self._masks = rows, masks
-        self.column_names = ["input_ids", "labels"]
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        row = self._rows[index]
-        labels = list(row.get("labels", row["input_ids"]))
-        for mask in self._masks:
-            labels = [label if keep else -100 for label, keep in zip(labels, row[mask], strict=True)]
-        return {"input_ids": list(row["input_ids"]), "labels": labels}
-
-
-def _labelled(rows: Any, settings: dict[str, Any]) -> Any:
-    """Return tokenised rows with labels where TRL has masks; others as they are."""
-    names = getattr(rows, "column_names", None) or []
-    wanted = {"completion_mask": settings.get("completion_only_loss", True), "assistant_masks": True}
-    masks = [name for name, is_read in wanted.items() if name in names and is_read]
-    if "input_ids" not in names or not masks:
-        return rows
-    # What the masks say is in the labels now.
-    settings.pop("completion_only_loss", None)
-    settings.pop("assistant_only_loss", None)
-    return _MaskedRows(rows, masks)
-
-
-_TASK_DEFAULTS = (
-    "learning_rate num_train_epochs max_steps weight_decay warmup_steps max_grad_norm adam_beta1 adam_beta2 "
-    "adam_epsilon seed max_length data_timeout_s label_smoothing_factor"
-).split()
+# ------------------------------------------------------------------------------------------------------------ arguments
 
 
 @dataclass
 class MultiTaskTrainingArguments(TrainingArguments):
-    """`transformers.TrainingArguments` with the run-wide knobs of multiplexing.
+    """`transformers.TrainingArguments` with the settings of a multi-task run.
 
     Hyper-parameters (`learning_rate`, `max_steps`, ...) are the defaults of tasks that do not set their own. Steps are
     counted per task in `eval_steps` and a task's `save_steps`, and per run in `logging_steps` and the run's own
     `save_steps`.
 
     Attributes:
-        max_length: tokens of a row after which `overlong_policy` applies.
-        data_timeout_s: seconds for which the others wait for the rows of a task's stream before that task fails; where
-            there are several processes, less than `ddp_timeout`, as these wait for one another meanwhile.
+        max_length: tokens of a row above which `overlong_policy` applies.
+        data_timeout_s: seconds that the other tasks wait for the rows of a task's stream before that task fails. With
+            several processes it must be less than `ddp_timeout`, as they wait for one another during that time.
         overlong_policy: "truncate" keeps the start of longer rows, "drop" leaves them out, "error" refuses them.
         max_tokens_per_micro_batch: tokens that one forward and backward pass may hold; the global batches of all tasks
-            are met by as many passes as that takes.
+            are divided into as many passes as that takes.
         chunk_size: tokens of a chunk; by default the rule of M §3.5 (greatest power-of-two divisor of all lengths).
-        min_chunk_size: least chunk size of that rule.
+        min_chunk_size: smallest chunk size of that rule.
         pad_to_chunks: fill each task's part of a stream up to a multiple of the chunk size, for equal shapes.
         split_long_sequences: cut sequences that are longer than a pass into whole chunks, which lie in consecutive
-            passes and read the keys and values of those before them (M §3.5); gradients are exact. Otherwise a longer
-            row gets a pass of its own.
-        share_prefixes: compute tokens that rows of a task begin with alike once for all rows of a pass: forward,
-            backward and loss. "auto", the default, does so wherever it is exact and spares enough; True also says why
-            a task cannot: dropout of its adapter or of the backbone, tokens that see later ones, learnt prompts. Losses
-            and gradients stay as promised.
-        last_layer_at_targets: compute the last layer's queries, output projection and MLP for those rows alone that a
-            loss reads. "auto", the default, does so wherever it was proven on the model and at most three quarters of a
-            pass are read; True also says why it cannot be; False never. Losses and gradients stay as promised.
-        planner: how tasks are put together: "mux" by predicted cost, or a baseline: "together" all in one batch,
+            passes and read the keys and values of the chunks before them (M §3.5); gradients are exact. Otherwise a
+            longer row gets a pass of its own.
+        share_prefixes: compute shared prefixes of a task's rows once for all rows of a pass: forward, backward and
+            loss. "auto", the default, does so wherever it is exact and saves enough; True also reports why a task
+            cannot: dropout of its adapter or of the backbone, tokens that see later ones, learnt prompts. Losses and
+            gradients stay the same.
+        last_layer_at_targets: compute the last layer's queries, output projection and MLP only for rows that a loss
+            reads. "auto", the default, does so where it was proven on the model and at most three quarters of a pass
+            are read; True also reports why it cannot be done; False never does. Losses and gradients stay the same.
+        planner: how tasks are combined: "mux" by predicted cost, or a baseline: "together" all in one batch,
             "interleaved" every task by itself in each step, "sequential" one task after another.
         memory_limit_gib: memory of a device that a plan may fill; by default 95 % of a GPU, and no limit on a CPU.
             Tasks that do not fit wait, by priority.
         cost_profile: JSON file of `peft-mux profile`, to plan with measured times instead of data sheets.
-        measured_times: what comes of the times that passes and replicas are measured to take. "report": they are told
-            beside the profile's at the end, and change nothing, so that equal runs have equal bits. "plan": tasks are
-            fused and grouped, and rows dispatched among replicas, by them, while the run goes on; losses and adapters
-            stay as promised, but for their last bits, which then depend on how fast the machine was.
-        replan_steps: with "plan", number of steps after which another plan is looked for.
-        replan_gain: with "plan", by what part it must be faster to be followed.
+        measured_times: how the measured times of passes and replicas are used. "report": they are reported next to
+            the profile's at the end and change nothing, so that equal runs have equal bits. "plan": tasks are fused
+            and grouped, and rows are dispatched among replicas, by measured times during the run; losses and adapters
+            change at most in their last bits, which then depend on how fast the machine was.
+        replan_steps: with "plan", number of steps after which a new plan is considered.
+        replan_gain: with "plan", by what share the new plan must be faster to be followed.
         quarantine_policy: what happens to a task with a non-finite loss or gradient: "quarantine" fails that task,
-            keeps its last good adapter and goes on; "stop" ends the run.
-        cuda_graphs: capture passes of equal shape as CUDA graphs and replay them, which spares the time that the host
+            keeps its last good adapter and continues; "stop" ends the run.
+        cuda_graphs: capture passes of equal shape as CUDA graphs and replay them, which saves the time that the host
             takes to launch them. "auto", the default, does so on CUDA for shapes that come again, where each process
             holds the whole backbone, once a replay is proven to give the losses and gradients of the eager pass. Where
             it does not, or a pass cannot be captured, passes run as ever, and the run says why. True leaves the proof
             out, and is refused where there is no GPU.
         tensor_parallel_size: processes that share every layer of a replica of the backbone.
-        pipeline_parallel_size: stages of whole layers of a replica; the processes that are left over make further
-            replicas, which share the rows of each step.
+        pipeline_parallel_size: stages of whole layers of a replica; the remaining processes make further replicas,
+            which share the rows of each step.
         replicas: unequal replicas instead, as LobRA writes them: "<2,1>, <1,1>x2" stands for one of tensor parallel
-            degree 2 and two whole ones. Processes are given out in this order.
+            degree 2 and two whole ones. Processes are assigned in this order.
         dispatch: which of unequal replicas trains which sequences of a step (LobRA): "balanced" by its integer
-            programme, or a baseline: "length" (the smallest replica that holds a length), "uniform" (evenly over all
+            program, or a baseline: "length" (the smallest replica that holds a length), "uniform" (evenly over all
             that do).
-        redeploy: when tasks come or go, move to the replicas that LobRA's planner finds fastest, where that saves more
-            than it costs; `trainer.redeploy` moves when told to.
+        redeploy: when tasks come or go, move to the replicas that LobRA's planner finds fastest, if that saves more
+            than it costs; `trainer.redeploy` moves on demand.
         interleaved_passes: with tensor parallelism, how many passes of a bucket at most take turns at subgraph
-            granularity, so that one computes while the sums of another are under way (M §3.4.2). They hold the memory
+            granularity, so that one computes while another one waits for its sums (M §3.4.2). They hold the memory
             of that many passes. "auto", the default, lets the planner decide: 1 where nothing is gained or fits, and
-            where `cost_profile` has not measured on this device what turns hide. On GPUs it has not been measured yet.
+            where `cost_profile` has not measured on this device what turns hide. Not measured on GPUs yet.
         num_micro_batches: C, the number of passes into which the rows of tasks that share passes are cut in a step:
-            fewer where there are fewer rows, more where passes would hold too many tokens. By default the number is
-            searched for that is predicted to be fastest and fits into memory.
+            fewer if there are fewer rows, more if passes would hold too many tokens. By default the number that is
+            predicted to be fastest and fits into memory.
         pipeline_schedule: template of the pipeline: "mux" over all hTasks, or a baseline: "1f1b", "gpipe",
             "interleaved_1f1b".
         pipeline_flush: when a pipeline is drained: "every_step", or "auto" for only where something is due (a log, an
-            evaluation, a checkpoint, the end of a task) and each 8 steps, where that is predicted to be faster: then a
-            bucket's next step begins when its own is over. Results are the same.
+            evaluation, a checkpoint, the end of a task) and every 8 steps, where that is predicted to be faster: a
+            bucket's next step then begins when its own step is over. Results are the same.
         shard_backbone: divide the frozen weights (those of each stage, where there are stages) among replicas (FSDP2),
             which gather each layer before they use it.
-        report_per_task: a run of its own for each task in each logger of `report_to` instead of one for all: with the
-            task's own steps, arguments and plain keys (`train/loss`). TensorBoard, W&B, MLflow and Trackio can do so;
-            others keep one run a process, and are refused.
+        report_per_task: a run for each task in each logger of `report_to` instead of one for all: with the task's own
+            steps, arguments and plain keys (`train/loss`). TensorBoard, W&B, MLflow and Trackio can do so; other
+            loggers keep one run per process and are refused.
 
     Raises:
         ConfigError: naming every field that cannot be run.
@@ -531,19 +565,19 @@ class MultiTaskTrainingArguments(TrainingArguments):
     report_per_task: bool = field(default=False, metadata={"help": "A run of its own in report_to for each task."})
 
     def __new__(cls, *args: Any, **settings: Any) -> MultiTaskTrainingArguments:
-        """Refuse settings that there are not by saying where they belong or what was meant, which Python would not."""
+        """Refuse unknown settings with what to use instead, which Python's own error would not say."""
         refuse_unknown(settings, (item.name for item in fields(cls)), "args")
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
         """Check all fields before `TrainingArguments` completes them."""
-        raise_faults(_argument_faults(self))
-        # transformers refuses bf16 on a machine without an accelerator unless it is told to use the CPU.
+        raise_faults([*_field_faults(self), *_combination_faults(self)])
+        # transformers refuses bf16 on a machine without an accelerator unless `use_cpu` is set.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        # Best weights are kept in memory, so that evaluations and checkpoints need not fall together, as Trainer asks.
+        # The best weights are kept in memory, so evaluations and checkpoints need not fall together as Trainer asks.
         best = self.load_best_model_at_end, self.metric_for_best_model, self.greater_is_better
         self.load_best_model_at_end, self.metric_for_best_model = False, None
-        # Nobody reads it here, so nobody minds that it asks for workers.
+        # Nothing reads it here, so that it needs no workers either.
         loaders = self.dataloader_prefetch_factor, self.dataloader_num_workers
         self.dataloader_prefetch_factor, self.dataloader_num_workers = None, 0
         try:
@@ -552,30 +586,30 @@ class MultiTaskTrainingArguments(TrainingArguments):
             raise ConfigError(f"args: transformers refuses them: {error}") from error
         self.load_best_model_at_end, self.metric_for_best_model, self.greater_is_better = best
         self.dataloader_prefetch_factor, self.dataloader_num_workers = loaders
-        raise_faults(tracker_faults(self))
+        raise_faults(_tracker_faults(self))
 
     @classmethod
     def from_training_arguments(cls, config: TrainingArguments, **settings: Any) -> MultiTaskTrainingArguments:
-        """Return the arguments of a run as a `TrainingArguments`, such as `SFTConfig`, has them.
+        """Return the arguments of a run with the settings of a `TrainingArguments`, such as `SFTConfig`.
 
         Args:
             config: whose settings the run has; those of a task (`Task.from_sft_config`) become defaults of all tasks.
-            **settings: what shall be other than there.
+            **settings: settings that replace those of `config`.
 
         Raises:
             ConfigError: naming every field that cannot be run.
         """
-        raise_faults([Fault("config", type(config).__name__, "a TrainingArguments")] * (not _is_arguments(config)))
+        if not isinstance(config, TrainingArguments):
+            raise_faults([Fault("config", type(config).__name__, "a TrainingArguments")])
         names = [item.name for item in fields(TrainingArguments) if item.init and not is_default(config, item.name)]
-        own = {name: getattr(config, name) for name in names}
-        own = {name: getattr(value, "value", value) for name, value in own.items()}
-        if hasattr(config, "max_length") and config.max_length is not None:  # type: ignore[attr-defined]
+        own = {name: getattr(getattr(config, name), "value", getattr(config, name)) for name in names}
+        if getattr(config, "max_length", None) is not None:
             own["max_length"] = config.max_length  # type: ignore[attr-defined]
         return cls(**{"output_dir": config.output_dir, "use_cpu": config.use_cpu, **own, **settings})
 
     @property
     def place_model_on_device(self) -> bool:
-        """Whether Trainer places the model: no, a model may still be a description without weights."""
+        """Whether Trainer places the model: no, as the model may still be a description without weights."""
         return False
 
     @property
@@ -590,148 +624,72 @@ class MultiTaskTrainingArguments(TrainingArguments):
         return dict(options) if isinstance(options, dict) else {}
 
 
-def _is_arguments(config: object) -> bool:
-    return isinstance(config, TrainingArguments)
+SETTABLE_FIELDS = frozenset(
+    item.name
+    for item in fields(MultiTaskTrainingArguments)
+    if item.init and item.name in {*HONOURED, *HARMLESS, *MultiTaskTrainingArguments.__annotations__}
+)
+"""Names of the arguments that may be set; all others must keep their defaults."""
 
 
-def _tf32_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
-    # As in Trainer, but said under its name.
+def _field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
+    """Return a fault for each value that its field may not hold, one by one."""
+    faults = []
+    for item in fields(args):
+        if not item.init:  # it is derived from the other fields
+            continue
+        value, where = getattr(args, item.name), f"args.{item.name}"
+        if item.name not in SETTABLE_FIELDS:
+            default = _default(item)
+            if not _equals(value, default):
+                reason = f"Reason: {reason_against(item.name)}."
+                faults.append(Fault(where, shown(value), f"its default {default!r}", reason))
+        elif item.name in _CHOICES:
+            faults += choice_faults(where, value, _CHOICES[item.name])
+        else:
+            rule = _RULES.get(item.name) or type_rule(item.type)
+            if not rule.is_valid(value):
+                faults.append(Fault(where, shown(value), rule.allowed))
+    return faults
+
+
+def _combination_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
+    """Return a fault for each field that has no effect, or cannot work, with the others as they are."""
+    faults = []
     if args.tf32 is True and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):
-        return [Fault("args.tf32", "True", "False or None", "Reason: it needs a GPU of Ampere or later.")]
-    return []
-
-
-def _auto_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
-    faults = [
-        Fault(f"args.{name}", shown(value), 'True, False or "auto"')
-        for name in ("share_prefixes", "last_layer_at_targets", "cuda_graphs")
-        if not isinstance(value := getattr(args, name), bool) and not (isinstance(value, str) and value == "auto")
-    ]
+        faults.append(Fault("args.tf32", "True", "False or None", "Reason: it needs a GPU of Ampere or later."))
     if args.cuda_graphs is True and (args.use_cpu is True or not torch.cuda.is_available()):
         faults.append(Fault("args.cuda_graphs", "True", 'False or "auto"', "Reason: a CPU has no CUDA graphs."))
+    saving, evaluating = (getattr(one, "value", one) for one in (args.save_strategy, args.eval_strategy))
+    if args.push_to_hub is True and _equals(saving, "no"):
+        allowed, fix = 'save_strategy "steps" or "epoch"', "What is uploaded is what was saved."
+        faults.append(Fault("args.push_to_hub", 'True with save_strategy="no"', allowed, fix))
+    if is_interval(args.eval_steps) and (_equals(evaluating, "no") or _equals(evaluating, "epoch")):
+        got = f'{shown(args.eval_steps)} with eval_strategy="{evaluating}"'
+        allowed, fix = 'None, or a number with eval_strategy="steps"', "Or set eval_steps on single tasks."
+        faults.append(Fault("args.eval_steps", got, allowed, fix))
     return faults
 
 
-def _argument_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
-    # train_batch_size is a property of TrainingArguments that sets up the process group.
-    faults = hyper_parameter_faults(args, "args", but=("train_batch_size", "eval_steps", "save_steps", "seed"))
-    faults += [
-        Fault(f"args.{name}", shown(value), f"an integer from 1 to {MOST_STEPS}, or a share of all steps below 1")
-        for name in ("logging_steps", "save_steps", "eval_steps")
-        if not is_interval(value := getattr(args, name)) and (value is not None or name != "eval_steps")
-    ]
-    faults += [
-        Fault(f"args.{name}", "None", "a value: it is the default of all tasks")
-        for name in _TASK_DEFAULTS
-        if getattr(args, name) is None
-    ]
-    faults += [*honoured_field_faults(args), *unheard_faults(args)]
-    return faults + _refused_fields(args) + _own_field_faults(args) + _choice_faults(args)
-
-
-def _own_field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
-    faults = []
-    for name in ("pad_to_chunks", "shard_backbone", "redeploy", "split_long_sequences", "report_per_task"):
-        if not isinstance(getattr(args, name), bool):
-            faults.append(Fault(f"args.{name}", shown(getattr(args, name)), "True or False"))
-    faults += [*_auto_faults(args), *_tf32_faults(args)]
-    for name in _COUNTS:
-        if not _is_count(getattr(args, name)):
-            faults.append(Fault(f"args.{name}", shown(getattr(args, name)), f"an integer from 1 to {MOST_STEPS}"))
-    turns = args.interleaved_passes
-    if not (isinstance(turns, str) and turns == "auto") and not _is_count(turns):
-        allowed = f'"auto", or an integer from 1 to {MOST_STEPS}'
-        faults.append(Fault("args.interleaved_passes", shown(turns), allowed))
-    for name in ("chunk_size", "save_total_limit", "num_micro_batches"):
-        value = getattr(args, name)
-        if value is not None and not _is_count(value):
-            faults.append(Fault(f"args.{name}", shown(value), f"an integer from 1 to {MOST_STEPS}, or None"))
-    limit = args.memory_limit_gib
-    if limit is not None and not (is_real(limit) and 0 < limit <= MOST_STEPS):
-        faults.append(Fault("args.memory_limit_gib", shown(limit), "a number of GiB above 0, or None"))
-    if not (is_real(args.replan_gain) and 0 <= args.replan_gain <= MOST_STEPS):
-        faults.append(Fault("args.replan_gain", shown(args.replan_gain), "a part of 0 or more, such as 0.05 for 5 %"))
-    if args.cost_profile is not None and not _is_file(args.cost_profile):
-        faults.append(
-            Fault("args.cost_profile", shown(args.cost_profile), "a file that peft-mux profile wrote, or None")
-        )
-    if args.replicas is not None and not (isinstance(args.replicas, str) and len(args.replicas) <= 1000):
-        faults.append(Fault("args.replicas", shown(args.replicas), 'a string such as "<2,1>, <1,1>x2", or None'))
-    return faults
-
-
-_COUNTS = (
-    "max_tokens_per_micro_batch min_chunk_size per_device_train_batch_size gradient_accumulation_steps "
-    "tensor_parallel_size pipeline_parallel_size replan_steps"
-).split()
-
-
-def _is_count(value: object) -> bool:
-    return is_integer(value, 1, MOST_STEPS)
-
-
-def _is_file(path: object) -> bool:
-    try:
-        return isinstance(path, (str, os.PathLike)) and Path(path).is_file()
-    except (OSError, ValueError):  # a name that no file system takes
-        return False
-
-
-def _choice_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
-    faults = []
-    for name, options in {
-        "overlong_policy": OVERLONG_POLICIES,
-        "planner": policy_names(),
-        "pipeline_schedule": SCHEDULES,
-        "pipeline_flush": FLUSHES,
-        "dispatch": get_args(Policy),
-        "measured_times": ("report", "plan"),
-        "quarantine_policy": QUARANTINE_POLICIES,
-        "save_strategy": ("steps", "epoch", "no"),
-        "eval_strategy": ("steps", "epoch", "no"),
-        "logging_strategy": ("steps", "epoch", "no"),
-        "hub_strategy": ("end", "every_save"),
-        "optim": supported_optimizers(),
-        "lr_scheduler_type": supported_schedules(),
-    }.items():
-        value = getattr(args, name)
-        # transformers makes some of them enums, others stay texts.
-        value = getattr(value, "value", value)
-        if not isinstance(value, str) or value not in options:
-            faults.append(Fault(f"args.{name}", shown(value), ", ".join(options), closest(value, options)))
-    return faults
-
-
-def _refused_fields(args: MultiTaskTrainingArguments) -> list[Fault]:
-    faults = []
-    own = MultiTaskTrainingArguments.__annotations__
-    for item in fields(args):
-        # Fields that are not among the constructor's arguments are derived from the others.
-        if item.name in HONOURED or item.name in HARMLESS or item.name in own or not item.init:
-            continue
-        default = item.default if item.default is not MISSING else item.default_factory()  # type: ignore[misc]
-        value = getattr(args, item.name)
-        if not _equals(value, default):
-            reason = REASONS.get(item.name, "it has no meaning for many tasks at once, or none yet")
-            faults.append(Fault(f"args.{item.name}", shown(value), f"its default {default!r}", f"Reason: {reason}."))
-    return faults
-
-
-def _equals(value: object, default: object) -> bool:
-    # Where a switch is asked for, 0 is none: what reads it later may say so in words of its own.
-    if isinstance(default, bool) and not isinstance(value, bool):
-        return False
-    try:
-        return bool(value == default)
-    except Exception:  # whatever the comparison of an array, or of an object of the user's, raises
-        return False
+def _tracker_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
+    """Return why the tasks cannot have runs of their own in the loggers of `report_to`, which Trainer has listed."""
+    if not args.report_per_task:
+        return []
+    named = ", ".join(args.report_to or ())
+    others = [name for name in args.report_to or () if name not in LOGGERS_OF_MANY_RUNS]
+    if others or not named:
+        allowed = f"True with some of {', '.join(LOGGERS_OF_MANY_RUNS)} alone, or False"
+        why = f"{', '.join(others)} keeps one run a process; as one run, it has keys such as task/loss."
+        return [Fault("args.report_per_task", f"True with report_to={named or 'none'}", allowed, why if others else "")]
+    if "trackio" in named and args.trackio_static_space_id:
+        fix = "Trackio's own `trackio.freeze` makes a static Space when all tasks have ended."
+        got = f"{shown(args.trackio_static_space_id)} with report_per_task=True"
+        return [Fault("args.trackio_static_space_id", got, "None", fix)]
+    return []
 
 
 def require_arguments(args: object) -> MultiTaskTrainingArguments:
     """Return `args` if it is of our class.
-
-    Args:
-        args: what the trainer was given as its arguments.
 
     Raises:
         ConfigError: for a plain `TrainingArguments` or anything else.
@@ -741,12 +699,3 @@ def require_arguments(args: object) -> MultiTaskTrainingArguments:
     raise ConfigError(
         f"args: got {type(args).__name__}; allowed: MultiTaskTrainingArguments (it takes all TrainingArguments fields)."
     )
-
-
-SETTABLE_FIELDS = frozenset(
-    item.name
-    for item in fields(MultiTaskTrainingArguments)
-    if item.init
-    and (item.name in HONOURED or item.name in HARMLESS or item.name in MultiTaskTrainingArguments.__annotations__)
-)
-"""Names of the arguments that may be set; all others must stay at their defaults."""

@@ -1,64 +1,72 @@
-"""`MultiTaskTrainerCallback`: what a callback of a run may be told of its tasks, beside transformers' own events."""
+"""`Task`: what one user wants trained, with every check that needs neither a model nor a tokenizer.
 
-# MERGED: `Task`: what one owner wants trained, and every check that needs neither a model nor a tokenizer.
-# MERGED: Not here: checks against the backbone (`modeling/`), against rows (`data/`), and between tasks of a run
-# MERGED: (`check_task_names`, called by the trainer).
-# MERGED: What a task trains with: its own settings, completed from those of the run.
+Also here: `HyperParameters`, a task's settings completed from those of the run (`resolve`), `EarlyStopping`,
+`TaskStatus`, and `MultiTaskTrainerCallback`. Checks against the backbone are in `modeling/`, checks against rows in
+`data/`, and checks between the tasks of a run in the trainer.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from transformers import IntervalStrategy, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from peft import PeftConfig
+from transformers import (
+    EarlyStoppingCallback,
+    IntervalStrategy,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
-from peft_mux.arguments import MultiTaskTrainingArguments, task_settings_of, task_settings_of_trainer
-from peft_mux.data.sources import RowFormat, dataset_faults, mapped, row_format_faults, rows_named
-from peft_mux.errors import ConfigError, Fault, StrEnum, closest, is_real, raise_faults, shown
-from peft_mux.hyper_parameters import (
-    EarlyStopping,
-    HyperParameters,
-    greater_is_better,
-    hyper_parameter_faults,
+from peft_mux.arguments import (
+    NUMBER_RULES,
+    SETTABLE_FIELDS,
+    MultiTaskTrainingArguments,
+    choice_faults,
+    is_default,
     is_interval,
-    metric_key,
+    reason_against,
+    refuse_unknown,
     supported_optimizers,
     supported_schedules,
+    type_rule,
 )
+from peft_mux.data.sources import RowFormat, dataset_faults, mapped, row_format_faults, rows_named
+from peft_mux.errors import ConfigError, Fault, StrEnum, closest, is_integer, is_real, raise_faults, shown
 from peft_mux.modeling.generation.options import GenerateOptions
-from peft_mux.moved_names import refuse_unknown
+from peft_mux.modeling.objectives.task_objective import FoundLoss, find_loss
 from peft_mux.storage import name_fault
-
-if TYPE_CHECKING:
-    from peft import PeftConfig
-
-    from peft_mux.modeling.objectives.task_objective import FoundLoss
+from peft_mux.user_code import printable
 
 
 class MultiTaskTrainerCallback(TrainerCallback):
-    """A `transformers.TrainerCallback` that is also told what becomes of the tasks of a run.
+    """A `transformers.TrainerCallback` with additional events for the tasks of a run.
 
-    Given to `MultiTaskTrainer(callbacks=[...])`. Each method may be left out, and a plain `TrainerCallback` may have
-    single ones of them. All are called by `train`, between two steps, on every process, after what they tell of is
-    done: an adapter that they name is on the disk. What is done to a trainer that does not train is not told.
+    Given to `MultiTaskTrainer(callbacks=[...])`. Every method is optional, and a plain `TrainerCallback` may have
+    single ones of them. `train` calls them between two steps, on every process, after what they announce is done: an
+    adapter that they name is on the disk. Changes to a trainer that does not train are not announced.
 
-    What they ask for (`control.should_training_stop`, or `trainer.register_tasks` and its like) is done before the
-    next step; a run whose last task has ended goes on with what `on_task_end` registers. What they raise ends the run,
-    as it does with transformers' events.
+    What they ask for (`control.should_training_stop`, or `trainer.register_tasks` and the like) is done before the
+    next step; a run whose last task has ended continues with what `on_task_end` registers. What they raise ends the
+    run, as it does with transformers' events.
 
-    The events of a task get, beside `args`, `state` and `control` of the run:
+    The events of a task receive, in addition to `args`, `state` and `control` of the run:
 
     * `task`: its name.
     * `task_state`: its own `TrainerState`, with `global_step` and `log_history`.
-    * `status`, `reason`: its `TaskStatus` at that moment, and why, "" where nothing is to be said.
-    * `adapter_folder`: the folder of its adapter as it is now; `None` where the disk has none, or an older one.
+    * `status`, `reason`: its `TaskStatus` at that moment, and why, "" if there is nothing to say.
+    * `adapter_folder`: the folder of its adapter as it is now; `None` if the disk has none, or an older one.
     * `model` and `processing_class`, as transformers' events get them.
 
     Example:
-        >>> class Tell(MultiTaskTrainerCallback):
+        >>> class PrintEnd(MultiTaskTrainerCallback):
         ...     def on_task_end(self, args, state, control, *, task, status, adapter_folder, **kwargs):
         ...         print(f"{task} {status}: {adapter_folder}")
     """
@@ -66,45 +74,45 @@ class MultiTaskTrainerCallback(TrainerCallback):
     def on_task_register(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
-        """Hear of a task that was registered while the others train; it begins when a plan admits it."""
+        """Called when a task is registered while others train; it begins when a plan admits it."""
 
     def on_task_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
-        """Hear of a task that takes its first step of this `train` next, or goes on from a checkpoint."""
+        """Called before the first step of a task in this `train`, also when it resumes from a checkpoint."""
 
     def on_task_pause(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
-        """Hear of a task that rests."""
+        """Called when a task is paused."""
 
     def on_task_resume(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
-        """Hear of a task that rests no more; it goes on, or waits for a plan to admit it."""
+        """Called when a paused task is resumed; it trains again as soon as the plan admits it."""
 
     def on_task_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
-        """Hear of a task that has taken all its steps, or has stopped early."""
+        """Called when a task has taken all its steps, or has stopped early."""
 
     def on_task_fail(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
-        """Hear of a task that has failed; `reason` says why, and the others go on.
+        """Called when a task has failed; `reason` says why, and the other tasks continue.
 
-        One that failed only because its adapter could not be written may end after all, when the disk takes it.
+        A task that failed only because its adapter could not be written may still end, once the disk accepts it.
         """
 
     def on_task_remove(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
-        """Hear of a task that was removed, whether it had ended before or not."""
+        """Called when a task is removed, whether it had ended before or not."""
 
     def on_plan(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl | None:
-        """Hear of the `plan` that the next steps follow, and of the one `before` it (`None` before the first)."""
+        """Called with the `plan` that the next steps follow, and the one `before` it (`None` before the first)."""
 
 
 EVENTS = tuple(name for name in vars(MultiTaskTrainerCallback) if name.startswith("on_"))
@@ -118,7 +126,7 @@ def hears(callback: object, event: str) -> bool:
 
 
 def event_faults(callbacks: Iterable[object], where: str) -> list[Fault]:
-    """Return a fault for each method that looks like one of `EVENTS` and is none: it would never be called.
+    """Return a fault for each method whose name looks like one of `EVENTS` but is not: it would never be called.
 
     Args:
         callbacks: callbacks of a run.
@@ -135,7 +143,7 @@ def event_faults(callbacks: Iterable[object], where: str) -> list[Fault]:
 
 
 class TaskStatus(StrEnum):
-    """Where a task stands in its life."""
+    """The status of a task."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -151,6 +159,76 @@ class TaskStatus(StrEnum):
         return self not in (TaskStatus.WAITING, TaskStatus.RUNNING, TaskStatus.PAUSED)
 
 
+# ---------------------------------------------------------------------------------------------- metrics and intervals
+
+
+def metric_key(name: str) -> str:
+    """Return the key of a metric in the results of an evaluation, with Trainer's prefix.
+
+    Args:
+        name: the metric with or without that prefix; a user's function chose it, so it becomes one printable line.
+    """
+    name = " ".join(printable(name).split())
+    return name if name.startswith("eval_") else f"eval_{name}"
+
+
+def greater_is_better(metric: str) -> bool:
+    """Return whether a greater metric is better: Trainer's guess by its name, and not for the perplexity."""
+    return not metric.endswith(("loss", "perplexity"))
+
+
+def steps_of(interval: float, num_steps: int) -> int:
+    """Return an interval in steps, as Trainer reads it: below 1 it is a share of all steps, rounded up."""
+    return max(1, math.ceil(interval * num_steps)) if 0 < interval < 1 else int(interval)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EarlyStopping:
+    """Stop a task when its metric has not improved for a while, and go back to its best adapter.
+
+    Attributes:
+        metric: key of an evaluation metric, `eval_loss` or one that `compute_metrics` returns.
+        patience: evaluations without improvement after which the task stops.
+        min_delta: change that counts as an improvement.
+        greater_is_better: direction; by default `False` for names that end with `loss` or `perplexity`, else `True`.
+
+    Raises:
+        ConfigError: if a field is of a wrong type or out of range.
+    """
+
+    metric: str = "eval_loss"
+    patience: int = 3
+    min_delta: float = 0.0
+    greater_is_better: bool | None = None
+
+    def __new__(cls, *args: Any, **settings: Any) -> EarlyStopping:
+        """Refuse unknown settings with what to use instead, which Python's own error would not say."""
+        refuse_unknown(settings, cls.__dataclass_fields__, "early_stopping")
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        """Check all fields."""
+        faults = []
+        if not is_integer(self.patience, 1):
+            faults.append(Fault("early_stopping.patience", shown(self.patience), "an integer of at least 1"))
+        if not is_real(self.min_delta) or self.min_delta < 0:
+            faults.append(Fault("early_stopping.min_delta", shown(self.min_delta), "a number of at least 0"))
+        if not isinstance(self.metric, str) or not self.metric:
+            faults.append(Fault("early_stopping.metric", shown(self.metric), "the name of a metric"))
+        direction = self.greater_is_better
+        if direction is not None and not isinstance(direction, bool):
+            faults.append(Fault("early_stopping.greater_is_better", shown(direction), "True, False or None"))
+        raise_faults(faults)
+
+    @property
+    def maximise(self) -> bool:
+        """Whether a greater metric is better."""
+        return greater_is_better(self.metric) if self.greater_is_better is None else self.greater_is_better
+
+
+# ----------------------------------------------------------------------------------------------------------------- task
+
+
 # Compared by identity: two tasks with equal fields are two jobs, and datasets have no cheap comparison.
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Task:
@@ -164,15 +242,15 @@ class Task:
         peft_config: adapter of the task; see `peft_mux.modeling.adapters` for what is supported.
         train_dataset: `datasets.Dataset`, `IterableDataset`, or a list of dicts; tokenised rows
             (`input_ids`, optional `labels`, `attention_mask`), `text`, `prompt`/`completion` or `messages`;
-            `text` (optional `text_pair`) and `label` for sequence classification. Or where they lie, as
-            `peft_mux.load_rows` takes it: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id.
-        eval_dataset: the same, held out; where it is the name of a dataset, its split "test" or "validation" is meant.
+            `text` (optional `text_pair`) and `label` for sequence classification. Or a source that
+            `peft_mux.load_rows` takes: a .jsonl, .json, .csv or .parquet file, a folder, or a hub id.
+        eval_dataset: the same, held out; for the name of a dataset, its split "test" or "validation" is used.
         train_batch_size: sequences per optimizer step of this task (its *global* batch); by default
             the run's `per_device_train_batch_size * gradient_accumulation_steps`.
         max_steps: optimizer steps of the task; takes precedence over `num_train_epochs`.
         shuffle: whether each epoch has its own order.
         seed: fixes the adapter's initial weights, the order of the data and the dropout.
-        max_length: tokens of a row after which `overlong_policy` of the run applies.
+        max_length: tokens of a row above which `overlong_policy` of the run applies.
         completion_only_loss: loss on the completion only; by default for `prompt`/`completion` rows.
         assistant_only_loss: loss on the assistant's turns only (`messages` rows).
         chat_template: Jinja template for `messages` rows; by default the tokenizer's.
@@ -180,36 +258,36 @@ class Task:
         compute_metrics: takes a `transformers.EvalPrediction`, returns a dict of numbers.
         preprocess_logits_for_metrics: shrinks `(logits, labels)` before they are gathered.
         eval_generate: at each evaluation, complete the prompts of the held-out rows (`prompt`/`completion` or
-            `messages`) and hold the completions against what the rows ask for; `True` for `GenerateOptions()`, which
-            logs `eval_exact_match`. Tasks whose turn it is generate together, in mixed batches.
+            `messages`) and compare the completions with those of the rows; `True` for `GenerateOptions()`, which
+            logs `eval_exact_match`. Tasks that are evaluated at the same step generate together, in mixed batches.
         early_stopping: when to stop before `max_steps`.
         callbacks: `TrainerCallback`s that see this task's own state and may stop this task alone.
-        objective: name of a loss of `peft_mux.modeling.objectives` (docs/losses.md), or a function of the task's own
-            that takes `TokenOutputs`; by default what the columns of the rows and the `task_type` of the adapter tell.
-        loss_type: name of a variant of that loss, as TRL has it; by default its first; `dpo` adds up a list of them.
-        objective_args: arguments of that loss by name, such as `{"beta": 0.1}`; what is left out has TRL's default.
-        priority: tasks of higher priority are admitted first, where not all fit into memory.
-        row_format: what the rows are where they are of another project: "alpaca" (the prompt of Stanford Alpaca),
-            "alpaca_chat" (messages), "sharegpt"; or which column of theirs stands for which of ours, such as
-            `{"prompt": "question", "completion": "answer"}`. It holds for `eval_dataset` as well.
+        objective: name of a loss of `peft_mux.modeling.objectives` (docs/losses.md), or a function that takes
+            `TokenOutputs`; by default decided by the columns of the rows and the `task_type` of the adapter.
+        loss_type: name of a variant of that loss, as in TRL; by default its first; `dpo` adds up a list of them.
+        objective_args: arguments of that loss by name, such as `{"beta": 0.1}`; the others have TRL's defaults.
+        priority: tasks of higher priority are admitted first, if not all fit into memory.
+        row_format: format of rows of other projects: "alpaca" (the prompt of Stanford Alpaca), "alpaca_chat"
+            (messages), "sharegpt"; or which of their columns stands for which of ours, such as
+            `{"prompt": "question", "completion": "answer"}`. It applies to `eval_dataset` as well.
         eval_steps: evaluate every so many steps of this task, whatever the run's `eval_strategy`; 0 for never, below 1
-            for a share of its steps. Those of the run pass over tasks without held-out rows.
+            for a share of its steps. The run's own does not apply to tasks without held-out rows.
         save_steps: write `<task>/checkpoint-<step>` every so many steps of this task; 0 for never, below 1 for such a
             share.
-        eval_delay: steps (epochs, where it is evaluated at their ends) before the first evaluation.
+        eval_delay: steps (epochs, if it is evaluated at their ends) before the first evaluation.
         eval_on_start: whether it is evaluated before its first step, too.
         load_best_model_at_end: end with the adapter of the best evaluation; held-out rows are then evaluated at least
             once an epoch. `early_stopping` does so by itself.
-        metric_for_best_model: the metric that tells which evaluation is best, `loss` by default.
+        metric_for_best_model: the metric that decides which evaluation is best, `loss` by default.
         greater_is_better: its direction; by default as in `early_stopping`.
-        label_smoothing_factor: share of the loss that all words of the vocabulary have alike, as in Trainer; for the
+        label_smoothing_factor: share of the loss that is spread over the whole vocabulary, as in Trainer; for the
             loss of next tokens (objective "sft"). `eval_loss` is smoothed, too; `eval_perplexity` is not.
         neftune_noise_alpha: strength of the noise on the embeddings of its tokens in training (NEFTune), 0 for none:
             uniform draws of (-1, 1), times `alpha / sqrt(L * D)` with L tokens of the row and D hidden features.
-        hub_model_id: repository of this task's adapter where the run has `push_to_hub=True`; by default the run's
-            `hub_model_id`, or the name of its folder, with the name of the task behind it.
-        data_timeout_s: seconds within which a stream must give the rows of a step once the others wait for them;
-            a stream that does not fails its task, and the others go on.
+        hub_model_id: repository of this task's adapter if the run has `push_to_hub=True`; by default the run's
+            `hub_model_id`, or the name of its folder, followed by the name of the task.
+        data_timeout_s: seconds within which a stream must deliver the rows of a step once the others wait for them;
+            a stream that does not fails its task, and the other tasks continue.
 
     Raises:
         ConfigError: naming every field that cannot be run.
@@ -269,56 +347,85 @@ class Task:
     neftune_noise_alpha: float | None = None
 
     def __new__(cls, *args: Any, **settings: Any) -> Task:
-        """Refuse settings that there are not by saying where they belong or what was meant, which Python would not."""
+        """Refuse unknown settings with what to use instead, which Python's own error would not say."""
         if args:
             fix = "Write Task(name=..., peft_config=..., train_dataset=...)."
             raise_faults([Fault("task", f"{shown(args[0])} without its name", "settings by name", fix)])
-        # Copies and what comes from another process are made without settings.
+        # Copies, and tasks from another process, are made without settings.
         needed = ("name", "peft_config", "train_dataset") if settings else ()
-        name = settings.get("name")
-        refuse_unknown(
-            settings, cls.__dataclass_fields__, f"tasks.{name}" if name_fault(name) is None else "task", needed
-        )
+        refuse_unknown(settings, cls.__dataclass_fields__, _where(settings.get("name")), needed)
         return object.__new__(cls)
 
     def __post_init__(self) -> None:
-        """Load rows that are named, and check every field that can be judged without a model or a tokenizer."""
-        faults = _open_datasets(self)
-        raise_faults([*faults, *_task_faults(self, but=[fault.where for fault in faults])])
+        """Load rows that are given by their source, and check every field."""
+        where, faults = _where(self.name), []
+        for which in ("train_dataset", "eval_dataset"):
+            rows, own = _opened(self, which, where)
+            faults += [fault for fault in own if fault not in faults]
+            object.__setattr__(self, which, rows)
+        loss = find_loss(self, where)
+        raise_faults([*faults, *_field_faults(self, where), *loss.faults, *_evaluation_faults(self, where, loss)])
 
     @classmethod
     def from_sft_config(cls, name: str, config: TrainingArguments, **settings: Any) -> Task:
         """Return the task that a `SFTConfig` of TRL, or a `TrainingArguments`, describes with rows and an adapter.
 
-        What it says of the run (`bf16`, `logging_steps`, `report_to`, ...) is for
+        Its settings of the run (`bf16`, `logging_steps`, `report_to`, ...) are for
         `MultiTaskTrainingArguments.from_training_arguments`.
 
         Args:
             name: name of the task.
             config: whose hyper-parameters the task has.
-            **settings: `train_dataset`, `peft_config`, and whatever else shall be other than in `config`.
+            **settings: `train_dataset`, `peft_config`, and settings that replace those of `config`.
 
         Raises:
             ConfigError: naming what cannot be done here, with the reason.
         """
-        own = task_settings_of(config, has_eval=settings.get("eval_dataset") is not None)
+        own = _settings_of(config, has_eval=settings.get("eval_dataset") is not None)
         return cls(name=name, **{**own, **settings})
 
     @classmethod
     def from_trainer(cls, name: str, trainer: Any, **settings: Any) -> Task:
         """Return the task that a `Trainer` or `SFTTrainer` was made for: its rows, adapter, metrics and callbacks.
 
-        The adapter begins from its configuration, with the task's seed; weights of the trainer's are not taken over.
+        The adapter begins from its configuration, with the task's seed; the trainer's weights are not used.
 
         Args:
             name: name of the task.
             trainer: a trainer with one adapter that has not trained.
-            **settings: whatever shall be other than there.
+            **settings: settings that replace those of the trainer.
 
         Raises:
             ConfigError: naming what cannot be done here, with the reason.
         """
-        return cls(name=name, **{**task_settings_of_trainer(trainer), **settings})
+        config, model = getattr(trainer, "args", None), getattr(trainer, "model", None)
+        adapters: Any = getattr(model, "peft_config", None)
+        faults = []
+        if not isinstance(adapters, Mapping) or len(adapters) != 1:
+            allowed = "a trainer of a model with one adapter: SFTTrainer(peft_config=...), or a PeftModel"
+            faults.append(Fault("trainer.model", type(model).__name__, allowed))
+        if getattr(config, "packing", False):
+            fix = "Give its rows before they were packed: Task.from_sft_config(name, config, train_dataset=rows)."
+            faults.append(Fault("trainer.args.packing", "True", "False, as packed rows cannot be told apart", fix))
+        if getattr(trainer, "formatting_func", None) is not None:
+            faults.append(Fault("trainer.formatting_func", "a function", "rows that were mapped before"))
+        raise_faults(faults)
+        eval_dataset = trainer.eval_dataset or None
+        if isinstance(eval_dataset, Mapping):
+            raise ConfigError("trainer.eval_dataset: got several; allowed: one. Give it to Task.from_sft_config.")
+        own = _settings_of(config, has_eval=eval_dataset is not None)
+        own.pop("row_format", None)  # the trainer has tokenised its rows
+        for field_name in ("compute_metrics", "preprocess_logits_for_metrics"):
+            own[field_name] = getattr(trainer, field_name, None)
+        own |= {"peft_config": next(iter(adapters.values())), "train_dataset": trainer.train_dataset}
+        # Callbacks of the libraries are parts of their trainers; only this one is a choice of the user.
+        own["callbacks"] = [
+            callback
+            for callback in trainer.callback_handler.callbacks
+            if isinstance(callback, EarlyStoppingCallback)
+            or not type(callback).__module__.startswith(("transformers.", "trl."))
+        ]
+        return cls(name=name, **{**own, "eval_dataset": eval_dataset, **settings})
 
     @property
     def is_classification(self) -> bool:
@@ -334,148 +441,88 @@ class Task:
     @property
     def stops_by_callback(self) -> bool:
         """Whether a callback of transformers follows the best metric, to stop the task."""
-        from transformers import EarlyStoppingCallback
-
         return any(isinstance(callback, EarlyStoppingCallback) for callback in self.callbacks)
 
     @property
     def has_own_metrics(self) -> bool:
-        """Whether functions of the task's own take part in its evaluations."""
+        """Whether functions of the user take part in its evaluations."""
         generated = self.generate_options
         return self.compute_metrics is not None or (generated is not None and generated.metric_names is None)
 
 
-def _open_datasets(task: Task) -> list[Fault]:
-    """Put rows in the place of their names, and rows of ours in that of others'; return what hinders that."""
-    where, faults = _where(task), []
-    for which in ("train_dataset", "eval_dataset"):
-        given: Any = getattr(task, which)
-        if isinstance(given, (str, os.PathLike)) and str(given):
-            try:
-                given = rows_named(str(given), which, where)
-            except ConfigError as error:
-                faults += error.faults
-                continue
-        if task.row_format is not None and given is not None and not dataset_faults(given, where):
-            own = row_format_faults(task.row_format, given, where, which)
-            faults += [fault for fault in own if fault not in faults]
-            given = given if own else mapped(given, task.row_format)
-        object.__setattr__(task, which, given)
-    return faults
+TASK_FIELDS = tuple(item.name for item in fields(Task))
+"""Names of the fields of a `Task`, for files and for messages."""
+_PLAIN_FIELDS = (
+    "shuffle assistant_only_loss completion_only_loss eval_on_start load_best_model_at_end greater_is_better "
+    "metric_for_best_model hub_model_id chat_template lr_scheduler_kwargs optim_args"
+).split()
 
 
-def _where(task: Task) -> str:
-    # A name that is no name cannot say where the other faults are.
-    return f"tasks.{task.name}" if name_fault(task.name) is None else "task"
+def _where(name: object) -> str:
+    # An invalid name cannot say where the other faults are.
+    return f"tasks.{name}" if name_fault(name) is None else "task"
 
 
-def _task_faults(task: Task, but: Sequence[str] = ()) -> list[Fault]:
-    """Return what is wrong with a task, but for fields that faults were told of already."""
-    fault, where = name_fault(task.name), _where(task)
-    faults = [fault] if fault else []
-    faults += _peft_config_faults(task.peft_config, where)
-    for which in ("train_dataset", "eval_dataset"):
-        if f"{where}.{which}" not in but and (which == "train_dataset" or task.eval_dataset is not None):
-            faults += dataset_faults(getattr(task, which), f"{where}.{which}")
-    # Imported here: the registry of losses brings torch, which a module that only names `Task` does not need.
-    from peft_mux.modeling.objectives.task_objective import find_loss
-
-    loss = find_loss(task, where)
-    faults += hyper_parameter_faults(task, where)
-    faults += _choice_faults(task, where, loss)
-    faults += _type_faults(task, where)
-    faults += _combination_faults(task, where, loss)
-    return faults
+def _opened(task: Task, which: str, where: str) -> tuple[Any, list[Fault]]:
+    """Return the rows of a dataset, loaded from their source and with our columns, and what is wrong with them."""
+    rows = getattr(task, which)
+    if rows is None and which == "eval_dataset":
+        return rows, []
+    if isinstance(rows, (str, os.PathLike)) and str(rows):
+        try:
+            rows = rows_named(str(rows), which, where)
+        except ConfigError as error:
+            return rows, list(error.faults)
+    faults = dataset_faults(rows, f"{where}.{which}")
+    if faults or task.row_format is None:
+        return rows, faults
+    faults = row_format_faults(task.row_format, rows, where, which)
+    return (rows, faults) if faults else (mapped(rows, task.row_format), [])
 
 
-def _peft_config_faults(config: object, where: str) -> list[Fault]:
-    # Here and not above, as peft brings torch and transformers, which take seconds to import.
-    from peft import PeftConfig
-
-    if isinstance(config, PeftConfig):
-        return []
-    return [Fault(f"{where}.peft_config", type(config).__name__, "a peft.PeftConfig such as LoraConfig(r=8)")]
-
-
-def _choice_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
-    faults = []
-    for name, value, options in (
-        ("optim", task.optim, supported_optimizers()),
-        ("lr_scheduler_type", task.lr_scheduler_type, supported_schedules()),
-    ):
-        plain = getattr(value, "value", value)
-        if plain is not None and (not isinstance(plain, str) or plain not in options):
-            faults.append(Fault(f"{where}.{name}", shown(plain), ", ".join(options), closest(plain, options)))
-    faults += loss.faults
+def _field_faults(task: Task, where: str) -> list[Fault]:
+    """Return a fault for each field whose value it may not hold, whatever the other fields are."""
+    faults = [fault] if (fault := name_fault(task.name)) is not None else []
+    if not isinstance(task.peft_config, PeftConfig):
+        allowed = "a peft.PeftConfig such as LoraConfig(r=8)"
+        faults.append(Fault(f"{where}.peft_config", type(task.peft_config).__name__, allowed))
+    rules = {name: rule for name, rule in NUMBER_RULES.items() if getattr(task, name) is not None or name == "priority"}
+    rules |= {name: type_rule(Task.__dataclass_fields__[name].type) for name in _PLAIN_FIELDS}
+    for name, rule in rules.items():
+        if not rule.is_valid(getattr(task, name)):
+            faults.append(Fault(f"{where}.{name}", shown(getattr(task, name)), rule.allowed))
+    for name, options in (("optim", supported_optimizers()), ("lr_scheduler_type", supported_schedules())):
+        if getattr(task, name) is not None:
+            faults += choice_faults(f"{where}.{name}", getattr(task, name), options)
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
-        value = getattr(task, name)
-        if value is not None and not callable(value):
-            faults.append(Fault(f"{where}.{name}", shown(value), "a function"))
-    return faults
-
-
-def _type_faults(task: Task, where: str) -> list[Fault]:
-    from transformers import TrainerCallback
-
-    faults = [Fault(f"{where}.priority", "None", "a value, 0 by default")] if task.priority is None else []
-    for name, (kind, allowed) in {
-        "shuffle": (bool, "True or False"),
-        "assistant_only_loss": (bool, "True or False"),
-        "eval_on_start": ((bool, type(None)), "True, False or None"),
-        "load_best_model_at_end": ((bool, type(None)), "True, False or None"),
-        "greater_is_better": ((bool, type(None)), "True, False or None"),
-        "metric_for_best_model": ((str, type(None)), "the name of a metric"),
-        "hub_model_id": ((str, type(None)), 'a repository, such as "owner/name"'),
-        "completion_only_loss": ((bool, type(None)), "True, False or None"),
-        "chat_template": ((str, type(None)), "a Jinja template"),
-        "lr_scheduler_kwargs": ((dict, type(None)), "a dict of options of the schedule"),
-        "optim_args": ((str, type(None)), 'options as "key=value,key=value"'),
-    }.items():
-        value = getattr(task, name)
-        if not isinstance(value, kind):
-            faults.append(Fault(f"{where}.{name}", shown(value), allowed))
+        if getattr(task, name) is not None and not callable(getattr(task, name)):
+            faults.append(Fault(f"{where}.{name}", shown(getattr(task, name)), "a function"))
     callbacks = task.callbacks
     if not isinstance(callbacks, (list, tuple)) or not all(isinstance(item, TrainerCallback) for item in callbacks):
         return [*faults, Fault(f"{where}.callbacks", shown(callbacks), "a list of TrainerCallback objects")]
     for callback in callbacks:
-        if told := [event for event in EVENTS if hears(callback, event)]:
+        if own := [event for event in EVENTS if hears(callback, event)]:
+            got = f"{type(callback).__name__} with {', '.join(own)}"
             fix = "Give it to MultiTaskTrainer(callbacks=[...]); a task's own has on_train_begin and on_train_end."
-            kind = type(callback).__name__
-            faults.append(Fault(f"{where}.callbacks", f"{kind} with {', '.join(told)}", "events of one task", fix))
+            faults.append(Fault(f"{where}.callbacks", got, "events of one task", fix))
     return faults
 
 
-def _combination_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
-    faults = _best_faults(task, where, loss)
-    if task.compute_metrics is not None and loss.objective is not None and not loss.objective.has_logits:
-        allowed = "None with this objective, whose rows have no labels to compare logits with"
-        faults.append(Fault(f"{where}.compute_metrics", "a function", allowed))
-    if task.compute_metrics is not None and task.eval_dataset is None:
-        faults.append(Fault(f"{where}.compute_metrics", "a function", "none where eval_dataset is not set"))
-    faults += _generation_faults(task, where)
-    is_stream = not hasattr(task.train_dataset, "__len__") and task.train_dataset is not None
-    if is_stream and not task.max_steps:
-        faults.append(
-            Fault(f"{where}.max_steps", shown(task.max_steps), "a number of steps, as a stream has no length")
-        )
-    return faults
-
-
-def _best_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
-    """Return what is wrong with how the best evaluation is told, and with what only held-out rows give a meaning."""
+def _evaluation_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
+    """Return what is wrong with how a task is evaluated and its best evaluation is chosen, field with field."""
     faults = []
     rule = task.early_stopping
     if rule is not None and not isinstance(rule, EarlyStopping):
         faults.append(Fault(f"{where}.early_stopping", shown(rule), "EarlyStopping(metric=..., patience=...)"))
         rule = None
     metrics = {"early_stopping.metric": rule and rule.metric, "metric_for_best_model": task.metric_for_best_model}
-    if len({metric_key(name) for name in metrics.values() if isinstance(name, str)}) > 1:
-        allowed = f"{rule.metric!r}, the metric of early_stopping, or None" if rule else ""
+    metrics = {name: metric for name, metric in metrics.items() if isinstance(metric, str)}
+    if rule is not None and len(set(map(metric_key, metrics.values()))) > 1:
+        allowed = f"{rule.metric!r}, the metric of early_stopping, or None"
         faults.append(Fault(f"{where}.metric_for_best_model", shown(task.metric_for_best_model), allowed))
     if task.greater_is_better is not None and task.metric_for_best_model is None:
-        faults.append(
-            Fault(f"{where}.greater_is_better", shown(task.greater_is_better), "None without metric_for_best_model")
-        )
+        allowed = "None without metric_for_best_model"
+        faults.append(Fault(f"{where}.greater_is_better", shown(task.greater_is_better), allowed))
     wants = {
         "early_stopping": rule is not None,
         "an EarlyStoppingCallback": isinstance(task.callbacks, (list, tuple)) and task.stops_by_callback,
@@ -490,54 +537,132 @@ def _best_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
             faults.append(Fault(f"{where}.eval_dataset", "None", f"held-out rows, as {name} is set"))
         if name != "eval_on_start" and is_real(task.eval_steps) and task.eval_steps == 0:
             faults.append(Fault(f"{where}.eval_steps", "0", f"more than 0, as {name} is set"))
-    return faults + [
-        fault
-        for field_name, metric in metrics.items()
-        if isinstance(metric, str) and task.eval_dataset is not None
-        for fault in _metric_faults(task, metric, f"{where}.{field_name}", loss)
+    given = task.eval_generate
+    if given is not None and given is not False:
+        at = f"{where}.eval_generate"
+        if given is not True and not isinstance(given, GenerateOptions):
+            fix = "Write GenerateOptions(**options)." if isinstance(given, dict) else ""
+            allowed = "True, False, or GenerateOptions(max_new_tokens=..., metrics=...)"
+            faults.append(Fault(at, shown(given), allowed, fix))
+        elif task.is_classification:
+            faults.append(Fault(at, shown(given), "None for sequence classification, which completes no text"))
+        elif task.eval_dataset is None:
+            fix = "Give held-out rows with prompts."
+            faults.append(Fault(at, shown(given), "None where eval_dataset is not set", fix))
+    known = () if loss.objective is None or loss.args is None else loss.objective.metric_names(loss.args)
+    if task.eval_dataset is not None and known and not task.has_own_metrics:
+        # What `compute_metrics` returns is only known when it is called, so only its absence is judged.
+        known = (*known, *((task.generate_options and task.generate_options.metric_names) or ()))
+        fix = "Set compute_metrics so that it returns this metric."
+        for name, metric in metrics.items():
+            if metric_key(metric) not in known:
+                allowed = f"{' or '.join(known)} where compute_metrics is not set"
+                faults.append(Fault(f"{where}.{name}", shown(metric), allowed, fix))
+    if task.compute_metrics is not None and loss.objective is not None and not loss.objective.has_logits:
+        allowed = "None with this objective, whose rows have no labels to compare logits with"
+        faults.append(Fault(f"{where}.compute_metrics", "a function", allowed))
+    if task.compute_metrics is not None and task.eval_dataset is None:
+        faults.append(Fault(f"{where}.compute_metrics", "a function", "none where eval_dataset is not set"))
+    if task.train_dataset is not None and not hasattr(task.train_dataset, "__len__") and not task.max_steps:
+        allowed = "a number of steps, as a stream has no length"
+        faults.append(Fault(f"{where}.max_steps", shown(task.max_steps), allowed))
+    return faults
+
+
+# --------------------------------------------------------------------------------- from a configuration of Trainer, TRL
+
+_SAME_NAMES = (
+    "learning_rate num_train_epochs weight_decay lr_scheduler_kwargs warmup_steps max_grad_norm optim_args adam_beta1 "
+    "adam_beta2 adam_epsilon seed max_length completion_only_loss assistant_only_loss hub_model_id "
+    "label_smoothing_factor neftune_noise_alpha optim lr_scheduler_type"
+).split()
+_OF_EVALUATION = "eval_delay eval_on_start load_best_model_at_end metric_for_best_model greater_is_better".split()
+_SAME_LOSS = (None, "nll", "chunked_nll")
+"""TRL computes the last of them block by block, which is how it is always done here."""
+
+
+def _settings_of(config: Any, *, has_eval: bool) -> dict[str, Any]:
+    """Return the settings of a `Task` that a configuration of Trainer or TRL stands for.
+
+    Raises:
+        ConfigError: naming what cannot be done here, with the reason.
+    """
+    if not isinstance(config, TrainingArguments):
+        raise_faults(
+            [Fault("config", type(config).__name__, "a TrainingArguments of transformers, or SFTConfig of TRL")]
+        )
+    names = [item.name for item in fields(TrainingArguments) if item.init and item.name not in SETTABLE_FIELDS]
+    faults = [
+        Fault(f"config.{name}", shown(getattr(config, name)), "its default", f"Reason: {reason_against(name)}.")
+        for name in names
+        if not is_default(config, name)
     ]
+    template = getattr(config, "chat_template_path", None)
+    if template and not Path(template).is_file():
+        faults.append(Fault("config.chat_template_path", shown(template), "a file with a Jinja template"))
+    raise_faults(faults)
+    settings = {name: getattr(config, name, None) for name in _SAME_NAMES}
+    settings["max_steps"] = config.max_steps if config.max_steps > 0 else None
+    settings["train_batch_size"] = (
+        config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
+    )
+    if has_eval:
+        settings |= {name: getattr(config, name) for name in _OF_EVALUATION}
+        if config.eval_strategy == IntervalStrategy.STEPS:
+            settings["eval_steps"] = config.eval_steps
+    if getattr(config, "loss_type", None) not in _SAME_LOSS:
+        settings["loss_type"] = config.loss_type  # type: ignore[attr-defined]
+    if template:
+        settings["chat_template"] = Path(template).read_text(encoding="utf-8")
+    if getattr(config, "dataset_text_field", "text") != "text":
+        settings["row_format"] = {"text": config.dataset_text_field}  # type: ignore[attr-defined]
+    settings = {name: getattr(value, "value", value) for name, value in settings.items()}
+    return {name: value for name, value in settings.items() if value is not None}
 
 
-def _metric_faults(task: Task, metric: str, where: str, loss: FoundLoss) -> list[Fault]:
-    """Return a fault for a metric that no evaluation gives, as far as that is known before functions are called."""
-    # What `compute_metrics` returns is only known when it is called, so only its absence is judged.
-    if loss.objective is None or loss.args is None:
-        return []
-    known = loss.objective.metric_names(loss.args)
-    known = (*known, *((known and task.generate_options and task.generate_options.metric_names) or ()))
-    if not known or task.has_own_metrics or metric_key(metric) in known:
-        return []
-    fix = "Set compute_metrics so that it returns this metric."
-    return [Fault(where, shown(metric), f"{' or '.join(known)} where compute_metrics is not set", fix)]
+# ----------------------------------------------------------------------------------------- what a task trains with
 
 
-def _generation_faults(task: Task, where: str) -> list[Fault]:
-    """Return why completions of held-out prompts cannot be generated, as far as the task itself tells."""
-    given, where = task.eval_generate, f"{where}.eval_generate"
-    if given is None or given is False:
-        return []
-    if given is not True and not isinstance(given, GenerateOptions):
-        fix = "Write GenerateOptions(**options)." if isinstance(given, dict) else ""
-        return [Fault(where, shown(given), "True, False, or GenerateOptions(max_new_tokens=..., metrics=...)", fix)]
-    if task.is_classification:
-        return [Fault(where, shown(given), "None for sequence classification, which completes no text")]
-    if task.eval_dataset is None:
-        return [Fault(where, shown(given), "None where eval_dataset is not set", "Give held-out rows with prompts.")]
-    return []
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HyperParameters:
+    """A task's settings, completed from the run's arguments.
 
+    Names and meanings are those of `Task` and `transformers.TrainingArguments`. Steps are optimizer steps of this task.
+    Here `eval_steps` is 0 for never, -1 for the end of each epoch, and below 1 a share of all steps of the task.
+    """
 
-TASK_FIELDS = tuple(item.name for item in fields(Task))
-"""Names of the fields of a `Task`, for files and for messages."""
+    train_batch_size: int
+    learning_rate: float
+    num_train_epochs: float
+    max_steps: int
+    weight_decay: float
+    lr_scheduler_type: str
+    lr_scheduler_kwargs: dict[str, Any] | None
+    warmup_steps: float
+    max_grad_norm: float
+    optim: str
+    optim_args: str | None
+    adam_beta1: float
+    adam_beta2: float
+    adam_epsilon: float
+    seed: int
+    max_length: int
+    eval_steps: float
+    save_steps: float
+    data_timeout_s: float
+    eval_delay: float = 0
+    eval_on_start: bool = False
+    load_best_model_at_end: bool = False
+    metric_for_best_model: str | None = None
+    greater_is_better: bool | None = None
+    label_smoothing_factor: float = 0.0
+    neftune_noise_alpha: float = 0.0
 
 
 def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
-    """Return the settings that a task trains with: its own, and those of the run where it has none.
+    """Return the settings that a task trains with: its own, or else those of the run.
 
-    A task that sets only one of `max_steps` and `num_train_epochs` is held to that one.
-
-    Args:
-        task: the task, whose `None` settings are filled in.
-        args: the arguments of the run, which hold the defaults of all tasks.
+    A task that sets `num_train_epochs` but not `max_steps` is not limited by the run's `max_steps`.
     """
 
     def pick(name: str) -> Any:
@@ -554,60 +679,49 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
     # Trainer's default; a callback that stops early needs a metric, too.
     if metric is None and (load_best or task.stops_by_callback):
         metric = "loss"
-    # What the run says is about the run's metric.
+    # The run's direction is that of the run's metric.
     greater = task.greater_is_better if task.metric_for_best_model else pick("greater_is_better")
-    batch_size = task.train_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps
-    direct = (
+    # The best adapter is chosen by a metric, so held-out rows are evaluated at least once an epoch for it.
+    eval_steps: float = 0
+    strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
+    needs_best = task.early_stopping is not None or task.stops_by_callback or load_best
+    if task.eval_dataset is None:
+        eval_steps = 0
+    elif task.eval_steps is not None:
+        eval_steps = task.eval_steps
+    elif strategy == "steps":
+        eval_steps = args.eval_steps or args.logging_steps
+    elif strategy == "epoch" or needs_best:
+        eval_steps = -1
+    same = (
         "learning_rate num_train_epochs weight_decay lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm "
         "optim optim_args adam_beta1 adam_beta2 adam_epsilon seed max_length data_timeout_s eval_delay eval_on_start "
         "label_smoothing_factor"
     ).split()
     return HyperParameters(
-        train_batch_size=batch_size,
+        train_batch_size=task.train_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps,
         max_steps=max_steps,
-        eval_steps=_eval_steps(task, args),
+        eval_steps=eval_steps,
         save_steps=task.save_steps or 0,
         load_best_model_at_end=load_best,
         metric_for_best_model=metric,
         greater_is_better=greater,
         neftune_noise_alpha=pick("neftune_noise_alpha") or 0.0,
-        **{name: pick(name) for name in direct},
+        **{name: pick(name) for name in same},
     )
 
 
 def task_arguments(hyper: HyperParameters, args: MultiTaskTrainingArguments) -> MultiTaskTrainingArguments:
-    """Return a copy of the run's arguments with one task's settings, for code that reads `TrainingArguments`.
-
-    Args:
-        hyper: the settings of the task, complete.
-        args: the arguments of the run; they are not changed.
-    """
-    # Copied, not made anew: `__post_init__` would check and complete every field a second time.
+    """Return a copy of the run's arguments with one task's settings, for code that reads `TrainingArguments`."""
+    # A copy, as new arguments would be checked and completed a second time.
     own = copy.copy(args)
     for item in fields(HyperParameters):
-        # TrainingArguments has `train_batch_size` as a property that cannot be set.
-        if item.name not in ("train_batch_size", "max_length"):
+        if item.name != "train_batch_size":  # a property of TrainingArguments that cannot be set
             setattr(own, item.name, getattr(hyper, item.name))
-    own.max_length = hyper.max_length
     strategies = {-1.0: IntervalStrategy.EPOCH, 0.0: IntervalStrategy.NO}
     own.eval_strategy = strategies.get(float(hyper.eval_steps), IntervalStrategy.STEPS)
     if hyper.metric_for_best_model is not None and hyper.greater_is_better is None:
         own.greater_is_better = greater_is_better(hyper.metric_for_best_model)
-    # Whoever is given the copy may write into it; the run and the other tasks must not see that.
+    # A callback may write into the copy; the run and the other tasks must not see that.
     vars(own).update({key: copy.deepcopy(value) for key, value in vars(own).items() if isinstance(value, (dict, list))})
     return own
-
-
-def _eval_steps(task: Task, args: MultiTaskTrainingArguments) -> float:
-    if task.eval_dataset is None:
-        return 0
-    if task.eval_steps is not None:
-        return task.eval_steps
-    strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
-    if strategy == "steps":
-        return args.eval_steps or args.logging_steps
-    # Whoever looks for the best adapter must see its metric: at least once an epoch, even where the run asks for none.
-    loads_best = args.load_best_model_at_end if task.load_best_model_at_end is None else task.load_best_model_at_end
-    if strategy == "epoch" or task.early_stopping is not None or task.stops_by_callback or loads_best:
-        return -1
-    return 0

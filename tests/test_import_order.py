@@ -21,15 +21,12 @@ PACKAGE = ROOT / "peft_mux"
 
 ROOMS = (
     "errors",
-    "moved_names",
-    "late_imports",
     "user_code",
     "kernels",
     "data",
     "scheduler",
     "storage",
     "modeling",
-    "hyper_parameters",
     "arguments",
     "task",
     "engine",

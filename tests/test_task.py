@@ -17,10 +17,10 @@ from peft import LoraConfig
 from transformers import IntervalStrategy, SchedulerType, TrainerCallback
 from transformers.training_args import OptimizerNames
 
+from peft_mux.arguments import supported_optimizers, supported_schedules
 from peft_mux.errors import ConfigError
-from peft_mux.hyper_parameters import EarlyStopping, supported_optimizers, supported_schedules
 from peft_mux.storage import RESERVED_NAMES, check_task_names
-from peft_mux.task import TASK_FIELDS, Task, TaskStatus
+from peft_mux.task import TASK_FIELDS, EarlyStopping, Task, TaskStatus
 
 ROWS = [{"input_ids": [1, 2, 3]}]
 CONFIG = LoraConfig(r=4)

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.hyper_parameters import EarlyStopping
-from peft_mux.task import resolve, task_arguments
+from peft_mux.task import EarlyStopping, resolve, task_arguments
 from tests.test_arguments import ROWS, arguments, task
 
 

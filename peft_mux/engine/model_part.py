@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.arguments import ELEMENTWISE, MultiTaskTrainingArguments
 from peft_mux.data.formats import RowForm
 from peft_mux.engine.backbone_source import BackboneSource, assign_settings
 from peft_mux.engine.layout import ParallelLayout, Place
@@ -19,7 +19,6 @@ from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.resolved import ResolvedTask, configs_of, num_labels_of, seeds_of
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import Fault, raise_faults, shown
-from peft_mux.hyper_parameters import ELEMENTWISE
 from peft_mux.modeling.adapters.fields import divided_model_faults
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.config import convert

@@ -27,11 +27,10 @@ from peft_mux.data.task_batch import IGNORE_INDEX, Arrange, TaskBatch, batch_tot
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.engine.work import StepExecutor
 from peft_mux.errors import ConfigError, MetricsError, ProcessError
-from peft_mux.hyper_parameters import metric_key
 from peft_mux.modeling.generation.decoding import generate
 from peft_mux.modeling.generation.options import GenerationRequest, mean_metric
 from peft_mux.reporting.run_log import RunLog
-from peft_mux.task import Task, TaskStatus
+from peft_mux.task import Task, TaskStatus, metric_key
 from peft_mux.user_code import Listener, UserCodeError, describe_error, guard_user_code, ignore_timing
 
 

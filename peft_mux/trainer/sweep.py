@@ -27,11 +27,10 @@ from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import ConfigError, Fault, PeftMuxError, closest, raise_faults, shown
-from peft_mux.hyper_parameters import EarlyStopping
 from peft_mux.modeling.adapters.files import ADAPTER_NAMES
 from peft_mux.reporting.views import Curve, curve_of, number_text
 from peft_mux.storage import write_file
-from peft_mux.task import TASK_FIELDS, Task, TaskStatus
+from peft_mux.task import TASK_FIELDS, EarlyStopping, Task, TaskStatus
 from peft_mux.trainer.trainer import MultiTaskTrainer
 
 _PEFT = "peft_config."

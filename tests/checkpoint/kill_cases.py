@@ -22,7 +22,7 @@ SCRIPT = '''
 import json, os, signal, sys, time
 from pathlib import Path
 from tests.invariants import mux_lab as lab
-from peft_mux.hyper_parameters import EarlyStopping
+from peft_mux.task import EarlyStopping
 
 def tasks():
     return [

@@ -14,8 +14,7 @@ from datasets import IterableDataset
 from peft import LoraConfig
 
 from peft_mux.errors import CheckpointError
-from peft_mux.hyper_parameters import EarlyStopping
-from peft_mux.task import Task, TaskStatus
+from peft_mux.task import EarlyStopping, Task, TaskStatus
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.checkpoint.crashes import Killed, crash
 from tests.invariants import mux_lab as lab

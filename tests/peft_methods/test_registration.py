@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import pickle
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,6 @@ from peft import PeftType
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 
 from peft_mux import BottleneckConfig, DiffPruningConfig
-from peft_mux.late_imports import after_import
 from tests.children import run_script
 
 CONFIGS = {"BOTTLENECK": BottleneckConfig, "DIFF_PRUNING": DiffPruningConfig}
@@ -33,8 +29,23 @@ def test_a_type_is_a_member_like_any_other(name: str) -> None:
 
 
 _FRESH = """
-import sys, peft_mux
+import importlib.util, sys, peft_mux
+from pathlib import Path
 assert "torch" not in sys.modules and "peft" not in sys.modules, "the import is no longer light"
+# A look at PEFT, imports of it that fail, and a reload of ours change nothing.
+assert importlib.util.find_spec("peft") is not None
+broken = Path(sys.argv[1]) / "peft.py"
+broken.write_text("raise ImportError('not yet')")
+sys.path.insert(0, sys.argv[1])
+for attempt in range(2):
+    try:
+        import peft
+    except ImportError as error:
+        assert str(error) == "not yet"
+broken.unlink()
+sys.path.remove(sys.argv[1])
+importlib.invalidate_caches()
+importlib.reload(peft_mux)
 from peft import PeftConfig, PeftType
 names = [PeftConfig.from_pretrained(folder).__class__.__name__ for folder in sys.argv[1:]]
 # As a later PEFT might have it: types of these names, which are not ours.
@@ -53,63 +64,3 @@ def test_plain_peft_reads_our_files_in_a_process_that_imported_us_first(tmp_path
         folders.append(str(tmp_path / name))
     (tmp_path / "fresh.py").write_text(_FRESH)
     assert run_script(tmp_path / "fresh.py", *folders).split() == ["BottleneckConfig", "DiffPruningConfig"]
-
-
-@pytest.fixture
-def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Yield a folder on the path, whose modules are forgotten in the end."""
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
-    (tmp_path / "late_second.py").write_text("import late_first\nassert late_first.done\n")
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if name.startswith("late_"):
-            del sys.modules[name]
-
-
-def test_a_module_follows_another_whenever_that_is_imported(modules: Path) -> None:
-    (modules / "late_first.py").write_text("import sys\nassert 'late_second' not in sys.modules\ndone = True\n")
-    finders = list(sys.meta_path)
-    after_import("late_first", "late_second")
-    assert "late_second" not in sys.modules
-    module = importlib.import_module("late_first")
-    assert "late_second" in sys.modules
-    assert sys.meta_path == finders
-    assert "exec_module" not in vars(module.__loader__)
-    del sys.modules["late_second"]
-    after_import("late_first", "late_second")
-    assert "late_second" in sys.modules, "it follows at once where the first one is there"
-
-
-def test_a_module_that_fails_is_waited_for_again(modules: Path) -> None:
-    path = modules / "late_first.py"
-    path.write_text("raise ImportError('not yet')\n")
-    after_import("late_first", "late_second")
-    with pytest.raises(ImportError, match="not yet"):
-        importlib.import_module("late_first")
-    assert "late_second" not in sys.modules
-    path.write_text("done = True  # another length\n")
-    importlib.invalidate_caches()
-    importlib.import_module("late_first")
-    assert "late_second" in sys.modules
-
-
-def test_several_may_wait_for_one_module(modules: Path) -> None:
-    """As where `peft_mux` is reloaded before PEFT is imported."""
-    (modules / "late_first.py").write_text("done = True\n")
-    (modules / "late_third.py").write_text("import late_first\nassert late_first.done\n")
-    finders = list(sys.meta_path)
-    for then in ("late_second", "late_third", "late_second"):
-        after_import("late_first", then)
-    module = importlib.import_module("late_first")
-    assert {"late_second", "late_third"} <= sys.modules.keys()
-    assert sys.meta_path == finders
-    assert "exec_module" not in vars(module.__loader__)
-
-
-def test_waiting_for_what_there_is_not_disturbs_nobody(modules: Path) -> None:
-    after_import("late_nothing", "late_second")
-    with pytest.raises(ModuleNotFoundError, match="late_nothing"):
-        importlib.import_module("late_nothing")
-    assert importlib.util.find_spec("late_second") is not None

@@ -17,11 +17,10 @@ import transformers.trainer_optimizer
 from transformers import Adafactor, Trainer, TrainerCallback, get_scheduler
 
 from peft_mux import ConfigError, MultiTaskTrainer
-from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.arguments import MultiTaskTrainingArguments, supported_optimizers, supported_schedules
 from peft_mux.engine.tasks.optimizer import OPTIONS, LastGood, TaskOptimizer, joint_steps_taken
 from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.engine.work import StepResult
-from peft_mux.hyper_parameters import supported_optimizers, supported_schedules
 from peft_mux.kernels.adamw import update as multi_adamw
 from peft_mux.kernels.adamw.pages import PageUpdate
 from peft_mux.modeling import slabs

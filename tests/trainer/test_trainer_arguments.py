@@ -14,8 +14,7 @@ from transformers.integrations import TensorBoardCallback, integration_utils
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import CheckpointError, ConfigError
-from peft_mux.hyper_parameters import EarlyStopping
-from peft_mux.task import resolve
+from peft_mux.task import EarlyStopping, resolve
 from tests.invariants.mux_lab import make_trainer, rows, small_task, tiny_llama
 
 HELD_OUT = rows(5, 4, 9, 9)

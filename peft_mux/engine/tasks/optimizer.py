@@ -30,13 +30,12 @@ from torch.optim import optimizer as torch_hooks
 from transformers import SchedulerType, Trainer, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
-from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.arguments import ELEMENTWISE, MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
-from peft_mux.hyper_parameters import ELEMENTWISE, HyperParameters
 from peft_mux.kernels.adamw import update as multi_adamw
 from peft_mux.kernels.adamw.pages import DTYPES, PageUpdate
 from peft_mux.modeling.slabs import TaskSlab, decays
-from peft_mux.task import task_arguments
+from peft_mux.task import HyperParameters, task_arguments
 
 
 class LastGood:

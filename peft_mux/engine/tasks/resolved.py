@@ -10,11 +10,10 @@ from peft import PeftConfig, PromptLearningConfig
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.formats import RowForm
 from peft_mux.errors import Fault, raise_faults
-from peft_mux.hyper_parameters import HyperParameters
 from peft_mux.modeling.backbone.modules import HeadKind
 from peft_mux.modeling.objectives.objective import LossArgs, Objective
 from peft_mux.modeling.objectives.task_objective import find_loss
-from peft_mux.task import Task, resolve
+from peft_mux.task import HyperParameters, Task, resolve
 
 
 @dataclass(frozen=True, slots=True)

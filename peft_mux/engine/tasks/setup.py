@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import TrainerState
 
-from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.arguments import MOST_STEPS, MultiTaskTrainingArguments
 from peft_mux.data.dataset import TaskLoader, TokenizedDataset, open_rows, tokenize_dataset
 from peft_mux.data.streams import ReadAhead, StreamLoader
 from peft_mux.data.tokenize import TokenizeOptions
@@ -23,7 +23,6 @@ from peft_mux.engine.tasks.optimizer import check_optimizer
 from peft_mux.engine.tasks.resolved import ResolvedTask
 from peft_mux.engine.tasks.task_run import BestMetric, TaskRun
 from peft_mux.errors import ConfigError, DataError
-from peft_mux.hyper_parameters import MOST_STEPS
 from peft_mux.modeling.adapters.prompts.kinds import prompt_kind_of
 from peft_mux.modeling.backbone.probe import max_positions
 from peft_mux.modeling.generation.prompts import PromptReader, PromptRow

@@ -30,12 +30,11 @@ from peft_mux.engine.tasks.optimizer import (
 from peft_mux.engine.tasks.resolved import ResolvedTask
 from peft_mux.engine.work import StepResult
 from peft_mux.errors import ConfigError
-from peft_mux.hyper_parameters import HyperParameters, greater_is_better, steps_of
 from peft_mux.kernels.adamw import update as multi_adamw
 from peft_mux.modeling.generation.prompts import PromptRow
 from peft_mux.modeling.model import reason_of_adapter
 from peft_mux.scheduler.pipeline.simulator import MOST_STEPS
-from peft_mux.task import Task, TaskStatus
+from peft_mux.task import HyperParameters, Task, TaskStatus, greater_is_better, steps_of
 from peft_mux.user_code import UserCodeError, guard_user_code
 
 

@@ -21,7 +21,6 @@ from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.cuda_graphs import reason_against
 from peft_mux.engine.executor import Executor, prepared
 from peft_mux.errors import ConfigError
-from peft_mux.hyper_parameters import EarlyStopping
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
@@ -37,7 +36,7 @@ from peft_mux.modeling.objectives.objective import (
     unregister_objective,
 )
 from peft_mux.modeling.objectives.task_objective import find_loss
-from peft_mux.task import Task
+from peft_mux.task import EarlyStopping, Task
 from tests.invariants import mux_lab as lab
 from tests.modeling.objectives.cases import CASES as OTHERS
 from tests.modeling.objectives.cases import NUM_CLASSES, LossCase
