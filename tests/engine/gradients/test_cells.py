@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 
 from peft_mux.checkpoint import task_state as full_state
-from peft_mux.checkpoint.task_state import HeldState, TaskState, join_parts, take_part
+from peft_mux.checkpoint.task_state import TaskState, join_parts, take_part
 from peft_mux.engine.gradients import Bundle, HeldPage, HeldParameter, TaskCells, bundles, divide
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import CheckpointError
@@ -202,7 +202,7 @@ def test_a_whole_state_cut_for_any_layout_and_joined_again_is_itself(task: cases
 
 def test_a_state_whose_part_is_missing_is_refused() -> None:
     cut = {"B": Piece((8, 2), 0, ((0, 4),))}
-    part = HeldState(cut, TaskState({"B": torch.ones(4, 2)}, {}, {}, {}))
+    part = (cut, TaskState({"B": torch.ones(4, 2)}, {}, {}, {}))
     with pytest.raises(CheckpointError, match="B: got nothing of index 4 along dimension 0, of 8"):
         join_parts([part])
 
@@ -212,7 +212,7 @@ def test_an_optimizer_that_keeps_rows_and_columns_cannot_be_joined_where_a_param
     for start in (0, 4):
         cut = {"B": Piece((8, 2), 0, ((start, start + 4),))}
         moments = {"B": {"exp_avg_sq_row": torch.ones(4)}}
-        parts.append(HeldState(cut, TaskState({"B": torch.ones(4, 2)}, moments, {}, {})))
+        parts.append((cut, TaskState({"B": torch.ones(4, 2)}, moments, {}, {})))
     with pytest.raises(CheckpointError, match=r"B, exp_avg_sq_row: .* every element alike"):
         join_parts(parts)
 
