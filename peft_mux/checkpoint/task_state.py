@@ -335,15 +335,16 @@ def join_parts(parts: Sequence[tuple[Mapping[str, Piece], TaskState]]) -> TaskSt
                     whole.copies[copy][name] = own[name]
             continue
         dim, last = held[0][0].dim, 0
+        size = held[0][0].shape[dim]
         # Sorted, because the ranges of fused projections interleave between ranks.
         for start, end in sorted(edge for piece, _ in held for edge in piece.ranges):
             if start > last:
                 break
             last = max(last, end)
-        if last < held[0][0].shape[dim]:
+        if last < size:
             raise CheckpointError(
-                f"{name}: got nothing of index {last} along dimension {dim}, of {held[0][0].shape[dim]}; allowed: all of"
-                " it from the processes of one replica. Load the same model and adapter in each."
+                f"{name}: got nothing of index {last} along dimension {dim}, of {size}; allowed: all of it from the"
+                " processes of one replica. Load the same model and adapter in each."
             )
         whole.weights[name] = _assembled(name, [(piece, state.weights.get(name)) for piece, state in held])
         for copy, own in whole.copies.items():

@@ -8,7 +8,6 @@ from pathlib import Path
 from peft_mux.checkpoint.run_folder import (
     RunFolder,
     open_other_folder,
-    open_run_folder,
     refuse_held_folder,
     require_state,
     resume_tasks,
@@ -95,7 +94,7 @@ class Opening:
         """
         placed = self._placement.materialise(self._plans.plan_stages)
         fingerprint = self._world.compare_frozen_weights(type(placed.model.backbone).__name__, placed.samples)
-        self._open_folder(is_resumed=bool(resume), fingerprint=fingerprint)
+        self._open_folder(fingerprint)
         if resume:
             self._restore(self._run.root if resume is True else Path(resume), fingerprint)
         elif not self._has_trained and self._run.saver.folder is not None:
@@ -129,19 +128,17 @@ class Opening:
             if run.optimizer is not None:
                 run.optimizer.zero_gradients()
 
-    def _open_folder(self, *, is_resumed: bool, fingerprint: str) -> None:
+    def _open_folder(self, fingerprint: str) -> None:
         """Open the run folder, unless it is open or nothing is to be saved; then the metrics file and the progress."""
         args, root, saver = self._run.args, self._run.root, self._run.saver
         if saver.folder is None and args.save_strategy != "no":
-            folder = open_run_folder(
+            saver.folder = RunFolder(
                 root,
                 self._placement.placed.model,
                 keep=args.save_total_limit,
-                is_resumed=is_resumed,
                 is_writer=saver.is_writer,
                 fingerprint=fingerprint,
             )
-            saver.open(folder)
         if saver.is_writer:
             root.mkdir(parents=True, exist_ok=True)
         self._run.log.open(

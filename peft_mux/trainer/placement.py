@@ -147,7 +147,7 @@ class Placement:
     def _set_up_saver(self) -> None:
         """Tell the saver how a task is made full where processes hold parts of it."""
         if self._world.layout.is_data_parallel:
-            self._run.saver.use_full_model()
+            self._run.saver.use_parts(None)
         else:
             self._run.saver.use_parts(self._gather, self._have_all_saved)
 

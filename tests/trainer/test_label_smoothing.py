@@ -140,7 +140,7 @@ def test_a_state_of_before_the_factor_goes_on_and_another_factor_is_refused(tmp_
 
     run = lab.make_trainer([task("own", 1)], tmp_path / "a").table["own"]
     older = {key: value for key, value in task_settings(run).items() if key != "label_smoothing_factor"}
-    assert check_settings(run, older) == {}
+    assert check_settings(run, older) == ""
     other = lab.make_trainer([task("own", 1, label_smoothing_factor=0.1)], tmp_path / "b").table["own"]
     with pytest.raises(ChangedSettingsError, match=r"label_smoothing_factor 0\.0 -> 0\.1"):
         check_settings(other, older)

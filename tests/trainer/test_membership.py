@@ -203,8 +203,9 @@ def test_a_task_that_cannot_be_written_stays_unless_its_adapter_is_given_up(
     run, calls = make_run(tmp_path), Calls()
     start_all(run)
     membership = membership_of(run, calls)
-    generations = SimpleNamespace(note_removed=lambda name, reason, step: None)
-    folder: Any = SimpleNamespace(generations=generations, has_record=lambda: True, amend_record=lambda: None)
+    folder: Any = SimpleNamespace(
+        note_removed=lambda name, reason, step: None, records=lambda: [None], amend_record=lambda: None
+    )
     run.saver.folder = folder
     monkeypatch.setattr(run.saver, "save_adapter", lambda name: False)
     with training(membership):

@@ -128,7 +128,7 @@ def test_a_run_that_a_signal_has_ended_says_so_and_how_to_go_on(tmp_path: Path, 
     run = make_run(tmp_path, save_strategy=strategy)
     if strategy == "steps":
         folder: Any = object()
-        run.saver.open(folder)
+        run.saver.folder = folder
         run.saver._saved_step = 7
     run.state.global_step = 7
     run.interrupt(signal.SIGTERM)
