@@ -297,7 +297,7 @@ class Lifecycle:
         self._tell(run)
         if self._run.saver.is_writer and run.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
             # With the card and the picture that lie beside it by now.
-            self._run.hub.ended(run)
+            self._run.hub.push(run)
         if event.status is TaskStatus.FAILED and self._run.args.quarantine_policy == "stop":
             self._run.request_stop()
 
