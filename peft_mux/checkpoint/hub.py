@@ -377,7 +377,7 @@ class HubPushes:
     def __init__(self, args: MultiTaskTrainingArguments, root: Path, warn: Callable[[str], None]) -> None:
         """Upload nothing yet."""
         self._args, self._root, self._warn = args, root, warn
-        self._api = huggingface_hub.HfApi()
+        self._api: huggingface_hub.HfApi | None = None
         self._under_way: dict[str, Future[Any]] = {}
         self._reported: set[str] = set()
 
@@ -403,6 +403,7 @@ class HubPushes:
         except (OSError, ConfigError) as error:
             self._warn(f"{run.name}: not on the Hub: {error}")
             return
+        self._api = self._api or huggingface_hub.HfApi()
         self._under_way[run.name] = self._api.run_as_future(upload)
 
     def wait(self) -> None:
