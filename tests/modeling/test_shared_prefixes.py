@@ -214,4 +214,4 @@ def test_parts_of_a_stream_share_as_it_does() -> None:
     kept = [index not in (0, 3) for index in range(batch.num_sequences)]
     fewer = batch.of_sequences(kept)
     assert fewer.shared is not None
-    assert fewer.shared.tree.num_tokens == fewer.num_tokens
+    assert len(fewer.shared.row_of_token) == fewer.num_tokens

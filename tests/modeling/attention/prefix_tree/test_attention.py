@@ -154,7 +154,7 @@ def test_outputs_and_gradients_are_those_of_each_sequence_alone(way: str, kind: 
     if not knows(way, wanted):
         return
     tree = tree_of(NESTED)
-    assert tree.num_rows < tree.num_tokens / 2
+    assert tree.num_rows < len(tree.row_of_token) / 2
     check(way, NESTED, tree, states(tree.num_rows, key_heads), wanted)
 
 
