@@ -1,93 +1,33 @@
-"""A task's rows as tokens, in flat arrays, with a report of what was cut and left out."""
+"""A task's rows as tokens in flat arrays, and its global batches in their order.
 
-# MERGED: The order of a task's rows: a pure function of its own seed and step, which no other task influences.
-# MERGED: Because the global batch of any step can be computed from the step alone, resuming and pausing need no saved
-# MERGED: position.
+The order of a task's rows is a pure function of its seed and step, which no other task influences. Because the global
+batch of any step can be computed from the step alone, resuming and pausing need no saved position.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from peft_mux.data.formats import DataFormat, detect_format
-from peft_mux.data.rows import CLASS_LABELS
+from peft_mux.data.formats import detect_format
 from peft_mux.data.task_batch import Arrange, TaskBatch, TokenSequence, prefix_trie
-from peft_mux.data.tokenize import RowTokenizer, TokenizeOptions
+from peft_mux.data.tokenize import CLASS_LABELS, DataReport, RowTokenizer, TokenizeOptions, checked_row
 from peft_mux.errors import DataError, PeftMuxError
 from peft_mux.user_code import describe_error
 
 _MAX_ERRORS = 10
 _ROW_NUMBER = re.compile(r" row (\d+)")
 _VALUE = re.compile(r"got [^;]{1,62} \((int|float|bool)\);")
-"""A number where none belongs; that others have other numbers is no other fault."""
+"""A number where none belongs; other rows with other numbers have the same fault."""
+_ORDER_STREAM = 0x0DE7  # keeps these draws apart from others that begin with the task's seed
 _Extras = tuple[tuple[int, ...], Mapping[str, np.ndarray], Mapping[str, float | np.ndarray]]
 """What few rows have: `starts`, `token_columns` and `row_values` of `TokenSequence`."""
 _NO_EXTRAS: _Extras = ((), {}, {})
-
-
-@dataclass(frozen=True, slots=True)
-class DataReport:
-    """What became of a dataset's rows.
-
-    Attributes:
-        where: the dataset, such as `tasks.sql.train_dataset`.
-        data_format: the format that was recognised.
-        num_rows: number of rows that were given.
-        num_kept: number of rows that are trained on.
-        num_truncated: number of rows that were cut to the limit.
-        limit: number of tokens that longer rows were cut to.
-        num_dropped_long: number of rows that were left out for their length.
-        num_without_targets: number of rows that were left out because no token of theirs carries loss.
-        num_tokens: number of tokens of the rows that are trained on.
-        num_target_tokens: number of tokens that carry loss.
-    """
-
-    where: str
-    data_format: DataFormat
-    num_rows: int
-    num_kept: int
-    num_truncated: int
-    limit: int
-    num_dropped_long: int
-    num_without_targets: int
-    num_tokens: int
-    num_target_tokens: int
-
-    @property
-    def remarks(self) -> list[str]:
-        """What the owner should know in at most one line: rows cut and left out."""
-        counts = [
-            (self.num_truncated, f"cut to {self.limit:,} tokens"),
-            (self.num_dropped_long, f"longer than {self.limit:,} left out"),
-            (self.num_without_targets, "without targets left out"),
-        ]
-        words = [f"{count:,} of {self.num_rows:,} rows {what}" for count, what in counts if count]
-        return [f"{self.where}: {', '.join(words)}"] if words else []
-
-    @property
-    def warning(self) -> str:
-        """The remark with what to do about it, in one line; "" where there is none."""
-        fixes = []
-        if self.num_truncated or self.num_dropped_long:
-            fixes.append("Raise max_length to train on them whole.")
-        if self.num_dropped_long:
-            fixes.append('Set overlong_policy="truncate" to train on the beginning of longer ones.')
-        if self.num_without_targets:
-            fixes.append("Check labels, prompts and max_length: a row needs a token that carries loss.")
-        return f"{self.remarks[0]}. {' '.join(fixes)}" if fixes else ""
-
-    def summary(self) -> str:
-        """Return the report in one line."""
-        share = 100 * self.num_target_tokens / max(self.num_tokens, 1)
-        rows = f"{self.num_kept:,} of {self.num_rows:,} rows ({self.data_format})"
-        head = f"{self.where}: {rows}, {self.num_tokens:,} tokens"
-        return "; ".join([f"{head}, {share:.0f} % trained on", *self.remarks])
 
 
 class TokenizedDataset:
@@ -95,10 +35,10 @@ class TokenizedDataset:
 
     Args:
         sequences: the tokenised rows, in dataset order.
-        report: what became of the dataset's rows.
+        report: what happened to the dataset's rows.
 
     Attributes:
-        report: what became of the dataset's rows.
+        report: what happened to the dataset's rows.
         lengths: int64, number of tokens of each row.
         num_targets: int64, number of loss terms of each row.
     """
@@ -115,7 +55,7 @@ class TokenizedDataset:
         self._rows = np.fromiter((s.row for s in sequences), dtype=np.int64, count=len(sequences))
         self._classes = [s.class_label for s in sequences]
         self._types = [s.token_type_ids for s in sequences]
-        # By number of the row; most datasets have none, and three empty things a row are 200 bytes.
+        # By number of the row; most datasets have none, and three empty containers per row are 200 bytes.
         self._extras: dict[int, _Extras] = {
             number: (s.starts, s.token_columns, s.row_values)
             for number, s in enumerate(sequences)
@@ -133,15 +73,13 @@ class TokenizedDataset:
     def __getitem__(self, index: int) -> TokenSequence:
         """Return a tokenised row."""
         part = slice(self._offsets[index], self._offsets[index + 1])
-        ids, labels = self._ids[part].astype(np.int64), self._labels[part].astype(np.int64)
-        row, label, types = int(self._rows[index]), self._classes[index], self._types[index]
         starts, columns, values = self._extras.get(index, _NO_EXTRAS)
         return TokenSequence(
-            ids,
-            labels,
-            row,
-            label,
-            types,
+            self._ids[part].astype(np.int64),
+            self._labels[part].astype(np.int64),
+            int(self._rows[index]),
+            self._classes[index],
+            self._types[index],
             is_one_term=self._is_one_term,
             starts=starts,
             token_columns=columns,
@@ -162,12 +100,12 @@ class TokenizedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all tokens and labels, by which a resumed run knows its data again."""
+        """Digest of all tokens and labels, by which a resumed run recognises its data."""
         digest = hashlib.blake2b(digest_size=16)
         for array in (self._offsets, self._ids, self._labels):
             digest.update(np.ascontiguousarray(array).tobytes())
         digest.update(repr(self._classes).encode())
-        # Plain rows keep the digest that they had before there was more to a row.
+        # Plain rows keep the digest that they had before rows could have more.
         for starts, columns, values in self._extras.values():
             digest.update(
                 repr((starts, [(name, np.asarray(values[name]).tolist()) for name in sorted(values)])).encode()
@@ -192,52 +130,51 @@ def tokenize_dataset(
         DataError: naming up to ten rows that cannot be trained on, or why none is left.
     """
     where = f"tasks.{options.task}.{split}"
-    row_tokenizer: RowTokenizer | None = None
-    sequences, errors = [], []
-    num_rows, more = 0, ""
+    reader: RowTokenizer | None = None
+    sequences: list[TokenSequence] = []
+    errors: list[str] = []
+    more = ""
     view = options.row_form.view
     for index, row in enumerate(_rows(dataset if view is None else view(dataset, where), where)):
         if len(errors) == _MAX_ERRORS:
             more = " (and perhaps more)"
             break
-        num_rows += 1
         try:
-            row = checked_row(row, index, where)
-            if row_tokenizer is None:
-                row_tokenizer = open_rows(row, options=options, tokenizer=tokenizer, split=split)
-            sequence = row_tokenizer(row, index)
-        # Gone on with after a fault, so that owners see several at a time.
+            reader = reader or open_rows(row, options=options, tokenizer=tokenizer, split=split)
+            sequence = reader(row, index)
+        # Rows after a fault are still read, so that users see several at a time.
         except DataError as error:
             errors.append(str(error))
-            # Without a format there is nothing to read the other rows by.
-            if row_tokenizer is None:
+            # Without a format the other rows cannot be read.
+            if reader is None:
                 break
             continue
         if sequence is not None:
             sequences.append(sequence)
     if errors:
-        raise DataError("\n".join(_told_once(errors)) + more)
-    if row_tokenizer is None:
+        raise DataError("\n".join(_without_repeats(errors)) + more)
+    if reader is None:
         raise DataError(f"{where}: got no rows; allowed: at least one.")
     if not sequences:
-        raise DataError(_nothing_left(where, num_rows, row_tokenizer))
-    report = data_report(
-        row_tokenizer,
-        num_rows=num_rows,
-        num_kept=len(sequences),
-        num_tokens=sum(len(sequence) for sequence in sequences),
-        num_target_tokens=sum(num_target_tokens(sequence) for sequence in sequences),
-    )
-    return TokenizedDataset(sequences, report)
+        report, limit = reader.report, options.limit
+        if reader.num_masked:
+            cause = f"all labels are masked (-100) in {reader.num_masked} of them"
+            fix = "Check the labels, the completion or the generation blocks of the chat template"
+        elif report.num_dropped_long:
+            cause, fix = f"{report.num_dropped_long} are longer than {limit} tokens", "Raise max_length or truncate"
+        else:
+            cause = f"cut to {limit} tokens, {report.num_without_targets} of them keep no target"
+            fix = "Raise max_length, or shorten the prompts"
+        got = f"{report.num_rows} rows of which none can be trained on ({cause})"
+        raise DataError(f"{where}: got {got}; allowed: at least one. {fix}.")
+    return TokenizedDataset(sequences, reader.report)
 
 
-def open_rows(
-    first: Mapping[str, Any], *, options: TokenizeOptions, tokenizer: Any, split: str = "train_dataset"
-) -> RowTokenizer:
-    """Return what turns the rows of a dataset into sequences.
+def open_rows(first: Any, *, options: TokenizeOptions, tokenizer: Any, split: str = "train_dataset") -> RowTokenizer:
+    """Return the reader of the rows of a dataset.
 
     Args:
-        first: the first row, whose columns tell the format.
+        first: the first row, whose columns decide the format.
         options: how the rows of the task become tokens.
         tokenizer: a tokenizer of transformers; may be `None` for rows that are tokenised already.
         split: name of the dataset, for messages.
@@ -247,22 +184,12 @@ def open_rows(
         ConfigError: if the options cannot apply to it.
     """
     where = f"tasks.{options.task}.{split}"
-    return RowTokenizer(options, tokenizer, detect_format(list(first), where=where, row_form=options.row_form), split)
-
-
-def checked_row(row: Any, index: int, where: str) -> Mapping[str, Any]:
-    """Return a row that must be a dict of columns.
-
-    Raises:
-        DataError: if it is anything else.
-    """
-    if not isinstance(row, Mapping):
-        raise DataError(f"{where} row {index}: got {type(row).__name__}; allowed: a dict of columns.")
-    return row
+    columns = list(checked_row(first, 0, where))
+    return RowTokenizer(options, tokenizer, detect_format(columns, where=where, row_form=options.row_form), split)
 
 
 def _rows(dataset: Any, where: str) -> Iterator[Any]:
-    """Yield the rows of a dataset, as many as it says that it has.
+    """Yield the rows of a dataset, as many as its length says.
 
     Raises:
         DataError: naming the row, for whatever the dataset's own code raises.
@@ -277,13 +204,12 @@ def _rows(dataset: Any, where: str) -> Iterator[Any]:
         raise
     # Ctrl-C while rows are read is the user's, and passes.
     except (Exception, SystemExit) as error:
-        raise DataError(
-            f"{where} row {index}: got {describe_error(error)}; allowed: a row that can be read."
-        ) from error
+        got = describe_error(error)
+        raise DataError(f"{where} row {index}: got {got}; allowed: a row that can be read.") from error
 
 
-def _told_once(errors: list[str]) -> list[str]:
-    """Return errors without those that say of other rows what one before them says; it names these rows."""
+def _without_repeats(errors: list[str]) -> list[str]:
+    """Return errors without those that repeat an earlier one for another row; that one lists their rows."""
     rows: dict[str, list[str]] = {}
     firsts: dict[str, str] = {}
     for error in errors:
@@ -298,87 +224,54 @@ def _told_once(errors: list[str]) -> list[str]:
     ]
 
 
-def num_target_tokens(sequence: TokenSequence) -> int:
-    """Return how many tokens of a row are predicted and carry loss."""
-    return sequence.num_target_tokens
+class RowLoader:
+    """Global batches of one task; base of `TaskLoader` and `StreamLoader`.
+
+    Args:
+        task: name of the task.
+        batch_size: number of rows of a global batch.
+        seed: the task's seed, which fixes the order of its rows and its dropout.
+        arrange: returns the rows of a global batch as the loss reads them; `None` if they are the same.
+
+    Attributes:
+        shares_prefixes: whether shared prefixes of the sequences of a batch may be computed once.
+    """
+
+    def __init__(self, *, task: str, batch_size: int, seed: int, arrange: Arrange | None = None) -> None:
+        """Store what batches are made with."""
+        self.task = task
+        self.batch_size = batch_size
+        self.seed = seed
+        self.arrange = arrange
+        self.shares_prefixes = False
+
+    def _task_batch(self, step: int, sequences: tuple[TokenSequence, ...]) -> TaskBatch:
+        arranged = sequences if self.arrange is None else self.arrange(sequences)
+        trie = prefix_trie(arranged) if self.shares_prefixes else None
+        return TaskBatch(self.task, step, self.seed, arranged, trie=trie)
 
 
-def data_report(
-    row_tokenizer: RowTokenizer, *, num_rows: int, num_kept: int, num_tokens: int, num_target_tokens: int
-) -> DataReport:
-    """Return what became of rows, from what their tokenizer has counted and what the caller has."""
-    counts = row_tokenizer.counts
-    return DataReport(
-        where=row_tokenizer.where,
-        data_format=row_tokenizer.data_format,
-        num_rows=num_rows,
-        num_kept=num_kept,
-        num_truncated=counts.num_truncated,
-        limit=row_tokenizer.options.limit,
-        num_dropped_long=counts.num_dropped_long,
-        num_without_targets=counts.num_without_targets,
-        num_tokens=num_tokens,
-        num_target_tokens=num_target_tokens,
-    )
-
-
-def _nothing_left(where: str, num_rows: int, row_tokenizer: RowTokenizer) -> str:
-    counts, limit = row_tokenizer.counts, row_tokenizer.options.limit
-    if counts.num_masked:
-        cause = f"all labels are masked (-100) in {counts.num_masked} of them"
-        fix = "Check the labels, the completion or the generation blocks of the chat template"
-    elif counts.num_dropped_long:
-        cause, fix = f"{counts.num_dropped_long} are longer than {limit} tokens", "Raise max_length or truncate"
-    else:
-        cause = f"cut to {limit} tokens, {counts.num_without_targets} of them keep no target"
-        fix = "Raise max_length, or shorten the prompts"
-    return f"{where}: got {num_rows} rows of which none can be trained on ({cause}); allowed: at least one. {fix}."
-
-
-_ORDER_STREAM = 0x0DE7  # keeps these draws apart from others that begin with the task's seed
-
-
-class TaskLoader:
+class TaskLoader(RowLoader):
     """Global batches of one task from tokenised rows.
 
     Every epoch visits each row once; its last batch may be smaller.
 
     Args:
         dataset: the tokenised rows of the task.
-        task: name of the task.
-        batch_size: number of rows of a global batch.
-        seed: the task's seed, which fixes the order of its rows.
-        shuffle: whether each epoch has an order of its own, rather than that of the dataset.
-        arrange: makes the rows of a global batch of rows of the dataset; `None` where they are the same.
-
-    Attributes:
-        shares_prefixes: whether what the sequences of a batch begin with alike may be computed once.
+        shuffle: whether each epoch has its own order, rather than that of the dataset.
+        **settings: those of `RowLoader`.
     """
 
-    shares_prefixes = False
-
-    def __init__(
-        self,
-        dataset: TokenizedDataset,
-        *,
-        task: str,
-        batch_size: int,
-        seed: int,
-        shuffle: bool,
-        arrange: Arrange | None = None,
-    ) -> None:
-        """Keep what the order of rows follows from."""
+    def __init__(self, dataset: TokenizedDataset, *, shuffle: bool, **settings: Any) -> None:
+        """Store what the order of rows follows from."""
+        super().__init__(**settings)
         self.dataset = dataset
-        self.task = task
-        self.batch_size = batch_size
-        self.seed = seed
         self.shuffle = shuffle
-        self.arrange = arrange
         self._order: tuple[int, np.ndarray] | None = None
 
     @property
     def report(self) -> DataReport:
-        """What became of the rows."""
+        """What happened to the rows."""
         return self.dataset.report
 
     @property
@@ -391,45 +284,33 @@ class TaskLoader:
         """Mean tokens of a global batch."""
         return float(self.dataset.lengths.sum()) / self.steps_per_epoch
 
-    def sample(self, num_rows: int) -> tuple[TokenSequence, ...]:
-        """Return at most so many rows, in dataset order."""
-        return tuple(self.dataset[row] for row in range(min(len(self.dataset), num_rows)))
-
     @property
     def sample_lengths(self) -> list[int]:
         """Lengths of the rows."""
         return self.dataset.lengths.tolist()
 
-    def order(self, epoch: int) -> np.ndarray:
-        """Return the rows of an epoch in the order in which they are trained on."""
-        # One epoch is kept: its batches are asked for one after another.
-        if self._order is None or self._order[0] != epoch:
-            self._order = (epoch, self._drawn_order(epoch))
-        return self._order[1]
-
-    def _drawn_order(self, epoch: int) -> np.ndarray:
-        rows = np.arange(len(self.dataset))
-        if self.shuffle:
-            # From seed and epoch alone: a resumed run, or any process, finds the same order.
-            rows = np.random.default_rng([_ORDER_STREAM, self.seed, epoch]).permutation(rows)
-        return rows
+    def sample(self, num_rows: int) -> tuple[TokenSequence, ...]:
+        """Return at most so many rows, in dataset order."""
+        return tuple(self.dataset[row] for row in range(min(len(self.dataset), num_rows)))
 
     def sample_batches(self, num_batches: int) -> list[TaskBatch]:
-        """Return at most so many global batches, the first ones, for plans; nothing of the training changes by it."""
-        # Drawn anew: the epoch that is kept may be in use by a thread that reads ahead.
-        order, count = self._drawn_order(0), min(num_batches, self.steps_per_epoch)
-        return [
-            self._batch(step, order[step * self.batch_size : (step + 1) * self.batch_size]) for step in range(count)
-        ]
+        """Return at most so many global batches, the first ones, for plans."""
+        return [self.batch(step) for step in range(min(num_batches, self.steps_per_epoch))]
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Return the rows of an epoch in the order in which they are trained on."""
+        # One epoch is kept, as its batches are read one after another; another thread may be reading another epoch.
+        kept = self._order
+        if kept is None or kept[0] != epoch:
+            rows = np.arange(len(self.dataset))
+            if self.shuffle:
+                # From seed and epoch alone: a resumed run, or any process, finds the same order.
+                rows = np.random.default_rng([_ORDER_STREAM, self.seed, epoch]).permutation(rows)
+            kept = self._order = (epoch, rows)
+        return kept[1]
 
     def batch(self, step: int) -> TaskBatch:
         """Return the global batch of an optimizer step, counted from 0 over all epochs."""
         epoch, place = divmod(step, self.steps_per_epoch)
         rows = self.order(epoch)[place * self.batch_size : (place + 1) * self.batch_size]
-        return self._batch(step, rows)
-
-    def _batch(self, step: int, rows: np.ndarray) -> TaskBatch:
-        sequences = tuple(self.dataset[int(row)] for row in rows)
-        arranged = sequences if self.arrange is None else self.arrange(sequences)
-        trie = prefix_trie(arranged) if self.shares_prefixes else None
-        return TaskBatch(self.task, step, self.seed, arranged, trie=trie)
+        return self._task_batch(step, tuple(self.dataset[int(row)] for row in rows))

@@ -2,39 +2,35 @@
 
 Meanings are those of TRL's `SFTTrainer`: EOS is added to text and completions, the loss of `prompt`/`completion`
 rows is on the completion unless `completion_only_loss=False`, and `assistant_only_loss` needs generation blocks in
-the template.
+the template. Also here: rows with a class or a value (`LABELLED_ROWS`), and rows with a class for each token or word
+(`TAGGED_ROWS`). Rows that compare answers are in `preferences`.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from peft_mux.data.formats import (
     ANSWER_FORMATS,
+    LABEL_COLUMNS,
     LANGUAGE_ROWS,
+    REQUIRED_COLUMNS,
     TOKENIZED_FORMATS,
     DataFormat,
-    RowCells,
     RowForm,
-    required_columns,
 )
-from peft_mux.data.rows import (
-    ChatRows,
-    LabelledRows,
-    LengthLimit,
-    RowCounts,
-    RowReader,
-    RowTools,
-    read_columns,
-    with_given_targets,
-)
+from peft_mux.data.rows import RowCells, with_given_targets
 from peft_mux.data.task_batch import IGNORE_INDEX, Arrange, TokenSequence, with_virtual_tokens
 from peft_mux.errors import ConfigError, DataError, PeftMuxError
 from peft_mux.user_code import describe_error
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,16 +40,16 @@ class TokenizeOptions:
     Attributes:
         task: name of the task, for messages.
         max_length: number of tokens to which rows are limited.
-        overlong_policy: what becomes of longer rows: "truncate", "drop" or "error".
+        overlong_policy: what happens to longer rows: "truncate", "drop" or "error".
         completion_only_loss: whether only completions carry loss; `None` for yes wherever a row marks its completion.
         assistant_only_loss: whether only what the assistant says carries loss.
         chat_template: Jinja template for messages; `None` for that of the tokenizer.
         row_form: the form of rows that the task's loss reads.
-        num_labels: number of classes; 1 for regression, `None` where it is not known.
+        num_labels: number of classes; 1 for regression, `None` if unknown.
         vocab_size: token ids must be below it; `None` for no check.
         max_positions: longest row that the backbone has positions for; `None` for no limit.
-        virtual_labels: label of each virtual token that every row begins with; they count to no limit of a row.
-        reference_columns: columns that every row has to bring, as there is no pass that would make up for them.
+        virtual_labels: label of each virtual token that every row begins with; they do not count to the limit of a row.
+        reference_columns: columns that every row must bring, as no pass could compute them.
     """
 
     task: str
@@ -76,12 +72,82 @@ class TokenizeOptions:
 
     @property
     def arrange(self) -> Arrange | None:
-        """What makes the rows of a global batch of rows of the dataset; `None` where they are the same."""
+        """A function from the rows of a global batch to the rows that the loss reads; `None` if they are the same."""
         arrange, limit = self.row_form.arrange, self.limit
         return None if arrange is None else lambda rows: arrange(rows, limit)
 
 
-class RowTokenizer:
+@dataclass(slots=True)
+class DataReport:
+    """What happened to a dataset's rows.
+
+    Attributes:
+        where: the dataset, such as `tasks.sql.train_dataset`.
+        data_format: the format that was recognised.
+        num_rows: number of rows that were read.
+        num_kept: number of rows that are trained on.
+        num_truncated: number of rows that were cut to the limit.
+        limit: number of tokens to which longer rows were cut.
+        num_dropped_long: number of rows that were left out for their length.
+        num_without_targets: number of rows that were left out because no token of theirs carries loss.
+        num_tokens: number of tokens of the rows that are trained on.
+        num_target_tokens: number of tokens that carry loss.
+    """
+
+    where: str
+    data_format: DataFormat
+    num_rows: int = 0
+    num_kept: int = 0
+    num_truncated: int = 0
+    limit: int = 0
+    num_dropped_long: int = 0
+    num_without_targets: int = 0
+    num_tokens: int = 0
+    num_target_tokens: int = 0
+
+    @property
+    def remarks(self) -> list[str]:
+        """At most one line for the user: rows that were cut and left out."""
+        counts = [
+            (self.num_truncated, f"cut to {self.limit:,} tokens"),
+            (self.num_dropped_long, f"longer than {self.limit:,} left out"),
+            (self.num_without_targets, "without targets left out"),
+        ]
+        words = [f"{count:,} of {self.num_rows:,} rows {what}" for count, what in counts if count]
+        return [f"{self.where}: {', '.join(words)}"] if words else []
+
+    @property
+    def warning(self) -> str:
+        """The remark with what to do about it, in one line; "" if there is none."""
+        fixes = []
+        if self.num_truncated or self.num_dropped_long:
+            fixes.append("Raise max_length to train on them whole.")
+        if self.num_dropped_long:
+            fixes.append('Set overlong_policy="truncate" to train on the beginning of longer ones.')
+        if self.num_without_targets:
+            fixes.append("Check labels, prompts and max_length: a row needs a token that carries loss.")
+        return f"{self.remarks[0]}. {' '.join(fixes)}" if fixes else ""
+
+    def summary(self) -> str:
+        """Return the report in one line."""
+        share = 100 * self.num_target_tokens / max(self.num_tokens, 1)
+        rows = f"{self.num_kept:,} of {self.num_rows:,} rows ({self.data_format})"
+        head = f"{self.where}: {rows}, {self.num_tokens:,} tokens"
+        return "; ".join([f"{head}, {share:.0f} % trained on", *self.remarks])
+
+
+def checked_row(row: Any, index: int, where: str) -> Mapping[str, Any]:
+    """Return a row that must be a dict of columns.
+
+    Raises:
+        DataError: if it is anything else.
+    """
+    if not isinstance(row, Mapping):
+        raise DataError(f"{where} row {index}: got {type(row).__name__}; allowed: a dict of columns.")
+    return row
+
+
+class RowTokenizer(RowCells):
     """Turns rows of one format into sequences, and counts what it leaves out.
 
     Args:
@@ -90,243 +156,224 @@ class RowTokenizer:
         data_format: the format that the rows have.
         split: name of the dataset, for messages.
 
+    Attributes:
+        report: what happened to the rows so far.
+        num_masked: rows without targets whose labels were all masked before any cut.
+
     Raises:
         ConfigError: if the options cannot apply to this format.
-        DataError: if the format needs a tokenizer that is not there.
+        DataError: if the format needs a tokenizer and there is none.
     """
 
     def __init__(
         self, options: TokenizeOptions, tokenizer: Any, data_format: DataFormat, split: str = "train_dataset"
     ) -> None:
-        """Check that options, tokenizer and format fit together, and make what reads each form of row."""
+        """Check that options, tokenizer and format fit together."""
+        super().__init__(f"tasks.{options.task}.{split}", options.vocab_size, tokenizer, options.chat_template)
         self.options = options
-        self.tokenizer = tokenizer
         self.data_format = data_format
-        self.where = f"tasks.{options.task}.{split}"
-        self.counts = RowCounts()
-        self._check()
-        self._cells = RowCells(self.where, options.vocab_size)
-        why = "max_length" if options.limit == options.max_length else "the backbone's positions"
-        self._limit = LengthLimit(options.limit, why, options.overlong_policy, self._cells, self.counts)
-        self._chat_rows = ChatRows(
-            self._cells,
-            tokenizer,
-            task=options.task,
-            chat_template=options.chat_template,
-            assistant_only_loss=options.assistant_only_loss,
-        )
-        self._labelled_rows = LabelledRows(
-            self._cells,
-            self._limit,
-            tokenizer,
-            is_tokenised=data_format is DataFormat.TOKENIZED,
-            num_labels=options.num_labels,
-        )
-        # Of the first row, by column: how many numbers there are of a token, `()` for one.
-        self._column_widths: dict[str, tuple[int, ...]] | None = None
-        self._reader = self._make_reader()
-
-    def _make_reader(self) -> RowReader | None:
-        """Return what reads the rows where their form has a reader of its own; `None` where it has none."""
-        make = self.options.row_form.reader
-        if make is None:
-            return None
-        return make(
-            RowTools(
-                data_format=self.data_format,
-                cells=self._cells,
-                limit=self._limit,
-                counts=self.counts,
-                chat_rows=self._chat_rows,
-                tokenizer=self.tokenizer,
-                prompt_completion=self._prompt_completion,
-                num_labels=self.options.num_labels,
-            )
-        )
-
-    def _check(self) -> None:
-        options, task = self.options, f"tasks.{self.options.task}"
-        if self.tokenizer is None and self.data_format not in TOKENIZED_FORMATS:
+        self.report = DataReport(self.where, data_format, limit=options.limit)
+        self.num_masked = 0
+        self._first_row: dict[str, Any] = {}
+        if tokenizer is None and data_format not in TOKENIZED_FORMATS:
             raise DataError(
-                f"{self.where}: got {self.data_format} rows without a tokenizer; allowed: tokenised rows, or a "
+                f"{self.where}: got {data_format} rows without a tokenizer; allowed: tokenised rows, or a "
                 "processing_class. Pass processing_class=AutoTokenizer.from_pretrained(...)."
             )
-        if self.data_format in ANSWER_FORMATS and (
-            options.completion_only_loss is not None or options.assistant_only_loss
-        ):
-            field = "assistant_only_loss" if options.assistant_only_loss else "completion_only_loss"
-            raise ConfigError(
-                f"{task}.{field}: got {getattr(options, field)} for {self.data_format} rows; allowed: none, as these "
-                "rows say by themselves where the loss is."
-            )
-        if options.completion_only_loss and self.data_format not in (
-            DataFormat.PROMPT_COMPLETION,
-            DataFormat.TOKENIZED,
-        ):
-            raise ConfigError(
-                f"{task}.completion_only_loss: got True for {self.data_format} rows; allowed: True for "
-                "prompt/completion rows (or tokenised rows with a completion_mask)."
-            )
-        if options.assistant_only_loss and self.data_format is DataFormat.TEXT:
-            raise ConfigError(
-                f"{task}.assistant_only_loss: got True for {self.data_format} rows; allowed: True for messages."
-            )
+        allowed = ""
+        field = "assistant_only_loss" if options.assistant_only_loss else "completion_only_loss"
+        if data_format in ANSWER_FORMATS and (options.completion_only_loss is not None or options.assistant_only_loss):
+            allowed = "none, as these rows say by themselves where the loss is"
+        elif options.completion_only_loss and data_format not in (DataFormat.PROMPT_COMPLETION, DataFormat.TOKENIZED):
+            field = "completion_only_loss"
+            allowed = "True for prompt/completion rows (or tokenised rows with a completion_mask)"
+        elif options.assistant_only_loss and data_format is DataFormat.TEXT:
+            allowed = "True for messages"
+        if allowed:
+            got = f"{getattr(options, field)} for {data_format} rows"
+            raise ConfigError(f"tasks.{options.task}.{field}: got {got}; allowed: {allowed}.")
 
-    def __call__(self, row: Mapping[str, Any], index: int) -> TokenSequence | None:
-        """Return the sequence of a row, or `None` where the row is left out (and counted).
+    def __call__(self, row: Any, index: int) -> TokenSequence | None:
+        """Return the sequence of a row, or `None` if the row is left out (and counted).
 
         Raises:
             DataError: naming the row and the column that cannot be trained on.
         """
+        row = checked_row(row, index, self.where)
+        self.report.num_rows += 1
         try:
-            sequence = self._sequence(row, index)
+            for column in REQUIRED_COLUMNS[self.data_format]:
+                if column not in row:
+                    raise self.error(index, column, "no such column", "the same columns in every row")
+            self.refuse_media(row, index)
+            read = self.options.row_form.read
+            sequence = self._read(row, index) if read is None else read(self, row, index)
             if sequence is None:
                 return None
-            self._check_references(sequence, index)
-            return with_virtual_tokens(sequence, self.options.virtual_labels)
+            # A column may be there and hold nothing, which the names of columns do not tell.
+            for name in self.options.reference_columns:
+                if name not in sequence.token_columns and name not in sequence.row_values:
+                    allowed = "a value in every row, as a prompt has no backbone without adapters to compare with"
+                    raise self.error(index, name, "no such column, or None", allowed)
+            sequence = with_virtual_tokens(sequence, self.options.virtual_labels)
         except PeftMuxError:
             raise
-        # Cells may be objects of any kind, which fail in ways of their own when they are read or shown.
+        # Cells may be objects of any kind, which fail in their own ways when they are read or shown.
         except Exception as error:
             got = describe_error(error)
             raise DataError(f"{self.where} row {index}: got {got}; allowed: a row that can be read.") from error
+        self.report.num_kept += 1
+        self.report.num_tokens += len(sequence)
+        self.report.num_target_tokens += sequence.num_target_tokens
+        return sequence
 
-    def _check_references(self, sequence: TokenSequence, index: int) -> None:
-        # A column may be there and hold nothing, which the names of columns do not tell.
-        for name in self.options.reference_columns:
-            if name not in sequence.token_columns and name not in sequence.row_values:
-                allowed = "a value in every row, as a prompt has no backbone without adapters to compare with"
-                raise self._cells.error(index, name, "no such column, or None", allowed)
+    def as_in_first_row(self, key: str, value: Value) -> Value:
+        """Return the value that the first row had under a key: this one if it is the first."""
+        return self._first_row.setdefault(key, value)
 
-    def _sequence(self, row: Mapping[str, Any], index: int) -> TokenSequence | None:
-        for column in required_columns(self.data_format):
-            if column not in row:
-                raise self._cells.error(index, column, "no such column", "the same columns in every row")
-        self._cells.refuse_media(row, index)
-        if self._reader is not None:
-            return self._reader.sequence(row, index)
-        if self.options.row_form.needs_label:
-            return self._labelled_rows.sequence(row, index)
-        ids, labels = self._tokens_and_labels(row, index)
-        columns = self._token_columns(row, index)
-        labels = with_given_targets(labels, columns)
-        # The first token is predicted by none, so its label does not count.
+    def drops(self, index: int, length: int) -> bool:
+        """Count a row that is too long as left out or as cut; return whether it is left out.
+
+        Raises:
+            DataError: if the policy is "error".
+        """
+        options = self.options
+        if options.overlong_policy == "error":
+            why = "max_length" if options.limit == options.max_length else "the backbone's positions"
+            allowed = f"at most {options.limit} ({why}); shorten the row"
+            raise self.error(index, "input_ids", f"{length} tokens or more", allowed)
+        if options.overlong_policy == "drop":
+            self.report.num_dropped_long += 1
+            return True
+        self.report.num_truncated += 1
+        return False
+
+    def cut(self, ids: np.ndarray, labels: np.ndarray, index: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return token ids and labels within the limit, or `None` if the row is left out.
+
+        Raises:
+            DataError: if the row is too long and the policy is "error".
+        """
+        limit = self.options.limit
+        if len(ids) <= limit:
+            return ids, labels
+        # The beginning is kept, as in TRL.
+        return None if self.drops(index, len(ids)) else (ids[:limit], labels[:limit])
+
+    def count_without_targets(self, *, is_masked: bool) -> None:
+        """Count a row that is left out because it has no targets, before any cut or because of it."""
+        self.report.num_without_targets += 1
+        self.num_masked += is_masked
+
+    def with_eos(self, text: str) -> str:
+        """Return a text that ends in EOS, which is added only once, as in TRL."""
+        eos = getattr(self.tokenizer, "eos_token", None)
+        return text if not eos or text.endswith(eos) else text + eos
+
+    def prompt_completion(self, row: Mapping[str, Any], index: int) -> tuple[Sequence[int], list[np.ndarray]]:
+        """Return the ids of a prompt with its completion, and masks of what carries loss, with TRL's meaning.
+
+        EOS is added, and the completion begins where the tokens of the prompt alone end.
+
+        Args:
+            row: has `prompt` and `completion`, texts or messages.
+            index: index of the row.
+        """
+        masks = []
+        if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
+            prompt, completion = (self.messages(row, column, index) for column in ("prompt", "completion"))
+            # Up to where the answer begins: the header of the assistant's turn belongs to the prompt.
+            prompt_ids, _ = self.encode_chat(prompt, "prompt", index, is_prompt=True)
+            wants_mask = self.options.assistant_only_loss
+            ids, assistant = self.encode_chat(prompt + completion, "completion", index, wants_mask=wants_mask)
+            masks += [assistant] if assistant is not None else []
+        else:
+            prompt_text = self.text(row, "prompt", index)
+            completion_text = self.with_eos(self.text(row, "completion", index))
+            prompt_ids = self.tokenizer(prompt_text)["input_ids"]
+            ids = self.tokenizer(prompt_text + completion_text)["input_ids"]
+        if self.options.completion_only_loss is not False:
+            # The prompt is encoded once more by itself, as its tokens may merge with those of the completion.
+            masks.append(np.arange(len(ids)) >= common_prefix(prompt_ids, ids))
+        return ids, masks
+
+    def _read(self, row: Mapping[str, Any], index: int) -> TokenSequence | None:
+        """Return the sequence of a row of text to continue, or of tokens."""
+        columns: dict[str, np.ndarray] = {}
+        if self.data_format is DataFormat.TOKENIZED:
+            ids, keep = self.attended_ids(row, index)
+            labels = self._labels(row, index, ids, keep)
+            columns = self._columns(row, index, keep)
+            labels = with_given_targets(labels, columns)
+        else:
+            masks: list[np.ndarray] = []
+            if self.data_format is DataFormat.TEXT:
+                ids = self.tokenizer(self.with_eos(self.text(row, "text", index)))["input_ids"]
+            elif self.data_format is DataFormat.MESSAGES:
+                messages, wants_mask = self.messages(row, "messages", index), self.options.assistant_only_loss
+                ids, mask = self.encode_chat(messages, "messages", index, wants_mask=wants_mask)
+                masks += [mask] if mask is not None else []
+            else:
+                ids, masks = self.prompt_completion(row, index)
+            ids = self.checked_ids(np.asarray(ids, dtype=np.int64), index, "input_ids")
+            labels = _masked(ids, masks)
+            for name, column in self.options.row_form.token_columns.items():
+                if column.is_required or row.get(name) is not None:
+                    allowed = f'"input_ids" beside "{name}", which is a number a token'
+                    raise self.error(index, name, f"{self.data_format} rows", allowed)
+        # The first token is not predicted, so its label does not count.
         if not np.any(labels[1:] != IGNORE_INDEX):
-            self.counts.num_without_targets += 1
-            self.counts.num_masked += 1
+            self.count_without_targets(is_masked=True)
             return None
-        kept = self._limit.cut(ids, labels, index)
+        kept = self.cut(ids, labels, index)
         if kept is None:
             return None
         ids, labels = kept
-        # Asked again, as the cut may have taken the last target away.
+        # Checked again, as the cut may have removed the last target.
         if not np.any(labels[1:] != IGNORE_INDEX):
-            self.counts.num_without_targets += 1
+            self.count_without_targets(is_masked=False)
             return None
-        # Cut at the end, as the tokens are.
         columns = {name: values[: len(ids)] for name, values in columns.items()}
         is_one_term = self.options.row_form.is_one_term
         return TokenSequence(ids, labels, index, is_one_term=is_one_term, token_columns=columns)
 
-    def _token_columns(self, row: Mapping[str, Any], index: int) -> dict[str, np.ndarray]:
-        """Return the numbers that a tokenised row has for each token, by column; the same columns in every row."""
-        known = self.options.row_form.token_columns
-        if not known:
-            return {}
-        if self.data_format is not DataFormat.TOKENIZED:
-            self._refuse_columns(row, index)
-            return {}
-        columns: dict[str, np.ndarray] = {}
-        if any(column.is_required or row.get(name) is not None for name, column in known.items()):
-            # Only where there are some, as it reads ids and mask once more.
-            length = len(self._cells.integers(row["input_ids"], index, "input_ids"))
-            columns = read_columns(known, row, index, self._cells.attended(row, index, length), self._cells)
-        widths = {name: values.shape[1:] for name, values in columns.items()}
-        if self._column_widths is None:
-            self._column_widths = widths
-        for name in known:
-            if (name in columns) != (name in self._column_widths):
-                got = "no such column, or None" if name not in columns else "a value"
-                raise self._cells.error(index, name, got, f'a value in all rows of "{self.where}" or in none')
-            if name in columns and widths[name] != self._column_widths[name]:
-                got, first = (*widths[name], *self._column_widths[name])
-                raise self._cells.error(index, name, f"{got} numbers a token", f"{first}, as in the first row")
-        return columns
-
-    def _refuse_columns(self, row: Mapping[str, Any], index: int) -> None:
-        for name, column in self.options.row_form.token_columns.items():
-            if column.is_required or row.get(name) is not None:
-                raise self._cells.error(
-                    index, name, f"{self.data_format} rows", f'"input_ids" beside "{name}", which is a number a token'
-                )
-
-    def _tokens_and_labels(self, row: Mapping[str, Any], index: int) -> tuple[np.ndarray, np.ndarray]:
-        if self.data_format is DataFormat.TOKENIZED:
-            return self._tokenised(row, index)
-        masks: list[np.ndarray] = []
-        if self.data_format is DataFormat.TEXT:
-            ids = self._encode(self._with_eos(self._cells.text(row, "text", index)))
-        elif self.data_format is DataFormat.MESSAGES:
-            ids, mask = self._chat_rows.encode(self._chat_rows.messages(row, "messages", index), "messages", index)
-            masks += [mask] if mask is not None else []
-        else:
-            ids, masks = self._prompt_completion(row, index)
-        ids = self._cells.checked_ids(np.asarray(ids, dtype=np.int64), index, "input_ids")
-        return ids, _masked(ids, masks)
-
-    def _prompt_completion(self, row: Mapping[str, Any], index: int) -> tuple[Sequence[int], list[np.ndarray]]:
-        masks = []
-        if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
-            prompt, completion = (self._chat_rows.messages(row, column, index) for column in ("prompt", "completion"))
-            # Up to where the answer begins: the header of the assistant's turn belongs to the prompt.
-            prompt_ids = self._chat_rows.encode_prompt(prompt, "prompt", index)
-            ids, assistant = self._chat_rows.encode(prompt + completion, "completion", index)
-            masks += [assistant] if assistant is not None else []
-        else:
-            prompt_text = self._cells.text(row, "prompt", index)
-            completion_text = self._with_eos(self._cells.text(row, "completion", index))
-            prompt_ids, ids = self._encode(prompt_text), self._encode(prompt_text + completion_text)
-        if self.options.completion_only_loss is not False:
-            # The prompt is encoded once more by itself, as its tokens may merge with those of the completion.
-            start = common_prefix(prompt_ids, ids)
-            masks.append(np.arange(len(ids)) >= start)
-        return ids, masks
-
-    def _tokenised(self, row: Mapping[str, Any], index: int) -> tuple[np.ndarray, np.ndarray]:
-        ids = self._cells.integers(row["input_ids"], index, "input_ids")
-        keep = self._cells.attended(row, index, len(ids))
-        # Padding goes: packed streams have none, and its tokens would move the positions of the others.
-        ids = self._cells.checked_ids(ids[keep], index, "input_ids")
+    def _labels(self, row: Mapping[str, Any], index: int, ids: np.ndarray, keep: np.ndarray) -> np.ndarray:
+        """Return the labels of a tokenised row: its own, or its ids where its masks allow."""
         if row.get("labels") is not None:
-            labels = self._cells.integers(row["labels"], index, "labels")
+            labels = self.integers(row["labels"], index, "labels")
             if len(labels) != len(keep):
-                raise self._cells.error(
-                    index, "labels", f"{len(labels)} labels", f"{len(keep)}, one for each of input_ids"
-                )
+                raise self.error(index, "labels", f"{len(labels)} labels", f"{len(keep)}, one for each of input_ids")
             labels = labels[keep]
-            self._cells.checked_ids(labels[labels != IGNORE_INDEX], index, "labels", empty_allowed=True)
-            return ids, labels
+            self.checked_ids(labels[labels != IGNORE_INDEX], index, "labels", empty_allowed=True)
+            return labels
         masks = []
         for column, applies in (
             ("completion_mask", self.options.completion_only_loss is not False),
             ("assistant_masks", True),
         ):
             if applies and row.get(column) is not None:
-                mask = self._cells.integers(row[column], index, column)
+                mask = self.integers(row[column], index, column)
                 if len(mask) != len(keep):
-                    raise self._cells.error(
-                        index, column, f"{len(mask)} entries", f"{len(keep)}, one for each of input_ids"
-                    )
+                    raise self.error(index, column, f"{len(mask)} entries", f"{len(keep)}, one for each of input_ids")
                 masks.append(mask[keep] != 0)
-        return ids, _masked(ids, masks)
+        return _masked(ids, masks)
 
-    def _with_eos(self, text: str) -> str:
-        eos = getattr(self.tokenizer, "eos_token", None)
-        # A text that ends in EOS gets no second one, as in TRL.
-        return text if not eos or text.endswith(eos) else text + eos
-
-    def _encode(self, text: str) -> list[int]:
-        return self.tokenizer(text)["input_ids"]
+    def _columns(self, row: Mapping[str, Any], index: int, keep: np.ndarray) -> dict[str, np.ndarray]:
+        """Return the numbers that a tokenised row has for each token, by column; the same columns in every row."""
+        known = self.options.row_form.token_columns
+        columns = self.token_columns(known, row, index, keep)
+        # How many numbers there are per token, `()` for one.
+        widths = {name: values.shape[1:] for name, values in columns.items()}
+        first = self.as_in_first_row("token_columns", widths)
+        if widths != first:
+            for name in known:
+                if (name in widths) != (name in first):
+                    got = "no such column, or None" if name not in columns else "a value"
+                    raise self.error(index, name, got, f'a value in all rows of "{self.where}" or in none')
+                if name in widths and widths[name] != first[name]:
+                    got, wanted = (*widths[name], *first[name])
+                    raise self.error(index, name, f"{got} numbers a token", f"{wanted}, as in the first row")
+        return columns
 
 
 def _masked(ids: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
@@ -339,7 +386,148 @@ def _masked(ids: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many leading tokens agree; where tokens merge across the border, the completion starts before it."""
+    """Return how many leading tokens agree; if tokens merge across the border, the completion starts before it."""
     length = min(len(first), len(second))
     differing = np.flatnonzero(np.asarray(first[:length]) != np.asarray(second[:length]))
     return int(differing[0]) if len(differing) else length
+
+
+# ----------------------------------------------------------------------------------------- rows with a class or a value
+
+CLASS_LABELS = "class_labels"
+"""Row value with a number for each class, of multi-label classification and of regressions on several values."""
+_BEYOND_CLASSES, _BEYOND_NUMBERS = 2**31, 2**63
+_truncation = threading.Lock()
+"""Held while a tokenizer cuts: the limit is a setting of the one tokenizer that the threads of all tasks share."""
+
+
+def _read_labelled(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
+    """Return the sequence of a row of sequence classification or regression: tokens, a text or a pair, and a label."""
+    column = next((name for name in LABEL_COLUMNS if row.get(name) is not None), None)
+    if column is None:
+        raise reader.error(index, "label", "no such column, or None", "a class (int) or a value (float)")
+    types: np.ndarray | None = None
+    if reader.data_format is DataFormat.TOKENIZED:
+        ids, keep = reader.attended_ids(row, index)
+        if row.get("token_type_ids") is not None:
+            types = reader.integers(row["token_type_ids"], index, "token_type_ids")[keep]
+    else:
+        texts = [reader.text(row, "text", index)]
+        texts += [reader.text(row, "text_pair", index)] if row.get("text_pair") is not None else []
+        limit, tokenizer = reader.options.limit, reader.tokenizer
+        with _truncation:
+            # The tokenizer cuts: it shortens the longer text of a pair and keeps the special tokens at the end.
+            encoded = tokenizer(*texts, truncation=True, max_length=limit)
+            # Encoded again without a limit, but only if the cut may have removed something.
+            is_longer = len(encoded["input_ids"]) == limit and len(tokenizer(*texts)["input_ids"]) > limit
+        ids = reader.checked_ids(np.asarray(encoded["input_ids"], dtype=np.int64), index, "input_ids")
+        # `None` stands for zeros: streams without pairs have no tensor of types.
+        if encoded.get("token_type_ids") is not None and any(encoded["token_type_ids"]):
+            types = np.asarray(encoded["token_type_ids"], dtype=np.int64)
+        if is_longer and reader.drops(index, len(ids) + 1):
+            return None
+    # Tokens carry no labels here, so the ids stand in for them.
+    kept = reader.cut(ids, ids, index)
+    if kept is None:
+        return None
+    types = None if types is None else types[: len(kept[0])]
+    value = row[column]
+    is_list = isinstance(value, (list, tuple, np.ndarray)) and np.ndim(value) > 0
+    # Of every row as of the first: the number of values in its list, 0 for one class or one value.
+    num_values = reader.as_in_first_row("num_values", max(len(value), 1) if is_list else 0)
+    if is_list:
+        if num_values == 0:
+            raise reader.error(index, column, f"{value!r:.60}", "one class or one value, as before")
+        count, array = reader.options.num_labels or num_values, None
+        with suppress(ValueError, TypeError):  # numpy's, of lists within lists and of None
+            array = np.asarray(value, dtype=np.float32)
+        if array is None or array.shape != (count,) or count < 2 or not np.isfinite(array).all():
+            allowed = f"{count} finite numbers" if count > 1 else "finite numbers, at least two"
+            raise reader.error(index, column, f"{value!r:.60}", f"a list of {allowed}, one for each class")
+        return TokenSequence(*kept, index, 0, types, row_values={CLASS_LABELS: array})
+    if num_values:
+        raise reader.error(index, column, repr(value), f"a list of {num_values} numbers, as before")
+    return TokenSequence(*kept, index, _class_or_value(reader, value, index, column), types)
+
+
+def _class_or_value(reader: RowTokenizer, value: Any, index: int, column: str) -> int | float:
+    # Rows in numpy format hold numpy's scalars, whose integers are no `int`.
+    if isinstance(value, np.generic):
+        value = value.item()
+    classes = reader.options.num_labels
+    if isinstance(value, float) and np.isfinite(value) and classes in (None, 1):
+        return value
+    if isinstance(value, int) and not isinstance(value, bool):
+        # One class is a regression, where whole numbers are values, too.
+        if classes == 1 and abs(value) < _BEYOND_NUMBERS:
+            return float(value)
+        if classes != 1 and 0 <= value < (classes or _BEYOND_CLASSES):
+            return value
+    allowed = f"a class from 0 to {classes - 1}" if classes else "a class (int, at least 0) or a value (float)"
+    raise reader.error(index, column, repr(value), allowed)
+
+
+LABELLED_ROWS = RowForm(
+    (DataFormat.TOKENIZED, DataFormat.TEXT), needs_label=True, is_one_term=True, read=_read_labelled
+)
+"""Text with a class or a value."""
+
+
+# ---------------------------------------------------------------------------- rows with a class for each token or word
+
+TAG_COLUMNS = ("labels", "ner_tags", "pos_tags", "chunk_tags", "tags", "label")
+"""Columns that may hold the classes of words, in the order in which they are looked for."""
+
+
+def _read_tagged(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
+    """Return the sequence of a row of token classification: token ids or words, and a class for each.
+
+    If a word becomes several tokens, the first alone has the class, as in the examples of transformers.
+    """
+    if reader.data_format is DataFormat.TOKENIZED:
+        ids, keep = reader.attended_ids(row, index)
+        labels = _classes(reader, row, index, ("labels",), len(keep))[keep]
+    else:
+        words = row["tokens"]
+        if not isinstance(words, (list, tuple)) or not words or not all(isinstance(word, str) for word in words):
+            raise reader.error(index, "tokens", f"{words!r:.60}", "a list of words (strings), at least one")
+        classes = _classes(reader, row, index, TAG_COLUMNS, len(words))
+        if not getattr(reader.tokenizer, "is_fast", False):
+            got = "words, with a tokenizer that does not tell which word a token is of"
+            raise reader.error(index, "tokens", got, "a fast tokenizer, or rows with input_ids and labels")
+        encoded = reader.tokenizer(list(words), is_split_into_words=True)
+        found, before = [], None
+        for word in encoded.word_ids():
+            found.append(IGNORE_INDEX if word is None or word == before else int(classes[word]))
+            before = word
+        labels = np.asarray(found, dtype=np.int64)
+        ids = reader.checked_ids(np.asarray(encoded["input_ids"], dtype=np.int64), index, "input_ids")
+    kept = reader.cut(ids, labels, index)
+    if kept is None:
+        return None
+    if not np.any(kept[1] != IGNORE_INDEX):
+        reader.count_without_targets(is_masked=not np.any(labels != IGNORE_INDEX))
+        return None
+    return TokenSequence(*kept, index, labels_itself=True)
+
+
+def _classes(
+    reader: RowTokenizer, row: Mapping[str, Any], index: int, columns: Sequence[str], count: int
+) -> np.ndarray:
+    """Return the class of each token or word, checked."""
+    column = next((name for name in columns if row.get(name) is not None), None)
+    if column is None:
+        raise reader.error(index, columns[0], "no such column, or None", f"{count} classes, one for each")
+    labels = reader.integers(row[column], index, column)
+    if len(labels) != count:
+        raise reader.error(index, column, f"{len(labels)} classes", f"{count}, one for each")
+    num_labels = reader.options.num_labels
+    wrong = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= (num_labels or _BEYOND_CLASSES)))
+    if wrong.any():
+        allowed = f"classes from 0{f' to {num_labels - 1}' if num_labels else ''}, or -100 for none"
+        raise reader.error(index, column, str(labels[wrong][0]), allowed)
+    return labels
+
+
+TAGGED_ROWS = RowForm((DataFormat.TOKENIZED, DataFormat.WORDS), has_token_labels=True, read=_read_tagged)
+"""Tokens or words with a class for each."""

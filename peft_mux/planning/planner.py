@@ -479,7 +479,7 @@ class Planner:
             memory=memory,
             target=target,
             shape=self.shape,
-            chunk_size=self.collator.size([length for run in runs for length in run.loader.sample_lengths]),
+            chunk_size=self.collator.rules.size([length for run in runs for length in run.loader.sample_lengths]),
             args=self.args,
             passes=tuple(
                 planned_passes(outcome.htasks, own, budget.rules, outcome.max_tokens) for own in replicas if runs

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from peft_mux.data.dataset import TokenizedDataset, tokenize_dataset
-from peft_mux.data.formats import LABELLED_ROWS, LANGUAGE_ROWS, DataFormat, detect_format
+from peft_mux.data.formats import LANGUAGE_ROWS, DataFormat, detect_format
 from peft_mux.data.task_batch import IGNORE_INDEX
-from peft_mux.data.tokenize import TokenizeOptions
+from peft_mux.data.tokenize import LABELLED_ROWS, TokenizeOptions
 from peft_mux.errors import ConfigError, DataError
 from tests.paths import SHARED_DATA
 

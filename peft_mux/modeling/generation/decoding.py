@@ -34,8 +34,7 @@ from transformers import (
 )
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.data.formats import RowCells
-from peft_mux.data.rows import ChatRows
+from peft_mux.data.rows import RowCells
 from peft_mux.data.task_batch import IGNORE_INDEX, PLACEHOLDER_ID
 from peft_mux.errors import ConfigError, DataError, Fault, UnsupportedModelError, closest, raise_faults, shown
 from peft_mux.modeling.adapters.prompts.kinds import prompt_kind_of
@@ -223,15 +222,15 @@ class RowMaker:
         return row
 
     def _ids(self, request: GenerationRequest, place: int) -> list[int]:
-        cells, prompt = RowCells(f"prompts.{request.task}", self.vocab_size), request.prompt
+        cells, prompt = RowCells(f"prompts.{request.task}", self.vocab_size, self.tokenizer), request.prompt
         is_chat, has_tokenizer = _are_messages(prompt), self.tokenizer is not None
         if not has_tokenizer and (is_chat or isinstance(prompt, str)):
             raise cells.error(place, "prompt", "text without a tokenizer", "token ids, or a processing_class")
         if isinstance(prompt, str):
             ids = self.tokenizer(cells.text({"prompt": prompt}, "prompt", place))["input_ids"]
         elif is_chat:
-            chat = ChatRows(cells, self.tokenizer, task=request.task, chat_template=None, assistant_only_loss=False)
-            ids = chat.encode_prompt(chat.messages({"prompt": prompt}, "prompt", place), "prompt", place)
+            messages = cells.messages({"prompt": prompt}, "prompt", place)
+            ids, _ = cells.encode_chat(messages, "prompt", place, is_prompt=True)
         else:
             ids = cells.integers(prompt, place, "prompt")
         return cells.checked_ids(np.asarray(ids, dtype=np.int64), place, "prompt").tolist()

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from peft_mux.data.formats import DataFormat, RowCells, detect_format
-from peft_mux.data.rows import ChatRows
+from peft_mux.data.formats import DataFormat, detect_format
+from peft_mux.data.rows import RowCells
 from peft_mux.data.tokenize import TokenizeOptions, common_prefix
 from peft_mux.errors import DataError
 
@@ -58,14 +58,7 @@ class PromptReader:
                 "completions as text. Pass processing_class=AutoTokenizer.from_pretrained(...)."
             )
         self._options, self._tokenizer = options, tokenizer
-        self._cells = RowCells(self._where, options.vocab_size)
-        self._chat = ChatRows(
-            self._cells,
-            tokenizer,
-            task=options.task,
-            chat_template=options.chat_template,
-            assistant_only_loss=False,
-        )
+        self._cells = RowCells(self._where, options.vocab_size, tokenizer, options.chat_template)
         self.num_too_long = 0
 
     def read(self, rows: Iterable[Any], *, limit: int | None, max_tokens: int | None) -> tuple[PromptRow, ...]:
@@ -110,14 +103,14 @@ class PromptReader:
 
     def _pair(self, row: Mapping[str, Any], index: int) -> PromptRow:
         if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
-            prompt, completion = (self._chat.messages(row, column, index) for column in ("prompt", "completion"))
+            prompt, completion = (self._cells.messages(row, column, index) for column in ("prompt", "completion"))
             return self._chat_prompt(prompt, completion, "completion", index)
         prompt, completion = (self._cells.text(row, column, index) for column in ("prompt", "completion"))
         ids, whole = (self._tokenizer(text)["input_ids"] for text in (prompt, prompt + completion))
         return PromptRow(self._checked(ids, whole, "prompt", index), prompt, completion)
 
     def _from_messages(self, row: Mapping[str, Any], index: int) -> PromptRow:
-        messages = self._chat.messages(row, "messages", index)
+        messages = self._cells.messages(row, "messages", index)
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
             got = f"{len(messages)} messages, the last of them of {messages[-1]['role']!r:.60}"
             raise self._cells.error(index, "messages", got, "an answer of the assistant at the end, to be generated")
@@ -126,8 +119,8 @@ class PromptReader:
     def _chat_prompt(
         self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], column: str, index: int
     ) -> PromptRow:
-        ids = self._chat.encode_prompt(prompt, column, index)
-        whole, _ = self._chat.encode(prompt + answer, column, index)
+        ids, _ = self._cells.encode_chat(prompt, column, index, is_prompt=True)
+        whole, _ = self._cells.encode_chat(prompt + answer, column, index)
         kept = self._checked(ids, whole, column, index)
         return PromptRow(kept, self._tokenizer.decode(kept), "\n".join(_text(message) for message in answer))
 

@@ -24,9 +24,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.data.formats import LABELLED_ROWS
-from peft_mux.data.rows import CLASS_LABELS, TAGGED_ROWS
 from peft_mux.data.task_batch import TaskBatch
+from peft_mux.data.tokenize import CLASS_LABELS, LABELLED_ROWS, TAGGED_ROWS
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.attention.rows import ReadRows, rows_of_targets, states_of
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, HEAD_NAMES, TOKEN_CLASSIFICATION

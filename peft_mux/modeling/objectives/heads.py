@@ -229,7 +229,7 @@ def without_targets(batch: MuxBatch, tasks: Sequence[int]) -> MuxBatch:
     offsets = batch.target_offsets
     counts = [0 if index in tasks else offsets[index + 1] - offsets[index] for index in range(len(batch.task_names))]
     kept = [batch.target_rows[offsets[index] : offsets[index] + count] for index, count in enumerate(counts)]
-    shared = batch.shared and batch.shared.without_pairs()
+    shared = batch.shared and replace(batch.shared, pairs=None)
     return replace(batch, target_rows=torch.cat(kept), target_offsets=(0, *accumulate(counts)), shared=shared)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peft_mux.data.dataset import tokenize_dataset
-from peft_mux.data.formats import LABELLED_ROWS
-from peft_mux.data.tokenize import TokenizeOptions
+from peft_mux.data.tokenize import LABELLED_ROWS, TokenizeOptions
 from peft_mux.errors import DataError
 
 

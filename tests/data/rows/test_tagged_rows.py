@@ -8,9 +8,8 @@ import pytest
 
 from peft_mux.data.dataset import tokenize_dataset
 from peft_mux.data.formats import LANGUAGE_ROWS
-from peft_mux.data.rows import TAGGED_ROWS
 from peft_mux.data.task_batch import TaskBatch, batch_totals
-from peft_mux.data.tokenize import TokenizeOptions
+from peft_mux.data.tokenize import TAGGED_ROWS, TokenizeOptions
 from peft_mux.errors import DataError
 
 
