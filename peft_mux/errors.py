@@ -1,13 +1,11 @@
-"""Exceptions of peft_mux, the one way in which their messages are written, and what a plain value has to be.
+"""Exceptions of peft_mux, how their messages are written, checks of plain values, and installed versions.
 
 Every message says *where* (task and field), what was *got*, what is *allowed*, and what to *do*.
 Configuration faults are collected and raised together, so that one run of a script shows them all.
 
-A new exception belongs here when a caller could want to catch it apart from the others; it also
+A new exception belongs here if a caller could want to catch it apart from the others; it also
 inherits the built-in class that it specialises, so `except ValueError` keeps working.
 """
-
-# MERGED: What differs between installations: names of Python versions, and which packages there are.
 
 from __future__ import annotations
 
@@ -24,7 +22,7 @@ class PeftMuxError(Exception):
     """Base of all errors that peft_mux raises on purpose.
 
     Attributes:
-        faults: what was found wrong, one by one, where the message is made of them.
+        faults: everything that was found wrong, if the message was made from it.
     """
 
     faults: tuple[Fault, ...] = ()
@@ -43,11 +41,11 @@ class UnsupportedModelError(PeftMuxError, ValueError):
 
 
 class PlanError(PeftMuxError, RuntimeError):
-    """No plan fulfils what was asked."""
+    """No plan satisfies the request."""
 
 
 class MemoryBudgetError(PeftMuxError, RuntimeError):
-    """The run does not fit the memory that it was given."""
+    """The run does not fit into its memory."""
 
 
 class CheckpointError(PeftMuxError, RuntimeError):
@@ -55,17 +53,17 @@ class CheckpointError(PeftMuxError, RuntimeError):
 
 
 class ProcessError(PeftMuxError, RuntimeError):
-    """The processes of a run have lost one another, or no longer do the same."""
+    """The processes of a run have lost contact, or are no longer in step."""
 
 
 class MetricsError(PeftMuxError, RuntimeError):
-    """A task's own `compute_metrics`, `preprocess_logits_for_metrics` or loss has failed where it was evaluated."""
+    """A task's own `compute_metrics`, `preprocess_logits_for_metrics` or loss has failed in an evaluation."""
 
 
 class ForcedInterrupt(KeyboardInterrupt):
-    """The second Ctrl-C of a run: its user ends it at once.
+    """The second Ctrl-C of a run, which ends it at once.
 
-    It passes where a `KeyboardInterrupt` that a task's own code raises is a failure of that task.
+    The guard around user code lets it pass, while a `KeyboardInterrupt` raised by that code fails its task.
     """
 
 
@@ -75,9 +73,9 @@ class Fault:
 
     Attributes:
         where: dotted path of the field, such as `tasks.sql.learning_rate`.
-        got: what was found, as the user would recognise it.
-        allowed: what may stand there.
-        fix: the next step to take; empty where `allowed` says it already.
+        got: the value that was found, as the user would recognise it.
+        allowed: the values that are accepted.
+        fix: the next step to take; empty if `allowed` says it already.
     """
 
     where: str
@@ -95,7 +93,7 @@ def raise_faults(faults: Sequence[Fault], error: type[PeftMuxError] = ConfigErro
     """Raise all faults as one error; do nothing when there are none.
 
     Args:
-        faults: what was found wrong, in the order in which it shall be read.
+        faults: everything that was found wrong, in reading order.
         error: the exception class to raise.
 
     Raises:
@@ -114,7 +112,7 @@ def raise_faults(faults: Sequence[Fault], error: type[PeftMuxError] = ConfigErro
 
 
 def shown(value: object) -> str:
-    """Return a value as messages show it: on one line, at most 100 characters, whatever the value is."""
+    """Return any value in the form that messages show: on one line, with at most 100 characters."""
     try:
         text = repr(value)
     except Exception:  # an integer of too many digits, or an object whose own code fails
@@ -124,43 +122,27 @@ def shown(value: object) -> str:
 
 
 def closest(word: str, options: Iterable[str]) -> str:
-    """Return a sentence that names the option nearest to `word`, or an empty string."""
-    if not isinstance(word, str) or len(word) > 100:  # whatever a user took for a name
+    """Return a sentence that names the option closest to `word`, or an empty string."""
+    if not isinstance(word, str) or len(word) > 100:  # any value that a user took for a name
         return ""
     options = list(options)
     # `adamw` is the beginning of a name rather than a slip in another one.
     matches = [option for option in options if len(word) > 2 and option.startswith(f"{word}_")]
-    matches = matches or _nearest(word, options)
+    if not matches:
+        near = difflib.get_close_matches(word, options, n=3, cutoff=0.6)
+        # Among equally close ones the same letters decide: `lroa` is `lora` rather than `road`.
+        ratios = {option: difflib.SequenceMatcher(None, option, word).ratio() for option in near}
+        matches = sorted(near, key=lambda option: (-ratios[option], sorted(option) != sorted(word)))
     return f'Did you mean "{matches[0]}"?' if matches else ""
 
 
-def _nearest(word: str, options: Sequence[str]) -> list[str]:
-    """Return the options that are like a word, of equally near ones first that with the same letters."""
-
-    def distance(option: str) -> tuple[float, bool]:
-        # `lroa` is `lora` rather than `road`.
-        return -difflib.SequenceMatcher(None, option, word).ratio(), sorted(option) != sorted(word)
-
-    return sorted(difflib.get_close_matches(word, options, n=3, cutoff=0.6), key=distance)
-
-
 def is_integer(value: object, least: float = -math.inf, most: float = math.inf) -> bool:
-    """Whether a value is an integer within some bounds; `True` and `False`, which Python counts as such, are none.
-
-    Args:
-        value: whatever was given.
-        least: the least integer that is meant.
-        most: the greatest one.
-    """
+    """Whether a value is an integer from `least` to `most`; `True` and `False` are not."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def is_real(value: object) -> bool:
-    """Whether a value is a finite number that a float can hold.
-
-    Args:
-        value: whatever was given.
-    """
+    """Whether a value is a finite number that a float can hold."""
     try:
         return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
     except OverflowError:  # an integer beyond all floats
@@ -168,11 +150,7 @@ def is_real(value: object) -> bool:
 
 
 def is_text(value: object) -> bool:
-    """Whether a value is a string of at least one character.
-
-    Args:
-        value: whatever was given.
-    """
+    """Whether a value is a string of at least one character."""
     return isinstance(value, str) and bool(value)
 
 
@@ -189,11 +167,7 @@ else:
 
 @cache
 def installed_version(package: str) -> str | None:
-    """Return the version of a package; `None` where it is not installed, as a checkout that runs as it is.
-
-    Args:
-        package: name of the distribution, such as "peft-mux".
-    """
+    """Return the version of a distribution such as "peft-mux"; `None` if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

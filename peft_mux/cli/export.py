@@ -12,28 +12,40 @@ from typing import Any
 from peft_mux.errors import ConfigError
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Ranks that vLLM takes for --max-lora-rank."""
+"""Ranks that vLLM accepts for --max-lora-rank."""
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 def export(arguments: argparse.Namespace) -> int:
-    """Do what the options ask for; return the exit status.
+    """Print the command that serves the adapters of a run, or merge or copy one; return the exit status.
 
     Raises:
-        ConfigError: if the folder has no adapters, or one cannot be exported so.
+        ConfigError: if the folder has no adapters, or one cannot be exported this way.
     """
     adapters = _adapters(Path(arguments.run))
-    if arguments.merge:
-        return _merge(_one(adapters, arguments.merge), arguments)
-    if arguments.task:
-        return _copy(_one(adapters, arguments.task), arguments)
-    command, refused = serve_command(adapters)
+    if name := arguments.merge or arguments.task:
+        if name not in adapters:
+            raise ConfigError(f"export: got task {name!r}; allowed: {', '.join(adapters)}.")
+        output = Path(arguments.output) if arguments.output else None
+        if output is None or output.exists():
+            raise ConfigError(f"--output: got {arguments.output!r}; allowed: a folder that is not there yet.")
+        if arguments.merge:
+            _merge(adapters[name], output)
+        else:
+            # Without checkpoints and states.
+            output.mkdir(parents=True)
+            for file in _FILES:
+                shutil.copyfile(adapters[name]["folder"] / file, output / file)
+        done = "merged" if arguments.merge else "copied"
+        print(json.dumps({done: str(output)}) if arguments.json else f"{done}: {output}")
+        return 0
+    command, refused = _serve_command(adapters)
     if arguments.json:
-        print(json.dumps({"command": command, "refused": refused}, indent=1))  # noqa: T201
+        print(json.dumps({"command": command, "refused": refused}, indent=1))
     else:
         for name, reason in refused.items():
-            print(f"{name}: vLLM does not serve it: {reason}")  # noqa: T201
-        print(command)  # noqa: T201
+            print(f"{name}: vLLM does not serve it: {reason}")
+        print(command)
     return 0 if command else 2
 
 
@@ -55,18 +67,8 @@ def _adapters(root: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _one(adapters: dict[str, dict[str, Any]], name: str) -> dict[str, Any]:
-    if name not in adapters:
-        raise ConfigError(f"export: got task {name!r}; allowed: {', '.join(adapters)}.")
-    return adapters[name]
-
-
-def serve_command(adapters: dict[str, dict[str, Any]]) -> tuple[str, dict[str, str]]:
-    """Return the command that serves adapters with vLLM, and why it does not serve the others.
-
-    Args:
-        adapters: the configuration of each adapter by task, with its folder under "folder".
-    """
+def _serve_command(adapters: dict[str, dict[str, Any]]) -> tuple[str, dict[str, str]]:
+    """Return the command that serves adapters with vLLM, and why it does not serve the others."""
     refused = {name: reason for name, one in adapters.items() if (reason := _reason_against(one))}
     served = {name: one for name, one in adapters.items() if name not in refused}
     if not served:
@@ -74,15 +76,15 @@ def serve_command(adapters: dict[str, dict[str, Any]]) -> tuple[str, dict[str, s
     rank = max(max([one["r"], *(one.get("rank_pattern") or {}).values()]) for one in served.values())
     base = next(iter(served.values())).get("base_model_name_or_path") or "BASE_MODEL"
     modules = " ".join(f"{name}={shlex.quote(str(one['folder']))}" for name, one in served.items())
-    least = next((allowed for allowed in _RANKS if allowed >= rank), rank)
+    max_rank = next((allowed for allowed in _RANKS if allowed >= rank), rank)
     return (
-        f"vllm serve {shlex.quote(base)} --enable-lora --max-loras {len(served)} --max-lora-rank {least} "
+        f"vllm serve {shlex.quote(base)} --enable-lora --max-loras {len(served)} --max-lora-rank {max_rank} "
         f"--lora-modules {modules}"
     ), refused
 
 
 def _reason_against(config: dict[str, Any]) -> str:
-    """Return why vLLM does not serve an adapter, as far as its configuration tells; "" where it does."""
+    """Return why vLLM does not serve an adapter, as far as its configuration shows; "" if it does."""
     if config.get("peft_type") != "LORA":
         return f"it is of type {config.get('peft_type')}; LORA is served. Merge it: --merge"
     if str(config.get("task_type") or "CAUSAL_LM") != "CAUSAL_LM":
@@ -96,9 +98,8 @@ def _reason_against(config: dict[str, Any]) -> str:
     return f"its rank {max(ranks)} is above {_RANKS[-1]}" if max(ranks) > _RANKS[-1] else ""
 
 
-def _merge(one: dict[str, Any], arguments: argparse.Namespace) -> int:
+def _merge(one: dict[str, Any], output: Path) -> None:
     """Merge an adapter into its backbone, and write the whole model."""
-    output = _new_folder(arguments)
     import transformers
     from peft import PeftModel
 
@@ -114,25 +115,3 @@ def _merge(one: dict[str, Any], arguments: argparse.Namespace) -> int:
         transformers.AutoTokenizer.from_pretrained(base).save_pretrained(output)
     except (OSError, ValueError, NotImplementedError, AttributeError, TypeError, LookupError) as error:
         raise ConfigError(f"export: got {one['folder']}, which cannot be merged: {error}") from error
-    return _done("merged", output, arguments)
-
-
-def _copy(one: dict[str, Any], arguments: argparse.Namespace) -> int:
-    """Copy the files of an adapter, without checkpoints and states."""
-    output = _new_folder(arguments)
-    output.mkdir(parents=True)
-    for name in _FILES:
-        shutil.copyfile(one["folder"] / name, output / name)
-    return _done("copied", output, arguments)
-
-
-def _done(what: str, output: Path, arguments: argparse.Namespace) -> int:
-    print(json.dumps({what: str(output)}) if arguments.json else f"{what}: {output}")  # noqa: T201
-    return 0
-
-
-def _new_folder(arguments: argparse.Namespace) -> Path:
-    output = Path(arguments.output) if arguments.output else None
-    if output is None or output.exists():
-        raise ConfigError(f"--output: got {arguments.output!r}; allowed: a folder that is not there yet.")
-    return output

@@ -5,51 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from peft_mux.errors import ConfigError
+from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
+from peft_mux.reporting.screen import table_text
+from peft_mux.reporting.views import interrupted, view_of_records
+from peft_mux.storage import keeper_of
+from peft_mux.trainer.control import Mailbox
 
 _FIX = (
     "Go on with it by peft-mux train FILE --resume, and add --next to have this done then, before its first step. (A "
     "run whose tasks all rest has ended.)"
 )
-
-
-def add_commands(commands: Any) -> None:
-    """Add these commands to a parser."""
-    status = commands.add_parser("status", help="show where each task of a run stands, whether or not it trains now")
-    _run_argument(status)
-    status.set_defaults(command=show_status)
-    for name, text in {
-        "pause": "let tasks of a running run rest, with their exact state",
-        "resume": "let paused tasks go on where they stopped",
-        "remove": "take tasks out of a running run; their adapters are written first",
-    }.items():
-        parser = commands.add_parser(name, help=text)
-        _run_argument(parser)
-        parser.add_argument("tasks", nargs="+", metavar="TASK", help="names of tasks")
-        if name == "remove":
-            parser.add_argument("--no-save", action="store_true", help="give the adapter up")
-        _channel_arguments(parser)
-        parser.set_defaults(command=ask, action=name)
-    add = commands.add_parser("add", help="add tasks of a YAML file to a running run")
-    _run_argument(add)
-    add.add_argument("file", help="tasks.yaml, of which only tasks and defaults are read")
-    add.add_argument("tasks", nargs="*", metavar="TASK", help="which of its tasks; by default those that are new")
-    _channel_arguments(add)
-    add.set_defaults(command=ask, action="add")
-
-
-def _run_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="folder of the run (its output_dir)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def _channel_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for the answer (60)")
-    parser.add_argument("--next", action="store_true", help="where nobody trains: leave it for peft-mux train --resume")
 
 
 def show_status(arguments: argparse.Namespace) -> int:
@@ -58,16 +27,15 @@ def show_status(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: if the folder holds no run.
     """
-    from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
-    from peft_mux.reporting.screen import table_text
-    from peft_mux.reporting.views import interrupted, view_of_records
-    from peft_mux.storage import keeper_of
-    from peft_mux.trainer.control import Mailbox
-
     root = _run_folder(arguments.run)
+    try:
+        tasks = json.loads((root / "config.json").read_text(encoding="utf-8"))["tasks"]
+        num_steps = {name: int(own["num_steps"]) for name, own in tasks.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        num_steps = {}
     records = read_metrics(root / METRICS_NAME) if (root / METRICS_NAME).is_file() else []
-    view, keeper = view_of_records(records, _num_steps(root)), keeper_of(root)
-    waiting = [{"request": name, **request} for name, request in Mailbox(root).requests()]
+    view, keeper = view_of_records(records, num_steps), keeper_of(root)
+    requests = Mailbox(root).requests()
     if arguments.json:
         tasks = {
             one.name: {
@@ -81,19 +49,22 @@ def show_status(arguments: argparse.Namespace) -> int:
             }
             for one in view.tasks
         }
-        is_interrupted = not keeper and interrupted(view).is_interrupted
-        found = {"run": str(root), "trained_by": keeper or None, "interrupted": is_interrupted, "tasks": tasks}
-        found["requests"] = waiting
-        print(json.dumps(found, indent=1, default=str))  # noqa: T201
+        found = {
+            "run": str(root),
+            "trained_by": keeper or None,
+            "interrupted": not keeper and interrupted(view).is_interrupted,
+            "tasks": tasks,
+            "requests": [{"request": name, **request} for name, request in requests],
+        }
+        print(json.dumps(found, indent=1, default=str))
         return 0
-    width = shutil.get_terminal_size((100, 24)).columns
-    print(table_text(view if keeper else interrupted(view), width))  # noqa: T201
+    print(table_text(view if keeper else interrupted(view), shutil.get_terminal_size((100, 24)).columns))
     for one in view.tasks:
         if one.reason:
-            print(f"{one.name}: {one.reason}")  # noqa: T201
-    print(f"{f'{keeper} trains' if keeper else 'nobody trains'} in {root}")  # noqa: T201
-    for request in waiting:
-        print(f"not taken up yet: {request.get('command')} {request.get('task') or request.get('file')}")  # noqa: T201
+            print(f"{one.name}: {one.reason}")
+    print(f"{f'{keeper} trains' if keeper else 'nobody trains'} in {root}")
+    for _, request in requests:
+        print(f"not taken up yet: {request.get('command')} {request.get('task') or request.get('file')}")
     return 0
 
 
@@ -101,44 +72,38 @@ def ask(arguments: argparse.Namespace) -> int:
     """Send requests to the process that trains a run, and print its answers; return the exit status.
 
     Raises:
-        ConfigError: if nobody trains there, or nobody answers in time.
+        ConfigError: if no process trains there, or none answers in time.
     """
-    from peft_mux.storage import keeper_of
-    from peft_mux.trainer.control import Mailbox
-
-    root, mailbox = _run_folder(arguments.run), Mailbox(Path(arguments.run))
-    keeper = keeper_of(root)
+    root = _run_folder(arguments.run)
+    mailbox, keeper = Mailbox(root), keeper_of(root)
     if not keeper and not arguments.next:
         raise ConfigError(f"{arguments.action}: got {root}, in which nobody trains; allowed: a run that trains. {_FIX}")
-    requests = _requests(arguments)
-    names = [mailbox.send(request) for request in requests]
-    if keeper:
-        answers = [_answer(root, name, arguments, keeper) for name in names]
+    if arguments.action == "add":
+        file = str(Path(arguments.file).resolve())
+        requests: list[dict[str, Any]] = [{"command": "add", "file": file, "tasks": list(arguments.tasks)}]
     else:
-        left = "left for the next peft-mux train FILE --resume: "
-        answers = [{"ok": True, "said": f"{left}{one['command']} {one.get('task') or one['file']}"} for one in requests]
+        more = {"save": not arguments.no_save} if arguments.action == "remove" else {}
+        names = dict.fromkeys(arguments.tasks)
+        requests = [{"command": arguments.action, "task": name, **more} for name in names]
+    sent = [mailbox.send(request) for request in requests]
+    answers = []
+    for name, request in zip(sent, requests, strict=True):
+        if keeper:
+            answers.append(_answer(root, name, arguments, keeper))
+        else:
+            what = f"{request['command']} {request.get('task') or request['file']}"
+            answers.append({"ok": True, "said": f"left for the next peft-mux train FILE --resume: {what}"})
     if arguments.json:
-        print(json.dumps(answers, indent=1))  # noqa: T201
+        print(json.dumps(answers, indent=1))
     else:
         for answer in answers:
-            print(answer["said"] if answer["ok"] else f"not done: {answer['said']}")  # noqa: T201
+            print(answer["said"] if answer["ok"] else f"not done: {answer['said']}")
     return 0 if all(answer["ok"] for answer in answers) else 2
 
 
-def _requests(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    if arguments.action == "add":
-        file = str(Path(arguments.file).resolve())
-        return [{"command": "add", "file": file, "tasks": list(arguments.tasks)}]
-    more = {"save": not arguments.no_save} if arguments.action == "remove" else {}
-    return [{"command": arguments.action, "task": name, **more} for name in dict.fromkeys(arguments.tasks)]
-
-
-def _answer(root: Path, name: str, arguments: argparse.Namespace, keeper: str) -> Mapping[str, Any]:
-    from peft_mux.storage import keeper_of
-    from peft_mux.trainer.control import Mailbox
-
+def _answer(root: Path, name: str, arguments: argparse.Namespace, keeper: str) -> dict[str, Any]:
+    """Return the answer to a request; a run may end, or be killed, before it gives one."""
     mailbox = Mailbox(root)
-    # A run may end, or be killed, before it looks: nobody answers then.
     answer = mailbox.wait(name, arguments.timeout, lambda: keeper_of(root))
     if answer is None:
         trains = keeper_of(root)
@@ -151,17 +116,7 @@ def _answer(root: Path, name: str, arguments: argparse.Namespace, keeper: str) -
 
 
 def _run_folder(given: str) -> Path:
-    from peft_mux.reporting.metrics_file import METRICS_NAME
-
     root = Path(given)
     if not any((root / name).exists() for name in (METRICS_NAME, "config.json", "state", "run.lock")):
         raise ConfigError(f"run: got {given!r}, which holds no run; allowed: the output_dir of one.")
     return root
-
-
-def _num_steps(root: Path) -> dict[str, int]:
-    try:
-        tasks = json.loads((root / "config.json").read_text(encoding="utf-8"))["tasks"]
-        return {name: int(own["num_steps"]) for name, own in tasks.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return {}

@@ -10,7 +10,14 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub import get_token
+
+from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments, plain_types
+from peft_mux.cli.config_file import DATA_KEYS, TASK_KEYS
 from peft_mux.errors import ConfigError, installed_version
+from peft_mux.storage import check_task_names, name_fault, write_file
+from peft_mux.task import Task
 
 _FILE = """\
 # peft-mux validate {file}    what is trained on;    peft-mux plan {file}    what runs together
@@ -39,10 +46,10 @@ _PACKAGES = "peft-mux torch transformers peft accelerate datasets safetensors tr
 
 
 def init(arguments: argparse.Namespace) -> int:
-    """Write a file to begin with; return the exit status.
+    """Write a first file; return the exit status.
 
     Raises:
-        ConfigError: if there is one already, or a name cannot be made of a file of rows.
+        ConfigError: if the file exists already, or a task cannot be named after its file of rows.
     """
     path = Path(arguments.file)
     if path.exists():
@@ -51,66 +58,54 @@ def init(arguments: argparse.Namespace) -> int:
     names = [Path(one).stem.replace(".", "-").replace(" ", "-") for one in data]
     if len(set(names)) < len(names):
         raise ConfigError(f"init: got {', '.join(data)}; allowed: files of different names, as tasks get them.")
-    from peft_mux.storage import check_task_names, name_fault, write_file
-
     faults = [str(fault) for name in names if (fault := name_fault(name)) is not None]
     if faults:
         raise ConfigError(" ".join(faults))
     check_task_names(names)
-    import torch
-
     tasks = "".join(f"  {name}: {{dataset: {json.dumps(one)}}}\n" for name, one in zip(names, data, strict=True))
     bf16 = str(torch.cuda.is_available()).lower()
     filled = _FILE.format(file=path, model=arguments.model, output_dir=f"runs/{path.stem}", bf16=bf16, tasks=tasks)
     write_file(path, filled.encode())
-    print(f"written: {path}; next: peft-mux validate {path}")  # noqa: T201
+    print(f"written: {path}; next: peft-mux validate {path}")
     return 0
 
 
 def doctor(arguments: argparse.Namespace) -> int:
-    """Print what this machine has that training needs; return the exit status: 1 where something is amiss."""
-    found = facts()
-    if arguments.json:
-        print(json.dumps(found, indent=1))  # noqa: T201
-    else:
-        for key, value in found.items():
-            shown = value if not isinstance(value, (dict, list)) else _listed(value)
-            print(f"{key:<10} {shown}")  # noqa: T201
-    return 1 if found["amiss"] else 0
+    """Print what this machine has that training needs, to be pasted into an issue.
 
-
-def _listed(value: dict[str, Any] | list[Any]) -> str:
-    if isinstance(value, list):
-        return "; ".join(map(str, value)) or "nothing"
-    return ", ".join(f"{key} {own}" for key, own in value.items())
-
-
-def facts() -> dict[str, Any]:
-    """Return versions, devices, kernels, free disk and log-in, as plain JSON, to be pasted into an issue."""
-    import torch
-
+    Returns:
+        The exit status: 1 if something is amiss.
+    """
     amiss: list[str] = []
-    versions = {name: installed_version(name) or "not installed" for name in _PACKAGES}
     devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-    kernels = _kernels(amiss) if devices else "torch (no GPU)"
     free_gib = shutil.disk_usage(".").free / 2**30
     if free_gib < 5:
         amiss.append(f"only {free_gib:.1f} GiB free on this disk")
-    return {
+    # As far as that is known without asking the Hub.
+    hub = "a token is there" if get_token() else "no token: `hf auth login` before you push"
+    found = {
         "python": f"{platform.python_version()} on {platform.platform()}",
-        "versions": versions,
+        "versions": {name: installed_version(name) or "not installed" for name in _PACKAGES},
         "devices": devices or [f"cpu, {os.cpu_count()} cores, {torch.get_num_threads()} threads"],
-        "kernels": kernels,
+        "kernels": _kernels(amiss) if devices else "torch (no GPU)",
         "disk": f"{free_gib:.1f} GiB free here",
-        "hub": _hub(),
+        "hub": hub + (" (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""),
         "amiss": amiss,
     }
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+        return 1 if amiss else 0
+    for key, value in found.items():
+        if isinstance(value, list):
+            value = "; ".join(map(str, value)) or "nothing"
+        elif isinstance(value, dict):
+            value = ", ".join(f"{name} {own}" for name, own in value.items())
+        print(f"{key:<10} {value}")
+    return 1 if amiss else 0
 
 
 def _kernels(amiss: list[str]) -> str:
     """Try a kernel on the GPU."""
-    import torch
-
     from peft_mux.kernels.adamw.update import joint_update
 
     try:
@@ -121,34 +116,22 @@ def _kernels(amiss: list[str]) -> str:
     return "triton" if update is not None else "torch"
 
 
-def _hub() -> str:
-    """Return who is logged in at the Hub, as far as that is known without asking it."""
-    from huggingface_hub import get_token
-
-    offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-    return ("a token is there" if get_token() else "no token: `hf auth login` before you push") + offline
-
-
 def print_schema(arguments: argparse.Namespace) -> int:
     """Print the JSON schema of `tasks.yaml`, with which editors complete and check it; return the exit status."""
     del arguments
-    print(json.dumps(schema(), indent=1))  # noqa: T201
+    print(json.dumps(schema(), indent=1))
     return 0
 
 
 def schema() -> dict[str, Any]:
     """Return the JSON schema of `tasks.yaml`."""
-    from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments
-    from peft_mux.cli.config_file import DATA_KEYS, TASK_KEYS
-    from peft_mux.task import Task
-
     run = {
-        name: {**_kind(str(item.type)), **({"description": item.metadata["help"]} if "help" in item.metadata else {})}
+        name: {**_kind(item.type), **({"description": item.metadata["help"]} if "help" in item.metadata else {})}
         for name, item in sorted(MultiTaskTrainingArguments.__dataclass_fields__.items())
         if name in SETTABLE_FIELDS and name != "output_dir"
     }
     fields = Task.__dataclass_fields__
-    task: dict[str, Any] = {key: _kind(str(fields[key].type)) for key in sorted(TASK_KEYS) if key in fields}
+    task: dict[str, Any] = {key: _kind(fields[key].type) for key in sorted(TASK_KEYS) if key in fields}
     task |= {key: {"type": "string"} for key in DATA_KEYS}
     task["peft"] = {"type": "object", "description": "type (lora by default) and options of the adapter"}
     section = {"type": "object", "properties": task, "additionalProperties": False}
@@ -170,14 +153,11 @@ def schema() -> dict[str, Any]:
     }
 
 
-_KINDS = {"int": "integer", "float": "number", "bool": "boolean", "str": "string"}
-
-
-def _kind(annotation: str) -> dict[str, Any]:
-    """Return what JSON may hold for a field, as its annotation tells; anything where that says more."""
-    words = [word.strip().removeprefix("<class '").removesuffix("'>") for word in annotation.split("|")]
-    kinds = [_KINDS.get(word) for word in words if word != "None"]
-    if not kinds or None in kinds:
+def _kind(annotation: object) -> dict[str, Any]:
+    """Return what JSON may hold for a field with an annotation; anything if that has other than plain types."""
+    kinds = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "None": "null"}
+    types = plain_types(annotation)
+    if not types or not set(types) <= kinds.keys():
         return {}
-    # YAML has null for what comes from elsewhere.
-    return {"type": [*dict.fromkeys(str(kind) for kind in kinds), "null"]}
+    # YAML has null for settings that come from elsewhere.
+    return {"type": list(dict.fromkeys([*(kinds[name] for name in types), "null"]))}

@@ -7,6 +7,9 @@ import json
 import sys
 from typing import Any
 
+from peft_mux.cli.commands import make_trainer
+from peft_mux.cli.config_file import read_config
+from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.reporting.views import counted
 
 _TARGET, _OTHER, _END = "\x1b[32m", "\x1b[2m", "\x1b[0m"
@@ -18,81 +21,71 @@ _MOST_READ = 1000
 """Rows in which the end of sequence is looked for."""
 
 
-def show_rows(trainer: Any, arguments: argparse.Namespace) -> int:
+def validate(arguments: argparse.Namespace) -> int:
     """Print each task's format, lengths, cut and masked shares, end of sequence, a sample, and rows of both datasets.
 
-    Args:
-        trainer: the trainer of the file's tasks, which has read their rows and no weights.
-        arguments: parsed options of `peft-mux validate`.
-
     Returns:
-        The exit status: 0, or 1 where held-out rows are trained on.
+        The exit status: 0, or 1 if held-out rows are trained on.
     """
-    found = {run.name: rows_of_task(run, trainer.processing_class) for run in trainer.table}
+    # It has read the rows and no weights.
+    trainer = make_trainer(read_config(arguments.file, arguments.overrides))
+    found = {run.name: _rows_of_task(run, trainer.processing_class) for run in trainer.table}
     if arguments.json:
-        print(json.dumps(found, indent=1))  # noqa: T201
+        print(json.dumps(found, indent=1))
     else:
         for name, one in found.items():
-            print(_text(name, one, is_coloured=sys.stdout.isatty()))  # noqa: T201
+            print(_text(name, one, is_coloured=sys.stdout.isatty()))
     return 1 if any(one["in_both"] for one in found.values()) else 0
 
 
-def rows_of_task(run: Any, tokenizer: Any) -> dict[str, Any]:
+def _rows_of_task(run: Any, tokenizer: Any) -> dict[str, Any]:
     """Return what a task trains on, as plain JSON.
 
     Args:
         run: the task, with its rows read.
         tokenizer: writes tokens as text; `None` for their numbers.
     """
-    splits = {"train_dataset": getattr(run.loader, "dataset", None), "eval_dataset": run.eval_data}
-    facts: dict[str, Any] = {
+    train, held_out = getattr(run.loader, "dataset", None), run.eval_data
+    splits = {"train_dataset": train, "eval_dataset": held_out}
+    in_both = 0
+    if train is not None and held_out is not None:
+        known = {train[row].input_ids.tobytes() for row in range(len(train))}
+        in_both = sum(held_out[row].input_ids.tobytes() in known for row in range(len(held_out)))
+    # Of a stream only what its first step reads is known.
+    sequences = run.loader.batch(0).sequences if train is None else run.loader.sample(_MOST_READ)
+    end, end_of_sequence = getattr(tokenizer, "eos_token_id", None), None
+    # Rows that are classified need no end of sequence.
+    if end is not None and sequences[0].class_label is None and not sequences[0].labels_itself:
+        trained = sum(bool((sequence.labels == end).any()) for sequence in sequences)
+        end_of_sequence = {"token": str(tokenizer.eos_token), "trained": trained, "rows": len(sequences)}
+    return {
         "steps": run.num_steps,
         "batch": run.hyper.train_batch_size,
         "splits": {name: _split(dataset) for name, dataset in splits.items() if dataset is not None},
-        "in_both": _in_both(splits["train_dataset"], splits["eval_dataset"]),
+        "in_both": in_both,
+        "end_of_sequence": end_of_sequence,
+        "sample": _sample(sequences[0], tokenizer),
     }
-    # Of a stream only what its first step reads is known.
-    is_stream = splits["train_dataset"] is None
-    sequences = run.loader.batch(0).sequences if is_stream else run.loader.sample(_MOST_READ)
-    facts["end_of_sequence"] = _end_of_sequence(sequences, tokenizer)
-    facts["sample"] = _sample(sequences[0], tokenizer)
-    return facts
-
-
-def _end_of_sequence(sequences: Any, tokenizer: Any) -> dict[str, Any] | None:
-    """Return in how many rows the end of sequence carries loss; `None` where rows are classified, or none is known."""
-    end = getattr(tokenizer, "eos_token_id", None)
-    if end is None or sequences[0].class_label is not None or sequences[0].labels_itself:
-        return None
-    trained = sum(bool((sequence.labels == end).any()) for sequence in sequences)
-    return {"token": str(tokenizer.eos_token), "trained": trained, "rows": len(sequences)}
-
-
-def _histogram(lengths: list[int]) -> list[dict[str, int]]:
-    """Return how many rows have lengths of each of a few equal ranges, from the shortest row to the longest."""
-    first = lengths[0]
-    width = -(-(lengths[-1] - first + 1) // _MOST_BINS)
-    bins = [
-        {"from": low, "to": min(low + width - 1, lengths[-1]), "rows": 0}
-        for low in range(first, lengths[-1] + 1, width)
-    ]
-    for length in lengths:
-        bins[(length - first) // width]["rows"] += 1
-    return bins
 
 
 def _split(dataset: Any) -> dict[str, Any]:
+    """Return the facts of a dataset, with a histogram of the lengths of its rows."""
     report, lengths = dataset.report, sorted(int(length) for length in dataset.lengths)
+    first, last = lengths[0], lengths[-1]
+    width = -(-(last - first + 1) // _MOST_BINS)
+    bins = [{"from": low, "to": min(low + width - 1, last), "rows": 0} for low in range(first, last + 1, width)]
+    for length in lengths:
+        bins[(length - first) // width]["rows"] += 1
     return {
         "format": str(report.data_format),
         "rows": report.num_rows,
         "kept": report.num_kept,
         "tokens": report.num_tokens,
-        "shortest": lengths[0],
+        "shortest": first,
         "median": lengths[len(lengths) // 2],
         "longest_of_95_percent": lengths[min(len(lengths) - 1, int(0.95 * len(lengths)))],
-        "longest": lengths[-1],
-        "histogram": _histogram(lengths),
+        "longest": last,
+        "histogram": bins,
         "limit": report.limit,
         "cut_share": report.num_truncated / max(report.num_rows, 1),
         "left_out_share": (report.num_dropped_long + report.num_without_targets) / max(report.num_rows, 1),
@@ -100,29 +93,21 @@ def _split(dataset: Any) -> dict[str, Any]:
     }
 
 
-def _in_both(train: Any, held_out: Any) -> int:
-    """Return how many held-out rows are among those that are trained on, token for token."""
-    if train is None or held_out is None:
-        return 0
-    known = {train[row].input_ids.tobytes() for row in range(len(train))}
-    return sum(held_out[row].input_ids.tobytes() in known for row in range(len(held_out)))
-
-
 def _sample(sequence: Any, tokenizer: Any) -> list[tuple[str, bool]]:
-    """Return the tokens of a sequence as text, each with whether it carries loss; alike neighbours are joined."""
-    parts: list[tuple[str, bool]] = []
+    """Return the tokens of a sequence as pieces of text, each with whether it carries loss."""
+    pieces: list[tuple[str, bool]] = []
     ids, labels = sequence.input_ids.tolist()[:_MOST_SHOWN], sequence.labels.tolist()[:_MOST_SHOWN]
     written = ""
     for number, label in enumerate(labels, start=1):
-        # Behind those before it, as tokenizers drop the space of a token that stands first.
+        # Decoded with the tokens before it, as tokenizers drop the space of a token that stands first.
         before, written = written, "" if tokenizer is None else tokenizer.decode(ids[:number])
         text = f"{ids[number - 1]} " if tokenizer is None else written[len(before) :]
-        is_target = label != -100
-        if parts and parts[-1][1] == is_target:
-            parts[-1] = (parts[-1][0] + text, is_target)
+        is_target = label != IGNORE_INDEX
+        if pieces and pieces[-1][1] == is_target:
+            pieces[-1] = (pieces[-1][0] + text, is_target)
         else:
-            parts.append((text, is_target))
-    return parts
+            pieces.append((text, is_target))
+    return pieces
 
 
 def _text(name: str, one: dict[str, Any], *, is_coloured: bool) -> str:
@@ -134,34 +119,23 @@ def _text(name: str, one: dict[str, Any], *, is_coloured: bool) -> str:
             f"95 % up to {own['longest_of_95_percent']}, limit {own['limit']}; cut {own['cut_share']:.1%}, "
             f"left out {own['left_out_share']:.1%}, without loss {own['masked_share']:.1%} of the tokens"
         )
-        lines += _bars(own["histogram"])
-    lines += _end_line(one["end_of_sequence"])
+        bins = own["histogram"]
+        most, width = max(one["rows"] for one in bins), len(str(bins[-1]["to"]))
+        for one_bin in bins if len(bins) > 1 else ():
+            bar = "#" * -(-_BAR * one_bin["rows"] // most)
+            bounds = f"{one_bin['from']:>{width}} to {one_bin['to']:>{width}}"
+            lines.append(f"    {bounds}  {bar:<{_BAR}}  {one_bin['rows']:,}")
+    if (end := one["end_of_sequence"]) is not None:
+        line = f"  end of sequence {end['token']}: trained in {end['trained']:,} of {end['rows']:,} rows"
+        if end["trained"] < end["rows"]:
+            line += "; rows without it teach no end: max_length cuts it off, or chat template or input_ids lack it"
+        lines.append(line)
     if one["in_both"]:
         lines.append(f"  {one['in_both']:,} held-out rows are trained on as well: take them out of train_dataset")
-    shown = "".join(
-        f"{_TARGET if is_target else _OTHER}{text}{_END}" if is_coloured else f"[{text}]" if is_target else text
-        for text, is_target in one["sample"]
-    )
-    meaning = "green carries loss" if is_coloured else "[...] carries loss"
+    if is_coloured:
+        meaning = "green carries loss"
+        shown = "".join(f"{_TARGET if is_target else _OTHER}{text}{_END}" for text, is_target in one["sample"])
+    else:
+        meaning = "[...] carries loss"
+        shown = "".join(f"[{text}]" if is_target else text for text, is_target in one["sample"])
     return "\n".join([*lines, f"  first row ({meaning}):", *(f"    {line}" for line in shown.split("\n"))])
-
-
-def _bars(histogram: list[dict[str, int]]) -> list[str]:
-    """Return a bar for each range of lengths; none where all rows are of one."""
-    if len(histogram) < 2:
-        return []
-    most, width = max(own["rows"] for own in histogram), len(str(histogram[-1]["to"]))
-    bars = ["#" * -(-_BAR * own["rows"] // most) for own in histogram]
-    return [
-        f"    {own['from']:>{width}} to {own['to']:>{width}}  {bar:<{_BAR}}  {own['rows']:,}"
-        for own, bar in zip(histogram, bars, strict=True)
-    ]
-
-
-def _end_line(end: dict[str, Any] | None) -> list[str]:
-    if end is None:
-        return []
-    line = f"  end of sequence {end['token']}: trained in {end['trained']:,} of {end['rows']:,} rows"
-    if end["trained"] == end["rows"]:
-        return [line]
-    return [f"{line}; rows without it teach no end: max_length cuts it off, or chat template or input_ids lack it"]

@@ -2,14 +2,15 @@
 
 A row may be several sequences (a chosen and a rejected answer, say): datasets, plans and packing see one row of all
 its tokens; in a stream they lie side by side, and no label or attention crosses from one to the next.
-"""
 
-# MERGED: Virtual tokens: what a learnt prompt puts in front of every sequence of its task, as rows of the stream.
-# MERGED: A row of 3 tokens with a prompt of 2 (x = -100)::
-# MERGED:     input_ids      0  0 | a  b  c        placeholders, whose embeddings the model replaces
-# MERGED:     labels         x  x | a  b  c        not shifted yet: the last virtual token predicts the first real one
-# MERGED: As rows of their own they count wherever tokens do: in packs, chunks, plans, positions and the places of
-# MERGED: dropout.
+A learnt prompt puts virtual tokens in front of every sequence of its task, as rows of the stream. A row of 3 tokens
+with a prompt of 2 (x = -100)::
+
+    input_ids      0  0 | a  b  c        placeholders, whose embeddings the model replaces
+    labels         x  x | a  b  c        not shifted yet: the last virtual token predicts the first real one
+
+As rows of their own they count wherever tokens do: in packs, chunks, plans, positions and the places of dropout.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ IGNORE_INDEX = -100
 """Label of a position that carries no loss, as in torch and transformers."""
 
 _MOST_COMPUTED = 0.95
-"""Part of the tokens of a global batch above which sharing the others is not worth its gathers."""
+"""Share of computed tokens of a global batch above which sharing the others is not worth its gathers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +42,12 @@ class TokenSequence:
         class_label: class (int) or value (float) for sequence classification, else `None`.
         token_type_ids: int64 `[L]`, which text of a pair each token is of; `None` for zeros.
         is_one_term: whether the loss has one term for the whole row, as every loss with a class label has.
-        starts: places of the row's tokens at which its second and further sequences begin; none where it is one.
-        token_columns: numbers of each token, `[L]` or `[L, K]`, by name. As labels are, they are of a token as a
-            target, not of the position that predicts it.
-        row_values: numbers of the row, by name; `[C]` where there are several of one name.
-        labels_itself: whether labels are of the tokens themselves, not of what the token before predicts.
-        num_virtual_tokens: how many of the first tokens stand for virtual ones (`peft_mux.data.task_batch`).
+        starts: places of the row's tokens at which its second and further sequences begin; empty for one sequence.
+        token_columns: numbers of each token, `[L]` or `[L, K]`, by name. Like labels, they belong to a token as a
+            target, not to the position that predicts it.
+        row_values: numbers of the row, by name; `[C]` for several of one name.
+        labels_itself: whether labels belong to the tokens themselves, not to the prediction of the token before.
+        num_virtual_tokens: how many of the first tokens of each sequence stand for virtual ones.
     """
 
     input_ids: np.ndarray
@@ -67,12 +68,12 @@ class TokenSequence:
 
     @property
     def num_targets(self) -> int:
-        """Number of loss terms: predicted tokens, or 1 where the loss is of the whole sequence."""
+        """Number of loss terms: predicted tokens, or 1 if the loss is that of the whole sequence."""
         return 1 if self.class_label is not None or self.is_one_term else self.num_target_tokens
 
     @property
     def num_target_tokens(self) -> int:
-        """Number of predicted tokens, whatever the loss makes of them."""
+        """Number of predicted tokens, also if the loss has one term for the whole row."""
         if self.starts:
             return sum(self.target_token_counts)
         return int(np.count_nonzero(self.labels[0 if self.labels_itself else 1 :] != IGNORE_INDEX))
@@ -80,7 +81,7 @@ class TokenSequence:
     @property
     def target_token_counts(self) -> tuple[int, ...]:
         """Number of predicted tokens of each sequence of the row."""
-        # The first token of a sequence is predicted by none, as labels are not shifted yet.
+        # The first token of a sequence is not predicted; labels are not shifted yet.
         return tuple(
             int(np.count_nonzero(self.labels[start + 1 : end] != IGNORE_INDEX)) for start, end in self.sequence_bounds
         )
@@ -92,12 +93,12 @@ class TokenSequence:
 
     @property
     def can_be_split(self) -> bool:
-        """Whether parts of it may lie in consecutive passes: not where one loss term is of all of its tokens."""
+        """Whether parts of it may lie in consecutive passes: not if one loss term needs all of its tokens."""
         return self.class_label is None and not (self.is_one_term or self.starts or self.labels_itself)
 
 
 Arrange = Callable[[tuple[TokenSequence, ...]], tuple[TokenSequence, ...]]
-"""Makes the rows of a global batch of rows of a dataset, for losses that read rows beside one another."""
+"""Returns the rows of a global batch as a loss reads them that compares rows with one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class TaskBatch:
         sequences: the rows, in the task's own data order.
         totals: what losses divide by; see `batch_totals`. By default those of these rows; an evaluation, whose rows
             come in several batches, gives those of all of them.
-        trie: what the rows begin with alike, where that is to be computed once; `None` where each token is.
+        trie: shared prefixes of the rows, if they are to be computed once; `None` if each token is.
     """
 
     task: str
@@ -133,12 +134,8 @@ class TaskBatch:
 
 
 def prefix_trie(rows: Sequence[TokenSequence]) -> RowTrie | None:
-    """Return what the rows of a global batch begin with alike; `None` where they share too little to be worth it.
-
-    Args:
-        rows: the rows of one task.
-    """
-    # Texts of a pair are told apart by more than their tokens.
+    """Return the shared prefixes of the rows of a global batch; `None` if they share too little to be worth it."""
+    # Texts of a pair differ by more than their tokens.
     if any(row.token_type_ids is not None for row in rows):
         return None
     trie = row_trie([[row.input_ids[start:end] for start, end in row.sequence_bounds] for row in rows])
@@ -169,28 +166,21 @@ def batch_totals(batch: TaskBatch) -> Mapping[str, float]:
             counts = sequence.target_token_counts
             sums |= {f"num_target_tokens/{number}": count for number, count in enumerate(counts)}
         if sequence.token_columns:
-            chosen = _target_tokens(sequence)
-            sums |= {
-                name: float(values[chosen].sum(dtype=np.float64)) for name, values in sequence.token_columns.items()
-            }
+            is_target = sequence.labels != IGNORE_INDEX
+            is_target[[start for start, _ in sequence.sequence_bounds]] = False
+            for name, values in sequence.token_columns.items():
+                sums[name] = float(values[is_target].sum(dtype=np.float64))
         for name, value in sums.items():
             totals[name] = totals.get(name, 0.0) + value
     return totals
 
 
-def _target_tokens(sequence: TokenSequence) -> np.ndarray:
-    """Return which tokens of a row are predicted, as booleans `[L]`."""
-    chosen = sequence.labels != IGNORE_INDEX
-    chosen[[start for start, _ in sequence.sequence_bounds]] = False
-    return chosen
-
-
 PLACEHOLDER_ID = 0
-"""Token id in the place of a virtual token; any that every vocabulary has."""
+"""Token id in the place of a virtual token; any id that is in every vocabulary."""
 
 
 def with_virtual_tokens(sequence: TokenSequence, labels: Sequence[int]) -> TokenSequence:
-    """Return a row with virtual tokens in front of each of its sequences; the row itself where there are none.
+    """Return a row with virtual tokens in front of each of its sequences; the row itself if there are none.
 
     Args:
         sequence: a row of tokens.
@@ -201,7 +191,7 @@ def with_virtual_tokens(sequence: TokenSequence, labels: Sequence[int]) -> Token
     count, starts = len(labels), sequence.starts
 
     def spread(values: np.ndarray, before: Sequence[int] | None = None) -> np.ndarray:
-        # Whatever a row says of each of its tokens; of virtual ones there is nothing to say.
+        # A row has no numbers for virtual tokens.
         filled = np.full((count, *values.shape[1:]), PLACEHOLDER_ID, dtype=values.dtype)
         if before is not None:
             filled[:] = before
@@ -223,9 +213,9 @@ def with_virtual_tokens(sequence: TokenSequence, labels: Sequence[int]) -> Token
 
 
 def virtual_tokens_of_sequences(batch: MuxBatch) -> tuple[int, ...]:
-    """Return how many rows of each of the S sequences of a stream are of virtual tokens.
+    """Return how many virtual tokens each of the S sequences of a stream has.
 
-    A later part of a long sequence has those of them that earlier parts have left over, most often none.
+    A later part of a long sequence has those that earlier parts have left over, most often none.
     """
     if not batch.virtual_tokens:
         return (0,) * batch.num_sequences
@@ -236,5 +226,5 @@ def virtual_tokens_of_sequences(batch: MuxBatch) -> tuple[int, ...]:
 
 
 def ignored(num_tokens: int) -> tuple[int, ...]:
-    """Return the labels of so many virtual tokens that nothing is to predict."""
+    """Return the labels of a number of virtual tokens that are not predicted."""
     return (IGNORE_INDEX,) * num_tokens

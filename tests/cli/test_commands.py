@@ -175,7 +175,7 @@ def test_an_interrupt_before_training_ends_with_130_and_no_traceback(
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("peft_mux.cli.config_file.read_config", interrupted)
+    monkeypatch.setattr("peft_mux.cli.commands.read_config", interrupted)
     assert main(["train", str(file)]) == 130
     assert capsys.readouterr().err == "interrupted\n"
 
@@ -188,7 +188,7 @@ def test_a_folder_that_cannot_be_trained_in_is_told_before_a_model_or_rows_are_l
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", str(file)]) == 0
-    monkeypatch.setattr("peft_mux.cli.main._make_trainer", lambda config: pytest.fail("a trainer was made"))
+    monkeypatch.setattr("peft_mux.cli.commands.make_trainer", lambda config: pytest.fail("a trainer was made"))
     assert "which holds a run" in refused(["train", str(file)], capsys)
     new = f"output_dir={tmp_path / 'new'}"
     assert "holds no state of a run" in refused(["train", str(file), "--resume", "--set", new], capsys)

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
-from peft_mux.cli import main as main_module
+from peft_mux.cli import commands
 from peft_mux.cli.main import main
 from peft_mux.cli.starting import schema
 from peft_mux.cli.validate import _sample
@@ -203,7 +203,7 @@ def test_a_command_prints_a_warning_as_one_line_and_leaves_python_as_it_was(
         return 0
 
     before = warnings.formatwarning
-    monkeypatch.setattr(main_module, "_demo", command)
+    monkeypatch.setattr(commands, "demo", command)
     assert main(["demo"]) == 0
     assert capsys.readouterr().err == "warning: rows are cut\n"
     assert warnings.formatwarning is before

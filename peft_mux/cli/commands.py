@@ -1,0 +1,239 @@
+"""`peft-mux train | plan | profile | demo`: the trainer of a file's tasks, as it is asked for in a shell."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from peft_mux.checkpoint.run_folder import refuse_held_folder, require_state
+from peft_mux.cli.config_file import RunConfig, parse_value, read_config
+from peft_mux.errors import ConfigError, closest
+from peft_mux.scheduler.costs.profile import profile_text
+from peft_mux.scheduler.plan import Plan
+from peft_mux.storage import write_file
+from peft_mux.task import Task
+from peft_mux.trainer.run import output_folder
+from peft_mux.trainer.sweep import add_referee, end_sweeps, sweep_tasks
+from peft_mux.trainer.trainer import MultiTaskTrainer
+
+
+def demo(arguments: argparse.Namespace) -> int:
+    """Train the tasks of the demo; return the exit status."""
+    from peft_mux.demo.run import run_demo
+
+    return run_demo(arguments.output_dir, fast=arguments.fast)
+
+
+def train(arguments: argparse.Namespace) -> int:
+    """Train the tasks of a file; return the exit status.
+
+    A launcher starts this command once for each process; only the main one prints.
+    """
+    if arguments.early_stop is not None and not arguments.sweep:
+        raise ConfigError("--early-stop: got it without --sweep; allowed: both. Name what is swept, or leave it out.")
+    # JSON stands alone on standard output.
+    with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
+        config, contests = _swept(read_config(arguments.file, arguments.overrides), arguments.sweep)
+        # Before rows are tokenised; several processes check the run folder when they have met.
+        if config.args.world_size == 1 and config.args.save_strategy != "no":
+            (require_state if arguments.resume else refuse_held_folder)(output_folder(config.args))
+        trainer = make_trainer(config)
+        referee = add_referee(trainer, contests, early_stop=arguments.early_stop)
+        if trainer.is_world_process_zero():
+            print(_shown(trainer.plan()), flush=True)
+        trainer.control_channel.read_tasks = _tasks_of_file
+        trainer.train(resume_from_checkpoint=arguments.resume or None)
+        results = [] if trainer.interrupted_by else end_sweeps(trainer, referee)
+    if arguments.json and trainer.is_world_process_zero():
+        rows = [row._asdict() for row in trainer.report().rows]
+        summary = {
+            "output_dir": trainer.args.output_dir,
+            "step": trainer.state.global_step,
+            "interrupted_by": trainer.interrupted_by or None,
+            "tasks": {row.pop("name"): row for row in rows},
+            "sweeps": [asdict(result) for result in results],
+        }
+        print(json.dumps(_plain(summary), indent=1))
+    if trainer.interrupted_by:
+        return 128 + trainer.interrupted_by
+    return int("failed" in trainer.task_statuses.values())
+
+
+def plan(arguments: argparse.Namespace) -> int:
+    """Print the plan of a file's tasks; return the exit status."""
+    config = read_config(arguments.file, arguments.overrides)
+    if arguments.deployment:
+        return show_deployment(make_trainer(config), arguments)
+    for option in ("layer_profile", "max_tokens"):
+        if getattr(arguments, option):
+            raise ConfigError(f"--{option.replace('_', '-')}: got it without --deployment; allowed: both. Add it.")
+    layout = {}
+    if arguments.devices is not None:
+        # A trainer lays out the processes that it is in, and this is one process, whatever devices are asked about. So
+        # it is made as for one, and the planner is told how the devices share the backbone.
+        args = config.args
+        layout = {"num_stages": args.pipeline_parallel_size, "devices_per_stage": args.tensor_parallel_size}
+        args.tensor_parallel_size = args.pipeline_parallel_size = 1
+    found = make_trainer(config).plan(arguments.devices, **layout)
+    if arguments.json:
+        print(found.to_json())
+    elif arguments.explain:
+        try:
+            print(found.explain(arguments.explain))
+        except ValueError as error:
+            raise ConfigError(f"--explain: {error}") from error
+    else:
+        print(_shown(found))
+    if arguments.gantt:
+        print(f"\n{found.gantt()}\n\n{found.memory_bars()}")
+    if arguments.image:
+        print(f"drawn: {found.save_gantt(arguments.image)}")
+    return 0
+
+
+def show_deployment(trainer: MultiTaskTrainer, arguments: argparse.Namespace) -> int:
+    """Plan and print a deployment; return the exit status.
+
+    Args:
+        trainer: trainer of the tasks that the file describes; nothing of it is changed.
+        arguments: parsed options of `peft-mux plan`.
+
+    Raises:
+        ConfigError: for options that do not go together, unknown devices, or tasks that no replica can hold.
+    """
+    from peft_mux.planning.replica_facts import LayerProfile
+    from peft_mux.scheduler.deployment.report import save_deployment
+
+    for option in ("explain", "gantt"):
+        if getattr(arguments, option):
+            raise ConfigError(
+                f"--{option}: got it together with --deployment; allowed: one of them. Leave --deployment out."
+            )
+    if arguments.max_tokens and not arguments.layer_profile:
+        raise ConfigError("--max-tokens: got it without --layer-profile; allowed: both. Add the measured times.")
+    measured = LayerProfile(arguments.layer_profile, arguments.max_tokens) if arguments.layer_profile else None
+    report = trainer.plan_deployment(arguments.devices, measured=measured)
+    print(report.to_json() if arguments.json else f"{report}\n\n{report.picture()}")
+    if arguments.image:
+        drawn = save_deployment(report, arguments.image)
+        if not arguments.json:
+            print(f"drawn: {drawn}")
+    return 0
+
+
+def profile(arguments: argparse.Namespace) -> int:
+    """Measure the backbone on this device, and write and print its profile; return the exit status."""
+    path = Path(arguments.output)
+    with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
+        trainer = make_trainer(read_config(arguments.file, arguments.overrides))
+        is_main = trainer.is_world_process_zero()
+        # On every process, as the link between them is measured too; the main one stores the result by device, dtype,
+        # shapes and versions.
+        folder = path.parent / "profiles" if is_main else None
+        found = trainer.measure_profile(arguments.seconds, folder=folder, refresh=arguments.refresh)
+    if not is_main:
+        return 0
+    write_file(path, found.to_json().encode())
+    if arguments.json:
+        print(json.dumps(_plain({"written": path, "profile": json.loads(found.to_json())}), indent=1))
+    else:
+        print(f"{profile_text(found)}\nwritten: {path}; to plan with it, set run.cost_profile: {path}")
+    return 0
+
+
+def make_trainer(config: RunConfig) -> MultiTaskTrainer:
+    """Return the trainer of the tasks that a file describes.
+
+    Raises:
+        ConfigError: if the tokenizer cannot be read, or the trainer refuses the tasks.
+    """
+    tokenizer = None
+    if config.tokenizer is not None:
+        try:
+            # Explicit, as transformers would otherwise ask on standard input.
+            is_trusted = config.model_init_kwargs.get("trust_remote_code") is True
+            tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, trust_remote_code=is_trusted)
+        except (OSError, ValueError, ImportError, TypeError, AttributeError, LookupError) as error:
+            raise ConfigError(f'tokenizer: got "{config.tokenizer}", which cannot be read: {error}') from error
+    return MultiTaskTrainer(
+        config.model,
+        config.args,
+        config.tasks,
+        processing_class=tokenizer,
+        model_init_kwargs=config.model_init_kwargs,
+    )
+
+
+def _swept(config: RunConfig, options: Sequence[str]) -> tuple[RunConfig, list[Any]]:
+    """Return a configuration with the tasks of its sweeps in place of those that are swept, and the sweeps.
+
+    Args:
+        config: the configuration of a file.
+        options: texts such as `tasks.sql.peft.r=8,16`.
+
+    Raises:
+        ConfigError: naming what cannot be swept.
+    """
+    names = [task.name for task in config.tasks]
+    grids: dict[str, dict[str, list[Any]]] = {}
+    for option in options:
+        key, separator, text = option.partition("=")
+        parts = key.split(".", 2)
+        if not separator or len(parts) != 3 or parts[0] != "tasks":
+            raise ConfigError(f"--sweep: got {option!r}; allowed: tasks.NAME.FIELD=VALUE,VALUE.")
+        if parts[1] not in names:
+            hint = closest(parts[1], names)
+            raise ConfigError(f"--sweep: got task {parts[1]!r}; allowed: {', '.join(names)}. {hint}".rstrip())
+        field = parts[2].replace("peft.", "peft_config.", 1) if parts[2].startswith("peft.") else parts[2]
+        # As a list of YAML, so that lists and texts with commas in them can be values.
+        values = parse_value(text if text.startswith("[[") else f"[{text}]", f"--sweep {key}")
+        grids.setdefault(parts[1], {})[field] = values
+    contests, tasks = [], []
+    for task in config.tasks:
+        if task.name in grids:
+            contest, own = sweep_tasks(task, grids[task.name])
+            contests.append(contest)
+            tasks += own
+        else:
+            tasks.append(task)
+    return replace(config, tasks=tasks), contests
+
+
+def _tasks_of_file(file: str, names: Sequence[str]) -> list[Task]:
+    """Return some tasks of a file, by default all, to be added to a run."""
+    tasks = read_config(file).tasks
+    there = [task.name for task in tasks]
+    missing = [name for name in names if name not in there]
+    if missing:
+        raise ConfigError(f"add: got {', '.join(missing)}; allowed: tasks of {file}: {', '.join(there)}.")
+    return [task for task in tasks if not names or task.name in names]
+
+
+def _shown(plan: Plan) -> str:
+    """Return a plan as text, its memory in red on a terminal if it takes more than 95 % of a device."""
+    bar = plan.memory_bar
+    if not bar.is_nearly_full or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
+        return str(plan)
+    line = bar.lines()[0]
+    return str(plan).replace(line, f"\x1b[31m{line}\x1b[0m")
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON can hold it; numbers that are not finite, which JSON does not have, become null."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
