@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
 from transformers import SchedulerType, TrainingArguments
@@ -34,48 +34,53 @@ MOST_STEPS = 10**9
 
 # ---------------------------------------------------------------------------------------------------- unknown settings
 
-ADAPTER_NAMES = {
-    **dict.fromkeys("r rank lora_r lora_rank".split(), "r"),
-    **dict.fromkeys("alpha lora_alpha".split(), "lora_alpha"),
-    **dict.fromkeys("dropout lora_dropout".split(), "lora_dropout"),
-    **dict.fromkeys("target_modules lora_target_modules".split(), "target_modules"),
-}
+Value = TypeVar("Value")
+
+
+def _by_name(table: Mapping[str, Value]) -> dict[str, Value]:
+    """Return a table with a row for each name, from one whose keys list several names."""
+    return {name: value for names, value in table.items() for name in names.split()}
+
+
+ADAPTER_NAMES = _by_name(
+    {
+        "r rank lora_r lora_rank": "r",
+        "alpha lora_alpha": "lora_alpha",
+        "dropout lora_dropout": "lora_dropout",
+        "target_modules lora_target_modules": "target_modules",
+    }
+)
 """Names of an adapter's settings, and the field of `LoraConfig` that is meant."""
-RENAMED = {
-    # transformers
-    "evaluation_strategy": "eval_strategy",
-    "no_cuda": "use_cpu",
-    "warmup_ratio": "warmup_steps, which is a share of all steps where it is below 1",
-    "group_by_length": "nothing: sequences are packed, so their lengths need no grouping",
-    "overwrite_output_dir": "nothing: go on with a run by train(resume_from_checkpoint=True), or give a new folder",
-    "save_safetensors": "nothing: safetensors are all that is written",
-    **dict.fromkeys("tokenizer processing_class".split(), "processing_class of the trainer"),
-    **dict.fromkeys(
-        "per_device_train_batch_size gradient_accumulation_steps".split(),
-        "train_batch_size, the sequences of an optimizer step over all processes",
-    ),
-    # TRL
-    "max_seq_length": "max_length",
-    **dict.fromkeys(
-        "packing packing_strategy padding_free".split(),
-        "nothing: all sequences are packed, without attention between them",
-    ),
-    "dataset_text_field": 'row_format={"text": "your column"} of each Task',
-    "dataset_num_proc": "nothing: rows are tokenised once, in one process",
-    "formatting_func": "row_format, or map the rows before",
-    "chat_template_path": "chat_template, the template itself: it belongs to each Task",
-    "beta": 'objective_args={"beta": ...} of each Task',
-    "model_init_kwargs": "model_init_kwargs of the trainer",
-    # short names
-    "lr": "learning_rate",
-    "batch_size": "train_batch_size of each Task, or per_device_train_batch_size of the run",
-    **dict.fromkeys("epochs num_epochs".split(), "num_train_epochs"),
-    "steps": "max_steps",
-    **dict.fromkeys("dataset data train_data".split(), "train_dataset of each Task"),
-    **dict.fromkeys("peft config lora_config adapter".split(), "peft_config of each Task"),
-    "model": "model of the trainer",
-    "args": "the settings themselves: learning_rate, max_steps, ... or Task.from_sft_config",
-}
+RENAMED = _by_name(
+    {
+        # transformers
+        "evaluation_strategy": "eval_strategy",
+        "no_cuda": "use_cpu",
+        "warmup_ratio": "warmup_steps, which is a share of all steps where it is below 1",
+        "group_by_length": "nothing: sequences are packed, so their lengths need no grouping",
+        "overwrite_output_dir": "nothing: go on by train(resume_from_checkpoint=True), or give a new folder",
+        "save_safetensors": "nothing: safetensors are all that is written",
+        "tokenizer processing_class": "processing_class of the trainer",
+        "per_device_train_batch_size gradient_accumulation_steps": (
+            "train_batch_size, the sequences of an optimizer step over all processes"
+        ),
+        # TRL
+        "max_seq_length": "max_length",
+        "packing padding_free": "nothing: all sequences are packed, without attention between them",
+        "dataset_text_field": 'row_format={"text": "your column"} of each Task',
+        "dataset_num_proc": "nothing: rows are tokenised once, in one process",
+        "formatting_func": "row_format, or map the rows before",
+        "beta": 'objective_args={"beta": ...} of each Task',
+        "model_init_kwargs": "model_init_kwargs of the trainer",
+        # habit
+        "lr": "learning_rate",
+        "batch_size": "train_batch_size of each Task, or per_device_train_batch_size of the run",
+        "epochs num_epochs": "num_train_epochs",
+        "steps": "max_steps",
+        "dataset data train_data": "train_dataset of each Task",
+        "peft config lora_config adapter": "peft_config of each Task",
+    }
+)
 """Names that users bring from older releases, TRL or habit, and what to use here."""
 _TASK_FIELDS = (
     "name peft_config train_dataset eval_dataset train_batch_size shuffle num_labels compute_metrics callbacks "
@@ -159,37 +164,31 @@ def _optional(rule: Rule) -> Rule:
     return Rule(lambda value: value is None or rule.is_valid(value), f"{rule.allowed}, or None")
 
 
-_BETA = Rule(lambda value: is_real(value) and 0 <= value < 1, "a number in [0, 1)")
-NUMBER_RULES: Mapping[str, Rule] = {
-    "train_batch_size": _integer(1, 2**20),
-    "learning_rate": Rule(lambda value: is_real(value) and value > 0, "a finite number above 0"),
-    "num_train_epochs": Rule(
-        lambda value: is_real(value) and 0 < value <= MOST_STEPS, f"a number above 0, at most {MOST_STEPS}"
-    ),
-    "max_steps": Rule(
-        lambda value: is_integer(value, 1, MOST_STEPS) or is_integer(value, -1, -1),
-        f"an integer from 1 to {MOST_STEPS}, or -1 for num_train_epochs",
-    ),
-    "weight_decay": _number(0),
-    "warmup_steps": _number(0, MOST_STEPS),
-    "max_grad_norm": _number(0),
-    "adam_beta1": _BETA,
-    "adam_beta2": _BETA,
-    "adam_epsilon": _number(0),
-    "seed": Rule(lambda value: is_integer(value, 0, 2**63 - 1), "an integer in [0, 2**63)"),
-    "max_length": _integer(2),
-    "num_labels": _integer(1, 2**20),
-    "eval_steps": _interval(0),
-    "save_steps": _interval(0),
-    "eval_delay": _number(0),
-    "data_timeout_s": Rule(
-        lambda value: is_real(value) and 0 < value <= 1e6,
-        "a finite number of seconds above 0, at most 1,000,000",
-    ),
-    "label_smoothing_factor": _number(0, 1),
-    "neftune_noise_alpha": _optional(_number(0, MOST_STEPS)),
-    "priority": _integer(-MOST_STEPS),
-}
+NUMBER_RULES: Mapping[str, Rule] = _by_name(
+    {
+        "train_batch_size num_labels": _integer(1, 2**20),
+        "learning_rate": Rule(lambda value: is_real(value) and value > 0, "a finite number above 0"),
+        "num_train_epochs": Rule(
+            lambda value: is_real(value) and 0 < value <= MOST_STEPS, f"a number above 0, at most {MOST_STEPS}"
+        ),
+        "max_steps": Rule(
+            lambda value: is_integer(value, 1, MOST_STEPS) or is_integer(value, -1, -1),
+            f"an integer from 1 to {MOST_STEPS}, or -1 for num_train_epochs",
+        ),
+        "weight_decay max_grad_norm adam_epsilon eval_delay": _number(0),
+        "warmup_steps": _number(0, MOST_STEPS),
+        "adam_beta1 adam_beta2": Rule(lambda value: is_real(value) and 0 <= value < 1, "a number in [0, 1)"),
+        "seed": Rule(lambda value: is_integer(value, 0, 2**63 - 1), "an integer in [0, 2**63)"),
+        "max_length": _integer(2),
+        "eval_steps save_steps": _interval(0),
+        "data_timeout_s": Rule(
+            lambda value: is_real(value) and 0 < value <= 1e6, "a finite number of seconds above 0, at most 1,000,000"
+        ),
+        "label_smoothing_factor": _number(0, 1),
+        "neftune_noise_alpha": _optional(_number(0, MOST_STEPS)),
+        "priority": _integer(-MOST_STEPS),
+    }
+)
 """Rules of the numbers of a task and, where the run has a setting of the same name, of the run's default."""
 
 _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
@@ -275,38 +274,34 @@ HARMLESS = (
     "logging_nan_inf_filter skip_memory_metrics"
 ).split()
 """Inherited fields that no result depends on here."""
-REASONS: Mapping[str, str] = {
-    "fp16": "losses would need one scaler a task; use bf16",
-    **dict.fromkeys(
-        "bf16_full_eval fp16_full_eval".split(),
-        "losses are computed in fp32 or bf16, and an evaluation in the dtype of the training",
-    ),
-    **dict.fromkeys(
-        "prediction_loss_only batch_eval_metrics include_for_metrics label_names".split(),
-        "evaluation computes eval_loss, or calls the task's own compute_metrics on all of its rows at once",
-    ),
-    **dict.fromkeys("ignore_data_skip save_only_model".split(), "resuming is exact, and needs the whole state"),
-    **dict.fromkeys(
-        "torch_compile torch_compile_backend torch_compile_mode".split(),
-        "compile modules of the backbone (layer.mlp.compile()); grouped LoRA is one operator inside them",
-    ),
-    "use_liger_kernel": "it replaces the layers that are multiplexed",
-    **dict.fromkeys(
-        "fsdp fsdp_config".split(),
-        "adapters of many tasks are laid out by peft_mux; set shard_backbone=True for FSDP2",
-    ),
-    "deepspeed": "adapters of many tasks are laid out by peft_mux; set shard_backbone, or the two parallel sizes",
-    "parallelism_config": "set tensor_parallel_size, pipeline_parallel_size or shard_backbone",
-    "accelerator_config": "rows are packed and given out by peft_mux, without accelerate's loaders",
-    "average_tokens_across_devices": "every task counts the tokens of its whole global batch, over all processes",
-    "include_num_input_tokens_seen": "tokens are counted by task, in metrics.jsonl",
-    "train_sampling_strategy": "sequences are packed, so their lengths need no grouping; for the order of the rows set "
-    "shuffle=False on the Task",
-    "auto_find_batch_size": "set max_tokens_per_micro_batch instead",
-    "optim_target_modules": "every task trains exactly its own adapter",
-    "dataloader_drop_last": "the last batch of an epoch is trained on",
-    "data_seed": "it has no meaning for many tasks at once: the seed of a Task fixes its order of rows",
-}
+REASONS = _by_name(
+    {
+        "fp16": "losses would need one scaler a task; use bf16",
+        "bf16_full_eval fp16_full_eval": (
+            "losses are computed in fp32 or bf16, and an evaluation in the dtype of the training"
+        ),
+        "prediction_loss_only batch_eval_metrics include_for_metrics label_names": (
+            "evaluation computes eval_loss, or calls the task's own compute_metrics on all of its rows at once"
+        ),
+        "ignore_data_skip save_only_model": "resuming is exact, and needs the whole state",
+        "torch_compile torch_compile_backend torch_compile_mode": (
+            "compile modules of the backbone (layer.mlp.compile()); grouped LoRA is one operator inside them"
+        ),
+        "use_liger_kernel": "it replaces the layers that are multiplexed",
+        "fsdp fsdp_config": "adapters of many tasks are laid out by peft_mux; set shard_backbone=True for FSDP2",
+        "deepspeed parallelism_config": (
+            "adapters of many tasks are laid out by peft_mux; set shard_backbone, or the two parallel sizes"
+        ),
+        "accelerator_config": "rows are packed and given out by peft_mux, without accelerate's loaders",
+        "average_tokens_across_devices": "every task counts the tokens of its whole global batch, over all processes",
+        "include_num_input_tokens_seen": "tokens are counted by task, in metrics.jsonl",
+        "train_sampling_strategy": "sequences are packed; for the order of the rows set shuffle=False on the Task",
+        "auto_find_batch_size": "set max_tokens_per_micro_batch instead",
+        "optim_target_modules": "every task trains exactly its own adapter",
+        "dataloader_drop_last": "the last batch of an epoch is trained on",
+        "data_seed": "it has no meaning for many tasks at once: the seed of a Task fixes its order of rows",
+    }
+)
 """Why fields that users often set must keep their defaults."""
 
 
@@ -378,68 +373,62 @@ _COUNT = _integer(1)
 _TEXT = Rule(lambda value: value is None or isinstance(value, str), "a string or None")
 _OPTIONS = Rule(_is_options, "a dict of options, or None")
 _SWITCH_OR_AUTO = Rule(lambda value: isinstance(value, bool) or _equals(value, "auto"), 'True, False or "auto"')
-_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
-_STRATEGIES = ("steps", "epoch", "no")
-_CHOICES: Mapping[str, Iterable[str]] = {
-    "overlong_policy": ("truncate", "drop", "error"),
-    "planner": policy_names(),
-    "pipeline_schedule": SCHEDULES,
-    "pipeline_flush": ("auto", "every_step"),
-    "dispatch": get_args(Policy),
-    "measured_times": ("report", "plan"),
-    "quarantine_policy": ("quarantine", "stop"),
-    "save_strategy": _STRATEGIES,
-    "eval_strategy": _STRATEGIES,
-    "logging_strategy": _STRATEGIES,
-    "hub_strategy": ("end", "every_save"),
-    "optim": supported_optimizers(),
-    "lr_scheduler_type": supported_schedules(),
-    "log_level": _LEVELS,
-    "log_level_replica": _LEVELS,
-}
+_CHOICES: Mapping[str, Iterable[str]] = _by_name(
+    {
+        "overlong_policy": ("truncate", "drop", "error"),
+        "planner": policy_names(),
+        "pipeline_schedule": SCHEDULES,
+        "pipeline_flush": ("auto", "every_step"),
+        "dispatch": get_args(Policy),
+        "measured_times": ("report", "plan"),
+        "quarantine_policy": ("quarantine", "stop"),
+        "save_strategy eval_strategy logging_strategy": ("steps", "epoch", "no"),
+        "hub_strategy": ("end", "every_save"),
+        "optim": supported_optimizers(),
+        "lr_scheduler_type": supported_schedules(),
+        "log_level log_level_replica": ("detail", "debug", "info", "warning", "error", "critical", "passive"),
+    }
+)
 _RULES: Mapping[str, Rule] = {
     **NUMBER_RULES,
-    # Trainer seeds NumPy with it too; the seed of a task may be greater.
-    "seed": Rule(lambda value: is_integer(value, 0, 2**32 - 1), "an integer in [0, 2**32)"),
-    "logging_steps": _interval(1),
-    "save_steps": _interval(1),
-    "eval_steps": _optional(_interval(1)),
-    **dict.fromkeys(
-        (
-            "per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch min_chunk_size "
-            "tensor_parallel_size pipeline_parallel_size replan_steps"
-        ).split(),
-        _COUNT,
-    ),
-    **dict.fromkeys("chunk_size save_total_limit num_micro_batches".split(), _optional(_COUNT)),
-    **dict.fromkeys("share_prefixes last_layer_at_targets cuda_graphs".split(), _SWITCH_OR_AUTO),
-    **dict.fromkeys(
-        "lr_scheduler_kwargs activation_checkpointing_kwargs gradient_checkpointing_kwargs".split(), _OPTIONS
-    ),
-    **dict.fromkeys("project trackio_static_space_id".split(), _TEXT),
-    "output_dir": Rule(lambda value: value is None or _is_path(value), "the path of a folder"),
-    "resume_from_checkpoint": Rule(
-        lambda value: value is None or isinstance(value, bool) or _is_path(value),
-        "True, the folder of a run, or None",
-    ),
-    "report_to": Rule(_is_report, 'the name of a logger that is installed, a list of them, "all" or "none"'),
-    "ddp_timeout": Rule(lambda value: is_integer(value, 1, MOST_STEPS), "a number of seconds of at least 1"),
-    "interleaved_passes": Rule(
-        lambda value: _equals(value, "auto") or is_integer(value, 1, MOST_STEPS), f'"auto", or {_COUNT.allowed}'
-    ),
-    "memory_limit_gib": Rule(
-        lambda value: value is None or (is_real(value) and 0 < value <= MOST_STEPS), "a number of GiB above 0, or None"
-    ),
-    "replan_gain": Rule(
-        lambda value: is_real(value) and 0 <= value <= MOST_STEPS, "a part of 0 or more, such as 0.05 for 5 %"
-    ),
-    "cost_profile": Rule(
-        lambda value: value is None or (_is_path(value) and Path(value).is_file()),
-        "a file that peft-mux profile wrote, or None",
-    ),
-    "replicas": Rule(
-        lambda value: value is None or (isinstance(value, str) and len(value) <= 1000),
-        'a string such as "<2,1>, <1,1>x2", or None',
+    **_by_name(
+        {
+            # Trainer seeds NumPy with it too; the seed of a task may be greater.
+            "seed": Rule(lambda value: is_integer(value, 0, 2**32 - 1), "an integer in [0, 2**32)"),
+            "logging_steps save_steps": _interval(1),
+            "eval_steps": _optional(_interval(1)),
+            "per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch min_chunk_size": _COUNT,
+            "tensor_parallel_size pipeline_parallel_size replan_steps": _COUNT,
+            "chunk_size save_total_limit num_micro_batches": _optional(_COUNT),
+            "share_prefixes last_layer_at_targets cuda_graphs": _SWITCH_OR_AUTO,
+            "lr_scheduler_kwargs activation_checkpointing_kwargs gradient_checkpointing_kwargs": _OPTIONS,
+            "project trackio_static_space_id": _TEXT,
+            "output_dir": Rule(lambda value: value is None or _is_path(value), "the path of a folder"),
+            "resume_from_checkpoint": Rule(
+                lambda value: value is None or isinstance(value, bool) or _is_path(value),
+                "True, the folder of a run, or None",
+            ),
+            "report_to": Rule(_is_report, 'the name of a logger that is installed, a list of them, "all" or "none"'),
+            "ddp_timeout": Rule(lambda value: is_integer(value, 1, MOST_STEPS), "a number of seconds of at least 1"),
+            "interleaved_passes": Rule(
+                lambda value: _equals(value, "auto") or _COUNT.is_valid(value), f'"auto", or {_COUNT.allowed}'
+            ),
+            "memory_limit_gib": Rule(
+                lambda value: value is None or (is_real(value) and 0 < value <= MOST_STEPS),
+                "a number of GiB above 0, or None",
+            ),
+            "replan_gain": Rule(
+                lambda value: is_real(value) and 0 <= value <= MOST_STEPS, "a part of 0 or more, such as 0.05 for 5 %"
+            ),
+            "cost_profile": Rule(
+                lambda value: value is None or (_is_path(value) and Path(value).is_file()),
+                "a file that peft-mux profile wrote, or None",
+            ),
+            "replicas": Rule(
+                lambda value: value is None or (isinstance(value, str) and len(value) <= 1000),
+                'a string such as "<2,1>, <1,1>x2", or None',
+            ),
+        }
     ),
 }
 """Rules of fields for which their type says too little."""
