@@ -25,8 +25,8 @@ if TYPE_CHECKING:
         ProcessError,
         UnsupportedModelError,
     )
-    from peft_mux.modeling.adapters.bottleneck.peft_tuner import BottleneckConfig
-    from peft_mux.modeling.adapters.diff_pruning.peft_tuner import DiffPruningConfig
+    from peft_mux.modeling.adapters.bottleneck import BottleneckConfig
+    from peft_mux.modeling.adapters.diff_pruning import DiffPruningConfig
     from peft_mux.modeling.generation.decoding import generate
     from peft_mux.modeling.generation.options import Completion, GenerateOptions, GenerationRequest, SamplingOptions
     from peft_mux.modeling.model import MultiTaskPeftModel
@@ -46,8 +46,8 @@ _NAMES = {
         "CheckpointError ConfigError DataError MemoryBudgetError PeftMuxError PlanError ProcessError "
         "UnsupportedModelError"
     ),
-    "modeling.adapters.bottleneck.peft_tuner": "BottleneckConfig",
-    "modeling.adapters.diff_pruning.peft_tuner": "DiffPruningConfig",
+    "modeling.adapters.bottleneck": "BottleneckConfig",
+    "modeling.adapters.diff_pruning": "DiffPruningConfig",
     "modeling.generation.decoding": "generate",
     "modeling.generation.options": "Completion GenerateOptions GenerationRequest SamplingOptions",
     "modeling.model": "MultiTaskPeftModel",

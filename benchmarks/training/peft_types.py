@@ -30,7 +30,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.paths import RESULTS
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
-from peft_mux.modeling.adapters.catalogue import Category, category_of
+from peft_mux.modeling.adapters.catalogue import Category
+from peft_mux.modeling.adapters.kind import entry_of
 
 NUM_TASKS, ROWS, LENGTH, VOCABULARY = 8, 2, 64, 4096
 LOSS_TOLERANCE = 1e-4
@@ -175,7 +176,7 @@ def row_of_type(name: str, base: Any, repeats: int) -> dict[str, Any]:
     mux, alone = costs["mux"], costs["plain"]
     return {
         "type": name,
-        "category": category_of(PeftType[name]).value,
+        "category": entry_of(PeftType[name]).category.value,
         "mux_s": mux.seconds,
         "plain_s": alone.seconds,
         "plain_over_mux": alone.seconds / mux.seconds,
@@ -202,7 +203,7 @@ def mix_row(base: Any, repeats: int) -> dict[str, Any]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print the table, and write the JSON."""
-    trained = [one.name for one in PeftType if category_of(one) not in (Category.REFUSED, Category.PROMPT)]
+    trained = [one.name for one in PeftType if entry_of(one).category not in (Category.REFUSED, Category.PROMPT)]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", nargs="*", choices=trained, default=trained, help="types to measure")
     parser.add_argument("--repeats", type=int, default=5, help="timed passes of each side")

@@ -28,13 +28,13 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters import files
 from peft_mux.modeling.adapters import tuners as merging
+from peft_mux.modeling.adapters.copies import only_adapter
 from peft_mux.modeling.adapters.injection import (
     Origin,
-    as_it_was,
     check_configs,
     injecting,
-    only_adapter,
     own_copy,
+    restored_on_failure,
     train_only,
     without_renaming_warnings,
 )
@@ -60,7 +60,7 @@ from peft_mux.modeling.last_layer import LastLayer
 from peft_mux.modeling.objectives.objective import TokenOutputs
 from peft_mux.modeling.objectives.task_objective import TaskObjectives
 from peft_mux.modeling.packed_forward import PackedForward, PackedModel
-from peft_mux.modeling.registry import Arrivals, TaskRegistry
+from peft_mux.modeling.registry import TaskRegistry
 from peft_mux.modeling.stream import Stream
 from peft_mux.storage import write_checksums
 
@@ -90,7 +90,7 @@ def reason_of_adapter(config: PeftConfig) -> str | None:
     """
     if prompt_kind_of(config) is not None:
         return "its rows begin with a learnt prompt"
-    if getattr(kind_of(config), "draws_noise", False):
+    if kind_of(config).draws_noise:
         return "its adapter draws noise for each row"
     for name, value in vars(config).items():
         if "dropout" in name and isinstance(value, float) and value > 0.0:
@@ -321,10 +321,9 @@ class MultiTaskPeftModel(PeftModel):
         check_configs(peft_configs, model)
         register_attention()
         # Before PEFT's construction, so that `_apply` finds them whenever it is called.
-        self.registry, self.stream = TaskRegistry(), Stream()
+        self.registry, self.stream = TaskRegistry(is_head_new=is_head_new), Stream()
         self.noise = EmbeddingNoise(self.stream)
         self.module_names: dict[nn.Module, str] = {}
-        self._arrivals = Arrivals(self.registry, is_head_new=is_head_new)
         self._origin = origin = Origin(model)
         self._prompts = Prompts()
         self._proofs = Proofs(is_asked=verify is not False)
@@ -333,18 +332,18 @@ class MultiTaskPeftModel(PeftModel):
         first, *others = peft_configs
         seeds, num_labels = seeds or {}, num_labels or {}
         config, adapter = own_copy(peft_configs[first], model), self.registry.next_adapter
-        with injecting(first, config, seeds.get(first, 42)) as draws, as_it_was(model, origin):
+        with injecting(first, config, seeds.get(first, 42)) as draws, restored_on_failure(model, origin):
             if prompt_kind_of(config) is None:
                 with without_renaming_warnings():
                     super().__init__(model, config, adapter, low_cpu_mem_usage=is_meta(model))
             else:
                 open_without_tuner(self, model, config, adapter)
-                self._arrivals.tuners.inject(self, kind_of(config), adapter, config)
+                self.registry.tuners.inject(self, adapter, config)
         self.objectives = TaskObjectives(self.backbone)
-        with as_it_was(model, origin):
-            self._arrivals.adopt(self, first, peft_configs[first], num_labels.get(first), draws)
+        with restored_on_failure(model, origin):
+            self.registry.take_in(self, first, peft_configs[first], num_labels.get(first), draws)
             train_only(self, self.registry.parameters())
-            self._arrivals.register(self, {name: peft_configs[name] for name in others}, seeds, num_labels)
+            self.registry.register(self, {name: peft_configs[name] for name in others}, seeds, num_labels)
             if verify and not is_meta(model):
                 self.verify()
 
@@ -398,11 +397,11 @@ class MultiTaskPeftModel(PeftModel):
         if not are_checked:
             held = {name: self.peft_config[adapter] for name, adapter in self.adapters.items()}
             check_configs(peft_configs, self.backbone, held=held)
-        self._arrivals.register(self, peft_configs, seeds or {}, num_labels or {})
+        self.registry.register(self, peft_configs, seeds or {}, num_labels or {})
 
     def register_absent(self, name: str, config: PeftConfig) -> None:
         """Add a task that has no adapter in this model, a part of one; `config` is as PEFT completed it."""
-        self._arrivals.register_absent(self, name, config)
+        self.registry.register_absent(self, name, config)
 
     def remove_tasks(self, names: list[str] | tuple[str, ...]) -> None:
         """Drop tasks and free their adapters; the others stay as they are.
@@ -410,7 +409,7 @@ class MultiTaskPeftModel(PeftModel):
         Raises:
             ConfigError: if a task is not held; then none is dropped.
         """
-        self._arrivals.remove(self, names)
+        self.registry.remove(self, names)
 
     def adapter_of(self, name: str) -> str:
         """Return the internal adapter id under which PEFT knows a task; a `ConfigError` where none is held."""
@@ -529,14 +528,14 @@ class MultiTaskPeftModel(PeftModel):
     def alone(self, adapter: str) -> Iterator[None]:
         """Let the model be what PEFT made of it for the PEFT type of an adapter (internal id), in the `with` block."""
         with (
-            self._arrivals.tuners.alone(self, adapter, self.peft_config[adapter]),
+            self.registry.tuners.alone(self, adapter, self.peft_config[adapter]),
             only_rows_of(self.backbone, adapter),
         ):
             yield
 
     def merge_and_unload_adapter(self, adapter: str) -> Any:
         """Return the backbone with one adapter (internal id) merged in; as in PEFT, all are gone afterwards."""
-        return merging.merge_and_unload(self, self._arrivals.tuners, adapter)
+        return merging.merge_and_unload(self, self.registry.tuners, adapter)
 
     def unload(self) -> Any:
         """Take all tasks out and return the backbone as it came, for another model; this one holds nothing any more.

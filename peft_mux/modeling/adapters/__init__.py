@@ -1,13 +1,16 @@
 """Adapters of many tasks on one layer: how they are checked, injected, attached, run and saved.
 
-Each kind of adapters registers itself when its file is imported here.
+Each kind of adapters registers itself when its module is imported here.
 """
 
 from peft_mux.modeling.adapters.lora import kind as _lora  # noqa: F401
 
-# LoRA first: of several kinds on one layer it lies closest to the frozen weight, with which its kernels multiply.
+# LoRA first: of several kinds on one layer it lies closest to the frozen weight, with which its kernels multiply. The
+# others follow in a fixed order.
 # isort: split
 from peft_mux.modeling.adapters import special_kinds as _special_kinds  # noqa: F401
-from peft_mux.modeling.adapters.bottleneck import kind as _bottleneck  # noqa: F401
-from peft_mux.modeling.adapters.diff_pruning import kind as _diff_pruning  # noqa: F401
+
+# isort: split
+from peft_mux.modeling.adapters import bottleneck as _bottleneck  # noqa: F401
+from peft_mux.modeling.adapters import diff_pruning as _diff_pruning  # noqa: F401
 from peft_mux.modeling.adapters.prompts import kinds as _prompt_kinds  # noqa: F401

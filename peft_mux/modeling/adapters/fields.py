@@ -1,155 +1,49 @@
-"""Types of the fields of a `PeftConfig`: PEFT declares them and checks none, so a wrong one fails deep inside it."""
+"""Generic checks of the fields of a `PeftConfig`: PEFT declares their types and checks few, and would fail deep inside.
 
-# MERGED: Checks of a `PeftConfig` that all kinds of adapters share: which fields are set, and for which task type.
-# MERGED: Fields are held to a list of supported ones: any other field that is not at its default is refused by name,
-# MERGED: so that an
-# MERGED: option of a later PEFT is never accepted and ignored.
-# MERGED: Types of fields, read off the defaults that PEFT declares: for types of which no list is kept here.
+A field is refused for one of three reasons: it is set and has no meaning here (`field_faults`), its value is not of
+the type that PEFT declares (`value_faults`), or PEFT's own constructor refuses it (`constructor_faults`).
+"""
 
 from __future__ import annotations
 
+import functools
 import json
+import typing
+import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass
-from typing import Any, NamedTuple
+from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from enum import Enum
+from types import NoneType, UnionType
+from typing import Any, Literal, NamedTuple, Union
 
 from peft_mux.errors import Fault, is_integer, is_real, is_text, shown
 from peft_mux.modeling.backbone.modules import SUPPORTED_TASK_TYPES, head_kind_for
-
-
-class FieldType(NamedTuple):
-    """What may stand in a field.
-
-    Attributes:
-        is_valid: whether a value is of the type.
-        allowed: the same in words, for messages.
-    """
-
-    is_valid: Callable[[Any], bool]
-    allowed: str
-
-
-def _is_index(value: object) -> bool:
-    return is_integer(value, 0)
-
-
-def _are(is_valid: Callable[[Any], bool], value: object, kinds: tuple[type, ...]) -> bool:
-    return isinstance(value, kinds) and all(is_valid(item) for item in value)  # type: ignore[attr-defined]
-
-
-# PEFT writes the configuration as JSON, which it turns sets into lists for, but no other collection.
-_NAMES = FieldType(
-    lambda value: value is None or isinstance(value, str) or _are(is_text, value, (list, set, tuple)),
-    "a string, a list of strings, or None",
-)
-_TEXT = FieldType(lambda value: value is None or isinstance(value, str), "a string or None")
-FLAG = FieldType(lambda value: isinstance(value, bool), "True or False")
-INITIALISER = FieldType(lambda value: isinstance(value, (bool, str)), "True, False or a name")
-PATTERN = FieldType(
-    lambda value: isinstance(value, dict) and all(is_text(key) for key in value),
-    "a dict from names of modules to numbers",
-)
-MODULES = FieldType(
-    lambda value: value is None or _are(is_text, value, (list, set, tuple)), "a list of names of modules, or None"
-)
-BIAS = FieldType(
-    lambda value: isinstance(value, str) and value in ("none", "all", "lora_only"), "'none', 'all' or 'lora_only'"
-)
-
-
-def _are_tokens(value: object) -> bool:
-    # PEFT writes the same row twice in an order of its own.
-    return _are(_is_index, value, (list,)) and 0 < len(set(value)) == len(value)  # type: ignore[arg-type, call-overload]
-
-
-TOKENS = FieldType(
-    lambda value: (
-        value is None
-        or _are_tokens(value)
-        or (
-            isinstance(value, dict)
-            and bool(value)
-            and all(map(is_text, value))
-            and all(map(_are_tokens, value.values()))
-        )
-    ),
-    "a list of different numbers of tokens, a dict from names of layers to such lists, or None",
-)
-
-COMMON_TYPES: Mapping[str, FieldType] = {
-    "auto_mapping": FieldType(lambda value: value is None or isinstance(value, dict), "a dict or None"),
-    "peft_version": _TEXT,
-    "base_model_name_or_path": _TEXT,
-    "revision": _TEXT,
-    "inference_mode": FLAG,
-    "megatron_core": _TEXT,
-    "qalora_group_size": FieldType(_is_index, "an integer of at least 0"),
-    "target_modules": _NAMES,
-    "exclude_modules": _NAMES,
-    "layers_pattern": _NAMES,
-    "layers_to_transform": FieldType(
-        lambda value: value is None or _is_index(value) or _are(_is_index, value, (list, tuple)),
-        "the number of a layer, a list of them, or None",
-    ),
-}
-"""Of the fields that configurations of several PEFT types have."""
-
-
-def type_faults(config: Any, where: str, own: Mapping[str, FieldType], supported: Collection[str]) -> list[Fault]:
-    """Return a fault for every field whose value is of another type than PEFT declares, or cannot be saved.
-
-    Args:
-        config: a `PeftConfig` of one task.
-        where: prefix of the fields, such as `tasks.sql.peft_config`.
-        own: types of fields that only this PEFT type has, by name.
-        supported: fields that may be set; any of them is written to the adapter's folder, as JSON.
-    """
-    types = {**COMMON_TYPES, **own}
-    faults = []
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name in types:
-            kind = types[field.name]
-            if not kind.is_valid(value) or not _is_plain(value):
-                faults.append(Fault(f"{where}.{field.name}", shown(value), kind.allowed))
-        elif field.name in supported and not _is_plain(value):
-            faults.append(Fault(f"{where}.{field.name}", shown(value), "a value that can be written as JSON"))
-    return faults
-
-
-def _is_plain(value: object) -> bool:
-    try:
-        # PEFT turns configurations within a configuration into dictionaries.
-        value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
-        json.dumps(list(value) if isinstance(value, set) else value)
-    except (TypeError, ValueError, RecursionError):
-        return False
-    return True
-
 
 BOOKKEEPING_FIELDS = frozenset(
     "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode megatron_core "
     "qalora_group_size".split()
 )
-"""That no training reads, whatever stands in them."""
+"""Fields that training never reads."""
 
 
-def field_faults(config: Any, where: str, *, supported: Collection[str], reasons: Mapping[str, str]) -> list[Fault]:
-    """Return a fault for every field that is set and cannot be trained.
+def field_faults(
+    config: Any, where: str, reasons: Mapping[str, str], supported: Collection[str] | None = None
+) -> list[Fault]:
+    """Return a fault for every field that is not at its default and has no meaning here.
 
     Args:
         config: a `PeftConfig` of one task.
         where: prefix of the fields, such as `tasks.sql.peft_config`.
-        supported: fields that may be set.
-        reasons: why a field may not be set, by its name; a field that is not named here has no multiplexed layer yet.
+        reasons: why fields must keep their defaults, by name.
+        supported: the only fields that may be set; by default, all that have no reason against them.
     """
     faults = []
     for field in fields(config):
-        if field.name in supported or field.name in BOOKKEEPING_FIELDS:
+        is_supported = field.name not in reasons if supported is None else field.name in supported
+        if is_supported or field.name in BOOKKEEPING_FIELDS:
             continue
-        default = field.default if field.default is not MISSING else field.default_factory()  # type: ignore[misc]
-        value = getattr(config, field.name)
-        if _asks_for_nothing(field.name, value, default):
+        default, value = _default_of(field), getattr(config, field.name)
+        if _is_unset(field.name, value, default):
             continue
         trained = head_kind_for(config.task_type).trained_modules if field.name == "modules_to_save" else ()
         if trained and isinstance(value, (list, tuple, set)) and all(item in trained for item in value):
@@ -161,16 +55,144 @@ def field_faults(config: Any, where: str, *, supported: Collection[str], reasons
     return faults
 
 
-def _asks_for_nothing(name: str, value: Any, default: Any) -> bool:
-    """Whether a value is the default of its field, or stands for nothing in a field that is empty by default."""
+def _default_of(field: Any) -> Any:
+    if field.default is not MISSING:
+        return field.default
+    return None if field.default_factory is MISSING else field.default_factory()
+
+
+def _is_unset(name: str, value: Any, default: Any) -> bool:
+    """Return whether a value is the default of its field, or is empty in a field that is empty by default."""
     try:
         if value == default:
             return True
-    except Exception:  # whatever is raised by the comparison of an array, or of an object of the user's
+    except Exception:  # comparing an array, or an object of the user's, can raise anything
         return False
-    # PEFT reads this one wherever it is not None.
     is_empty = value is None or (isinstance(value, (list, tuple, set, dict)) and not value)
+    # PEFT reads `trainable_token_indices` whenever it is not None.
     return is_empty and not default and not isinstance(default, bool) and name != "trainable_token_indices"
+
+
+class _Rule(NamedTuple):
+    """What a field may hold: a test of a value, and the same in words."""
+
+    is_valid: Callable[[Any], bool]
+    allowed: str
+
+
+_FACTORS = ("alpha", "lambda", "scaling")
+"""Parts of the names of factors: PEFT declares them as integers and multiplies with them."""
+_FROM_ZERO = ("seed", "key", "layers_to_transform", "num_frozen_tokens")
+"""Endings of the names of integers that may be zero although their default is not."""
+
+
+def value_faults(config: Any, where: str) -> list[Fault]:
+    """Return a fault for every field whose value has another type than PEFT declares, or cannot be written as JSON."""
+    return [
+        Fault(f"{where}.{name}", shown(value), rule.allowed)
+        for name, rule in _rules_of(type(config)).items()
+        if not rule.is_valid(value := getattr(config, name)) or not _is_plain(value)
+    ]
+
+
+@functools.cache
+def _rules_of(config_type: type) -> Mapping[str, _Rule]:
+    hints = typing.get_type_hints(config_type)
+    checked = (field for field in fields(config_type) if field.name not in ("task_type", "peft_type"))
+    return {field.name: _rule(field.name, hints[field.name], _default_of(field)) for field in checked}
+
+
+def _rule(name: str, hint: Any, default: Any) -> _Rule:
+    """Return the rule for a declared type, narrowed by the field's name and default."""
+    hints = typing.get_args(hint) if typing.get_origin(hint) in (Union, UnionType) else (hint,)
+    if bool in hints and len({*hints} - {NoneType}) > 1:
+        return _Rule(lambda value: isinstance(value, (bool, str)), "True, False or a name")
+    rules = [_rule_of_one(name, one, default) for one in hints if one is not NoneType]
+    if default is None or (NoneType in hints and isinstance(default, (bool, str))):
+        rules.append(_Rule(lambda value: value is None, "None"))
+    *words, last = (rule.allowed for rule in rules)
+    return _Rule(
+        lambda value: any(rule.is_valid(value) for rule in rules), f"{', '.join(words)} or {last}" if words else last
+    )
+
+
+def _rule_of_one(name: str, hint: Any, default: Any) -> _Rule:
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is bool:
+        return _Rule(lambda value: isinstance(value, bool), "True or False")
+    if hint is str or (isinstance(hint, type) and issubclass(hint, Enum)):
+        return _Rule(lambda value: isinstance(value, str), "a string")
+    if origin is Literal:
+        return _Rule(lambda value: isinstance(value, str) and value in args, ", ".join(map(repr, args)))
+    if hint is float and "dropout" in name:
+        return _Rule(lambda value: is_real(value) and 0 <= value < 1, "a number in [0, 1)")
+    if hint is float or (hint is int and any(part in name for part in _FACTORS)):
+        return _Rule(is_real, "a finite number")
+    if hint is int and is_integer(default) and default < 0:
+        return _Rule(is_integer, "an integer")
+    if hint is int:
+        least = int(default != 0 and not name.endswith(_FROM_ZERO))
+        return _Rule(lambda value: is_integer(value, least), f"an integer of at least {least}")
+    if origin in (list, set):
+        if args == (str,):
+            return _Rule(lambda value: _is_collection(value) and all(map(is_text, value)), "a list of strings")
+        # Positions of layers and ids of tokens.
+        return _Rule(
+            lambda value: _is_collection(value) and all(is_integer(one, 0) for one in value),
+            "a list of integers of at least 0",
+        )
+    if hint is dict and name.endswith("rank_pattern"):
+        return _Rule(lambda value: _is_pattern(value, is_integer), "a dict from names of modules to integers above 0")
+    if (hint is dict or origin is dict) and name.endswith("_pattern"):
+        return _Rule(lambda value: _is_pattern(value, is_real), "a dict from names of modules to numbers above 0")
+    if hint is dict or origin is dict:
+        return _Rule(lambda value: isinstance(value, dict) and all(map(is_text, value)), "a dict from names")
+    # Configurations within a configuration come back from files as dictionaries.
+    return _Rule(lambda value: isinstance(value, (hint, dict)), f"a {getattr(hint, '__name__', hint)}")
+
+
+def _is_collection(value: object) -> bool:
+    # PEFT writes the configuration as JSON, for which it turns sets into lists, but no other collection.
+    return isinstance(value, (list, set, tuple))
+
+
+def _is_pattern(value: object, is_number: Callable[[object], bool]) -> bool:
+    return isinstance(value, dict) and all(
+        is_text(key) and is_number(number) and number > 0 for key, number in value.items()
+    )
+
+
+def _is_plain(value: object) -> bool:
+    """Return whether PEFT can write a value as JSON."""
+    try:
+        value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+        json.dumps(list(value) if isinstance(value, set) else value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def constructor_faults(config: Any, where: str) -> list[Fault]:
+    """Return what PEFT says of a configuration that was changed after it was made, which PEFT checks only once."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            replace(config)
+    except (TypeError, ValueError, LookupError, ImportError) as error:
+        return [Fault(where, type(config).__name__, "what PEFT takes", f"PEFT refuses it: {error}")]
+    return []
+
+
+def task_type_faults(config: Any, where: str) -> list[Fault]:
+    """Return a fault for a task type that cannot be trained, or whose head PEFT would not save."""
+    got = config.task_type
+    if got is not None and not (isinstance(got, str) and got in SUPPORTED_TASK_TYPES):
+        names = ", ".join(sorted(name for name in SUPPORTED_TASK_TYPES if name is not None))
+        return [Fault(f"{where}.task_type", str(got), f"{names} or None")]
+    if head_kind_for(got).trained_modules and not hasattr(type(config), "modules_to_save"):
+        fix = "Its configuration has no modules_to_save, so that the head would be in no file."
+        return [Fault(f"{where}.task_type", str(got), "CAUSAL_LM or None", fix)]
+    return []
 
 
 _OF_WHOLE_MODELS: Mapping[str, str] = {
@@ -182,11 +204,14 @@ _OF_WHOLE_MODELS: Mapping[str, str] = {
     "modules_to_save": "copies of modules are not divided",
     "trainable_token_indices": "rows of embeddings are not divided",
 }
-"""Fields that only a process with the whole backbone can honour, and why."""
+"""Why some fields can be honoured only by a process that holds the whole backbone."""
+
+INITIALISED_FROM_WEIGHTS = ("pissa", "olora", "corda", "lora_ga")
+"""Beginnings of the values of `init_lora_weights` that move a part of the backbone's weights into the adapter."""
 
 
 def divided_model_faults(config: Any, where: str, layout: str) -> list[Fault]:
-    """Return a fault for every field that cannot be honoured where processes divide the backbone among them.
+    """Return a fault for every field that cannot be honoured if processes divide the backbone among them.
 
     Args:
         config: a `PeftConfig` of one task.
@@ -199,87 +224,8 @@ def divided_model_faults(config: Any, where: str, layout: str) -> list[Fault]:
         value = getattr(config, name, None)
         if value in (None, False, "none") or (name == "modules_to_save" and set(value) <= set(heads)):
             continue
-        if name == "init_lora_weights" and not str(value).startswith(("pissa", "olora", "corda", "lora_ga")):
+        if name == "init_lora_weights" and not str(value).startswith(INITIALISED_FROM_WEIGHTS):
             continue
         fix = f"Not supported there: {reason}. Give every process the whole model."
         faults.append(Fault(f"{where}.{name}", f"{shown(value)} with {layout}", "its default", fix))
     return faults
-
-
-def task_type_faults(config: Any, where: str) -> list[Fault]:
-    """Return a fault for a task type that cannot be trained."""
-    if config.task_type is None or (isinstance(config.task_type, str) and config.task_type in SUPPORTED_TASK_TYPES):
-        return []
-    names = ", ".join(sorted(name for name in SUPPORTED_TASK_TYPES if name is not None))
-    return [Fault(f"{where}.task_type", str(config.task_type), f"{names} or None")]
-
-
-def complete_heads(config: Any) -> None:
-    """Let a task's own copy of a configuration train a classification head beside the adapter, as PEFT completes it."""
-    trained = head_kind_for(config.task_type).trained_modules
-    if trained:
-        config.modules_to_save = [*trained, *(set(config.modules_to_save or ()) - set(trained))]
-
-
-_NUMBER = FieldType(is_real, "a finite number")
-_SHARE = FieldType(lambda value: is_real(value) and 0 <= value < 1, "a number in [0, 1)")  # type: ignore[operator]
-_COUNT = FieldType(lambda value: is_integer(value, 1), "an integer of at least 1")
-_INDEX = FieldType(lambda value: is_integer(value, 0), "an integer of at least 0")
-_TEXT_default_types = FieldType(lambda value: isinstance(value, str), "a string")
-_NUMBERS = FieldType(
-    lambda value: (
-        isinstance(value, dict)
-        and all(isinstance(key, str) and key and is_real(number) and number > 0 for key, number in value.items())
-    ),
-    "a dict from names of modules to numbers above 0",
-)
-_REAL_NAMES = ("alpha", "lambda", "scaling")
-"""Parts of the names of factors, which PEFT gives whole numbers by default and multiplies with."""
-
-
-def types_of_defaults(config_type: type, names: Collection[str]) -> Mapping[str, FieldType]:
-    """Return what may stand in the fields of a configuration, by the values that they have by default.
-
-    Args:
-        config_type: the dataclass of the configurations of a PEFT type.
-        names: the fields that are asked for; those that are common to many types, or empty by default, have none.
-    """
-    types: dict[str, FieldType] = {}
-    for field in fields(config_type):
-        default = field.default if field.default is not MISSING else _made(field)
-        found = _type_of(field.name, str(field.type), default)
-        if field.name in names and field.name not in COMMON_TYPES and found is not None:
-            types[field.name] = found
-    return types
-
-
-def _made(field: Any) -> Any:
-    return None if field.default_factory is MISSING else field.default_factory()
-
-
-def _type_of(name: str, declared: str, default: Any) -> FieldType | None:
-    if default is None:
-        return _optional(name, declared)
-    if isinstance(default, bool):
-        return INITIALISER if "str" in declared or "Literal" in declared else FLAG
-    if isinstance(default, dict):
-        return _NUMBERS
-    if isinstance(default, int) and not any(part in name for part in _REAL_NAMES):
-        return _COUNT if default > 0 and not name.endswith(("seed", "key")) else _INDEX if default >= 0 else None
-    if isinstance(default, (int, float)):
-        return _SHARE if "dropout" in name else _NUMBER
-    return (
-        _TEXT_default_types if isinstance(default, str) and "bool" not in declared and "None" not in declared else None
-    )
-
-
-def _optional(name: str, declared: str) -> FieldType | None:
-    if "dict" in declared:
-        found = _NUMBERS
-    elif "int" not in declared and "float" not in declared:
-        return None
-    elif "float" in declared or any(part in name for part in _REAL_NAMES):
-        found = _NUMBER
-    else:
-        found = _INDEX if name.endswith("seed") else _COUNT
-    return FieldType(lambda value: value is None or found.is_valid(value), f"{found.allowed}, or None")

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from peft_mux.errors import CheckpointError
-from peft_mux.modeling.adapters.injection import only_adapter
-from peft_mux.modeling.adapters.kind import SavedForm, kind_of
+from peft_mux.modeling.adapters.copies import only_adapter
+from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.own import OWN, biases_unsaid
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of
 from peft_mux.modeling.adapters.prompts.prompts import (
@@ -33,7 +33,7 @@ from peft_mux.storage import CHECKSUMS_NAME, load_tensors, verify_checksums
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
 ADAPTER_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
-"""The files of an adapter, which `adapter_checksums.json` beside them tells of."""
+"""The files of an adapter, which the `adapter_checksums.json` next to them covers."""
 
 
 def adapter_state(model: MultiplexedModel, adapter: str) -> dict[str, torch.Tensor]:
@@ -53,7 +53,7 @@ def adapter_state(model: MultiplexedModel, adapter: str) -> dict[str, torch.Tens
         state = get_peft_model_state_dict(model, adapter_name=adapter)
         form = _saved_form(model, adapter)
     state |= {saved_key(name): parameter for name, parameter in own.items() if name.endswith(f".{OWN}")}
-    # PEFT adds the frozen embedding where it is adapted; where that is divided among processes, no process has it.
+    # PEFT adds the frozen embedding if it is adapted; if that is divided among processes, no process has it.
     state = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
     missing = [saved_key(name) for name in own if _key_in(state, name) not in state]
     if missing:
@@ -68,19 +68,26 @@ def _parameters_of(model: MultiplexedModel, adapter: str) -> dict[str, nn.Parame
     return model.task_parameters(next(name for name, known in model.adapters.items() if known == adapter))
 
 
-def _saved_form(model: MultiplexedModel, adapter: str) -> SavedForm | None:
+def _saved_form(model: MultiplexedModel, adapter: str) -> Any:
     return kind_of(model.peft_config[adapter]).saved_form(model.backbone, adapter)
 
 
 def saved_key(name: str) -> str:
-    """Return the key under which PEFT saves a parameter.
-
-    Args:
-        name: PEFT's own, without the adapter id.
-    """
+    """Return the key under which PEFT saves a parameter, by its name without the adapter id."""
     # DoRA's magnitude was a parameter before it was a module, and its key has stayed.
     key = name.replace(".modules_to_save", "").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
     return f"{key.removesuffix(OWN)}bias" if key.endswith(f".{OWN}") else key
+
+
+def _key_in(state: Mapping[str, torch.Tensor], name: str) -> str:
+    """Return the key of a parameter in a file: state that layers share has the model's name there, not a layer's."""
+    key = saved_key(name)
+    parts = key.split(".")
+    shared = (f"base_model.{'.'.join(parts[-count:])}" for count in (1, 2))
+    return next((candidate for candidate in (key, *shared) if candidate in state), key)
+
+
+# ---------------------------------------------------------------------- writing
 
 
 def save_adapter(
@@ -91,8 +98,8 @@ def save_adapter(
     Args:
         model: the model that holds the adapter, or a part of it.
         adapter: internal id of the task.
-        folder: where the files go; made where absent.
-        weights: the whole adapter's tensors by parameter name, where the model holds only a part of it.
+        folder: where the files go; created if absent.
+        weights: the whole adapter's tensors by parameter name, if the model holds only a part of it.
 
     Raises:
         CheckpointError: if the files cannot be written.
@@ -105,8 +112,8 @@ def save_adapter(
         state = {saved_key(key): weights[key] for key in weights}
     # Each tensor apart: views of one buffer share their storage, which safetensors refuses.
     state = {key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
-    config = copy.deepcopy(model.peft_config[adapter])
-    # As PEFT saves it; whoever trains on sets it back.
+    config: Any = copy.deepcopy(model.peft_config[adapter])
+    # As PEFT saves it; training sets it back.
     config.inference_mode = True
     form = _saved_form(model, adapter)
     if form is not None:
@@ -114,22 +121,20 @@ def save_adapter(
     for name, value in vars(config).items():
         if isinstance(value, set):  # in an order of their own at every save, which would be another file
             setattr(config, name, sorted(value))
+    # Without a task type, PEFT notes the backbone's class.
+    backbone = type(model.backbone)
+    classes = {"base_model_class": backbone.__name__, "parent_library": backbone.__module__}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # They tell of the files that go now; where there shall be new ones, the caller writes them.
+        # Checksums of the files that go now; the caller writes new ones if there shall be any.
         (folder / CHECKSUMS_NAME).unlink(missing_ok=True)
         save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
-        config.save_pretrained(str(folder), auto_mapping_dict=_auto_mapping(model, config))
+        config.save_pretrained(str(folder), auto_mapping_dict=classes if config.task_type is None else None)
     except (OSError, SafetensorError) as error:  # safetensors has its own, for a full disk too
         raise CheckpointError(f"{folder}: the adapter could not be written ({error}).") from error
 
 
-def _auto_mapping(model: MultiplexedModel, config: Any) -> dict[str, str] | None:
-    """Return what PEFT notes of the backbone's class where there is no task type to tell it."""
-    if config.task_type is not None:
-        return None
-    backbone = type(model.backbone)
-    return {"base_model_class": backbone.__name__, "parent_library": backbone.__module__}
+# ---------------------------------------------------------------------- reading
 
 
 def load_adapter(model: MultiplexedModel, adapter: str, folder: Path) -> None:
@@ -183,49 +188,31 @@ def read_adapter(
     """
     # Also weights that are not finite: the step after them fails the task, as it would have without the interruption.
     state = _read_weights(folder)
-    if adapter in encoders_of(model):
-        return _read_prompt(state, folder, pieces)
-    with model.alone(adapter):
-        form = _saved_form(model, adapter)
+    is_prompt, form = adapter in encoders_of(model), None
+    if not is_prompt:
+        with model.alone(adapter):
+            form = _saved_form(model, adapter)
+    keys = prompt_keys(list(pieces)) if is_prompt else {name: saved_key(name) for name in pieces}
+    weights: dict[str, Any] = {}
     for name, piece in pieces.items():
-        found, key = state.get(_key_in(state, name)), saved_key(name)
+        key = keys[name]
+        found = saved_tensor(state, key, piece.shape) if is_prompt else state.get(_key_in(state, name))
         shape = piece.shape if form is None else form.shape(key, piece.shape)
         if found is None or tuple(found.shape) != shape:
-            raise _misfit(folder, key, found, shape)
-    state = state if form is None else form.loaded(state)
+            got = "nothing" if found is None else f"shape {list(found.shape)}"
+            raise CheckpointError(
+                f"{folder}: got {got} for {key}; allowed: {list(shape)}, an adapter of the same configuration on the "
+                "same backbone."
+            )
+        weights[name] = found
+    if form is None:
+        return weights
+    state = form.loaded(state)
     return {name: state[_key_in(state, name)] for name in pieces}
 
 
-def _key_in(state: Mapping[str, torch.Tensor], name: str) -> str:
-    """Return the key of a parameter in a file: what layers share has no layer's name there, but the model's."""
-    key = saved_key(name)
-    parts = key.split(".")
-    shared = (f"base_model.{'.'.join(parts[-count:])}" for count in (1, 2))
-    return next((candidate for candidate in (key, *shared) if candidate in state), key)
-
-
-def _read_prompt(
-    state: Mapping[str, torch.Tensor], folder: Path, pieces: Mapping[str, Piece]
-) -> dict[str, torch.Tensor]:
-    keys, weights = prompt_keys(list(pieces)), {}
-    for name, piece in pieces.items():
-        found = saved_tensor(state, keys[name], piece.shape)
-        if found is None or tuple(found.shape) != piece.shape:
-            raise _misfit(folder, keys[name], found, piece.shape)
-        weights[name] = found
-    return weights
-
-
-def _misfit(folder: Path, key: str, found: torch.Tensor | None, shape: tuple[int, ...]) -> CheckpointError:
-    got = "nothing" if found is None else f"shape {list(found.shape)}"
-    return CheckpointError(
-        f"{folder}: got {got} for {key}; allowed: {list(shape)}, an adapter of the same configuration on the same "
-        "backbone."
-    )
-
-
 def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of an adapter's file, which must be as its checksum says where there is one."""
+    """Return the tensors of an adapter's file, which must match its checksum if there is one."""
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         raise CheckpointError(f"{folder}: got no {WEIGHTS_NAME}; allowed: the folder of a PEFT adapter.")
@@ -234,20 +221,11 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_tensors(path)
 
 
-def adapter_folders(root: Path) -> dict[str, Path]:
-    """Return the sub-folders of `root` that hold an adapter, by name.
-
-    Raises:
-        CheckpointError: if there is none.
-    """
-    folders = {path.parent.name: path.parent for path in sorted(root.glob(f"*/{CONFIG_NAME}"))}
-    if not folders:
-        raise CheckpointError(f"{root}: got no sub-folder with an {CONFIG_NAME}; allowed: a folder of adapters.")
-    return folders
+# ---------------------------------------------------------- folders of adapters
 
 
 class SavedAdapters(NamedTuple):
-    """What a folder of adapters says before a weight is read.
+    """What a folder of adapters contains, before a weight is read.
 
     Attributes:
         folders: the folder of each adapter, by the name of its task.
@@ -266,13 +244,15 @@ def saved_adapters(root: Path) -> SavedAdapters:
     Raises:
         CheckpointError: if there is none, or naming the task and its file that is missing, torn or changed.
     """
-    folders = adapter_folders(root)
+    folders = {path.parent.name: path.parent for path in sorted(root.glob(f"*/{CONFIG_NAME}"))}
+    if not folders:
+        raise CheckpointError(f"{root}: got no sub-folder with an {CONFIG_NAME}; allowed: a folder of adapters.")
     configs: dict[str, PeftConfig] = {}
     labels: dict[str, int] = {}
     for name, folder in folders.items():
         try:
             configs[name] = _read_config(folder)
-            count = num_labels(folder)
+            count = _num_labels(folder)
         except CheckpointError as error:
             raise CheckpointError(f'task "{name}": {error}') from error
         if count is not None:
@@ -299,10 +279,10 @@ def _read_config(folder: Path) -> PeftConfig:
     if (folder / CHECKSUMS_NAME).exists():
         verify_checksums(folder, [CONFIG_NAME])
     try:
-        if not path.is_file():  # where there is none PEFT looks for it in the hub; a pipe would hang
+        if not path.is_file():  # PEFT would look for it in the hub; a pipe would hang
             raise OSError("it is no regular file")
         config = PeftConfig.from_pretrained(str(folder))
-    # Whatever PEFT makes of garbage: it has no error of its own for it.
+    # Whatever PEFT raises for garbage: it has no error of its own for it.
     except Exception as error:
         raise CheckpointError(
             f"{path}: got no readable configuration ({type(error).__name__}: {error}); allowed: that of a PEFT adapter."
@@ -311,8 +291,8 @@ def _read_config(folder: Path) -> PeftConfig:
     return config
 
 
-def num_labels(folder: Path) -> int | None:
-    """Return the number of classes of a saved adapter's head, or `None` where it has none.
+def _num_labels(folder: Path) -> int | None:
+    """Return the number of classes of a saved adapter's head, or `None` if it has none.
 
     Raises:
         CheckpointError: naming the weights' file, if it is missing or torn.

@@ -1,88 +1,115 @@
-"""Checks of the numbers in a configuration of our own methods."""
+"""What our own PEFT methods share: their configuration, their tuner, and how PEFT learns of them.
 
-# MERGED: Makes a method of our own known to PEFT, whose `PeftType` lists only its own.
+`PeftType` lists PEFT's own types only, so `own_peft_type` adds a member to it.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
+from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from peft.tuners.tuners_utils import BaseTuner
 from peft.utils import register_peft_method
 from peft.utils.peft_types import PeftType
+from torch import nn
+from transformers.pytorch_utils import Conv1D
 
-from peft_mux.errors import Fault, shown
-
-
-def whole_number_faults(value: object, where: str) -> list[Fault]:
-    """Return a fault for what is no integer of at least 1."""
-    # `True` is an int to Python.
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return []
-    return [Fault(where, shown(value), "an integer of at least 1")]
+from peft_mux.errors import ConfigError, Fault, raise_faults, shown
+from peft_mux.modeling.adapters.fields import value_faults
 
 
-def is_number(value: object) -> bool:
-    """Return whether a value is a finite number."""
-    if not isinstance(value, (int, float)) or isinstance(value, bool):
-        return False
-    try:
-        return math.isfinite(value)
-    except OverflowError:  # an integer beyond all floats
-        return False
+@dataclass
+class OwnMethodConfig(PeftConfig):
+    """The fields that choose target modules, as PEFT's own configurations have them.
+
+    Args:
+        target_modules: names of linear layers, a regular expression over full names, or "all-linear".
+        exclude_modules: names of layers, or a regular expression, that are left out.
+        layers_to_transform: numbers of the blocks that are adapted; all by default.
+        layers_pattern: name of the list of blocks, if it has an unusual one.
+        modules_to_save: modules of which a trained copy is saved with the adapter, such as a new head.
+
+    Raises:
+        ConfigError: naming each field with what it may hold.
+    """
+
+    target_modules: list[str] | set[str] | str | None = None
+    exclude_modules: list[str] | set[str] | str | None = None
+    layers_to_transform: list[int] | int | None = None
+    layers_pattern: list[str] | str | None = None
+    modules_to_save: list[str] | None = field(default=None)
+
+    def __post_init__(self) -> None:
+        """Check the fields."""
+        super().__post_init__()
+        if isinstance(self.target_modules, list):
+            self.target_modules = set(self.target_modules)
+        if isinstance(self.exclude_modules, list):
+            self.exclude_modules = set(self.exclude_modules)
+        name = type(self).__name__
+        own = self.faults(name)
+        raise_faults(
+            [*own, *(one for one in value_faults(self, name) if one.where not in {fault.where for fault in own})]
+        )
+
+    def faults(self, where: str) -> list[Fault]:
+        """Return what is wrong with the values of the fields, beyond their types; `where` is their prefix."""
+        if not isinstance(self.target_modules, str):
+            return []
+        choosing = {name: getattr(self, name) for name in ("layers_to_transform", "layers_pattern")}
+        allowed = "None where target_modules is a string"
+        return [Fault(f"{where}.{name}", shown(got), allowed) for name, got in choosing.items() if got is not None]
 
 
-def flag_faults(values: Iterable[tuple[str, object]], where: str) -> list[Fault]:
-    """Return a fault for each field that is neither True nor False."""
-    return [
-        Fault(f"{where}.{name}", shown(value), "True or False") for name, value in values if not isinstance(value, bool)
-    ]
+class OwnMethodModel(BaseTuner):
+    """A tuner that wraps linear layers in layers of `tuner_layer_cls`."""
+
+    def _create_and_replace(
+        self,
+        peft_config: Any,
+        adapter_name: str,
+        target: nn.Module,
+        target_name: str,
+        parent: nn.Module,
+        current_key: str,
+        parameter_name: str | None = None,
+    ) -> None:
+        if isinstance(target, self.tuner_layer_cls):
+            cast(Any, target).update_layer(adapter_name, peft_config, current_key)
+            return
+        if isinstance(target, nn.Linear):
+            shape = target.out_features, target.in_features
+        elif isinstance(target, Conv1D):
+            shape = target.nf, target.nx
+        else:
+            raise ConfigError(
+                f"{type(peft_config).__name__}.target_modules: got {current_key} ({type(target).__name__}); allowed: "
+                "linear layers."
+            )
+        layer = cast(Any, self.tuner_layer_cls)(target, adapter_name, peft_config, shape, current_key)
+        if adapter_name not in self.active_adapters:
+            # A further adapter next to the active one, which alone is trained.
+            layer.requires_grad_(False)
+        self._replace_module(parent, target_name, layer, target)
 
 
-def regex_clash_faults(config: object, where: str) -> list[Fault]:
-    """Return a fault for fields that choose among layers beside a `target_modules` that is a pattern, as PEFT does."""
-    targets = getattr(config, "target_modules", None)
-    names = ("layers_to_transform", "layers_pattern")
-    if not isinstance(targets, str):
-        return []
-    set_ones = [(name, getattr(config, name, None)) for name in names]
-    allowed = "None where target_modules is a string"
-    return [Fault(f"{where}.{name}", shown(value), allowed) for name, value in set_ones if value is not None]
+_MARK = "is_of_peft_mux"
 
 
 def own_peft_type(name: str) -> PeftType:
-    """Return a member of `PeftType` for a method of our own, made where there is none.
+    """Return a member of `PeftType` for a method of our own, created if there is none.
 
     A later PEFT may bring a type of this name. Then that name is PEFT's, and ours is called `MUX_<name>`.
 
     Args:
         name: in upper case, as PEFT writes types into `adapter_config.json`.
     """
-    # At import time of PEFT all of its own types are members, so that a member is PEFT's unless we made it.
     taken = PeftType.__members__.get(name)
-    if taken is None:
-        return _extended(name)
-    return taken if getattr(taken, _MARK, False) else own_peft_type(f"MUX_{name}")
-
-
-def register_method(peft_type: PeftType, config: type, model: Any) -> None:
-    """Register a method with PEFT, once.
-
-    Args:
-        peft_type: from `own_peft_type`.
-        config: its configuration.
-        model: its tuner, which names its prefix.
-    """
-    if peft_type not in PEFT_TYPE_TO_CONFIG_MAPPING:
-        register_peft_method(name=peft_type.value.lower(), config_cls=config, model_cls=model, prefix=model.prefix)
-
-
-_MARK = "is_of_peft_mux"
-
-
-def _extended(name: str) -> PeftType:
-    """Add a member to the enumeration, as its own class would have made it."""
+    if taken is not None:
+        return taken if getattr(taken, _MARK, False) else own_peft_type(f"MUX_{name}")
+    # Add a member to the enumeration, as its own class would have created it.
     member = str.__new__(PeftType, name)
     member._name_, member._value_ = name, name
     member.__objclass__ = PeftType  # type: ignore[attr-defined]
@@ -95,3 +122,9 @@ def _extended(name: str) -> PeftType:
     enumeration._member_map_[name] = member
     enumeration._value2member_map_[name] = member
     return member
+
+
+def register_method(peft_type: PeftType, config: type, model: Any) -> None:
+    """Register a method with PEFT, once: a type of `own_peft_type`, its configuration and its tuner."""
+    if peft_type not in PEFT_TYPE_TO_CONFIG_MAPPING:
+        register_peft_method(name=peft_type.value.lower(), config_cls=config, model_cls=model, prefix=model.prefix)

@@ -1,4 +1,4 @@
-"""`Tuners`: adapters of several PEFT types on one backbone, while PEFT itself keeps to one type a model.
+"""`Tuners`: adapters of several PEFT types on one backbone, while PEFT itself has one type a model.
 
 Layers of two types that adapt one module lie around one another, with the frozen layer innermost::
 
@@ -14,10 +14,8 @@ layers of that adapter's type and set, and no others. So names, initial weights 
 
 Many types share state between adapters (projections, banks of vectors), or take one trainable adapter alone. So a kind
 may say that its adapters lie apart (`lies_apart`): each has a tuner and layers of its own, and PEFT is shown these and
-no others. What PEFT makes of it is then what it makes of the task alone, whatever lies beside it.
+no others. What PEFT makes of it is then what it makes of the task alone.
 """
-
-# MERGED: One adapter becomes part of the backbone's weights, and all others go.
 
 from __future__ import annotations
 
@@ -33,29 +31,23 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.kind import KINDS, AdapterKind, kind_of, kind_of_layer
+from peft_mux.modeling.adapters.kind import KINDS, kind_of, kind_of_layer
 from peft_mux.modeling.adapters.own import merge_biases
-from peft_mux.modeling.adapters.prompts.kinds import MERGED_NOTHING, PromptKind
 from peft_mux.modeling.adapters.prompts.prompts import add_prompt, as_prompts, remove_prompt
 from peft_mux.modeling.backbone.modules import is_meta, modules_around_adapters, put_module
 
 _TARGETS = "_peft_mux_targets"
-"""Under which a wrapper of a bare parameter keeps the set that it was made for."""
+"""The attribute in which a wrapper of a bare parameter keeps the set that it was made for."""
 
 Owner = tuple[PeftType, str]
-"""Whose a tuner and its layers are: those of a PEFT type, or of one adapter where its kind's adapters lie apart."""
+"""The owner of a tuner and its layers: a PEFT type, or one adapter if those of its kind lie apart."""
 
 _OWNER = "mux_owner"
 """Attribute of a layer that lies apart: the internal id of the adapter that it was made for."""
 
 
-def owner_of(kind: AdapterKind, adapter: str) -> Owner:
-    """Return whose the tuner is that an adapter belongs to.
-
-    Args:
-        kind: the kind of the adapter.
-        adapter: internal id of the adapter's task.
-    """
+def _owner_of(adapter: str, config: PeftConfig) -> Owner:
+    kind = kind_of(config)
     return kind.peft_type, adapter if kind.lies_apart else ""
 
 
@@ -64,12 +56,22 @@ def _owner_of_layer(layer: Any) -> Owner | None:
     return None if kind is None else (kind.peft_type, layer.__dict__.get(_OWNER, ""))
 
 
+def _bare_targets(config: PeftConfig) -> frozenset[str]:
+    return frozenset(getattr(config, "target_parameters", None) or ())
+
+
 class Tuners:
-    """PEFT's tuners of one model: that of the first task is PEFT's own business, further ones are held here."""
+    """PEFT's tuners of one `MultiTaskPeftModel`: that of the first task is PEFT's own, further ones are held here.
+
+    Methods take that model, the internal id of an adapter, and its configuration as PEFT completed it.
+
+    Attributes:
+        first: the owner of the first task's tuner; `None` before there is one.
+    """
 
     def __init__(self) -> None:
-        """Start with the first task alone."""
-        self._first: Owner | None = None
+        """Start without tuners."""
+        self.first: Owner | None = None
         self._others: dict[Owner, Any] = {}
         self._targets: set[frozenset[str]] = set()
 
@@ -78,208 +80,156 @@ class Tuners:
         """Whether the model has had tuners beside the first, or more than one set of bare parameters."""
         return bool(self._others) or len(self._targets) > 1
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether the first task was taken in."""
-        return self._first is not None
+    def of(self, model: Any, adapter: str, config: PeftConfig) -> Any:
+        """Return PEFT's tuner of an adapter."""
+        return self._others.get(_owner_of(adapter, config), model.base_model)
 
-    def begin(self, model: Any, kind: AdapterKind, adapter: str) -> None:
-        """Take in the first task, whose tuner PEFT has made; prompts have none.
-
-        Args:
-            model: the `MultiTaskPeftModel` whose tuners these are.
-            kind: the kind that the adapter is of.
-            adapter: internal id of the adapter's task.
-        """
-        self._first = owner_of(kind, adapter)
-        _mark(model.backbone, self._first)
-
-    def note(self, model: Any, config: PeftConfig) -> None:
-        """Write down which layers of a model came with an adapter that was injected just now.
-
-        Args:
-            model: the `MultiTaskPeftModel` whose tuners these are.
-            config: the adapter's configuration, as PEFT completed it.
-        """
+    def note(self, model: Any, adapter: str, config: PeftConfig) -> None:
+        """Note an adapter that was injected just now, and which layers of the model came with it."""
+        if self.first is None:
+            self.first = _owner_of(adapter, config)
+            _mark(model.backbone, self.first)
         targets = _bare_targets(config)
         self._targets |= {targets} if targets else set()
         for _, layer in modules_around_adapters(model.backbone):
             if isinstance(layer, ParamWrapper) and _TARGETS not in layer.__dict__:
                 setattr(layer, _TARGETS, targets)
 
-    def inject(self, model: Any, kind: AdapterKind, adapter: str, config: PeftConfig) -> None:
-        """Inject an adapter, with the initial weights that it would have in a model of its own.
-
-        Args:
-            model: the `MultiTaskPeftModel` whose tuners these are.
-            kind: the kind that the adapter is of.
-            adapter: internal id of the adapter's task.
-            config: the adapter's configuration; PEFT writes into it.
-        """
-        if isinstance(kind, PromptKind):
+    def inject(self, model: Any, adapter: str, config: PeftConfig) -> None:
+        """Inject an adapter, with the initial weights that it would have in a model of its own."""
+        configs, backbone, owner = model.peft_config, model.backbone, _owner_of(adapter, config)
+        if not kind_of(config).has_targets:
             with self.alone(model, adapter, config):
                 add_prompt(model, adapter, config)
-            return
-        owner = owner_of(kind, adapter)
-        if owner == self._first or owner in self._others:
-            configs: Any = model.peft_config
+        elif owner == self.first or owner in self._others:
             others = {item for item in self._targets if item != _bare_targets(config)}
             with self.alone(model, adapter, config, is_mixed=bool(others)), _without_targets(configs, others):
-                model.add_adapter(adapter, config, low_cpu_mem_usage=is_meta(model.backbone))
-            return
-        self._others[owner] = self._new_tuner(model, kind, adapter, config)
+                model.add_adapter(adapter, config, low_cpu_mem_usage=is_meta(backbone))
+        else:
+            with _layers_alone(backbone, _shows(adapter, config)):
+                backbone.__dict__.pop("peft_config", None)  # else PEFT warns of a second tuner, which is what this is
+                try:
+                    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[owner[0]]
+                    made = tuner(backbone, {adapter: config}, adapter, low_cpu_mem_usage=is_meta(backbone))
+                finally:
+                    backbone.peft_config = configs
+                    _mark(backbone, owner)
+            # One dictionary for all tuners: PEFT looks adapters up by their ids, which no two types share.
+            configs[adapter] = config
+            made.peft_config = configs
+            self._others[owner] = made
 
-    def _new_tuner(self, model: Any, kind: AdapterKind, adapter: str, config: PeftConfig) -> Any:
-        backbone, configs = model.backbone, model.peft_config
-        with _layers_alone(backbone, _shows(adapter, config)):
-            backbone.__dict__.pop("peft_config", None)  # else PEFT warns of a second tuner, which is what this is
-            try:
-                tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[kind.peft_type]
-                made = tuner(backbone, {adapter: config}, adapter, low_cpu_mem_usage=is_meta(backbone))
-            finally:
-                backbone.peft_config = configs
-                _mark(backbone, owner_of(kind, adapter))
-        # One dictionary for all tuners: PEFT looks adapters up by their ids, which no two types share.
-        configs[adapter] = config
-        made.peft_config = configs
-        return made
-
-    def cast(self, model: Any, kind: AdapterKind, adapter: str) -> None:
-        """Bring an adapter to fp32 on a backbone in half precision, as PEFT does of adapters that it sees.
-
-        Args:
-            model: the `MultiTaskPeftModel` whose tuners these are.
-            kind: the kind that the adapter is of.
-            adapter: internal id of the adapter's task.
-        """
-        if not isinstance(kind, PromptKind):
-            self.of(model, kind, adapter)._cast_adapter_dtype(adapter_name=adapter, autocast_adapter_dtype=True)
+    def cast(self, model: Any, adapter: str, config: PeftConfig) -> None:
+        """Bring an adapter to fp32 on a backbone in half precision, as PEFT does with adapters that it sees."""
+        if kind_of(config).has_targets:
+            tuner = self.of(model, adapter, config)
+            tuner._cast_adapter_dtype(adapter_name=adapter, autocast_adapter_dtype=True)
 
     @contextmanager
     def alone(self, model: Any, adapter: str, config: PeftConfig, *, is_mixed: bool = False) -> Iterator[None]:
-        """Let a model be, for the time of the block, what PEFT made of it for an adapter and those of its tuner.
+        """Let a model be, in the `with` block, what PEFT made of it for an adapter and those of its tuner.
 
-        Args:
-            model: the `MultiTaskPeftModel` whose tuners these are.
-            adapter: internal id of the adapter's task.
-            config: completed configuration of the adapter; those of its type and of its bare parameters are shown.
-            is_mixed: whether the model has others, beside those that it had before.
+        `is_mixed` says that the model has others, in addition to those that it had before.
         """
-        kind = kind_of(config)
-        if isinstance(kind, PromptKind):
-            with _layers_alone(model.backbone, _shows(adapter, config)), as_prompts(model, kind):
+        kind, backbone = kind_of(config), model.backbone
+        if not kind.has_targets:
+            with _layers_alone(backbone, _shows(adapter, config)), as_prompts(model, kind):
                 yield
-            return
-        # With one type PEFT's own view is the model as it is, and nothing has to be taken apart.
-        if not self.is_mixed and not is_mixed:
+        elif not self.is_mixed and not is_mixed:
+            # With one type PEFT's own view is the model as it is, and nothing has to be taken apart.
             yield
-            return
-        before = model.base_model, model.peft_type
-        with _layers_alone(model.backbone, _shows(adapter, config)):
-            model.base_model, model.peft_type = self.of(model, kind, adapter), kind.peft_type
-            try:
-                yield
-            finally:
-                model.base_model, model.peft_type = before
+        else:
+            before = model.base_model, model.peft_type
+            with _layers_alone(backbone, _shows(adapter, config)):
+                model.base_model, model.peft_type = self.of(model, adapter, config), kind.peft_type
+                try:
+                    yield
+                finally:
+                    model.base_model, model.peft_type = before
 
     def delete(self, model: Any, adapter: str, others: Sequence[str]) -> None:
-        """Take an adapter out of a model.
-
-        Args:
-            model: the `MultiTaskPeftModel` whose tuners these are.
-            adapter: internal id of the adapter's task.
-            others: those of all other tasks.
-        """
+        """Take an adapter out of a model that also holds others (internal ids)."""
         config = model.peft_config[adapter]
-        if isinstance(kind_of(config), PromptKind):
-            if adapter in model.active_adapters and others:
+        is_active = bool(adapter in model.active_adapters and others)
+        if not kind_of(config).has_targets:
+            if is_active:
                 model.select_adapter(others[0])
             remove_prompt(model, adapter)
             return
         with self.alone(model, adapter, config):
-            # PEFT warns, and chooses by itself, where the active adapter is deleted.
-            if adapter in model.active_adapters and others:
+            # PEFT warns, and chooses by itself, if the active adapter is deleted.
+            if is_active:
                 model.base_model.set_adapter(others[0])
             model.delete_adapter(adapter)
-        owner = owner_of(kind_of(config), adapter)
+        owner = _owner_of(adapter, config)
         if owner[1]:
             self._others.pop(owner, None)
             _take_out(model.backbone, owner)
 
     def undo(self, model: Any, adapter: str, config: PeftConfig, others: Sequence[str]) -> None:
-        """Take out what an injection that failed half way has left, as the next adapter has the same id.
-
-        Args:
-            model: the `MultiTaskPeftModel` whose tuners these are.
-            adapter: internal id that the adapter would have had.
-            config: the configuration that was injected.
-            others: internal ids of all tasks.
-        """
-        owner = owner_of(kind_of(config), adapter)
-        if isinstance(kind_of(config), PromptKind):
+        """Take out what an injection that failed half way has left, as the next adapter has the same id."""
+        owner = _owner_of(adapter, config)
+        if not kind_of(config).has_targets:
             remove_prompt(model, adapter)
-        elif owner == self._first or owner in self._others:
+        elif owner == self.first or owner in self._others:
             model.peft_config[adapter] = config  # PEFT has taken it back, and asks for it
             self.delete(model, adapter, others)
         else:
             model.peft_config.pop(adapter, None)
             _take_out(model.backbone, owner)
 
-    def leave_alone(self, model: Any, adapter: str) -> Any:
-        """Take the layers of all other adapters out of a model for good, and return PEFT's tuner of this one.
 
-        Args:
-            model: the `MultiTaskPeftModel` whose tuners these are.
-            adapter: internal id of the adapter's task, whose layers stay.
-        """
-        config = model.peft_config[adapter]
-        if self.is_mixed:
-            for name, layers in _stacks(model.backbone).items():
-                _show(model.backbone, name, layers, _shows(adapter, config))
-        return self.of(model, kind_of(config), adapter)
+def merge_and_unload(model: Any, tuners: Tuners, adapter: str) -> Any:
+    """Return the backbone with one adapter merged in; as in PEFT, all are gone afterwards.
 
-    def of(self, model: Any, kind: AdapterKind, adapter: str) -> Any:
-        """Return PEFT's tuner of an adapter.
+    Args:
+        model: the `MultiTaskPeftModel` that holds the adapter.
+        tuners: PEFT's tuners of the model.
+        adapter: internal id of the adapter.
 
-        Args:
-            model: the `MultiTaskPeftModel` whose tuners these are.
-            kind: the kind that the adapter is of.
-            adapter: internal id of the adapter's task.
-        """
-        return self._others.get(owner_of(kind, adapter), model.base_model)
+    Raises:
+        ConfigError: if the adapter is a prompt, which changes no weights.
+    """
+    config = model.peft_config[adapter]
+    kind = kind_of(config)
+    if not kind.has_targets:
+        raise ConfigError(
+            f"merge: got an adapter of {kind.title}; allowed: types that change weights, as a prompt is no change of "
+            "the backbone's weights. Load the saved adapter with PeftModel.from_pretrained."
+        )
+    tuner = tuners.of(model, adapter, config)
+    # Before anything is taken apart: some adapters cannot be merged.
+    tuner._check_merge_allowed()
+    if tuners.is_mixed:
+        for name, layers in _stacks(model.backbone).items():
+            _show(model.backbone, name, layers, _shows(adapter, config))
+    form = kind.saved_form(model.backbone, adapter)
+    if form is not None:
+        form.write_plainly()
+    merge_biases(model.backbone, adapter)
+    return tuner.merge_and_unload(adapter_names=[adapter])
 
 
-def _take_out(backbone: nn.Module, owner: Owner) -> None:
-    """Let the layers of an owner go; those of others stay around their frozen ones."""
-    for name, layers in _stacks(backbone).items():
-        frozen, others = layers[-1].base_layer, [layer for layer in layers if _owner_of_layer(layer) != owner]
-        put_module(backbone, name, frozen)
-        if others:
-            others[-1].base_layer = frozen
-            _stack(backbone, name, others)
+# ------------------------------------------------------------- stacks of layers
 
 
 def _mark(backbone: nn.Module, owner: Owner) -> None:
-    """Write on the layers of a kind that now lie bare whose they are, where they are one adapter's own."""
+    """Note the owner in the layers of its kind that have none, if they belong to one adapter."""
     if owner[1]:
         for module in backbone.modules():
             if isinstance(module, BaseTunerLayer) and _owner_of_layer(module) == (owner[0], ""):
                 setattr(module, _OWNER, owner[1])
 
 
-def _bare_targets(config: PeftConfig) -> frozenset[str]:
-    return frozenset(getattr(config, "target_parameters", None) or ())
-
-
 def _shows(adapter: str, config: PeftConfig) -> Callable[[Any], bool]:
-    """Return whether a layer is there in a model of this adapter alone, by the layer."""
-    owner, targets = owner_of(kind_of(config), adapter), _bare_targets(config)
+    """Return a function that says whether a layer exists in a model of this adapter alone."""
+    owner, targets = _owner_of(adapter, config), _bare_targets(config)
     return lambda layer: _owner_of_layer(layer) == owner and layer.__dict__.get(_TARGETS, targets) == targets
 
 
 @contextmanager
 def _without_targets(configs: dict[str, Any], targets: set[frozenset[str]]) -> Iterator[None]:
-    """Keep these sets of bare parameters from PEFT, which would refuse an adapter on another set beside them."""
+    """Hide these sets of bare parameters from PEFT, which would refuse an adapter on another set beside them."""
     before = {adapter: config for adapter, config in configs.items() if _bare_targets(config) in targets}
     for adapter, config in before.items():
         hidden: Any = copy.copy(config)
@@ -293,6 +243,7 @@ def _without_targets(configs: dict[str, Any], targets: set[frozenset[str]]) -> I
 
 @contextmanager
 def _layers_alone(backbone: nn.Module, shows: Callable[[Any], bool]) -> Iterator[None]:
+    """Leave only some layers around the frozen ones, in the `with` block."""
     stacks = _stacks(backbone)
     for name, layers in stacks.items():
         _show(backbone, name, layers, shows)
@@ -300,10 +251,19 @@ def _layers_alone(backbone: nn.Module, shows: Callable[[Any], bool]) -> Iterator
         yield
     finally:
         for name, layers in stacks.items():
-            # What stands there now, as PEFT may have put a layer in or taken one out meanwhile.
+            # What is there now, as PEFT may have put a layer in or taken one out meanwhile.
             now = _chain(backbone.get_submodule(name))
-            others = [layer for layer in layers if not shows(layer)]
-            _stack(backbone, name, [*others, *now])
+            _stack(backbone, name, [*(layer for layer in layers if not shows(layer)), *now])
+
+
+def _take_out(backbone: nn.Module, owner: Owner) -> None:
+    """Remove the layers of an owner; those of others stay around their frozen ones."""
+    for name, layers in _stacks(backbone).items():
+        frozen, others = layers[-1].base_layer, [layer for layer in layers if _owner_of_layer(layer) != owner]
+        put_module(backbone, name, frozen)
+        if others:
+            others[-1].base_layer = frozen
+            _stack(backbone, name, others)
 
 
 def _stacks(backbone: nn.Module) -> dict[str, list[Any]]:
@@ -311,7 +271,7 @@ def _stacks(backbone: nn.Module) -> dict[str, list[Any]]:
     stacks: dict[str, list[Any]] = {}
     inside: tuple[str, ...] = ()
     for name, module in backbone.named_modules():
-        # Rows of embeddings that tasks train of their own lie in a tuner layer, too, which no type's tuner holds.
+        # The rows of embeddings that tasks train lie in a tuner layer, too, which no type's tuner holds.
         if isinstance(module, BaseTunerLayer) and not name.startswith(inside) and not name.endswith(".token_adapter"):
             inside = (f"{name}.",)
             stacks[name] = _chain(module)
@@ -328,7 +288,7 @@ def _chain(layer: Any) -> list[Any]:
 
 
 def _show(backbone: nn.Module, name: str, layers: list[Any], shows: Callable[[Any], bool]) -> None:
-    """Let a module be some of the layers around its frozen layer, or the frozen layer where there is none of them."""
+    """Let a module be some of the layers around its frozen layer, or the frozen layer if there is none of them."""
     shown = layers[-1].base_layer
     for layer in reversed(layers):
         if shows(layer):
@@ -337,44 +297,19 @@ def _show(backbone: nn.Module, name: str, layers: list[Any], shows: Callable[[An
 
 
 def _stack(backbone: nn.Module, name: str, layers: list[Any]) -> None:
-    """Put layers, of which outer ones come first, around their frozen one; owners do so in the order of their kinds."""
+    """Put layers, the outermost first, around their frozen one, in the order of their kinds."""
     inner = next((layer.base_layer for layer in layers if not isinstance(layer.base_layer, BaseTunerLayer)), None)
     if inner is None:
         return
-    rank, innermost_first = list(KINDS), layers[::-1]
-    for layer in sorted(innermost_first, key=lambda layer: _place(_owner_of_layer(layer), rank)):
+    rank = list(KINDS)
+
+    def place(layer: Any) -> tuple[int, str]:
+        owner = _owner_of_layer(layer)
+        assert owner is not None, "layers of a kind that is registered"
+        return rank.index(owner[0]), owner[1]
+
+    # The innermost first; sorting leaves layers of one owner in this order.
+    innermost_first = layers[::-1]
+    for layer in sorted(innermost_first, key=place):
         layer.base_layer, inner = inner, layer
     put_module(backbone, name, inner)
-
-
-def _place(owner: Owner | None, rank: list[PeftType]) -> tuple[int, str]:
-    assert owner is not None, "layers of a kind that is registered"
-    return rank.index(owner[0]), owner[1]
-
-
-def merge_and_unload(model: Any, tuners: Tuners, adapter: str) -> Any:
-    """Return the backbone with one adapter merged in; as in PEFT, all are gone afterwards.
-
-    Args:
-        model: the `MultiTaskPeftModel` that holds the adapter.
-        tuners: PEFT's tuners of the model.
-        adapter: internal id of the adapter.
-
-    Raises:
-        ConfigError: if the adapter is a prompt, which changes no weights.
-    """
-    config = model.peft_config[adapter]
-    kind = kind_of(config)
-    if isinstance(kind, PromptKind):
-        raise ConfigError(
-            f"merge: got an adapter of {kind.title}; allowed: types that change weights, as {MERGED_NOTHING}."
-            " Load the saved adapter with PeftModel.from_pretrained."
-        )
-    # Before anything is taken apart: some adapters cannot be merged.
-    tuners.of(model, kind, adapter)._check_merge_allowed()
-    tuner = tuners.leave_alone(model, adapter)
-    form = kind.saved_form(model.backbone, adapter)
-    if form is not None:
-        form.write_plainly()
-    merge_biases(model.backbone, adapter)
-    return tuner.merge_and_unload(adapter_names=[adapter])

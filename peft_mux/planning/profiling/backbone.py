@@ -26,7 +26,7 @@ import torch
 from torch import nn
 
 from peft_mux.kernels.cross_entropy.linear import Head, linear_cross_entropy
-from peft_mux.modeling.adapters.kind import LayerGroup
+from peft_mux.modeling.adapters.lora.layer import LinearGroup
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.planning.profiling.subject import RANKS, Subject, config_of, plain_backbone
@@ -281,7 +281,7 @@ class PartTimes:
             yield point
             before, needed_s = point, stopwatch.least_s - least_s
 
-    def _groups_of_one_layer(self) -> list[LayerGroup]:
+    def _groups_of_one_layer(self) -> list[LinearGroup]:
         """Return the groups of the first layer, and of further layers those of a width that the first has not."""
         groups = self.subject.linear_groups()
         count = len(groups) // self.subject.num_layers
@@ -308,7 +308,7 @@ class PartTimes:
         return run
 
     def _adapter_times(
-        self, groups: Sequence[LayerGroup], rank: int, tokens: int, share: float
+        self, groups: Sequence[LinearGroup], rank: int, tokens: int, share: float
     ) -> dict[str, list[float]]:
         """Return seconds of all groups, of one adapter of each linear layer: "together" with others, and "alone"."""
         subject = self.subject
@@ -320,7 +320,7 @@ class PartTimes:
         return {"together": together, "alone": self._seconds_of_groups(groups, names[:1], tokens, share)}
 
     def _seconds_of_groups(
-        self, groups: Sequence[LayerGroup], names: Sequence[str], tokens: int, share: float
+        self, groups: Sequence[LinearGroup], names: Sequence[str], tokens: int, share: float
     ) -> list[float]:
         """Return seconds of the adapters of each group, less what is there without adapters."""
         batch = self.subject.batch([tokens] * len(names), names)
@@ -336,7 +336,7 @@ class PartTimes:
         return seconds
 
     def _group_runner(
-        self, group: LayerGroup, batch: Any, x_TD: torch.Tensor, *, has_adapters: bool = True
+        self, group: LinearGroup, batch: Any, x_TD: torch.Tensor, *, has_adapters: bool = True
     ) -> Callable[[], None]:
         """Return a function that runs a group of linear layers, forward and backward."""
         model = self.subject.model
@@ -370,7 +370,7 @@ class PartTimes:
         return run
 
 
-def _width(group: LayerGroup) -> float:
+def _width(group: LinearGroup) -> float:
     """Return input plus output features of a group's linear layers, in the mean."""
     layers: list[Any] = [member.module for member in group.members]
     return sum(layer.in_features + layer.out_features for layer in layers) / len(layers)

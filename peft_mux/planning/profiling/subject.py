@@ -8,11 +8,13 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from peft import LoraConfig
 from torch import nn
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.modeling.adapters.kind import LayerGroup, MultiplexedForward, profiled_config
+from peft_mux.modeling.adapters.kind import MultiplexedForward
+from peft_mux.modeling.adapters.lora.layer import LinearGroup
 from peft_mux.modeling.attention.packed import ATTENTION_NAME, packed_attention
 from peft_mux.modeling.backbone.modules import language_model
 from peft_mux.modeling.backbone.shape import model_shape
@@ -80,7 +82,11 @@ class Subject:
         self.tasks_per_rank = _TASKS_PER_RANK.get(device.type, _DEFAULT_TASKS_PER_RANK)
         with torch.device(device):
             backbone = type(given)(shortened_config(config, self.num_layers))
-        configs = {f"r{rank}_{n}": profiled_config(rank) for rank in RANKS for n in range(self.tasks_per_rank)}
+        configs = {
+            f"r{rank}_{n}": LoraConfig(r=rank, lora_alpha=rank, target_modules="all-linear")
+            for rank in RANKS
+            for n in range(self.tasks_per_rank)
+        }
         self.model = MultiTaskPeftModel(backbone.to(dtype), configs, verify=False)
         self.model.train()
         for name in self.model.tasks:
@@ -167,9 +173,9 @@ class Subject:
 
         return run
 
-    def linear_groups(self) -> list[LayerGroup]:
+    def linear_groups(self) -> list[LinearGroup]:
         """Return the groups of linear layers that are computed together, of all layers."""
-        found: dict[int, LayerGroup] = {}
+        found: dict[int, LinearGroup] = {}
         for module in self.model.backbone.base_model.modules():
             forward = module.__dict__.get("forward")
             if isinstance(forward, MultiplexedForward) and forward.group is not None:

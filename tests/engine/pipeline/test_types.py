@@ -14,7 +14,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.parallelize import register_tasks
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, load_stage
-from peft_mux.modeling.adapters.catalogue import Category, category_of
+from peft_mux.modeling.adapters.catalogue import Category
 from peft_mux.modeling.adapters.files import adapter_state, saved_key
 from peft_mux.modeling.adapters.kind import KINDS
 from tests.invariants.mux_lab import relative, tiny_llama
@@ -27,7 +27,7 @@ LAYOUT = StageLayout.of(2, 2)
 def staged_types() -> list[PeftType]:
     stages = ParallelLayout.of(2, pp=2)
     sliced = (Category.SLICED, Category.WEIGHT_SPACE)
-    return [one for one, kind in KINDS.items() if category_of(one) in sliced and not kind.refusals(stages, "a")]
+    return [one for one, kind in KINDS.items() if kind.entry.category in sliced and not kind.refusals(stages, "a")]
 
 
 def configs() -> dict[str, PeftConfig]:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
+from peft_mux.modeling.adapters.diff_pruning.peft_tuner import DiffPruningLayer, Noise
 from transformers import get_scheduler
 
 from peft_mux import BottleneckConfig, DiffPruningConfig, Task
 from peft_mux.kernels import philox
-from peft_mux.modeling.adapters.diff_pruning.peft_tuner import DiffPruningLayer, Noise
 from tests.engine.replicas.layout_cases import LaidOut, train
 from tests.invariants import mux_lab as lab
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from peft_mux import ChunkPackingCollator, MultiTaskPeftModel, Task
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.catalogue import entry_of
+from peft_mux.modeling.adapters.checks import peft_config_faults
 from peft_mux.modeling.adapters.kind import (
     KINDS,
     AdapterKind,
@@ -30,9 +31,10 @@ from peft_mux.modeling.adapters.kind import (
     kind_of,
     kind_of_layer,
     kind_of_parameter,
+    register_kind,
+    unregister_kind,
 )
 from peft_mux.modeling.adapters.prompts.kinds import PromptKind
-from peft_mux.modeling.adapters.sliced import SlicedAdapter
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.cases import CASES
@@ -84,16 +86,6 @@ def test_every_registered_kind_has_a_case_here() -> None:
     assert next(iter(KINDS)) == PeftType.LORA, "it lies closest to the frozen layers"
 
 
-@EVERY_KIND
-def test_a_kind_is_found_by_configuration_layer_and_parameter(kind: AdapterKind) -> None:
-    model, own = plain(CASES[kind.peft_type].make(0), 0)
-    assert kind_of(model.peft_config["default"]) is kind
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    assert layers
-    assert all(kind_of_layer(layer) is kind for layer in layers)
-    assert all(kind_of_parameter(name) is kind for name in own)
-
-
 def test_types_that_are_not_registered_have_no_kind() -> None:
     assert find_kind(PolyConfig(target_modules=["q_proj"])) is None
     with pytest.raises(ConfigError, match=r"PolyConfig \(POLY\); allowed: PEFT types LORA, IA3, .*Nearest: LORA"):
@@ -101,36 +93,70 @@ def test_types_that_are_not_registered_have_no_kind() -> None:
 
 
 @EVERY_KIND
-def test_a_field_that_cannot_be_trained_is_refused_by_name(kind: AdapterKind) -> None:
+def test_a_field_and_a_task_type_that_cannot_be_trained_are_refused_by_name(kind: AdapterKind) -> None:
     case = CASES[kind.peft_type]
-    config = case.make(0)
-    assert kind.faults(config, "tasks.a.peft_config") == []
+    assert kind.faults(case.make(0), "tasks.a.peft_config") == []
+    config, other = case.make(0), case.make(0)
     field, value = case.wrong
     setattr(config, field, value)
+    other.task_type = TaskType.SEQ_2_SEQ_LM
     with pytest.raises(ConfigError, match=rf"tasks\.a\.peft_config\.{field}"):
         MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False)
+    assert [fault.where for fault in peft_config_faults(other, "tasks.a")] == ["tasks.a.peft_config.task_type"]
 
 
 @EVERY_KIND
-def test_a_task_type_that_cannot_be_trained_is_refused(kind: AdapterKind) -> None:
-    config = CASES[kind.peft_type].make(0)
-    config.task_type = TaskType.SEQ_2_SEQ_LM
-    with pytest.raises(ConfigError, match=r"tasks\.a\.peft_config\.task_type"):
-        MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False)
-
-
-@EVERY_KIND
-def test_every_layer_that_peft_injects_is_multiplexed(kind: AdapterKind) -> None:
-    model = MultiTaskPeftModel(tiny_llama(), {"a": CASES[kind.peft_type].make(0)}, verify=False)
-    layers = [module for module in model.backbone.modules() if isinstance(module, kind.layer_type)]
+def test_a_kind_knows_its_configurations_layers_and_parameters(kind: AdapterKind) -> None:
+    judge, own = plain(CASES[kind.peft_type].make(0), 0)
+    assert kind_of(judge.peft_config["default"]) is kind
+    layers = [module for module in judge.modules() if isinstance(module, BaseTunerLayer)]
     assert layers
-    assert all(isinstance(layer.__dict__["forward"], MultiplexedForward) for layer in layers)
+    assert all(kind_of_layer(layer) is kind for layer in layers)
+    assert own
+    assert all(kind.owns(name) and kind_of_parameter(name) is kind for name in own)
+    assert not any(kind.owns(name) for name, item in judge.named_parameters() if not item.requires_grad)
+    adapted = {f"base_model.model.{name}" for name in judge.base_model.targeted_module_names}
+    # What layers share lies on none of them.
+    assert {kind.site_of(name) for name in own} - {"base_model"} <= adapted
+    loads = kind.loads({name: tuple(item.shape) for name, item in own.items()}, {})
+    sizes = [(item.dim() > 1, item.numel()) for item in own.values()]
+    # Biases may be left out: they take hardly any time.
+    allowed = {sum(size for _, size in sizes), sum(size for is_matrix, size in sizes if is_matrix)}
+    assert sum(load.rank * load.width for load in loads) in allowed
+    assert len(loads) == len({kind.site_of(name) for name in own})
+    dims = [kind.cut_dim(name, is_row=is_row) for name in own for is_row in (True, False)]
+    assert any(dim is not None for dim in dims) is kind.can_be_cut
 
 
 @EVERY_KIND
-def test_a_pass_of_two_tasks_gives_each_what_plain_peft_alone_gives(kind: AdapterKind) -> None:
+def test_a_kind_that_cannot_be_cut_refuses_layouts_that_cut_and_no_others(kind: AdapterKind) -> None:
+    assert kind.refusals(ParallelLayout.of(2), "tasks.a") == []
+    faults = kind.refusals(ParallelLayout.of(2, tp=2), "tasks.a")
+    assert bool(faults) is not kind.can_be_cut
+    stages = kind.refusals(ParallelLayout.of(2, pp=2), "tasks.a")
+    assert bool(stages) is bool(kind.entry.spans_layers or kind.entry.reads_weights)
+    assert all(fault.where == "tasks.a.peft_config" and kind.title in fault.got for fault in (*faults, *stages))
+
+
+@EVERY_KIND
+def test_a_narrowed_configuration_adapts_the_given_layers_alone(kind: AdapterKind) -> None:
+    config: Any = CASES[kind.peft_type].make(0)
+    if hasattr(config, "layers_to_transform"):
+        config.layers_to_transform = [0]
+    full, _ = plain(CASES[kind.peft_type].make(0), 0)
+    site = full.base_model.targeted_module_names[-1]
+    kind.narrow(config, [site])
+    model, own = plain(config, 0)
+    assert model.base_model.targeted_module_names == [site]
+    assert {kind.site_of(name) for name in own} <= {f"base_model.model.{site}", "base_model"}
+
+
+@EVERY_KIND
+def test_a_pass_of_two_tasks_gives_each_what_plain_peft_alone_gives(kind: AdapterKind, tmp_path: Path) -> None:
     configs = {name: CASES[kind.peft_type].make(number) for number, name in enumerate("ab")}
-    model = MultiTaskPeftModel(tiny_llama(), configs, seeds={"a": 3, "b": 4})
+    model = MultiTaskPeftModel(tiny_llama(), configs, seeds={"a": 3, "b": 4}, verify=False)
+    layers = [module for module in model.backbone.modules() if isinstance(module, kind.layer_type or ())]
+    assert all(isinstance(layer.__dict__["forward"], MultiplexedForward) for layer in layers)
     batch, rows = packed("a", "b")
     judges = {name: plain(configs[name], seed) for name, seed in (("a", 3), ("b", 4))}
     if CASES[kind.peft_type].is_random:
@@ -150,6 +176,16 @@ def test_a_pass_of_two_tasks_gives_each_what_plain_peft_alone_gives(kind: Adapte
         assert ours.keys() == own.keys()
         for key, parameter in own.items():
             assert relative(ours[key].grad, parameter.grad) <= 1e-4, f"{name} {key}"
+    # What it saves comes back in plain PEFT and here.
+    model.eval().save_pretrained(tmp_path)
+    again = MultiTaskPeftModel.from_pretrained(tiny_llama(), tmp_path, verify=False).eval()
+    ids = torch.tensor([lab.rows(5, 1, 9, 9)[0]["input_ids"]])
+    for name in "ab":
+        loaded = PeftModel.from_pretrained(tiny_llama(), str(tmp_path / name)).eval()
+        with torch.no_grad():
+            wanted = loaded(input_ids=ids).logits
+            assert torch.equal(model.task_view(name)(input_ids=ids).logits, wanted)
+            assert torch.equal(again.task_view(name)(input_ids=ids).logits, wanted)
 
 
 @EVERY_KIND
@@ -158,8 +194,8 @@ def test_what_dropout_draws_for_a_task_does_not_depend_on_its_neighbours(kind: A
     make = case.dropped or (lambda: case.make(0))
     # Of its own type and of another, around it or inside it; one is gone before the pass.
     others = {"x": case.make(1), "b": case.make(1), "c": ia3(0), "d": LoraConfig(r=2, target_modules="all-linear")}
-    model = MultiTaskPeftModel(tiny_llama(), {**others, "a": make()})
-    alone = MultiTaskPeftModel(tiny_llama(), {"a": make()})
+    model = MultiTaskPeftModel(tiny_llama(), {**others, "a": make()}, verify=False)
+    alone = MultiTaskPeftModel(tiny_llama(), {"a": make()}, verify=False)
     for each in (model, alone):
         each.train()
         perturbed(each.task_parameters("a"), 0)
@@ -171,60 +207,6 @@ def test_what_dropout_draws_for_a_task_does_not_depend_on_its_neighbours(kind: A
         return
     assert abs(alone(other).losses[0].item() - by_itself.item()) > 1e-4, "another seed draws something else"
     assert abs(alone.eval()(only).losses[0].item() - by_itself.item()) > 1e-4, "in training something is dropped"
-
-
-@EVERY_KIND
-def test_a_kind_owns_exactly_the_parameters_that_peft_marks_for_the_adapter(kind: AdapterKind) -> None:
-    judge, marked = plain(CASES[kind.peft_type].make(0), 0)
-    frozen = [name for name, item in judge.named_parameters() if not item.requires_grad]
-    assert marked
-    assert all(kind.owns(name) for name in marked)
-    assert not any(kind.owns(name) for name in frozen)
-    adapted = {f"base_model.model.{name}" for name in judge.base_model.targeted_module_names}
-    # What layers share lies on none of them.
-    assert {kind.site_of(name) for name in marked} - {"base_model"} <= adapted
-
-
-@EVERY_KIND
-def test_loads_count_the_parameters_of_an_adapter(kind: AdapterKind) -> None:
-    model = MultiTaskPeftModel(tiny_llama(), {"a": CASES[kind.peft_type].make(0)}, verify=False)
-    parameters = model.task_parameters("a")
-    loads = kind.loads({name: tuple(item.shape) for name, item in parameters.items()}, {})
-    sizes = [(item.dim() > 1, item.numel()) for item in parameters.values()]
-    # Biases may be left out: they take no time to speak of.
-    allowed = {sum(size for _, size in sizes), sum(size for is_matrix, size in sizes if is_matrix)}
-    assert sum(load.rank * load.width for load in loads) in allowed
-    assert len(loads) == len({kind.site_of(name) for name in parameters})
-
-
-@EVERY_KIND
-def test_a_narrowed_configuration_adapts_the_given_layers_alone(kind: AdapterKind) -> None:
-    config: Any = CASES[kind.peft_type].make(0)
-    if hasattr(config, "layers_to_transform"):
-        config.layers_to_transform = [0]
-    full, _ = plain(CASES[kind.peft_type].make(0), 0)
-    site = full.base_model.targeted_module_names[-1]
-    kind.narrow(config, [site])
-    model, own = plain(config, 0)
-    assert model.base_model.targeted_module_names == [site]
-    assert {kind.site_of(name) for name in own} <= {f"base_model.model.{site}", "base_model"}
-
-
-@EVERY_KIND
-def test_an_adapter_is_saved_and_comes_back_in_plain_peft_and_here(kind: AdapterKind, tmp_path: Path) -> None:
-    configs = {name: CASES[kind.peft_type].make(number) for number, name in enumerate("ab")}
-    model = MultiTaskPeftModel(tiny_llama(), configs).eval()
-    for number, name in enumerate("ab"):
-        perturbed(model.task_parameters(name), number)
-    model.save_pretrained(tmp_path)
-    again = MultiTaskPeftModel.from_pretrained(tiny_llama(), tmp_path).eval()
-    ids = torch.tensor([lab.rows(5, 1, 9, 9)[0]["input_ids"]])
-    for name in "ab":
-        judge = PeftModel.from_pretrained(tiny_llama(), str(tmp_path / name)).eval()
-        with torch.no_grad():
-            wanted = judge(input_ids=ids).logits
-            assert torch.equal(model.task_view(name)(input_ids=ids).logits, wanted)
-            assert torch.equal(again.task_view(name)(input_ids=ids).logits, wanted)
 
 
 # ----------------------------------------------------- a type from one new file
@@ -239,30 +221,17 @@ def toy() -> Iterator[ToyKind]:
 
 def toy_task(name: str, number: int, **settings: Any) -> Task:
     task = lab.small_task(name, data_seed=10 + number, length=7 + 3 * number, max_steps=5, **settings)
-    return Task(**{**_fields(task), "peft_config": ia3(number)})
+    return replace(task, peft_config=ia3(number))
 
 
-def _fields(task: Task) -> dict[str, Any]:
-    return {name: getattr(task, name) for name in task.__dataclass_fields__}
-
-
-def test_two_tasks_of_a_new_type_train_beside_one_of_lora_as_plain_peft_trains_them_alone(
-    toy: ToyKind, tmp_path: Path
-) -> None:
-    tasks = [toy_task("toy0", 0), lab.small_task("lora", data_seed=3, max_steps=5), toy_task("toy1", 1, seed=2)]
-    run = lab.train(tasks, tmp_path)
+def test_a_new_type_trains_beside_lora_as_plain_peft_alone_and_arrives_in_a_run(toy: ToyKind, tmp_path: Path) -> None:
+    tasks = [toy_task("toy0", 0), lab.small_task("lora", data_seed=3, max_steps=7), toy_task("toy1", 1, seed=2)]
+    recorder = lab.Recorder(at_end={2: lambda trainer: trainer.register_tasks([tasks[2]])})
+    run = lab.train(tasks[:2], tmp_path, recorder=recorder)
     verdicts = {task.name: lab.judge(run.trainer, task) for task in tasks}
     lab.assert_as_judged(run, verdicts)
     for name, verdict in verdicts.items():
         assert verdict.losses[-1] != verdict.losses[0], f"{name} has learned something"
-
-
-def test_a_new_type_arrives_in_a_run_of_lora_and_leaves_it(toy: ToyKind, tmp_path: Path) -> None:
-    late = toy_task("late", 0)
-    recorder = lab.Recorder(at_end={2: lambda trainer: trainer.register_tasks([late])})
-    run = lab.train([lab.small_task("lora", data_seed=3, max_steps=9)], tmp_path, recorder=recorder)
-    verdicts = {name: lab.judge(run.trainer, task) for name, task in (("late", late),)}
-    lab.assert_close(run.losses["late"], verdicts["late"].losses, 1e-5, "late")
 
 
 def test_a_new_type_goes_on_from_its_checkpoint(toy: ToyKind, tmp_path: Path) -> None:
@@ -279,8 +248,6 @@ def test_a_new_type_goes_on_from_its_checkpoint(toy: ToyKind, tmp_path: Path) ->
 
 def test_a_type_that_is_no_longer_registered_is_refused(toy: ToyKind, tmp_path: Path) -> None:
     task = toy_task("toy0", 0)
-    from peft_mux.modeling.adapters.kind import register_kind, unregister_kind
-
     unregister_kind(PeftType.IA3)
     try:
         with pytest.raises(ConfigError, match=r"IA3Config \(IA3\)"):
@@ -289,28 +256,7 @@ def test_a_type_that_is_no_longer_registered_is_refused(toy: ToyKind, tmp_path: 
         register_kind(toy)
 
 
-@EVERY_KIND
-def test_a_kind_that_cannot_be_cut_refuses_layouts_that_cut_and_no_others(kind: AdapterKind) -> None:
-    whole, cut = ParallelLayout.of(2), ParallelLayout.of(2, tp=2)
-    assert kind.refusals(whole, "tasks.a") == []
-    faults = kind.refusals(cut, "tasks.a")
-    assert bool(faults) is not kind.can_be_cut
-    entry = entry_of(kind.peft_type)
-    stages = kind.refusals(ParallelLayout.of(2, pp=2), "tasks.a")
-    assert bool(stages) is bool(entry.spans_layers or entry.reads_weights)
-    assert all(fault.where == "tasks.a.peft_config" and kind.title in fault.got for fault in faults)
-    dims = {(name, is_row): kind.cut_dim(name, is_row=is_row) for name in shapes_of(kind) for is_row in (True, False)}
-    assert any(dim is not None for dim in dims.values()) is kind.can_be_cut
-
-
-def shapes_of(kind: AdapterKind) -> dict[str, tuple[int, ...]]:
-    _, own = plain(CASES[kind.peft_type].make(0), 0)
-    return {name: tuple(item.shape) for name, item in own.items()}
-
-
 def test_sliced_layers_are_named_as_a_reason_against_cuda_graphs() -> None:
     model = MultiTaskPeftModel(tiny_llama(), {"a": ia3(0)}, verify=False)
-    layer = model.backbone.get_submodule("model.layers.0.self_attn.k_proj")
-    forward = layer.__dict__["forward"]
-    assert isinstance(forward, SlicedAdapter)
-    assert "model.layers.0.self_attn.k_proj" in (forward.reason_against_graphs() or "")
+    name = "model.layers.0.self_attn.k_proj"
+    assert name in model.backbone.get_submodule(name).__dict__["forward"].reason_against_graphs()

@@ -1,4 +1,4 @@
-"""A type of adapters from one new file: PEFT's IA3, which scales what a layer gives, through its own layers.
+"""A type of adapters from one new file: PEFT's IA3, which scales the outputs of a layer, through its own layers.
 
 It takes the place of the kind that the catalogue has for the type.
 """
@@ -9,9 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from peft import PeftType
-from peft.utils.constants import TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING
-
+from peft_mux.modeling.adapters.catalogue import TypeEntry
 from peft_mux.modeling.adapters.kind import KINDS, CutLayers, Shapes, register_kind, unregister_kind
 from peft_mux.modeling.adapters.sliced import SlicedKind
 from peft_mux.scheduler.costs.loads import AdapterLoad
@@ -21,12 +19,7 @@ class ToyKind(SlicedKind):
     """IA3: one number for each feature of a layer."""
 
     def __init__(self) -> None:
-        super().__init__(
-            PeftType.IA3,
-            fields=("feedforward_modules", "fan_in_fan_out", "init_ia3_weights"),
-            reasons={"modules_to_save": "it trains a copy of a backbone module"},
-            default_targets=TRANSFORMERS_MODELS_TO_IA3_TARGET_MODULES_MAPPING,
-        )
+        super().__init__(TypeEntry("IA3"))
 
     def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:
         """Return one load a layer, of rank 1 and as wide as the vector is long."""

@@ -1,8 +1,11 @@
 """`LoraPass`: the rows of one pass, bound to the adapters that work on them, for layers that are computed in groups.
 
 On a GPU with Triton, what launches need to know (where each adapter lies, its rank, its scale) is gathered once for
-each set of tasks and kept by `LoraGroups`; a pass adds only which rows are whose. Anywhere else, and wherever kernels
-cannot serve an adapter, the same result comes from products on slices (`peft_mux.kernels.lora.reference`).
+each set of tasks and kept by `LoraGroups`; a pass adds only which rows belong to which task. Anywhere else, and if
+kernels cannot serve an adapter, the same result comes from products on slices (`peft_mux.kernels.lora.reference`).
+
+A *group* is what `LoraGroups.enroll` takes: an object with `members` (the forwards of its layers), `number` and
+`num_columns`. It is a `LinearGroup` of LoRA, or one layer of Adapter Tuning.
 """
 
 from __future__ import annotations
@@ -12,14 +15,14 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from peft_mux.kernels import philox
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.kernels.lora.function import PASSES, LoraGroupFunction
-from peft_mux.kernels.lora.group import Adapter, Base, KernelCall, LoraGroup, SliceCall, Tables
+from peft_mux.kernels.lora.group import Adapter, KernelCall, LoraGroup, SliceCall
 from peft_mux.kernels.lora.launch import DTYPES
 from peft_mux.kernels.lora.reference import Rows
 from peft_mux.kernels.lora.tables import SegmentTables
@@ -31,67 +34,41 @@ if TYPE_CHECKING:
 _MAX_COMPOSITIONS = 32
 
 
-class KernelGroup(Protocol):
-    """Layers whose adapters are computed together by kernels.
+class Composition(NamedTuple):
+    """Tables of all groups of a model for one set of tasks.
 
     Attributes:
-        members: the forwards of the layers.
-        number: the number by which `LoraGroups` knows the group.
-        num_columns: columns that any tasks may need for each row, beside the activations.
+        adapters: internal id of each segment's task.
+        slabs: the slab of each; `None` if it has none.
+        dtype: the dtype of the activations.
+        watched: ids of parameters whose gradients have to pass through autograd.
+        tables: by the group's number, made when it is first computed; `None` if kernels cannot serve it.
     """
 
-    members: Any
-    number: int
-    num_columns: int
-
-    @property
-    def is_training(self) -> bool:
-        """Whether adapters drop out."""
-        ...
-
-    @property
-    def widths(self) -> list[int]:
-        """Output features of each layer."""
-        ...
-
-    def bases(self) -> list[Base]:
-        """Return the frozen part of each layer, as far as it is computed with the adapters."""
-        ...
-
-    def tables(
-        self,
-        adapters: tuple[str, ...],
-        slabs: Sequence[TaskSlab | None],
-        dtype: torch.dtype,
-        watched: frozenset[int],
-    ) -> Tables | None:
-        """Return what launches need to know for a set of tasks, or `None` where kernels cannot serve it.
-
-        Args:
-            adapters: internal id of each segment's task.
-            slabs: the slab of each; `None` where it has none.
-            dtype: the dtype of the activations.
-            watched: ids of parameters whose gradients have to pass through autograd.
-        """
-        ...
+    adapters: tuple[str, ...]
+    slabs: Sequence[TaskSlab | None]
+    dtype: torch.dtype
+    watched: frozenset[int]
+    tables: dict[int, LoraGroup | None]
 
 
 class LoraGroups:
-    """Tables of all groups of a model, for each set of tasks that shares a pass.
+    """The groups of one model, and their tables for each set of tasks that shares a pass.
 
     Args:
-        slab_of: the slab of an adapter, by its internal id; `None` where it has none.
+        slab_of: returns the slab of an adapter, by its internal id; `None` if it has none.
 
+    Attributes:
+        groups: groups by number, weakly, because they belong to their layers, which may be regrouped or removed.
     """
 
     def __init__(self, slab_of: Callable[[str], TaskSlab | None]) -> None:
         """Start empty."""
+        self.groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self._slab_of = slab_of
         self._compositions: OrderedDict[tuple[Any, ...], Composition] = OrderedDict()
         self._num_enrolled = 0
-        self._telling: dict[str, bool] = {}
-        # Weakly, as groups belong to their layers, which may be regrouped or removed.
-        self._groups: weakref.WeakValueDictionary[int, KernelGroup] = weakref.WeakValueDictionary()
+        self._is_linear_only: dict[str, bool] = {}
 
     def begin_pass(
         self, segments: tuple[RowSegment, ...], places: torch.Tensor, *, has_fixed_size: bool = False
@@ -102,57 +79,41 @@ class LoraGroups:
     def clear(self) -> None:
         """Forget all tables; needed whenever an adapter came, went or moved."""
         self._compositions.clear()
-        self._telling.clear()
+        self._is_linear_only.clear()
+
+    def enroll(self, group: Any) -> int:
+        """Return a number for a group of layers, by which compiled graphs find it."""
+        self._num_enrolled += 1
+        self.groups[self._num_enrolled] = group
+        return self._num_enrolled
 
     def tells(self, adapter: str) -> bool:
-        """Whether all weights of an adapter are in linear layers of the groups; see `PassMaker.tells`."""
-        if adapter not in self._telling:
+        """Return whether all weights of an adapter are in linear layers of the groups; see `PassMaker.tells`."""
+        if adapter not in self._is_linear_only:
             slab = self._slab_of(adapter)
-            members = [member for group in self._groups.values() for member in group.members]
-            # Of other layers, such as experts, nothing is known here.
+            members = [member for group in self.groups.values() for member in group.members]
+            # Nothing is known here of other layers, such as experts.
             linear = [member for member in members if hasattr(member, "weights_of")]
             held = {id(weight) for member in linear for weight in member.weights_of(adapter)}
             own = set() if slab is None else slab.parameter_ids
-            self._telling[adapter] = bool(own) and own <= held
-        return self._telling[adapter]
+            self._is_linear_only[adapter] = bool(own) and own <= held
+        return self._is_linear_only[adapter]
 
     def watched(self, adapters: tuple[str, ...]) -> frozenset[int]:
-        """Return the ids of parameters whose gradients somebody waits to see pass through autograd."""
+        """Return the ids of parameters that have hooks on their gradients."""
         slabs = (self._slab_of(adapter) for adapter in adapters)
         return frozenset(number for slab in slabs if slab is not None for number in slab.watched())
 
-    def enroll(self, group: KernelGroup) -> int:
-        """Return a number for a group of layers, by which compiled graphs find it."""
-        self._num_enrolled += 1
-        self._groups[self._num_enrolled] = group
-        return self._num_enrolled
-
-    def group(self, number: int) -> KernelGroup:
-        """Return the group of a number."""
-        return self._groups[number]
-
     def composition(
-        self,
-        adapters: tuple[str, ...],
-        dtype: torch.dtype,
-        *,
-        is_training: bool,
-        watched: frozenset[int] = frozenset(),
+        self, adapters: tuple[str, ...], dtype: torch.dtype, *, is_training: bool, watched: frozenset[int]
     ) -> Composition:
-        """Return the tables of a set of tasks that share a pass.
-
-        Args:
-            adapters: internal id of each segment's task.
-            dtype: the dtype of the activations.
-            is_training: whether adapters drop out.
-            watched: ids of parameters that slices serve.
-        """
+        """Return the tables of the tasks that share a pass; `is_training` says whether adapters drop out."""
         slabs = [self._slab_of(adapter) for adapter in adapters]
         bindings = tuple(0 if slab is None else slab.num_bindings for slab in slabs)
-        # All that tables depend on: gradients move when they are bound anew, and dropout goes with training.
+        # All that tables depend on: gradients move when they are bound again, and dropout goes with training.
         key = adapters, bindings, dtype, is_training, watched
         if key not in self._compositions:
-            self._compositions[key] = Composition(adapters, slabs, dtype, watched)
+            self._compositions[key] = Composition(adapters, slabs, dtype, watched, {})
         self._compositions.move_to_end(key)
         # Tasks that take turns would otherwise leave tables of every combination behind.
         while len(self._compositions) > _MAX_COMPOSITIONS:
@@ -160,49 +121,19 @@ class LoraGroups:
         return self._compositions[key]
 
 
-class Composition:
-    """Tables of all groups of a model for one set of tasks, made when a group is first computed.
-
-    Args:
-        adapters: internal id of each segment's task.
-        slabs: the slab of each; `None` where it has none.
-        dtype: the dtype of the activations.
-        watched: ids of parameters that slices serve.
-    """
-
-    def __init__(
-        self,
-        adapters: tuple[str, ...],
-        slabs: Sequence[TaskSlab | None],
-        dtype: torch.dtype,
-        watched: frozenset[int],
-    ) -> None:
-        """Start without tables."""
-        self._of_tables = adapters, slabs, dtype, watched
-        self._found: dict[int, Tables | None] = {}
-
-    def tables(self, group: KernelGroup) -> Tables | None:
-        """Return what launches need to know of a group, or `None` where kernels cannot serve it."""
-        number = group.number
-        if number not in self._found:
-            self._found[number] = group.tables(*self._of_tables)
-        return self._found[number]
-
-
-def linear_tables(
-    members: Sequence[Any],
-    adapters: tuple[str, ...],
-    slabs: Sequence[TaskSlab | None],
-    dtype: torch.dtype,
-    watched: frozenset[int],
-) -> LoraGroup | None:
-    """Return what launches need to know of linear layers that are computed together; see `KernelGroup.tables`."""
+def tables_of_group(members: Sequence[Any], tasks: Composition) -> LoraGroup | None:
+    """Return what launches need to know of layers that are computed together; `None` if kernels cannot serve them."""
     layers = []
     for member in members:
-        found = [_adapter(member, name, slab, dtype, watched) for name, slab in zip(adapters, slabs, strict=True)]
-        if any(item is _UNSERVED for item in found):
-            return None
-        layers.append([item if isinstance(item, Adapter) else None for item in found])
+        adapters: list[Adapter | None] = []
+        for name, slab in zip(tasks.adapters, tasks.slabs, strict=True):
+            placed = None
+            if member.is_grouped(name):
+                placed = _placed(member, name, slab, tasks)
+                if placed is None:
+                    return None
+            adapters.append(placed)
+        layers.append(adapters)
     try:
         return LoraGroup(layers, [member.name for member in members])
     except ValueError as error:
@@ -210,38 +141,31 @@ def linear_tables(
         return None
 
 
-_UNSERVED = object()
-
-
-def _adapter(
-    member: Any, adapter: str, slab: TaskSlab | None, dtype: torch.dtype, watched: frozenset[int]
-) -> Adapter | object | None:
-    """Return where kernels find an adapter, `None` where the task has none here, or `_UNSERVED`."""
-    layer = member.module
-    if not member.is_grouped(adapter):
-        return None
-    weights = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+def _placed(member: Any, adapter: str, slab: TaskSlab | None, tasks: Composition) -> Adapter | None:
+    """Return where kernels find an adapter of a layer; `None` if they cannot serve it."""
+    weights = member.factors_of(adapter)
     # Kernels write gradients in place, which a hook on the parameter would not see.
-    if slab is None or dtype not in DTYPES or any(id(weight) in watched for weight in weights):
-        return _UNSERVED
-    a, b = (slab.factor(weight, dtype) for weight in weights)
+    if slab is None or tasks.dtype not in DTYPES or any(id(weight) in tasks.watched for weight in weights):
+        return None
+    a, b = (slab.factor(weight, tasks.dtype) for weight in weights)
     # Kernels add gradients up in fp32 only.
     if a is None or b is None or any(f.gradient is not None and f.gradient.dtype != torch.float32 for f in (a, b)):
-        return _UNSERVED
-    return Adapter(a.values, b.values, a.gradient, b.gradient, layer.scaling[adapter], member.dropout_of(adapter))
+        return None
+    scale, dropout = member.scale_of(adapter), member.dropout_of(adapter)
+    return Adapter(a.values, b.values, a.gradient, b.gradient, scale, dropout)
 
 
 @functools.cache
 def say_once(reason: str) -> None:
-    """Tell why kernels do not serve some layers, once."""
+    """Warn once why kernels do not serve some layers."""
     warnings.warn(f"adapters of some layers are computed task by task: {reason}", stacklevel=2)
 
 
 class LoraPass:
-    """One pass of one micro-batch: whose rows are where.
+    """One pass of one micro-batch.
 
     Args:
-        groups: the tables of the model's groups of layers.
+        groups: the model's groups of layers, and their tables.
         segments: rows of each task.
         places: int64 `[T]`, place of each row in its task's global batch, for dropout.
         has_fixed_size: whether `update` may bring other rows of the same adapters, up to T of them; launches of such a
@@ -249,9 +173,10 @@ class LoraPass:
 
     Attributes:
         anchor: scalar that requires gradients.
-        handle: stands for the pass in compiled graphs.
+        handle: represents the pass in compiled graphs.
+        segment_tables: which rows belong to which task, for launches; `None` if no kernels run.
         found: in a pass of fixed size, the tables of each group that was computed, by its number and the dtype; `None`
-            where kernels cannot serve it. They live as long as the pass: captured launches go on reading them.
+            if kernels cannot serve it. They live as long as the pass: captured launches read them at every replay.
     """
 
     def __init__(
@@ -262,24 +187,24 @@ class LoraPass:
         *,
         has_fixed_size: bool = False,
     ) -> None:
-        """Cut the rows into tiles where kernels will run."""
+        """Cut the rows into tiles if kernels will run."""
         self._groups = groups
         self.segments, self.places = segments, places
         self.adapters = tuple(segment.adapter for segment in segments)
-        # Where nothing below trains, activations need no gradient, and outputs would not either.
+        # If nothing below trains, activations need no gradient, and outputs would not either.
         self.anchor = torch.zeros((), device=places.device, requires_grad=True)
         self._has_fixed_size = has_fixed_size
         # The table of passes would keep a captured pass, and with it the memory of its tables, alive.
         self.handle = PASSES.add(_weakly(self._find) if has_fixed_size else self._find)
-        self.found: dict[tuple[int, torch.dtype], Tables | None] = {}
-        self._tables: SegmentTables | None = None
+        self.found: dict[tuple[int, torch.dtype], LoraGroup | None] = {}
+        self.segment_tables: SegmentTables | None = None
         self._watched: frozenset[int] = frozenset()
         self._compositions: dict[tuple[torch.dtype, bool], Composition] = {}
         if runs_kernels(places.device):
-            # Once a pass and not once a layer, as every parameter of every task is looked at.
+            # Once a pass and not once a layer, because every parameter of every task is looked at.
             self._watched = groups.watched(self.adapters)
             sizes = {"max_tokens": len(places), "max_segments": len(segments)} if has_fixed_size else {}
-            self._tables = SegmentTables(*_lengths_and_seeds(segments), device=places.device, **sizes)
+            self.segment_tables = SegmentTables(*_lengths_and_seeds(segments), device=places.device, **sizes)
 
     def update(self, segments: tuple[RowSegment, ...]) -> None:
         """Let a pass of fixed size stand for other rows of the same adapters, in the same memory.
@@ -292,79 +217,78 @@ class LoraPass:
         """
         if tuple(segment.adapter for segment in segments) != self.adapters:
             raise ValueError(f"adapters of the segments are not {', '.join(self.adapters)}, of which the pass is.")
-        if self._tables is not None:
-            self._tables.update(*_lengths_and_seeds(segments))
+        if self.segment_tables is not None:
+            self.segment_tables.update(*_lengths_and_seeds(segments))
         self.segments = segments
 
     def reason_against_capture(self) -> str | None:
-        """Return why a computed pass of fixed size cannot be captured; `None` where kernels served all groups."""
+        """Return why a computed pass of fixed size cannot be captured; `None` if kernels served all groups."""
         for (number, _), tables in self.found.items():
             if not tables:
-                return f"kernels do not serve the adapters of {self._groups.group(number).members[0].name}"
+                return f"kernels do not serve the adapters of {self._groups.groups[number].members[0].name}"
         return None if self.found else "adapters are not computed by kernels"
 
     def outputs(
-        self, group: KernelGroup, x: torch.Tensor, dtype: torch.dtype, needed: tuple[Rows, ...] | None = None
+        self, group: Any, x: torch.Tensor, dtype: torch.dtype, needed: tuple[Rows, ...] | None = None
     ) -> tuple[torch.Tensor, ...] | None:
-        """Return `[..., K]` of each layer of a group through the kernels; `None` where they cannot serve it.
+        """Return `[..., K]` of each layer of a group through the kernels; `None` if they cannot serve it.
 
         Args:
-            group: the layers that are computed together.
+            group: the linear layers that are computed together.
             x: `[..., D]`, the activations that all of them read, T rows.
             dtype: the dtype to compute in.
             needed: the rows whose gradients a layer below needs; all by default, and in a pass of fixed size.
         """
         tables = self.tables_of(group, dtype)
-        if tables is None or self._tables is None:
+        if tables is None or self.segment_tables is None:
             return None
         bases = group.bases()
         # Captured launches are replayed for other rows.
         if needed is not None and not self._has_fixed_size:
             bases = [base._replace(needed=needed) for base in bases]
-        call = KernelCall(tables, bases, self._tables, self.places)
-        # Where activations want a gradient already, the anchor would only be one more edge of the graph.
+        call = KernelCall(tables, bases, self.segment_tables, self.places)
+        # If activations require a gradient already, the anchor would only be one more edge of the graph.
         return LoraGroupFunction.apply(x, None if x.requires_grad else self.anchor, call, dtype)
 
-    def compiled_outputs(self, group: KernelGroup, x_TD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    def compiled_outputs(self, group: Any, x_TD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
         """Return the same as one opaque operator of a compiled graph."""
-        x_TD = x_TD.to(dtype)
         *outputs, _ = torch.ops.peft_mux.lora_group(
-            x_TD, self.anchor, self.handle, group.number, group.widths, group.num_columns
+            x_TD.to(dtype), self.anchor, self.handle, group.number, group.widths, group.num_columns
         )
         return tuple(outputs)
 
     def _find(self, number: int, dtype: torch.dtype) -> KernelCall | SliceCall:
-        group = self._groups.group(number)
+        group = self._groups.groups[number]
         tables = self.tables_of(group, dtype)
-        if tables is not None and self._tables is not None:
-            return KernelCall(tables, group.bases(), self._tables, self.places, group.num_columns)
+        if tables is not None and self.segment_tables is not None:
+            return KernelCall(tables, group.bases(), self.segment_tables, self.places, group.num_columns)
         slices = [member.slice_of(self.segments) for member in group.members]
         return SliceCall(slices, self.places, group.num_columns)
 
-    def tables_of(self, group: KernelGroup, dtype: torch.dtype) -> Tables | None:
-        """Return what launches need to know of a group in this pass; `None` where kernels cannot serve it."""
-        if self._tables is None:
+    def tables_of(self, group: Any, dtype: torch.dtype) -> LoraGroup | None:
+        """Return what launches need to know of a group in this pass; `None` if kernels cannot serve it."""
+        if self.segment_tables is None:
             return None
-        if not self._has_fixed_size:
-            return self._composition(group, dtype).tables(group)
-        # Kept by the pass itself: the groups' own tables may be dropped while captured launches read them.
-        key = group.number, dtype
-        if key not in self.found:
-            self.found[key] = self._composition(group, dtype).tables(group)
-        return self.found[key]
-
-    def _composition(self, group: KernelGroup, dtype: torch.dtype) -> Composition:
-        """Return the tables of the tasks of this pass, which are looked up once and not once a layer."""
-        key = dtype, group.is_training
+        if self._has_fixed_size and (group.number, dtype) in self.found:
+            return self.found[group.number, dtype]
+        # Looked up once a pass and not once a layer.
+        key = dtype, group.members[0].module.training
         if key not in self._compositions:
             self._compositions[key] = self._groups.composition(
                 self.adapters, dtype, is_training=key[1], watched=self._watched
             )
-        return self._compositions[key]
+        tasks = self._compositions[key]
+        if group.number not in tasks.tables:
+            tasks.tables[group.number] = tables_of_group(group.members, tasks)
+        tables = tasks.tables[group.number]
+        # Kept by the pass itself: the groups' own tables may be dropped while captured launches read them.
+        if self._has_fixed_size:
+            self.found[group.number, dtype] = tables
+        return tables
 
 
 def _weakly(find: Callable[[int, torch.dtype], Any]) -> Callable[[int, torch.dtype], Any]:
-    """Return the same method without keeping its pass alive: whoever captures one holds it himself."""
+    """Return the same method without keeping its pass alive: whoever captures a pass holds it."""
     method = weakref.WeakMethod(find)
 
     def find_now(group: int, dtype: torch.dtype) -> Any:

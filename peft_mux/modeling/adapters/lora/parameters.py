@@ -1,30 +1,24 @@
-"""The experts of a mixture, once for all tasks: frozen matrices grouped by expert, low ranks by expert and task.
+"""LoRA on bare parameters (`target_parameters`), such as the experts and the router of a mixture.
 
-transformers keeps the experts of a layer as one parameter of three dimensions, and computes a pass over T tokens of
-which each goes to k experts as S = T * k slots, sorted by expert. The stream is sorted by task, and the sort is stable.
-So the slots of a task lie side by side within each expert too::
+PEFT wraps the module that holds a parameter. Its wrapper computes `W + delta` for one adapter and lets the module run
+with it, and wrappers of several parameters of one module lie around one another::
+
+    mlp.experts = ParamWrapper(down_proj, base_layer=ParamWrapper(gate_up_proj, base_layer=Experts))
+
+Here the module runs once for the rows of each task, with PEFT's `W + delta` of its adapter. Experts as transformers
+writes them run once for all tasks instead: it keeps those of a layer as one parameter of three dimensions, and computes
+a pass over T tokens, each of which goes to k experts, as S = T * k slots sorted by expert. The stream is sorted by
+task, and the sort is stable. So the slots of a task lie side by side within each expert too::
 
     slot      e0: a a a b | e1: a b b | e2: b ...
     frozen    [---------]   [-------]   [---          one product an expert, for all tasks
     adapters  [-----][--]   [--][---]                 one product a pair of expert and task
 
-Both are one call of torch's `grouped_mm` each, whose groups are products of their own: what is NaN in one task reaches
-no other. `y_e = W_e x + s B_te (A_te x)` is exact; `W + delta`, which PEFT computes with, is never made, and so neither
-held for a backward pass.
+Both are one call of torch's `grouped_mm` each, whose groups are products of their own: the NaN of one task reaches no
+other. `y_e = W_e x + s B_te (A_te x)` is exact; `W + delta` is never made, and so not held for a backward pass either.
 
 Shape letters: T tokens, k experts of a token, S slots, E experts, N tasks, R rank, D input and K output features.
 """
-
-# MERGED: LoRA on bare parameters (`target_parameters`): PEFT's `ParamWrapper`, task by task or grouped.
-# MERGED: PEFT wraps the module that holds a parameter, such as the experts or the router of a mixture. Its wrapper
-# MERGED: computes
-# MERGED: `W + delta` for one adapter and lets the module run with it, and wrappers of several parameters of one
-# MERGED: module lie around
-# MERGED: one another::
-# MERGED:     mlp.experts = ParamWrapper(down_proj, base_layer=ParamWrapper(gate_up_proj, base_layer=Experts))
-# MERGED: Here the module runs once for the rows of each task, with PEFT's `W + delta` of its adapter. Experts that
-# MERGED: `peft_mux.modeling.adapters.lora.parameters` knows run once for all tasks instead, and no `W + delta` is
-# MERGED: ever made.
 
 from __future__ import annotations
 
@@ -42,14 +36,116 @@ from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.adapters.kind import MultiplexedForward
 from peft_mux.modeling.attention.rows import copied_to
 from peft_mux.modeling.slabs import round_up_to_group
-from peft_mux.modeling.stream import RowSegment
 
 _PARAMETERS = frozenset({"gate_up_proj", "up_proj", "down_proj"})
 """Under which transformers keeps the matrices of experts."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STRIDE_BYTES = 16
-"""What `grouped_mm` wants every row to be a multiple of."""
+"""`grouped_mm` wants every row to be a multiple of it."""
+
+_ADVICE = "Leave its parameters out of target_parameters."
+
+
+class MultiplexedParameters(MultiplexedForward):
+    """A module whose parameters tasks adapt: experts or routers, with all arguments that the model calls them with."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns for all rows; a router returns several tensors."""
+        if not args:
+            raise UnsupportedModelError(
+                f"{self.name} is called with arguments by name alone, which PEFT's wrapper of a parameter does not "
+                f"take; allowed: experts, routers and other modules called with tokens first. {_ADVICE}"
+            )
+        if self.stream.is_idle:
+            return self.original(*args, **kwargs)
+        layer: Any = self.module
+        segments, wrappers, frozen = self.stream.segments, list(chain_of(layer)), layer.get_base_layer()
+        adapted = any(segment.adapter in wrapper.lora_A for segment in segments for wrapper in wrappers)
+        if layer.disable_adapters or not adapted:
+            return frozen(*args, **kwargs)
+        if not kwargs and runs_grouped(frozen, args, [wrapper.parameter_name for wrapper in wrappers]):
+            self.check_rows(args[0], args[0].shape[-1])
+            lengths = tuple(segment.end - segment.start for segment in segments)
+            adapters = [segment.adapter for segment in segments]
+            return grouped_experts(frozen, args[0], args[1], args[2], factors_of(wrappers, adapters), lengths)
+        outputs = []
+        for segment in segments:
+            own = [self._rows_of(item, segment.start, segment.end) for item in args]
+            named = {key: self._rows_of(item, segment.start, segment.end) for key, item in kwargs.items()}
+            # Handed in and not registered with the module, as PEFT does it: that would count as a change of the frozen
+            # weight, which another task's backward pass needs as it was.
+            weights = {
+                wrapper.parameter_name: wrapper.get_param() + wrapper.get_delta_weight(segment.adapter)
+                for wrapper in wrappers
+                if segment.adapter in wrapper.lora_A
+            }
+            with self.stream.only(segment):
+                outputs.append(functional_call(frozen, weights, tuple(own), named))
+        return self._joined(outputs, [segment.end - segment.start for segment in segments])
+
+    def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the module's output for one tensor."""
+        return self(x)
+
+    def reason_against_graphs(self) -> str | None:
+        """Return why no pass can be captured: tasks' rows are counted for each expert as they come."""
+        return f"adapters on bare parameters are computed as tokens are routed ({self.name})"
+
+    def _rows_of(self, item: Any, start: int, end: int) -> Any:
+        """Return the rows of one task of an argument; an argument without rows is passed on as it is."""
+        if item is None or isinstance(item, (bool, int, float, str)):
+            return item
+        if not isinstance(item, torch.Tensor):
+            raise UnsupportedModelError(
+                f"{self.name} is called with a {type(item).__name__}, which cannot be divided among tasks; allowed: "
+                f"modules that see every token by itself, such as experts. {_ADVICE}"
+            )
+        # One number an expert, such as the correction of its scores, is a weight of the model.
+        return (
+            item if item.dim() < 2 else item.narrow(self._dim_of_rows(item, self.stream.num_rows), start, end - start)
+        )
+
+    def _dim_of_rows(self, tensor: torch.Tensor, num_rows: int) -> int:
+        if tensor.dim() > 2 and tensor.shape[:2] == (1, num_rows):
+            return 1
+        if len(tensor) == num_rows:
+            return 0
+        raise UnsupportedModelError(
+            f"{self.name} takes or returns a tensor of shape {list(tensor.shape)}, which is not one row for each of "
+            f"the {num_rows} rows of its tasks; allowed: modules that see every token by itself, in order. {_ADVICE}"
+        )
+
+    def _joined(self, outputs: Sequence[Any], lengths: Sequence[int]) -> Any:
+        """Return the outputs of all tasks in stream order; tuples are joined part by part."""
+        first = outputs[0]
+        if isinstance(first, tuple):
+            return tuple(self._joined(parts, lengths) for parts in zip(*outputs, strict=True))
+        if first is None:
+            return None
+        dims = [(length, self._dim_of_rows(one, length)) for one, length in zip(outputs, lengths, strict=True)]
+        # That of the task with most rows, because `[1, 1, ...]` of one with a single row is ambiguous.
+        return torch.cat(list(outputs), dim=max(dims)[1])
+
+
+def chain_of(layer: Any) -> Iterator[Any]:
+    """Yield the wrappers of a module's parameters, the outermost first."""
+    while isinstance(layer, ParamWrapper):
+        yield layer
+        layer = layer.base_layer
+
+
+def drop_unused_wrappers(backbone: nn.Module) -> None:
+    """Take out wrappers in which no adapter is left: PEFT would lay new ones around them, under other names."""
+    # A list, as modules are replaced on the way.
+    for name, module in list(backbone.named_modules()):
+        is_outermost = isinstance(module, ParamWrapper) and not name.endswith(".base_layer")
+        if is_outermost and not any(len(wrapper.lora_A) for wrapper in chain_of(module)):
+            parent, _, child = name.rpartition(".")
+            setattr(backbone.get_submodule(parent), child, module.get_base_layer())  # type: ignore[operator]
+
+
+# --------------------------------------------------------- experts of all tasks
 
 
 class ExpertFactors(NamedTuple):
@@ -66,6 +162,49 @@ class ExpertFactors(NamedTuple):
     scaling: float
 
 
+def factors_of(wrappers: Sequence[Any], adapters: Sequence[str]) -> dict[str, list[ExpertFactors | None]]:
+    """Return the factors of each adapter by the name of the parameter; `None` for an adapter without one."""
+    found: dict[str, list[ExpertFactors | None]] = {}
+    for wrapper in wrappers:
+        # A parameter has several wrappers if tasks adapt it together with different others.
+        own = found.setdefault(wrapper.parameter_name, [None] * len(adapters))
+        for number, adapter in enumerate(adapters):
+            if adapter in wrapper.lora_A:
+                a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
+                # As PEFT reads them: A expert by expert, B rank by rank with the experts innermost.
+                a_ERD = a.reshape(wrapper.num_experts, -1, a.shape[-1])
+                b_ERK = b.t().reshape(-1, wrapper.num_experts, b.shape[0]).transpose(0, 1)
+                own[number] = ExpertFactors(a_ERD, b_ERK, wrapper.scaling[adapter])
+    return found
+
+
+def runs_grouped(experts: Any, args: Sequence[Any], adapted: Sequence[str]) -> bool:
+    """Return whether `grouped_experts` can replace a module.
+
+    Args:
+        experts: the frozen module.
+        args: what the model calls it with.
+        adapted: names of its parameters that have adapters.
+    """
+    # What `transformers.integrations.use_experts_implementation` writes into the modules that it can compute.
+    is_known = all(hasattr(experts, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
+    if not is_known or len(args) != 3 or not _PARAMETERS.issuperset(adapted):
+        return False
+    if getattr(experts, "_is_expert_parallel", False) or experts.num_experts < 2:
+        return False  # PEFT takes the adapter of a single expert for that of a plain matrix
+    weights = [getattr(experts, name) for name in (_first_name(experts), "down_proj")]
+    return all(
+        type(weight) is nn.Parameter
+        and weight.dtype in _DTYPES
+        and not any(size * weight.itemsize % _STRIDE_BYTES for size in weight.shape[1:])
+        for weight in weights
+    )
+
+
+def _first_name(experts: Any) -> str:
+    return "gate_up_proj" if experts.has_gate else "up_proj"
+
+
 class _Slots(NamedTuple):
     """Where the slots of a pass lie once they are sorted.
 
@@ -80,29 +219,6 @@ class _Slots(NamedTuple):
     expert: torch.Tensor
     expert_ends: torch.Tensor
     pair_ends: torch.Tensor
-
-
-def runs_grouped(experts: Any, args: Sequence[Any], adapted: Sequence[str]) -> bool:
-    """Return whether `grouped_experts` can take the place of a module.
-
-    Args:
-        experts: the frozen module.
-        args: what the model calls it with.
-        adapted: names of its parameters that have adapters.
-    """
-    # What `transformers.integrations.use_experts_implementation` writes into the modules that it knows how to compute.
-    is_known = all(hasattr(experts, name) for name in ("has_gate", "has_bias", "is_transposed", "_apply_gate"))
-    if not is_known or len(args) != 3 or not _PARAMETERS.issuperset(adapted):
-        return False
-    if getattr(experts, "_is_expert_parallel", False) or experts.num_experts < 2:
-        return False  # PEFT takes the adapter of a single expert for that of a plain matrix
-    weights = [getattr(experts, name) for name in (_first_name(experts), "down_proj")]
-    return all(
-        type(weight) is torch.nn.Parameter
-        and weight.dtype in _DTYPES
-        and not any(size * weight.itemsize % _STRIDE_BYTES for size in weight.shape[1:])
-        for weight in weights
-    )
 
 
 def grouped_experts(
@@ -124,36 +240,28 @@ def grouped_experts(
         lengths: tokens of each of the N tasks, in stream order.
     """
     num_tokens, num_chosen = index_Tk.shape
-    slots = _sorted_slots(index_Tk, experts.num_experts, lengths)
+    num_tasks, num_experts, device = len(lengths), experts.num_experts, index_Tk.device
+    pair_of_slot = (index_Tk * num_tasks + _task_of_token(lengths, device).unsqueeze(1)).reshape(-1)
+    pairs, order = torch.sort(pair_of_slot, stable=True)
+    # By search and not by counting, which would wait for the device.
+    ends = torch.searchsorted(pairs, torch.arange(num_experts * num_tasks, device=device), right=True).to(torch.int32)
+    slots = _Slots(order, pairs // num_tasks, ends[num_tasks - 1 :: num_tasks].contiguous(), ends)
     first = _first_name(experts)
-    x = hidden_TD.index_select(0, slots.order // num_chosen)
+    x = hidden_TD.index_select(0, order // num_chosen)
     y = _linear(experts, first, x, slots, factors.get(first, ()))
     y = experts._apply_gate(y) if experts.has_gate else experts.act_fn(y)
     y = _linear(experts, "down_proj", y, slots, factors.get("down_proj", ()))
     if getattr(experts, "has_post_expert_norm", False):
         y = experts.post_expert_norm(y)
-    y = y * weights_Tk.reshape(-1).index_select(0, slots.order).unsqueeze(-1)
+    y = y * weights_Tk.reshape(-1).index_select(0, order).unsqueeze(-1)
     # Back in the order of tokens, so that the sum over a token's experts needs no addition by index.
-    back = torch.empty_like(slots.order).scatter_(0, slots.order, torch.arange(len(y), device=y.device))
+    back = torch.empty_like(order).scatter_(0, order, torch.arange(len(y), device=device))
     return y.index_select(0, back).view(num_tokens, num_chosen, -1).sum(dim=1).to(hidden_TD.dtype)
-
-
-def _first_name(experts: Any) -> str:
-    return "gate_up_proj" if experts.has_gate else "up_proj"
-
-
-def _sorted_slots(index_Tk: torch.Tensor, num_experts: int, lengths: tuple[int, ...]) -> _Slots:
-    num_tasks, device = len(lengths), index_Tk.device
-    pair_of_slot = (index_Tk * num_tasks + _task_of_token(lengths, device).unsqueeze(1)).reshape(-1)
-    pairs, order = torch.sort(pair_of_slot, stable=True)
-    # By search and not by counting, which would wait for the device.
-    ends = torch.searchsorted(pairs, torch.arange(num_experts * num_tasks, device=device), right=True).to(torch.int32)
-    return _Slots(order, pairs // num_tasks, ends[num_tasks - 1 :: num_tasks].contiguous(), ends)
 
 
 @lru_cache(maxsize=8)
 def _task_of_token(lengths: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return int64 `[T]`, the number of each token's task; kept, as all layers of a pass ask for it."""
+    """Return int64 `[T]`, the number of each token's task; kept, because all layers of a pass ask for it."""
     numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     return copied_to(numbers, device)
 
@@ -163,163 +271,27 @@ def _linear(
 ) -> torch.Tensor:
     """Return `[S, K]`: the frozen matrix of each slot's expert, and the adapter of its expert and task."""
     weight = getattr(experts, name)
-    # `grouped_mm` knows no autocast, so experts compute in the dtype of their weights, as in transformers.
+    # `grouped_mm` ignores autocast, so experts compute in the dtype of their weights, as in transformers.
     x_SD = x_SD.to(weight.dtype)
     y_SK = F.grouped_mm(x_SD, weight if experts.is_transposed else weight.transpose(1, 2), offs=slots.expert_ends)
     if experts.has_bias:
         y_SK = y_SK + getattr(experts, f"{name}_bias").index_select(0, slots.expert)
-    if not any(item is not None for item in factors):
-        return y_SK
-    a_PRD, b_PRK = _stacked(factors, weight.dtype)
-    s_SR = F.grouped_mm(x_SD, a_PRD.transpose(1, 2), offs=slots.pair_ends)
-    return y_SK + F.grouped_mm(s_SR, b_PRK, offs=slots.pair_ends)
-
-
-def _stacked(factors: Sequence[ExpertFactors | None], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `[E * N, R, D]` and `[E * N, R, K]`: the factors of all pairs, padded with zeros to the greatest rank."""
     present = [item for item in factors if item is not None]
+    if not present:
+        return y_SK
+    # Factors of all pairs, padded with zeros to the greatest rank. Experts first, as the slots lie: the tasks of one
+    # expert are neighbours.
     rank = round_up_to_group(max(item.a_ERD.shape[1] for item in present))
-    sides: list[list[torch.Tensor]] = [[], []]
+    a_parts, b_parts = [], []
     for item in factors:
-        for side, factor in zip(sides, (present[0] if item is None else item)[:2], strict=True):
+        for parts, factor in zip((a_parts, b_parts), (item or present[0])[:2], strict=True):
             num_experts, own_rank, width = factor.shape
             if item is None:
-                side.append(factor.new_zeros(num_experts, rank, width, dtype=dtype))
+                parts.append(factor.new_zeros(num_experts, rank, width, dtype=weight.dtype))
             else:
-                side.append(F.pad(factor.to(dtype), (0, 0, 0, rank - own_rank)))
+                parts.append(F.pad(factor.to(weight.dtype), (0, 0, 0, rank - own_rank)))
         if item is not None:
-            sides[1][-1] = sides[1][-1] * item.scaling
-    # Experts first, as the slots lie: the tasks of one expert are neighbours.
-    a_PRD, b_PRK = (torch.stack(side, dim=1).flatten(0, 1) for side in sides)
-    return a_PRD, b_PRK
-
-
-_ADVICE = "Leave its parameters out of target_parameters."
-
-
-class MultiplexedParameters(MultiplexedForward):
-    """A module whose parameters tasks adapt: experts or routers, with all arguments that the model calls them with."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the module returns for all rows; a router returns several tensors."""
-        if not args:
-            raise UnsupportedModelError(
-                f"{self.name} is called with arguments by name alone, which PEFT's wrapper of a parameter does not "
-                f"take; allowed: experts, routers and other modules called with tokens first. {_ADVICE}"
-            )
-        if self.stream.is_idle:
-            return self.original(*args, **kwargs)
-        layer: Any = self.module
-        segments, wrappers = self.stream.segments, list(chain_of(layer))
-        adapted = any(segment.adapter in wrapper.lora_A for segment in segments for wrapper in wrappers)
-        if layer.disable_adapters or not adapted:
-            return layer.get_base_layer()(*args, **kwargs)
-        frozen = layer.get_base_layer()
-        if not kwargs and runs_grouped(frozen, args, [wrapper.parameter_name for wrapper in wrappers]):
-            factors = _factors(wrappers, segments)
-            self.check_rows(args[0], args[0].shape[-1])
-            lengths = tuple(segment.end - segment.start for segment in segments)
-            return grouped_experts(frozen, args[0], args[1], args[2], factors, lengths)
-        return self._sliced(args, kwargs, wrappers)
-
-    def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the module's output for one tensor."""
-        return self(x)
-
-    def reason_against_graphs(self) -> str | None:
-        """Return why no pass can be captured: tasks' rows are counted for each expert as they come."""
-        return f"adapters on bare parameters are computed as tokens are routed ({self.name})"
-
-    def _sliced(self, args: tuple[Any, ...], kwargs: dict[str, Any], wrappers: Sequence[Any]) -> Any:
-        """Return the module's results, one task after another."""
-        num_rows, outputs = self.stream.num_rows, []
-        frozen = wrappers[0].get_base_layer()
-        for segment in self.stream.segments:
-            own = tuple(_sliced(item, segment, num_rows, self.name) for item in args)
-            named = {key: _sliced(item, segment, num_rows, self.name) for key, item in kwargs.items()}
-            # Handed in and not registered with the module, as PEFT does it: that would count as a change of the frozen
-            # weight, which another task's backward pass needs as it was.
-            weights = {
-                wrapper.parameter_name: wrapper.get_param() + wrapper.get_delta_weight(segment.adapter)
-                for wrapper in wrappers
-                if segment.adapter in wrapper.lora_A
-            }
-            with self.stream.only(segment):
-                outputs.append(functional_call(frozen, weights, own, named))
-        lengths = [segment.end - segment.start for segment in self.stream.segments]
-        return _joined(outputs, lengths, self.name)
-
-
-def chain_of(layer: Any) -> Iterator[Any]:
-    """Yield the wrappers of a module's parameters, the outermost first."""
-    while isinstance(layer, ParamWrapper):
-        yield layer
-        layer = layer.base_layer
-
-
-def drop_unused_wrappers(backbone: nn.Module) -> None:
-    """Take out wrappers in which no adapter is left: PEFT would lay new ones around them, under other names."""
-    # A list, as modules are replaced on the way.
-    for name, module in list(backbone.named_modules()):
-        is_outermost = isinstance(module, ParamWrapper) and not name.endswith(".base_layer")
-        if is_outermost and not any(len(wrapper.lora_A) for wrapper in chain_of(module)):
-            parent, _, child = name.rpartition(".")
-            setattr(backbone.get_submodule(parent), child, module.get_base_layer())  # type: ignore[operator]
-
-
-def _factors(wrappers: Sequence[Any], segments: Sequence[RowSegment]) -> dict[str, list[ExpertFactors | None]]:
-    """Return the factors of each segment's adapter by the parameter's name; `None` for a task without one."""
-    found: dict[str, list[ExpertFactors | None]] = {}
-    for wrapper in wrappers:
-        # A parameter has several wrappers where tasks adapt it together with different others.
-        of_segments = found.setdefault(wrapper.parameter_name, [None] * len(segments))
-        for number, segment in enumerate(segments):
-            if segment.adapter in wrapper.lora_A:
-                of_segments[number] = _factors_of(wrapper, segment.adapter)
-    return found
-
-
-def _factors_of(wrapper: Any, adapter: str) -> ExpertFactors:
-    a, b = wrapper.lora_A[adapter].weight, wrapper.lora_B[adapter].weight
-    # As PEFT reads them: A expert by expert, B rank by rank with the experts innermost.
-    a_ERD = a.reshape(wrapper.num_experts, -1, a.shape[-1])
-    b_ERK = b.t().reshape(-1, wrapper.num_experts, b.shape[0]).transpose(0, 1)
-    return ExpertFactors(a_ERD, b_ERK, wrapper.scaling[adapter])
-
-
-def _sliced(item: Any, segment: RowSegment, num_rows: int, name: str) -> Any:
-    """Return the rows of one task of an argument; what has no rows is handed on as it is."""
-    # One number an expert, such as the correction of its scores, is a weight of the model.
-    if item is None or isinstance(item, (bool, int, float, str)):
-        return item
-    if not isinstance(item, torch.Tensor):
-        raise UnsupportedModelError(
-            f"{name} is called with a {type(item).__name__}, which cannot be divided among tasks; allowed: modules "
-            f"that see every token by itself, such as experts. {_ADVICE}"
-        )
-    if item.dim() < 2:
-        return item
-    return item.narrow(_dim_of_rows(item, num_rows, name), segment.start, segment.end - segment.start)
-
-
-def _dim_of_rows(tensor: torch.Tensor, num_rows: int, name: str) -> int:
-    if tensor.dim() > 2 and tensor.shape[:2] == (1, num_rows):
-        return 1
-    if len(tensor) == num_rows:
-        return 0
-    raise UnsupportedModelError(
-        f"{name} takes or returns a tensor of shape {list(tensor.shape)}, which is not one row for each of the "
-        f"{num_rows} rows of its tasks; allowed: modules that see every token by itself, in order. {_ADVICE}"
-    )
-
-
-def _joined(outputs: Sequence[Any], lengths: Sequence[int], name: str) -> Any:
-    """Return the outputs of all tasks in stream order; tuples are joined part by part."""
-    first = outputs[0]
-    if isinstance(first, tuple):
-        return tuple(_joined([output[index] for output in outputs], lengths, name) for index in range(len(first)))
-    if first is None:
-        return None
-    dims = [(length, _dim_of_rows(output, length, name)) for output, length in zip(outputs, lengths, strict=True)]
-    # Of the task with most rows, as `[1, 1, ...]` of one with a single row does not tell.
-    return torch.cat(list(outputs), dim=max(dims)[1])
+            b_parts[-1] = b_parts[-1] * item.scaling
+    a_PRD, b_PRK = (torch.stack(parts, dim=1).flatten(0, 1) for parts in (a_parts, b_parts))
+    s_SR = F.grouped_mm(x_SD, a_PRD.transpose(1, 2), offs=slots.pair_ends)
+    return y_SK + F.grouped_mm(s_SR, b_PRK, offs=slots.pair_ends)

@@ -1,15 +1,15 @@
-"""A prompt as plain PEFT runs it: outside of multiplexed passes, in views, forwards and `generate`."""
+"""Learnt prompts in a model: how they join and leave it, what they bring into a pass, and their files.
 
-# MERGED: `Prompts`: runs the prompt encoders of one model, once a pass and task, and says where their results belong.
-# MERGED: Shape letters: T tokens, V virtual tokens of a prompt, D hidden features, G key-value heads, C channels of a
-# MERGED: head.
-# MERGED: Prompts as files: PEFT's own tensors, and what is needed beside them to train on.
-# MERGED: PEFT saves of a prompt what its encoder makes (`prompt_embeddings`), and reads no more than that. Where an
-# MERGED: encoder is
-# MERGED: more than that (P-tuning's network, the projection of a prefix, CPT's changes), its parameters are saved in
-# MERGED: the same
-# MERGED: file under their own names, which PEFT passes over.
-# MERGED: How prompts join a PEFT model and leave it, and how PEFT is shown a model as one of prompts alone.
+In a packed pass, `Prompts` runs the encoder of each task's prompt once and says where its output belongs: in the rows
+of virtual tokens, or as keys and values before the first token. Outside of one (views, forwards, `generate`), PEFT's
+own model of one prompt runs, on the same modules.
+
+PEFT saves what a prompt's encoder makes (`prompt_embeddings`) and reads no more than that. If an encoder is more than
+that (P-tuning's network, the projection of a prefix, CPT's changes), its parameters are saved in the same file under
+their own names, which PEFT ignores.
+
+Shape letters: T tokens, V virtual tokens of a prompt, D hidden features, G key-value heads, C channels of a head.
+"""
 
 from __future__ import annotations
 
@@ -36,375 +36,16 @@ from peft_mux.modeling.adapters.prompts.kinds import PREFIX, encoders_of, prompt
 from peft_mux.modeling.attention.attention_stream import Prefixes, PromptPass
 from peft_mux.modeling.attention.rows import copied_to
 
-
-@contextmanager
-def plain_model(model: Any, adapter: str) -> Iterator[Any]:
-    """Give, for the time of the block, what plain PEFT would run for one adapter, which was selected before.
-
-    Args:
-        model: the `MultiTaskPeftModel` that holds it.
-        adapter: its internal id.
-    """
-    if adapter not in encoders_of(model):
-        yield model.base_model
-        return
-    with model.alone(adapter):
-        yield plain_prompt_model(model, adapter)
-
-
-def plain_forward(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what plain PEFT's forward returns for one adapter, which was selected before; see `plain_model`."""
-    with plain_model(model, adapter) as plain:
-        return plain(*args, **_with_task_ids(model, adapter, args, kwargs))
-
-
-def plain_generate(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what plain PEFT generates with one adapter, which was selected before; see `plain_model`."""
-    with plain_model(model, adapter) as plain:
-        return plain.generate(*args, **_with_task_ids(model, adapter, args, kwargs))
-
-
-def plain_prompt_model(model: Any, adapter: str) -> PeftModelForCausalLM:
-    """Return plain PEFT's model of one prompt, which shares all modules with a model; inside `as_prompts`.
-
-    Args:
-        model: the model that holds the prompt.
-        adapter: internal id of the prompt's task.
-    """
-    plain: Any = PeftModelForCausalLM.__new__(PeftModelForCausalLM)
-    # Its own dictionaries, so that nothing that PEFT sets there outlives the call.
-    plain.__dict__.update(model.__dict__)
-    for name in ("_modules", "_parameters", "_buffers"):
-        plain.__dict__[name] = dict(model.__dict__[name])
-    plain.__dict__.pop("forward", None)
-    plain.active_adapter = adapter
-    plain.word_embeddings = model.base_model.get_input_embeddings()
-    plain.base_model_prepare_inputs_for_generation = model.base_model.prepare_inputs_for_generation
-    return plain
-
-
-def _with_task_ids(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of a plain forward, with the one task of a multitask prompt where the caller names none."""
-    rows = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
-    if not hasattr(model.peft_config[adapter], "num_tasks") or rows is None:
-        return kwargs
-    return {"task_ids": rows.new_zeros(len(rows), dtype=torch.int64), **kwargs}
-
-
-@contextmanager
-def without_layers(backbone: nn.Module) -> Iterator[None]:
-    """Switch the layers of all PEFT types off for the time of the block."""
-    layers: list[Any] = [m for m in backbone.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
-    for layer in layers:
-        layer.enable_adapters(False)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.enable_adapters(True)
-
-
-_PROJECTION_ROUNDING = 1e-6
-"""How far over its bound, relative to it, the norm of a projected row may lie."""
-
-
-class Prompts:
-    """The prompts of one model.
-
-    Attributes:
-        is_off: whether passes leave prompts out, as where all adapters are switched off.
-    """
-
-    def __init__(self) -> None:
-        """Begin with prompts on."""
-        self.is_off = False
-
-    @contextmanager
-    def switched_off(self) -> Iterator[None]:
-        """Leave prompts out of the passes in the `with` block."""
-        before, self.is_off = self.is_off, True
-        try:
-            yield
-        finally:
-            self.is_off = before
-
-    def of_pass(self, model: Any, batch: MuxBatch) -> PromptPass | None:
-        """Return what prompts bring into a pass; `None` where no task of it has one.
-
-        Args:
-            model: the `MultiTaskPeftModel` whose prompts these are.
-            batch: the micro-batch, on the model's device.
-
-        Raises:
-            ConfigError: if rows do not begin with the virtual tokens that their task's prompt has.
-        """
-        encoders = {} if self.is_off else encoders_of(model)
-        if not encoders and not batch.virtual_tokens:
-            return None
-        virtual: dict[int, torch.Tensor] = {}
-        prefixes: dict[int, torch.Tensor] = {}
-        for number, name in enumerate(batch.task_names):
-            adapter = model.adapters[name]
-            config = model.peft_config[adapter] if adapter in encoders else None
-            _check_rows(batch, number, config)
-            if config is None:
-                continue
-            encoded_VE = encode(encoders[adapter], config, batch.input_ids.device)
-            if _num_virtual_tokens(config):
-                virtual[number] = encoded_VE
-            else:
-                prefixes[number] = _keys_and_values(encoded_VE, config, model.backbone.dtype)
-        if not virtual and not prefixes:
-            return None
-        rows, embeddings = _virtual_rows(batch, virtual)
-        return PromptPass(rows, embeddings, _prefixes(batch, prefixes), _position_shift(batch, prefixes))
-
-
-def virtual_labels(configs: Mapping[str, PeftConfig]) -> dict[str, tuple[int, ...]]:
-    """Return the label of each virtual token that rows of a task begin with; only of tasks with such a prompt.
-
-    Args:
-        configs: the configuration of each task's adapter, by name of the task.
-    """
-    kinds = {name: prompt_kind_of(config) for name, config in configs.items()}
-    labels = {name: kind.virtual_labels(configs[name]) for name, kind in kinds.items() if kind is not None}
-    return {name: of_task for name, of_task in labels.items() if of_task}
-
-
-def encode(encoder: nn.Module, config: Any, device: torch.device) -> torch.Tensor:
-    """Return what a prompt's encoder makes, `[V, D]`, or `[V, 2 * layers * G * C]` for keys and values.
-
-    Args:
-        encoder: PEFT's encoder of the prompt.
-        config: the prompt's configuration, as PEFT completed it.
-        device: where the result is needed.
-    """
-    tokens = torch.arange(config.num_virtual_tokens, device=device)[None]
-    if hasattr(config, "num_tasks"):
-        return encoder(tokens, torch.zeros(1, dtype=torch.int64, device=device))[0]
-    return encoder(tokens)[0]
-
-
-def adopt_encoder(encoder: Any, config: PeftConfig) -> None:
-    """Let an encoder leave its parameters where they are: CPT's gives them other memory whenever it projects them."""
-    if not isinstance(config, CPTConfig):
-        return
-
-    # A bound method, as a copy of the model has to have that of its own encoder.
-    encoder.forward = MethodType(_projected, encoder)
-
-
-def _projected(encoder: Any, indices: torch.Tensor) -> torch.Tensor:
-    weight, words = encoder.delta_embedding.weight, encoder.embedding(indices).detach()
-    # A description of a model has no numbers to project.
-    projected = weight if weight.is_meta else _projection(encoder)
-    if not torch.is_grad_enabled():
-        # Evaluating or saving changes nothing of what is trained.
-        return words + functional.embedding(indices, projected)
-    with torch.no_grad():
-        weight.copy_(projected)
-    return words + encoder.delta_embedding(indices)
-
-
-@torch.no_grad()
-def project_prompts(model: Any, tasks: Iterable[str]) -> None:
-    """Project what CPT trains, as each of its forwards does: also where a process has no rows of a task in a step.
-
-    Args:
-        model: the `MultiTaskPeftModel` of this process, with its weights.
-        tasks: names of the tasks that take a step, of other types too.
-    """
-    encoders = encoders_of(model)
-    for adapter in [model.adapters[name] for name in tasks] if encoders else ():
-        if adapter in encoders and isinstance(model.peft_config[adapter], CPTConfig):
-            encoder: Any = encoders[adapter]
-            encoder.delta_embedding.weight.copy_(_projection(encoder))
-
-
-@torch.no_grad()
-def _projection(encoder: Any) -> torch.Tensor:
-    """Return CPT's projection of its changes; what is within its bounds but for rounding stays, however often it is."""
-    weight = encoder.delta_embedding.weight
-    bounds = encoder.get_epsilon().to(weight.device)
-    is_within = weight.norm(p=2, dim=1) <= bounds * (1 + _PROJECTION_ROUNDING)
-    return torch.where(is_within[:, None], weight, encoder.get_projection())
-
-
-def _num_virtual_tokens(config: PeftConfig | None) -> int:
-    kind = None if config is None else prompt_kind_of(config)
-    return 0 if kind is None else len(kind.virtual_labels(config))
-
-
-def _check_rows(batch: MuxBatch, number: int, config: PeftConfig | None) -> None:
-    got, wanted = batch.virtual_tokens[number] if batch.virtual_tokens else 0, _num_virtual_tokens(config)
-    if got != wanted:
-        name = batch.task_names[number]
-        raise ConfigError(
-            f'task "{name}": got rows with {got} virtual tokens; allowed: {wanted}, as many as its prompt has in this'
-            " pass. Collate with ChunkPackingCollator(virtual_labels=model.virtual_labels), or without them where"
-            " adapters are off."
-        )
-
-
-def _virtual_rows(
-    batch: MuxBatch, prompts: Mapping[int, torch.Tensor]
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the rows of the stream that are virtual tokens, and what stands in them."""
-    if not prompts:
-        return None, None
-    first_rows = list(accumulate(batch.sequence_lengths, initial=0))
-    counts = virtual_tokens_of_sequences(batch)
-    rows: list[np.ndarray] = []
-    values: list[torch.Tensor] = []
-    for number, prompt_VD in prompts.items():
-        sequences = range(batch.sequence_offsets[number], batch.sequence_offsets[number + 1])
-        whole = [index for index in sequences if counts[index] == len(prompt_VD)]
-        # Expanded, so that the gradient of a prompt is one sum over its sequences, in their order.
-        values.append(prompt_VD.expand(len(whole), -1, -1).flatten(0, 1))
-        rows += [np.arange(first_rows[index], first_rows[index] + counts[index]) for index in whole]
-        # Where a long row was cut amid its virtual tokens.
-        for index in sequences:
-            if 0 < counts[index] < len(prompt_VD):
-                start = batch.parts[index].start if batch.parts else 0
-                values.append(prompt_VD[start : start + counts[index]])
-                rows.append(np.arange(first_rows[index], first_rows[index] + counts[index]))
-    if not rows:
-        return None, None
-    device = batch.input_ids.device
-    return copied_to(torch.from_numpy(np.concatenate(rows)), device), torch.cat(values)
-
-
-def _keys_and_values(encoded_VE: torch.Tensor, config: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return `[2 * layers, G, V, C]`, in the dtype of the weights as PEFT has it."""
-    heads = config.num_attention_heads
-    shape = (config.num_virtual_tokens, 2 * config.num_layers, heads, config.token_dim // heads)
-    return encoded_VE.to(dtype).view(shape).permute(1, 2, 0, 3)
-
-
-def _prefixes(batch: MuxBatch, prefixes: Mapping[int, torch.Tensor]) -> Prefixes | None:
-    if not prefixes:
-        return None
-    places = {number: place for place, number in enumerate(prefixes)}
-    owners = [places.get(number) for number, _ in _tasks_of_sequences(batch)]
-    return Prefixes(owners, list(prefixes.values()))
-
-
-def _position_shift(batch: MuxBatch, prefixes: Mapping[int, torch.Tensor]) -> torch.Tensor | None:
-    """Return int64 `[1, T]`: tokens come after the keys of their prefix."""
-    if not prefixes:
-        return None
-    lengths = [prefixes[number].shape[2] if number in prefixes else 0 for number, _ in _tasks_of_sequences(batch)]
-    shift = np.repeat(np.asarray(lengths, dtype=np.int64), batch.sequence_lengths)
-    return copied_to(torch.from_numpy(shift), batch.input_ids.device)[None]
-
-
-def _tasks_of_sequences(batch: MuxBatch) -> Iterator[tuple[int, int]]:
-    """Yield the number of the task of each sequence, and that of the sequence."""
-    for number in range(len(batch.task_names)):
-        for index in range(batch.sequence_offsets[number], batch.sequence_offsets[number + 1]):
-            yield number, index
-
-
-EMBEDDINGS = "prompt_embeddings"
-"""PEFT's name of what a prompt's encoder makes."""
-
-_TABLE = f"{PREFIX}embedding.weight"
-_TRAINED_KEYS = f"{PREFIX}trainable_embedding"
-_FACTORS = {f"{PREFIX}{name}": name for name in ("prefix_task_cols", "prefix_task_rows")}
-_SAME = ({_TABLE: EMBEDDINGS}, {_TRAINED_KEYS: EMBEDDINGS}, {_TABLE: EMBEDDINGS, **_FACTORS})
-"""Prompts whose parameters are what PEFT saves: prompt tuning or a prefix, a cartridge, multitask prompt tuning."""
-
-
-def prompt_keys(names: Collection[str]) -> dict[str, str]:
-    """Return the key under which each parameter of a prompt is found in its file.
-
-    Args:
-        names: names of all trained parameters of a prompt, without the adapter id.
-    """
-    same = next((keys for keys in _SAME if keys.keys() == set(names)), None)
-    return same or {name: name for name in names}
-
-
-def saved_tensor(state: Mapping[str, torch.Tensor], key: str, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Return a parameter's tensor from a prompt's file; `None` where it is not there.
-
-    Args:
-        state: the tensors of the file.
-        key: that of `prompt_keys`.
-        shape: shape of the parameter; of a cartridge it is the last rows of the tensor, behind those that are frozen.
-    """
-    found = state.get(key)
-    return found[-shape[0] :] if found is not None and key == EMBEDDINGS else found
-
-
-@torch.no_grad()
-def prompt_state(model: Any, adapter: str, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a prompt's file.
-
-    Args:
-        model: the model that holds the prompt.
-        adapter: internal id of the prompt's task.
-        parameters: values of all trained parameters, by name without the adapter id.
-    """
-    encoder, config = encoders_of(model)[adapter], model.peft_config[adapter]
-    keys = prompt_keys(list(parameters))
-    if hasattr(config, "num_tasks"):
-        return {keys[name]: value for name, value in parameters.items()}
-    device = next(encoder.parameters()).device
-    held = {name.removeprefix(PREFIX): value.to(device) for name, value in parameters.items()}
-    tokens = torch.arange(config.num_virtual_tokens, device=device)[None]
-    made = functional_call(encoder, held, (tokens,))[0]
-    own = {key: parameters[name] for name, key in keys.items() if key != EMBEDDINGS}
-    return {EMBEDDINGS: made, **own}
-
-
-@torch.no_grad()
-def load_prompt(
-    model: Any, adapter: str, state: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
-) -> None:
-    """Write the tensors of a prompt's file into its parameters.
-
-    Args:
-        model: the model that holds the prompt.
-        adapter: internal id of the prompt's task.
-        state: the tensors of the file, as many and of such shapes as `prompt_state` makes.
-        parameters: the trained parameters, by name without the adapter id.
-    """
-    encoder: Any = encoders_of(model)[adapter]
-    for name, key in prompt_keys(list(parameters)).items():
-        value = saved_tensor(state, key, tuple(parameters[name].shape))
-        assert value is not None, "the tensors were compared before"
-        parameters[name].copy_(value)
-    if getattr(encoder, "frozen_embedding", None) is not None:
-        encoder.frozen_embedding.copy_(state[EMBEDDINGS][: encoder.num_frozen_tokens])
-
-
-def refuse_made_only(found: Collection[str], expected: Collection[str], where: object) -> None:
-    """Refuse a file of plain PEFT's whose encoder is not in it, by a message of its own.
-
-    Raises:
-        CheckpointError: if nothing but what the encoder made is there.
-    """
-    if set(found) == {EMBEDDINGS} and set(expected) > {EMBEDDINGS}:
-        raise CheckpointError(
-            f"{where}: got what the prompt's encoder made ({EMBEDDINGS}) without its parameters; allowed: a folder that"
-            " peft_mux wrote, as PEFT saves no more and the encoder cannot be had back. For inference, load it with"
-            " PeftModel.from_pretrained."
-        )
+# -------------------------------------------------------------- joining a model
 
 
 class PromptTuner(nn.Module):
-    """Stands where PEFT has the tuner of a model's first type, if that is one of prompts: it holds the backbone.
+    """Holds the backbone where PEFT has the tuner of a model's first type, if that type is a prompt.
 
     Args:
         model: the backbone.
         peft_config: configurations of all adapters, by internal id.
-        adapter: internal id of the first one.
-
-    Attributes:
-        model: the backbone.
-        peft_config: configurations of all adapters, by internal id.
-        active_adapter: internal id of the adapter that plain forwards use.
+        adapter: internal id of the first one, which plain forwards use.
     """
 
     def __init__(self, model: nn.Module, peft_config: dict[str, PeftConfig], adapter: str) -> None:
@@ -416,7 +57,7 @@ class PromptTuner(nn.Module):
 
     @property
     def active_adapters(self) -> list[str]:
-        """Return the adapter that plain forwards use, as PEFT asks for it."""
+        """The adapter that plain forwards use, as PEFT asks for it."""
         return [self.active_adapter] if self.active_adapter else []
 
     def set_adapter(self, adapter: str, inference_mode: bool = False) -> None:
@@ -428,7 +69,7 @@ class PromptTuner(nn.Module):
         return self.model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the backbone has under a name, as PEFT's own tuners do."""
+        """Return the backbone's attribute of a name, as PEFT's own tuners do."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -438,18 +79,18 @@ class PromptTuner(nn.Module):
 
 
 def open_without_tuner(model: Any, backbone: Any, config: PeftConfig, adapter: str) -> None:
-    """Make a `PeftModel` whose first adapter will be a prompt: what PEFT's own constructor does, but for a tuner.
+    """Initialise a `PeftModel` whose first adapter is a prompt: what PEFT's own constructor does, without a tuner.
 
     Args:
         model: the `PeftModel`, of which nothing is there yet.
-        backbone: what it is made on.
+        backbone: the transformers model.
         config: the configuration of the first adapter.
         adapter: internal id of the first adapter.
     """
     nn.Module.__init__(model)
     model.active_adapter, model.peft_type = adapter, config.peft_type
     model.special_peft_forward_args = {"adapter_names", "alora_offsets"}
-    # To PEFT a model is one of prompts, or one of layers. This one is the latter, and the former inside `as_prompts`.
+    # To PEFT, a model has prompts or layers. This one has layers, and prompts inside `as_prompts`.
     model._is_prompt_learning, model._peft_config, model._adapters_disabled = False, None, False
     model.base_model = PromptTuner(backbone, {}, adapter)
     if hasattr(backbone.config, "pretraining_tp"):
@@ -458,7 +99,7 @@ def open_without_tuner(model: Any, backbone: Any, config: PeftConfig, adapter: s
 
 @contextmanager
 def as_prompts(model: Any, kind: AdapterKind) -> Iterator[None]:
-    """Let a model be, for the time of the block, what PEFT makes of it for prompts: the backbone and their encoders."""
+    """Let a model be what PEFT makes of it for prompts, in the `with` block: the backbone and their encoders."""
     before = model.base_model, model.peft_type, model._is_prompt_learning, model._peft_config
     configs = model.peft_config
     model.base_model, model.peft_type = before[0].model, kind.peft_type
@@ -470,14 +111,8 @@ def as_prompts(model: Any, kind: AdapterKind) -> Iterator[None]:
 
 
 def add_prompt(model: Any, adapter: str, config: PeftConfig) -> None:
-    """Make a prompt's encoder as `get_peft_model` would; inside `as_prompts`.
-
-    Args:
-        model: the model that the prompt joins.
-        adapter: internal id of the prompt's task.
-        config: the prompt's configuration; PEFT writes into it.
-    """
-    # PEFT refuses prefixes beside checkpointing, as its cache would be written twice; here none is.
+    """Make the encoder of a task's prompt as `get_peft_model` would, inside `as_prompts`; PEFT writes into `config`."""
+    # PEFT refuses prefixes with checkpointing, because its cache would be written twice; here there is no cache.
     modules = model.base_model.modules()
     checkpointing = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
     active = model.active_adapter
@@ -501,3 +136,304 @@ def remove_prompt(model: Any, adapter: str) -> None:
     encoders = encoders_of(model)
     if adapter in encoders:
         del encoders[adapter], model.prompt_tokens[adapter]  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------ outside of passes
+
+
+@contextmanager
+def plain_model(model: Any, adapter: str) -> Iterator[Any]:
+    """Yield what plain PEFT would run for an adapter (internal id) of a `MultiTaskPeftModel`, selected before."""
+    if adapter not in encoders_of(model):
+        yield model.base_model
+        return
+    with model.alone(adapter):
+        # PEFT's model of one prompt, with the same modules, and dictionaries of its own, so that nothing that PEFT sets
+        # there outlives the call.
+        plain: Any = PeftModelForCausalLM.__new__(PeftModelForCausalLM)
+        plain.__dict__.update(model.__dict__)
+        for name in ("_modules", "_parameters", "_buffers"):
+            plain.__dict__[name] = dict(model.__dict__[name])
+        plain.__dict__.pop("forward", None)
+        plain.active_adapter = adapter
+        plain.word_embeddings = model.base_model.get_input_embeddings()
+        plain.base_model_prepare_inputs_for_generation = model.base_model.prepare_inputs_for_generation
+        yield plain
+
+
+def plain_forward(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what plain PEFT's forward returns for one adapter; see `plain_model`."""
+    with plain_model(model, adapter) as plain:
+        return plain(*args, **_with_task_ids(model, adapter, args, kwargs))
+
+
+def plain_generate(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what plain PEFT generates with one adapter; see `plain_model`."""
+    with plain_model(model, adapter) as plain:
+        return plain.generate(*args, **_with_task_ids(model, adapter, args, kwargs))
+
+
+def _with_task_ids(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of a plain forward, with the one task of a multitask prompt if the caller names none."""
+    rows = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+    if not hasattr(model.peft_config[adapter], "num_tasks") or rows is None:
+        return kwargs
+    return {"task_ids": rows.new_zeros(len(rows), dtype=torch.int64), **kwargs}
+
+
+@contextmanager
+def without_layers(backbone: nn.Module) -> Iterator[None]:
+    """Switch the layers of all PEFT types off, in the `with` block."""
+    layers: list[Any] = [m for m in backbone.modules() if isinstance(m, (BaseTunerLayer, AuxiliaryTrainingWrapper))]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+
+
+# ------------------------------------------------------------------ in a pass
+
+
+def virtual_labels(configs: Mapping[str, PeftConfig]) -> dict[str, tuple[int, ...]]:
+    """Return the label of each virtual token that rows of a task begin with, for the tasks that have such a prompt.
+
+    Args:
+        configs: the configuration of each task's adapter, by name of the task.
+    """
+    kinds = {name: prompt_kind_of(config) for name, config in configs.items()}
+    labels = {name: kind.virtual_labels(configs[name]) for name, kind in kinds.items() if kind is not None}
+    return {name: of_task for name, of_task in labels.items() if of_task}
+
+
+class Prompts:
+    """The prompts of one model.
+
+    Attributes:
+        is_off: whether passes leave prompts out, as when all adapters are switched off.
+    """
+
+    def __init__(self) -> None:
+        """Begin with prompts on."""
+        self.is_off = False
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Leave prompts out of the passes in the `with` block."""
+        before, self.is_off = self.is_off, True
+        try:
+            yield
+        finally:
+            self.is_off = before
+
+    def of_pass(self, model: Any, batch: MuxBatch) -> PromptPass | None:
+        """Return what prompts bring into a pass; `None` if no task of it has one.
+
+        Args:
+            model: the `MultiTaskPeftModel` whose prompts these are.
+            batch: the micro-batch, on the model's device.
+
+        Raises:
+            ConfigError: if rows do not begin with the virtual tokens that their task's prompt has.
+        """
+        encoders = {} if self.is_off else encoders_of(model)
+        if not encoders and not batch.virtual_tokens:
+            return None
+        device = batch.input_ids.device
+        virtual: dict[int, torch.Tensor] = {}
+        prefixes: dict[int, torch.Tensor] = {}
+        for number, name in enumerate(batch.task_names):
+            adapter = model.adapters[name]
+            config = model.peft_config[adapter] if adapter in encoders else None
+            kind = None if config is None else prompt_kind_of(config)
+            wanted = 0 if kind is None else len(kind.virtual_labels(config))
+            got = batch.virtual_tokens[number] if batch.virtual_tokens else 0
+            if got != wanted:
+                raise ConfigError(
+                    f'task "{name}": got rows with {got} virtual tokens; allowed: {wanted}, as many as its prompt has '
+                    "in this pass. Collate with ChunkPackingCollator(virtual_labels=model.virtual_labels), or without"
+                    " them where adapters are off."
+                )
+            if config is None:
+                continue
+            encoded_VE = encode(encoders[adapter], config, device)
+            if wanted:
+                virtual[number] = encoded_VE
+            else:
+                # Keys and values `[2 * layers, G, V, C]`, in the dtype of the weights as in PEFT.
+                heads = config.num_attention_heads
+                shape = (config.num_virtual_tokens, 2 * config.num_layers, heads, config.token_dim // heads)
+                prefixes[number] = encoded_VE.to(model.backbone.dtype).view(shape).permute(1, 2, 0, 3)
+        if not virtual and not prefixes:
+            return None
+        rows, embeddings = _virtual_rows(batch, virtual) if virtual else (None, None)
+        if not prefixes:
+            return PromptPass(rows, embeddings, None, None)
+        counts = np.diff(batch.sequence_offsets)
+        tasks = np.repeat(np.arange(len(counts)), counts).tolist()
+        places = {number: place for place, number in enumerate(prefixes)}
+        # Tokens come after the keys of their prefix.
+        lengths = [prefixes[number].shape[2] if number in prefixes else 0 for number in tasks]
+        shift = np.repeat(np.asarray(lengths, dtype=np.int64), batch.sequence_lengths)
+        owners = [places.get(number) for number in tasks]
+        moved = copied_to(torch.from_numpy(shift), device)[None]
+        return PromptPass(rows, embeddings, Prefixes(owners, list(prefixes.values())), moved)
+
+
+def encode(encoder: nn.Module, config: Any, device: torch.device) -> torch.Tensor:
+    """Return what a prompt's encoder makes on a device: `[V, D]`, or `[V, 2 * layers * G * C]` for keys and values."""
+    tokens = torch.arange(config.num_virtual_tokens, device=device)[None]
+    if hasattr(config, "num_tasks"):
+        return encoder(tokens, torch.zeros(1, dtype=torch.int64, device=device))[0]
+    return encoder(tokens)[0]
+
+
+def _virtual_rows(
+    batch: MuxBatch, prompts: Mapping[int, torch.Tensor]
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the rows of the stream that are virtual tokens, and their embeddings."""
+    first_rows = list(accumulate(batch.sequence_lengths, initial=0))
+    counts = virtual_tokens_of_sequences(batch)
+    rows: list[np.ndarray] = []
+    values: list[torch.Tensor] = []
+    for number, prompt_VD in prompts.items():
+        sequences = range(batch.sequence_offsets[number], batch.sequence_offsets[number + 1])
+        whole = [index for index in sequences if counts[index] == len(prompt_VD)]
+        # Expanded, so that the gradient of a prompt is one sum over its sequences, in their order.
+        values.append(prompt_VD.expand(len(whole), -1, -1).flatten(0, 1))
+        rows += [np.arange(first_rows[index], first_rows[index] + counts[index]) for index in whole]
+        # A long row may be cut amid its virtual tokens.
+        for index in sequences:
+            if 0 < counts[index] < len(prompt_VD):
+                start = batch.parts[index].start if batch.parts else 0
+                values.append(prompt_VD[start : start + counts[index]])
+                rows.append(np.arange(first_rows[index], first_rows[index] + counts[index]))
+    if not rows:
+        return None, None
+    return copied_to(torch.from_numpy(np.concatenate(rows)), batch.input_ids.device), torch.cat(values)
+
+
+# ------------------------------------------------------------- CPT's projection
+
+_PROJECTION_ROUNDING = 1e-6
+"""How far over its bound, relative to it, the norm of a projected row may lie."""
+
+
+def adopt_encoder(encoder: Any, config: PeftConfig) -> None:
+    """Let an encoder leave its parameters where they are: CPT's gives them new memory whenever it projects them."""
+    if isinstance(config, CPTConfig):
+        # A bound method, because a copy of the model has to have that of its own encoder.
+        encoder.forward = MethodType(_projected, encoder)
+
+
+def _projected(encoder: Any, indices: torch.Tensor) -> torch.Tensor:
+    weight, words = encoder.delta_embedding.weight, encoder.embedding(indices).detach()
+    # A description of a model has no numbers to project.
+    projected = weight if weight.is_meta else _projection(encoder)
+    if not torch.is_grad_enabled():
+        # Evaluating or saving changes nothing of what is trained.
+        return words + functional.embedding(indices, projected)
+    with torch.no_grad():
+        weight.copy_(projected)
+    return words + encoder.delta_embedding(indices)
+
+
+@torch.no_grad()
+def project_prompts(model: Any, tasks: Iterable[str]) -> None:
+    """Project what CPT trains, as each of its forwards does: also if a process has no rows of a task in a step.
+
+    Args:
+        model: the `MultiTaskPeftModel` of this process, with its weights.
+        tasks: names of the tasks that take a step, of other types too.
+    """
+    encoders = encoders_of(model)
+    for adapter in [model.adapters[name] for name in tasks] if encoders else ():
+        if adapter in encoders and isinstance(model.peft_config[adapter], CPTConfig):
+            encoder: Any = encoders[adapter]
+            encoder.delta_embedding.weight.copy_(_projection(encoder))
+
+
+@torch.no_grad()
+def _projection(encoder: Any) -> torch.Tensor:
+    """Return CPT's projection of its changes, which leaves rows within their bounds, but for rounding, as they are."""
+    weight = encoder.delta_embedding.weight
+    bounds = encoder.get_epsilon().to(weight.device)
+    is_within = weight.norm(p=2, dim=1) <= bounds * (1 + _PROJECTION_ROUNDING)
+    return torch.where(is_within[:, None], weight, encoder.get_projection())
+
+
+# ---------------------------------------------------------------------- files
+
+EMBEDDINGS = "prompt_embeddings"
+"""PEFT's name of what a prompt's encoder makes."""
+
+_TABLE = f"{PREFIX}embedding.weight"
+_TRAINED_KEYS = f"{PREFIX}trainable_embedding"
+_FACTORS = {f"{PREFIX}{name}": name for name in ("prefix_task_cols", "prefix_task_rows")}
+_SAME = ({_TABLE: EMBEDDINGS}, {_TRAINED_KEYS: EMBEDDINGS}, {_TABLE: EMBEDDINGS, **_FACTORS})
+"""Prompts whose parameters are what PEFT saves: prompt tuning or a prefix, a cartridge, multitask prompt tuning."""
+
+
+def prompt_keys(names: Collection[str]) -> dict[str, str]:
+    """Return the key in its file of each trained parameter of a prompt, by the names without the adapter id."""
+    same = next((keys for keys in _SAME if keys.keys() == set(names)), None)
+    return same or {name: name for name in names}
+
+
+def saved_tensor(state: Mapping[str, torch.Tensor], key: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Return a parameter's tensor from a prompt's file, by its key of `prompt_keys`; `None` if it is not there.
+
+    A cartridge's parameter, by its shape, is the last rows of the tensor, behind those that are frozen.
+    """
+    found = state.get(key)
+    return found[-shape[0] :] if found is not None and key == EMBEDDINGS else found
+
+
+@torch.no_grad()
+def prompt_state(model: Any, adapter: str, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a prompt's file.
+
+    Args:
+        model: the model that holds the prompt.
+        adapter: internal id of the prompt's task.
+        parameters: values of all trained parameters, by name without the adapter id.
+    """
+    encoder, config = encoders_of(model)[adapter], model.peft_config[adapter]
+    keys = prompt_keys(list(parameters))
+    if hasattr(config, "num_tasks"):
+        return {keys[name]: value for name, value in parameters.items()}
+    device = next(encoder.parameters()).device
+    held = {name.removeprefix(PREFIX): value.to(device) for name, value in parameters.items()}
+    tokens = torch.arange(config.num_virtual_tokens, device=device)[None]
+    made = functional_call(encoder, held, (tokens,))[0]
+    return {EMBEDDINGS: made, **{key: parameters[name] for name, key in keys.items() if key != EMBEDDINGS}}
+
+
+@torch.no_grad()
+def load_prompt(
+    model: Any, adapter: str, state: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]
+) -> None:
+    """Write the tensors of a prompt's file, of the shapes of `prompt_state`, into its trained parameters."""
+    encoder: Any = encoders_of(model)[adapter]
+    for name, key in prompt_keys(list(parameters)).items():
+        value = saved_tensor(state, key, tuple(parameters[name].shape))
+        assert value is not None, "the tensors were compared before"
+        parameters[name].copy_(value)
+    if getattr(encoder, "frozen_embedding", None) is not None:
+        encoder.frozen_embedding.copy_(state[EMBEDDINGS][: encoder.num_frozen_tokens])
+
+
+def refuse_made_only(found: Collection[str], expected: Collection[str], where: object) -> None:
+    """Refuse a file of plain PEFT's that lacks the encoder, with a message of its own.
+
+    Raises:
+        CheckpointError: if nothing but what the encoder made is there.
+    """
+    if set(found) == {EMBEDDINGS} and set(expected) > {EMBEDDINGS}:
+        raise CheckpointError(
+            f"{where}: got what the prompt's encoder made ({EMBEDDINGS}) without its parameters; allowed: a folder that"
+            " peft_mux wrote, as PEFT saves no more and the encoder cannot be had back. For inference, load it with"
+            " PeftModel.from_pretrained."
+        )

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-
-from peft_mux.kernels import philox
 from peft_mux.modeling.adapters.bottleneck.kind import Bottleneck, BottleneckSegment, grouped_bottlenecks
 from peft_mux.modeling.adapters.bottleneck.peft_tuner import ACTIVATIONS
+
+from peft_mux.kernels import philox
 
 WIDTH, NUM_ROWS = 6, 15
 PLACES = torch.arange(100, 100 + NUM_ROWS)

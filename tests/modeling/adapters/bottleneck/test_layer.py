@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig
+from peft_mux.kernels.bottleneck.group import BottleneckGroup
 from torch import nn
 
 from peft_mux import BottleneckConfig, MultiTaskPeftModel
-from peft_mux.kernels.bottleneck.group import BottleneckGroup
 from peft_mux.modeling.adapters.bottleneck import kind as bottleneck_layer
 from tests.children import run_script
 from tests.invariants.mux_lab import tiny_llama

@@ -13,10 +13,9 @@ from transformers import LlamaForSequenceClassification
 
 from peft_mux import MultiTaskPeftModel, Task
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters import special_kinds as kinds
-from peft_mux.modeling.adapters.catalogue import entry_of
+from peft_mux.modeling.adapters import kind as kinds
 from peft_mux.modeling.adapters.checks import target_faults
-from peft_mux.modeling.adapters.kind import KINDS
+from peft_mux.modeling.adapters.kind import KINDS, entry_of
 from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from peft_mux.modeling.adapters.diff_pruning.kind import DiffSegment, grouped_deltas
 
 from peft_mux import ChunkPackingCollator, DiffPruningConfig, MultiTaskPeftModel
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.kernels import philox
-from peft_mux.modeling.adapters.diff_pruning.kind import DiffSegment, grouped_deltas
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.test_kinds import packed, perturbed
 

@@ -1,52 +1,56 @@
-"""`DiffPruningConfig`: what an adapter of Diff Pruning is like."""
+"""Diff Pruning (Guo et al., 2021; M §2.1): a sparse difference to each of some frozen weights.
 
-# MERGED: Gates of Diff Pruning: the hard-concrete distribution and how many of its draws are not zero.
-# MERGED:     s = sigmoid(log u - log(1 - u) + alpha)        z = min(1, max(0, s * (upper - lower) + lower))
-# MERGED:     E[z > 0] = sigmoid(alpha - log(-lower / upper))
-# MERGED: Shape letters: K output features, D input features.
-# MERGED: A linear layer with a gated or a sparse difference to its weight, as PEFT runs it: one task at a time.
-# MERGED: PEFT's tuner of Diff Pruning.
+    s = sigmoid(log u - log(1 - u) + alpha)        z = min(1, max(0, s * (upper - lower) + lower))
+    W becomes W + z * w                            E[z > 0] = sigmoid(alpha - log(-lower / upper))
+
+The gates `z` follow a hard-concrete distribution, whose location `alpha` is learned along with `w`. PEFT lacks the
+method, so its configuration and tuner stand here as well. For many tasks, the frozen layer runs once over the stream
+and each task's difference on its own rows. No sum of a frozen weight and a difference is ever made, and a difference is
+recomputed in the backward pass: between the two passes nothing of its size is held.
+
+Shape letters: T rows of the stream, N of one task, D input and K output features of the frozen layer.
+"""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from peft import PeftConfig
 from peft.tuners._buffer_dict import BufferDict
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
+from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from peft_mux.errors import ConfigError, Fault, raise_faults, shown
-from peft_mux.modeling.adapters.registration import (
-    flag_faults,
-    is_number,
-    own_peft_type,
-    regex_clash_faults,
-    register_method,
-)
+from peft_mux.errors import ConfigError, Fault, is_integer, is_real, shown
+from peft_mux.kernels import philox
+from peft_mux.modeling.adapters.catalogue import ENTRIES
+from peft_mux.modeling.adapters.kind import AdapterKind, MultiplexedForward, register_kind
+from peft_mux.modeling.adapters.registration import OwnMethodConfig, OwnMethodModel, own_peft_type, register_method
+from peft_mux.modeling.backbone.quantized import base_output
+from peft_mux.modeling.stream import RowSegment, Stream
 
 DIFF_PRUNING = own_peft_type("DIFF_PRUNING")
 
 MOST_KEPT = 0.5
-"""Share of kept elements up to which values with their places are less than a dense difference."""
+"""Share of kept elements up to which values with their places take less memory than a dense difference."""
 
 
 @dataclass
-class DiffPruningConfig(PeftConfig):
+class DiffPruningConfig(OwnMethodConfig):
     """Configuration of Diff Pruning (Guo et al., 2021, "Parameter-Efficient Transfer Learning with Diff Pruning").
 
     A targeted weight `W` becomes `W + z * w`. The gates `z` in [0, 1] are drawn from a hard-concrete distribution,
-    whose location `alpha` is learned beside `w`; the number of open gates that is to be expected, times
-    `l0_weight`, is added to the task's loss. In evaluation the gates are those of no noise. `DiffPruningModel.prune`
-    keeps the elements of greatest magnitude over all targets (the L0-ball projection of the paper), for serving.
+    whose location `alpha` is learned beside `w`; the expected number of open gates, times `l0_weight`, is added to the
+    task's loss. In evaluation the gates are those without noise. `DiffPruningModel.prune` keeps the elements of
+    greatest magnitude over all targets (the L0-ball projection of the paper), for serving.
 
     While it trains, an adapter holds two numbers for each element of its targets, as the paper's does; once pruned,
     two for each element that was kept.
@@ -61,8 +65,8 @@ class DiffPruningConfig(PeftConfig):
         target_modules: names of linear layers, a regular expression over full names, or "all-linear".
         exclude_modules: names of layers, or a regular expression, that are left out.
         layers_to_transform: numbers of the blocks that are adapted; all by default.
-        layers_pattern: name of the list of blocks, where it has an unusual one.
-        modules_to_save: modules of which a trained copy is saved beside the adapter, such as a new head.
+        layers_pattern: name of the list of blocks, if it has an unusual one.
+        modules_to_save: modules of which a trained copy is saved with the adapter, such as a new head.
         kept: elements that were kept of each target, by its name; written by `prune`, and `None` before it.
 
     Raises:
@@ -80,61 +84,35 @@ class DiffPruningConfig(PeftConfig):
     alpha_init: float = 5.0
     concrete_lower: float = -1.5
     concrete_upper: float = 1.5
-    target_modules: list[str] | set[str] | str | None = None
-    exclude_modules: list[str] | set[str] | str | None = None
-    layers_to_transform: list[int] | int | None = None
-    layers_pattern: list[str] | str | None = None
-    modules_to_save: list[str] | None = field(default=None)
     kept: dict[str, int] | None = field(default=None)
 
     def __post_init__(self) -> None:
         """Check the fields, and name the type."""
         super().__post_init__()
         self.peft_type = DIFF_PRUNING
-        if isinstance(self.target_modules, list):
-            self.target_modules = set(self.target_modules)
-        if isinstance(self.exclude_modules, list):
-            self.exclude_modules = set(self.exclude_modules)
-        raise_faults(diff_pruning_faults(self, type(self).__name__))
 
-
-def diff_pruning_faults(config: DiffPruningConfig, where: str) -> list[Fault]:
-    """Return what is wrong with the fields of a configuration, whatever the backbone.
-
-    Args:
-        config: an adapter configuration, whose fields may have been set to anything.
-        where: prefix of the fields.
-    """
-    ranges: list[tuple[str, Any, str]] = [
-        ("target_sparsity", lambda value: 0 < value <= MOST_KEPT, f"a share above 0, at most {MOST_KEPT}"),
-        ("l0_weight", lambda value: value >= 0, "a finite number of at least 0"),
-        ("alpha_init", lambda value: abs(value) <= 50, "a number from -50 to 50"),
-        ("concrete_lower", lambda value: -100 <= value < 0, "a number from -100 to 0, without 0"),
-        ("concrete_upper", lambda value: 1 < value <= 100, "a number above 1, at most 100"),
-    ]
-    faults = []
-    for name, is_allowed, allowed in ranges:
-        value = getattr(config, name)
-        if not is_number(value) or not is_allowed(value):
-            faults.append(Fault(f"{where}.{name}", shown(value), allowed))
-    if config.kept is not None and not _are_counts(config.kept):
-        faults.append(Fault(f"{where}.kept", shown(config.kept), "None, or what `prune` has written"))
-    return [*faults, *flag_faults([("structured", config.structured)], where), *regex_clash_faults(config, where)]
-
-
-def _are_counts(kept: object) -> bool:
-    return isinstance(kept, dict) and all(
-        isinstance(name, str) and isinstance(count, int) and count >= 0 for name, count in kept.items()
-    )
+    def faults(self, where: str) -> list[Fault]:
+        """Return what is wrong with the values of the fields, beyond their types; `where` is their prefix."""
+        allowed = {
+            "target_sparsity": (lambda value: 0 < value <= MOST_KEPT, f"a share above 0, at most {MOST_KEPT}"),
+            "l0_weight": (lambda value: value >= 0, "a finite number of at least 0"),
+            "alpha_init": (lambda value: abs(value) <= 50, "a number from -50 to 50"),
+            "concrete_lower": (lambda value: -100 <= value < 0, "a number from -100 to 0, without 0"),
+            "concrete_upper": (lambda value: 1 < value <= 100, "a number above 1, at most 100"),
+        }
+        faults = super().faults(where)
+        for name, (is_allowed, words) in allowed.items():
+            value = getattr(self, name)
+            if not is_real(value) or not is_allowed(value):
+                faults.append(Fault(f"{where}.{name}", shown(value), words))
+        counts = self.kept.values() if isinstance(self.kept, dict) else ()
+        if not all(is_integer(count, 0) for count in counts):
+            faults.append(Fault(f"{where}.kept", shown(self.kept), "None, or what `prune` has written"))
+        return faults
 
 
 class Stretch(NamedTuple):
-    """The interval that draws are stretched to before they are cut off at 0 and 1.
-
-    Attributes:
-        lower: its beginning, below 0.
-        upper: its end, above 1.
-    """
+    """The interval that draws are stretched to before they are clamped to [0, 1]."""
 
     lower: float
     upper: float
@@ -144,9 +122,9 @@ class Relaxed(NamedTuple):
     """The trained tensors of one target.
 
     Attributes:
-        delta_KD: what is added to the weight where a gate is open.
+        delta_KD: what is added to the weight if a gate is open.
         alpha_KD: location of each element's gate.
-        row_alpha_K: location of each row's gate; `None` where rows have none.
+        row_alpha_K: location of each row's gate; `None` if rows have none.
     """
 
     delta_KD: torch.Tensor
@@ -159,7 +137,7 @@ class Noise(NamedTuple):
 
     Attributes:
         noise_KD: one for each element.
-        noise_K: one for each row; `None` where rows have no gate.
+        noise_K: one for each row; `None` if rows have no gate.
     """
 
     noise_KD: torch.Tensor
@@ -167,27 +145,15 @@ class Noise(NamedTuple):
 
 
 def gates(alpha: torch.Tensor, stretch: Stretch, noise: torch.Tensor | None = None) -> torch.Tensor:
-    """Return gates in [0, 1] of the shape of `alpha`.
-
-    Args:
-        alpha: their locations.
-        stretch: the interval of the distribution.
-        noise: what moves them, of the same shape; `None` for nothing.
-    """
-    # In place where autograd keeps nothing of what is written over: each tensor here is as large as a weight.
+    """Return gates in [0, 1] for locations `alpha`, moved by noise of the same shape if there is any."""
+    # In place if autograd does not need what is overwritten: each tensor here is as large as a weight.
     opened = torch.sigmoid(alpha) if noise is None else (alpha + noise).sigmoid_()
     stretched = (opened * (stretch.upper - stretch.lower)).add_(stretch.lower)
     return stretched.clamp(0.0, 1.0) if torch.is_grad_enabled() else stretched.clamp_(0.0, 1.0)
 
 
 def gated_delta(parts: Relaxed, stretch: Stretch, noise: Noise | None = None) -> torch.Tensor:
-    """Return what is added to the weight: `[K, D]`.
-
-    Args:
-        parts: the trained tensors.
-        stretch: the interval of the distribution.
-        noise: what the gates are drawn with; `None` for those of no noise.
-    """
+    """Return what is added to the weight, `[K, D]`; without noise, the gates are those of evaluation."""
     delta_KD = parts.delta_KD * gates(parts.alpha_KD, stretch, None if noise is None else noise.noise_KD)
     if parts.row_alpha_K is None:
         return delta_KD
@@ -196,19 +162,17 @@ def gated_delta(parts: Relaxed, stretch: Stretch, noise: Noise | None = None) ->
 
 
 def expected_l0(parts: Relaxed, stretch: Stretch) -> torch.Tensor:
-    """Return how many elements of the difference are to be expected other than zero, as a scalar."""
+    """Return the expected number of elements of the difference that are not zero, as a scalar."""
     shift = math.log(-stretch.lower / stretch.upper)
     open_KD = torch.sigmoid(parts.alpha_KD - shift)
     if parts.row_alpha_K is None:
         return open_KD.sum()
-    # Both gates have to be open, and they are drawn apart.
+    # Both gates have to be open, and they are drawn independently.
     return (open_KD.sum(1) * torch.sigmoid(parts.row_alpha_K - shift)).sum()
 
 
 def greatest(deltas: Mapping[str, torch.Tensor], share: float) -> dict[str, torch.Tensor]:
-    """Return which elements are kept of each difference: those of greatest magnitude over all.
-
-    It is the L0-ball projection of the paper.
+    """Return which elements of differences are kept: those of greatest magnitude over all (the L0-ball projection).
 
     Args:
         deltas: differences by name, of any shapes.
@@ -218,31 +182,21 @@ def greatest(deltas: Mapping[str, torch.Tensor], share: float) -> dict[str, torc
         int32 places within each difference taken row by row, ascending.
     """
     count = max(1, round(share * sum(delta.numel() for delta in deltas.values())))
-    best = {name: _best(delta, count) for name, delta in deltas.items()}
-    # Of all differences only the best of each can be among the best of all, so they are never laid side by side.
-    magnitudes = torch.cat([values for values, _ in best.values()])
+    # Only the best of each difference can be among the best of all, so differences are never concatenated.
+    flat = {name: delta.detach().flatten().abs().float() for name, delta in deltas.items()}
+    best = {name: delta.topk(min(count, len(delta))) for name, delta in flat.items()}
+    magnitudes = torch.cat([found.values.cpu() for found in best.values()])
     chosen = torch.zeros(len(magnitudes), dtype=torch.bool)
     chosen[magnitudes.topk(count).indices] = True
-    parts = chosen.split([len(values) for values, _ in best.values()])
+    parts = chosen.split([len(found.values) for found in best.values()])
     return {
-        name: places[is_chosen].sort().values.to(torch.int32)
-        for (name, (_, places)), is_chosen in zip(best.items(), parts, strict=True)
+        name: found.indices.cpu()[is_chosen].sort().values.to(torch.int32)
+        for (name, found), is_chosen in zip(best.items(), parts, strict=True)
     }
 
 
-def _best(delta: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    magnitudes = delta.detach().flatten().abs().float()
-    values, places = magnitudes.topk(min(count, len(magnitudes)))
-    return values.cpu(), places.cpu()
-
-
-def total(scalars: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of scalars, of which there is one at least."""
-    return torch.stack(list(scalars)).sum()
-
-
-class DiffPruningLayer(BaseTunerLayer):
-    """What a layer with differences holds of each adapter, for K output and D input features.
+class DiffPruningLinear(nn.Module, BaseTunerLayer):
+    """A linear layer to whose weight each active adapter adds its difference, as PEFT runs it.
 
     Attributes:
         diff_pruning_delta: `[K, D]` difference by adapter, before its gates.
@@ -260,13 +214,16 @@ class DiffPruningLayer(BaseTunerLayer):
     )
     other_param_names: tuple[str, ...] = ("diff_pruning_places", "stretches")
 
-    def __init__(self, base_layer: nn.Module, shape: tuple[int, int]) -> None:
-        """Begin without adapters.
-
-        Args:
-            base_layer: the frozen layer.
-            shape: its output and its input features.
-        """
+    def __init__(
+        self,
+        base_layer: nn.Module,
+        adapter_name: str,
+        config: DiffPruningConfig,
+        shape: tuple[int, int],
+        name: str = "",
+    ) -> None:
+        """Wrap a layer of so many output and input features, with a first adapter; `name` is that of the layer."""
+        super().__init__()
         self.base_layer, self.shape = base_layer, shape
         self.out_features, self.in_features = shape
         self.diff_pruning_delta, self.diff_pruning_alpha = nn.ParameterDict(), nn.ParameterDict()
@@ -275,29 +232,26 @@ class DiffPruningLayer(BaseTunerLayer):
         self.stretches: dict[str, Stretch] = {}
         self._disable_adapters = False
         self.merged_adapters: list[str] = []
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, config, name)
 
-    def update_layer(self, adapter_name: str, config: DiffPruningConfig, kept: int | None = None) -> None:
-        """Add an adapter.
-
-        Args:
-            adapter_name: its name.
-            config: its configuration.
-            kept: elements that were kept of it in this layer; `None` where it is not pruned.
-        """
+    def update_layer(self, adapter_name: str, config: DiffPruningConfig, name: str) -> None:
+        """Add an adapter."""
         self.stretches[adapter_name] = Stretch(config.concrete_lower, config.concrete_upper)
-        if kept is None:
+        if config.kept is None:
             self.diff_pruning_delta[adapter_name] = nn.Parameter(torch.zeros(self.shape))
             self.diff_pruning_alpha[adapter_name] = nn.Parameter(torch.full(self.shape, float(config.alpha_init)))
             if config.structured:
                 rows = torch.full(self.shape[:1], float(config.alpha_init))
                 self.diff_pruning_row_alpha[adapter_name] = nn.Parameter(rows)
         else:
-            self.put_kept(adapter_name, torch.zeros(kept), torch.arange(kept, dtype=torch.int32))
+            count = config.kept.get(name, 0)
+            self.put_kept(adapter_name, torch.zeros(count), torch.arange(count, dtype=torch.int32))
         self._move_adapter_to_device_of_base_layer(adapter_name)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def put_kept(self, adapter: str, values: torch.Tensor, places: torch.Tensor) -> None:
-        """Let an adapter be the elements that were kept of it."""
+        """Reduce an adapter to the elements that were kept of it."""
         for parts in (self.diff_pruning_delta, self.diff_pruning_alpha, self.diff_pruning_row_alpha):
             if adapter in parts:
                 del parts[adapter]
@@ -305,25 +259,20 @@ class DiffPruningLayer(BaseTunerLayer):
         self.diff_pruning_places[adapter] = places
 
     def parts_of(self, adapter: str) -> Relaxed | None:
-        """Return the trained tensors of an adapter; `None` for one that was pruned, or has nothing here."""
+        """Return the trained tensors of an adapter; `None` if it was pruned, or has nothing here."""
         if adapter not in self.diff_pruning_delta:
             return None
         rows = self.diff_pruning_row_alpha.get(adapter)
         return Relaxed(self.diff_pruning_delta[adapter], self.diff_pruning_alpha[adapter], rows)
 
     def draw(self, adapter: str) -> Noise:
-        """Return what an adapter's gates are drawn with, from torch's generator."""
+        """Return the noise of an adapter's gates, from torch's generator."""
         alpha_KD = self.diff_pruning_alpha[adapter]
         # Away from 0 and 1, where the logit is infinite.
         return Noise(*(torch.logit(torch.rand_like(like), eps=1e-6) for like in (alpha_KD, alpha_KD[:, 0])))
 
     def delta(self, adapter: str, noise: Noise | None = None) -> torch.Tensor:
-        """Return what an adapter adds to the weight, `[K, D]`, differentiable in its tensors.
-
-        Args:
-            adapter: one that has something here.
-            noise: what its gates are drawn with; `None` for those of no noise.
-        """
+        """Return what an adapter adds to the weight, `[K, D]`, differentiable in its tensors."""
         parts = self.parts_of(adapter)
         if parts is not None:
             return gated_delta(parts, self.stretches[adapter], noise)
@@ -332,10 +281,20 @@ class DiffPruningLayer(BaseTunerLayer):
         flat = values.new_zeros(self.shape[0] * self.shape[1]).index_put((places.long(),), values)
         return flat.view(self.shape)
 
-    def expected_l0(self, adapter: str) -> torch.Tensor | None:
-        """Return how many elements of a difference are expected other than zero; `None` for one that was pruned."""
-        parts = self.parts_of(adapter)
-        return None if parts is None else expected_l0(parts, self.stretches[adapter])
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return `[..., K]`; in training, each call draws the gates."""
+        if self.disable_adapters and self.merged:
+            self.unmerge()
+        y = self.base_layer(x, *args, **kwargs)
+        if self.disable_adapters or self.merged:
+            return y
+        added: Any = 0
+        for adapter in self.active_adapters:
+            if adapter in self.stretches:
+                is_drawn = self.training and adapter in self.diff_pruning_delta
+                delta_KD = self.delta(adapter, self.draw(adapter) if is_drawn else None)
+                added = added + F.linear(self._cast_input_dtype(x, delta_KD.dtype), delta_KD).to(y.dtype)  # type: ignore[arg-type]
+        return y + added
 
     # ----------------------------------------------------------------- merging
 
@@ -360,7 +319,7 @@ class DiffPruningLayer(BaseTunerLayer):
         return delta_KD.t() if isinstance(base, Conv1D) else delta_KD
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Add adapters to the frozen weight, with the gates of no noise.
+        """Add adapters to the frozen weight, with the gates of evaluation.
 
         Args:
             safe_merge: refuse a result that is not finite, and leave the weight as it is.
@@ -389,90 +348,34 @@ class DiffPruningLayer(BaseTunerLayer):
             base.weight.data -= self.get_delta_weight(adapter)  # type: ignore[operator, union-attr]
 
 
-class DiffPruningLinear(nn.Module, DiffPruningLayer):
-    """A linear layer to whose weight each active adapter adds its difference."""
-
-    def __init__(
-        self,
-        base_layer: nn.Module,
-        adapter_name: str,
-        config: DiffPruningConfig,
-        shape: tuple[int, int],
-        kept: int | None = None,
-    ) -> None:
-        """Wrap a layer, with a first adapter."""
-        super().__init__()
-        DiffPruningLayer.__init__(self, base_layer, shape)
-        self._active_adapter = adapter_name
-        self.update_layer(adapter_name, config, kept)
-
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return `[..., K]`; in training the gates are drawn anew."""
-        if self.disable_adapters and self.merged:
-            self.unmerge()
-        y = self.base_layer(x, *args, **kwargs)
-        if self.disable_adapters or self.merged:
-            return y
-        return y + sum(self._added(x, adapter).to(y.dtype) for adapter in self._active_here())
-
-    def _active_here(self) -> Sequence[str]:
-        return [adapter for adapter in self.active_adapters if adapter in self.stretches]
-
-    def _added(self, x: torch.Tensor, adapter: str) -> torch.Tensor:
-        is_drawn = self.training and adapter in self.diff_pruning_delta
-        delta_KD = self.delta(adapter, self.draw(adapter) if is_drawn else None)
-        return F.linear(self._cast_input_dtype(x, delta_KD.dtype), delta_KD)
-
-
-class DiffPruningModel(BaseTuner):
+class DiffPruningModel(OwnMethodModel):
     """Adds gated differences to weights of linear layers of a model; see `DiffPruningConfig`.
 
-    A loop of one's own adds the penalty to the loss: `loss + model.base_model.l0_penalty()`, once a step.
+    A training loop of your own adds the penalty to the loss: `loss + model.base_model.l0_penalty()`, once a step.
     """
 
     prefix: str = "diff_pruning_"
-    tuner_layer_cls = DiffPruningLayer
+    tuner_layer_cls = DiffPruningLinear
     target_module_mapping = TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
-    def _create_and_replace(
-        self,
-        peft_config: Any,
-        adapter_name: str,
-        target: nn.Module,
-        target_name: str,
-        parent: nn.Module,
-        current_key: str,
-        parameter_name: str | None = None,
-    ) -> None:
-        kept = None if peft_config.kept is None else peft_config.kept.get(current_key, 0)
-        if isinstance(target, DiffPruningLayer):
-            target.update_layer(adapter_name, peft_config, kept)
-            return
-        layer = DiffPruningLinear(target, adapter_name, peft_config, _shape(target, current_key), kept)
-        if adapter_name not in self.active_adapters:
-            # One more adapter beside the active one, which alone is trained.
-            layer.requires_grad_(False)
-        self._replace_module(parent, target_name, layer, target)
-
-    def _layers(self, adapter: str) -> Iterator[tuple[str, DiffPruningLayer]]:
+    def _layers(self, adapter: str) -> Iterator[tuple[str, DiffPruningLinear]]:
         for name, module in self.model.named_modules():
-            if isinstance(module, DiffPruningLayer) and adapter in module.stretches:
+            if isinstance(module, DiffPruningLinear) and adapter in module.stretches:
                 yield name, module
 
     def l0_penalty(self, adapter_name: str = "default") -> torch.Tensor:
-        """Return what belongs to an adapter's loss, once a step: `l0_weight` for each gate expected to be open.
-
-        Args:
-            adapter_name: one that was not pruned.
+        """Return the penalty of an adapter, for once a step: `l0_weight` for each gate expected to be open.
 
         Raises:
             ConfigError: if there is no such adapter, or it was pruned.
         """
-        counts = [layer.expected_l0(adapter_name) for _, layer in self._layers(adapter_name)]
-        found = [count for count in counts if count is not None]
-        if not found:
+        found = [
+            (layer.parts_of(adapter_name), layer.stretches[adapter_name]) for _, layer in self._layers(adapter_name)
+        ]
+        counts = [expected_l0(parts, stretch) for parts, stretch in found if parts is not None]
+        if not counts:
             raise ConfigError(f"l0_penalty: got adapter {adapter_name!r}; allowed: {self._unpruned()}.")
-        return self.peft_config[adapter_name].l0_weight * total(found)
+        return self.peft_config[adapter_name].l0_weight * torch.stack(counts).sum()
 
     @torch.no_grad()
     def prune(self, adapter_name: str = "default", target_sparsity: float | None = None) -> int:
@@ -482,7 +385,7 @@ class DiffPruningModel(BaseTuner):
         writes these alone, merged, or trained further, as the paper does.
 
         Args:
-            adapter_name: one that was not pruned.
+            adapter_name: an adapter that was not pruned.
             target_sparsity: share of the elements that is kept; that of the configuration by default.
 
         Returns:
@@ -510,7 +413,7 @@ class DiffPruningModel(BaseTuner):
         """Refuse before anything is taken apart."""
         super()._check_merge_allowed()
         for layer in self.model.modules():
-            if isinstance(layer, DiffPruningLayer):
+            if isinstance(layer, DiffPruningLinear):
                 layer.check_mergeable()
 
     def _unpruned(self) -> str:
@@ -518,15 +421,97 @@ class DiffPruningModel(BaseTuner):
         return ", ".join(name for name, config in configs.items() if config.kept is None) or "one that was not pruned"
 
 
-def _shape(target: Any, name: str) -> tuple[int, int]:
-    if isinstance(target, nn.Linear):
-        return target.out_features, target.in_features
-    if isinstance(target, Conv1D):
-        return target.nf, target.nx
-    raise ConfigError(
-        f"DiffPruningConfig.target_modules: got {name} ({type(target).__name__}); allowed: linear layers, to whose"
-        " weight a difference can be added."
-    )
-
-
 register_method(DIFF_PRUNING, DiffPruningConfig, DiffPruningModel)
+
+
+class MultiplexedDiff(MultiplexedForward):
+    """The frozen layer once over the stream, and each task's difference applied to its own rows.
+
+    In training the gates are drawn once for a task's step and layer: all micro-batches of a global batch, on all
+    processes, see the same ones, and they do not depend on other tasks.
+    """
+
+    def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
+        super().__init__(module, name, stream)
+        self._drawn: dict[str, tuple[int, Noise]] = {}
+
+    def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[..., K]`."""
+        layer: Any = self.module
+        self.check_rows(x, x.shape[-1])
+        y = base_output(layer.base_layer, x, self.name)
+        own = layer.diff_pruning_delta
+        if layer.disable_adapters or not any(segment.adapter in own for segment in self.stream.segments):
+            return y
+        parts = []
+        for segment, y_NK, x_ND in self.each_task(y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])):
+            if segment.adapter not in own:
+                parts.append(y_NK)
+                continue
+            noise = self.noise(segment) if layer.training else None
+            run = partial(_with_difference, layer.stretches[segment.adapter], noise)
+            tensors = layer.parts_of(segment.adapter)
+            # Recomputed in the backward pass, as a difference is as large as the frozen weight.
+            parts.append(checkpoint(run, y_NK, x_ND, *tensors, use_reentrant=False, preserve_rng_state=False))
+        return torch.cat(parts).view_as(y)
+
+    def reason_against_graphs(self) -> str | None:
+        """Return why no pass through this layer can be captured: how many rows a task has differs from pass to pass."""
+        return f"differences are applied to each task's own rows ({self.name})"
+
+    def noise(self, rows: RowSegment) -> Noise:
+        """Return the noise of a task's gates in this step."""
+        layer: Any = self.module
+        seed, device = rows.draw_seed(self.name), layer.diff_pruning_delta[rows.adapter].device
+        drawn_for, noise = self._drawn.get(rows.adapter, (None, None))
+        # Of this step, and here: a model may be moved between two passes.
+        if noise is None or drawn_for != seed or noise.noise_KD.device != device:
+            num_rows, num_columns = layer.shape
+            noise = Noise(philox.uniform(seed, num_rows, num_columns, device).logit_().half())
+            if rows.adapter in layer.diff_pruning_row_alpha:
+                uniform_K = philox.uniform(rows.draw_seed(f"{self.name}.rows"), 1, num_rows, device)[0]
+                noise = noise._replace(noise_K=uniform_K.logit_().half())
+            # Kept for the step, in 2 bytes an element, next to the 32 that AdamW holds of it.
+            self._drawn[rows.adapter] = seed, noise
+            self._drawn = {adapter: own for adapter, own in self._drawn.items() if adapter in layer.diff_pruning_delta}
+        return noise
+
+
+def _with_difference(
+    stretch: Stretch, noise: Noise | None, y_NK: torch.Tensor, x_ND: torch.Tensor, *parts: torch.Tensor | None
+) -> torch.Tensor:
+    """Return `[N, K]`, the frozen layer's output for rows of one task with the task's difference applied."""
+    # The frozen layer has settled the dtype; autocast would cast each product by itself.
+    with torch.autocast(y_NK.device.type, enabled=False):
+        delta_KD = gated_delta(Relaxed(*parts), stretch, noise)  # type: ignore[arg-type]
+        return torch.addmm(y_NK, x_ND.to(y_NK.dtype), delta_KD.to(y_NK.dtype).t())
+
+
+class DiffPruningKind(AdapterKind):
+    """Diff Pruning as a kind of adapters."""
+
+    draws_itself = True
+    lies_apart = False
+    has_penalty = True
+
+    def setting_faults(self, config: Any, where: str) -> list[Fault]:
+        """Return what is set without meaning here, and what is wrong with its values."""
+        return super().setting_faults(config, where) + config.faults(where)
+
+    def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
+        """Return the forward of all tasks' differences."""
+        return MultiplexedDiff(module, name, stream)
+
+    def penalty(self, config: Any, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Return the penalty on gates that are expected to be open."""
+        stretch = Stretch(config.concrete_lower, config.concrete_upper)
+        counts = []
+        for name, delta_KD in parameters.items():
+            site, _, part = name.partition(self._mark)
+            if part == "delta":
+                alphas = parameters[f"{site}{self._mark}alpha"], parameters.get(f"{site}{self._mark}row_alpha")
+                counts.append(expected_l0(Relaxed(delta_KD, *alphas), stretch))
+        return config.l0_weight * torch.stack(counts).sum()
+
+
+register_kind(DiffPruningKind(ENTRIES["DIFF_PRUNING"], "Diff Pruning"))

@@ -1,1 +1,0 @@
-"""Grouped bottlenecks (Adapter Tuning) on a GPU: LoRA's products, with a nonlinearity and biases between them."""

@@ -1,0 +1,407 @@
+"""Adapter Tuning (Houlsby et al., 2019; M §2.1): a small network behind each of some linear layers.
+
+    out = y + up(f(down(drop(y))) + b) + c        y is the output of the frozen layer
+
+PEFT lacks it, so its configuration and tuner stand here as well. For many tasks, the frozen layer runs once over the
+stream, and each task's bottleneck on its own rows. On a GPU, `down` and `up` of all tasks are the grouped launches of
+LoRA (`down` in the place of A, `up` transposed in that of B), with the nonlinearity in torch between them.
+
+Shape letters: T rows of the stream, N of one task, K features of the frozen layer's output, M of a bottleneck, C
+columns of P, for the widest bottleneck.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.nn import functional as F
+
+from peft_mux.errors import ConfigError, Fault, is_real, shown
+from peft_mux.kernels import philox
+from peft_mux.kernels.lora.group import LoraGroup, rows_of
+from peft_mux.kernels.lora.tables import SegmentTables
+from peft_mux.modeling.adapters.catalogue import ENTRIES
+from peft_mux.modeling.adapters.kind import AdapterKind, CutLayers, MultiplexedForward, Shapes, SlabOf, register_kind
+from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
+from peft_mux.modeling.adapters.registration import OwnMethodConfig, OwnMethodModel, own_peft_type, register_method
+from peft_mux.modeling.backbone.quantized import base_output
+from peft_mux.modeling.slabs import Slot, plain_slot
+from peft_mux.modeling.stream import PassMaker, Stream
+from peft_mux.scheduler.costs.loads import AdapterLoad
+
+BOTTLENECK = own_peft_type("BOTTLENECK")
+
+ACTIVATIONS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "silu": F.silu,
+    "tanh": torch.tanh,
+}
+
+DEFAULT_SIZE = 64
+"""Features of a bottleneck if neither field sets it: the middle one of the sizes that the paper tries for GLUE."""
+
+
+@dataclass
+class BottleneckConfig(OwnMethodConfig):
+    """Configuration of Adapter Tuning (Houlsby et al., 2019, "Parameter-Efficient Transfer Learning for NLP").
+
+    A bottleneck stands behind the output `y` of each targeted linear layer: `y + up(f(down(y)))`. In the paper that is
+    the projection behind the attention and that behind the feed-forward layer of every block, as in
+    `target_modules=["o_proj", "down_proj"]`, which is also the default for known architectures.
+
+    Args:
+        bottleneck_size: features between `down` and `up`; 64 if `reduction_factor` does not set it either.
+        reduction_factor: the layer's output features divided by those of the bottleneck, in place of a size.
+        non_linearity: "relu", "gelu", "silu" or "tanh".
+        adapter_dropout: probability of dropping an element of the input of `down`.
+        down_bias: whether `down` has a bias.
+        up_bias: whether `up` has a bias.
+        init_weights: begin with `up` at zero, so that an untrained adapter changes nothing; `False` draws it.
+        target_modules: names of linear layers, a regular expression over full names, or "all-linear".
+        exclude_modules: names of layers, or a regular expression, that are left out.
+        layers_to_transform: numbers of the blocks that are adapted; all by default.
+        layers_pattern: name of the list of blocks, if it has an unusual one.
+        modules_to_save: modules of which a trained copy is saved with the adapter, such as a new head.
+
+    Raises:
+        ConfigError: naming each field with what it may hold.
+
+    Example:
+        >>> from peft_mux import BottleneckConfig
+        >>> BottleneckConfig(bottleneck_size=32, target_modules=["o_proj", "down_proj"]).size_for(4096)
+        32
+    """
+
+    bottleneck_size: int | None = None
+    reduction_factor: float | None = None
+    non_linearity: Literal["relu", "gelu", "silu", "tanh"] = "gelu"
+    adapter_dropout: float = 0.0
+    down_bias: bool = True
+    up_bias: bool = True
+    init_weights: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the fields, and name the type."""
+        super().__post_init__()
+        self.peft_type = BOTTLENECK
+
+    def faults(self, where: str) -> list[Fault]:
+        """Return what is wrong with the values of the fields, beyond their types; `where` is their prefix."""
+        faults, size, factor = super().faults(where), self.bottleneck_size, self.reduction_factor
+        if factor is not None and (not is_real(factor) or factor < 1):
+            faults.append(Fault(f"{where}.reduction_factor", shown(factor), "a finite number of at least 1, or None"))
+        if size is not None and factor is not None:
+            faults.append(Fault(f"{where}.reduction_factor", shown(factor), "None where bottleneck_size is set"))
+        return faults
+
+    def size_for(self, out_features: int) -> int:
+        """Return the features of the bottleneck behind a layer of so many output features."""
+        if self.reduction_factor is not None:
+            return max(1, int(out_features / self.reduction_factor))
+        return DEFAULT_SIZE if self.bottleneck_size is None else self.bottleneck_size
+
+
+MERGE_REFUSAL = (
+    "merge: got a BOTTLENECK adapter (Adapter Tuning); allowed: adapters that add to a weight, such as LORA or "
+    "DIFF_PRUNING. A bottleneck has a nonlinearity: keep it beside the backbone, or take it out with unload()."
+)
+
+
+class BottleneckLinear(nn.Module, BaseTunerLayer):
+    """A linear layer to whose output each active adapter adds `up(f(down(y)))`, as PEFT runs it.
+
+    Attributes:
+        bottleneck_down: `[M, K]` weight and bias by adapter.
+        bottleneck_up: `[K, M]` weight and bias by adapter.
+    """
+
+    adapter_layer_names: tuple[str, ...] = ("bottleneck_down", "bottleneck_up")
+    other_param_names: tuple[str, ...] = ("bottleneck_dropout", "non_linearity")
+
+    def __init__(
+        self, base_layer: nn.Module, adapter_name: str, config: BottleneckConfig, shape: tuple[int, int], name: str = ""
+    ) -> None:
+        """Wrap a layer of so many output and input features, with a first adapter."""
+        super().__init__()
+        self.base_layer, self.out_features = base_layer, shape[0]
+        self.bottleneck_down, self.bottleneck_up = nn.ModuleDict(), nn.ModuleDict()
+        self.bottleneck_dropout = nn.ModuleDict()
+        self.non_linearity: dict[str, str] = {}
+        self._disable_adapters = False
+        self.merged_adapters: list[str] = []
+        self._active_adapter = adapter_name
+        self.update_layer(adapter_name, config, name)
+
+    def update_layer(self, adapter_name: str, config: BottleneckConfig, name: str) -> None:
+        """Add an adapter."""
+        size, width = config.size_for(self.out_features), self.out_features
+        self.bottleneck_down[adapter_name] = nn.Linear(width, size, bias=config.down_bias)
+        self.bottleneck_up[adapter_name] = nn.Linear(size, width, bias=config.up_bias)
+        self.bottleneck_dropout[adapter_name] = nn.Dropout(config.adapter_dropout)
+        self.non_linearity[adapter_name] = config.non_linearity
+        if config.init_weights:
+            # Near-identity, as in the paper: exactly the frozen model before the first step.
+            for parameter in self.bottleneck_up[adapter_name].parameters():
+                nn.init.zeros_(parameter)
+        self._move_adapter_to_device_of_base_layer(adapter_name)
+        self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Return `[..., K]`: the frozen layer's output plus those of its active adapters."""
+        y = self.base_layer(x, *args, **kwargs)
+        if self.disable_adapters:
+            return y
+        added: Any = 0
+        # All read the frozen layer's output, so that the order of the adapters does not matter.
+        for name in self.active_adapters:
+            if name in self.non_linearity:
+                down, up = self.bottleneck_down[name], self.bottleneck_up[name]
+                read = self.bottleneck_dropout[name](self._cast_input_dtype(y, down.weight.dtype))  # type: ignore[arg-type]
+                added = added + up(ACTIVATIONS[self.non_linearity[name]](down(read))).to(y.dtype)
+        return y + added
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Refuse, because a nonlinearity cannot become part of a weight.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(MERGE_REFUSAL)
+
+    def unmerge(self) -> None:
+        """Do nothing: no bottleneck was ever merged."""
+
+
+_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "smollm3")
+DEFAULT_TARGETS: dict[str, list[str]] = {
+    **{name: ["o_proj", "down_proj"] for name in _LLAMA_LIKE},
+    "gpt2": ["attn.c_proj", "mlp.c_proj"],
+    "gpt_neox": ["attention.dense", "dense_4h_to_h"],
+    "opt": ["out_proj", "fc2"],
+    "bert": ["output.dense"],
+    "roberta": ["output.dense"],
+}
+"""As in the paper, behind the attention and behind the feed-forward layer, by type of the backbone."""
+
+
+class BottleneckModel(OwnMethodModel):
+    """Puts bottlenecks behind linear layers of a model; see `BottleneckConfig`."""
+
+    prefix: str = "bottleneck_"
+    tuner_layer_cls = BottleneckLinear
+    target_module_mapping = DEFAULT_TARGETS
+
+    def _check_merge_allowed(self) -> None:
+        """Refuse before anything is taken apart."""
+        raise ConfigError(MERGE_REFUSAL)
+
+
+register_method(BOTTLENECK, BottleneckConfig, BottleneckModel)
+
+
+class MultiplexedBottleneck(MultiplexedForward):
+    """The frozen layer once over the stream, and each task's bottleneck behind its own rows.
+
+    It is a group of one layer to `peft_mux.modeling.adapters.lora.lora_pass`, which keeps the tables of its launches.
+    """
+
+    num_columns = 0  # of compiled graphs, in which bottlenecks run on slices
+
+    def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
+        super().__init__(module, name, stream)
+        self.members = (self,)
+        self.number = stream.maker_of(NAME).enroll(self)
+
+    def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
+        """Return `[..., K]`."""
+        layer: Any = self.module
+        self.check_rows(x, x.shape[-1])
+        y = base_output(layer.base_layer, x, self.name)
+        if layer.disable_adapters or not any(self.is_grouped(segment.adapter) for segment in self.stream.segments):
+            return y
+        y_TK = rows_of(y)
+        own_pass: Any = self.stream.pass_of(NAME)
+        is_usable = own_pass is not None and not torch.compiler.is_compiling()
+        tables = own_pass.tables_of(self, y.dtype) if is_usable else None
+        # The frozen layer has settled the dtype; autocast would cast each product by itself.
+        with torch.autocast(y.device.type, enabled=False):
+            if tables is None:
+                out = self._on_slices(y_TK)
+            else:
+                anchor = None if y.requires_grad else own_pass.anchor
+                out = self._through_launches(y_TK, _Launches(tables, own_pass.segment_tables, own_pass.places), anchor)
+        return out.view_as(y)
+
+    def _on_slices(self, y_TK: torch.Tensor) -> torch.Tensor:
+        layer: Any = self.module
+        parts = []
+        for segment, y_NK in self.each_task(y_TK):
+            if not self.is_grouped(segment.adapter):
+                parts.append(y_NK)
+                continue
+            read, dropout = y_NK, self.dropout_of(segment.adapter)
+            if dropout:
+                places = self.stream.places[segment.start : segment.end]
+                read = philox.dropout(y_NK, places, dropout, segment.draw_seed(self.name))
+            down, up = (weight.to(y_NK.dtype) for weight in self.factors_of(segment.adapter))
+            hidden = self._activated(segment.adapter, F.linear(read, down))
+            parts.append(_with_bias(torch.addmm(y_NK, hidden, up.t()), layer.bottleneck_up[segment.adapter].bias))
+        return torch.cat(parts)
+
+    def _through_launches(self, y_TK: torch.Tensor, launches: _Launches, anchor: torch.Tensor | None) -> torch.Tensor:
+        """Return the output through the launches of LoRA; `anchor` requires gradients where `y_TK` does not."""
+        layer: Any = self.module
+        p_TC = _Shrink.apply(y_TK, anchor, launches)
+        hidden, parts = [], []
+        for segment, p_NC, y_NK in self.each_task(p_TC, y_TK):
+            # Columns beyond the task's own are not initialised.
+            own = self.is_grouped(segment.adapter)
+            size = layer.bottleneck_down[segment.adapter].out_features if own else 0
+            h_NM = self._activated(segment.adapter, p_NC[:, :size]) if own else p_NC[:, :0]
+            hidden.append(F.pad(h_NM, (0, p_NC.shape[1] - size)))
+            parts.append(_with_bias(y_NK, layer.bottleneck_up[segment.adapter].bias if own else None))
+        return torch.cat(parts) + _Expand.apply(torch.cat(hidden), launches, y_TK.shape[1])
+
+    def _activated(self, adapter: str, p_NM: torch.Tensor) -> torch.Tensor:
+        layer: Any = self.module
+        return ACTIVATIONS[layer.non_linearity[adapter]](_with_bias(p_NM, layer.bottleneck_down[adapter].bias))
+
+    def reason_against_graphs(self) -> str | None:
+        """Return why no pass through this layer can be captured: how many rows a task has differs from pass to pass."""
+        return f"bottlenecks run behind each task's own rows ({self.name})"
+
+    # ------------------------------------- what `lora_pass` asks of a layer
+
+    def is_grouped(self, adapter: str) -> bool:
+        """Return whether the layer has a bottleneck of an adapter."""
+        return adapter in self.module.bottleneck_down  # type: ignore[operator]
+
+    def factors_of(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weights of `down` `[M, K]` and `up` `[K, M]`."""
+        layer: Any = self.module
+        return layer.bottleneck_down[adapter].weight, layer.bottleneck_up[adapter].weight
+
+    def scale_of(self, adapter: str) -> float:
+        """Return 1: bottlenecks are not scaled."""
+        return 1.0
+
+    def dropout_of(self, adapter: str) -> float:
+        """Return the probability with which an adapter drops its input now."""
+        layer: Any = self.module
+        return layer.bottleneck_dropout[adapter].p if layer.training else 0.0
+
+
+def _with_bias(x_NM: torch.Tensor, bias_M: torch.Tensor | None) -> torch.Tensor:
+    return x_NM if bias_M is None else x_NM + bias_M.to(x_NM.dtype)
+
+
+class _Launches(NamedTuple):
+    """The tables of one layer's launches in one pass; `places` are those of each row in its task's global batch."""
+
+    group: LoraGroup
+    segments: SegmentTables
+    places: torch.Tensor
+
+    def of_down(self) -> list[tuple[Any, dict[str, Any]]]:
+        """Return the launches of `down`, of tasks without and with dropout, and the arguments of their draws."""
+        parts = [part for part in (self.group.joint, *self.group.apart) if part is not None]
+        draws = [{"places": self.places, "module_seed": part.module_seed} for part in parts]
+        return [(part, {} if part.module_seed is None else draw) for part, draw in zip(parts, draws, strict=True)]
+
+
+class _Shrink(torch.autograd.Function):
+    """`P = drop(y) down^T` `[T, C]` of all tasks; adds to the gradients of `down` in place."""
+
+    @staticmethod
+    def forward(ctx: Any, y_TK: torch.Tensor, anchor: torch.Tensor | None, launches: _Launches) -> torch.Tensor:
+        from peft_mux.kernels.lora import launch as kernels  # it needs Triton
+
+        p_TC = y_TK.new_empty(len(y_TK), launches.group.num_columns)
+        for part, draws in launches.of_down():
+            kernels.shrink(y_TK, part.values, p_TC, launches.segments, part.ranks, scaled=False, **draws)
+        ctx.save_for_backward(y_TK)
+        ctx.launches = launches
+        return p_TC
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dp_TC: torch.Tensor) -> tuple[Any, ...]:
+        from peft_mux.kernels.lora import launch as kernels
+
+        (y_TK,) = ctx.saved_tensors
+        launches, dp_TC = ctx.launches, rows_of(dp_TC)
+        dy_TK = torch.zeros_like(y_TK) if ctx.needs_input_grad[0] else None
+        for part, draws in launches.of_down():
+            more = {"scaled": False, **draws}
+            if dy_TK is not None:
+                kernels.expand(dp_TC, part.values, dy_TK, launches.segments, part.ranks, add=True, **more)
+            if part.gradients is not None:
+                kernels.wgrad(dp_TC, y_TK, part.gradients, launches.segments, part.ranks, accumulate=True, **more)
+        return dy_TK, None, None
+
+
+class _Expand(torch.autograd.Function):
+    """`H up^T` `[T, K]` of all tasks, zero in rows of tasks without a bottleneck; adds to the gradients of `up`."""
+
+    @staticmethod
+    def forward(ctx: Any, h_TC: torch.Tensor, launches: _Launches, width: int) -> torch.Tensor:
+        from peft_mux.kernels.lora import launch as kernels
+
+        part: Any = launches.group.layers[0]
+        out_TK = h_TC.new_empty(len(h_TC), width)
+        kernels.expand(h_TC, part.values, out_TK, launches.segments, part.ranks, scaled=False)
+        ctx.save_for_backward(h_TC)
+        ctx.launches = launches
+        return out_TK
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout_TK: torch.Tensor) -> tuple[Any, ...]:
+        from peft_mux.kernels.lora import launch as kernels
+
+        (h_TC,) = ctx.saved_tensors
+        launches, dout_TK = ctx.launches, rows_of(dout_TK)
+        part: Any = launches.group.layers[0]
+        dh_TC = torch.empty_like(h_TC)
+        kernels.shrink(dout_TK, part.values, dh_TC, launches.segments, part.ranks, scaled=False)
+        if part.gradients is not None:
+            kernels.wgrad(h_TC, dout_TK, part.gradients, launches.segments, part.ranks, scaled=False, accumulate=True)
+        return dh_TC, None, None
+
+
+class BottleneckKind(AdapterKind):
+    """Adapter Tuning as a kind of adapters."""
+
+    draws_itself = True
+    lies_apart = False
+
+    def setting_faults(self, config: Any, where: str) -> list[Fault]:
+        """Return what is set without meaning here, and what is wrong with its values."""
+        return super().setting_faults(config, where) + config.faults(where)
+
+    def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
+        """Return the forward of all tasks' bottlenecks."""
+        return MultiplexedBottleneck(module, name, stream)
+
+    def pass_maker(self, slab_of: SlabOf) -> PassMaker | None:
+        """Return what keeps the tables of one model's layers, as for LoRA."""
+        return LoraGroups(slab_of)
+
+    def slot(self, name: str, parameter: nn.Parameter) -> Slot:
+        """Return how a parameter of a task lies in its slab: `up` transposed, as kernels read it."""
+        return plain_slot(name, parameter)._replace(is_transposed=name.endswith(".bottleneck_up.weight"))
+
+    def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:
+        """Return for each layer an adapter as wide as `down` and `up` are; biases take hardly any time."""
+        downs = [shape for name, shape in shapes.items() if ".bottleneck_down." in name and len(shape) == 2]
+        return [AdapterLoad(size, 2 * width) for size, width in downs]
+
+
+NAME = register_kind(BottleneckKind(ENTRIES["BOTTLENECK"], "Adapter Tuning")).name
+"""The key under which streams hold the passes of bottlenecks."""

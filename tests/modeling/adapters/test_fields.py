@@ -1,0 +1,229 @@
+"""Fields of configurations: each is trained with or refused by name, in our words, before PEFT fails on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig, PeftType, get_peft_model
+from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import config as peft_config
+
+from peft_mux import ConfigError, MultiTaskPeftModel, Task
+from peft_mux.modeling.adapters.kind import KINDS
+from peft_mux.modeling.adapters.lora.config import FIELDS, REASONS, REFUSED_INITIALISERS
+from tests.invariants.mux_lab import make_trainer, rows, tiny_llama
+from tests.modeling.adapters.cases import CASES
+from tests.paths import ROOT
+from tools import lora_fields
+
+LORA_FIELDS = [field.name for field in dataclasses.fields(LoraConfig)]
+
+
+def changed(field: str, value: Any) -> LoraConfig:
+    """Return a configuration whose field was set after PEFT looked at it, as PEFT itself refuses a few at once."""
+    config = LoraConfig(r=4, target_modules=["q_proj"])
+    setattr(config, field, value)
+    return config
+
+
+def refusal(config: Any) -> str:
+    """Return why a configuration is refused; nothing if it is not. The backbone must stay as it was."""
+    backbone = tiny_llama()
+    before = list(backbone.state_dict())
+    try:
+        MultiTaskPeftModel(backbone, {"own": config}, verify=False)
+    except ConfigError as error:
+        assert list(backbone.state_dict()) == before
+        return str(error)
+    return ""
+
+
+# ---------------------------------------------------------------------- of LoRA
+
+WRONG: list[Any] = [
+    *(None, True, False, 0, -1, 5, 10**9, 10**400, 2.5, math.nan, math.inf, "", "x", b"x", object(), print, ...),
+    *([], [5], [None], [[1]], {"a": 1}, {"q_proj": "x"}, {1: 2}, {"(": 3}, frozenset({"q_proj"}), ("q_proj", 5)),
+    *(np.zeros(3), np.float32(1), torch.zeros(2)),
+]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("r", 2.5), ("r", True), ("r", 10**9), ("lora_alpha", 10**400), ("lora_alpha", 1e308), ("lora_dropout", "a")),
+        *(("rank_pattern", value) for value in (5, {1: 2}, None, {"q_proj": 10**9}, {"q_proj": 2.5})),
+        *(("alpha_pattern", [4]), ("alpha_pattern", {"q_proj": 10**400}), ("layers_pattern", 3)),
+        *(("target_modules", [5]), ("target_modules", [""]), ("exclude_modules", 7), ("modules_to_save", [1])),
+        *(("layers_to_transform", "x"), ("layers_to_transform", True), ("bias", 3), ("bias", None)),
+        *(("init_lora_weights", object()), ("init_lora_weights", 1), ("use_rslora", "yes"), ("fan_in_fan_out", 1)),
+        *(("trainable_token_indices", []), ("runtime_config", None), ("revision", object())),
+        *(("auto_mapping", {"a": object()}), ("task_type", np.zeros(3)), ("use_dora", torch.zeros(2))),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_refused_by_its_field_with_what_is_allowed(field: str, value: Any) -> None:
+    message = refusal(changed(field, value))
+    assert message.startswith(f"tasks.own.peft_config.{field}"), message
+    assert "; allowed: " in message
+    assert "PEFT refuses it" not in message
+
+
+def test_every_wrong_field_is_named_at_once() -> None:
+    config = changed("rank_pattern", 5)
+    config.target_modules, config.lora_dropout, config.layers_to_transform = [5], "a", "x"  # type: ignore[assignment]
+    message = refusal(config)
+    assert "4 things are wrong" in message
+    for field in ("rank_pattern", "target_modules", "lora_dropout", "layers_to_transform"):
+        assert f"tasks.own.peft_config.{field}: got " in message
+
+
+@pytest.mark.parametrize("field", LORA_FIELDS)
+def test_any_value_in_any_field_is_trained_with_or_refused_by_name(field: str, tmp_path: Path) -> None:
+    refused, taken = [], []
+    for value in WRONG:
+        message = refusal(changed(field, value))
+        if message:
+            refused.append(message)
+        else:
+            taken.append(value)
+    assert refused, "no field takes everything"
+    assert all("tasks.own.peft_config" in message for message in refused)
+    for value in taken[:2]:
+        task = Task(name="own", peft_config=changed(field, value), train_dataset=rows(0, 4, 5, 5), max_steps=1)
+        # What was taken can also be written, by PEFT.
+        make_trainer([task], tmp_path / "run").model.save_task("own", tmp_path / "adapter")
+
+
+def test_what_is_no_configuration_is_refused_by_the_model_too() -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.own\.peft_config: got int; allowed: a peft\.PeftConfig"):
+        MultiTaskPeftModel(tiny_llama(), {"own": 5})  # type: ignore[dict-item]
+
+
+REFUSED_VALUES: dict[str, Any] = {
+    "megatron_config": {"a": 1},
+    "loftq_config": {"loftq_bits": 4},
+    "eva_config": peft_config.EvaConfig(),
+    "velora_config": peft_config.VeloraConfig(),
+    "alora_invocation_tokens": [5, 6],
+    "use_qalora": True,
+    "monteclora_config": peft_config.MontecloraConfig(),
+    "layer_replication": [(0, 2), (1, 2)],
+    "runtime_config": peft_config.LoraRuntimeConfig(ephemeral_gpu_offload=True),
+    "arrow_config": peft_config.ArrowConfig(),
+    "kasa_config": peft_config.KasaConfig(),
+    "ensure_weight_tying": True,
+}
+"""A value of each field that is refused."""
+
+
+@pytest.mark.parametrize("field", REASONS)
+def test_a_refused_field_says_why_and_what_to_do(field: str) -> None:
+    assert f"tasks.own.peft_config.{field}" in (message := refusal(changed(field, REFUSED_VALUES[field])))
+    assert f"Not supported: {REASONS[field]}." in message
+
+
+@pytest.mark.parametrize("name", REFUSED_INITIALISERS)
+def test_a_refused_initialisation_says_why(name: str) -> None:
+    message = refusal(changed("init_lora_weights", name))
+    assert message.startswith("tasks.own.peft_config.init_lora_weights: got ")
+    assert REFUSED_INITIALISERS[name] in message
+
+
+def test_every_field_of_this_peft_is_documented_as_honoured_or_refused() -> None:
+    assert {*lora_fields.HONOURED, *REASONS} == {*LORA_FIELDS}, "a field is new in PEFT: decide"
+    assert not FIELDS & REASONS.keys()
+    page = ROOT / "docs" / "lora_fields.md"
+    assert page.read_text(encoding="utf-8") == lora_fields.page(), f"write it: {lora_fields.COMMAND} docs/{page.name}"
+
+
+def test_layers_are_chosen_and_scaled_as_peft_does() -> None:
+    options: dict[str, Any] = {"rank_pattern": {r"^model\.layers\.0\..*v_proj": 2, "down_proj": 3}}
+    configs = {
+        "excluded": LoraConfig(r=4, target_modules="all-linear", exclude_modules=r".*(k|o)_proj", **options),
+        "listed": LoraConfig(r=4, target_modules=["v_proj", "down_proj"], exclude_modules=["layers.1.mlp.down_proj"]),
+        "second": LoraConfig(
+            r=4, target_modules=["v_proj"], layers_to_transform=[1], layers_pattern="layers", alpha_pattern={"v": 2}
+        ),
+        "patterns": LoraConfig(r=4, target_modules=["v_proj", "down_proj"], alpha_pattern={r"layers\.\d\.mlp.*": 16}),
+    }
+    model = MultiTaskPeftModel(tiny_llama(), configs, verify=False)
+    for name, config in configs.items():
+        judge = get_peft_model(tiny_llama(), config)
+        wanted = {key.replace(".default", ""): item.shape for key, item in judge.named_parameters() if "lora" in key}
+        assert {key: item.shape for key, item in model.task_parameters(name).items()} == wanted
+        scales = {key: item.scaling["default"] for key, item in judge.named_modules() if isinstance(item, LoraLayer)}
+        ours = dict(model.named_modules())
+        assert all(ours[key].scaling[model.adapter_of(name)] == scale for key, scale in scales.items())
+
+
+# -------------------------------------------------------------- of other types
+
+BAD = ("x", -1, 0, None, True, [], math.nan, 1.5, b"q", [1], {"(": 2}, {"q_proj": "x"}, {"q_proj": -3})
+SLICED = [one for one in CASES if one in KINDS and one is not PeftType.LORA]
+
+
+@pytest.mark.parametrize("peft_type", SLICED, ids=[one.name for one in SLICED])
+def test_no_bad_value_breaks_the_checks(peft_type: PeftType) -> None:
+    for field in dataclasses.fields(CASES[peft_type].make(0)):  # type: ignore[arg-type]
+        for bad in BAD if field.name != "peft_type" else ():
+            config: Any = CASES[peft_type].make(0)
+            setattr(config, field.name, bad)
+            faults = KINDS[peft_type].faults(config, "tasks.a.peft_config")
+            assert all(fault.where.startswith("tasks.a.peft_config") for fault in faults)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("peft_type", SLICED, ids=[one.name for one in SLICED])
+def test_a_bad_value_is_refused_by_name_or_trained_with(peft_type: PeftType) -> None:
+    for field in dataclasses.fields(CASES[peft_type].make(0)):  # type: ignore[arg-type]
+        for bad in BAD:
+            config: Any = CASES[peft_type].make(0)
+            setattr(config, field.name, bad)
+            message = refusal(config)
+            assert not message or "tasks.own.peft_config" in message, f"{field.name}={bad!r}"
+
+
+FAULTY = {
+    "VERA": ("projection_prng_key", "seed", "an integer of at least 0"),
+    "PSOFT": ("r", 0, "an integer of at least 1"),
+    "LOHA": ("rank_dropout", 1.0, "a number in [0, 1)"),
+    "DELORA": ("lambda_pattern", {"q_proj": -3}, "a dict from names of modules to numbers above 0"),
+    "ROAD": ("group_size", True, "an integer of at least 1"),
+    "DEFT": ("alpha", math.nan, "a finite number or None"),
+    "PEANUT": ("act_fn", "sine", "what PEFT takes. PEFT refuses it: Unsupported `act_fn`: sine"),
+    "GLORA": ("config_A_B", "x", "'lora', 'vector', 'constant', 'none'"),
+    "SHIRA": ("mask_type", "mine", "'random'"),
+    "OFT": ("coft", True, "its default False. Not supported: it changes its weights in the forward pass"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTY)
+def test_a_faulty_value_is_refused_with_the_field_and_what_is_allowed(name: str) -> None:
+    field, value, allowed = FAULTY[name]
+    config: Any = CASES[PeftType[name]].make(0)
+    setattr(config, field, value)
+    message = refusal(config)
+    assert message.startswith("tasks.own.peft_config")
+    assert f"; allowed: {allowed}" in message
+
+
+def test_seeds_may_be_zero_and_factors_need_not_be_whole() -> None:
+    for name, fields in (("VERA", {"projection_prng_key": 0}), ("LOHA", {"alpha": 0.5})):
+        config = CASES[PeftType[name]].make(0)
+        vars(config).update(fields)
+        assert refusal(config) == ""
+
+
+def test_a_configuration_that_trains_nothing_is_refused_and_the_backbone_given_back() -> None:
+    config: Any = CASES[PeftType.GLORA].make(0)
+    config.config_A_B = config.config_C = config.config_D_E = "none"
+    assert "peft_config: got a configuration with which PEFT trains nothing" in refusal(config)
+    model = MultiTaskPeftModel(tiny_llama(), {"l": CASES[PeftType.LORA].make(0)}, verify=False)
+    with pytest.raises(ConfigError, match="trains nothing"):
+        model.register_tasks({"a": config})
+    assert model.tasks == ("l",)
