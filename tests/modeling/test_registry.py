@@ -8,7 +8,6 @@ from peft import LoraConfig
 from torch import nn
 
 from peft_mux.errors import CheckpointError, ConfigError
-from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.registry import TaskRegistry
 from peft_mux.modeling.sharding import Piece
 
@@ -26,7 +25,7 @@ def registry_of(*names: str) -> TaskRegistry:
     registry = TaskRegistry()
     for number, name in enumerate(names):
         config = LoraConfig(r=2 + number)
-        registry.add(name, config, kind_of(config))
+        registry.add(name, config)
         registry.adopt(name, factors(2 + number, 1.0 + number))
     return registry
 
@@ -35,15 +34,14 @@ def test_tasks_keep_their_order_and_internal_ids_are_never_given_twice() -> None
     registry = registry_of("a", "b", "c")
     assert registry.tasks == ("a", "b", "c")
     assert registry.adapters == {"a": "t000001", "b": "t000002", "c": "t000003"}
-    assert registry.remove("b") == "t000002"
-    config = LoraConfig(r=2)
-    assert registry.next_adapter == registry.add("b", config, kind_of(config)) == "t000004"
+    assert registry.forget("b") == "t000002"
+    assert registry.next_adapter == registry.add("b", LoraConfig(r=2)) == "t000004"
     assert registry.tasks == ("a", "c", "b")
 
 
 def test_a_task_that_is_not_held_is_refused_with_the_name_that_was_meant() -> None:
     registry = registry_of("first", "second")
-    asking = (registry.adapter_of, registry.parameters_of, registry.slab_of, registry.kind_of, registry.remove)
+    asking = (registry.adapter_of, registry.parameters_of, registry.slab_of, registry.forget)
     for ask in asking:
         with pytest.raises(ConfigError, match=r'got task "frist"; allowed: first, second.*first'):
             ask("frist")
@@ -65,14 +63,14 @@ def test_parameters_are_views_of_their_tasks_slab_and_keep_their_values() -> Non
 def test_slabs_are_found_by_the_internal_id_until_the_task_leaves() -> None:
     registry = registry_of("a", "b")
     assert registry.slab_of_adapter("t000002") is registry.slab_of("b")
-    registry.remove("b")
+    registry.forget("b")
     assert registry.slab_of_adapter("t000002") is None
     assert registry.slab_of_adapter("") is None
 
 
 def test_described_parameters_have_no_slab_until_they_are_adopted_with_values() -> None:
     registry, config = TaskRegistry(), LoraConfig(r=2)
-    registry.add("a", config, kind_of(config))
+    registry.add("a", config)
     assert registry.parameters_of("a") == {}
     with torch.device("meta"):
         described = factors(2)
@@ -86,7 +84,7 @@ def test_described_parameters_have_no_slab_until_they_are_adopted_with_values() 
 
 def test_a_task_without_parameters_here_has_a_slab_that_nothing_reads() -> None:
     registry, config = TaskRegistry(), LoraConfig(r=2)
-    registry.add("elsewhere", config, kind_of(config))
+    registry.add("elsewhere", config)
     registry.adopt("elsewhere", {}, torch.device("cpu"))
     registry.slab_of("elsewhere").bind_gradients()
     assert list(registry.parameters()) == []
@@ -107,7 +105,7 @@ def test_pieces_are_whole_until_told_otherwise_and_leave_with_their_task() -> No
     registry.pieces["a", NAME_OF_A] = Piece((2, 12), 1, ((6, 12),))
     assert registry.pieces_of("a")[NAME_OF_A].shape == (2, 12)
     assert registry.pieces_of("a")[NAME_OF_B] == Piece.whole((4, 2))
-    registry.remove("a")
+    registry.forget("a")
     assert registry.pieces == {}
 
 
@@ -128,7 +126,7 @@ def test_what_lies_here_of_whole_tensors_is_written_or_nothing() -> None:
 def test_the_configuration_as_given_is_remembered() -> None:
     registry = TaskRegistry()
     config = LoraConfig(r=2, target_modules=["q_proj"])
-    registry.add("a", config, kind_of(config))
+    registry.add("a", config)
     config.r = 3
     assert registry.was_given("a", LoraConfig(r=2, target_modules=["q_proj"]))
     assert not registry.was_given("a", config)

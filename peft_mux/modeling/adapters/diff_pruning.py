@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from transformers.pytorch_utils import Conv1D
 
-from peft_mux.errors import ConfigError, Fault, is_integer, is_real, shown
+from peft_mux.errors import ConfigError, Fault, is_real, shown
 from peft_mux.kernels import philox
 from peft_mux.modeling.adapters.catalogue import ENTRIES
 from peft_mux.modeling.adapters.kind import AdapterKind, MultiplexedForward, register_kind
@@ -105,9 +105,6 @@ class DiffPruningConfig(OwnMethodConfig):
             value = getattr(self, name)
             if not is_real(value) or not is_allowed(value):
                 faults.append(Fault(f"{where}.{name}", shown(value), words))
-        counts = self.kept.values() if isinstance(self.kept, dict) else ()
-        if not all(is_integer(count, 0) for count in counts):
-            faults.append(Fault(f"{where}.kept", shown(self.kept), "None, or what `prune` has written"))
         return faults
 
 

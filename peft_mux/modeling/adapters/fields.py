@@ -74,10 +74,11 @@ def _is_unset(name: str, value: Any, default: Any) -> bool:
 
 
 class _Rule(NamedTuple):
-    """What a field may hold: a test of a value, and the same in words."""
+    """What a field may hold: a test of a value, the same in words, and the rule for the values of a dict."""
 
     is_valid: Callable[[Any], bool]
     allowed: str
+    item: _Rule | None = None
 
 
 _FACTORS = ("alpha", "lambda", "scaling")
@@ -88,11 +89,15 @@ _FROM_ZERO = ("seed", "key", "layers_to_transform", "num_frozen_tokens")
 
 def value_faults(config: Any, where: str) -> list[Fault]:
     """Return a fault for every field whose value has another type than PEFT declares, or cannot be written as JSON."""
-    return [
-        Fault(f"{where}.{name}", shown(value), rule.allowed)
-        for name, rule in _rules_of(type(config)).items()
-        if not rule.is_valid(value := getattr(config, name)) or not _is_plain(value)
-    ]
+    faults = []
+    for name, rule in _rules_of(type(config)).items():
+        value = getattr(config, name)
+        if not rule.is_valid(value) or not _is_plain(value):
+            faults.append(Fault(f"{where}.{name}", shown(value), rule.allowed))
+        elif rule.item is not None and isinstance(value, dict):
+            odd = {key: item for key, item in value.items() if not rule.item.is_valid(item)}
+            faults += [Fault(f"{where}.{name}[{key!r}]", shown(odd[key]), rule.item.allowed) for key in odd]
+    return faults
 
 
 @functools.cache
@@ -108,12 +113,12 @@ def _rule(name: str, hint: Any, default: Any) -> _Rule:
     if bool in hints and len({*hints} - {NoneType}) > 1:
         return _Rule(lambda value: isinstance(value, (bool, str)), "True, False or a name")
     rules = [_rule_of_one(name, one, default) for one in hints if one is not NoneType]
+    item = next((rule.item for rule in rules if rule.item is not None), None)
     if default is None or (NoneType in hints and isinstance(default, (bool, str))):
         rules.append(_Rule(lambda value: value is None, "None"))
     *words, last = (rule.allowed for rule in rules)
-    return _Rule(
-        lambda value: any(rule.is_valid(value) for rule in rules), f"{', '.join(words)} or {last}" if words else last
-    )
+    allowed = f"{', '.join(words)} or {last}" if words else last
+    return _Rule(lambda value: any(rule.is_valid(value) for rule in rules), allowed, item)
 
 
 def _rule_of_one(name: str, hint: Any, default: Any) -> _Rule:
@@ -134,32 +139,26 @@ def _rule_of_one(name: str, hint: Any, default: Any) -> _Rule:
         least = int(default != 0 and not name.endswith(_FROM_ZERO))
         return _Rule(lambda value: is_integer(value, least), f"an integer of at least {least}")
     if origin in (list, set):
-        if args == (str,):
-            return _Rule(lambda value: _is_collection(value) and all(map(is_text, value)), "a list of strings")
-        # Positions of layers and ids of tokens.
+        # Strings; else positions of layers and ids of tokens.
+        is_item = is_text if args == (str,) else _is_index
+        # PEFT writes the configuration as JSON, for which it turns sets into lists, but no other collection.
         return _Rule(
-            lambda value: _is_collection(value) and all(is_integer(one, 0) for one in value),
-            "a list of integers of at least 0",
+            lambda value: isinstance(value, (list, set, tuple)) and all(map(is_item, value)),
+            "a list of strings" if is_item is is_text else "a list of integers of at least 0",
         )
-    if hint is dict and name.endswith("rank_pattern"):
-        return _Rule(lambda value: _is_pattern(value, is_integer), "a dict from names of modules to integers above 0")
-    if (hint is dict or origin is dict) and name.endswith("_pattern"):
-        return _Rule(lambda value: _is_pattern(value, is_real), "a dict from names of modules to numbers above 0")
-    if hint is dict or origin is dict:
-        return _Rule(lambda value: isinstance(value, dict) and all(map(is_text, value)), "a dict from names")
+    if dict in (hint, origin):
+        item = None if hint is dict else _rule_of_one(name, args[1], 0)
+        if name.endswith("_pattern"):
+            item = _Rule(lambda value: is_real(value) and value > 0, "a number above 0")
+        if name == "rank_pattern" and hint is dict:
+            item = _Rule(lambda value: is_integer(value, 1), "an integer of at least 1")
+        return _Rule(lambda value: isinstance(value, dict) and all(map(is_text, value)), "a dict from names", item)
     # Configurations within a configuration come back from files as dictionaries.
     return _Rule(lambda value: isinstance(value, (hint, dict)), f"a {getattr(hint, '__name__', hint)}")
 
 
-def _is_collection(value: object) -> bool:
-    # PEFT writes the configuration as JSON, for which it turns sets into lists, but no other collection.
-    return isinstance(value, (list, set, tuple))
-
-
-def _is_pattern(value: object, is_number: Callable[[object], bool]) -> bool:
-    return isinstance(value, dict) and all(
-        is_text(key) and is_number(number) and number > 0 for key, number in value.items()
-    )
+def _is_index(value: object) -> bool:
+    return is_integer(value, 0)
 
 
 def _is_plain(value: object) -> bool:

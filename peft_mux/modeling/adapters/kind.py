@@ -162,7 +162,7 @@ class AdapterKind:
             where: prefix of the fields, such as `tasks.sql.peft_config`.
         """
         faults = self.setting_faults(config, where)
-        refused = {fault.where.partition("[")[0] for fault in faults}
+        refused = {fault.where for fault in faults}
         faults += [fault for fault in value_faults(config, where) if fault.where not in refused]
         faults += task_type_faults(config, where)
         return faults or constructor_faults(config, where)

@@ -360,10 +360,9 @@ def _copy_faults(wanted: str, modules: Mapping[str, nn.Module], head: Any, where
     return []
 
 
-def _row_faults(wanted: str, indices: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
+def _row_faults(wanted: str, indices: list[int], modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
     # PEFT writes the same row twice in an order of its own.
-    is_list = isinstance(indices, list) and all(type(index) is int and index >= 0 for index in indices)
-    if not is_list or not 0 < len(set(indices)) == len(indices):
+    if not 0 < len(set(indices)) == len(indices):
         return [Fault(where, shown(indices), "a list of different numbers of tokens, or a dict of such lists")]
     found = [module for name, module in modules.items() if name.endswith(wanted)]
     plain: list[Any] = [getattr(module, "original_module", getattr(module, "base_layer", module)) for module in found]

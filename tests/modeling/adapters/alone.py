@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
 
 from peft_mux import Task
+from peft_mux.kernels import philox
 from peft_mux.modeling.slabs import decays
 from tests.invariants import mux_lab as lab
 
@@ -49,6 +50,18 @@ def task(name: str, config: PeftConfig, number: int, **settings: Any) -> Task:
     options = {"weight_decay": 0.1, "max_steps": 4, "length": 7 + number % 3, **settings}
     made = lab.small_task(name, data_seed=20 + number, **options)
     return Task(**{**{field: getattr(made, field) for field in made.__dataclass_fields__}, "peft_config": config})
+
+
+class PhiloxDropout(torch.nn.Module):
+    """Drops what a task's draws drop, in place of plain PEFT's dropout, in a pass of one sequence."""
+
+    def __init__(self, p: float, seed: int) -> None:
+        super().__init__()
+        self.p, self.seed = p, seed
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        return philox.dropout(rows, torch.arange(len(rows)), self.p, self.seed).view_as(x)
 
 
 @dataclass

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig, get_peft_model
-from peft_mux.modeling.adapters.diff_pruning.peft_tuner import DiffPruningLayer, Noise
 from transformers import get_scheduler
 
 from peft_mux import BottleneckConfig, DiffPruningConfig, Task
 from peft_mux.kernels import philox
+from peft_mux.modeling.adapters.diff_pruning import DiffPruningLinear, Noise
 from tests.engine.replicas.layout_cases import LaidOut, train
 from tests.invariants import mux_lab as lab
 
@@ -70,7 +70,7 @@ def judge(trainer: Any, task: Task) -> lab.Verdict:
 
 def _draw_as_of(model: Any, seed: int, step: int) -> None:
     for name, layer in model.base_model.model.named_modules():
-        if isinstance(layer, DiffPruningLayer):
+        if isinstance(layer, DiffPruningLinear):
             height, width = layer.shape
             draws = [
                 philox.uniform(philox.draw_seed(seed, step, key), *shape, torch.device("cpu")).logit().half()

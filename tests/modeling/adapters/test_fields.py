@@ -192,7 +192,7 @@ FAULTY = {
     "VERA": ("projection_prng_key", "seed", "an integer of at least 0"),
     "PSOFT": ("r", 0, "an integer of at least 1"),
     "LOHA": ("rank_dropout", 1.0, "a number in [0, 1)"),
-    "DELORA": ("lambda_pattern", {"q_proj": -3}, "a dict from names of modules to numbers above 0"),
+    "DELORA": ("lambda_pattern", {"q_proj": -3}, "a number above 0"),
     "ROAD": ("group_size", True, "an integer of at least 1"),
     "DEFT": ("alpha", math.nan, "a finite number or None"),
     "PEANUT": ("act_fn", "sine", "what PEFT takes. PEFT refuses it: Unsupported `act_fn`: sine"),

@@ -12,7 +12,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 
 from peft_mux.errors import ConfigError
 from peft_mux.modeling import registry as arrivals
-from peft_mux.modeling.adapters.injection import can_be_copied
+from peft_mux.modeling.adapters.copies import can_be_copied
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.invariants.mux_lab import tiny_llama
@@ -46,9 +46,9 @@ def count_injections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     counted: list[str] = []
     inject = Tuners.inject
 
-    def counting(tuners: Tuners, model: Any, kind: Any, adapter: str, config: Any) -> None:
+    def counting(tuners: Tuners, model: Any, adapter: str, config: Any) -> None:
         counted.append(adapter)
-        inject(tuners, model, kind, adapter, config)
+        inject(tuners, model, adapter, config)
 
     monkeypatch.setattr(Tuners, "inject", counting)
     return counted

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from peft.tuners.lora import LoraLayer
 
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.injection import hidden_adapters, only_adapter
+from peft_mux.modeling.adapters.copies import HiddenAdapters, only_adapter
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.invariants.mux_lab import tiny_llama
 
@@ -36,7 +36,7 @@ def held(model: MultiTaskPeftModel) -> dict[str, list[str]]:
 def test_hidden_adapters_come_back_as_the_same_objects_in_the_same_order() -> None:
     model = model_of("a", "b", "c")
     before, parameters = held(model), dict(model.named_parameters())
-    with hidden_adapters(model.backbone):
+    with HiddenAdapters(model.backbone):
         assert all(ids == [] for ids in held(model).values())
         assert not any("lora_" in name for name, _ in model.named_parameters())
     assert held(model) == before
@@ -48,7 +48,7 @@ def test_hidden_adapters_come_back_as_the_same_objects_in_the_same_order() -> No
 def test_what_is_added_meanwhile_comes_last() -> None:
     model = model_of("a", "b")
     before = held(model)
-    with hidden_adapters(model.backbone) as hidden:
+    with HiddenAdapters(model.backbone) as hidden:
         for new in ("x", "y"):
             model.add_adapter(new, LoraConfig(r=3, target_modules=TARGETS))
             assert all(set(ids) == {new} for layer in held(model).values() for ids in layer)
@@ -69,7 +69,7 @@ def test_adapters_of_all_tasks_are_in_fp32_on_a_backbone_in_half_precision() -> 
 def test_adapters_come_back_where_the_block_fails() -> None:
     model = model_of("a", "b")
     before = held(model)
-    with pytest.raises(RuntimeError, match="stop"), hidden_adapters(model.backbone):
+    with pytest.raises(RuntimeError, match="stop"), HiddenAdapters(model.backbone):
         raise RuntimeError("stop")
     assert held(model) == before
 

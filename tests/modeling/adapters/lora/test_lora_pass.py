@@ -22,7 +22,7 @@ import torch
 from peft import LoraConfig
 from torch._dynamo.backends.debugging import aot_eager
 
-from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
+from peft_mux import BottleneckConfig, ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.data.batch import MuxBatch
 from peft_mux.kernels.lora.group import Base
 from peft_mux.modeling.adapters.lora import lora_pass
@@ -342,13 +342,41 @@ def compiled_kernels() -> dict[str, Any]:
     return {"differing": differing(result, eager), "graphs": len(count.operators), "tables": len(made)}
 
 
+def bottlenecks() -> dict[str, Any]:
+    """Compare a pass of bottlenecks, with LoRA on their layers, with slices, a task alone, and watched gradients."""
+
+    def model() -> MultiTaskPeftModel:
+        options: dict[str, Any] = {"init_weights": False}
+        found = {
+            "a": BottleneckConfig(bottleneck_size=3, non_linearity="relu", **options),
+            "b": LoraConfig(r=4, target_modules=["o_proj", "q_proj"], init_lora_weights=False),
+            "c": BottleneckConfig(
+                bottleneck_size=20, adapter_dropout=0.3, up_bias=False, target_modules=["o_proj"], **options
+            ),
+        }
+        return MultiTaskPeftModel(tiny_llama(), found, verify=False).train()  # type: ignore[arg-type]
+
+    through_kernels(False)
+    on_slices = one_pass(model(), batch())
+    through_kernels()
+    with tables_made() as made:
+        together = one_pass(model(), batch())
+    mine = together[0][:1], {key: value for key, value in together[1].items() if key.startswith("a/")}
+    watched, seen = model(), []
+    next(iter(watched.task_parameters("a").values())).register_hook(seen.append)
+    return {
+        "to slices": worst(together, on_slices),
+        "layers": sorted(len(group.layers) for group in made),
+        "alone": differing(one_pass(model(), batch("a")), mine),
+        "hooked": [worst(one_pass(watched, batch()), on_slices), len(seen)],
+    }
+
+
 def main() -> None:
     torch.set_num_threads(1)
     keep_patches()
-    report = {
-        part.__name__: part()
-        for part in (plain, trained, in_bf16, depths, changes, moved_between_passes, watched, compiled_kernels)
-    }
+    parts = (plain, trained, in_bf16, depths, changes, moved_between_passes, watched, compiled_kernels, bottlenecks)
+    report = {part.__name__: part() for part in parts}
     print(json.dumps(report))
 
 
@@ -464,6 +492,15 @@ def test_a_hook_that_comes_after_the_first_pass_sees_gradients(report: dict) -> 
 
 def test_kernels_in_a_compiled_graph_give_the_same_bits(report: dict) -> None:
     assert report["compiled_kernels"] == {"differing": [], "graphs": 1, "tables": NUM_GROUPS}
+
+
+def test_bottlenecks_go_through_the_same_kernels(report: dict) -> None:
+    found = report["bottlenecks"]
+    assert found["to slices"] <= 1e-5
+    assert found["layers"].count(1) >= 4, "two layers of each of two blocks"
+    assert found["alone"] == []
+    assert found["hooked"][0] <= 1e-5
+    assert found["hooked"][1] == 1
 
 
 @pytest.fixture

@@ -18,11 +18,12 @@ from torch import nn
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.errors import ConfigError
 from peft_mux.kernels import philox
-from peft_mux.modeling.adapters.lora.layer import MagnitudeScale, MultiplexedLinear
+from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
+from peft_mux.modeling.adapters.lora.row_steps import MagnitudeScale
 from tests.children import run_script
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
-from tests.modeling.adapters.alone import Together, tiny_gpt2, together
+from tests.modeling.adapters.alone import PhiloxDropout, Together, tiny_gpt2, together
 
 TWO = ["q_proj", "down_proj"]
 CONFIGS = {
@@ -86,18 +87,6 @@ def test_norms_from_small_factors_are_those_of_the_whole_matrix() -> None:
     assert relative(MagnitudeScale(layer, "default").norms(layer.base_layer.weight), wanted) <= 1e-6
 
 
-class _PhiloxDropout(nn.Module):
-    """Drops what the task's draws drop, in plain PEFT's place."""
-
-    def __init__(self, p: float, seed: int) -> None:
-        super().__init__()
-        self.p, self.seed = p, seed
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        return philox.dropout(rows, torch.arange(len(rows)), self.p, self.seed).view_as(x)
-
-
 @pytest.mark.parametrize("field", ["use_dora", "lora_bias", "pissa", "use_bdlora"])
 def test_dropout_acts_where_peft_lets_it_act(field: str) -> None:
     options: dict[str, Any] = {"lora_dropout": 0.4, "target_modules": TWO}
@@ -121,7 +110,7 @@ def test_dropout_acts_where_peft_lets_it_act(field: str) -> None:
     for name, module in judge.named_modules():
         if name.endswith("lora_dropout"):
             site = name.removeprefix("base_model.model.").removesuffix(".lora_dropout")
-            module["default"] = _PhiloxDropout(0.4, philox.draw_seed(5, batch.task_steps[0], site))
+            module["default"] = PhiloxDropout(0.4, philox.draw_seed(5, batch.task_steps[0], site))
     loss = mux(batch).losses[0]
     loss.backward()
     ids = torch.tensor([row])

@@ -59,7 +59,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"num_frozen_tokens": 4},
         "num_frozen_tokens: got 4; allowed: less than num_virtual",
     ),
-    "zeros": ("prefix", {"init_weights": "ones"}, "init_weights: got 'ones'; allowed: None or 'zero'"),
+    "zeros": ("prefix", {"init_weights": "ones"}, "init_weights: got 'ones'; allowed: 'zero' or None"),
     "weights of tokens": (
         "cpt",
         {"opt_weighted_loss_type": "decay", "opt_loss_decay_factor": 0.9},

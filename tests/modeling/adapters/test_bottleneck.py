@@ -1,0 +1,91 @@
+"""Adapter Tuning: PEFT's layer against the formula of the paper, and many tasks in one pass against plain PEFT."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from peft import get_peft_model
+from torch import nn
+from torch.nn import functional as F
+
+from peft_mux import BottleneckConfig, ChunkPackingCollator, ConfigError, MultiTaskPeftModel
+from peft_mux.kernels import philox
+from peft_mux.modeling.adapters.bottleneck import BottleneckLinear
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import relative, tiny_llama
+from tests.modeling.adapters.alone import PhiloxDropout
+from tests.modeling.adapters.test_kinds import perturbed, plain, plain_loss
+
+BIASES = ((True, True), (False, False), (True, False), (False, True))
+ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("biases", BIASES)
+def test_a_layer_adds_what_the_paper_says(name: str, biases: tuple[bool, bool]) -> None:
+    torch.manual_seed(0)
+    fields: dict[str, Any] = {"non_linearity": name, "down_bias": biases[0], "up_bias": biases[1]}
+    config = BottleneckConfig(bottleneck_size=3, init_weights=False, adapter_dropout=0.5, **fields)
+    layer = BottleneckLinear(nn.Linear(5, 7), "default", config, (7, 5))
+    x = torch.randn(2, 4, 5)
+    down, up = (layer.bottleneck_down["default"], layer.bottleneck_up["default"])
+    torch.manual_seed(1)
+    got = layer(x)
+    torch.manual_seed(1)
+    y: Any = layer.base_layer(x)
+    # Dropped is what the bottleneck reads, and not what passes by.
+    hidden = F.dropout(y, 0.5) @ down.weight.t() + (down.bias if biases[0] else 0)
+    hidden = {"relu": hidden.clamp_min(0), "tanh": hidden.tanh(), "silu": hidden * hidden.sigmoid()}.get(
+        name, 0.5 * hidden * (1 + torch.erf(hidden / 2**0.5))
+    )
+    assert torch.allclose(got, y + hidden @ up.weight.t() + (up.bias if biases[1] else 0), atol=1e-6)
+
+
+def test_sizes_are_given_or_follow_from_the_width() -> None:
+    assert BottleneckConfig().size_for(4096) == 64
+    assert BottleneckConfig(bottleneck_size=8).size_for(4096) == 8
+    assert BottleneckConfig(reduction_factor=16).size_for(4096) == 256
+    assert BottleneckConfig(reduction_factor=64).size_for(32) == 1
+
+
+def test_by_default_adapters_stand_behind_attention_and_feed_forward_and_cannot_be_merged() -> None:
+    model = get_peft_model(tiny_llama(), BottleneckConfig())
+    wanted = [f"model.layers.{n}.{part}" for n in (0, 1) for part in ("self_attn.o_proj", "mlp.down_proj")]
+    assert model.base_model.targeted_module_names == wanted
+    before = [name for name, _ in model.named_parameters()]
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(ConfigError, match=r"merge: got a BOTTLENECK adapter .*; allowed: .*unload\(\)"):
+            merge()
+    assert [name for name, _ in model.named_parameters()] == before
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_every_activation_and_bias_is_computed_as_plain_peft_does(dropout: float) -> None:
+    configs = {
+        name: BottleneckConfig(
+            bottleneck_size=2 + number, non_linearity=name, down_bias=down, up_bias=up, adapter_dropout=dropout
+        )
+        for number, (name, (down, up)) in enumerate(zip(ACTIVATIONS, BIASES, strict=True))
+    }
+    model = MultiTaskPeftModel(tiny_llama(), configs, seeds=dict.fromkeys(configs, 3), verify=False).train()
+    row = lab.rows(1, 1, 9, 9)[0]["input_ids"]
+    batch = ChunkPackingCollator()([{"task": name, "input_ids": row, "seed": 5} for name in configs])
+    judges = {name: plain(config, 3) for name, config in configs.items()}
+    for number, (name, (judge, own)) in enumerate(judges.items()):
+        perturbed(own, number)
+        perturbed(model.task_parameters(name), number)
+        for site, module in judge.base_model.model.named_modules():
+            if isinstance(module, BottleneckLinear) and dropout:
+                seed = philox.draw_seed(5, batch.task_steps[number], site)
+                module.bottleneck_dropout["default"] = PhiloxDropout(dropout, seed)
+    losses = model(batch).losses
+    losses.sum().backward()
+    for loss, (name, (judge, own)) in zip(losses, judges.items(), strict=True):
+        wanted = plain_loss(judge.train(), [row])
+        wanted.backward()
+        assert math.isclose(loss.item(), wanted.item(), rel_tol=1e-5), name
+        for key, item in own.items():
+            assert relative(model.task_parameters(name)[key].grad, item.grad) <= 1e-4, f"{name} {key}"
