@@ -21,7 +21,7 @@ Shape letters: D features read, K features of a layer, R rank.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional as F
@@ -433,36 +433,6 @@ def _arguments_of_a(part: LaunchOfA, places: torch.Tensor, layout: int | None) -
     return {"layout": layout} if part.module_seed is None else {"places": places, "module_seed": part.module_seed}
 
 
-class Tables(Protocol):
-    """What the launches of a group of layers need to know, for one set of tasks; `LoraGroup` is that of linear ones."""
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        bases: Sequence[Base],
-        segments: SegmentTables,
-        places: torch.Tensor,
-        *,
-        num_columns: int | None,
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return each layer's output `[..., K]`, and what the backward pass needs besides `x [..., D]`."""
-        ...
-
-    def backward(
-        self,
-        dys: Sequence[torch.Tensor],
-        x: torch.Tensor,
-        saved: torch.Tensor,
-        bases: Sequence[Base],
-        segments: SegmentTables,
-        places: torch.Tensor,
-        *,
-        needs_dx: bool,
-    ) -> torch.Tensor | None:
-        """Add to the gradients of the adapters, and return that of `x`."""
-        ...
-
-
 class KernelCall(NamedTuple):
     """A group in a pass, through the kernels.
 
@@ -474,7 +444,7 @@ class KernelCall(NamedTuple):
         num_columns: columns that are kept of each row for the backward pass; by default as many as these tasks need.
     """
 
-    group: Tables
+    group: LoraGroup
     bases: Sequence[Base]
     segments: SegmentTables
     places: torch.Tensor

@@ -12,7 +12,7 @@ columns of P, for the widest bottleneck.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -24,10 +24,9 @@ from torch.nn import functional as F
 from peft_mux.errors import ConfigError, Fault, is_real, shown
 from peft_mux.kernels import philox
 from peft_mux.kernels.lora.group import LoraGroup, rows_of
-from peft_mux.kernels.lora.tables import SegmentTables
 from peft_mux.modeling.adapters.catalogue import ENTRIES
 from peft_mux.modeling.adapters.kind import AdapterKind, CutLayers, MultiplexedForward, Shapes, SlabOf, register_kind
-from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
+from peft_mux.modeling.adapters.lora.lora_pass import GroupedAdapter, LoraGroups, LoraPass
 from peft_mux.modeling.adapters.registration import OwnMethodConfig, OwnMethodModel, own_peft_type, register_method
 from peft_mux.modeling.backbone.quantized import base_output
 from peft_mux.modeling.slabs import Slot, plain_slot
@@ -218,101 +217,75 @@ class MultiplexedBottleneck(MultiplexedForward):
         self.members = (self,)
         self.number = stream.maker_of(NAME).enroll(self)
 
+    def grouped(self, adapter: str) -> GroupedAdapter | None:
+        """Return the bottleneck of an adapter as one of LoRA; `None` if the adapter has none here."""
+        layer: Any = self.module
+        if adapter not in layer.bottleneck_down:
+            return None
+        dropout = layer.bottleneck_dropout[adapter].p if layer.training else 0.0
+        return GroupedAdapter(layer.bottleneck_down[adapter].weight, layer.bottleneck_up[adapter].weight, 1.0, dropout)
+
     def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[..., K]`."""
         layer: Any = self.module
         self.check_rows(x, x.shape[-1])
         y = base_output(layer.base_layer, x, self.name)
-        if layer.disable_adapters or not any(self.is_grouped(segment.adapter) for segment in self.stream.segments):
+        if layer.disable_adapters or not any(self.grouped(segment.adapter) for segment in self.stream.segments):
             return y
-        y_TK = rows_of(y)
-        own_pass: Any = self.stream.pass_of(NAME)
-        is_usable = own_pass is not None and not torch.compiler.is_compiling()
-        tables = own_pass.tables_of(self, y.dtype) if is_usable else None
+        y_TK, launches, p_TC = rows_of(y), None, y
+        own_pass: LoraPass | None = None if torch.compiler.is_compiling() else self.stream.pass_of(NAME)
+        if own_pass is not None and (tables := own_pass.tables_of(self, y.dtype)) is not None:
+            launches = _Launches(tables, own_pass.segment_tables, own_pass.places)
+            p_TC = _Shrink.apply(y_TK, None if y.requires_grad else own_pass.anchor, launches)
+        parts, hidden = [], []
         # The frozen layer has settled the dtype; autocast would cast each product by itself.
         with torch.autocast(y.device.type, enabled=False):
-            if tables is None:
-                out = self._on_slices(y_TK)
-            else:
-                anchor = None if y.requires_grad else own_pass.anchor
-                out = self._through_launches(y_TK, _Launches(tables, own_pass.segment_tables, own_pass.places), anchor)
+            for segment, y_NK in self.each_task(y_TK):
+                rows, own = slice(segment.start, segment.end), self.grouped(segment.adapter)
+                if own is None:
+                    parts.append(y_NK)
+                    hidden.append(y_NK[:, :0])
+                    continue
+                down, up = layer.bottleneck_down[segment.adapter], layer.bottleneck_up[segment.adapter]
+                b_M, c_K = (None if one.bias is None else one.bias.to(y.dtype) for one in (down, up))
+                activation = ACTIVATIONS[layer.non_linearity[segment.adapter]]
+                if launches is not None:
+                    # Columns beyond the task's own are not initialised.
+                    p_NM = p_TC[rows, : down.out_features]
+                    h_NM = activation(p_NM if b_M is None else p_NM + b_M)
+                    parts.append(y_NK if c_K is None else y_NK + c_K)
+                    hidden.append(h_NM)
+                    continue
+                read_NK = y_NK
+                if own.dropout:
+                    seed = segment.draw_seed(self.name)
+                    read_NK = philox.dropout(y_NK, self.stream.places[rows], own.dropout, seed)
+                h_NM = activation(F.linear(read_NK, down.weight.to(y.dtype), b_M))
+                parts.append(y_NK + F.linear(h_NM, up.weight.to(y.dtype), c_K))
+            out = torch.cat(parts)
+            if launches is not None:
+                h_TC = torch.cat([F.pad(h_NM, (0, p_TC.shape[1] - h_NM.shape[1])) for h_NM in hidden])
+                out = out + _Expand.apply(h_TC, launches, out.shape[1])
         return out.view_as(y)
-
-    def _on_slices(self, y_TK: torch.Tensor) -> torch.Tensor:
-        layer: Any = self.module
-        parts = []
-        for segment, y_NK in self.each_task(y_TK):
-            if not self.is_grouped(segment.adapter):
-                parts.append(y_NK)
-                continue
-            read, dropout = y_NK, self.dropout_of(segment.adapter)
-            if dropout:
-                places = self.stream.places[segment.start : segment.end]
-                read = philox.dropout(y_NK, places, dropout, segment.draw_seed(self.name))
-            down, up = (weight.to(y_NK.dtype) for weight in self.factors_of(segment.adapter))
-            hidden = self._activated(segment.adapter, F.linear(read, down))
-            parts.append(_with_bias(torch.addmm(y_NK, hidden, up.t()), layer.bottleneck_up[segment.adapter].bias))
-        return torch.cat(parts)
-
-    def _through_launches(self, y_TK: torch.Tensor, launches: _Launches, anchor: torch.Tensor | None) -> torch.Tensor:
-        """Return the output through the launches of LoRA; `anchor` requires gradients where `y_TK` does not."""
-        layer: Any = self.module
-        p_TC = _Shrink.apply(y_TK, anchor, launches)
-        hidden, parts = [], []
-        for segment, p_NC, y_NK in self.each_task(p_TC, y_TK):
-            # Columns beyond the task's own are not initialised.
-            own = self.is_grouped(segment.adapter)
-            size = layer.bottleneck_down[segment.adapter].out_features if own else 0
-            h_NM = self._activated(segment.adapter, p_NC[:, :size]) if own else p_NC[:, :0]
-            hidden.append(F.pad(h_NM, (0, p_NC.shape[1] - size)))
-            parts.append(_with_bias(y_NK, layer.bottleneck_up[segment.adapter].bias if own else None))
-        return torch.cat(parts) + _Expand.apply(torch.cat(hidden), launches, y_TK.shape[1])
-
-    def _activated(self, adapter: str, p_NM: torch.Tensor) -> torch.Tensor:
-        layer: Any = self.module
-        return ACTIVATIONS[layer.non_linearity[adapter]](_with_bias(p_NM, layer.bottleneck_down[adapter].bias))
 
     def reason_against_graphs(self) -> str | None:
         """Return why no pass through this layer can be captured: how many rows a task has differs from pass to pass."""
         return f"bottlenecks run behind each task's own rows ({self.name})"
-
-    # ------------------------------------- what `lora_pass` asks of a layer
-
-    def is_grouped(self, adapter: str) -> bool:
-        """Return whether the layer has a bottleneck of an adapter."""
-        return adapter in self.module.bottleneck_down  # type: ignore[operator]
-
-    def factors_of(self, adapter: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the weights of `down` `[M, K]` and `up` `[K, M]`."""
-        layer: Any = self.module
-        return layer.bottleneck_down[adapter].weight, layer.bottleneck_up[adapter].weight
-
-    def scale_of(self, adapter: str) -> float:
-        """Return 1: bottlenecks are not scaled."""
-        return 1.0
-
-    def dropout_of(self, adapter: str) -> float:
-        """Return the probability with which an adapter drops its input now."""
-        layer: Any = self.module
-        return layer.bottleneck_dropout[adapter].p if layer.training else 0.0
-
-
-def _with_bias(x_NM: torch.Tensor, bias_M: torch.Tensor | None) -> torch.Tensor:
-    return x_NM if bias_M is None else x_NM + bias_M.to(x_NM.dtype)
 
 
 class _Launches(NamedTuple):
     """The tables of one layer's launches in one pass; `places` are those of each row in its task's global batch."""
 
     group: LoraGroup
-    segments: SegmentTables
+    segments: Any
     places: torch.Tensor
 
-    def of_down(self) -> list[tuple[Any, dict[str, Any]]]:
-        """Return the launches of `down`, of tasks without and with dropout, and the arguments of their draws."""
-        parts = [part for part in (self.group.joint, *self.group.apart) if part is not None]
-        draws = [{"places": self.places, "module_seed": part.module_seed} for part in parts]
-        return [(part, {} if part.module_seed is None else draw) for part, draw in zip(parts, draws, strict=True)]
+    def of_down(self) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield the launches of `down`, of tasks without and with dropout, and the arguments of their draws."""
+        for part in (self.group.joint, *self.group.apart):
+            if part is not None:
+                draws = {"places": self.places, "module_seed": part.module_seed}
+                yield part, {} if part.module_seed is None else draws
 
 
 class _Shrink(torch.autograd.Function):

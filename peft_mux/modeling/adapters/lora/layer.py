@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import re
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +26,7 @@ from peft_mux.kernels.availability import runs_kernels
 from peft_mux.kernels.lora.group import Base
 from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, Rows, grouped_lora_slices, num_rows_in
 from peft_mux.modeling.adapters.kind import MultiplexedForward
+from peft_mux.modeling.adapters.lora.lora_pass import GroupedAdapter, say_once
 from peft_mux.modeling.adapters.lora.row_steps import (
     RowStep,
     dropout_of,
@@ -122,27 +122,17 @@ class MultiplexedLinear(MultiplexedForward):
 
     # ------------------------------------------------------- its adapters
 
-    def is_grouped(self, adapter: str) -> bool:
-        """Return whether the grouped product computes an adapter; otherwise its steps do."""
+    def grouped(self, adapter: str) -> GroupedAdapter | None:
+        """Return an adapter that the grouped product computes; `None` for others, which steps compute, if any."""
         layer: Any = self.module
-        return adapter in layer.lora_A and (adapter not in self._steps or is_grouped(layer, adapter))
+        if adapter not in layer.lora_A or (adapter in self._steps and not is_grouped(layer, adapter)):
+            return None
+        a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
+        return GroupedAdapter(a, b, layer.scaling[adapter], dropout_of(layer, adapter))
 
     def has(self, adapter: str) -> bool:
         """Return whether an adapter does anything here."""
         return adapter in self.module.lora_A or adapter in self._steps  # type: ignore[operator]
-
-    def factors_of(self, adapter: str) -> tuple[nn.Parameter, nn.Parameter]:
-        """Return A `[R, D]` and B `[K, R]` of an adapter."""
-        layer: Any = self.module
-        return layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
-
-    def scale_of(self, adapter: str) -> float:
-        """Return the factor of an adapter's product."""
-        return self.module.scaling[adapter]  # type: ignore[index, return-value]
-
-    def dropout_of(self, adapter: str) -> float:
-        """Return the probability with which an adapter drops its input now."""
-        return dropout_of(self.module, adapter)
 
     def weights_of(self, adapter: str) -> list[nn.Parameter]:
         """Return the weights of an adapter that only this layer reads."""
@@ -198,7 +188,7 @@ class MultiplexedLinear(MultiplexedForward):
 
     def _dropped(self, segment: RowSegment, x_ND: torch.Tensor) -> torch.Tensor:
         """Return rows of a task after its dropout in this layer, which is drawn as the grouped product draws it."""
-        dropout = self.dropout_of(segment.adapter)
+        dropout = dropout_of(self.module, segment.adapter)
         if dropout == 0.0:
             return x_ND
         places = self.stream.places[segment.start : segment.end]
@@ -209,18 +199,12 @@ class MultiplexedLinear(MultiplexedForward):
         layer: Any = self.module
         segments, factors, window = [], [], self.window
         for row in rows if not layer.disable_adapters else ():
-            if self.is_grouped(row.adapter):
-                dropout = self.dropout_of(row.adapter)
+            if (own := self.grouped(row.adapter)) is not None:
                 # A seed is a hash over names, so it is made only if it is drawn from.
-                seed = row.draw_seed(self.name) if dropout > 0.0 else 0
-                segments.append(LoraSegment(row.start, row.end, layer.scaling[row.adapter], dropout, seed, window))
-                factors.append(self.factors_of(row.adapter))
+                seed = row.draw_seed(self.name) if own.dropout > 0.0 else 0
+                segments.append(LoraSegment(row.start, row.end, own.scale, own.dropout, seed, window))
+                factors.append((own.a, own.b))
         return LinearSlice(*frozen_weight(self.base_layer), layer.out_features, segments, factors)
-
-    def draws_in_window(self, rows: Sequence[RowSegment]) -> bool:
-        """Return whether some adapter drops elements of an input of which only some columns lie here."""
-        adapters = [segment.adapter for segment in rows]
-        return self.window is not None and any(self.is_grouped(one) and self.dropout_of(one) > 0.0 for one in adapters)
 
     def reason_against_graphs(self) -> str | None:
         """Return why no pass through this layer can be captured; `None` if it can."""
@@ -298,10 +282,12 @@ class LinearGroup:
             if member.module.disable_adapters:
                 return None
             # Kernels number draws by the columns that they see, which here are not those of the whole input.
-            if member.window is not None and member.draws_in_window(self.stream.segments):
-                if runs_kernels(x.device):
-                    _say_windows()
-                return None
+            if member.window is not None:
+                grouped = [member.grouped(segment.adapter) for segment in self.stream.segments]
+                if any(own is not None and own.dropout > 0.0 for own in grouped):
+                    if runs_kernels(x.device):
+                        say_once("kernels draw dropout for whole inputs only, not on row-parallel layers.")
+                    return None
         return self.stream.pass_of(NAME)
 
     def _meet(self) -> tuple[Rows, ...] | None:
@@ -353,11 +339,3 @@ class LinearGroup:
             self._parts[key] = LinearGroup(members, self.stream)
             self._parts[key].count_columns()
         return self._parts[key]
-
-
-@functools.cache
-def _say_windows() -> None:
-    warnings.warn(
-        "adapters with dropout on row-parallel layers are computed task by task: kernels draw for whole inputs only.",
-        stacklevel=2,
-    )

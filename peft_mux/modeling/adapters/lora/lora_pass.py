@@ -5,7 +5,7 @@ each set of tasks and kept by `LoraGroups`; a pass adds only which rows belong t
 kernels cannot serve an adapter, the same result comes from products on slices (`peft_mux.kernels.lora.reference`).
 
 A *group* is what `LoraGroups.enroll` takes: an object with `members` (the forwards of its layers), `number` and
-`num_columns`. It is a `LinearGroup` of LoRA, or one layer of Adapter Tuning.
+`num_columns`. It is a `LinearGroup` of LoRA, or one layer of Adapter Tuning. A member gives its `GroupedAdapter`s.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import nn
 
 from peft_mux.kernels import philox
 from peft_mux.kernels.availability import runs_kernels
@@ -32,6 +33,15 @@ if TYPE_CHECKING:
     from peft_mux.modeling.stream import RowSegment
 
 _MAX_COMPOSITIONS = 32
+
+
+class GroupedAdapter(NamedTuple):
+    """An adapter of a layer that the grouped product computes: A `[R, D]`, B `[K, R]`, its scale, its dropout now."""
+
+    a: nn.Parameter
+    b: nn.Parameter
+    scale: float
+    dropout: float
 
 
 class Composition(NamedTuple):
@@ -127,12 +137,10 @@ def tables_of_group(members: Sequence[Any], tasks: Composition) -> LoraGroup | N
     for member in members:
         adapters: list[Adapter | None] = []
         for name, slab in zip(tasks.adapters, tasks.slabs, strict=True):
-            placed = None
-            if member.is_grouped(name):
-                placed = _placed(member, name, slab, tasks)
-                if placed is None:
-                    return None
-            adapters.append(placed)
+            own: GroupedAdapter | None = member.grouped(name)
+            adapters.append(None if own is None else _placed(own, slab, tasks))
+            if own is not None and adapters[-1] is None:
+                return None
         layers.append(adapters)
     try:
         return LoraGroup(layers, [member.name for member in members])
@@ -141,18 +149,16 @@ def tables_of_group(members: Sequence[Any], tasks: Composition) -> LoraGroup | N
         return None
 
 
-def _placed(member: Any, adapter: str, slab: TaskSlab | None, tasks: Composition) -> Adapter | None:
+def _placed(own: GroupedAdapter, slab: TaskSlab | None, tasks: Composition) -> Adapter | None:
     """Return where kernels find an adapter of a layer; `None` if they cannot serve it."""
-    weights = member.factors_of(adapter)
     # Kernels write gradients in place, which a hook on the parameter would not see.
-    if slab is None or tasks.dtype not in DTYPES or any(id(weight) in tasks.watched for weight in weights):
+    if slab is None or tasks.dtype not in DTYPES or not tasks.watched.isdisjoint((id(own.a), id(own.b))):
         return None
-    a, b = (slab.factor(weight, tasks.dtype) for weight in weights)
+    a, b = slab.factor(own.a, tasks.dtype), slab.factor(own.b, tasks.dtype)
     # Kernels add gradients up in fp32 only.
     if a is None or b is None or any(f.gradient is not None and f.gradient.dtype != torch.float32 for f in (a, b)):
         return None
-    scale, dropout = member.scale_of(adapter), member.dropout_of(adapter)
-    return Adapter(a.values, b.values, a.gradient, b.gradient, scale, dropout)
+    return Adapter(a.values, b.values, a.gradient, b.gradient, own.scale, own.dropout)
 
 
 @functools.cache
