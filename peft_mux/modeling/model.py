@@ -44,8 +44,7 @@ from peft_mux.modeling.adapters.prompts.kinds import encoders_of, prompt_kind_of
 from peft_mux.modeling.adapters.prompts.prompts import (
     Prompts,
     open_without_tuner,
-    plain_forward,
-    plain_generate,
+    plain_call,
     virtual_labels,
     without_layers,
 )
@@ -146,7 +145,7 @@ class TaskView:
         """
         require_all_layers(self._model, f'task_view("{self._name}"), a forward pass')
         with self.selected() as model:
-            return plain_forward(model, self._adapter, args, kwargs)
+            return plain_call(model, self._adapter, args, kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with this task's adapter, as `PeftModel.generate` does.
@@ -156,7 +155,7 @@ class TaskView:
         """
         require_all_layers(self._model, f'task_view("{self._name}").generate')
         with self.selected() as model:
-            return plain_generate(model, self._adapter, args, kwargs)
+            return plain_call(model, self._adapter, args, kwargs, generate=True)
 
     def merge_and_unload(self) -> Any:
         """Return the backbone with this task's adapter merged in; as in PEFT, the adapters are gone afterwards.
@@ -594,13 +593,13 @@ class MultiTaskPeftModel(PeftModel):
 
     def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._has_active_prompt:
-            return plain_forward(self, self.active_adapter, args, kwargs)
+            return plain_call(self, self.active_adapter, args, kwargs)
         return super().forward(*args, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with the active adapter, as PEFT does."""
         if self._has_active_prompt:
-            return plain_generate(self, self.active_adapter, args, kwargs)
+            return plain_call(self, self.active_adapter, args, kwargs, generate=True)
         return super().generate(*args, **kwargs)
 
     @property

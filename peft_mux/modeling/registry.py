@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftConfig
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
 from peft_mux.errors import CheckpointError, ConfigError, closest
-from peft_mux.modeling.adapters.copies import Draws, HiddenAdapters, are_drawn_alike, can_be_copied, rescale
+from peft_mux.modeling.adapters.copies import Draws, HiddenAdapters, can_be_copied
 from peft_mux.modeling.adapters.injection import attach, injecting, own_copy
 from peft_mux.modeling.adapters.kind import AdapterKind, kind_of
 from peft_mux.modeling.adapters.lora.parameters import drop_unused_wrappers
-from peft_mux.modeling.adapters.own import add_biases, forget_biases, hidden_copies, names_alone
+from peft_mux.modeling.adapters.own import add_biases, forget_biases, hidden_copies
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of
 from peft_mux.modeling.adapters.prompts.prompts import adopt_encoder
 from peft_mux.modeling.adapters.tuners import Tuners
@@ -228,9 +229,12 @@ class TaskRegistry:
             ConfigError: if PEFT refuses an adapter, or a head cannot have so many classes; then no task is added.
         """
         before, backbone = self.tasks, model.backbone
+        # The garbage collector would look at all modules again and again, none of which is garbage.
+        collects = gc.isenabled()
+        gc.disable()
         try:
             # PEFT goes through all modules for each adapter: with those of others in sight, time by their square.
-            with _without_collections(), HiddenAdapters(backbone) as hidden:
+            with HiddenAdapters(backbone) as hidden:
                 for name, config in peft_configs.items():
                     seed = seeds.get(name, 42)
                     if (alike := self._alike(model, config, seed)) is not None:
@@ -238,22 +242,22 @@ class TaskRegistry:
                         continue
                     own, adapter = own_copy(config, backbone), self.next_adapter
                     with injecting(name, own, seed, model.peft_config) as draws, hidden_copies(backbone):
-                        try:
-                            self.tuners.inject(model, adapter, own)
-                        except Exception:
-                            self.tuners.undo(model, adapter, own, list(self.adapters.values()))
-                            drop_unused_wrappers(backbone)
-                            model.mark_trainable()
-                            raise
+                        self.tuners.inject(model, adapter, own)
                     hidden.show_new()
-                    self.tuners.cast(model, adapter, own)
+                    if kind_of(own).has_targets:
+                        # To fp32 on a backbone in half precision, as PEFT does with adapters that it sees.
+                        tuner = self.tuners.of(model, adapter, own)
+                        tuner._cast_adapter_dtype(adapter_name=adapter, autocast_adapter_dtype=True)
                     self.take_in(model, name, config, num_labels.get(name), draws)
                     hidden.hide()
         except Exception:
             # All or none: those that came in before the fault leave again.
+            drop_unused_wrappers(backbone)
             self.remove(model, [name for name in self.tasks if name not in before])
             raise
         finally:
+            if collects:
+                gc.enable()
             self._fresh.clear()
             attach(backbone, model.stream)
             model.name_modules()
@@ -262,7 +266,13 @@ class TaskRegistry:
 
     def _alike(self, model: Any, config: PeftConfig, seed: int) -> str | None:
         """Return a task that came just now, if PEFT would make a copy of it, even if drawn from another seed."""
-        names = [name for name in self._fresh if are_drawn_alike(self._tasks[name].given, config.to_dict())]
+        fields, names = config.to_dict(), []
+        for name in self._fresh:
+            given = self._tasks[name].given
+            # Alphas are scales of equal draws, unless patterns make exceptions for single layers.
+            free = set() if given["alpha_pattern"] else {"lora_alpha"}
+            if given.keys() == fields.keys() and all(given[key] == fields[key] for key in given.keys() - free):
+                names.append(name)
         same = [name for name in names if is_meta(model.backbone) or self._fresh[name].seed == seed]
         for name in [] if same else names:
             if self._fresh[name].make([*self.parameters_of(name).values()], model.backbone.dtype):
@@ -275,7 +285,14 @@ class TaskRegistry:
         adapter, other = self.add(name, config), self.adapter_of(alike)
         model.peft_config[adapter] = copy.deepcopy(model.peft_config[other])
         new = hidden.copy(other, adapter)
-        rescale(hidden.layers, adapter, model.peft_config[adapter], config)
+        completed, given = model.peft_config[adapter], cast(Any, config)
+        if completed.lora_alpha != given.lora_alpha:  # scaled as by PEFT's `update_layer`
+            completed.lora_alpha = given.lora_alpha
+            for layer in hidden.layers:
+                if isinstance(layer, LoraLayer) and adapter in layer.scaling:
+                    rank = layer.r[adapter]
+                    layer.lora_alpha[adapter] = given.lora_alpha
+                    layer.scaling[adapter] = given.lora_alpha / (math.sqrt(rank) if layer.use_rslora[adapter] else rank)
         own = {key: new[id(parameter)] for key, parameter in self.parameters_of(alike).items()}
         self.adopt(name, own, are_described=is_described)
         if seed != draws.seed and not is_described:
@@ -295,8 +312,7 @@ class TaskRegistry:
         completed: Any = model.peft_config[adapter]
         # Before layers are attached, as they enroll with the maker of their kind.
         if kind.name not in model.stream.makers:
-            maker = kind.pass_maker(self.slab_of_adapter)
-            model.stream.makers |= {} if maker is None else {kind.name: maker}
+            model.stream.makers |= {} if kind.pass_maker is None else {kind.name: kind.pass_maker(self.slab_of_adapter)}
         if not model.active_adapter:
             model.select_adapter(adapter)
         # Other tasks' heads, which "all-linear" also finds, are kept out of what is saved as this task's targets.
@@ -310,15 +326,23 @@ class TaskRegistry:
         self.tuners.note(model, adapter, completed)
         # Names are those of a model of one PEFT type, with which files are written.
         with self.tuners.alone(model, adapter, completed):
-            add_biases(completed, backbone, adapter)
+            biases = add_biases(completed, backbone, adapter)
             marker = f".{adapter}"
             own = {
-                key.replace(marker, "", 1): parameter
+                biases.get(parameter) or key.replace(marker, "", 1): parameter
                 for key, parameter in model.named_parameters()
                 if f"{marker}." in key or key.endswith(marker)
             }
-            own = names_alone(own, completed, backbone, adapter)
-        own = _reached(own, backbone, name)
+        # Those that rows of text do not reach stay as drawn, as alone, where they get no gradient.
+        beside = modules_beside_text(backbone)
+        prefixes, all_own = tuple(f"base_model.model.{one}." for one in beside), own
+        own = {key: parameter for key, parameter in own.items() if not key.startswith(prefixes)}
+        if all_own and not own:
+            raise ConfigError(
+                f"tasks.{name}.peft_config.target_modules: got modules beside the language model alone "
+                f"({', '.join(beside)}); allowed: some of the language model, as only rows of text are trained on, "
+                "which never reach the others."
+            )
         if adapter in (encoders := encoders_of(model)):
             # What PEFT freezes of a prompt is not trained: CPT's words, the sink of a cartridge.
             own = {key: parameter for key, parameter in own.items() if parameter.requires_grad}
@@ -353,39 +377,10 @@ class TaskRegistry:
             model.noise.forget(adapter)
             model.stream.clear_tables()
             forget_biases(model.backbone, adapter)
-            self.tuners.delete(model, adapter, list(self.adapters.values()))
+            self.tuners.delete(model, adapter)
             drop_unused_wrappers(model.backbone)
         model.active_adapter = next(iter(self.adapters.values()), [])
         if self.tuners.is_mixed and model.active_adapter:
             model.select_adapter(model.active_adapter)
         # Selecting an adapter has left gradients on for that one alone.
         model.mark_trainable()
-
-
-@contextmanager
-def _without_collections() -> Iterator[None]:
-    """Put Python's garbage collection off: it would look at all modules again and again, none of which is garbage."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-def _reached(own: dict[str, nn.Parameter], backbone: Any, task: str) -> dict[str, nn.Parameter]:
-    """Return the parameters that rows of text reach; others stay as drawn, as alone, where they get no gradient.
-
-    Raises:
-        ConfigError: if there is none.
-    """
-    beside = tuple(f"base_model.model.{name}." for name in modules_beside_text(backbone))
-    reached = {key: parameter for key, parameter in own.items() if not key.startswith(beside)}
-    if own and not reached:
-        raise ConfigError(
-            f"tasks.{task}.peft_config.target_modules: got modules beside the language model alone "
-            f"({', '.join(modules_beside_text(backbone))}); allowed: some of the language model, as only rows of text "
-            "are trained on, which never reach the others."
-        )
-    return reached

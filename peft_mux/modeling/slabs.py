@@ -169,11 +169,6 @@ class TaskSlab:
         """Changes whenever gradients lie somewhere else than before."""
         return sum(page.num_bindings for page in self.pages)
 
-    @property
-    def parameter_ids(self) -> set[int]:
-        """Ids of all parameters of the task."""
-        return {number for page in self.pages for number in page.entries}
-
     def factor(self, parameter: nn.Parameter, dtype: torch.dtype) -> Factor | None:
         """Return where kernels find a parameter, in the form in which it lies; `None` for one that is not here.
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 from transformers import TrainerState
 
@@ -62,7 +62,7 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
     kind, positions = prompt_kind_of(task.peft_config), max_positions(config)
     if kind is not None and positions is not None:
         # Those of the prompt come before a row's; `max_length` is of the row alone, as in TRL.
-        positions -= kind.num_positions(task.peft_config)
+        positions -= cast(Any, task.peft_config).num_virtual_tokens
     options = TokenizeOptions(
         task=task.name,
         max_length=hyper.max_length,

@@ -24,14 +24,14 @@ _MAX_PASSES = 256
 class GroupCall(Protocol):
     """A group of linear layers in one pass."""
 
-    def forward(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return each layer's output `[..., K]` for `x [..., D]`, and what the backward pass needs besides `x`."""
+    def forward(self, x_TD: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return each layer's output `[..., K]` for `x_TD`, and what the backward pass needs besides `x_TD`."""
         ...
 
     def backward(
-        self, dys: Sequence[torch.Tensor], x: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
+        self, dys_TK: Sequence[torch.Tensor], x_TD: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
     ) -> torch.Tensor | None:
-        """Add to the gradients of the factors, and return that of `x`."""
+        """Add to the gradients of the factors, and return that of `x_TD`."""
         ...
 
 

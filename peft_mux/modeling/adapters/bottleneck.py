@@ -12,25 +12,32 @@ columns of P, for the widest bottleneck.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+from peft import PeftType
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.nn import functional as F
 
 from peft_mux.errors import ConfigError, Fault, is_real, shown
 from peft_mux.kernels import philox
-from peft_mux.kernels.lora.group import LoraGroup, rows_of
+from peft_mux.kernels.lora.group import rows_of
 from peft_mux.modeling.adapters.catalogue import ENTRIES
-from peft_mux.modeling.adapters.kind import AdapterKind, CutLayers, MultiplexedForward, Shapes, SlabOf, register_kind
+from peft_mux.modeling.adapters.kind import CutLayers, MultiplexedForward, Shapes, register_kind
 from peft_mux.modeling.adapters.lora.lora_pass import GroupedAdapter, LoraGroups, LoraPass
-from peft_mux.modeling.adapters.registration import OwnMethodConfig, OwnMethodModel, own_peft_type, register_method
+from peft_mux.modeling.adapters.registration import (
+    OwnMethodConfig,
+    OwnMethodKind,
+    OwnMethodModel,
+    own_peft_type,
+    register_method,
+)
 from peft_mux.modeling.backbone.quantized import base_output
 from peft_mux.modeling.slabs import Slot, plain_slot
-from peft_mux.modeling.stream import PassMaker, Stream
+from peft_mux.modeling.stream import Stream
 from peft_mux.scheduler.costs.loads import AdapterLoad
 
 BOTTLENECK = own_peft_type("BOTTLENECK")
@@ -77,6 +84,7 @@ class BottleneckConfig(OwnMethodConfig):
         32
     """
 
+    own_type: ClassVar[PeftType] = BOTTLENECK
     bottleneck_size: int | None = None
     reduction_factor: float | None = None
     non_linearity: Literal["relu", "gelu", "silu", "tanh"] = "gelu"
@@ -84,11 +92,6 @@ class BottleneckConfig(OwnMethodConfig):
     down_bias: bool = True
     up_bias: bool = True
     init_weights: bool = True
-
-    def __post_init__(self) -> None:
-        """Check the fields, and name the type."""
-        super().__post_init__()
-        self.peft_type = BOTTLENECK
 
     def faults(self, where: str) -> list[Fault]:
         """Return what is wrong with the values of the fields, beyond their types; `where` is their prefix."""
@@ -104,12 +107,6 @@ class BottleneckConfig(OwnMethodConfig):
         if self.reduction_factor is not None:
             return max(1, int(out_features / self.reduction_factor))
         return DEFAULT_SIZE if self.bottleneck_size is None else self.bottleneck_size
-
-
-MERGE_REFUSAL = (
-    "merge: got a BOTTLENECK adapter (Adapter Tuning); allowed: adapters that add to a weight, such as LORA or "
-    "DIFF_PRUNING. A bottleneck has a nonlinearity: keep it beside the backbone, or take it out with unload()."
-)
 
 
 class BottleneckLinear(nn.Module, BaseTunerLayer):
@@ -165,17 +162,6 @@ class BottleneckLinear(nn.Module, BaseTunerLayer):
                 added = added + up(ACTIVATIONS[self.non_linearity[name]](down(read))).to(y.dtype)
         return y + added
 
-    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
-        """Refuse, because a nonlinearity cannot become part of a weight.
-
-        Raises:
-            ConfigError: always.
-        """
-        raise ConfigError(MERGE_REFUSAL)
-
-    def unmerge(self) -> None:
-        """Do nothing: no bottleneck was ever merged."""
-
 
 _LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "phi3", "smollm3")
 DEFAULT_TARGETS: dict[str, list[str]] = {
@@ -197,8 +183,11 @@ class BottleneckModel(OwnMethodModel):
     target_module_mapping = DEFAULT_TARGETS
 
     def _check_merge_allowed(self) -> None:
-        """Refuse before anything is taken apart."""
-        raise ConfigError(MERGE_REFUSAL)
+        """Refuse before anything is taken apart: a nonlinearity cannot become part of a weight."""
+        raise ConfigError(
+            "merge: got a BOTTLENECK adapter (Adapter Tuning); allowed: adapters that add to a weight, such as LORA or "
+            "DIFF_PRUNING. A bottleneck has a nonlinearity: keep it beside the backbone, or take it out with unload()."
+        )
 
 
 register_method(BOTTLENECK, BottleneckConfig, BottleneckModel)
@@ -209,6 +198,8 @@ class MultiplexedBottleneck(MultiplexedForward):
 
     It is a group of one layer to `peft_mux.modeling.adapters.lora.lora_pass`, which keeps the tables of its launches.
     """
+
+    against_graphs = "bottlenecks run behind each task's own rows ({name})"
 
     num_columns = 0  # of compiled graphs, in which bottlenecks run on slices
 
@@ -235,7 +226,13 @@ class MultiplexedBottleneck(MultiplexedForward):
         y_TK, launches, p_TC = rows_of(y), None, y
         own_pass: LoraPass | None = None if torch.compiler.is_compiling() else self.stream.pass_of(NAME)
         if own_pass is not None and (tables := own_pass.tables_of(self, y.dtype)) is not None:
-            launches = _Launches(tables, own_pass.segment_tables, own_pass.places)
+            downs: list[tuple[Any, dict[str, Any]]] = []
+            for part in (tables.joint, *tables.apart):
+                if part is not None:
+                    drops = part.module_seed is not None
+                    draws = {"places": own_pass.places, "module_seed": part.module_seed} if drops else {}
+                    downs.append((part, draws))
+            launches = _Launches(own_pass.segment_tables, tables.num_columns, downs, tables.layers[0])
             p_TC = _Shrink.apply(y_TK, None if y.requires_grad else own_pass.anchor, launches)
         parts, hidden = [], []
         # The frozen layer has settled the dtype; autocast would cast each product by itself.
@@ -268,24 +265,21 @@ class MultiplexedBottleneck(MultiplexedForward):
                 out = out + _Expand.apply(h_TC, launches, out.shape[1])
         return out.view_as(y)
 
-    def reason_against_graphs(self) -> str | None:
-        """Return why no pass through this layer can be captured: how many rows a task has differs from pass to pass."""
-        return f"bottlenecks run behind each task's own rows ({self.name})"
-
 
 class _Launches(NamedTuple):
-    """The tables of one layer's launches in one pass; `places` are those of each row in its task's global batch."""
+    """The tables of one layer's launches in one pass.
 
-    group: LoraGroup
+    Attributes:
+        segments: the rows of each task.
+        num_columns: C.
+        downs: the tables of `down`, of tasks without and with dropout, and the arguments of their draws.
+        up: the tables of `up`.
+    """
+
     segments: Any
-    places: torch.Tensor
-
-    def of_down(self) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yield the launches of `down`, of tasks without and with dropout, and the arguments of their draws."""
-        for part in (self.group.joint, *self.group.apart):
-            if part is not None:
-                draws = {"places": self.places, "module_seed": part.module_seed}
-                yield part, {} if part.module_seed is None else draws
+    num_columns: int
+    downs: Sequence[tuple[Any, dict[str, Any]]]
+    up: Any
 
 
 class _Shrink(torch.autograd.Function):
@@ -295,8 +289,8 @@ class _Shrink(torch.autograd.Function):
     def forward(ctx: Any, y_TK: torch.Tensor, anchor: torch.Tensor | None, launches: _Launches) -> torch.Tensor:
         from peft_mux.kernels.lora import launch as kernels  # it needs Triton
 
-        p_TC = y_TK.new_empty(len(y_TK), launches.group.num_columns)
-        for part, draws in launches.of_down():
+        p_TC = y_TK.new_empty(len(y_TK), launches.num_columns)
+        for part, draws in launches.downs:
             kernels.shrink(y_TK, part.values, p_TC, launches.segments, part.ranks, scaled=False, **draws)
         ctx.save_for_backward(y_TK)
         ctx.launches = launches
@@ -310,7 +304,7 @@ class _Shrink(torch.autograd.Function):
         (y_TK,) = ctx.saved_tensors
         launches, dp_TC = ctx.launches, rows_of(dp_TC)
         dy_TK = torch.zeros_like(y_TK) if ctx.needs_input_grad[0] else None
-        for part, draws in launches.of_down():
+        for part, draws in launches.downs:
             more = {"scaled": False, **draws}
             if dy_TK is not None:
                 kernels.expand(dp_TC, part.values, dy_TK, launches.segments, part.ranks, add=True, **more)
@@ -326,7 +320,7 @@ class _Expand(torch.autograd.Function):
     def forward(ctx: Any, h_TC: torch.Tensor, launches: _Launches, width: int) -> torch.Tensor:
         from peft_mux.kernels.lora import launch as kernels
 
-        part: Any = launches.group.layers[0]
+        part = launches.up
         out_TK = h_TC.new_empty(len(h_TC), width)
         kernels.expand(h_TC, part.values, out_TK, launches.segments, part.ranks, scaled=False)
         ctx.save_for_backward(h_TC)
@@ -340,7 +334,7 @@ class _Expand(torch.autograd.Function):
 
         (h_TC,) = ctx.saved_tensors
         launches, dout_TK = ctx.launches, rows_of(dout_TK)
-        part: Any = launches.group.layers[0]
+        part = launches.up
         dh_TC = torch.empty_like(h_TC)
         kernels.shrink(dout_TK, part.values, dh_TC, launches.segments, part.ranks, scaled=False)
         if part.gradients is not None:
@@ -348,23 +342,11 @@ class _Expand(torch.autograd.Function):
         return dh_TC, None, None
 
 
-class BottleneckKind(AdapterKind):
+class BottleneckKind(OwnMethodKind):
     """Adapter Tuning as a kind of adapters."""
 
-    draws_itself = True
-    lies_apart = False
-
-    def setting_faults(self, config: Any, where: str) -> list[Fault]:
-        """Return what is set without meaning here, and what is wrong with its values."""
-        return super().setting_faults(config, where) + config.faults(where)
-
-    def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
-        """Return the forward of all tasks' bottlenecks."""
-        return MultiplexedBottleneck(module, name, stream)
-
-    def pass_maker(self, slab_of: SlabOf) -> PassMaker | None:
-        """Return what keeps the tables of one model's layers, as for LoRA."""
-        return LoraGroups(slab_of)
+    forward_type = MultiplexedBottleneck
+    pass_maker = LoraGroups
 
     def slot(self, name: str, parameter: nn.Parameter) -> Slot:
         """Return how a parameter of a task lies in its slab: `up` transposed, as kernels read it."""

@@ -14,7 +14,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -92,8 +92,21 @@ def _module_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
     """Return what is wrong with the modules that a completed configuration names."""
     kind = kind_of(config)
     modules, targets = kind.adaptable(backbone), config.target_modules
-    if faults := _router_faults(config, modules, where):
-        return faults
+    # PEFT's layer of a matrix fails on the router of a mixture.
+    for name, module in modules.items() if targets is not None else ():
+        if not is_router(module):
+            continue
+        asked = copy.copy(config)
+        if isinstance(targets, str) and targets.lower() == "all-linear":
+            asked.target_modules = [name]
+        if check_target_module_exists(asked, name):
+            leaf = name.rsplit(".", 1)[-1]
+            others = sorted({other.rsplit(".", 1)[-1] for other, item in modules.items() if not is_router(item)})
+            allowed = f'{", ".join(others)}; or "all-linear" with exclude_modules=["{leaf}"]'
+            reason = (
+                f"{name} ({type(module).__name__}) returns several tensors, on which PEFT's layer of a matrix fails."
+            )
+            return [Fault(f"{where}.target_modules", shown(targets), allowed, reason)]
     leaves = sorted({name.rsplit(".", 1)[-1] for name in modules})
     field, bare = f"{where}.target_modules", getattr(config, "target_parameters", None)
     known = f'modules of {type(backbone).__name__}: {", ".join(leaves)}; or "all-linear"'
@@ -118,27 +131,6 @@ def _module_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
         if not hits:
             faults.append(Fault(field, repr(target), known, closest(target, leaves)))
     return faults + kind.width_faults(config, matched, where)
-
-
-def _router_faults(config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
-    """Return a fault if the router of a mixture is adapted as if it were a linear layer: PEFT's fails on it."""
-    targets = config.target_modules
-    is_all = isinstance(targets, str) and targets.lower() == "all-linear"
-    for name, module in modules.items():
-        if not is_router(module):
-            continue
-        asked = copy.copy(config)
-        if is_all:
-            asked.target_modules = [name]
-        if targets is not None and check_target_module_exists(asked, name):
-            leaf = name.rsplit(".", 1)[-1]
-            others = sorted({other.rsplit(".", 1)[-1] for other, item in modules.items() if not is_router(item)})
-            allowed = f'{", ".join(others)}; or "all-linear" with exclude_modules=["{leaf}"]'
-            reason = (
-                f"{name} ({type(module).__name__}) returns several tensors, on which PEFT's layer of a matrix fails."
-            )
-            return [Fault(f"{where}.target_modules", shown(targets), allowed, reason)]
-    return []
 
 
 # ----------------------------------------------------------- regular expressions

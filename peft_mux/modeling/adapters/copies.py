@@ -10,14 +10,12 @@ their number.
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import LoraConfig, PeftConfig
-from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,36 +43,6 @@ def can_be_copied(config: PeftConfig) -> bool:
         return False
     plain, own = LoraConfig(), vars(config)
     return all(own[field] == getattr(plain, field) for field in own.keys() & vars(plain).keys() - {*_ENTERED})
-
-
-def are_drawn_alike(given: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Return whether PEFT makes adapters of the same shapes of the fields of two configurations, drawn in one order.
-
-    Args:
-        given: the fields of one, as it was given; `can_be_copied` holds for it.
-        other: those of the other.
-    """
-    # Patterns for single layers are exceptions from the value for all others.
-    free = set() if given["alpha_pattern"] else {"lora_alpha"}
-    return given.keys() == other.keys() and all(given[field] == other[field] for field in given.keys() - free)
-
-
-def rescale(layers: Iterable[nn.Module], adapter: str, own: Any, given: Any) -> None:
-    """Scale the copy of an adapter as its own configuration says, as PEFT's `update_layer` would.
-
-    Args:
-        layers: the tuned layers of the model; some hold the adapter.
-        adapter: internal id of the copy.
-        own: its configuration, still that of the adapter that was copied; it is updated.
-        given: the configuration that its task was given.
-    """
-    if own.lora_alpha == given.lora_alpha:
-        return
-    own.lora_alpha = given.lora_alpha
-    for layer in (one for one in layers if isinstance(one, LoraLayer) and adapter in one.scaling):
-        rank = layer.r[adapter]
-        layer.lora_alpha[adapter] = given.lora_alpha
-        layer.scaling[adapter] = given.lora_alpha / (math.sqrt(rank) if layer.use_rslora[adapter] else rank)
 
 
 @contextmanager

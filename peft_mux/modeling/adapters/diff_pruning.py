@@ -18,9 +18,10 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from peft import PeftType
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer, check_adapters_to_merge
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
@@ -32,8 +33,14 @@ from transformers.pytorch_utils import Conv1D
 from peft_mux.errors import ConfigError, Fault, is_real, shown
 from peft_mux.kernels import philox
 from peft_mux.modeling.adapters.catalogue import ENTRIES
-from peft_mux.modeling.adapters.kind import AdapterKind, MultiplexedForward, register_kind
-from peft_mux.modeling.adapters.registration import OwnMethodConfig, OwnMethodModel, own_peft_type, register_method
+from peft_mux.modeling.adapters.kind import MultiplexedForward, register_kind
+from peft_mux.modeling.adapters.registration import (
+    OwnMethodConfig,
+    OwnMethodKind,
+    OwnMethodModel,
+    own_peft_type,
+    register_method,
+)
 from peft_mux.modeling.backbone.quantized import base_output
 from peft_mux.modeling.stream import RowSegment, Stream
 
@@ -78,6 +85,7 @@ class DiffPruningConfig(OwnMethodConfig):
         0.005
     """
 
+    own_type: ClassVar[PeftType] = DIFF_PRUNING
     target_sparsity: float = 0.005
     l0_weight: float = 1.25e-7
     structured: bool = False
@@ -85,11 +93,6 @@ class DiffPruningConfig(OwnMethodConfig):
     concrete_lower: float = -1.5
     concrete_upper: float = 1.5
     kept: dict[str, int] | None = field(default=None)
-
-    def __post_init__(self) -> None:
-        """Check the fields, and name the type."""
-        super().__post_init__()
-        self.peft_type = DIFF_PRUNING
 
     def faults(self, where: str) -> list[Fault]:
         """Return what is wrong with the values of the fields, beyond their types; `where` is their prefix."""
@@ -428,6 +431,8 @@ class MultiplexedDiff(MultiplexedForward):
     processes, see the same ones, and they do not depend on other tasks.
     """
 
+    against_graphs = "differences are applied to each task's own rows ({name})"
+
     def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
         super().__init__(module, name, stream)
         self._drawn: dict[str, tuple[int, Noise]] = {}
@@ -451,10 +456,6 @@ class MultiplexedDiff(MultiplexedForward):
             # Recomputed in the backward pass, as a difference is as large as the frozen weight.
             parts.append(checkpoint(run, y_NK, x_ND, *tensors, use_reentrant=False, preserve_rng_state=False))
         return torch.cat(parts).view_as(y)
-
-    def reason_against_graphs(self) -> str | None:
-        """Return why no pass through this layer can be captured: how many rows a task has differs from pass to pass."""
-        return f"differences are applied to each task's own rows ({self.name})"
 
     def noise(self, rows: RowSegment) -> Noise:
         """Return the noise of a task's gates in this step."""
@@ -484,20 +485,11 @@ def _with_difference(
         return torch.addmm(y_NK, x_ND.to(y_NK.dtype), delta_KD.to(y_NK.dtype).t())
 
 
-class DiffPruningKind(AdapterKind):
+class DiffPruningKind(OwnMethodKind):
     """Diff Pruning as a kind of adapters."""
 
-    draws_itself = True
-    lies_apart = False
     has_penalty = True
-
-    def setting_faults(self, config: Any, where: str) -> list[Fault]:
-        """Return what is set without meaning here, and what is wrong with its values."""
-        return super().setting_faults(config, where) + config.faults(where)
-
-    def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
-        """Return the forward of all tasks' differences."""
-        return MultiplexedDiff(module, name, stream)
+    forward_type = MultiplexedDiff
 
     def penalty(self, config: Any, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the penalty on gates that are expected to be open."""

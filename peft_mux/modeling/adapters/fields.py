@@ -1,7 +1,7 @@
 """Generic checks of the fields of a `PeftConfig`: PEFT declares their types and checks few, and would fail deep inside.
 
-A field is refused for one of three reasons: it is set and has no meaning here (`field_faults`), its value is not of
-the type that PEFT declares (`value_faults`), or PEFT's own constructor refuses it (`constructor_faults`).
+A field is refused if it is set and has no meaning here (`field_faults`), or if its value is not of the type that PEFT
+declares (`value_faults`).
 """
 
 from __future__ import annotations
@@ -9,15 +9,14 @@ from __future__ import annotations
 import functools
 import json
 import typing
-import warnings
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import MISSING, asdict, fields, is_dataclass, replace
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from enum import Enum
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union
 
 from peft_mux.errors import Fault, is_integer, is_real, is_text, shown
-from peft_mux.modeling.backbone.modules import SUPPORTED_TASK_TYPES, head_kind_for
+from peft_mux.modeling.backbone.modules import head_kind_for
 
 BOOKKEEPING_FIELDS = frozenset(
     "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode megatron_core "
@@ -43,7 +42,16 @@ def field_faults(
         if is_supported or field.name in BOOKKEEPING_FIELDS:
             continue
         default, value = _default_of(field), getattr(config, field.name)
-        if _is_unset(field.name, value, default):
+        try:
+            is_default = bool(value == default)
+        except Exception:  # comparing an array, or an object of the user's, can raise anything
+            is_default = False
+        else:
+            # Empty in a field that is empty by default. PEFT reads `trainable_token_indices` whenever it is not None.
+            is_empty = value is None or (isinstance(value, (list, tuple, set, dict)) and not value)
+            may_be_empty = not default and not isinstance(default, bool) and field.name != "trainable_token_indices"
+            is_default |= is_empty and may_be_empty
+        if is_default:
             continue
         trained = head_kind_for(config.task_type).trained_modules if field.name == "modules_to_save" else ()
         if trained and isinstance(value, (list, tuple, set)) and all(item in trained for item in value):
@@ -59,18 +67,6 @@ def _default_of(field: Any) -> Any:
     if field.default is not MISSING:
         return field.default
     return None if field.default_factory is MISSING else field.default_factory()
-
-
-def _is_unset(name: str, value: Any, default: Any) -> bool:
-    """Return whether a value is the default of its field, or is empty in a field that is empty by default."""
-    try:
-        if value == default:
-            return True
-    except Exception:  # comparing an array, or an object of the user's, can raise anything
-        return False
-    is_empty = value is None or (isinstance(value, (list, tuple, set, dict)) and not value)
-    # PEFT reads `trainable_token_indices` whenever it is not None.
-    return is_empty and not default and not isinstance(default, bool) and name != "trainable_token_indices"
 
 
 class _Rule(NamedTuple):
@@ -90,38 +86,38 @@ _FROM_ZERO = ("seed", "key", "layers_to_transform", "num_frozen_tokens")
 def value_faults(config: Any, where: str) -> list[Fault]:
     """Return a fault for every field whose value has another type than PEFT declares, or cannot be written as JSON."""
     faults = []
-    for name, rule in _rules_of(type(config)).items():
+    for name, rules in _rules_of(type(config)).items():
         value = getattr(config, name)
-        if not rule.is_valid(value) or not _is_plain(value):
-            faults.append(Fault(f"{where}.{name}", shown(value), rule.allowed))
-        elif rule.item is not None and isinstance(value, dict):
-            odd = {key: item for key, item in value.items() if not rule.item.is_valid(item)}
-            faults += [Fault(f"{where}.{name}[{key!r}]", shown(odd[key]), rule.item.allowed) for key in odd]
+        item_rule = next((rule.item for rule in rules if rule.item is not None), None)
+        if not any(rule.is_valid(value) for rule in rules) or not _is_plain(value):
+            *words, last = (rule.allowed for rule in rules)
+            faults.append(Fault(f"{where}.{name}", shown(value), f"{', '.join(words)} or {last}" if words else last))
+        elif item_rule is not None and isinstance(value, dict):
+            odd = {key: item for key, item in value.items() if not item_rule.is_valid(item)}
+            faults += [Fault(f"{where}.{name}[{key!r}]", shown(odd[key]), item_rule.allowed) for key in odd]
     return faults
 
 
 @functools.cache
-def _rules_of(config_type: type) -> Mapping[str, _Rule]:
-    hints = typing.get_type_hints(config_type)
-    checked = (field for field in fields(config_type) if field.name not in ("task_type", "peft_type"))
-    return {field.name: _rule(field.name, hints[field.name], _default_of(field)) for field in checked}
+def _rules_of(config_type: type) -> Mapping[str, list[_Rule]]:
+    """Return the rules of each field, of which a value has to meet one: its declared types, by its name and default."""
+    found, declared = {}, typing.get_type_hints(config_type)
+    for field in fields(config_type):
+        if field.name in ("task_type", "peft_type"):
+            continue
+        hint, default = declared[field.name], _default_of(field)
+        hints = typing.get_args(hint) if typing.get_origin(hint) in (Union, UnionType) else (hint,)
+        if bool in hints and len({*hints} - {NoneType}) > 1:
+            rules = [_Rule(lambda value: isinstance(value, (bool, str)), "True, False or a name")]
+        else:
+            rules = [_rule_of(field.name, one, default) for one in hints if one is not NoneType]
+            if default is None or (NoneType in hints and isinstance(default, (bool, str))):
+                rules.append(_Rule(lambda value: value is None, "None"))
+        found[field.name] = rules
+    return found
 
 
-def _rule(name: str, hint: Any, default: Any) -> _Rule:
-    """Return the rule for a declared type, narrowed by the field's name and default."""
-    hints = typing.get_args(hint) if typing.get_origin(hint) in (Union, UnionType) else (hint,)
-    if bool in hints and len({*hints} - {NoneType}) > 1:
-        return _Rule(lambda value: isinstance(value, (bool, str)), "True, False or a name")
-    rules = [_rule_of_one(name, one, default) for one in hints if one is not NoneType]
-    item = next((rule.item for rule in rules if rule.item is not None), None)
-    if default is None or (NoneType in hints and isinstance(default, (bool, str))):
-        rules.append(_Rule(lambda value: value is None, "None"))
-    *words, last = (rule.allowed for rule in rules)
-    allowed = f"{', '.join(words)} or {last}" if words else last
-    return _Rule(lambda value: any(rule.is_valid(value) for rule in rules), allowed, item)
-
-
-def _rule_of_one(name: str, hint: Any, default: Any) -> _Rule:
+def _rule_of(name: str, hint: Any, default: Any) -> _Rule:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is bool:
         return _Rule(lambda value: isinstance(value, bool), "True or False")
@@ -140,14 +136,14 @@ def _rule_of_one(name: str, hint: Any, default: Any) -> _Rule:
         return _Rule(lambda value: is_integer(value, least), f"an integer of at least {least}")
     if origin in (list, set):
         # Strings; else positions of layers and ids of tokens.
-        is_item = is_text if args == (str,) else _is_index
+        is_item = is_text if args == (str,) else functools.partial(is_integer, least=0)
         # PEFT writes the configuration as JSON, for which it turns sets into lists, but no other collection.
         return _Rule(
             lambda value: isinstance(value, (list, set, tuple)) and all(map(is_item, value)),
             "a list of strings" if is_item is is_text else "a list of integers of at least 0",
         )
     if dict in (hint, origin):
-        item = None if hint is dict else _rule_of_one(name, args[1], 0)
+        item = None if hint is dict else _rule_of(name, args[1], 0)
         if name.endswith("_pattern"):
             item = _Rule(lambda value: is_real(value) and value > 0, "a number above 0")
         if name == "rank_pattern" and hint is dict:
@@ -155,10 +151,6 @@ def _rule_of_one(name: str, hint: Any, default: Any) -> _Rule:
         return _Rule(lambda value: isinstance(value, dict) and all(map(is_text, value)), "a dict from names", item)
     # Configurations within a configuration come back from files as dictionaries.
     return _Rule(lambda value: isinstance(value, (hint, dict)), f"a {getattr(hint, '__name__', hint)}")
-
-
-def _is_index(value: object) -> bool:
-    return is_integer(value, 0)
 
 
 def _is_plain(value: object) -> bool:
@@ -169,29 +161,6 @@ def _is_plain(value: object) -> bool:
     except (TypeError, ValueError, RecursionError):
         return False
     return True
-
-
-def constructor_faults(config: Any, where: str) -> list[Fault]:
-    """Return what PEFT says of a configuration that was changed after it was made, which PEFT checks only once."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            replace(config)
-    except (TypeError, ValueError, LookupError, ImportError) as error:
-        return [Fault(where, type(config).__name__, "what PEFT takes", f"PEFT refuses it: {error}")]
-    return []
-
-
-def task_type_faults(config: Any, where: str) -> list[Fault]:
-    """Return a fault for a task type that cannot be trained, or whose head PEFT would not save."""
-    got = config.task_type
-    if got is not None and not (isinstance(got, str) and got in SUPPORTED_TASK_TYPES):
-        names = ", ".join(sorted(name for name in SUPPORTED_TASK_TYPES if name is not None))
-        return [Fault(f"{where}.task_type", str(got), f"{names} or None")]
-    if head_kind_for(got).trained_modules and not hasattr(type(config), "modules_to_save"):
-        fix = "Its configuration has no modules_to_save, so that the head would be in no file."
-        return [Fault(f"{where}.task_type", str(got), "CAUSAL_LM or None", fix)]
-    return []
 
 
 _OF_WHOLE_MODELS: Mapping[str, str] = {

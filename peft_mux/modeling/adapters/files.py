@@ -20,10 +20,10 @@ from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.own import OWN, biases_unsaid
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of
 from peft_mux.modeling.adapters.prompts.prompts import (
+    EMBEDDINGS,
     load_prompt,
     prompt_keys,
     prompt_state,
-    refuse_made_only,
     saved_tensor,
 )
 from peft_mux.modeling.interface import MultiplexedModel
@@ -148,7 +148,12 @@ def load_adapter(model: MultiplexedModel, adapter: str, folder: Path) -> None:
     expected = {key: value.shape for key, value in adapter_state(model, adapter).items()}
     found = {key: value.shape for key, value in state.items()}
     if expected != found:
-        refuse_made_only(found, expected, folder)
+        if found.keys() == {EMBEDDINGS} < expected.keys():
+            raise CheckpointError(
+                f"{folder}: got what the prompt's encoder made ({EMBEDDINGS}) without its parameters; allowed: a folder"
+                " that peft_mux wrote, as PEFT saves no more and the encoder cannot be had back. For inference, load it"
+                " with PeftModel.from_pretrained."
+            )
         odd = sorted(expected.keys() ^ found.keys()) or [key for key in expected if expected[key] != found[key]]
         raise CheckpointError(
             f"{folder}: got {len(found)} tensors that do not match the {len(expected)} of this adapter; first odd one: "
@@ -250,13 +255,37 @@ def saved_adapters(root: Path) -> SavedAdapters:
     configs: dict[str, PeftConfig] = {}
     labels: dict[str, int] = {}
     for name, folder in folders.items():
+        path, task = folder / CONFIG_NAME, f'task "{name}"'
+        if (folder / CHECKSUMS_NAME).exists():
+            try:
+                verify_checksums(folder, [CONFIG_NAME])
+            except CheckpointError as error:
+                raise CheckpointError(f"{task}: {error}") from error
         try:
-            configs[name] = _read_config(folder)
-            count = _num_labels(folder)
-        except CheckpointError as error:
-            raise CheckpointError(f'task "{name}": {error}') from error
-        if count is not None:
-            labels[name] = count
+            if not path.is_file():  # PEFT would look for it in the hub; a pipe would hang
+                raise OSError("it is no regular file")
+            configs[name] = PeftConfig.from_pretrained(str(folder))
+        # Whatever PEFT raises for garbage: it has no error of its own for it.
+        except Exception as error:
+            raise CheckpointError(
+                f"{task}: {path}: got no readable configuration ({type(error).__name__}: {error}); allowed: that of a"
+                " PEFT adapter."
+            ) from error
+        configs[name].inference_mode = False
+        path = folder / WEIGHTS_NAME
+        try:
+            if not path.is_file():
+                raise OSError("it is no regular file")
+            # Shapes stand in the header, so no weight is read.
+            with safe_open(path, framework="pt") as file:
+                heads = [key for key in file.keys() if key.endswith((".score.weight", "classifier.weight"))]
+                heads += [key for key in file.keys() if key.endswith("classifier.out_proj.weight")]
+                if heads:
+                    labels[name] = file.get_slice(heads[0]).get_shape()[0]
+        except (OSError, SafetensorError, IndexError) as error:
+            raise CheckpointError(
+                f"{task}: {path}: got no readable tensors ({error}); allowed: an intact safetensors file."
+            ) from error
     return SavedAdapters(folders, configs, labels)
 
 
@@ -271,42 +300,3 @@ def load_adapters(model: MultiplexedModel, saved: SavedAdapters) -> None:
             load_adapter(model, model.adapter_of(name), folder)
         except CheckpointError as error:
             raise CheckpointError(f'task "{name}": {error}') from error
-
-
-def _read_config(folder: Path) -> PeftConfig:
-    """Return the configuration of a saved adapter, ready for further training."""
-    path = folder / CONFIG_NAME
-    if (folder / CHECKSUMS_NAME).exists():
-        verify_checksums(folder, [CONFIG_NAME])
-    try:
-        if not path.is_file():  # PEFT would look for it in the hub; a pipe would hang
-            raise OSError("it is no regular file")
-        config = PeftConfig.from_pretrained(str(folder))
-    # Whatever PEFT raises for garbage: it has no error of its own for it.
-    except Exception as error:
-        raise CheckpointError(
-            f"{path}: got no readable configuration ({type(error).__name__}: {error}); allowed: that of a PEFT adapter."
-        ) from error
-    config.inference_mode = False
-    return config
-
-
-def _num_labels(folder: Path) -> int | None:
-    """Return the number of classes of a saved adapter's head, or `None` if it has none.
-
-    Raises:
-        CheckpointError: naming the weights' file, if it is missing or torn.
-    """
-    path = folder / WEIGHTS_NAME
-    try:
-        if not path.is_file():
-            raise OSError("it is no regular file")
-        # Shapes stand in the header, so no weight is read.
-        with safe_open(path, framework="pt") as file:
-            heads = [key for key in file.keys() if key.endswith((".score.weight", "classifier.weight"))]
-            heads += [key for key in file.keys() if key.endswith("classifier.out_proj.weight")]
-            return file.get_slice(heads[0]).get_shape()[0] if heads else None
-    except (OSError, SafetensorError, IndexError) as error:
-        raise CheckpointError(
-            f"{path}: got no readable tensors ({error}); allowed: an intact safetensors file."
-        ) from error

@@ -21,6 +21,7 @@ from peft_mux.kernels import philox
 from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
 from peft_mux.modeling.adapters.copies import Draws, can_be_copied, seeded
 from peft_mux.modeling.adapters.kind import KINDS, MultiplexedForward, kind_of, kind_of_layer
+from peft_mux.modeling.adapters.lora.row_steps import backbone_kept
 from peft_mux.modeling.adapters.own import (
     MultiplexedBias,
     MultiplexedCopies,
@@ -102,8 +103,14 @@ def injecting(
     unsaid = biases_unsaid([config, *(held or {}).values()])
     draws = Draws(seed)
     recorded = draws if can_be_copied(config) else nullcontext()
-    with seeded(seed), peft_refusals(name), kind_of(config).injecting(), unsaid, recorded:
-        yield draws
+    try:
+        with seeded(seed), backbone_kept(), unsaid, recorded:
+            yield draws
+    except torch.OutOfMemoryError:  # a `RuntimeError` that no configuration is to blame for
+        raise
+    # From a configuration of another type than PEFT checks, or a pattern that it makes of several fields.
+    except _REFUSALS as error:
+        raise ConfigError(f"tasks.{name}.peft_config: PEFT refuses it: {error}") from error
 
 
 _REFUSALS = (
@@ -111,18 +118,6 @@ _REFUSALS = (
     *(RuntimeError, ArithmeticError, AssertionError),
 )
 """Errors that PEFT, and torch below it, raise for values that they cannot use."""
-
-
-@contextmanager
-def peft_refusals(name: str) -> Iterator[None]:
-    """Turn errors of PEFT itself into an error that names the task."""
-    try:
-        yield
-    except torch.OutOfMemoryError:  # a `RuntimeError` that no configuration is to blame for
-        raise
-    # From a configuration of another type than PEFT checks, or a pattern that it makes of several fields.
-    except _REFUSALS as error:
-        raise ConfigError(f"tasks.{name}.peft_config: PEFT refuses it: {error}") from error
 
 
 @contextmanager

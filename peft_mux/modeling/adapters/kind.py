@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import functools
 import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,11 +27,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from peft_mux.errors import Fault, UnsupportedModelError
 from peft_mux.modeling.adapters.catalogue import ENTRIES, WEIGHTS_ARE_READ, Category, TypeEntry
-from peft_mux.modeling.adapters.fields import constructor_faults, field_faults, task_type_faults, value_faults
-from peft_mux.modeling.backbone.modules import adaptable_modules, head_kind_for, is_meta
-from peft_mux.modeling.slabs import Slot, TaskSlab, plain_slot
+from peft_mux.modeling.adapters.fields import field_faults, value_faults
+from peft_mux.modeling.backbone.modules import SUPPORTED_TASK_TYPES, adaptable_modules, head_kind_for, is_meta
+from peft_mux.modeling.slabs import SlabLayout, TaskSlab, plain_slot
 from peft_mux.modeling.stream import PassMaker, Stream
 from peft_mux.scheduler.costs.loads import AdapterLoad
+
+PREFIX = "prompt_encoder."
+"""The beginning of the names of all parameters of prompts."""
 
 _WRAPPING = re.compile(r"\.modules_to_save\.[^.]+|\.t\d{6}$|\.base_layer(?=\.|$)")
 """Parts of names on which no draw may depend: a task's internal id, and which other layers lie around this one."""
@@ -49,12 +53,14 @@ class MultiplexedForward:
         name: within the backbone, as if the module were the only one that was put there.
         stream: knows which rows belong to which task.
         original: the module's own `forward`.
+        against_graphs: why no pass through the module can be captured, with `{name}` for its name; empty if one can.
         adds_own_biases: whether it adds the biases that tasks train of the frozen layer inside the module.
         group: the layers that are computed together with this one, if there are any.
     """
 
     group: Any = None
     adds_own_biases: bool = False
+    against_graphs: str = ""
 
     def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
         self.module = module
@@ -76,7 +82,7 @@ class MultiplexedForward:
 
     def reason_against_graphs(self) -> str | None:
         """Return a clause that says why no pass through this module can be captured now; `None` if it can."""
-        return None
+        return self.against_graphs.format(name=self.name) or None
 
     def by_segment(self, x: torch.Tensor, dim: int = 0) -> tuple[torch.Tensor, ...]:
         """Return the rows of each of the stream's segments; `dim` is the dimension of the rows."""
@@ -131,6 +137,9 @@ class AdapterKind:
         lies_apart: whether each of its adapters has a tuner and layers of its own
             (`peft_mux.modeling.adapters.tuners`); otherwise one layer of PEFT's holds the adapters of all tasks.
         has_penalty: whether its tasks add `penalty` to their loss.
+        slot: returns how a parameter of a task lies in its slab (`peft_mux.modeling.slabs.TaskSlab`).
+        forward_type: class of the forwards that `attach` returns.
+        pass_maker: returns what makes the passes of one model; `None` if layers need no more than the stream.
     """
 
     has_targets: bool = True
@@ -139,6 +148,9 @@ class AdapterKind:
     can_be_cut: bool = False
     lies_apart: bool = True
     has_penalty: bool = False
+    slot: SlabLayout = staticmethod(plain_slot)
+    forward_type: type[MultiplexedForward] | None = None
+    pass_maker: Callable[[SlabOf], PassMaker] | None = None
 
     def __init__(self, entry: TypeEntry, title: str = "") -> None:
         """Look the type up in PEFT."""
@@ -150,7 +162,7 @@ class AdapterKind:
         tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING.get(self.peft_type)
         self.layer_type: type[BaseTunerLayer] | None = getattr(tuner, "tuner_layer_cls", None)
         self.default_targets: Mapping[str, Any] = getattr(tuner, "target_module_mapping", None) or {}
-        self._mark = f".{getattr(tuner, 'prefix', '')}"
+        self._mark = f".{getattr(tuner, 'prefix', '')}" if self.has_targets else PREFIX
 
     # ------------------------------------------------------- configurations
 
@@ -164,8 +176,22 @@ class AdapterKind:
         faults = self.setting_faults(config, where)
         refused = {fault.where for fault in faults}
         faults += [fault for fault in value_faults(config, where) if fault.where not in refused]
-        faults += task_type_faults(config, where)
-        return faults or constructor_faults(config, where)
+        got = config.task_type
+        if got is not None and not (isinstance(got, str) and got in SUPPORTED_TASK_TYPES):
+            names = ", ".join(sorted(name for name in SUPPORTED_TASK_TYPES if name is not None))
+            faults.append(Fault(f"{where}.task_type", str(got), f"{names} or None"))
+        elif head_kind_for(got).trained_modules and not hasattr(type(config), "modules_to_save"):
+            fix = "Its configuration has no modules_to_save, so that the head would be in no file."
+            faults.append(Fault(f"{where}.task_type", str(got), "CAUSAL_LM or None", fix))
+        if not faults:
+            # PEFT checks a configuration only when it is made, and this one may have been changed since.
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")
+                    replace(config)
+            except (TypeError, ValueError, LookupError, ImportError) as error:
+                faults.append(Fault(where, type(config).__name__, "what PEFT takes", f"PEFT refuses it: {error}"))
+        return faults
 
     def setting_faults(self, config: Any, where: str) -> list[Fault]:
         """Return a fault for every field that is set and has no meaning here."""
@@ -205,10 +231,6 @@ class AdapterKind:
         if trained:
             config.modules_to_save = [*trained, *(set(config.modules_to_save or ()) - set(trained))]
 
-    def injecting(self) -> AbstractContextManager[None]:
-        """Return the context in which PEFT injects an adapter, which must leave the backbone as it is."""
-        return nullcontext()
-
     def narrow(self, config: Any, modules: Sequence[str]) -> None:
         """Let a copy of a configuration adapt exactly the modules of these full names."""
         config.target_modules = list(modules)
@@ -218,13 +240,9 @@ class AdapterKind:
 
     # --------------------------------------------------------------- passes
 
-    def pass_maker(self, slab_of: SlabOf) -> PassMaker | None:
-        """Return what makes the passes of one model; `None` if layers need no more than the stream."""
-        return None
-
     def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
         """Return the multiplexed forward for a layer of class `layer_type`; `None` to leave it as it is."""
-        raise NotImplementedError
+        return None if self.forward_type is None else self.forward_type(module, name, stream)
 
     def arrange(self, model: nn.Module, stream: Stream) -> None:
         """Connect attached layers of a model with one another; called once after all are attached."""
@@ -247,10 +265,6 @@ class AdapterKind:
     def site_of(self, parameter_name: str) -> str:
         """Return the name of the layer that a parameter of this kind's adapters sits on."""
         return parameter_name.partition(self._mark)[0]
-
-    def slot(self, name: str, parameter: nn.Parameter) -> Slot:
-        """Return how a parameter of a task lies in its slab; see `peft_mux.modeling.slabs.TaskSlab`."""
-        return plain_slot(name, parameter)
 
     def saved_form(self, backbone: nn.Module, adapter: str) -> Any:
         """Return how an adapter (internal id) is saved if that is not as PEFT holds it; mostly `None`.
@@ -294,9 +308,10 @@ class AdapterKind:
     def refusals(self, layout: Any, where: str) -> list[Fault]:
         """Return why a task of this kind cannot be trained on a `ParallelLayout` of processes.
 
-        By default, every layer must be whole, and all layers must be in one process if they depend on one another.
+        Every layer must be whole if it cannot be cut, and all layers must be in one process if they depend on one
+        another.
         """
-        if any(replica.tp > 1 for replica in layout.replicas):
+        if not self.can_be_cut and any(replica.tp > 1 for replica in layout.replicas):
             reason = "its layers are not cut"
         else:
             reason = self.entry.spans_layers or (WEIGHTS_ARE_READ if self.entry.reads_weights else "")

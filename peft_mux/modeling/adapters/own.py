@@ -48,6 +48,8 @@ class MultiplexedBias(MultiplexedForward):
         selected: internal id of the adapter that plain forwards use; `None` while adapters are off.
     """
 
+    against_graphs = "a task trains its own bias of {name}"
+
     selected: str | None = None
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -63,10 +65,6 @@ class MultiplexedBias(MultiplexedForward):
         self.check_rows(y, y.shape[-1])
         tasks = self.each_task(y.reshape(-1, y.shape[-1]))
         return torch.cat([own_bias_added(self.module, segment.adapter, y_NK) for segment, y_NK in tasks]).view_as(y)
-
-    def reason_against_graphs(self) -> str | None:
-        """Return why no pass through this module can be captured: the numbers of rows differ from pass to pass."""
-        return f"a task trains its own bias of {self.name}"
 
 
 def own_biases(module: nn.Module) -> Mapping[str, torch.Tensor]:
@@ -115,29 +113,25 @@ def bias_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
         return [Fault(f"{where}.bias", repr(how), "'none', as no such module of the backbone has a bias")]
     for name, module in wanted.items():
         if type(module) not in (nn.Linear, Conv1D, nn.LayerNorm):
-            got, allowed = (
-                f"{how!r}, and {name} is a {type(module).__name__}",
-                "biases of linear layers and of LayerNorm",
-            )
-            return [Fault(f"{where}.bias", got, f"{allowed}, not quantised", "Leave the biases out.")]
+            got = f"{how!r}, and {name} is a {type(module).__name__}"
+            allowed = "biases of linear layers and of LayerNorm, not quantised"
+            return [Fault(f"{where}.bias", got, allowed, "Leave the biases out.")]
     return []
 
 
-def add_biases(config: Any, backbone: nn.Module, adapter: str) -> None:
-    """Give a task, whose adapter (internal id) was injected, copies of the biases that it trains."""
-    for module in wanted_biases(config, backbone, adapter).values():
+def add_biases(config: Any, backbone: nn.Module, adapter: str) -> dict[nn.Parameter, str]:
+    """Give a task, whose adapter (internal id) was injected, copies of the biases that it trains.
+
+    Returns:
+        the names of the copies, as if no other task adapted their modules.
+    """
+    names = {}
+    for name, module in wanted_biases(config, backbone, adapter).items():
         if OWN not in module._modules:
             setattr(module, OWN, nn.ParameterDict())
-        getattr(module, OWN)[adapter] = nn.Parameter(module.bias.detach().clone())
-
-
-def names_alone(
-    parameters: Mapping[str, nn.Parameter], config: Any, backbone: nn.Module, adapter: str
-) -> dict[str, nn.Parameter]:
-    """Return a task's parameters with its biases named as if no other task adapted their modules."""
-    wanted = wanted_biases(config, backbone, adapter).items()
-    alone = {id(getattr(module, OWN)[adapter]): f"base_model.model.{name}.{OWN}" for name, module in wanted}
-    return {alone.get(id(parameter), name): parameter for name, parameter in parameters.items()}
+        own = getattr(module, OWN)[adapter] = nn.Parameter(module.bias.detach().clone())
+        names[own] = f"base_model.model.{name}.{OWN}"
+    return names
 
 
 def forget_biases(backbone: nn.Module, adapter: str | None = None) -> None:
@@ -186,6 +180,8 @@ def biases_unsaid(configs: Iterable[Any]) -> Iterator[None]:
 class MultiplexedCopies(MultiplexedForward):
     """PEFT's wrapper around a module and the tasks' copies of it; each row meets the copy of its own task."""
 
+    against_graphs = "a task trains its own copy of {name}"
+
     def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[..., K]` of all tasks in stream order, for rows `[..., D]` or token ids `[1, T]`."""
         wrapper: Any = self.module
@@ -202,10 +198,6 @@ class MultiplexedCopies(MultiplexedForward):
                 parts.append(module(part))
         y = torch.cat(parts)
         return y.view(*x.shape, -1) if is_ids else y.view(*x.shape[:-1], -1)
-
-    def reason_against_graphs(self) -> str | None:
-        """Return why no pass through this module can be captured: the numbers of rows differ from pass to pass."""
-        return f"a task trains its own copy of {self.name}"
 
 
 @contextmanager
@@ -240,6 +232,8 @@ def hidden_copies(backbone: nn.Module) -> Iterator[None]:
 class MultiplexedTokenRows(MultiplexedForward):
     """PEFT's wrapper around an embedding, or around the head that is tied to one, with the rows of each task."""
 
+    against_graphs = "a task trains its own rows of {name}"
+
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the module's output; outside of a pass PEFT's own, which fails for adapters without rows here."""
         tokens: Any = self.module.token_adapter
@@ -259,36 +253,23 @@ class MultiplexedTokenRows(MultiplexedForward):
         parts = []
         rows = x.reshape(-1) if is_ids else x.reshape(-1, x.shape[-1])
         for segment, read, part in self.each_task(rows, y.view(-1, y.shape[-1])):
-            if segment.adapter in own:
-                indices_I = torch.tensor(own[segment.adapter], device=read.device)
-                with_rows = _own_embeddings if is_ids else _own_logits
-                part = with_rows(tokens, tokens.trainable_tokens_delta[segment.adapter], indices_I, read, part)
-            parts.append(part)
+            if segment.adapter not in own:
+                parts.append(part)
+                continue
+            rows_ID = tokens.trainable_tokens_delta[segment.adapter]
+            indices_I = torch.tensor(own[segment.adapter], device=read.device)
+            if not is_ids:
+                logits_NI = F.linear(read, rows_ID.to(read.dtype))
+                parts.append(part.index_copy(1, indices_I, logits_NI.to(part.dtype)))
+                continue
+            is_own_NI = read[:, None] == indices_I[None, :]
+            own_ND = rows_ID[is_own_NI.int().argmax(dim=1)].to(part.dtype)
+            if (scale := tokens._get_embed_scale()) is not None:
+                own_ND = own_ND * scale.to(part.dtype)
+            if (padding := tokens.base_layer.padding_idx) is not None:  # which an embedding gives no gradient
+                own_ND = torch.where((read == padding)[:, None], own_ND.detach(), own_ND)
+            parts.append(torch.where(is_own_NI.any(dim=1)[:, None], own_ND, part))
         return torch.cat(parts).view_as(y)
-
-    def reason_against_graphs(self) -> str | None:
-        """Return why no pass through this module can be captured: the numbers of rows differ from pass to pass."""
-        return f"a task trains its own rows of {self.name}"
-
-
-def _own_embeddings(
-    tokens: Any, rows_ID: torch.Tensor, indices_I: torch.Tensor, ids_N: torch.Tensor, y_ND: torch.Tensor
-) -> torch.Tensor:
-    is_own_NI = ids_N[:, None] == indices_I[None, :]
-    own_ND = rows_ID[is_own_NI.int().argmax(dim=1)].to(y_ND.dtype)
-    scale = tokens._get_embed_scale()
-    if scale is not None:
-        own_ND = own_ND * scale.to(y_ND.dtype)
-    padding = tokens.base_layer.padding_idx
-    if padding is not None:  # which an embedding gives no gradient
-        own_ND = torch.where((ids_N == padding)[:, None], own_ND.detach(), own_ND)
-    return torch.where(is_own_NI.any(dim=1)[:, None], own_ND, y_ND)
-
-
-def _own_logits(
-    tokens: Any, rows_ID: torch.Tensor, indices_I: torch.Tensor, x_ND: torch.Tensor, y_NV: torch.Tensor
-) -> torch.Tensor:
-    return y_NV.index_copy(1, indices_I, F.linear(x_ND, rows_ID.to(x_ND.dtype)).to(y_NV.dtype))
 
 
 @contextmanager
@@ -324,8 +305,26 @@ def own_copy_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
     """
     modules = {name: module for name, module in backbone.named_modules() if name and not is_inside_wrapper(name)}
     head, heads = backbone.get_output_embeddings(), head_kind_for(config.task_type).trained_modules
-    wanted = [name for name in getattr(config, "modules_to_save", None) or () if name not in heads]
-    faults = [fault for name in wanted for fault in _copy_faults(name, modules, head, f"{where}.modules_to_save")]
+    saved = getattr(config, "modules_to_save", None) or ()
+    faults = []
+    for wanted in [name for name in saved if name not in heads]:
+        # PEFT, too, looks at how names end.
+        found = {name: module for name, module in modules.items() if name.endswith(wanted)}
+        field, allowed = f"{where}.modules_to_save", "embeddings, norms and the output head, by the ends of their names"
+        if not found:
+            leaves = sorted({name.rsplit(".", 1)[-1] for name in modules})
+            faults.append(Fault(field, repr(wanted), allowed, closest(wanted, leaves)))
+        for name, module in found.items():
+            if isinstance(module, AuxiliaryTrainingWrapper | BaseTunerLayer):
+                continue  # other tasks train it, too, which `claim_faults` looks at
+            if any(True for _ in module.children()):
+                fix = f"{name} has modules of its own, which other tasks adapt; name those that shall be trained whole."
+            elif isinstance(module, nn.Linear) and module is not head:
+                fix = f"{name} is a linear layer, which other tasks adapt; adapt it with a high rank."
+            else:
+                continue
+            faults.append(Fault(field, f"{wanted!r} ({type(module).__name__})", allowed, fix))
+            break
     given = getattr(config, "trainable_token_indices", None)
     if given is None:
         return faults
@@ -334,30 +333,10 @@ def own_copy_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
     for layer, indices in by_layer.items():
         faults += _row_faults(layer, indices, modules, where if by_layer is not given else f"{where}[{layer!r}]")
     for layer in by_layer:
-        if any(layer.endswith(name) for name in set(getattr(config, "modules_to_save", None) or ())):
+        if any(layer.endswith(name) for name in saved):
             allowed = "modules that are not in modules_to_save"
             faults.append(Fault(where, repr(layer), allowed, "Leave one of them out."))
     return faults
-
-
-def _copy_faults(wanted: str, modules: Mapping[str, nn.Module], head: Any, where: str) -> list[Fault]:
-    # PEFT, too, looks at how names end.
-    found = {name: module for name, module in modules.items() if name.endswith(wanted)}
-    allowed = "embeddings, norms and the output head, by the ends of their names"
-    if not found:
-        leaves = sorted({name.rsplit(".", 1)[-1] for name in modules})
-        return [Fault(where, repr(wanted), allowed, closest(wanted, leaves))]
-    for name, module in found.items():
-        if isinstance(module, AuxiliaryTrainingWrapper | BaseTunerLayer):
-            continue  # other tasks train it, too, which `claim_faults` looks at
-        if any(True for _ in module.children()):
-            fix = f"{name} has modules of its own, which other tasks adapt; name those that shall be trained whole."
-        elif isinstance(module, nn.Linear) and module is not head:
-            fix = f"{name} is a linear layer, which other tasks adapt; adapt it with a high rank."
-        else:
-            continue
-        return [Fault(where, f"{wanted!r} ({type(module).__name__})", allowed, fix)]
-    return []
 
 
 def _row_faults(wanted: str, indices: list[int], modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
@@ -397,7 +376,18 @@ def claim_faults(new: Mapping[str, PeftConfig], held: Mapping[str, PeftConfig], 
     """
     configs = {**held, **new}
     names = module_names(backbone)
-    kept = {task: _kept_modules(config, names, backbone) for task, config in configs.items()}
+    # What each task trains whole or in rows, and which of the two.
+    kept: dict[str, dict[str, str]] = {}
+    for task, config in configs.items():
+        heads = head_kind_for(config.task_type).trained_modules
+        copies = [wanted for wanted in getattr(config, "modules_to_save", None) or () if wanted not in heads]
+        tokens: Any = getattr(config, "trainable_token_indices", None)
+        if tokens is not None and not isinstance(tokens, dict):
+            embedding = backbone.get_input_embeddings()
+            tokens = [name for name, module in backbone.named_modules() if module is embedding][:1]
+        # PEFT, too, looks at how names end.
+        ways = (("copy", tuple(copies)), ("rows", tuple(tokens or ())))
+        kept[task] = {name: way for way, ends in ways if ends for name in names if name.endswith(ends)}
     shared = {module for own in kept.values() for module in own}
     owners: dict[str, tuple[str, str]] = {}
     faults = []
@@ -419,16 +409,3 @@ def claim_faults(new: Mapping[str, PeftConfig], held: Mapping[str, PeftConfig], 
                 fix = "Name it in the same field for both, or train the two tasks in two runs."
                 faults.append(Fault(f"tasks.{task}.peft_config.{_FIELD_OF_WAY[way]}", module, allowed, fix))
     return faults
-
-
-def _kept_modules(config: Any, names: list[str], backbone: Any) -> dict[str, str]:
-    """Return the modules that a task trains whole or in rows, and which of the two."""
-    heads = head_kind_for(config.task_type).trained_modules
-    copies = [wanted for wanted in getattr(config, "modules_to_save", None) or () if wanted not in heads]
-    tokens: Any = getattr(config, "trainable_token_indices", None)
-    if tokens is not None and not isinstance(tokens, dict):
-        embedding = backbone.get_input_embeddings()
-        tokens = [name for name, module in backbone.named_modules() if module is embedding][:1]
-    # PEFT, too, looks at how names end.
-    ways = (("copy", tuple(copies)), ("rows", tuple(tokens or ())))
-    return {name: way for way, ends in ways if ends for name in names if name.endswith(ends)}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 from peft import PeftConfig
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_mux.errors import ConfigError, Fault, raise_faults, shown
 from peft_mux.modeling.adapters.fields import value_faults
+from peft_mux.modeling.adapters.kind import AdapterKind
 
 
 @dataclass
@@ -35,6 +36,7 @@ class OwnMethodConfig(PeftConfig):
         ConfigError: naming each field with what it may hold.
     """
 
+    own_type: ClassVar[PeftType]
     target_modules: list[str] | set[str] | str | None = None
     exclude_modules: list[str] | set[str] | str | None = None
     layers_to_transform: list[int] | int | None = None
@@ -42,8 +44,9 @@ class OwnMethodConfig(PeftConfig):
     modules_to_save: list[str] | None = field(default=None)
 
     def __post_init__(self) -> None:
-        """Check the fields."""
+        """Name the type, and check the fields."""
         super().__post_init__()
+        self.peft_type = self.own_type
         if isinstance(self.target_modules, list):
             self.target_modules = set(self.target_modules)
         if isinstance(self.exclude_modules, list):
@@ -93,6 +96,17 @@ class OwnMethodModel(BaseTuner):
             # A further adapter next to the active one, which alone is trained.
             layer.requires_grad_(False)
         self._replace_module(parent, target_name, layer, target)
+
+
+class OwnMethodKind(AdapterKind):
+    """A method of our own, whose layers draw their dropout themselves and hold the adapters of all tasks."""
+
+    draws_itself = True
+    lies_apart = False
+
+    def setting_faults(self, config: Any, where: str) -> list[Fault]:
+        """Return what is set without meaning here, and what is wrong with its values."""
+        return super().setting_faults(config, where) + config.faults(where)
 
 
 _MARK = "is_of_peft_mux"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +34,9 @@ class SlicedAdapter(MultiplexedForward):
     ) -> None:
         super().__init__(module, name, stream)
         self._draws, self._shares_base = draws, shares_base
+        is_embedding = isinstance(module.get_base_layer(), nn.Embedding)  # type: ignore[operator]
+        what = "a task adapts embeddings" if is_embedding else "a task's adapter runs on its own rows"
+        self.against_graphs = f"{what} ({{name}})"
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return what PEFT's layer returns for `x`, row by row of the stream if one is read."""
@@ -55,9 +58,15 @@ class SlicedAdapter(MultiplexedForward):
             width = 1 if is_ids else x.shape[-1]
             self.check_rows(x, width)
             rows = x.reshape(1, -1) if is_ids else x.reshape(1, -1, width)
-        forwards = self._stack()
+        # This forward and those of the sliced layers directly inside its module, the outermost first.
+        forwards: list[SlicedAdapter] = []
+        forward: Any = self
+        while isinstance(forward, SlicedAdapter):
+            forwards.append(forward)
+            forward = forward.module._modules["base_layer"].__dict__.get("forward")  # type: ignore[union-attr]
         below: Any = forwards[-1].module.base_layer
-        owners = [next((one for one in forwards if one._holds(segment.adapter)), None) for segment in segments]
+        enabled = [one for one in forwards if not one.module.disable_adapters]
+        owners = [next((one for one in enabled if one._has(segment.adapter)), None) for segment in segments]
         # No task adapts this layer, so it runs once over the stream and nothing is sliced.
         if not any(owners):
             return below(rows if is_ids else x)
@@ -90,10 +99,15 @@ class SlicedAdapter(MultiplexedForward):
         before = layer._active_adapter
         # The attribute, because PEFT's `set_adapter` would switch gradients on and off as well.
         layer._active_adapter = [segment.adapter]
-        is_drawing = self._draws and layer.training
-        drawing = _seeded(segment.draw_seed(self.name), rows.device) if is_drawing else nullcontext()
+        is_drawing, is_cuda = self._draws and layer.training, rows.device.type == "cuda"
+        drawing = torch.random.fork_rng([rows.device] if is_cuda else [], enabled=is_drawing)
         try:
-            with _on_frozen_layer(layer) as frozen, _knowing(frozen, rows, ready), drawing:
+            with _on_frozen_layer(layer, rows, ready), drawing:
+                if is_drawing:
+                    seed = segment.draw_seed(self.name)
+                    torch.random.default_generator.manual_seed(seed)
+                    if is_cuda:
+                        torch.cuda.manual_seed(seed)
                 return self.original(rows)
         except torch.OutOfMemoryError:
             raise
@@ -106,66 +120,33 @@ class SlicedAdapter(MultiplexedForward):
         finally:
             layer._active_adapter = before
 
-    def _stack(self) -> list[SlicedAdapter]:
-        """Return this forward and those of the sliced layers directly inside its module, the outermost first."""
-        forwards: list[SlicedAdapter] = []
-        forward: Any = self
-        while isinstance(forward, SlicedAdapter):
-            forwards.append(forward)
-            forward = forward.module._modules["base_layer"].__dict__.get("forward")  # type: ignore[union-attr]
-        return forwards
-
-    def _holds(self, adapter: str) -> bool:
-        return not self.module.disable_adapters and self._has(adapter)
-
     def _has(self, adapter: str) -> bool:
         layer: Any = self.module
         return any(adapter in getattr(layer, name) for name in layer.adapter_layer_names)
 
-    def reason_against_graphs(self) -> str | None:
-        """Return why no pass through this layer can be captured: how many rows a task has differs from pass to pass."""
-        is_embedding = isinstance(self.module.get_base_layer(), nn.Embedding)  # type: ignore[operator]
-        what = "a task adapts embeddings" if is_embedding else "a task's adapter runs on its own rows"
-        return f"{what} ({self.name})"
-
 
 @contextmanager
-def _seeded(seed: int, device: torch.device) -> Iterator[None]:
-    """Let torch's generators draw from a seed, and restore them afterwards."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.random.default_generator.manual_seed(seed)
-        if device.type == "cuda":
-            torch.cuda.manual_seed(seed)
-        yield
+def _on_frozen_layer(
+    layer: Any, rows: torch.Tensor | None = None, output: torch.Tensor | None = None
+) -> Iterator[None]:
+    """Put a layer directly around the frozen one, as it is alone: some types look at what is inside them.
 
-
-@contextmanager
-def _on_frozen_layer(layer: Any) -> Iterator[Any]:
-    """Put a layer directly around the frozen one, as it is alone: some types look at what is inside them."""
+    If its output for some rows is known, the frozen layer returns that, and computes other inputs as usual.
+    """
     before = layer._modules["base_layer"]
     # Past `setattr`, which would register and check the module again in every pass.
     frozen = layer._modules["base_layer"] = layer.get_base_layer()
+    own, original = frozen.__dict__.get("forward"), frozen.forward
+    if output is not None:
+        frozen.forward = lambda x, *args, **kwargs: output if x is rows else original(x, *args, **kwargs)
     try:
-        yield frozen
+        yield
     finally:
         layer._modules["base_layer"] = before
-
-
-@contextmanager
-def _knowing(frozen: Any, rows: torch.Tensor, output: torch.Tensor | None) -> Iterator[None]:
-    """Let a frozen layer return an output that is known for these rows; it computes other inputs as usual."""
-    if output is None:
-        yield
-        return
-    before, original = frozen.__dict__.get("forward"), frozen.forward
-    frozen.forward = lambda x, *args, **kwargs: output if x is rows else original(x, *args, **kwargs)
-    try:
-        yield
-    finally:
-        if before is None:
+        if output is not None:
             del frozen.forward
-        else:
-            frozen.forward = before
+            if own is not None:
+                frozen.forward = own
 
 
 class SlicedKind(AdapterKind):

@@ -20,7 +20,7 @@ no others. What PEFT makes of it is then what it makes of the task alone.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -96,34 +96,49 @@ class Tuners:
                 setattr(layer, _TARGETS, targets)
 
     def inject(self, model: Any, adapter: str, config: PeftConfig) -> None:
-        """Inject an adapter, with the initial weights that it would have in a model of its own."""
+        """Inject an adapter with the initial weights that it would have in a model of its own; all of it or nothing."""
         configs, backbone, owner = model.peft_config, model.backbone, _owner_of(adapter, config)
-        if not kind_of(config).has_targets:
-            with self.alone(model, adapter, config):
-                add_prompt(model, adapter, config)
-        elif owner == self.first or owner in self._others:
-            others = {item for item in self._targets if item != _bare_targets(config)}
-            with self.alone(model, adapter, config, is_mixed=bool(others)), _without_targets(configs, others):
-                model.add_adapter(adapter, config, low_cpu_mem_usage=is_meta(backbone))
-        else:
-            with _layers_alone(backbone, _shows(adapter, config)):
-                backbone.__dict__.pop("peft_config", None)  # else PEFT warns of a second tuner, which is what this is
-                try:
-                    tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[owner[0]]
-                    made = tuner(backbone, {adapter: config}, adapter, low_cpu_mem_usage=is_meta(backbone))
-                finally:
-                    backbone.peft_config = configs
-                    _mark(backbone, owner)
-            # One dictionary for all tuners: PEFT looks adapters up by their ids, which no two types share.
-            configs[adapter] = config
-            made.peft_config = configs
-            self._others[owner] = made
-
-    def cast(self, model: Any, adapter: str, config: PeftConfig) -> None:
-        """Bring an adapter to fp32 on a backbone in half precision, as PEFT does with adapters that it sees."""
-        if kind_of(config).has_targets:
-            tuner = self.of(model, adapter, config)
-            tuner._cast_adapter_dtype(adapter_name=adapter, autocast_adapter_dtype=True)
+        has_targets, is_known = kind_of(config).has_targets, owner == self.first or owner in self._others
+        # Other sets of bare parameters, which are hidden from PEFT: it would refuse an adapter on another set.
+        others = {item for item in self._targets if item != _bare_targets(config)}
+        hidden = {key: one for key, one in configs.items() if _bare_targets(one) in others} if is_known else {}
+        try:
+            if not has_targets:
+                with self.alone(model, adapter, config):
+                    add_prompt(model, adapter, config)
+            elif is_known:
+                for key, one in hidden.items():
+                    configs[key] = copy.copy(one)
+                    configs[key].target_parameters = None
+                with self.alone(model, adapter, config, is_mixed=bool(others)):
+                    model.add_adapter(adapter, config, low_cpu_mem_usage=is_meta(backbone))
+            else:
+                with _layers_alone(backbone, _shows(adapter, config)):
+                    # PEFT would warn of a second tuner, which is what this is.
+                    backbone.__dict__.pop("peft_config", None)
+                    try:
+                        tuner: Any = PEFT_TYPE_TO_TUNER_MAPPING[owner[0]]
+                        made = tuner(backbone, {adapter: config}, adapter, low_cpu_mem_usage=is_meta(backbone))
+                    finally:
+                        backbone.peft_config = configs
+                        _mark(backbone, owner)
+                # One dictionary for all tuners: PEFT looks adapters up by their ids, which no two types share.
+                configs[adapter] = config
+                made.peft_config = configs
+                self._others[owner] = made
+        except Exception:
+            # What an injection that failed half way has left is taken out, as the next adapter has the same id.
+            if not has_targets:
+                remove_prompt(model, adapter)
+            elif is_known:
+                configs[adapter] = config  # PEFT has taken it back, and asks for it
+                self.delete(model, adapter)
+            else:
+                configs.pop(adapter, None)
+                _take_out(backbone, owner)
+            raise
+        finally:
+            configs.update(hidden)
 
     @contextmanager
     def alone(self, model: Any, adapter: str, config: PeftConfig, *, is_mixed: bool = False) -> Iterator[None]:
@@ -147,9 +162,10 @@ class Tuners:
                 finally:
                     model.base_model, model.peft_type = before
 
-    def delete(self, model: Any, adapter: str, others: Sequence[str]) -> None:
-        """Take an adapter out of a model that also holds others (internal ids)."""
+    def delete(self, model: Any, adapter: str) -> None:
+        """Take an adapter out of a model."""
         config = model.peft_config[adapter]
+        others = [other for other in model.peft_config if other != adapter]
         is_active = bool(adapter in model.active_adapters and others)
         if not kind_of(config).has_targets:
             if is_active:
@@ -164,18 +180,6 @@ class Tuners:
         owner = _owner_of(adapter, config)
         if owner[1]:
             self._others.pop(owner, None)
-            _take_out(model.backbone, owner)
-
-    def undo(self, model: Any, adapter: str, config: PeftConfig, others: Sequence[str]) -> None:
-        """Take out what an injection that failed half way has left, as the next adapter has the same id."""
-        owner = _owner_of(adapter, config)
-        if not kind_of(config).has_targets:
-            remove_prompt(model, adapter)
-        elif owner == self.first or owner in self._others:
-            model.peft_config[adapter] = config  # PEFT has taken it back, and asks for it
-            self.delete(model, adapter, others)
-        else:
-            model.peft_config.pop(adapter, None)
             _take_out(model.backbone, owner)
 
 
@@ -225,20 +229,6 @@ def _shows(adapter: str, config: PeftConfig) -> Callable[[Any], bool]:
     """Return a function that says whether a layer exists in a model of this adapter alone."""
     owner, targets = _owner_of(adapter, config), _bare_targets(config)
     return lambda layer: _owner_of_layer(layer) == owner and layer.__dict__.get(_TARGETS, targets) == targets
-
-
-@contextmanager
-def _without_targets(configs: dict[str, Any], targets: set[frozenset[str]]) -> Iterator[None]:
-    """Hide these sets of bare parameters from PEFT, which would refuse an adapter on another set beside them."""
-    before = {adapter: config for adapter, config in configs.items() if _bare_targets(config) in targets}
-    for adapter, config in before.items():
-        hidden: Any = copy.copy(config)
-        hidden.target_parameters = None
-        configs[adapter] = hidden
-    try:
-        yield
-    finally:
-        configs.update(before)
 
 
 @contextmanager

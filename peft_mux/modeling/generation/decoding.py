@@ -428,11 +428,11 @@ class LearntPrompt(NamedTuple):
 
 def learnt_prompt(model: MultiTaskPeftModel, task: str) -> LearntPrompt:
     """Return what a task of a model puts before each of its sequences."""
-    config = model.peft_config[model.adapter_of(task)]
+    config: Any = model.peft_config[model.adapter_of(task)]
     kind = prompt_kind_of(config)
     if kind is None:
         return LearntPrompt(0, 0)
-    return LearntPrompt(len(kind.virtual_labels(config)), kind.num_positions(config))
+    return LearntPrompt(len(kind.virtual_labels(config)), config.num_virtual_tokens)
 
 
 def _stream(tasks: Sequence[str], tokens: Sequence[Sequence[int]], starts: Sequence[int]) -> MuxBatch:

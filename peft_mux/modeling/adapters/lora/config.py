@@ -7,17 +7,15 @@ of a later PEFT is never accepted and ignored. `docs/lora_fields.md` lists all f
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from peft import LoraConfig
 from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
-from torch import nn
 
-from peft_mux.errors import Fault, closest, is_real, shown
-from peft_mux.modeling.adapters.fields import INITIALISED_FROM_WEIGHTS, field_faults
-from peft_mux.modeling.backbone.modules import adaptable_modules, frozen_parameters, frozen_weight
+from peft_mux.errors import Fault, closest, shown
+from peft_mux.modeling.adapters.fields import INITIALISED_FROM_WEIGHTS
+from peft_mux.modeling.backbone.modules import adaptable_modules, frozen_parameters
 
 FIELDS = frozenset(
     "r target_modules exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora modules_to_save "
@@ -60,34 +58,11 @@ REFUSED_INITIALISERS = {
 """Why some values of `init_lora_weights` that PEFT knows cannot be trained with."""
 
 INITIALISERS = (True, False, "gaussian", "orthogonal", *INITIALISED_FROM_WEIGHTS)
-"""Values of `init_lora_weights`; "pissa_niter_16" and the like match `_ITERATED`."""
+"""Values of `init_lora_weights`; "pissa_niter_16" and the like match `ITERATED`."""
 
-_ITERATED = re.compile(r"pissa_niter_\d{1,4}")
-_GREATEST_FP32 = 3.4e38
+ITERATED = re.compile(r"pissa_niter_\d{1,4}")
+GREATEST_FP32 = 3.4e38
 """The scale of a layer's output is held in fp32."""
-
-
-def setting_faults(config: LoraConfig, where: str) -> list[Fault]:
-    """Return a fault for every field that is set without meaning here, and for scales and initialisations."""
-    faults = field_faults(config, where, REASONS, FIELDS)
-    alphas = {"lora_alpha": config.lora_alpha, **_by_module(config.alpha_pattern, "alpha_pattern")}
-    for name, alpha in alphas.items():
-        if not is_real(alpha) or not 0 < alpha <= _GREATEST_FP32:
-            faults.append(Fault(f"{where}.{name}", shown(alpha), "a finite number above 0, as fp32 holds it"))
-    got: Any = config.init_lora_weights
-    if not isinstance(got, (bool, str)):
-        return faults
-    if changes_weights(config):
-        # PEFT cannot convert these two into a plain LoRA either.
-        for field in ("use_dora", "use_bdlora"):
-            if value := getattr(config, field):
-                allowed = "its default beside an initialisation that takes from the weights"
-                faults.append(Fault(f"{where}.{field}", shown(value), allowed, "Leave one of them out."))
-    if got not in INITIALISERS and not _ITERATED.fullmatch(str(got)):
-        allowed = f"{', '.join(map(repr, INITIALISERS))}, or 'pissa_niter_16' and the like"
-        fix = f"Not supported: {REFUSED_INITIALISERS[got]}." if got in REFUSED_INITIALISERS else ""
-        faults.append(Fault(f"{where}.init_lora_weights", shown(got), allowed, fix))
-    return faults
 
 
 def changes_weights(config: LoraConfig) -> bool:
@@ -96,29 +71,9 @@ def changes_weights(config: LoraConfig) -> bool:
     return isinstance(initialiser, str) and initialiser.startswith(INITIALISED_FROM_WEIGHTS)
 
 
-def _by_module(values: Any, field: str) -> dict[str, Any]:
+def by_module(values: Any, field: str) -> dict[str, Any]:
     """Return the values of single modules, by what messages call them; none if the field has another type."""
     return {f"{field}[{key!r}]": value for key, value in values.items()} if isinstance(values, dict) else {}
-
-
-def width_faults(config: LoraConfig, matched: Mapping[str, nn.Module], where: str) -> list[Fault]:
-    """Return a fault for ranks above the width of every target, and for weights that nothing can be taken from."""
-    widths = [max(module.weight.shape) for module in matched.values()]  # type: ignore[union-attr, arg-type, type-var]
-    widest = max(widths, default=None)
-    ranks = {"r": config.r, **_by_module(config.rank_pattern, "rank_pattern")}
-    if widest is not None and max(ranks.values()) > widest:
-        allowed = f"at most {widest}, the width of the widest target"
-        return [Fault(f"{where}.{name}", repr(rank), allowed) for name, rank in ranks.items() if rank > widest]
-    if not changes_weights(config):
-        return []
-    if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
-        matched = {name: module for name, module in matched.items() if not isinstance(module, nn.Embedding)}
-    odd = next((name for name, module in matched.items() if frozen_weight(module)[0] is None), None)
-    if odd is None:
-        return []
-    allowed, fix = "True, False, or plain linear layers as targets", f"{odd} is an embedding or quantised; leave it out"
-    got = shown(config.init_lora_weights)
-    return [Fault(f"{where}.init_lora_weights", got, allowed, f"{fix} of target_modules.")]
 
 
 # ------------------------------------------------------------- bare parameters
@@ -132,14 +87,11 @@ _CONVERTED = ("gate.weight", "gate_up_proj", "down_proj")
 """What PEFT writes for the targets of a mixture of transformers 4."""
 
 
-def convert(config: Any, backbone: nn.Module) -> None:
+def convert(config: Any, backbone: Any) -> None:
     """Write into a configuration what PEFT makes of its targets on this backbone.
 
     Mixtures whose experts were single linear layers in transformers 4 keep their old names of targets: "all-linear",
     `w1` or `down_proj` become `target_parameters` there, routers included.
-
-    Raises:
-        ValueError: if PEFT cannot convert it.
     """
     if hasattr(getattr(backbone, "config", None), "model_type"):
         convert_peft_config_for_transformers(config, model=backbone, conversions=None)
@@ -171,7 +123,8 @@ def parameter_faults(config: Any, backbone: Any) -> list[Fault]:
         if (hits and bare.keys() >= set(hits)) or (not hits and target in _CONVERTED and len(targets) > 1):
             continue  # the latter are written by PEFT, whether or not this mixture has them
         experts = [name for name, parameter in bare.items() if parameter.dim() == 3]
-        names = sorted({_without_layer(name) for name in experts or bare})
+        # The ends of their names, behind the number of the layer.
+        names = sorted({re.sub(r"^(?:.*\.)?\d+\.", "", name) for name in experts or bare})
         if hits:
             fix = f"{hits[0]} is another: layers are named in target_modules, which is the same LoRA."
         else:
@@ -179,8 +132,3 @@ def parameter_faults(config: Any, backbone: Any) -> list[Fault]:
         allowed = f"parameters of two or three dimensions in fp32, bf16 or fp16 that are no layer's: {', '.join(names)}"
         faults.append(Fault("target_parameters", shown(target), allowed, fix))
     return faults
-
-
-def _without_layer(name: str) -> str:
-    """Return the end of a parameter's name, behind the number of its layer."""
-    return re.sub(r"^(?:.*\.)?\d+\.", "", name)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,18 +19,30 @@ from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
 
-from peft_mux.errors import Fault, raise_faults
+from peft_mux.errors import Fault, is_real, raise_faults, shown
 from peft_mux.modeling.adapters.catalogue import ENTRIES
-from peft_mux.modeling.adapters.kind import AdapterKind, CutLayers, MultiplexedForward, Shapes, SlabOf, register_kind
-from peft_mux.modeling.adapters.lora.config import convert, parameter_faults, setting_faults, width_faults
+from peft_mux.modeling.adapters.fields import field_faults
+from peft_mux.modeling.adapters.kind import AdapterKind, CutLayers, MultiplexedForward, Shapes, register_kind
+from peft_mux.modeling.adapters.lora.config import (
+    FIELDS,
+    GREATEST_FP32,
+    INITIALISERS,
+    ITERATED,
+    REASONS,
+    REFUSED_INITIALISERS,
+    by_module,
+    changes_weights,
+    convert,
+    parameter_faults,
+)
 from peft_mux.modeling.adapters.lora.layer import LinearGroup, MultiplexedLinear
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
 from peft_mux.modeling.adapters.lora.parameters import MultiplexedParameters
-from peft_mux.modeling.adapters.lora.row_steps import backbone_kept, initial_factors, keep_factors
+from peft_mux.modeling.adapters.lora.row_steps import initial_factors, keep_factors
 from peft_mux.modeling.adapters.sliced import SlicedAdapter
-from peft_mux.modeling.backbone.modules import modules_around_adapters
+from peft_mux.modeling.backbone.modules import frozen_weight, modules_around_adapters
 from peft_mux.modeling.slabs import Slot, round_up_to_group
-from peft_mux.modeling.stream import PassMaker, Stream
+from peft_mux.modeling.stream import Stream
 from peft_mux.scheduler.costs.loads import AdapterLoad
 
 _FACTORS = (("lora_A.weight", 0), ("lora_B.weight", 1))
@@ -134,16 +145,51 @@ class LoraKind(AdapterKind):
     draws_itself = True
     can_be_cut = True
     lies_apart = False
+    slot = staticmethod(lora_slot)
+    pass_maker = LoraGroups
 
     # ------------------------------------------------------- configurations
 
     def setting_faults(self, config: Any, where: str) -> list[Fault]:
         """Return a fault for every field that is set without meaning here, and for scales and initialisations."""
-        return setting_faults(config, where)
+        faults = field_faults(config, where, REASONS, FIELDS)
+        alphas = {"lora_alpha": config.lora_alpha, **by_module(config.alpha_pattern, "alpha_pattern")}
+        for name, alpha in alphas.items():
+            if not is_real(alpha) or not 0 < alpha <= GREATEST_FP32:
+                faults.append(Fault(f"{where}.{name}", shown(alpha), "a finite number above 0, as fp32 holds it"))
+        got: Any = config.init_lora_weights
+        if not isinstance(got, (bool, str)):
+            return faults
+        if changes_weights(config):
+            # PEFT cannot convert these two into a plain LoRA either.
+            for field in ("use_dora", "use_bdlora"):
+                if value := getattr(config, field):
+                    allowed = "its default beside an initialisation that takes from the weights"
+                    faults.append(Fault(f"{where}.{field}", shown(value), allowed, "Leave one of them out."))
+        if got not in INITIALISERS and not ITERATED.fullmatch(str(got)):
+            allowed = f"{', '.join(map(repr, INITIALISERS))}, or 'pissa_niter_16' and the like"
+            fix = f"Not supported: {REFUSED_INITIALISERS[got]}." if got in REFUSED_INITIALISERS else ""
+            faults.append(Fault(f"{where}.init_lora_weights", shown(got), allowed, fix))
+        return faults
 
     def width_faults(self, config: Any, modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
         """Return a fault for ranks above the width of every target, and for weights that nothing can be taken from."""
-        return width_faults(config, modules, where)
+        widths = [max(module.weight.shape) for module in modules.values()]  # type: ignore[union-attr, arg-type, type-var]
+        widest = max(widths, default=None)
+        ranks = {"r": config.r, **by_module(config.rank_pattern, "rank_pattern")}
+        if widest is not None and max(ranks.values()) > widest:
+            allowed = f"at most {widest}, the width of the widest target"
+            return [Fault(f"{where}.{name}", repr(rank), allowed) for name, rank in ranks.items() if rank > widest]
+        if not changes_weights(config):
+            return []
+        if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
+            modules = {name: module for name, module in modules.items() if not isinstance(module, nn.Embedding)}
+        odd = next((name for name, module in modules.items() if frozen_weight(module)[0] is None), None)
+        if odd is None:
+            return []
+        allowed = "True, False, or plain linear layers as targets"
+        fix = f"{odd} is an embedding or quantised; leave it out of target_modules."
+        return [Fault(f"{where}.init_lora_weights", shown(config.init_lora_weights), allowed, fix)]
 
     def complete(self, config: Any, backbone: Any) -> None:
         """Let a classifier's task train its head, and name the experts of a mixture as PEFT does."""
@@ -151,15 +197,7 @@ class LoraKind(AdapterKind):
         convert(config, backbone)
         raise_faults(parameter_faults(config, backbone))
 
-    def injecting(self) -> AbstractContextManager[None]:
-        """Keep initialisations from writing into the backbone's weights."""
-        return backbone_kept()
-
     # --------------------------------------------------------------- passes
-
-    def pass_maker(self, slab_of: SlabOf) -> PassMaker | None:
-        """Return the tables of one model's groups of layers."""
-        return LoraGroups(slab_of)
 
     def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
         """Return the grouped forward of a linear layer, or PEFT's own forward, sliced, of an embedding."""
@@ -194,10 +232,6 @@ class LoraKind(AdapterKind):
                 forward.find_steps()
 
     # ----------------------------------------------------------- parameters
-
-    def slot(self, name: str, parameter: nn.Parameter) -> Slot:
-        """Return how a parameter of a task lies in its slab: as kernels read it."""
-        return lora_slot(name, parameter)
 
     def saved_form(self, backbone: nn.Module, adapter: str) -> DoubledRank | None:
         """Return how an adapter with initial factors is saved: with twice the rank."""
@@ -237,10 +271,6 @@ class LoraKind(AdapterKind):
             # One of the whole shape would not fit any more.
             linear.weight.grad = None
             setattr(linear, "in_features" if cut.is_row else "out_features", cut.num_held)
-
-    def refusals(self, layout: Any, where: str) -> list[Fault]:
-        """Return nothing: LoRA is trained on every layout of processes."""
-        return []
 
 
 register_kind(LoraKind(ENTRIES["LORA"], "LoRA"))

@@ -27,15 +27,8 @@ from peft_mux.kernels.lora.group import Base
 from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, Rows, grouped_lora_slices, num_rows_in
 from peft_mux.modeling.adapters.kind import MultiplexedForward
 from peft_mux.modeling.adapters.lora.lora_pass import GroupedAdapter, say_once
-from peft_mux.modeling.adapters.lora.row_steps import (
-    RowStep,
-    dropout_of,
-    is_grouped,
-    replace_bias,
-    steps_of,
-    subtract_initial,
-)
-from peft_mux.modeling.adapters.own import own_biases
+from peft_mux.modeling.adapters.lora.row_steps import RowSteps, dropout_of
+from peft_mux.modeling.adapters.own import own_bias_added, own_biases
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.backbone.quantized import base_output
 from peft_mux.modeling.slabs import round_up_to_group
@@ -99,7 +92,7 @@ class MultiplexedLinear(MultiplexedForward):
     def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
         super().__init__(module, name, stream)
         self.group = LinearGroup([self], stream)
-        self._steps: dict[str, tuple[RowStep, ...]] = {}
+        self._steps: dict[str, RowSteps] = {}
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the layer's output; outside of a pass PEFT's own, for the adapter that is selected."""
@@ -107,17 +100,16 @@ class MultiplexedLinear(MultiplexedForward):
             return self.multiplexed(x)
         y, layer = self.original(x, *args, **kwargs), self.module
         if self._steps and not layer.disable_adapters and not layer.merged:
-            # What PEFT does not know of: the initial part of the weight, and biases of the task.
             for adapter in layer.active_adapters:  # type: ignore[union-attr]
-                for step in self._steps.get(adapter, ()):
-                    if getattr(step, "func", None) in (subtract_initial, replace_bias):
-                        y = step(x, y, lambda rows: rows)
+                if adapter in self._steps:  # what PEFT does not know of: initial factors, and the task's own bias
+                    y = self._steps[adapter].without_initial(x, y)
+                    y = own_bias_added(layer.get_base_layer(), adapter, y)  # type: ignore[operator]
         return y
 
     def find_steps(self) -> None:
         """Find the adapters that do more than the grouped product; needed whenever one came."""
         layer: Any = self.module
-        found = {adapter: steps_of(layer, adapter) for adapter in (*layer.lora_A, *own_biases(layer.get_base_layer()))}
+        found = {adapter: RowSteps(layer, adapter) for adapter in (*layer.lora_A, *own_biases(layer.get_base_layer()))}
         self._steps = {adapter: steps for adapter, steps in found.items() if steps}
 
     # ------------------------------------------------------- its adapters
@@ -125,14 +117,10 @@ class MultiplexedLinear(MultiplexedForward):
     def grouped(self, adapter: str) -> GroupedAdapter | None:
         """Return an adapter that the grouped product computes; `None` for others, which steps compute, if any."""
         layer: Any = self.module
-        if adapter not in layer.lora_A or (adapter in self._steps and not is_grouped(layer, adapter)):
+        if adapter not in layer.lora_A or (adapter in self._steps and not self._steps[adapter].is_grouped()):
             return None
         a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
         return GroupedAdapter(a, b, layer.scaling[adapter], dropout_of(layer, adapter))
-
-    def has(self, adapter: str) -> bool:
-        """Return whether an adapter does anything here."""
-        return adapter in self.module.lora_A or adapter in self._steps  # type: ignore[operator]
 
     def weights_of(self, adapter: str) -> list[nn.Parameter]:
         """Return the weights of an adapter that only this layer reads."""
@@ -158,10 +146,6 @@ class MultiplexedLinear(MultiplexedForward):
         """The columns of the whole input that lie here, in row-parallel layers (`peft_mux.engine.tensor.parallel`)."""
         return self.base_layer.__dict__.get("input_window")  # getattr would raise and catch in every pass
 
-    def base(self) -> Base:
-        """Return the frozen part of the layer, as it lies now."""
-        return Base(*frozen_weight(self.base_layer), self.module.out_features)  # type: ignore[arg-type]
-
     # -------------------------------------------------------------- passes
 
     def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
@@ -181,9 +165,9 @@ class MultiplexedLinear(MultiplexedForward):
             return y
         parts = []
         for segment, x_ND, y_NK in self.each_task(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])):
-            for step in self._steps.get(segment.adapter, ()):
-                y_NK = step(x_ND, y_NK, functools.partial(self._dropped, segment))
-            parts.append(y_NK)
+            steps = self._steps.get(segment.adapter)
+            drop = functools.partial(self._dropped, segment)
+            parts.append(y_NK if steps is None else steps(x_ND, y_NK, drop))
         return torch.cat(parts).view_as(y)
 
     def _dropped(self, segment: RowSegment, x_ND: torch.Tensor) -> torch.Tensor:
@@ -240,14 +224,9 @@ class LinearGroup:
         self._parts: dict[tuple[int, ...], LinearGroup] = {}
         self._ready: dict[int, torch.Tensor] = {}
 
-    @property
-    def widths(self) -> list[int]:
-        """Output features of each layer."""
-        return [member.module.out_features for member in self.members]  # type: ignore[misc]
-
     def bases(self) -> list[Base]:
-        """Return the frozen part of each layer."""
-        return [member.base() for member in self.members]
+        """Return the frozen part of each layer, as it lies now."""
+        return [Base(*frozen_weight(one.base_layer), one.module.out_features) for one in self.members]  # type: ignore[arg-type]
 
     def count_columns(self) -> None:
         """Update what S needs: whole groups of eight ranks of each layer's greatest adapter."""
@@ -258,7 +237,19 @@ class LinearGroup:
         """Return `[..., K]` of each layer, for `x [..., D]`."""
         self.members[0].check_rows(x, x.shape[-1])
         needed = self._meet() if self.stream.unmet else None
-        lora_pass, lead = self._usable_pass(x), x.shape[:-1]
+        lead, is_sliced = x.shape[:-1], False
+        # A loop and no generators, which cost as much as a launch: this runs in every pass of every layer.
+        for member in self.members:
+            if member.module.disable_adapters:
+                is_sliced = True
+            # Kernels number draws by the columns that they see, which here are not those of the whole input.
+            elif member.window is not None:
+                grouped = [member.grouped(segment.adapter) for segment in self.stream.segments]
+                if any(own is not None and own.dropout > 0.0 for own in grouped):
+                    is_sliced = True
+                    if runs_kernels(x.device):
+                        say_once("kernels draw dropout for whole inputs only, not on row-parallel layers.")
+        lora_pass: Any = None if is_sliced else self.stream.pass_of(NAME)
         if lora_pass is not None:
             device_type = x.device.type
             autocast = torch.is_autocast_enabled(device_type)
@@ -266,7 +257,16 @@ class LinearGroup:
             if torch.compiler.is_compiling():
                 # The dtype is settled above; autocast would cast each product by itself.
                 with torch.autocast(device_type, enabled=False):
-                    ys = lora_pass.compiled_outputs(self, x.reshape(-1, x.shape[-1]), dtype)
+                    # One opaque operator, which finds the pass and the group again by their numbers.
+                    widths = [member.module.out_features for member in self.members]
+                    *ys, _ = torch.ops.peft_mux.lora_group(
+                        x.reshape(-1, x.shape[-1]).to(dtype),
+                        lora_pass.anchor,
+                        lora_pass.handle,
+                        self.number,
+                        widths,
+                        self.num_columns,
+                    )
                 return tuple(y.view(*lead, -1) for y in ys)
             ys = lora_pass.outputs(self, x, dtype, needed)
             if ys is not None:
@@ -274,21 +274,6 @@ class LinearGroup:
         slices = [member.slice_of(self.stream.segments) for member in self.members]
         ys = grouped_lora_slices(x.reshape(-1, x.shape[-1]), slices, self.stream.places, needed)
         return tuple(y.view(*lead, -1) for y in ys)
-
-    def _usable_pass(self, x: torch.Tensor) -> Any:
-        """Return the `LoraPass` that is to compute the layers; `None` if slices shall."""
-        # A loop and no generators, which cost as much as a launch: this runs in every pass of every layer.
-        for member in self.members:
-            if member.module.disable_adapters:
-                return None
-            # Kernels number draws by the columns that they see, which here are not those of the whole input.
-            if member.window is not None:
-                grouped = [member.grouped(segment.adapter) for segment in self.stream.segments]
-                if any(own is not None and own.dropout > 0.0 for own in grouped):
-                    if runs_kernels(x.device):
-                        say_once("kernels draw dropout for whole inputs only, not on row-parallel layers.")
-                    return None
-        return self.stream.pass_of(NAME)
 
     def _meet(self) -> tuple[Rows, ...] | None:
         """Return which rows need the gradient of `x`, and note that the adapters of these layers are met now."""
@@ -298,7 +283,10 @@ class LinearGroup:
             stream.unmet = frozenset()
             return None
         needed = rows_needed(stream.segments, stream.unmet)
-        stream.unmet = frozenset(a for a in stream.unmet if not any(member.has(a) for member in self.members))
+        layers: list[Any] = [member.module for member in self.members]
+        met = {a for a in stream.unmet if any(a in layer.lora_A for layer in layers)}
+        met |= {a for member in self.members for a in member._steps}
+        stream.unmet = stream.unmet - met
         return needed
 
     def shared_output(self, member: MultiplexedLinear, x: torch.Tensor) -> torch.Tensor:
@@ -306,7 +294,11 @@ class LinearGroup:
         if self.stream.left_out:
             kept = [one for one in self.members if one.module not in self.stream.left_out]
             if len(kept) < len(self.members):
-                part = self._part(kept)
+                key = tuple(map(id, kept))
+                if key not in self._parts:
+                    self._parts[key] = LinearGroup(kept, self.stream)
+                    self._parts[key].count_columns()
+                part = self._parts[key]
                 return part.outputs(x)[0] if len(kept) == 1 else part.shared_output(member, x)
         # The same object and not equal numbers: siblings are called with one tensor, and comparing would wait.
         if x is self._x and id(member) in self._ready:
@@ -331,11 +323,3 @@ class LinearGroup:
         y = outputs.pop(id(member))
         self._x, self._pass, self._ready = x, this_pass, outputs
         return y
-
-    def _part(self, members: list[MultiplexedLinear]) -> LinearGroup:
-        """Return the group of some of the members, which are computed without the others."""
-        key = tuple(map(id, members))
-        if key not in self._parts:
-            self._parts[key] = LinearGroup(members, self.stream)
-            self._parts[key].count_columns()
-        return self._parts[key]

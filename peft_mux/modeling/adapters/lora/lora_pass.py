@@ -44,24 +44,6 @@ class GroupedAdapter(NamedTuple):
     dropout: float
 
 
-class Composition(NamedTuple):
-    """Tables of all groups of a model for one set of tasks.
-
-    Attributes:
-        adapters: internal id of each segment's task.
-        slabs: the slab of each; `None` if it has none.
-        dtype: the dtype of the activations.
-        watched: ids of parameters whose gradients have to pass through autograd.
-        tables: by the group's number, made when it is first computed; `None` if kernels cannot serve it.
-    """
-
-    adapters: tuple[str, ...]
-    slabs: Sequence[TaskSlab | None]
-    dtype: torch.dtype
-    watched: frozenset[int]
-    tables: dict[int, LoraGroup | None]
-
-
 class LoraGroups:
     """The groups of one model, and their tables for each set of tasks that shares a pass.
 
@@ -69,14 +51,15 @@ class LoraGroups:
         slab_of: returns the slab of an adapter, by its internal id; `None` if it has none.
 
     Attributes:
+        slab_of: see above.
         groups: groups by number, weakly, because they belong to their layers, which may be regrouped or removed.
     """
 
     def __init__(self, slab_of: Callable[[str], TaskSlab | None]) -> None:
         """Start empty."""
         self.groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self._slab_of = slab_of
-        self._compositions: OrderedDict[tuple[Any, ...], Composition] = OrderedDict()
+        self.slab_of = slab_of
+        self._tables: OrderedDict[tuple[Any, ...], dict[int, LoraGroup | None]] = OrderedDict()
         self._num_enrolled = 0
         self._is_linear_only: dict[str, bool] = {}
 
@@ -88,7 +71,7 @@ class LoraGroups:
 
     def clear(self) -> None:
         """Forget all tables; needed whenever an adapter came, went or moved."""
-        self._compositions.clear()
+        self._tables.clear()
         self._is_linear_only.clear()
 
     def enroll(self, group: Any) -> int:
@@ -100,65 +83,68 @@ class LoraGroups:
     def tells(self, adapter: str) -> bool:
         """Return whether all weights of an adapter are in linear layers of the groups; see `PassMaker.tells`."""
         if adapter not in self._is_linear_only:
-            slab = self._slab_of(adapter)
+            slab = self.slab_of(adapter)
             members = [member for group in self.groups.values() for member in group.members]
             # Nothing is known here of other layers, such as experts.
             linear = [member for member in members if hasattr(member, "weights_of")]
             held = {id(weight) for member in linear for weight in member.weights_of(adapter)}
-            own = set() if slab is None else slab.parameter_ids
+            own = set() if slab is None else {number for page in slab.pages for number in page.entries}
             self._is_linear_only[adapter] = bool(own) and own <= held
         return self._is_linear_only[adapter]
 
-    def watched(self, adapters: tuple[str, ...]) -> frozenset[int]:
-        """Return the ids of parameters that have hooks on their gradients."""
-        slabs = (self._slab_of(adapter) for adapter in adapters)
-        return frozenset(number for slab in slabs if slab is not None for number in slab.watched())
-
-    def composition(
+    def tables(
         self, adapters: tuple[str, ...], dtype: torch.dtype, *, is_training: bool, watched: frozenset[int]
-    ) -> Composition:
-        """Return the tables of the tasks that share a pass; `is_training` says whether adapters drop out."""
-        slabs = [self._slab_of(adapter) for adapter in adapters]
+    ) -> dict[int, LoraGroup | None]:
+        """Return the tables of the tasks that share a pass, by the group's number, as far as groups were computed.
+
+        Args:
+            adapters: internal id of each segment's task.
+            dtype: the dtype of the activations.
+            is_training: whether adapters drop out.
+            watched: ids of parameters whose gradients have to pass through autograd.
+        """
+        slabs = [self.slab_of(adapter) for adapter in adapters]
         bindings = tuple(0 if slab is None else slab.num_bindings for slab in slabs)
         # All that tables depend on: gradients move when they are bound again, and dropout goes with training.
         key = adapters, bindings, dtype, is_training, watched
-        if key not in self._compositions:
-            self._compositions[key] = Composition(adapters, slabs, dtype, watched, {})
-        self._compositions.move_to_end(key)
+        tables = self._tables.setdefault(key, {})
+        self._tables.move_to_end(key)
         # Tasks that take turns would otherwise leave tables of every combination behind.
-        while len(self._compositions) > _MAX_COMPOSITIONS:
-            self._compositions.popitem(last=False)
-        return self._compositions[key]
+        while len(self._tables) > _MAX_COMPOSITIONS:
+            self._tables.popitem(last=False)
+        return tables
 
+    def make_tables(
+        self, group: Any, adapters: tuple[str, ...], dtype: torch.dtype, watched: frozenset[int]
+    ) -> LoraGroup | None:
+        """Return what launches need to know of layers that are computed together; `None` if kernels cannot serve them.
 
-def tables_of_group(members: Sequence[Any], tasks: Composition) -> LoraGroup | None:
-    """Return what launches need to know of layers that are computed together; `None` if kernels cannot serve them."""
-    layers = []
-    for member in members:
-        adapters: list[Adapter | None] = []
-        for name, slab in zip(tasks.adapters, tasks.slabs, strict=True):
-            own: GroupedAdapter | None = member.grouped(name)
-            adapters.append(None if own is None else _placed(own, slab, tasks))
-            if own is not None and adapters[-1] is None:
-                return None
-        layers.append(adapters)
-    try:
-        return LoraGroup(layers, [member.name for member in members])
-    except ValueError as error:
-        say_once(str(error))
-        return None
-
-
-def _placed(own: GroupedAdapter, slab: TaskSlab | None, tasks: Composition) -> Adapter | None:
-    """Return where kernels find an adapter of a layer; `None` if they cannot serve it."""
-    # Kernels write gradients in place, which a hook on the parameter would not see.
-    if slab is None or tasks.dtype not in DTYPES or not tasks.watched.isdisjoint((id(own.a), id(own.b))):
-        return None
-    a, b = slab.factor(own.a, tasks.dtype), slab.factor(own.b, tasks.dtype)
-    # Kernels add gradients up in fp32 only.
-    if a is None or b is None or any(f.gradient is not None and f.gradient.dtype != torch.float32 for f in (a, b)):
-        return None
-    return Adapter(a.values, b.values, a.gradient, b.gradient, own.scale, own.dropout)
+        The arguments are those of `tables`.
+        """
+        layers: list[list[Adapter | None]] = []
+        for member in group.members:
+            layers.append([])
+            for name in adapters:
+                own: GroupedAdapter | None = member.grouped(name)
+                if own is None:
+                    layers[-1].append(None)
+                    continue
+                slab = self.slab_of(name)
+                # Kernels write gradients in place, which a hook on the parameter would not see.
+                if slab is None or dtype not in DTYPES or not watched.isdisjoint((id(own.a), id(own.b))):
+                    return None
+                a, b = slab.factor(own.a, dtype), slab.factor(own.b, dtype)
+                if a is None or b is None:
+                    return None
+                # Kernels add gradients up in fp32 only.
+                if any(one.gradient is not None and one.gradient.dtype != torch.float32 for one in (a, b)):
+                    return None
+                layers[-1].append(Adapter(a.values, b.values, a.gradient, b.gradient, own.scale, own.dropout))
+        try:
+            return LoraGroup(layers, [member.name for member in group.members])
+        except ValueError as error:
+            say_once(str(error))
+            return None
 
 
 @functools.cache
@@ -200,15 +186,23 @@ class LoraPass:
         # If nothing below trains, activations need no gradient, and outputs would not either.
         self.anchor = torch.zeros((), device=places.device, requires_grad=True)
         self._has_fixed_size = has_fixed_size
+        find = weakref.WeakMethod(self._find)
+
+        def find_in_captured(group: int, dtype: torch.dtype) -> KernelCall | SliceCall:
+            bound = find()
+            assert bound is not None, "whoever captures a pass holds it"
+            return bound(group, dtype)
+
         # The table of passes would keep a captured pass, and with it the memory of its tables, alive.
-        self.handle = PASSES.add(_weakly(self._find) if has_fixed_size else self._find)
+        self.handle = PASSES.add(find_in_captured if has_fixed_size else self._find)
         self.found: dict[tuple[int, torch.dtype], LoraGroup | None] = {}
         self.segment_tables: SegmentTables | None = None
         self._watched: frozenset[int] = frozenset()
-        self._compositions: dict[tuple[torch.dtype, bool], Composition] = {}
+        self._tables: dict[tuple[torch.dtype, bool], dict[int, LoraGroup | None]] = {}
         if runs_kernels(places.device):
             # Once a pass and not once a layer, because every parameter of every task is looked at.
-            self._watched = groups.watched(self.adapters)
+            slabs = (groups.slab_of(adapter) for adapter in self.adapters)
+            self._watched = frozenset(number for slab in slabs if slab is not None for number in slab.watched())
             sizes = {"max_tokens": len(places), "max_segments": len(segments)} if has_fixed_size else {}
             self.segment_tables = SegmentTables(*_lengths_and_seeds(segments), device=places.device, **sizes)
 
@@ -256,13 +250,6 @@ class LoraPass:
         # If activations require a gradient already, the anchor would only be one more edge of the graph.
         return LoraGroupFunction.apply(x, None if x.requires_grad else self.anchor, call, dtype)
 
-    def compiled_outputs(self, group: Any, x_TD: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-        """Return the same as one opaque operator of a compiled graph."""
-        *outputs, _ = torch.ops.peft_mux.lora_group(
-            x_TD.to(dtype), self.anchor, self.handle, group.number, group.widths, group.num_columns
-        )
-        return tuple(outputs)
-
     def _find(self, number: int, dtype: torch.dtype) -> KernelCall | SliceCall:
         group = self._groups.groups[number]
         tables = self.tables_of(group, dtype)
@@ -279,30 +266,16 @@ class LoraPass:
             return self.found[group.number, dtype]
         # Looked up once a pass and not once a layer.
         key = dtype, group.members[0].module.training
-        if key not in self._compositions:
-            self._compositions[key] = self._groups.composition(
-                self.adapters, dtype, is_training=key[1], watched=self._watched
-            )
-        tasks = self._compositions[key]
-        if group.number not in tasks.tables:
-            tasks.tables[group.number] = tables_of_group(group.members, tasks)
-        tables = tasks.tables[group.number]
+        if key not in self._tables:
+            self._tables[key] = self._groups.tables(self.adapters, dtype, is_training=key[1], watched=self._watched)
+        made = self._tables[key]
+        if group.number not in made:
+            made[group.number] = self._groups.make_tables(group, self.adapters, dtype, self._watched)
+        tables = made[group.number]
         # Kept by the pass itself: the groups' own tables may be dropped while captured launches read them.
         if self._has_fixed_size:
             self.found[group.number, dtype] = tables
         return tables
-
-
-def _weakly(find: Callable[[int, torch.dtype], Any]) -> Callable[[int, torch.dtype], Any]:
-    """Return the same method without keeping its pass alive: whoever captures a pass holds it."""
-    method = weakref.WeakMethod(find)
-
-    def find_now(group: int, dtype: torch.dtype) -> Any:
-        bound = method()
-        assert bound is not None, "a captured pass lives while it computes"
-        return bound(group, dtype)
-
-    return find_now
 
 
 def _lengths_and_seeds(segments: Sequence[RowSegment]) -> tuple[list[int], list[int]]:

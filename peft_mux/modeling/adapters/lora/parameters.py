@@ -50,6 +50,8 @@ _ADVICE = "Leave its parameters out of target_parameters."
 class MultiplexedParameters(MultiplexedForward):
     """A module whose parameters tasks adapt: experts or routers, with all arguments that the model calls them with."""
 
+    against_graphs = "adapters on bare parameters are computed as tokens are routed ({name})"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns for all rows; a router returns several tensors."""
         if not args:
@@ -88,10 +90,6 @@ class MultiplexedParameters(MultiplexedForward):
         """Return the module's output for one tensor."""
         return self(x)
 
-    def reason_against_graphs(self) -> str | None:
-        """Return why no pass can be captured: tasks' rows are counted for each expert as they come."""
-        return f"adapters on bare parameters are computed as tokens are routed ({self.name})"
-
     def _rows_of(self, item: Any, start: int, end: int) -> Any:
         """Return the rows of one task of an argument; an argument without rows is passed on as it is."""
         if item is None or isinstance(item, (bool, int, float, str)):
@@ -101,10 +99,9 @@ class MultiplexedParameters(MultiplexedForward):
                 f"{self.name} is called with a {type(item).__name__}, which cannot be divided among tasks; allowed: "
                 f"modules that see every token by itself, such as experts. {_ADVICE}"
             )
-        # One number an expert, such as the correction of its scores, is a weight of the model.
-        return (
-            item if item.dim() < 2 else item.narrow(self._dim_of_rows(item, self.stream.num_rows), start, end - start)
-        )
+        if item.dim() < 2:
+            return item  # one number an expert, such as the correction of its scores, is a weight of the model
+        return item.narrow(self._dim_of_rows(item, self.stream.num_rows), start, end - start)
 
     def _dim_of_rows(self, tensor: torch.Tensor, num_rows: int) -> int:
         if tensor.dim() > 2 and tensor.shape[:2] == (1, num_rows):

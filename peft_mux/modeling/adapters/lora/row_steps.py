@@ -1,7 +1,8 @@
 """What LoRA adapters do to their task's rows beyond the grouped product `W x + s B A x`.
 
 Most adapters do nothing else, and no layer that holds only such ones pays for the others. Each step works on the rows
-of one task, cut out of the stream, so that no other task's numbers take part.
+of one task, cut out of the stream, so that no other task's numbers take part. In this order: the blocks of
+`use_bdlora`, the bias of `lora_bias`, initial factors, DoRA, and the task's own bias of the frozen layer.
 
 DoRA: each output feature of `W + s B A` is scaled to a length of its own, which the task trains::
 
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
+from functools import partialmethod
 from typing import Any
 
 import torch
@@ -36,73 +37,9 @@ from peft_mux.modeling.backbone.modules import frozen_weight
 Drop = Callable[[torch.Tensor], torch.Tensor]
 """Returns rows `[N, D]` after the dropout of their task in this layer; the rows themselves if nothing is dropped."""
 
-RowStep = Callable[[torch.Tensor, torch.Tensor, Drop], torch.Tensor]
-"""Returns outputs `[N, K]` of a task's rows, from the layer's inputs `[N, D]` and the outputs so far."""
 
-
-def steps_of(layer: Any, adapter: str) -> tuple[RowStep, ...]:
-    """Return what an adapter of a layer does beyond the grouped product, in order; mostly nothing."""
-    steps: list[RowStep] = []
-    if adapter in layer.lora_A:
-        if is_block_diagonal(layer, adapter):
-            steps.append(partial(_add_blocks, layer, adapter))
-        if layer.lora_bias.get(adapter, False):
-            steps.append(partial(_add_lora_bias, layer, adapter))
-        if initial_factors(layer, adapter) is not None:
-            steps.append(partial(subtract_initial, layer, adapter))
-        if adapter in layer.lora_magnitude_vector:
-            steps.append(MagnitudeScale(layer, adapter))
-    if adapter in own_biases(layer.get_base_layer()):
-        steps.append(partial(replace_bias, layer, adapter))
-    return tuple(steps)
-
-
-def is_block_diagonal(layer: Any, adapter: str) -> bool:
-    """Return whether a factor of an adapter consists of blocks, so that the grouped product leaves it out."""
-    return any(not isinstance(part[adapter], nn.Linear) for part in (layer.lora_A, layer.lora_B))
-
-
-def dropout_of(layer: Any, adapter: str) -> float:
-    """Return the probability with which an adapter drops elements of its input now."""
-    # PEFT puts an `Identity`, which has no `p`, if nothing is dropped.
-    return getattr(layer.lora_dropout[adapter], "p", 0.0) if layer.training else 0.0
-
-
-def is_grouped(layer: Any, adapter: str) -> bool:
-    """Return whether the grouped product computes an adapter of a layer; otherwise its steps do, if it has any."""
-    if adapter not in layer.lora_A or is_block_diagonal(layer, adapter):
-        return False
-    # DoRA that drops also scales what was not dropped.
-    return adapter not in layer.lora_magnitude_vector or dropout_of(layer, adapter) == 0.0
-
-
-def _add_blocks(layer: Any, adapter: str, x_ND: torch.Tensor, y_NK: torch.Tensor, drop: Drop) -> torch.Tensor:
-    """Return the outputs with those of `use_bdlora`, one of whose factors consists of blocks."""
-    a, b = layer.lora_A[adapter], layer.lora_B[adapter]
-    return y_NK + (b(a(drop(x_ND).to(a.weight.dtype))) * layer.scaling[adapter]).to(y_NK.dtype)
-
-
-def _add_lora_bias(layer: Any, adapter: str, x_ND: torch.Tensor, y_NK: torch.Tensor, drop: Drop) -> torch.Tensor:
-    """Return the outputs with `lora_bias`, a bias on B, which is scaled as B is."""
-    return y_NK + (layer.lora_B[adapter].bias * layer.scaling[adapter]).to(y_NK.dtype)
-
-
-def subtract_initial(layer: Any, adapter: str, x_ND: torch.Tensor, y_NK: torch.Tensor, drop: Drop) -> torch.Tensor:
-    """Return the outputs without `s B0 A0 x`: what the weight itself computes sees the input before dropout."""
-    a_RD, b_KR = (factor.to(y_NK.dtype) for factor in initial_factors(layer, adapter) or ())
-    s_NR = F.linear(x_ND.reshape(-1, x_ND.shape[-1]).to(y_NK.dtype), a_RD)
-    # Within the product, without another tensor as large as the outputs.
-    rows = torch.addmm(y_NK.reshape(-1, y_NK.shape[-1]), s_NR, b_KR.t(), alpha=-layer.scaling[adapter])
-    return rows.view_as(y_NK)
-
-
-def replace_bias(layer: Any, adapter: str, x_ND: torch.Tensor, y_NK: torch.Tensor, drop: Drop) -> torch.Tensor:
-    """Return the outputs with the task's own bias in place of the frozen one."""
-    return own_bias_added(layer.get_base_layer(), adapter, y_NK)
-
-
-class MagnitudeScale:
-    """The step of a DoRA adapter: scales the grouped product, or computes both if inputs are dropped.
+class RowSteps:
+    """What an adapter of a layer does beyond the grouped product; false if that is nothing.
 
     Args:
         layer: PEFT's layer.
@@ -110,12 +47,56 @@ class MagnitudeScale:
     """
 
     def __init__(self, layer: Any, adapter: str) -> None:
-        """Start without the squares of the frozen weight, which are summed when they are first needed."""
+        """Look up what the adapter has, which does not change after it was injected."""
         self._layer, self._adapter = layer, adapter
+        self._is_here = adapter in layer.lora_A
+        # One factor of `use_bdlora` consists of blocks, so the grouped product leaves it out.
+        self._has_blocks = self._is_here and not all(
+            isinstance(part[adapter], nn.Linear) for part in (layer.lora_A, layer.lora_B)
+        )
+        self._has_lora_bias = self._is_here and layer.lora_bias.get(adapter, False)
+        self._has_magnitude = self._is_here and adapter in layer.lora_magnitude_vector
+        self._has_own_bias = adapter in own_biases(layer.get_base_layer())
+        # The squares of the frozen weight's rows, with the address and version of the weight that they are of.
         self._squares: tuple[tuple[int, int], torch.Tensor] | None = None
 
+    def __bool__(self) -> bool:
+        has_initial = initial_factors(self._layer, self._adapter) is not None
+        flags = (self._has_blocks, self._has_lora_bias, self._has_magnitude, self._has_own_bias, has_initial)
+        return any(flags)
+
+    def is_grouped(self) -> bool:
+        """Return whether the grouped product computes the adapter as well; otherwise the steps do all of it."""
+        # DoRA that drops also scales what was not dropped.
+        drops = self._has_magnitude and dropout_of(self._layer, self._adapter) > 0.0
+        return self._is_here and not self._has_blocks and not drops
+
     def __call__(self, x_ND: torch.Tensor, y_NK: torch.Tensor, drop: Drop) -> torch.Tensor:
-        """Return the outputs of the task's rows; see `RowStep`."""
+        """Return the outputs `[N, K]` of a task's rows, from the layer's inputs `[N, D]` and the outputs so far."""
+        layer, adapter = self._layer, self._adapter
+        if self._has_blocks:
+            a, b = layer.lora_A[adapter], layer.lora_B[adapter]
+            y_NK = y_NK + (b(a(drop(x_ND).to(a.weight.dtype))) * layer.scaling[adapter]).to(y_NK.dtype)
+        if self._has_lora_bias:  # a bias on B, which is scaled as B is
+            y_NK = y_NK + (layer.lora_B[adapter].bias * layer.scaling[adapter]).to(y_NK.dtype)
+        y_NK = self.without_initial(x_ND, y_NK)
+        if self._has_magnitude:
+            y_NK = self._scaled(x_ND, y_NK, drop)
+        return own_bias_added(layer.get_base_layer(), adapter, y_NK)
+
+    def without_initial(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Return outputs `[..., K]` without `s B0 A0 x`: what the weight computes sees the input before dropout."""
+        initial = initial_factors(self._layer, self._adapter)
+        if initial is None:
+            return y
+        a_RD, b_KR = (factor.to(y.dtype) for factor in initial)
+        s_NR = F.linear(x.reshape(-1, x.shape[-1]).to(y.dtype), a_RD)
+        # Within the product, without another tensor as large as the outputs.
+        scale = self._layer.scaling[self._adapter]
+        return torch.addmm(y.reshape(-1, y.shape[-1]), s_NR, b_KR.t(), alpha=-scale).view_as(y)
+
+    def _scaled(self, x_ND: torch.Tensor, y_NK: torch.Tensor, drop: Drop) -> torch.Tensor:
+        """Return the outputs of a DoRA adapter: scales the grouped product, or computes both if inputs are dropped."""
         layer, adapter = self._layer, self._adapter
         magnitude, base = layer.lora_magnitude_vector[adapter].weight, layer.get_base_layer()
         weight_KD, bias_K = frozen_weight(base)
@@ -150,6 +131,12 @@ class MagnitudeScale:
         return (self._squares[1] + 2 * scale * crossed + scale**2 * added).clamp_min_(0).sqrt_()
 
 
+def dropout_of(layer: Any, adapter: str) -> float:
+    """Return the probability with which an adapter drops elements of its input now."""
+    # PEFT puts an `Identity`, which has no `p`, if nothing is dropped.
+    return getattr(layer.lora_dropout[adapter], "p", 0.0) if layer.training else 0.0
+
+
 # ------------------------------------------------------------- initial factors
 
 _INITIALISERS = ("pissa_init", "olora_init", "corda_init", "lora_ga_init")
@@ -166,7 +153,7 @@ def backbone_kept() -> Iterator[None]:
     # numbers on the way, so that what a seed gives depends on every layer before.
     before: dict[str, Any] = {name: getattr(LoraLayer, name) for name in _INITIALISERS}
     for name, method in before.items():
-        setattr(LoraLayer, name, _keeping(name, method))
+        setattr(LoraLayer, name, partialmethod(_initialised, method))
     try:
         yield
     finally:
@@ -174,23 +161,21 @@ def backbone_kept() -> Iterator[None]:
             setattr(LoraLayer, name, method)
 
 
-def _keeping(name: str, method: Callable[..., None]) -> Callable[..., None]:
-    def initialise(layer: Any, adapter: str, *args: Any) -> None:
-        base = layer.get_base_layer()
-        if name == "lora_ga_init" and not hasattr(base, "_peft_loraga_grad"):
-            raise ValueError(
-                "init_lora_weights='lora_ga' found no gradients on the backbone, without which PEFT draws at random; "
-                "allowed: a backbone that peft.tuners.lora.loraga.preprocess_loraga has estimated them on."
-            )
-        frozen = base.weight.data
-        whole = frozen.clone()  # PEFT writes into it, or puts another in its place
-        try:
-            method(layer, adapter, *args)
-        finally:
-            base.weight.data = frozen.copy_(whole)
-        keep_factors(layer, adapter, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
-
-    return initialise
+def _initialised(layer: Any, method: Callable[..., None], adapter: str, *args: Any) -> None:
+    """Run one of PEFT's methods that take factors out of a layer's weight, and put the weight back."""
+    base = layer.get_base_layer()
+    if method.__name__ == "lora_ga_init" and not hasattr(base, "_peft_loraga_grad"):
+        raise ValueError(
+            "init_lora_weights='lora_ga' found no gradients on the backbone, without which PEFT draws at random; "
+            "allowed: a backbone that peft.tuners.lora.loraga.preprocess_loraga has estimated them on."
+        )
+    frozen = base.weight.data
+    whole = frozen.clone()  # PEFT writes into it, or puts another in its place
+    try:
+        method(layer, adapter, *args)
+    finally:
+        base.weight.data = frozen.copy_(whole)
+    keep_factors(layer, adapter, layer.lora_A[adapter].weight, layer.lora_B[adapter].weight)
 
 
 def keep_factors(layer: Any, adapter: str, a_RD: torch.Tensor, b_KR: torch.Tensor) -> None:

@@ -7,26 +7,33 @@ its output enters a pass is in `peft_mux.modeling.adapters.prompts.prompts`.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from peft import PeftConfig, PromptEncoderReparameterizationType, TaskType
+from peft import (
+    CPTConfig,
+    MultitaskPromptTuningConfig,
+    PeftConfig,
+    PrefixTuningConfig,
+    PromptEncoderConfig,
+    PromptEncoderReparameterizationType,
+    TaskType,
+)
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING
 from peft.utils.other import _prepare_prompt_learning_config
 from torch import nn
 
 from peft_mux.data.task_batch import IGNORE_INDEX, ignored
 from peft_mux.errors import Fault, shown
-from peft_mux.modeling.adapters.catalogue import ENTRIES
+from peft_mux.modeling.adapters.catalogue import ENTRIES, Category
 from peft_mux.modeling.adapters.fields import value_faults
-from peft_mux.modeling.adapters.kind import AdapterKind, MultiplexedForward, kind_of, register_kind
-from peft_mux.modeling.stream import Stream
-
-PREFIX = "prompt_encoder."
-"""The beginning of the names of all parameters of prompts."""
+from peft_mux.modeling.adapters.kind import AdapterKind, kind_of, register_kind
 
 _SHAPE_FIELDS = ("token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers")
 """Fields that PEFT fills in from the backbone's configuration."""
+
+_UNEVEN_FIELDS = ("global_head_dim", "per_layer_config", "num_kv_shared_layers")
+"""Fields of a backbone whose layers differ in their heads, or share keys."""
 
 
 class PromptKind(AdapterKind):
@@ -35,17 +42,15 @@ class PromptKind(AdapterKind):
     has_targets = False
     lies_apart = False
 
-    # ------------------------------------------------------------- prompts
-
     def virtual_labels(self, config: Any) -> tuple[int, ...]:
-        """Return the label of each virtual token that sequences begin with; none if the prompt is no tokens."""
-        return ()
-
-    def num_positions(self, config: Any) -> int:
-        """Return by how many positions the prompt moves the tokens of a row."""
-        return config.num_virtual_tokens
-
-    # ------------------------------------------------------- configurations
+        """Return the label of each virtual token that sequences begin with; none if the prompt is keys and values."""
+        if _is_prefix(config):
+            return ()
+        if not isinstance(config, CPTConfig):
+            return ignored(config.num_virtual_tokens)
+        # CPT's tokens are examples, whose answers (types 4, 8, ...) are targets of the loss as well.
+        pairs = zip(config.cpt_token_ids or (), config.cpt_tokens_type_mask or (), strict=True)
+        return tuple(token if kind > 0 and kind % 4 == 0 else IGNORE_INDEX for token, kind in pairs)
 
     def faults(self, config: Any, where: str) -> list[Fault]:
         """Return a fault for every field that cannot be trained, and for a task type other than CAUSAL_LM."""
@@ -57,14 +62,20 @@ class PromptKind(AdapterKind):
             got = str(getattr(config.task_type, "value", config.task_type))
             faults.append(Fault(f"{where}.task_type", got, f"CAUSAL_LM for {self.title}", fix))
         # What fields mean together is checked once each of them is sound.
-        return faults or self.encoder_faults(config, where)
-
-    def encoder_faults(self, config: Any, where: str) -> list[Fault]:
-        """Return what is wrong with the fields of the type's own encoder."""
-        return []
+        return faults or _encoder_faults(config, where)
 
     def backbone_faults(self, config: Any, backbone: Any, where: str) -> list[Fault]:
-        """Return what does not fit the backbone: fields that PEFT fills in, set to another value."""
+        """Return what does not fit the backbone, such as fields that PEFT fills in, set to another value."""
+        text = backbone.config.get_text_config()
+        if _is_prefix(config):
+            # As written to files: as attributes, every configuration has some of them.
+            written = text.to_dict()
+            odd = next((name for name in _UNEVEN_FIELDS if written.get(name)), None)
+            if backbone.config.model_type in TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING:
+                odd = "keys in a layout of its own"
+            if odd is not None:
+                got = f"{self.title} on a {type(backbone).__name__} with {odd}"
+                return [Fault(where, got, "backbones whose layers all have the same heads", "Use PROMPT_TUNING.")]
         blank = copy.deepcopy(config)
         for name in _SHAPE_FIELDS:
             setattr(blank, name, None)
@@ -77,32 +88,53 @@ class PromptKind(AdapterKind):
             if got not in (None, wanted):
                 known = f"{wanted} or None, as the backbone is a {type(backbone).__name__}"
                 faults.append(Fault(f"{where}.{name}", shown(got), known, "Leave it out: PEFT fills it in."))
+        odd_tokens = [token for token in getattr(config, "cpt_token_ids", None) or () if token >= text.vocab_size]
+        if odd_tokens:
+            allowed = f"ids below {text.vocab_size}, the vocabulary's size"
+            faults.append(Fault(f"{where}.cpt_token_ids", str(odd_tokens[0]), allowed))
         return faults
 
-    def adaptable(self, backbone: nn.Module) -> Mapping[str, nn.Module]:
-        """Return nothing: a prompt has no target modules."""
-        return {}
 
-    def complete(self, config: Any, backbone: Any) -> None:
-        """Do nothing: PEFT fills in what a prompt needs to know of the backbone."""
+def _is_prefix(config: Any) -> bool:
+    """Return whether a prompt is the keys and values of every layer, and not tokens."""
+    return isinstance(config, PrefixTuningConfig) or hasattr(config, "num_frozen_tokens")
 
-    def narrow(self, config: Any, modules: Sequence[str]) -> None:
-        """Refuse: a prompt adapts no modules, so no part of a model holds a part of it."""
-        raise NotImplementedError(f"{self.title} adapts no modules.")
 
-    # ------------------------------------------------- passes and parameters
-
-    def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
-        """Return nothing: there is no layer."""
-        return None
-
-    def owns(self, parameter_name: str) -> bool:
-        """Return whether a parameter is part of a prompt; names do not tell the types of prompts apart."""
-        return parameter_name.startswith(PREFIX)
-
-    def site_of(self, parameter_name: str) -> str:
-        """Return the name of PEFT's dictionary of prompts, the one site of them all."""
-        return PREFIX.removesuffix(".")
+def _encoder_faults(config: Any, where: str) -> list[Fault]:
+    """Return what is wrong with the fields of the type's own encoder."""
+    faults, count = [], config.num_virtual_tokens
+    if isinstance(config, PromptEncoderConfig):
+        way, ways = config.encoder_reparameterization_type, PromptEncoderReparameterizationType
+        if way not in list(ways):
+            faults.append(Fault(f"{where}.encoder_reparameterization_type", shown(way), "MLP or LSTM"))
+        if config.encoder_dropout != 0.0:
+            why = "PEFT ignores it" if way == ways.MLP else "it would draw from a generator that all tasks share"
+            got, field = shown(config.encoder_dropout), f"{where}.encoder_dropout"
+            faults.append(Fault(field, got, "0.0", f"Not supported: {why}."))
+        if way == ways.MLP and config.encoder_num_layers != 2:
+            got = f"{shown(config.encoder_num_layers)} with an MLP"
+            faults.append(Fault(f"{where}.encoder_num_layers", got, "2", "PEFT's MLP has a fixed number of layers."))
+    elif isinstance(config, MultitaskPromptTuningConfig) and config.num_tasks != 1:
+        fix = "Rows here carry no task_ids; give each target task a Task, with the shared prompt as its source."
+        faults.append(Fault(f"{where}.num_tasks", shown(config.num_tasks), "1", fix))
+    elif isinstance(config, CPTConfig):
+        for name in ("cpt_token_ids", "cpt_mask", "cpt_tokens_type_mask"):
+            num_entries = len(getattr(config, name) or ())
+            if num_entries != count:
+                allowed = f"{count}, one for each of num_virtual_tokens"
+                faults.append(Fault(f"{where}.{name}", f"{num_entries} entries", allowed))
+        if (highest := max(config.cpt_tokens_type_mask or (0,))) % 4:
+            fix = "PEFT counts the types of rows on from it, and would mask the labels of all rows."
+            allowed = "types whose highest is a multiple of 4: that of an answer"
+            faults.append(Fault(f"{where}.cpt_tokens_type_mask", f"{highest} as the highest type", allowed, fix))
+        if config.opt_weighted_loss_type != "none" and config.opt_loss_decay_factor != 1.0:
+            got = f"{shown(config.opt_weighted_loss_type)} by {shown(config.opt_loss_decay_factor)}"
+            fix = "Not supported: tokens of a row have no weights of their own."
+            faults.append(Fault(f"{where}.opt_weighted_loss_type", got, "'none', or a decay by 1.0", fix))
+    elif (frozen := getattr(config, "num_frozen_tokens", 0)) >= count:
+        allowed = f"less than num_virtual_tokens, which are {count}"
+        faults.append(Fault(f"{where}.num_frozen_tokens", shown(frozen), allowed, "Else nothing is trained."))
+    return faults
 
 
 def prompt_kind_of(config: PeftConfig) -> PromptKind | None:
@@ -117,116 +149,6 @@ def encoders_of(model: Any) -> Mapping[str, nn.Module]:
     return model._modules.get("prompt_encoder") or {}
 
 
-class VirtualTokensKind(PromptKind):
-    """Prompts whose virtual tokens are no targets."""
-
-    def virtual_labels(self, config: Any) -> tuple[int, ...]:
-        """Return `IGNORE_INDEX` for each virtual token."""
-        return ignored(config.num_virtual_tokens)
-
-
-class PTuningKind(VirtualTokensKind):
-    """P-tuning: embeddings go through a small network, which runs once a pass; PEFT saves only its output."""
-
-    def encoder_faults(self, config: Any, where: str) -> list[Fault]:
-        """Return the faults of the network's fields."""
-        faults, way, ways = [], config.encoder_reparameterization_type, PromptEncoderReparameterizationType
-        if way not in list(ways):
-            faults.append(Fault(f"{where}.encoder_reparameterization_type", shown(way), "MLP or LSTM"))
-        if config.encoder_dropout != 0.0:
-            why = "PEFT ignores it" if way == ways.MLP else "it would draw from a generator that all tasks share"
-            got, field = shown(config.encoder_dropout), f"{where}.encoder_dropout"
-            faults.append(Fault(field, got, "0.0", f"Not supported: {why}."))
-        if way == ways.MLP and config.encoder_num_layers != 2:
-            got = f"{shown(config.encoder_num_layers)} with an MLP"
-            faults.append(Fault(f"{where}.encoder_num_layers", got, "2", "PEFT's MLP has a fixed number of layers."))
-        return faults
-
-
-class MultitaskKind(VirtualTokensKind):
-    """Multitask prompt tuning of one target task: a shared prompt times a low rank one of the task."""
-
-    def encoder_faults(self, config: Any, where: str) -> list[Fault]:
-        """Return a fault if rows would have to say which task they are of."""
-        if config.num_tasks == 1:
-            return []
-        fix = "Rows here carry no task_ids; give each target task a Task, with the shared prompt as its source."
-        return [Fault(f"{where}.num_tasks", shown(config.num_tasks), "1", fix)]
-
-
-class CptKind(PromptKind):
-    """Context-aware prompt tuning: examples as virtual tokens, whose answers are targets of the loss as well."""
-
-    def virtual_labels(self, config: Any) -> tuple[int, ...]:
-        """Return the ids of context tokens that are answers (types 4, 8, ...), and `IGNORE_INDEX` for the others."""
-        pairs = zip(config.cpt_token_ids, config.cpt_tokens_type_mask, strict=True)
-        return tuple(token if kind > 0 and kind % 4 == 0 else IGNORE_INDEX for token, kind in pairs)
-
-    def encoder_faults(self, config: Any, where: str) -> list[Fault]:
-        """Return the faults of the context's fields."""
-        count, faults = config.num_virtual_tokens, []
-        for name in ("cpt_token_ids", "cpt_mask", "cpt_tokens_type_mask"):
-            num_entries = len(getattr(config, name) or ())
-            if num_entries != count:
-                allowed = f"{count}, one for each of num_virtual_tokens"
-                faults.append(Fault(f"{where}.{name}", f"{num_entries} entries", allowed))
-        if (highest := max(config.cpt_tokens_type_mask or (0,))) % 4:
-            fix = "PEFT counts the types of rows on from it, and would mask the labels of all rows."
-            allowed = "types whose highest is a multiple of 4: that of an answer"
-            faults.append(Fault(f"{where}.cpt_tokens_type_mask", f"{highest} as the highest type", allowed, fix))
-        if config.opt_weighted_loss_type != "none" and config.opt_loss_decay_factor != 1.0:
-            got = f"{shown(config.opt_weighted_loss_type)} by {shown(config.opt_loss_decay_factor)}"
-            fix = "Not supported: tokens of a row have no weights of their own."
-            faults.append(Fault(f"{where}.opt_weighted_loss_type", got, "'none', or a decay by 1.0", fix))
-        return faults
-
-    def backbone_faults(self, config: Any, backbone: Any, where: str) -> list[Fault]:
-        """Return what does not fit the backbone, its vocabulary above all."""
-        size = backbone.config.get_text_config().vocab_size
-        odd = [token for token in config.cpt_token_ids if token >= size]
-        faults = super().backbone_faults(config, backbone, where)
-        if odd:
-            faults.append(Fault(f"{where}.cpt_token_ids", str(odd[0]), f"ids below {size}, the vocabulary's size"))
-        return faults
-
-
-_UNEVEN_FIELDS = ("global_head_dim", "per_layer_config", "num_kv_shared_layers")
-"""Fields of a backbone whose layers differ in their heads, or share keys."""
-
-
-class PrefixKind(PromptKind):
-    """Prompts that are no tokens: their keys and values come before those of the first token, in every layer."""
-
-    def encoder_faults(self, config: Any, where: str) -> list[Fault]:
-        """Return a fault if no token of a cartridge would be trained."""
-        frozen, count = getattr(config, "num_frozen_tokens", 0), config.num_virtual_tokens
-        if frozen < count:
-            return []
-        allowed = f"less than num_virtual_tokens, which are {count}"
-        return [Fault(f"{where}.num_frozen_tokens", shown(frozen), allowed, "Else nothing is trained.")]
-
-    def backbone_faults(self, config: Any, backbone: Any, where: str) -> list[Fault]:
-        """Return what does not fit the backbone: layers whose keys are not all of one shape."""
-        # As written to files: as attributes, every configuration has some of them.
-        text = backbone.config.get_text_config().to_dict()
-        odd = next((name for name in _UNEVEN_FIELDS if text.get(name)), None)
-        if backbone.config.model_type in TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING:
-            odd = "keys in a layout of its own"
-        if odd is None:
-            return super().backbone_faults(config, backbone, where)
-        got = f"{self.title} on a {type(backbone).__name__} with {odd}"
-        return [Fault(where, got, "backbones whose layers all have the same heads", "Use PROMPT_TUNING.")]
-
-
-_CLASSES: Mapping[str, type[PromptKind]] = {
-    "PREFIX_TUNING": PrefixKind,
-    "CARTRIDGE": PrefixKind,
-    "PROMPT_TUNING": VirtualTokensKind,
-    "P_TUNING": PTuningKind,
-    "MULTITASK_PROMPT_TUNING": MultitaskKind,
-    "CPT": CptKind,
-}
-
-for _name, _class in _CLASSES.items():
-    if ENTRIES[_name].peft_type:
-        register_kind(_class(ENTRIES[_name]))
+for _entry in ENTRIES.values():
+    if _entry.category is Category.PROMPT and _entry.peft_type:
+        register_kind(PromptKind(_entry))

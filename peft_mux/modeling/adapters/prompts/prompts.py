@@ -30,9 +30,9 @@ from torch.nn import functional
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.task_batch import virtual_tokens_of_sequences
-from peft_mux.errors import CheckpointError, ConfigError
-from peft_mux.modeling.adapters.kind import AdapterKind
-from peft_mux.modeling.adapters.prompts.kinds import PREFIX, encoders_of, prompt_kind_of
+from peft_mux.errors import ConfigError
+from peft_mux.modeling.adapters.kind import PREFIX, AdapterKind
+from peft_mux.modeling.adapters.prompts.kinds import encoders_of, prompt_kind_of
 from peft_mux.modeling.attention.attention_stream import Prefixes, PromptPass
 from peft_mux.modeling.attention.rows import copied_to
 
@@ -141,16 +141,24 @@ def remove_prompt(model: Any, adapter: str) -> None:
 # ------------------------------------------------------------ outside of passes
 
 
-@contextmanager
-def plain_model(model: Any, adapter: str) -> Iterator[Any]:
-    """Yield what plain PEFT would run for an adapter (internal id) of a `MultiTaskPeftModel`, selected before."""
+def plain_call(
+    model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any], *, generate: bool = False
+) -> Any:
+    """Return what plain PEFT returns for one adapter (internal id) of a `MultiTaskPeftModel`, selected before.
+
+    `generate` calls PEFT's `generate` in place of its forward.
+    """
     if adapter not in encoders_of(model):
-        yield model.base_model
-        return
+        plain = model.base_model
+        return plain.generate(*args, **kwargs) if generate else plain(*args, **kwargs)
+    rows = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
+    if hasattr(model.peft_config[adapter], "num_tasks") and rows is not None:
+        # A multitask prompt of one task; callers need not name it.
+        kwargs = {"task_ids": rows.new_zeros(len(rows), dtype=torch.int64), **kwargs}
     with model.alone(adapter):
         # PEFT's model of one prompt, with the same modules, and dictionaries of its own, so that nothing that PEFT sets
         # there outlives the call.
-        plain: Any = PeftModelForCausalLM.__new__(PeftModelForCausalLM)
+        plain = PeftModelForCausalLM.__new__(PeftModelForCausalLM)
         plain.__dict__.update(model.__dict__)
         for name in ("_modules", "_parameters", "_buffers"):
             plain.__dict__[name] = dict(model.__dict__[name])
@@ -158,27 +166,7 @@ def plain_model(model: Any, adapter: str) -> Iterator[Any]:
         plain.active_adapter = adapter
         plain.word_embeddings = model.base_model.get_input_embeddings()
         plain.base_model_prepare_inputs_for_generation = model.base_model.prepare_inputs_for_generation
-        yield plain
-
-
-def plain_forward(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what plain PEFT's forward returns for one adapter; see `plain_model`."""
-    with plain_model(model, adapter) as plain:
-        return plain(*args, **_with_task_ids(model, adapter, args, kwargs))
-
-
-def plain_generate(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return what plain PEFT generates with one adapter; see `plain_model`."""
-    with plain_model(model, adapter) as plain:
-        return plain.generate(*args, **_with_task_ids(model, adapter, args, kwargs))
-
-
-def _with_task_ids(model: Any, adapter: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return arguments of a plain forward, with the one task of a multitask prompt if the caller names none."""
-    rows = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
-    if not hasattr(model.peft_config[adapter], "num_tasks") or rows is None:
-        return kwargs
-    return {"task_ids": rows.new_zeros(len(rows), dtype=torch.int64), **kwargs}
+        return plain.generate(*args, **kwargs) if generate else plain(*args, **kwargs)
 
 
 @contextmanager
@@ -215,9 +203,7 @@ class Prompts:
         is_off: whether passes leave prompts out, as when all adapters are switched off.
     """
 
-    def __init__(self) -> None:
-        """Begin with prompts on."""
-        self.is_off = False
+    is_off: bool = False
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -423,17 +409,3 @@ def load_prompt(
         parameters[name].copy_(value)
     if getattr(encoder, "frozen_embedding", None) is not None:
         encoder.frozen_embedding.copy_(state[EMBEDDINGS][: encoder.num_frozen_tokens])
-
-
-def refuse_made_only(found: Collection[str], expected: Collection[str], where: object) -> None:
-    """Refuse a file of plain PEFT's that lacks the encoder, with a message of its own.
-
-    Raises:
-        CheckpointError: if nothing but what the encoder made is there.
-    """
-    if set(found) == {EMBEDDINGS} and set(expected) > {EMBEDDINGS}:
-        raise CheckpointError(
-            f"{where}: got what the prompt's encoder made ({EMBEDDINGS}) without its parameters; allowed: a folder that"
-            " peft_mux wrote, as PEFT saves no more and the encoder cannot be had back. For inference, load it with"
-            " PeftModel.from_pretrained."
-        )

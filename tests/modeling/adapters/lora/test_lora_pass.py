@@ -554,7 +554,8 @@ def opened(model: MultiTaskPeftModel, packed: MuxBatch, name: str) -> tuple[Any,
     current = model.stream.pass_of("LORA")
     assert current is not None
     x = torch.randn(packed.num_tokens, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    return x, current.anchor, current.handle, group.number, group.widths, group.num_columns
+    widths = [member.module.out_features for member in group.members]
+    return x, current.anchor, current.handle, group.number, widths, group.num_columns
 
 
 @pytest.mark.parametrize("name", ["layers.0.self_attn.q_proj", "layers.1.mlp.gate_proj", "layers.0.self_attn.o_proj"])

@@ -19,7 +19,7 @@ from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.errors import ConfigError
 from peft_mux.kernels import philox
 from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
-from peft_mux.modeling.adapters.lora.row_steps import MagnitudeScale
+from peft_mux.modeling.adapters.lora.row_steps import RowSteps
 from tests.children import run_script
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
@@ -84,7 +84,7 @@ def test_norms_from_small_factors_are_those_of_the_whole_matrix() -> None:
     judge = DoraLinearLayer(fan_in_fan_out=False)
     product = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
     wanted = judge.get_weight_norm(layer.base_layer.weight, product, layer.scaling["default"])
-    assert relative(MagnitudeScale(layer, "default").norms(layer.base_layer.weight), wanted) <= 1e-6
+    assert relative(RowSteps(layer, "default").norms(layer.base_layer.weight), wanted) <= 1e-6
 
 
 @pytest.mark.parametrize("field", ["use_dora", "lora_bias", "pissa", "use_bdlora"])

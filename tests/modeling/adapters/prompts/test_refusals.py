@@ -132,8 +132,6 @@ def test_every_prompt_owns_its_parameters_and_refuses_layouts_that_cut_the_model
         (fault,) = kind.refusals(layout, "tasks.a")
         assert fault.where == "tasks.a.peft_config"
         assert kind.title in fault.got
-    with pytest.raises(NotImplementedError):
-        kind.narrow(config, ["q_proj"])
 
 
 def test_all_types_of_prompts_are_kinds() -> None:
