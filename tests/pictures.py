@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import base64
-from typing import Any
 
 import pytest
 
-from peft_mux.reporting import page as plots
+from peft_mux.checkpoint import hub
+from peft_mux.reporting import page
 
 _EMPTY = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
@@ -22,8 +22,5 @@ def draw_none(patch: pytest.MonkeyPatch) -> None:
         patch: what puts pictures back.
     """
 
-    def empty(figure: Any, kind: str) -> bytes:
-        return _EMPTY
-
-    patch.setattr(plots, "_draw", lambda *given: None)
-    patch.setattr(plots, "_image", empty)
+    for module in (page, hub):
+        patch.setattr(module, "draw_losses", lambda curves, kind="png": _EMPTY)

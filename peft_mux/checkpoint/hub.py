@@ -28,7 +28,7 @@ from peft_mux.errors import ConfigError, Fault, closest, installed_version, rais
 from peft_mux.modeling.adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION, head_kind_for
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.reporting.page import plot_task
+from peft_mux.reporting.page import draw_losses
 from peft_mux.reporting.views import counted, curve_of
 
 CITATION = r"""
@@ -225,7 +225,7 @@ def write_extras(folder: Path, run: TaskRun, *, num_tasks: int, tokenizer: Any, 
     has_picture = max(map(len, curves.values())) > 1  # a single point shows nothing
     if has_picture:
         try:
-            storage.write_file(folder / PICTURE_NAME, plot_task(run.name, curves))
+            storage.write_file(folder / PICTURE_NAME, draw_losses({run.name: curves}))
         except ConfigError:  # matplotlib is an extra
             has_picture = False
     if needs_tokenizer(run, tokenizer, vocab_size):

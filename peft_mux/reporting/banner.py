@@ -1,4 +1,4 @@
-"""The eight lines with which a run begins: what trains, on what, how, and where it goes."""
+"""The eight lines that a run prints first: what is trained, on what, how, and where it is written."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BackboneFacts:
         name: hub id or folder, or the class of a model that was given.
         kind: its class.
         num_parameters: its frozen parameters, in all processes.
-        dtype: how they are held.
+        dtype: their dtype.
         attention: how packed sequences attend to themselves.
     """
 
@@ -55,28 +55,48 @@ def banner_lines(
         runs: its tasks.
         plan: what runs together at first.
         adapter_parameters: trainable parameters of each task.
-        processes: the processes and what each holds, in words; "" for one that is alone.
+        processes: the processes and what each holds, in words; "" for a single one.
         root: folder of the run.
     """
+    names = backbone.kind if backbone.name == backbone.kind else f"{backbone.name}: {backbone.kind}"
     precision = ", bf16 autocast" if args.bf16 and backbone.dtype != "bfloat16" else ""
     kernels = reason_against_kernels(args.device)
     saved = "nothing is saved" if args.save_strategy == "no" else "Ctrl-C ends the run with everything saved"
     versions = {name: installed_version(name) or "(checkout)" for name in ("peft-mux", "transformers", "peft")}
+
+    ranks = [rank for run in runs if isinstance(rank := getattr(run.task.peft_config, "r", None), int)]
+    rows = [len(run.task.train_dataset) for run in runs if hasattr(run.task.train_dataset, "__len__")]
+    shares = [100 * count / max(backbone.num_parameters + count, 1) for count in adapter_parameters]
+    num_streams, steps = len(runs) - len(rows), [run.num_steps for run in runs]
+    tasks = [f"{len(runs)}"]
+    tasks += [f"rank {_range(ranks)}"] if ranks else []
+    tasks += [f"{_range([round(share, 3) for share in shares])} % trainable each"] if shares else []
+    tasks += [f"{sum(rows):,} rows"] if rows else []
+    tasks += [f"{num_streams} stream{'s' if num_streams > 1 else ''}"] if num_streams else []
+    tasks += [f"{_range(steps)} step{'' if max(steps) == 1 else 's'}"]
+
+    passes = sum(htask.micro_batches for htask in plan.htasks)
+    planned = [f"{len(plan.htasks)} hTask{'' if len(plan.htasks) == 1 else 's'}"]
+    planned += [f"{passes} pass{'' if passes == 1 else 'es'} a step"]
+    planned += [f"{len(plan.waiting)} tasks wait"] if plan.waiting else []
+    if plan.step_s:
+        band = time_band(plan.profile_source).words
+        planned.append(f"{seconds_text(plan.step_s)} a step {band}, predicted ({plan.profile_source} profile)")
+    if not plan.htasks and not plan.waiting:
+        planned = ["no task has steps to take: all have ended, or rest"]
+    peak = max(plan.peak_bytes, default=plan.memory.peak_bytes)
+    limit = "" if plan.limit_bytes is None else f" of {bytes_text(plan.limit_bytes)} that a device may use"
     return [
         f"peft_mux {versions['peft-mux']}  torch {torch.__version__}  transformers {versions['transformers']}  "
         f"peft {versions['peft']}  Python {platform.python_version()}",
         f"device   {device_words(args.device)}{processes and f'; {processes}'}",
-        f"model    {_name_words(backbone)}, {backbone.num_parameters:,} parameters, {backbone.dtype}{precision}",
-        f"tasks    {_task_words(runs, adapter_parameters, backbone.num_parameters)}",
+        f"model    {names}, {backbone.num_parameters:,} parameters, {backbone.dtype}{precision}",
+        f"tasks    {', '.join(tasks)}",
         f"kernels  {'Triton' if kernels is None else f'torch, not Triton: {kernels}'}; attention {backbone.attention}",
-        f"plan     {_plan_words(plan)}",
-        f"memory   {_memory_words(plan)}",
+        f"plan     {', '.join(planned)}",
+        f"memory   {bytes_text(peak)} {MEMORY.words} at its peak, predicted{limit}",
         f"output   {root}; {saved}",
     ]
-
-
-def _name_words(backbone: BackboneFacts) -> str:
-    return backbone.kind if backbone.name == backbone.kind else f"{backbone.name}: {backbone.kind}"
 
 
 def device_words(device: torch.device) -> str:
@@ -87,39 +107,6 @@ def device_words(device: torch.device) -> str:
     return f"{device.type}, {torch.get_num_threads()} thread{'s' if torch.get_num_threads() > 1 else ''}"
 
 
-def _task_words(runs: Sequence[TaskRun], adapter_parameters: Sequence[int], num_frozen: int) -> str:
-    ranks = [rank for run in runs if isinstance(rank := getattr(run.task.peft_config, "r", None), int)]
-    rows = [len(run.task.train_dataset) for run in runs if hasattr(run.task.train_dataset, "__len__")]
-    streams = len(runs) - len(rows)
-    shares = [100 * count / max(num_frozen + count, 1) for count in adapter_parameters]
-    words = [f"{len(runs)}"]
-    words += [f"rank {_range(ranks)}"] if ranks else []
-    words += [f"{_range([round(share, 3) for share in shares])} % trainable each"] if shares else []
-    words += [f"{sum(rows):,} rows"] if rows else []
-    words += [f"{streams} stream{'s' if streams > 1 else ''}"] if streams else []
-    steps = [run.num_steps for run in runs]
-    return ", ".join([*words, f"{_range(steps)} step{'' if max(steps) == 1 else 's'}"])
-
-
 def _range(numbers: Sequence[Any]) -> str:
     low, high = min(numbers), max(numbers)
     return f"{low:,}" if low == high else f"{low:,} to {high:,}"
-
-
-def _plan_words(plan: Plan) -> str:
-    if not plan.htasks and not plan.waiting:
-        return "no task has steps to take: all have ended, or rest"
-    passes = sum(htask.micro_batches for htask in plan.htasks)
-    words = [f"{len(plan.htasks)} hTask{'' if len(plan.htasks) == 1 else 's'}"]
-    words += [f"{passes} pass{'' if passes == 1 else 'es'} a step"]
-    words += [f"{len(plan.waiting)} tasks wait"] if plan.waiting else []
-    if plan.step_s:
-        band = time_band(plan.profile_source).words
-        words.append(f"{seconds_text(plan.step_s)} a step {band}, predicted ({plan.profile_source} profile)")
-    return ", ".join(words)
-
-
-def _memory_words(plan: Plan) -> str:
-    peak = max(plan.peak_bytes, default=plan.memory.peak_bytes)
-    limit = "" if plan.limit_bytes is None else f" of {bytes_text(plan.limit_bytes)} that a device may use"
-    return f"{bytes_text(peak)} {MEMORY.words} at its peak, predicted{limit}"

@@ -1,19 +1,16 @@
-"""`TaskNews`: tells the callbacks of a run what has become of its tasks, and which plan its steps follow."""
+"""HF `TrainerCallback`s for a run of many tasks.
 
-# MERGED: HF `TrainerCallback`s for a run of many tasks.
-# MERGED: Callbacks given to the trainer see the run: its state counts run steps, and logs have `task/metric` keys;
-# MERGED: they are told
-# MERGED: of its tasks, too (`peft_mux.task`). Callbacks of a `Task` see that task alone, under the plain keys they
-# MERGED: would
-# MERGED: see in a run of its own (`loss`, `eval_loss`); asking for `should_training_stop` there stops that task and
-# MERGED: no other.
+Callbacks of the trainer (`RunCallbacks`) see the run: its state counts run steps, logs have `task/metric` keys, and
+they receive the events of `peft_mux.task.EVENTS` about tasks and plans (`TaskNews`). Callbacks of a `Task`
+(`TaskCallbacks`) see that task alone, under the plain keys of a run of its own (`loss`, `eval_loss`). If they ask for
+`should_training_stop`, that task stops and no other.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -23,131 +20,107 @@ from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.tasks.task_run import TaskRun
-from peft_mux.reporting.trackers import NamedLogs, TaskTrackers, keys_as_they_are
+from peft_mux.reporting.trackers import NamedLogs, TaskTrackers, disable_key_rewriting
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import TaskStatus, hears
 from peft_mux.user_code import Listener, UserCodeError, guard_user_code, ignore_timing, user_traceback
 
-
-class TaskNews:
-    """Keeps what is to be told of tasks until it is told, in the order in which it happened.
-
-    Told apart from the change itself: whatever a callback raises or asks for finds every task settled and saved.
-
-    Args:
-        call: calls one event of `peft_mux.task.EVENTS` of every callback that has it, with the facts that go
-            with it, and returns whether there was one.
-    """
-
-    def __init__(self, call: Callable[..., bool]) -> None:
-        """Have nothing to tell."""
-        self._call = call
-        self._waiting: deque[tuple[str, dict[str, Any]]] = deque()
-        self._begun: set[str] = set()
-        self._paused: set[str] = set()
-        self._plan: Plan | None = None
-        self._told: Plan | None = None
-
-    def begin(self, runs: Iterable[TaskRun]) -> None:
-        """Begin a training: the tasks that run are about to take their first step of it, and follow their first plan.
-
-        Args:
-            runs: all tasks.
-        """
-        self._waiting.clear()
-        self._begun, self._paused, self._told = set(), set(), None
-        for run in runs:
-            self.changed(run, None)
-        # Those that rested before are no news.
-        self._waiting = deque(news for news in self._waiting if news[0] == "on_task_begin")
-
-    def registered(self, run: TaskRun) -> None:
-        """Take note of a task that has come."""
-        self._begun.discard(run.name)
-        self._paused.discard(run.name)
-        self._note("on_task_register", run, None)
-
-    def removed(self, run: TaskRun, folder: Path | None) -> None:
-        """Take note of a task that has left.
-
-        Args:
-            run: the task.
-            folder: folder of its adapter; `None` where it was not saved.
-        """
-        self._note("on_task_remove", run, folder)
-
-    def changed(self, run: TaskRun, folder: Path | None) -> None:
-        """Take note of the status that a task has now.
-
-        Args:
-            run: the task.
-            folder: folder of its adapter as it is now; `None` where there is none.
-        """
-        if run.status is TaskStatus.PAUSED:
-            self._paused.add(run.name)
-            self._note("on_task_pause", run, folder)
-            return
-        if run.name in self._paused and not run.status.is_final:
-            self._note("on_task_resume", run, folder)
-        self._paused.discard(run.name)
-        if run.status is TaskStatus.RUNNING and run.name not in self._begun:
-            self._begun.add(run.name)
-            self._note("on_task_begin", run, folder)
-        elif run.status is TaskStatus.FAILED:
-            self._note("on_task_fail", run, folder)
-        elif run.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
-            self._note("on_task_end", run, folder)
-
-    def planned(self, plan: Plan) -> None:
-        """Take note of the plan that the next steps follow."""
-        self._plan = plan
-
-    def tell(self) -> bool:
-        """Tell all that was noted; return whether anybody heard of it, who may ask for something now."""
-        is_heard = False
-        # One after another, as what is told may bring about more.
-        while self._waiting:
-            event, facts = self._waiting.popleft()
-            is_heard |= self._call(event, **facts)
-        plan, before = self._plan, self._told
-        # Where nothing is left to run, there is no step that would follow it.
-        if plan is not None and plan.htasks and plan != before:
-            self._told = plan
-            is_heard |= self._call("on_plan", plan=plan, before=before)
-        return is_heard
-
-    def _note(self, event: str, run: TaskRun, folder: Path | None) -> None:
-        facts = {"task": run.name, "task_state": run.state, "status": run.status, "reason": run.reason}
-        self._waiting.append((event, {**facts, "adapter_folder": folder}))
-
-
 _logger = logging.getLogger(__name__)
-
-
 _STEP_EVENTS = (
     "on_step_begin on_step_end on_substep_end on_pre_optimizer_step on_optimizer_step on_epoch_begin on_epoch_end"
 ).split()
-
-
-def hears_steps(callback: Any) -> bool:
-    """Return whether a callback is told of single steps, at which it may look at the run or ask for something."""
-    if isinstance(callback, TaskFlowCallback):
-        return False
-    # As they are called: a callback may have been given a method of its own after it was made.
-    own = {event: getattr(getattr(callback, event, None), "__func__", None) for event in _STEP_EVENTS}
-    return any(method is not getattr(TrainerCallback, event) for event, method in own.items())
+_SHOWN = (
+    "global_step epoch max_steps is_local_process_zero is_world_process_zero best_metric best_global_step "
+    "best_model_checkpoint"
+).split()
+"""What the state of a task shows its callbacks, in addition to the history of its logs."""
 
 
 class TaskFlowCallback(DefaultFlowCallback):
     """Leaves it to the trainer when to log, evaluate, save and stop: tasks differ in all four."""
 
-    def on_step_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> TrainerControl:
-        """Ask for nothing."""
-        return control
+    on_step_end = TrainerCallback.on_step_end  # type: ignore[assignment]
+    on_epoch_end = TrainerCallback.on_epoch_end  # type: ignore[assignment]
 
-    def on_epoch_end(self, args: Any, state: Any, control: TrainerControl, **kwargs: Any) -> TrainerControl:
-        """Ask for nothing."""
-        return control
+
+def hears_steps(callback: Any) -> bool:
+    """Return whether a callback is called at single steps, when it may look at the run or ask for something."""
+    if isinstance(callback, TaskFlowCallback):
+        return False
+    # Methods of the instance, not of its class: a callback may get a method after it was made.
+    own = {event: getattr(getattr(callback, event, None), "__func__", None) for event in _STEP_EVENTS}
+    return any(method is not getattr(TrainerCallback, event) for event, method in own.items())
+
+
+class TaskNews:
+    """Collects events about tasks until callbacks are called with them, in the order in which they happened.
+
+    Callbacks are called later than the change itself: whatever they raise or ask for, every task is settled and saved.
+
+    Args:
+        call: calls one event of `peft_mux.task.EVENTS` of every callback that has it, with the facts that belong to it,
+            and returns whether there was one.
+
+    Attributes:
+        plan: the plan that the next steps follow.
+    """
+
+    def __init__(self, call: Callable[..., bool]) -> None:
+        """Collect nothing yet."""
+        self.plan: Plan | None = None
+        self._call = call
+        self._waiting: deque[tuple[str, dict[str, Any]]] = deque()
+        self._begun: set[str] = set()
+        self._paused: set[str] = set()
+        self._reported_plan: Plan | None = None
+
+    def begin(self, runs: Iterable[TaskRun]) -> None:
+        """Begin a training: running tasks are about to take their first step in it, and follow their first plan."""
+        self._waiting.clear()
+        self._begun, self._paused, self._reported_plan = set(), set(), None
+        for run in runs:
+            self.changed(run, None)
+        # Tasks that were paused before are no news.
+        self._waiting = deque(news for news in self._waiting if news[0] == "on_task_begin")
+
+    def note(self, event: str, run: TaskRun, folder: Path | None = None) -> None:
+        """Collect an event of a task; `folder` holds its present adapter, `None` if there is none."""
+        if event == "on_task_register":
+            self._begun.discard(run.name)
+            self._paused.discard(run.name)
+        facts = {"task": run.name, "task_state": run.state, "status": run.status, "reason": run.reason}
+        self._waiting.append((event, {**facts, "adapter_folder": folder}))
+
+    def changed(self, run: TaskRun, folder: Path | None) -> None:
+        """Collect the events that the present status of a task means."""
+        if run.status is TaskStatus.PAUSED:
+            self._paused.add(run.name)
+            self.note("on_task_pause", run, folder)
+            return
+        if run.name in self._paused and not run.status.is_final:
+            self.note("on_task_resume", run, folder)
+        self._paused.discard(run.name)
+        if run.status is TaskStatus.RUNNING and run.name not in self._begun:
+            self._begun.add(run.name)
+            self.note("on_task_begin", run, folder)
+        elif run.status is TaskStatus.FAILED:
+            self.note("on_task_fail", run, folder)
+        elif run.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
+            self.note("on_task_end", run, folder)
+
+    def tell(self) -> bool:
+        """Call callbacks with all collected events; return whether any of them has one, and may ask for something."""
+        is_heard = False
+        # One after another, because a callback may cause more events.
+        while self._waiting:
+            event, facts = self._waiting.popleft()
+            is_heard |= self._call(event, **facts)
+        plan, before = self.plan, self._reported_plan
+        # If no task runs, no step will follow the plan.
+        if plan is not None and plan.htasks and plan != before:
+            self._reported_plan = plan
+            is_heard |= self._call("on_plan", plan=plan, before=before)
+        return is_heard
 
 
 class RunCallbacks:
@@ -160,7 +133,7 @@ class RunCallbacks:
         control: what callbacks ask of the run; they may change it or return another one.
 
     Attributes:
-        news: what they are told of tasks and plans.
+        news: events about tasks and plans.
     """
 
     def __init__(
@@ -170,45 +143,37 @@ class RunCallbacks:
         state: TrainerState,
         control: TrainerControl,
     ) -> None:
-        """Call nobody yet."""
+        """Call nothing yet."""
         self.handler, self.args, self.state, self.control = handler, args, state, control
-        self.news = TaskNews(self._call_own)
+        self.news = TaskNews(self._call_task_event)
 
     def call(self, event: str, *facts: Any) -> None:
-        """Call one event of every callback.
+        """Call an event of every callback, with what belongs to it: the numbers of `on_log`, or of `on_evaluate`."""
+        answer = getattr(self.handler, event)(self.args, self.state, self.control, *facts)
+        # Copied, because other parts of the run hold the control too.
+        vars(self.control).update(vars(answer))
 
-        Args:
-            event: name of the event, such as `on_step_end`.
-            *facts: what the handler passes on with it: the numbers of `on_log`, the metrics of `on_evaluate`.
-        """
-        self._take(getattr(self.handler, event)(self.args, self.state, self.control, *facts))
-
-    def _call_own(self, event: str, **facts: Any) -> bool:
+    def _call_task_event(self, event: str, **facts: Any) -> bool:
         """Call an event that transformers does not have; return whether any callback has it."""
         facts = {"model": self.handler.model, "processing_class": self.handler.processing_class, **facts}
         listening = [callback for callback in self.handler.callbacks if hears(callback, event)]
         for callback in listening:
             answer = getattr(callback, event)(self.args, self.state, self.control, **facts)
-            self._take(self.control if answer is None else answer)
+            vars(self.control).update({} if answer is None else vars(answer))
         return bool(listening)
-
-    def _take(self, answer: TrainerControl) -> None:
-        # Copied into the one control, as other parts of the run hold it too.
-        if answer is not self.control:
-            vars(self.control).update(vars(answer))
 
     def log(self, logs: dict[str, float]) -> None:
         """Keep `task/metric` numbers in the state of the run, and hand them to its callbacks and integrations."""
         self.state.log_history.append({**logs, "step": self.state.global_step})
-        with keys_as_they_are():
+        with disable_key_rewriting():
             self.call("on_log", NamedLogs(logs))
 
 
 class TaskCallbacks:
     """Calls one task's own callbacks with its own state and arguments.
 
-    What they are given is a copy, or is put right again after each call: whatever they do to state, arguments, control
-    and modes of the model reaches no other task. The weights of others they could still write to.
+    They get copies, or what is put right again after each call, so that whatever they do to state, arguments, control
+    and the mode of the model reaches no other task. They could still write to the weights of other tasks.
 
     Args:
         run: the task whose callbacks are called.
@@ -218,20 +183,18 @@ class TaskCallbacks:
 
     Attributes:
         control: what the callbacks ask of the task.
-        listener: told how long they took.
-        trackers: the runs of the task in loggers, which are told after its callbacks.
+        listener: called with the seconds that they took.
+        trackers: the runs of the task in loggers, which are called after its callbacks.
     """
 
     def __init__(self, run: TaskRun, args: MultiTaskTrainingArguments, model: Any, processing_class: Any) -> None:
-        """Build the handler; a task without callbacks costs nothing."""
-        self.run = run
-        self.args = args
+        """Build the handler."""
+        self.run, self.args = run, args
         self.control = TrainerControl()
         self.listener: Listener = ignore_timing
         self._state, self._handed = TrainerState(), TrainerControl()
         self._num_shown = 0
-        # The handler of transformers warns where no flow callback is in it, and the usual one would decide about
-        # saving.
+        # Without a flow callback the handler of transformers warns, and its own one would decide about saving.
         own = [TaskFlowCallback(), *run.task.callbacks]
         self.handler = CallbackHandler(own, model, processing_class, None, None)
         self.trackers = TaskTrackers(run, args)
@@ -241,90 +204,68 @@ class TaskCallbacks:
         self.handler.model = model
 
     def step_begins(self) -> None:
-        """Tell of a step, and of an epoch where one begins with it."""
+        """Call the events at the beginning of a step, and of an epoch if one begins with it."""
         if self._is_at_epoch_boundary:
             self.call("on_epoch_begin")
         self.call("on_step_begin")
 
     def step_ends(self) -> None:
-        """Tell of a step, and of an epoch where one ends with it."""
+        """Call the events at the end of a step, and of an epoch if one ends with it."""
         self.call("on_step_end")
         if self._is_at_epoch_boundary:
             self.call("on_epoch_end")
 
     @property
     def _is_at_epoch_boundary(self) -> bool:
-        per_epoch = self.run.loader.steps_per_epoch
+        per_epoch = self.run.loader.steps_per_epoch  # `None` for streams
         return per_epoch is not None and self.run.step % per_epoch == 0
 
-    def call(self, event: str, **kwargs: Any) -> TrainerControl:
+    def call(self, event: str, **facts: Any) -> TrainerControl:
         """Call `event` (`on_step_end`, ...) of every callback and return what they ask for.
 
-        What a callback of a task raises fails that task and no other, and so does an answer that is no control.
+        If a callback raises, or answers with something that is no control, the task fails, and no other.
         """
         if self.run.task.callbacks:
-            self._call_own(event, kwargs)
-        self.trackers.hear(event, self.handler.model, **kwargs)
+            was_training = getattr(self.handler.model, "training", None)
+            try:
+                with guard_user_code(self.run.name, "callback", self.listener):
+                    self._call_callbacks(event, facts)
+            except UserCodeError as error:
+                raised = error.__cause__ or error
+                found = (type(raised), raised, user_traceback(raised))
+                _logger.warning('a callback of task "%s" failed in %s', self.run.name, event, exc_info=found)
+                if not self.run.status.is_final:
+                    self.run.quarantine(f"a callback failed in {event}: {error}")
+            finally:
+                # All tasks share the mode: a callback that generates text leaves the model in evaluation, which would
+                # end the dropout of every task.
+                if was_training is not None and self.handler.model.training != was_training:
+                    self.handler.model.train(was_training)
+        self.trackers.hear(event, self.handler.model, **facts)
         return self.control
 
-    def _call_own(self, event: str, facts: dict[str, Any]) -> None:
-        optimizer = self.run.optimizer
-        # Set at each call, as the optimizer comes when the task starts and goes when it ends.
-        self.handler.optimizer = None if optimizer is None else optimizer.optimizer
-        self.handler.lr_scheduler = None if optimizer is None else optimizer.schedule
-        try:
-            with _unchanged_mode(self.handler.model), guard_user_code(self.run.name, "callback", self.listener):
-                self._show_state()
-                self._take(self.handler.call_event(event, self.args, self._state, self._handed, **facts))
-        except UserCodeError as error:
-            raised = error.__cause__ or error
-            found = (type(raised), raised, user_traceback(raised))
-            _logger.warning('a callback of task "%s" failed in %s', self.run.name, event, exc_info=found)
-            if not self.run.status.is_final:
-                self.run.quarantine(f"a callback failed in {event}: {error}")
-
-    def _show_state(self) -> None:
-        """Bring the state that callbacks are given up to that of the task; what they have written to it stays."""
-        own = self.run.state
-        for name in _SHOWN:
-            setattr(self._state, name, getattr(own, name))
-        # A resumed task has another state, with a history of its own.
-        if self._num_shown > len(own.log_history):
-            self._num_shown = 0
-        self._state.log_history += [dict(entry) for entry in own.log_history[self._num_shown :]]
-        self._num_shown = len(own.log_history)
-
-    def _take(self, answer: object) -> None:
-        """Take over what the callbacks ask for, as plain truth values.
+    def _call_callbacks(self, event: str, facts: dict[str, Any]) -> None:
+        """Call the callbacks with the present state of the task, and take over what they ask for.
 
         Raises:
             TypeError: if the answer is no control.
-            KeyError: if something is missing of it.
+            KeyError: if a field of it is missing.
         """
+        run, handler = self.run, self.handler
+        # Set at each call, because the optimizer is made when the task starts, and dropped when it ends.
+        handler.optimizer = None if run.optimizer is None else run.optimizer.optimizer
+        handler.lr_scheduler = None if run.optimizer is None else run.optimizer.schedule
+        # Only fields of the task are updated; what callbacks have written to others stays.
+        for name in _SHOWN:
+            setattr(self._state, name, getattr(run.state, name))
+        # A resumed task has another state, with another history.
+        if self._num_shown > len(run.state.log_history):
+            self._num_shown = 0
+        self._state.log_history += [dict(entry) for entry in run.state.log_history[self._num_shown :]]
+        self._num_shown = len(run.state.log_history)
+        answer = handler.call_event(event, self.args, self._state, self._handed, **facts)
         if not isinstance(answer, TrainerControl):
             raise TypeError(f"got {type(answer).__name__} as its answer; allowed: the TrainerControl, or None")
-        # Its own, not those of its class: a control that was emptied asks for nothing that could be meant.
-        asked = {item.name: bool(vars(answer)[item.name]) for item in fields(TrainerControl)}
-        vars(self.control).update(asked)
+        # Its own fields, not those of its class: a control that was emptied is invalid.
+        vars(self.control).update({item.name: bool(vars(answer)[item.name]) for item in fields(TrainerControl)})
         self._handed = answer
-
-
-_SHOWN = (
-    "global_step epoch max_steps is_local_process_zero is_world_process_zero best_metric best_global_step "
-    "best_model_checkpoint"
-).split()
-"""What the state of a task tells its callbacks, beside the history of its logs."""
-
-
-@contextmanager
-def _unchanged_mode(model: Any) -> Iterator[None]:
-    """Put back the mode that all tasks share: whether the model trains.
-
-    Code that generates text in a callback leaves a model in evaluation, which would end the dropout of every task.
-    """
-    was_training = getattr(model, "training", None)
-    try:
-        yield
-    finally:
-        if was_training is not None and model.training != was_training:
-            model.train(was_training)

@@ -1,27 +1,26 @@
-"""Curves of losses as inline SVG."""
+"""What a run draws: curves of losses, a run as HTML for notebooks, and `report.html`, which needs no network or script.
 
-# MERGED: A step as it was planned and as it was measured, one below the other.
-# MERGED: A run as HTML: a table with bars, and a small chart of each task.
-# MERGED: Pictures of losses: one of a run with a panel for each task, and one of each task.
-# MERGED: `report.html`: what came of a run, on one page that needs no network and no script.
+HTML has inline SVG (`chart_svg` here, `rows_svg` of `peft_mux.scheduler.drawing`), so it works without matplotlib. Text
+and lines have the colour of their surroundings, which suits light and dark themes. Matplotlib draws the pictures of
+losses (`losses.png` of the run, `loss.png` of a task).
+"""
 
 from __future__ import annotations
 
 import io
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from peft_mux.errors import ConfigError
 from peft_mux.reporting.report import RankRecord, RunReport, status_word
 from peft_mux.reporting.views import (
     Curve,
     RunView,
-    TaskView,
     counted,
     curve_of,
     number_text,
@@ -45,15 +44,15 @@ from peft_mux.scheduler.drawing import (
 from peft_mux.scheduler.plan import Plan
 from peft_mux.storage import write_file
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
+Curves = Mapping[str, Curve]
+"""The points of `loss` and `eval_loss` of one task, as far as there are any."""
 
+# ---------------------------------------------------------------- curves as SVG
 
 _MOST_POINTS = 200
 _LEFT, _BOTTOM, _TOP = 46, 18, 20
-_LETTER = 6.4
-"""Width of a letter of a title, in pixels; rather too much."""
+_LETTER_WIDTH = 6.4
+"""Pixels of a letter of a title; rather too many."""
 _FEW_POINTS = 3
 """Curves of so few points show them."""
 
@@ -75,57 +74,46 @@ class Line(NamedTuple):
 
 
 def chart_svg(title: str, lines: Sequence[Line], *, width: int = 240, height: int = 130) -> str:
-    """Draw curves over the steps of a task, or of several; "" where there is no point.
-
-    Args:
-        title: what stands above.
-        lines: the curves.
-        width: pixels.
-        height: pixels.
-    """
+    """Draw curves over the steps of tasks, `width` by `height` pixels; return "" if there is no point."""
     points = [point for line in lines for point in line.points]
     if not points:
         return ""
     last = max(max(step for step, _ in points), 1)
     low, high = min(value for _, value in points), max(value for _, value in points)
-    middle = 0.5 * low + 0.5 * high
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 0.05
-    scale_x, scale_y = (width - _LEFT - 8) / last, (height - _TOP - _BOTTOM) / (high - low + 2 * pad)
+    bottom, right = height - _BOTTOM, width - 8
+    scale_x, scale_y = (right - _LEFT) / last, (bottom - _TOP) / (high - low + 2 * pad)
 
-    def place(point: tuple[int, float]) -> str:
-        return f"{_LEFT + point[0] * scale_x:.1f},{height - _BOTTOM - (point[1] - low + pad) * scale_y:.1f}"
+    def y_of(value: float) -> str:
+        return f"{bottom - (value - low + pad) * scale_y:.1f}"
 
-    drawn = [part for line in lines for part in _line_parts(line, place)]
-    bottom = height - _BOTTOM
-    heights = [float(place((0, value)).split(",")[1]) for value in (high, middle, low)]
-    lines_at = "".join(f"M{_LEFT} {y:.1f}H{width - 8}" for y in heights)
+    drawn = []
+    for line in lines:
+        color, kept = PALETTE[line.color % len(PALETTE)], thinned(line.points)
+        places = [(f"{_LEFT + step * scale_x:.1f}", y_of(value)) for step, value in kept]
+        joined = " ".join(f"{x},{y}" for x, y in places)
+        drawn.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{joined}"/>')
+        if line.has_dots or len(kept) <= _FEW_POINTS:
+            for (x, y), (step, value) in zip(places, kept, strict=True):
+                words = escape(f"{line.name}, step {step}: {number_text(value)}")
+                drawn.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}"><title>{words}</title></circle>')
+    marks = (high, 0.5 * low + 0.5 * high, low)
+    grid = "".join(f"M{_LEFT} {y_of(value)}H{right}" for value in marks)
     values = "".join(
-        f'<text x="{_LEFT - 4}" y="{y + 4:.1f}" text-anchor="end">{number_text(value)}</text>'
-        for y, value in zip(heights, (high, middle, low), strict=True)
+        f'<text x="{_LEFT - 4}" y="{float(y_of(value)) + 4:.1f}" text-anchor="end">{number_text(value)}</text>'
+        for value in marks
         if value == high or low < high
     )
-    shown = escape(shortened(title, int((width - _LEFT) / _LETTER)))
+    shown = escape(shortened(title, int((width - _LEFT) / _LETTER_WIDTH)))
     return (
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" style="max-width:100%;height:auto" '
         f'role="img" font-family="sans-serif" font-size="11" fill="currentColor">'
         f'<text x="{_LEFT}" y="13" font-weight="bold">{shown}<title>{escape(title)}</title></text>'
-        f'<path d="{lines_at}" fill="none" stroke="currentColor" opacity="0.15"/>'
-        f'<path d="M{_LEFT} {_TOP}V{bottom}H{width - 8}" fill="none" stroke="currentColor" opacity="0.5"/>{values}'
+        f'<path d="{grid}" fill="none" stroke="currentColor" opacity="0.15"/>'
+        f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="currentColor" opacity="0.5"/>{values}'
         f'<text x="{_LEFT}" y="{height - 5}">0</text>'
-        f'<text x="{width - 8}" y="{height - 5}" text-anchor="end">step {last:,}</text>{"".join(drawn)}</svg>'
+        f'<text x="{right}" y="{height - 5}" text-anchor="end">step {last:,}</text>{"".join(drawn)}</svg>'
     )
-
-
-def _line_parts(line: Line, place: Callable[[tuple[int, float]], str]) -> Iterator[str]:
-    """Yield the elements of one curve, whose points lie at "x,y"."""
-    color, kept = PALETTE[line.color % len(PALETTE)], thinned(line.points)
-    places = [place(point) for point in kept]
-    yield f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{" ".join(places)}"/>'
-    if line.has_dots or len(kept) <= _FEW_POINTS:
-        for at, (step, value) in zip(places, kept, strict=True):
-            x, y = at.split(",")
-            words = escape(f"{line.name}, step {step}: {number_text(value)}")
-            yield f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}"><title>{words}</title></circle>'
 
 
 def thinned(points: Curve) -> Curve:
@@ -134,6 +122,156 @@ def thinned(points: Curve) -> Curve:
         return points
     stride = -(-len(points) // _MOST_POINTS)
     return (*points[:-1:stride], points[-1])
+
+
+# ---------------------------------------------------------------- a run in a notebook
+
+_STYLE = (
+    "<style>.peft-mux table{border-collapse:collapse;margin:.3em 0}.peft-mux td,.peft-mux th{padding:.15em .7em;"
+    "text-align:right;border:0}.peft-mux th{border-bottom:1px solid currentColor}.peft-mux .l{text-align:left}"
+    ".peft-mux .bar{display:inline-block;width:9em;height:.7em;background:rgba(128,128,128,.3);border-radius:.2em}"
+    ".peft-mux .bar i{display:block;height:100%;border-radius:.2em;background:#4fa86b}"
+    ".peft-mux .failed i{background:#c95f5f}.peft-mux .paused i,.peft-mux .waiting i,"
+    ".peft-mux .interrupted i{background:#e08a2e}"
+    ".peft-mux .failed .s{color:#c95f5f;font-weight:bold}.peft-mux .box{max-height:34em;overflow:auto}"
+    ".peft-mux pre{line-height:1.3}.peft-mux td.l:first-child{white-space:nowrap}.peft-mux .why td{opacity:.8;"
+    "white-space:pre-wrap}.peft-mux svg{vertical-align:top}</style>"
+)
+_ARROWS = {"down": "&#8595;", "up": "&#8593;", "flat": "&#8594;", "": ""}
+_HEADS = ("task", "status", "done", "step", "loss", "eval", "tokens/s", "eta")
+_MOST_CHARACTERS = 400
+
+
+def run_html(view: RunView, *, most_charts: int | None = None) -> str:
+    """Return a run as HTML, with a table, the charts of at most `most_charts` tasks, and the lines of its log."""
+    words = ["interrupted"] * view.is_interrupted + [f"step {view.step:,}", time_text(view.seconds)]
+    words += [f"{time_text(view.left_s)} left"] if view.left_s is not None else []
+    words += [f"{rate_text(view.tokens_per_s)} tokens/s"] if view.tokens_per_s else []
+    if view.memory_bytes is not None and view.total_bytes:
+        words.append(f"memory {view.memory_bytes / 2**30:.2f}/{view.total_bytes / 2**30:.1f} GiB")
+    heads = [*_HEADS, *([f"of {view.share_of}"] if view.shows_shares else [])]
+    table = "".join(f"<th{' class=l' if name in ('task', 'status', 'done') else ''}>{name}</th>" for name in heads)
+    rows = [f"<tr>{table}</tr>"]
+    for task in view.tasks:
+        done = 100 * task.step / max(task.num_steps, 1)
+        reason = f' title="{escape(task.reason)}"' if task.reason else ""
+        share = f"<td>{share_text(task.share)}</td>" if view.shows_shares else ""
+        rows.append(
+            f'<tr class="{escape(task.status)}"{reason}><td class=l>{escape(task.name)}</td><td class="l s">'
+            f'{escape(task.status)}</td><td class=l><span class=bar><i style="width:{done:.1f}%"></i></span></td>'
+            f"<td>{task.step:,}/{task.num_steps:,}</td><td>{number_text(task.loss)} {_ARROWS[task.trend]}</td>"
+            f"<td>{number_text(task.eval_loss)}</td><td>{rate_text(task.tokens_per_s)}</td>"
+            f"<td>{time_text(task.left_s)}</td>{share}</tr>"
+        )
+        # Why a task failed has a row; other reasons are shown when one points at the task.
+        if task.status == "failed" and task.reason:
+            why = escape(task.reason[:_MOST_CHARACTERS])
+            rows.append(f'<tr class="why"><td class=l colspan={len(heads)}>{why}</td></tr>')
+    lines = ""
+    if view.lines:
+        text = escape("\n".join(view.lines))
+        summary = f"<summary>{len(view.lines)} lines</summary>"
+        lines = f"<details open>{summary}<div class='box'><pre>{text}</pre></div></details>"
+    return (
+        f'<div class="peft-mux">{_STYLE}<div><b>run</b> {", ".join(words)}</div>'
+        f'<div class="box"><table>{"".join(rows)}</table></div>{charts_html(view, most_charts)}{lines}</div>'
+    )
+
+
+def charts_html(view: RunView, most: int | None = None) -> str:
+    """Return a small chart of each task's losses: of training rows in blue, of held-out rows in orange with dots.
+
+    At most `most` tasks get one, those that run first.
+    """
+    tasks = [task for task in view.tasks if task.losses or task.eval_losses]
+    shown = tasks if most is None else sorted(tasks, key=lambda task: task.status != "running")[:most]
+    drawn = [
+        chart_svg(task.name, [Line("loss", task.losses), Line("eval", task.eval_losses, 1, has_dots=True)])
+        for task in shown
+    ]
+    more = f"<div>... and {len(tasks) - len(shown)} more</div>" if len(tasks) > len(shown) else ""
+    return f"<div>{''.join(drawn)}</div>{more}"
+
+
+# ---------------------------------------------------------------- pictures
+
+_MOST_COLUMNS = 6
+
+
+def draw_losses(curves: Mapping[str, Curves], kind: str = "png") -> bytes:
+    """Draw the training and held-out losses of tasks, one panel each; return the picture.
+
+    Args:
+        curves: the curves of each task, by name; each has at least one.
+        kind: format of the picture.
+
+    Raises:
+        ConfigError: if matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("plots: got no matplotlib; allowed: pip install 'peft-mux[plots]'.") from error
+    columns = min(_MOST_COLUMNS, len(curves) if len(curves) < 4 else math.ceil(math.sqrt(len(curves))))
+    num_rows = math.ceil(len(curves) / columns)
+    width, height = (5.6, 3.4) if len(curves) == 1 else (4.2 * columns, 2.8 * num_rows)
+    figure = Figure(figsize=(width, height))
+    # Set by hand, because a layout that measures all texts takes seconds with many panels.
+    figure.subplots_adjust(0.65 / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.3 / height, 0.22, 0.42)
+    for index, (name, own) in enumerate(curves.items()):
+        axes = figure.add_subplot(num_rows, columns, index + 1)
+        # A line through a single point cannot be seen.
+        dots = "o-" if len(own.get("loss", ())) == 1 else "-"
+        for key, label, style in (("loss", "train", dots), ("eval_loss", "eval", "o--")):
+            if own.get(key):
+                axes.plot(*zip(*own[key], strict=True), style, label=label, markersize=4)
+        axes.set_title(shortened(name, 40))
+        axes.set_xlabel("step")
+        axes.locator_params(axis="x", integer=True)
+        axes.set_ylabel("loss")
+        axes.grid(alpha=0.3)
+        axes.legend()
+    image = io.BytesIO()
+    figure.savefig(image, format=kind, dpi=120)
+    return image.getvalue()
+
+
+def plot_losses(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
+    """Draw the losses of all tasks into a picture, from the records of a `metrics.jsonl`; return `path`.
+
+    Raises:
+        ConfigError: if matplotlib is not installed, or no loss was recorded.
+        CheckpointError: if the file cannot be written.
+    """
+    curves = task_curves(records)
+    if not curves:
+        raise ConfigError("plots: got no loss in the records; allowed: a run that has logged at least once.")
+    write_file(path, draw_losses(curves, path.suffix.removeprefix(".") or "png"))
+    return path
+
+
+def task_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
+    """Return the curves of each task that has any, from the records of a run."""
+    by_task: dict[str, list[Mapping[str, Any]]] = {}
+    for record in records:
+        if isinstance(name := record.get("task"), str):
+            by_task.setdefault(name, []).append(record)
+    found = {name: {key: curve_of(own, key) for key in ("loss", "eval_loss")} for name, own in by_task.items()}
+    return {name: curves for name, curves in found.items() if any(curves.values())}
+
+
+# ---------------------------------------------------------------- report.html
+
+_PAGE_STYLE = (
+    ":root{color-scheme:light dark}body{font:15px/1.5 sans-serif;max-width:76em;margin:2em auto;padding:0 1em;"
+    "background:Canvas;color:CanvasText}table{border-collapse:collapse}"
+    "td,th{padding:.15em .7em;border:0;vertical-align:top}td:first-child,th:first-child{padding-left:0}"
+    "th{border-bottom:1px solid}h1{margin-bottom:.2em}h2{margin-top:1.6em;font-size:1.15em}"
+    "pre{overflow:auto;line-height:1.3}svg{vertical-align:top}.note,.reason{opacity:.75}"
+    # Drawings keep letters that can be read on a small screen, and move sideways there.
+    ".wide{overflow-x:auto}.wide svg{min-width:600px}"
+)
+_MOST_LINES = 10
 
 
 class MeasuredPass(NamedTuple):
@@ -164,251 +302,20 @@ class MeasuredStep(NamedTuple):
     passes: tuple[MeasuredPass, ...]
 
 
-def timeline_html(plan: Plan | None, steps: Sequence[MeasuredStep]) -> str:
-    """Draw the planned step and those that processes have measured; "" for a plan without tasks.
-
-    Args:
-        plan: the plan that was followed.
-        steps: its last step, as each process timed it.
-    """
-    if plan is None or plan.template is None:
-        return ""
-    simulation = plan.timeline()
-    rows, end = [], simulation.makespan_s
-    for stage in range(simulation.num_stages):
-        name = f" stage {stage}" if simulation.num_stages > 1 else ""
-        rows.append((f"planned{name}", planned_bars(simulation, stage)))
-        for step in steps:
-            if step.stage == stage and step.passes:
-                bars = _measured(plan, step)
-                end = max(end, bars[-1].end)
-                who = f" process {step.rank}" if len(steps) > 1 else ""
-                rows.append((f"measured{who}", bars))
-    return (
-        f'<div class="wide">{rows_svg(rows, end, time_end(end))}</div>'
-        f"<div>{legend(bucket_names(plan))}</div>"
-        "<p class=note>Planned is a typical step, forwards paler than backwards, by the profile "
-        f"({plan.profile_source or 'none'}). Measured is the last step that followed this plan: forward and backward "
-        "of each pass together, one behind the other, without what lay between them.</p>"
-    )
-
-
-def _measured(plan: Plan, step: MeasuredStep) -> list[Bar]:
-    bars, at = [], 0.0
-    for one in step.passes:
-        bucket = next((found for name in one.tasks if (found := plan.bucket_of(name)) is not None), 0)
-        names = ", ".join(one.tasks[:4]) + (f" and {len(one.tasks) - 4} more" if len(one.tasks) > 4 else "")
-        bars.append(Bar(at, at + one.seconds, bucket, f"{names}: {time_end(one.seconds)}"))
-        at += one.seconds
-    return bars
-
-
-# Text and lines have the colour of what is around them, so that both themes of a notebook suit.
-_STYLE = (
-    "<style>.peft-mux table{border-collapse:collapse;margin:.3em 0}.peft-mux td,.peft-mux th{padding:.15em .7em;"
-    "text-align:right;border:0}.peft-mux th{border-bottom:1px solid currentColor}.peft-mux .l{text-align:left}"
-    ".peft-mux .bar{display:inline-block;width:9em;height:.7em;background:rgba(128,128,128,.3);border-radius:.2em}"
-    ".peft-mux .bar i{display:block;height:100%;border-radius:.2em;background:#4fa86b}"
-    ".peft-mux .failed i{background:#c95f5f}.peft-mux .paused i,.peft-mux .waiting i,"
-    ".peft-mux .interrupted i{background:#e08a2e}"
-    ".peft-mux .failed .s{color:#c95f5f;font-weight:bold}.peft-mux .box{max-height:34em;overflow:auto}"
-    ".peft-mux pre{line-height:1.3}.peft-mux td.l:first-child{white-space:nowrap}.peft-mux .why td{opacity:.8;"
-    "white-space:pre-wrap}.peft-mux svg{vertical-align:top}</style>"
-)
-_ARROWS = {"down": "&#8595;", "up": "&#8593;", "flat": "&#8594;", "": ""}
-_HEADS = ("task", "status", "done", "step", "loss", "eval", "tokens/s", "eta")
-_MOST_CHARACTERS = 400
-
-
-def run_html(view: RunView, *, most_charts: int | None = None) -> str:
-    """Return a run as HTML, without scripts.
-
-    Args:
-        view: the run, with its curves.
-        most_charts: so many tasks get a chart, those that run first; `None` for all.
-    """
-    parts = [_STYLE, _head(view), f'<div class="box">{task_table(view)}</div>', charts_html(view, most_charts)]
-    if view.lines:
-        lines = escape("\n".join(view.lines))
-        parts.append(
-            f"<details open><summary>{len(view.lines)} lines</summary><div class='box'><pre>{lines}</pre></div>"
-        )
-        parts.append("</details>")
-    return f'<div class="peft-mux">{"".join(parts)}</div>'
-
-
-def _head(view: RunView) -> str:
-    words = ["interrupted"] * view.is_interrupted + [f"step {view.step:,}", time_text(view.seconds)]
-    words += [f"{time_text(view.left_s)} left"] if view.left_s is not None else []
-    words += [f"{rate_text(view.tokens_per_s)} tokens/s"] if view.tokens_per_s else []
-    if view.memory_bytes is not None and view.total_bytes:
-        words.append(f"memory {view.memory_bytes / 2**30:.2f}/{view.total_bytes / 2**30:.1f} GiB")
-    return f"<div><b>run</b> {', '.join(words)}</div>"
-
-
-def task_table(view: RunView) -> str:
-    """Return the table of all tasks."""
-    shares = [f"of {view.share_of}"] * view.shows_shares
-    heads = "".join(
-        f"<th{' class=l' if name in ('task', 'status', 'done') else ''}>{name}</th>" for name in (*_HEADS, *shares)
-    )
-    rows = "".join(_row(task, shows_share=view.shows_shares) for task in view.tasks)
-    return f"<table><tr>{heads}</tr>{rows}</table>"
-
-
-def _row(task: TaskView, *, shows_share: bool) -> str:
-    done = 100 * task.step / max(task.num_steps, 1)
-    reason = f' title="{escape(task.reason)}"' if task.reason else ""
-    share = f"<td>{share_text(task.share)}</td>" if shows_share else ""
-    return (
-        f'<tr class="{escape(task.status)}"{reason}><td class=l>{escape(task.name)}</td><td class="l s">'
-        f'{escape(task.status)}</td><td class=l><span class=bar><i style="width:{done:.1f}%"></i></span></td>'
-        f"<td>{task.step:,}/{task.num_steps:,}</td><td>{number_text(task.loss)} {_ARROWS[task.trend]}</td>"
-        f"<td>{number_text(task.eval_loss)}</td><td>{rate_text(task.tokens_per_s)}</td>"
-        f"<td>{time_text(task.left_s)}</td>{share}</tr>{_why(task, len(_HEADS) + shows_share)}"
-    )
-
-
-def _why(task: TaskView, num_columns: int) -> str:
-    """Return a row that says why a task failed; other reasons are told where one points at the task."""
-    if task.status != "failed" or not task.reason:
-        return ""
-    return f'<tr class="why"><td class=l colspan={num_columns}>{escape(task.reason[:_MOST_CHARACTERS])}</td></tr>'
-
-
-def charts_html(view: RunView, most: int | None = None) -> str:
-    """Return a small chart of the losses of each task, of training rows in blue, of held-out rows in orange with dots.
-
-    Args:
-        view: the run, with its curves.
-        most: so many charts, those of tasks that run first; `None` for all.
-    """
-    tasks = [task for task in view.tasks if task.losses or task.eval_losses]
-    shown = tasks if most is None else sorted(tasks, key=lambda task: task.status != "running")[:most]
-    drawn = [
-        chart_svg(task.name, [Line("loss", task.losses), Line("eval", task.eval_losses, 1, has_dots=True)])
-        for task in shown
-    ]
-    more = f"<div>... and {len(tasks) - len(shown)} more</div>" if len(tasks) > len(shown) else ""
-    return f"<div>{''.join(drawn)}</div>{more}"
-
-
-Curves = Mapping[str, Curve]
-"""The points of `loss` and `eval_loss` of one task, as far as there are any."""
-PICTURE_NAME = "loss.png"
-_MOST_COLUMNS = 6
-
-
-def plot_losses(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw the training and held-out loss of every task, one panel each, into a PNG.
-
-    Args:
-        records: the records of a `metrics.jsonl`, in order.
-        path: the PNG file to write.
-
-    Returns:
-        The path of the file, as given.
-
-    Raises:
-        ConfigError: if matplotlib is not installed, or no loss was recorded.
-        CheckpointError: if the file cannot be written.
-    """
-    make_figure = _figure_class()
-    found = task_curves(records)
-    if not found:
-        raise ConfigError("plots: got no loss in the records; allowed: a run that has logged at least once.")
-    columns = min(_MOST_COLUMNS, len(found) if len(found) < 4 else math.ceil(math.sqrt(len(found))))
-    rows = math.ceil(len(found) / columns)
-    width, height = 4.2 * columns, 2.8 * rows
-    figure = make_figure(figsize=(width, height))
-    # Set by hand, as a layout that measures all texts takes seconds where panels are many.
-    figure.subplots_adjust(0.65 / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.3 / height, 0.22, 0.42)
-    for index, (name, curves) in enumerate(found.items()):
-        _draw(figure.add_subplot(rows, columns, index + 1), name, curves)
-    write_file(path, _image(figure, path.suffix.removeprefix(".") or "png"))
-    return path
-
-
-def plot_task(name: str, curves: Curves) -> bytes:
-    """Return a PNG of one task's losses.
-
-    Args:
-        name: name of the task.
-        curves: its curves, at least one.
-
-    Raises:
-        ConfigError: if matplotlib is not installed.
-    """
-    figure = _figure_class()(figsize=(5.6, 3.4))
-    figure.subplots_adjust(left=0.13, right=0.97, top=0.91, bottom=0.15)
-    _draw(figure.add_subplot(), name, curves)
-    return _image(figure, "png")
-
-
-def task_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
-    """Return the curves of each task that has any, from the records of a run."""
-    by_task: dict[str, list[Mapping[str, Any]]] = {}
-    for record in records:
-        if isinstance(name := record.get("task"), str):
-            by_task.setdefault(name, []).append(record)
-    found = {name: {key: curve_of(own, key) for key in ("loss", "eval_loss")} for name, own in by_task.items()}
-    return {name: curves for name, curves in found.items() if any(curves.values())}
-
-
-def _figure_class() -> type[Figure]:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("plots: got no matplotlib; allowed: pip install 'peft-mux[plots]'.") from error
-    return Figure
-
-
-def _draw(axes: Axes, name: str, curves: Curves) -> None:
-    # A line through a single point is nothing to see.
-    dots = "o-" if len(curves.get("loss", ())) == 1 else "-"
-    for key, label, style in (("loss", "train", dots), ("eval_loss", "eval", "o--")):
-        if curves.get(key):
-            axes.plot(*zip(*curves[key], strict=True), style, label=label, markersize=4)
-    axes.set_title(shortened(name, 40))
-    axes.set_xlabel("step")
-    axes.locator_params(axis="x", integer=True)
-    axes.set_ylabel("loss")
-    axes.grid(alpha=0.3)
-    axes.legend()
-
-
-def _image(figure: Figure, kind: str) -> bytes:
-    image = io.BytesIO()
-    figure.savefig(image, format=kind, dpi=120)
-    return image.getvalue()
-
-
-_STYLE_run_page = (
-    ":root{color-scheme:light dark}body{font:15px/1.5 sans-serif;max-width:76em;margin:2em auto;padding:0 1em;"
-    "background:Canvas;color:CanvasText}table{border-collapse:collapse}"
-    "td,th{padding:.15em .7em;border:0;vertical-align:top}td:first-child,th:first-child{padding-left:0}"
-    "th{border-bottom:1px solid}h1{margin-bottom:.2em}h2{margin-top:1.6em;font-size:1.15em}"
-    "pre{overflow:auto;line-height:1.3}svg{vertical-align:top}.note,.reason{opacity:.75}"
-    # Drawings keep letters that can be read on a small screen, and move sideways there.
-    ".wide{overflow-x:auto}.wide svg{min-width:600px}"
-)
-_MOST_LINES = 10
-
-
 @dataclass(frozen=True, slots=True)
 class RunFacts:
     """What the page of a run is made of.
 
     Attributes:
         title: what the run is called.
-        report: its tasks at the end, and what was learnt of times.
+        report: its tasks at the end, and what was learned about times.
         view: the curves of its tasks.
         plan: the plan that was followed for most steps; `None` where there was none.
         steps: its last step as each process measured it, by rank.
         records: what each process has done, by rank.
         config: all settings in effect, by section.
         versions: versions and devices, by name.
-        remark: what else came of it, such as that it was interrupted; "" for nothing.
+        remark: what else happened, such as an interruption; "" for nothing.
         is_host: whether the memory that processes measured is that of the host, with Python and its libraries.
     """
 
@@ -426,24 +333,32 @@ class RunFacts:
 
 def page_html(facts: RunFacts) -> str:
     """Return the page."""
+    tasks = [task for task in facts.view.tasks if task.losses]
+    lines = [Line(task.name, task.losses, number) for number, task in enumerate(tasks[:_MOST_LINES])]
+    more = f" (the first {_MOST_LINES} of {len(tasks)} tasks)" if len(tasks) > _MOST_LINES else ""
+    losses = (
+        f'<div class="wide">{chart_svg(f"loss of training rows{more}", lines, width=760, height=260)}</div>'
+        f"<div>{legend([line.name for line in lines])}</div>"
+        f"<p class=note>Each task by itself: training rows in blue, held-out rows in orange.</p>"
+        f"{charts_html(facts.view)}"
+    )
+    versions = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in facts.versions.items()
+    )
+    config = "".join(
+        f"<details><summary>{escape(name)}</summary><pre>{escape(str(text))}</pre></details>"
+        for name, text in facts.config.items()
+    )
     sections = [
         ("Tasks", facts.report._repr_html_()),
-        ("Losses", _curves(facts.view)),
+        ("Losses", losses),
         ("A step, planned and measured", timeline_html(facts.plan, facts.steps)),
-        ("Memory, planned and measured", _memory(facts)),
-        ("Versions and devices", _pairs(facts.versions)),
-        ("Configuration", "".join(map(_details, facts.config.items()))),
+        ("Memory, planned and measured", "" if facts.plan is None else _memory_html(facts, facts.plan)),
+        ("Versions and devices", f'<div class="wide"><table>{versions}</table></div>'),
+        ("Configuration", config),
     ]
     body = "".join(f"<h2>{name}</h2>{content}" for name, content in sections if content)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(facts.title)}</title>'
-        f'<meta name="viewport" content="width=device-width"><style>{_STYLE_run_page}</style></head>'
-        f"<body><h1>{escape(facts.title)}</h1><div>{escape(_headline(facts))}</div>{body}</body></html>"
-    )
 
-
-def _headline(facts: RunFacts) -> str:
-    """Return what came of the run in one line."""
     rows = facts.report.rows
     counts = Counter(status_word(row, facts.report.is_interrupted) for row in rows)
     words = [f"{len(rows)} task{'' if len(rows) == 1 else 's'}"]
@@ -451,25 +366,43 @@ def _headline(facts: RunFacts) -> str:
     words.append(f"{counted(facts.view.step, 'step')} of the run")
     words.append(f"{sum(row.num_tokens for row in rows):,} tokens")
     words += [f"{time_text(max(one.seconds for one in facts.records))} of training"] if facts.records else []
-    return f"{', '.join(words)}. {facts.remark}".strip()
-
-
-def _curves(view: RunView) -> str:
-    tasks = [task for task in view.tasks if task.losses]
-    lines = [Line(task.name, task.losses, number) for number, task in enumerate(tasks[:_MOST_LINES])]
-    more = f" (the first {_MOST_LINES} of {len(tasks)} tasks)" if len(tasks) > _MOST_LINES else ""
-    names = legend([line.name for line in lines])
+    headline = f"{', '.join(words)}. {facts.remark}".strip()
     return (
-        f'<div class="wide">{chart_svg(f"loss of training rows{more}", lines, width=760, height=260)}</div>'
-        f"<div>{names}</div>"
-        f"<p class=note>Each task by itself: training rows in blue, held-out rows in orange.</p>{charts_html(view)}"
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(facts.title)}</title>'
+        f'<meta name="viewport" content="width=device-width"><style>{_PAGE_STYLE}</style></head>'
+        f"<body><h1>{escape(facts.title)}</h1><div>{escape(headline)}</div>{body}</body></html>"
     )
 
 
-def _memory(facts: RunFacts) -> str:
-    if facts.plan is None:
+def timeline_html(plan: Plan | None, steps: Sequence[MeasuredStep]) -> str:
+    """Draw the planned step above the last step as each process measured it; return "" for a plan without tasks."""
+    if plan is None or plan.template is None:
         return ""
-    rows = [("planned", planned_parts(facts.plan))]
+    simulation = plan.timeline()
+    rows, end = [], simulation.makespan_s
+    for stage in range(simulation.num_stages):
+        name = f" stage {stage}" if simulation.num_stages > 1 else ""
+        rows.append((f"planned{name}", planned_bars(simulation, stage)))
+        for step in [step for step in steps if step.stage == stage and step.passes]:
+            bars, at_s = [], 0.0
+            for one in step.passes:
+                bucket = next((found for name in one.tasks if (found := plan.bucket_of(name)) is not None), 0)
+                names = ", ".join(one.tasks[:4]) + (f" and {len(one.tasks) - 4} more" if len(one.tasks) > 4 else "")
+                bars.append(Bar(at_s, at_s + one.seconds, bucket, f"{names}: {time_end(one.seconds)}"))
+                at_s += one.seconds
+            end = max(end, at_s)
+            rows.append((f"measured process {step.rank}" if len(steps) > 1 else "measured", bars))
+    return (
+        f'<div class="wide">{rows_svg(rows, end, time_end(end))}</div>'
+        f"<div>{legend(bucket_names(plan))}</div>"
+        "<p class=note>Planned is a typical step, forwards paler than backwards, by the profile "
+        f"({plan.profile_source or 'none'}). Measured is the last step that followed this plan: forward and backward "
+        "of each pass together, one behind the other, without what lay between them.</p>"
+    )
+
+
+def _memory_html(facts: RunFacts, plan: Plan) -> str:
+    rows = [("planned", planned_parts(plan))]
     rows += [(f"process {one.rank}", [("measured", float(one.peak_bytes))]) for one in facts.records if one.peak_bytes]
     of_host = (
         " Measured is the most that a process has held of the host, with Python and all its libraries, which no plan "
@@ -478,17 +411,7 @@ def _memory(facts: RunFacts) -> str:
         else " Measured is the most that was allocated on the GPU."
     )
     return (
-        f'<div class="wide">{memory_svg(rows, facts.plan.limit_bytes, facts.plan.device_bytes)}</div>'
-        f"<div>{memory_legend([*facts.plan.memory.parts, *['measured'] * (len(rows) > 1)])}</div>"
+        f'<div class="wide">{memory_svg(rows, plan.limit_bytes, plan.device_bytes)}</div>'
+        f"<div>{memory_legend([*plan.memory.parts, *['measured'] * (len(rows) > 1)])}</div>"
         f"<p class=note>Planned is the peak of the fullest stage, an analytic estimate.{of_host}</p>"
     )
-
-
-def _pairs(pairs: Mapping[str, Any]) -> str:
-    rows = "".join(f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in pairs.items())
-    return f'<div class="wide"><table>{rows}</table></div>'
-
-
-def _details(section: tuple[str, Any]) -> str:
-    name, text = section
-    return f"<details><summary>{escape(name)}</summary><pre>{escape(str(text))}</pre></details>"

@@ -1,4 +1,4 @@
-"""The table at the end of a run."""
+"""The table at the end of a run: how each task ended, how fast the run was, and what to type next."""
 
 from __future__ import annotations
 
@@ -14,6 +14,10 @@ from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.reporting.views import curve_of, number_text, share_text, shortened, time_text
 from peft_mux.task import TaskStatus
 
+_HEADS = ("task", "status", "steps", "loss", "best", "eval", "time", "of time", "tokens", "adapter")
+_LEAST_NAME = 10
+_REMARK = "  # "
+
 
 class RankRecord(NamedTuple):
     """What one process has done in a run.
@@ -22,7 +26,7 @@ class RankRecord(NamedTuple):
         rank: the rank of the process.
         tokens: tokens that went through its backbone.
         seconds: seconds that it has trained.
-        waited_seconds: those of these seconds that it waited for other processes on the host.
+        waited_seconds: seconds of these that it waited for other processes on the host.
         peak_bytes: most memory that the process has held: of its GPU, else of the host.
         part: which part of the model it held, in words.
     """
@@ -40,16 +44,16 @@ class ReportRow(NamedTuple):
 
     Attributes:
         name: name of the task.
-        status: where it stands.
-        reason: why it failed, stopped or waits; "" where there is nothing to say.
+        status: its status.
+        reason: why it failed, stopped or waits; "" if there is nothing to say.
         step: optimizer steps taken.
         num_steps: optimizer steps to take.
         loss: loss of its last step; `None` before the first.
-        best_loss: least loss of training rows, of those that were logged and the last; `None` where there is none.
-        eval_loss: held-out loss of the adapter that was kept: the best where it went back to that; `None` without one.
+        best_loss: least logged or last loss of training rows; `None` if there is none.
+        eval_loss: held-out loss of the adapter that was kept, which may be the best one; `None` if there is none.
         seconds: seconds of the steps that it took part in, in this process.
         num_tokens: tokens that it was trained on.
-        place: folder of its adapter as it is now; `None` where there is none.
+        place: folder of its adapter as it is now; `None` if there is none.
         time_share: its share of the time of the run's steps in this process, from 0 to 1; the time of a step of several
             tasks is divided by their tokens. `None` before the first step.
     """
@@ -69,15 +73,20 @@ class ReportRow(NamedTuple):
 
 
 def report_row(run: TaskRun, place: Path | None, seconds: float, status: TaskStatus | None = None) -> ReportRow:
-    """Return the line of a task, but for its share of the time, which is known when all are.
+    """Return the row of a task, without its share of the time, which is known when all rows are.
 
     Args:
         run: the task.
-        place: folder of its adapter as it is now; `None` where there is none.
+        place: folder of its adapter as it is now; `None` if there is none.
         seconds: seconds of the steps that it took part in.
-        status: how it is told of; by default its status.
+        status: the status to show; by default its own.
     """
-    logged = [loss for _, loss in curve_of(run.state.log_history, "loss")]
+    # Logged losses are means over the steps since the log before, and the last loss may be below them.
+    losses = [run.last_loss, *(loss for _, loss in curve_of(run.state.log_history, "loss"))]
+    held_out = curve_of(run.state.log_history, "eval_loss")
+    is_best_kept = run.best.keeps_weights and run.best.value is not None
+    if is_best_kept and run.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
+        held_out = tuple(point for point in held_out if point[0] == run.best.step) or held_out
     return ReportRow(
         run.name,
         (status or run.status).value,
@@ -85,114 +94,35 @@ def report_row(run: TaskRun, place: Path | None, seconds: float, status: TaskSta
         run.step,
         run.num_steps,
         run.last_loss if math.isfinite(run.last_loss) else None,
-        # Logged losses are means over the steps since the log before, which the last one by itself may be below.
-        min((loss for loss in (run.last_loss, *logged) if math.isfinite(loss)), default=None),
-        _kept_eval_loss(run),
+        min((loss for loss in losses if math.isfinite(loss)), default=None),
+        held_out[-1][1] if held_out else None,
         seconds,
         run.num_tokens,
         place,
     )
 
 
-def _kept_eval_loss(run: TaskRun) -> float | None:
-    points = curve_of(run.state.log_history, "eval_loss")
-    goes_back = (
-        run.best.keeps_weights
-        and run.best.value is not None
-        and run.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY)
-    )
-    if goes_back:
-        points = tuple(point for point in points if point[0] == run.best.step) or points
-    return points[-1][1] if points else None
+class RunReport(str):
+    """The report of a run: its text, which notebooks show as a table.
 
-
-def report_table(
-    rows: Iterable[ReportRow],
-    records: Sequence[RankRecord] = (),
-    notes: Sequence[str] = (),
-    width: int | None = None,
-    *,
-    is_interrupted: bool = False,
-) -> str:
-    """Return one line a task: how it ended, its steps, its losses, its time, its tokens, and where its adapter lies.
-
-    Where several processes have trained, one line a process follows: its tokens, its seconds, how many it waited, its
-    memory, and which part of the model it held.
+    One line per task says how it ended, its steps, its losses, its time, its tokens, and where its adapter lies. If
+    several processes have trained, one line per process follows.
 
     Args:
         rows: the tasks of the run, in the order of the lines.
         records: what each process has done, by rank.
         notes: lines for the end, such as how fast the run was and what to type next.
-        width: characters of the window, to which all is fitted; by default as many as it takes.
-        is_interrupted: whether nobody trains the run, so that nobody waits for tasks which are to go on.
-    """
-    rows = tuple(rows)
-    cells = _table_cells(rows, is_interrupted)
-    lines = _aligned(cells)
-    if width is not None and max(map(len, lines)) > width:
-        lines = _narrow(cells, rows, width)
-    lines += [f"{row.name}: {row.reason}" for row in rows if row.reason]
-    lines += _process_lines(records) if len(records) > 1 else []
-    lines += [*([""] if notes else []), *notes]
-    return "\n".join(lines if width is None else [fitted for line in lines for fitted in _fitted(line, width)])
-
-
-def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for own in cells:
-        left = [cell.ljust(width) for cell, width in zip(own[:2], widths, strict=False)]
-        right = [cell.rjust(width) for cell, width in zip(own[2:-1], widths[2:], strict=False)]
-        # Paths come last, as they are the longest, and are copied from here.
-        lines.append("  ".join([*left, *right, own[-1]]).rstrip())
-    return lines
-
-
-def _narrow(cells: Sequence[Sequence[str]], rows: Sequence[ReportRow], width: int) -> list[str]:
-    """Return the lines without paths, which are told once for all below, and with names cut as far as they must be."""
-    rest = [(*own[1:-1], "") for own in cells]
-    room = max(_LEAST_NAME, width - max(map(len, _aligned([("", *own) for own in rest]))))
-    lines = _aligned([(shortened(own[0], room), *other) for own, other in zip(cells, rest, strict=True)])
-    folders = dict.fromkeys(row.place.parent for row in rows if row.place is not None)
-    lines += [f"adapters are in {folder}/TASK" for folder in folders]
-    without = [row.name for row in rows if row.place is None]
-    return [*lines, *([f"not saved: {', '.join(without)}"] if without else [])]
-
-
-def _fitted(line: str, width: int) -> list[str]:
-    """Return a line in as many as the window needs, broken between words; commands stay whole, without their remark."""
-    if len(line) <= width:
-        return [line]
-    if _REMARK in line:
-        return [line[: line.index(_REMARK)].rstrip()]
-    return textwrap.wrap(
-        line, max(width, 20), subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
-    )
-
-
-_LEAST_NAME = 10
-_REMARK = "  # "
-
-
-class RunReport(str):
-    """The report of a run: its text, which notebooks show as a table.
-
-    Args:
-        rows: the tasks of the run, in the order of the lines.
-        records: what each process has done, by rank.
-        notes: lines for the end.
-        is_interrupted: whether nobody trains the run: running tasks are shown as interrupted, and recorded as running.
+        is_interrupted: whether no process trains the run: running tasks are shown as interrupted.
 
     Attributes:
         rows: the tasks of the run.
-        lines: what stands below them.
-        is_interrupted: whether nobody trains the run.
+        is_interrupted: whether no process trains the run.
     """
 
     rows: tuple[ReportRow, ...]
-    lines: str
     is_interrupted: bool
-    _made_of: tuple[Any, ...]
+    _records: tuple[RankRecord, ...]
+    _notes: tuple[str, ...]
 
     def __new__(
         cls,
@@ -203,80 +133,110 @@ class RunReport(str):
     ) -> RunReport:
         """Write the text."""
         rows = tuple(rows)
-        made = super().__new__(cls, report_table(rows, records, notes, is_interrupted=is_interrupted))
+        lines = _aligned(_cells(rows, is_interrupted))
+        lines += [f"{row.name}: {row.reason}" for row in rows if row.reason]
+        lines += [*_process_lines(records), *([""] if notes else []), *notes]
+        made = super().__new__(cls, "\n".join(lines))
         made.rows, made.is_interrupted = rows, is_interrupted
-        made.lines = "\n".join([*(_process_lines(records) if len(records) > 1 else []), "", *notes]).strip("\n")
-        made._made_of = rows, tuple(records), tuple(notes), is_interrupted
+        made._records, made._notes = tuple(records), tuple(notes)
         return made
 
-    def fitted(self, width: int | None) -> str:
-        """Return the text for a window.
-
-        Args:
-            width: its characters; `None` where lines may be of any length.
-        """
-        *parts, is_interrupted = self._made_of
-        return report_table(*parts, width=width, is_interrupted=is_interrupted)
-
     def __reduce__(self) -> tuple[Any, ...]:
-        """Travel between processes as what the report was made of."""
-        return RunReport, self._made_of
+        """Pickle the parts, from which another process makes the report."""
+        return RunReport, (self.rows, self._records, self._notes, self.is_interrupted)
+
+    def fitted(self, width: int | None) -> str:
+        """Return the text for a window of `width` characters; `None` if lines may have any length."""
+        cells = _cells(self.rows, self.is_interrupted)
+        table = _aligned(cells)
+        num_rows = len(table)
+        if width is None or max(map(len, self.split("\n"))) <= width:
+            return str(self)
+        if max(map(len, table)) > width:
+            # Without paths, which are listed once below, and with names as short as needed.
+            others = [(*own[1:-1], "") for own in cells]
+            room = max(_LEAST_NAME, width - max(map(len, _aligned([("", *own) for own in others]))))
+            table = _aligned([(shortened(own[0], room), *rest) for own, rest in zip(cells, others, strict=True)])
+            folders = dict.fromkeys(row.place.parent for row in self.rows if row.place is not None)
+            table += [f"adapters are in {folder}/TASK" for folder in folders]
+            unsaved = [row.name for row in self.rows if row.place is None]
+            table += [f"not saved: {', '.join(unsaved)}"] if unsaved else []
+        lines = []
+        for line in [*table, *self.split("\n")[num_rows:]]:
+            if len(line) <= width:
+                lines.append(line)
+            elif _REMARK in line:  # commands stay whole, without their remark
+                lines.append(line[: line.index(_REMARK)].rstrip())
+            else:
+                lines += textwrap.wrap(
+                    line, max(width, 20), subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
+                )
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         """Return the report as a table, and its lines as text."""
-        heads, *cells = _table_cells(self.rows, self.is_interrupted)
-        rows = zip(self.rows, cells, strict=True)
-        body = "".join(f"{_html_row('td', heads, own)}{_html_reason(row, len(heads))}" for row, own in rows)
-        lines = f"<pre style='white-space:pre-wrap'>{escape(self.lines)}</pre>" if self.lines else ""
-        return f"<div style='overflow-x:auto'><table>{_html_row('th', heads, heads)}{body}</table></div>{lines}"
-
-
-def _html_row(tag: str, heads: Sequence[str], cells: Sequence[str]) -> str:
-    """Return a row, its numbers to the right."""
-    sides = ["left" if head in ("task", "status", "adapter") else "right" for head in heads]
-    styles = [f"text-align:{side};white-space:nowrap" for side in sides]
-    written = "".join(
-        f'<{tag} style="{style}">{escape(cell)}</{tag}>' for style, cell in zip(styles, cells, strict=True)
-    )
-    return f"<tr>{written}</tr>"
-
-
-def _html_reason(row: ReportRow, num_columns: int) -> str:
-    if not row.reason:
-        return ""
-    return f'<tr class="reason"><td style="text-align:left" colspan="{num_columns}">{escape(row.reason)}</td></tr>'
-
-
-_HEADS = ("task", "status", "steps", "loss", "best", "eval", "time", "of time", "tokens", "adapter")
-
-
-def _table_cells(rows: Sequence[ReportRow], is_interrupted: bool) -> list[tuple[str, ...]]:
-    """Return the heads and the cells of each task; with shares of the time where several tasks have one."""
-    shows_shares = sum(row.time_share is not None for row in rows) > 1
-    cells = [_HEADS, *(_cells(row, is_interrupted) for row in rows)]
-    left_out = None if shows_shares else _HEADS.index("of time")
-    return [tuple(cell for place, cell in enumerate(own) if place != left_out) for own in cells]
+        heads, *cells = _cells(self.rows, self.is_interrupted)
+        sides = ["left" if head in ("task", "status", "adapter") else "right" for head in heads]
+        html = []
+        reasons = ["", *(row.reason for row in self.rows)]
+        for number, (own, reason) in enumerate(zip([heads, *cells], reasons, strict=True)):
+            tag = "td" if number else "th"
+            row = "".join(
+                f'<{tag} style="text-align:{side};white-space:nowrap">{escape(cell)}</{tag}>'
+                for side, cell in zip(sides, own, strict=True)
+            )
+            html.append(f"<tr>{row}</tr>")
+            if reason:
+                cell = f'<td style="text-align:left" colspan="{len(heads)}">{escape(reason)}</td>'
+                html.append(f'<tr class="reason">{cell}</tr>')
+        below = "\n".join([*_process_lines(self._records), "", *self._notes]).strip("\n")
+        lines = f"<pre style='white-space:pre-wrap'>{escape(below)}</pre>" if below else ""
+        return f"<div style='overflow-x:auto'><table>{''.join(html)}</table></div>{lines}"
 
 
 def status_word(row: ReportRow, is_interrupted: bool) -> str:
-    """Return the status of a task as it is shown: nobody trains one that runs in a run which was interrupted."""
+    """Return the status to show: a running task of a run that no process trains is "interrupted"."""
     return "interrupted" if is_interrupted and row.status == "running" else row.status
 
 
-def _cells(row: ReportRow, is_interrupted: bool) -> tuple[str, ...]:
-    return (
-        row.name,
-        status_word(row, is_interrupted),
-        f"{row.step}/{row.num_steps}",
-        *map(number_text, (row.loss, row.best_loss, row.eval_loss)),
-        time_text(row.seconds),
-        share_text(row.time_share),
-        f"{row.num_tokens:,}",
-        str(row.place or "not saved"),
-    )
+def _cells(rows: Sequence[ReportRow], is_interrupted: bool) -> list[tuple[str, ...]]:
+    """Return the heads and the cells of each task; with shares of the time if several tasks have one."""
+    cells = [
+        _HEADS,
+        *(
+            (
+                row.name,
+                status_word(row, is_interrupted),
+                f"{row.step}/{row.num_steps}",
+                *map(number_text, (row.loss, row.best_loss, row.eval_loss)),
+                time_text(row.seconds),
+                share_text(row.time_share),
+                f"{row.num_tokens:,}",
+                str(row.place or "not saved"),
+            )
+            for row in rows
+        ),
+    ]
+    shows_shares = sum(row.time_share is not None for row in rows) > 1
+    left_out = None if shows_shares else _HEADS.index("of time")
+    return [tuple(cell for column, cell in enumerate(own) if column != left_out) for own in cells]
+
+
+def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines: names and statuses to the left, numbers to the right, paths last, as they are longest."""
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for own in cells:
+        left = [cell.ljust(width) for cell, width in zip(own[:2], widths, strict=False)]
+        right = [cell.rjust(width) for cell, width in zip(own[2:-1], widths[2:], strict=False)]
+        lines.append("  ".join([*left, *right, own[-1]]).rstrip())
+    return lines
 
 
 def _process_lines(records: Sequence[RankRecord]) -> list[str]:
+    """Return a line for each process; nothing if there is only one."""
+    if len(records) < 2:
+        return []
     rows = [
         f"{one.rank:>4}  {one.tokens:>12,}  {one.seconds:>9.1f}  {one.waited_seconds:>13.1f}  "
         f"{one.peak_bytes / 2**20:>8,.0f}  {one.part}"
@@ -292,7 +252,7 @@ class InTurn(NamedTuple):
         measured_s: seconds of the steps as they were taken, together; first ones under a plan as the mean of others.
         predicted_s: seconds that the profile gives for the same steps of one task after another, times `factor`.
         factor: measured over predicted seconds of the steps together, by which the profile is corrected.
-        source: where the profile comes from, "measured" or "analytic".
+        source: origin of the profile, "measured" or "analytic".
     """
 
     measured_s: float
@@ -315,7 +275,7 @@ def next_lines(root: Path, rows: Sequence[ReportRow], report: Path | None, best:
     Args:
         root: folder of the run.
         rows: its tasks.
-        report: the page of the run; `None` where none was written.
+        report: the page of the run; `None` if none was written.
         best: the task to merge, such as the winner of a sweep; "" for the first one.
     """
     saved = [row for row in rows if row.place is not None]

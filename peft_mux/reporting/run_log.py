@@ -25,7 +25,7 @@ from peft_mux.engine.tasks.task_run import TaskEvent, TaskRun, TaskTable
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.report import ReportRow, report_row
-from peft_mux.reporting.screen import Progress, SilentProgress, peak_bytes
+from peft_mux.reporting.screen import Progress, peak_bytes
 from peft_mux.reporting.views import TaskTimes, rate_text, time_text
 from peft_mux.task import TaskStatus
 
@@ -225,7 +225,7 @@ class RunLog:
         self.table = table
         self.state = state
         self.metrics = MetricsLog(None)
-        self.progress: Progress = SilentProgress()
+        self.progress: Progress = Progress(is_silent=True)
         self.callbacks: dict[str, TaskCallbacks] = {}
         self.is_shown = is_shown
         self.delays = Delays(self.warn, self.event)
@@ -292,8 +292,7 @@ class RunLog:
         """Print a line that nobody may miss: through `logging` where there is no progress to print it beside."""
         if not self.is_shown:
             return
-        # Exactly that type: the plain progress derives from it and prints.
-        if type(self.progress) is SilentProgress:
+        if self.progress.is_silent:
             _logger.warning(line)
         else:
             self.progress.log(line)

@@ -1,22 +1,22 @@
-"""How much memory this process holds now, for those who look on, and the most that it has held."""
+"""How a run shows its progress: a live table in a terminal, an output in a notebook, or lines.
 
-# MERGED: The table of a run under way, as a terminal shows it.
-# MERGED: `LiveProgress`: the table of a run, drawn in place in a terminal, with log lines above it.
-# MERGED: `NotebookProgress`: one output of a notebook's cell, updated in place.
-# MERGED: `Progress`: where a run shows how it goes on: a live table in a terminal, an output in a notebook, or lines.
+`RunTable` draws a `RunView` for any width and height of a window. `make_progress` chooses between `LiveProgress` (the
+table, redrawn in place below log lines), `NotebookProgress` (HTML, updated in place) and `Progress` (lines only).
+"""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from math import ceil
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
 import torch
-from rich.console import Console, ConsoleOptions, Group, OverflowMethod, RenderableType, RenderResult
+from rich.console import Console, ConsoleOptions, OverflowMethod, RenderableType, RenderResult
 from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
@@ -29,7 +29,6 @@ from peft_mux.reporting.page import run_html
 from peft_mux.reporting.views import (
     RunView,
     RunWatch,
-    ShownTask,
     TaskView,
     number_text,
     rate_text,
@@ -38,39 +37,37 @@ from peft_mux.reporting.views import (
     time_text,
 )
 
+if TYPE_CHECKING:
+    from peft_mux.engine.tasks.task_run import TaskRun
+
 try:
     import resource
-except ImportError:  # Windows has none
+except ImportError:  # Windows
     resource = None
 
+# ---------------------------------------------------------------- memory of this process
 
-def memory_now(device: torch.device) -> Callable[[], tuple[int, int] | None]:
-    """Return a function that gives the bytes held now and those of the device; `None` where they are not known.
+
+def memory_now(device: torch.device) -> tuple[int, int] | None:
+    """Return the bytes held now and those of the device; `None` if unknown.
 
     Args:
         device: a GPU, whose allocated memory counts, or else the host, with all that this process holds of it.
     """
-
-    def of_gpu() -> tuple[int, int]:
+    if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-
-    process = psutil.Process()
-
-    def of_host() -> tuple[int, int] | None:
-        total = host_memory_bytes()
-        try:
-            return None if total is None else (process.memory_info().rss, total)
-        except (psutil.Error, OSError):
-            return None
-
-    return of_gpu if device.type == "cuda" else of_host
+    total = host_memory_bytes()
+    try:
+        return None if total is None else (psutil.Process().memory_info().rss, total)
+    except (psutil.Error, OSError):
+        return None
 
 
 def peak_bytes(device: torch.device | None = None) -> int:
-    """Return the most bytes that this process has held: of its GPU, else of the host; 0 where nobody knows.
+    """Return the most bytes that this process has held: of its GPU, else of the host; 0 if unknown.
 
     Args:
-        device: the device that it trains on; by default a GPU where it uses one.
+        device: the device that it trains on; by default a GPU if it uses one.
     """
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
@@ -83,6 +80,8 @@ def peak_bytes(device: torch.device | None = None) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+# ---------------------------------------------------------------- the table
+
 _STYLES = {
     "running": "green",
     "interrupted": "yellow",
@@ -93,18 +92,19 @@ _STYLES = {
     "failed": "bold red",
     "removed": "dim",
 }
+_BAR_STYLES = {"failed": "red", "paused": "yellow", "interrupted": "yellow"}
 _FIRST = ("failed", "running", "interrupted", "paused", "waiting", "stopped_early", "succeeded", "removed")
-"""Which tasks are shown where not all have room."""
+"""Which tasks are shown first if there is no room for all."""
 _ARROWS = {"down": ("↓", "v"), "up": ("↑", "^"), "flat": ("→", "-"), "": (" ", " ")}
 _COLUMNS = (("eval", 66), ("tokens/s", 76), ("share", 80), ("eta", 40))
-"""Columns beside name, status, bar, step and loss, each with the width of a window from which on it is there."""
+"""Columns in addition to name, status, bar, step and loss, each with the least width of a window that shows it."""
 _FIRST_TO_GO = ("share", "tokens/s", "eval", "eta")
-"""Which of them make room where numbers are long."""
+"""Which of them go first if numbers are long."""
 _LEAST_WIDTH_OF_BAR = 56
 _LEAST_NAME, _LEAST_BAR, _MOST_BAR, _GAP = 8, 6, 24, 2
-"""Characters. Longer bars would tell nothing more, and be wrapped by a window that gets narrower."""
+"""Characters. Longer bars would show nothing more, and be wrapped by a window that gets narrower."""
 _LEAST_HEIGHT_OF_TWO = 10
-"""Height of a window from which on the line of the run may take two."""
+"""Height of a window from which the line of the run may take two."""
 
 
 class RunTable:
@@ -121,42 +121,84 @@ class RunTable:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Draw the table for the present size of the window."""
-        height = self.max_height or console.size.height
+        view, width, height = self.view, options.max_width, self.max_height or console.size.height
         is_plain = not (options.encoding or "").lower().startswith("utf")
-        yield Group(*_rows(self.view, options.max_width, height, is_plain=is_plain))
+        overflow: OverflowMethod = "crop" if is_plain else "ellipsis"
+        left = f", {time_text(view.left_s)} left" if view.left_s is not None else ""
+        parts = [f"run  {'interrupted, ' if view.is_interrupted else ''}{time_text(view.seconds)}{left}"]
+        if view.tokens_per_s:
+            parts.append(f"{rate_text(view.tokens_per_s)} tokens/s")
+        if view.memory_bytes is not None and view.total_bytes:
+            parts.append(f"memory {view.memory_bytes / 2**30:.2f}/{view.total_bytes / 2**30:.1f} GiB")
+        counts = _counts(view.tasks)
+        run_lines = ["  ".join([*parts, counts])]
+        if len(run_lines[0]) > width:
+            # In a low window a second line would take the room of tasks.
+            run_lines = ["  ".join(parts), *([f"     {counts}"] if height >= _LEAST_HEIGHT_OF_TWO else [])]
+        # Heads, the lines of the run, and the line on which the cursor rests.
+        room = max(1, height - 2 - len(run_lines))
+        shown, hidden = list(view.tasks), []
+        if len(shown) > room:
+            by_rank = sorted(view.tasks, key=lambda task: _FIRST.index(task.status))
+            shown, hidden = by_rank[: max(1, room - 1)], by_rank[max(1, room - 1) :]
+        yield _task_table(shown, width, view.share_of if view.shows_shares else "", is_plain=is_plain)
+        if hidden:
+            more = f"... and {len(hidden)} more: {_counts(hidden)}"
+            yield Text(more, style="dim", no_wrap=True, overflow=overflow)
+        for line in run_lines:
+            yield Text(line, style="bold", no_wrap=True, overflow=overflow)
 
 
-def table_text(view: RunView, width: int = 80) -> str:
-    """Return the table as text without colours, all tasks included.
-
-    Args:
-        view: the run.
-        width: characters of a line.
-    """
-    console = Console(width=width, color_system=None, force_terminal=False, legacy_windows=False)
-    with console.capture() as captured:
-        console.print(RunTable(view, len(view.tasks) + 10))
-    return "\n".join(line.rstrip() for line in captured.get().splitlines())
-
-
-def _rows(view: RunView, width: int, height: int, *, is_plain: bool) -> list[RenderableType]:
-    overflow: OverflowMethod = "crop" if is_plain else "ellipsis"
-    total = _total(view, width, overflow)
-    # In a low window a second line would take the room of tasks.
-    total = total if height >= _LEAST_HEIGHT_OF_TWO else total[:1]
-    # Heads, the lines of the run, and the line on which the cursor rests.
-    room = max(1, height - 2 - len(total))
-    shown, hidden = list(view.tasks), []
-    if len(shown) > room:
-        by_rank = sorted(view.tasks, key=lambda task: _FIRST.index(task.status))
-        shown, hidden = by_rank[: max(1, room - 1)], by_rank[max(1, room - 1) :]
-    share_of = view.share_of if view.shows_shares else ""
-    rows: list[RenderableType] = [_table(shown, width, share_of, is_plain=is_plain)]
-    if hidden:
-        rows.append(
-            Text(f"... and {len(hidden)} more: {_counts(hidden)}", style="dim", no_wrap=True, overflow=overflow)
-        )
-    return [*rows, *total]
+def _task_table(tasks: Sequence[TaskView], width: int, share_of: str, *, is_plain: bool) -> Table:
+    """Return the rows of tasks, with the columns that fit; `share_of` is "" if no shares are shown."""
+    cells = [
+        {
+            "status": task.status,
+            "step": f"{task.step}/{task.num_steps}",
+            "loss": f"{number_text(task.loss)} {_ARROWS[task.trend][is_plain]}",
+            "eval": number_text(task.eval_loss),
+            "tokens/s": rate_text(task.tokens_per_s),
+            "share": share_text(task.share),
+            "eta": time_text(task.left_s),
+        }
+        for task in tasks
+    ]
+    longest = max([len(task.name) for task in tasks] + [4])
+    titles = {"share": f"of {share_of}"}
+    columns = ["status", "step", "loss", *(name for name, least in _COLUMNS if width >= least)]
+    if not share_of and "share" in columns:
+        columns.remove("share")
+    while True:
+        widths = {name: max([len(titles.get(name, name)), *(len(own[name]) for own in cells)]) for name in columns}
+        room = width - sum(widths.values()) - _GAP * len(widths)
+        # Shares are shown if no name is cut for them, and a bar remains.
+        if room >= (longest + _GAP + _LEAST_BAR if "share" in columns else _LEAST_NAME) or len(columns) == 3:
+            break
+        columns.remove(next(name for name in _FIRST_TO_GO if name in columns))
+    # The rest is for names and bars; names come first, because they distinguish tasks.
+    bar = min(_MOST_BAR, max(_LEAST_BAR, room - _GAP - longest)) if width >= _LEAST_WIDTH_OF_BAR else 0
+    name_width = min(longest, max(_LEAST_NAME, room - (bar + _GAP if bar else 0)))
+    options: dict[str, Any] = {"no_wrap": True, "overflow": "crop" if is_plain else "ellipsis"}
+    table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", pad_edge=False)
+    table.add_column("task", width=name_width, **options)
+    table.add_column("status", width=widths["status"], **options)
+    if bar:
+        table.add_column("done", width=bar, **options)
+    for name in columns[1:]:
+        table.add_column(titles.get(name, name), justify="right", **options)
+    for task, own in zip(tasks, cells, strict=True):
+        row: list[RenderableType] = [
+            Text(shortened(task.name, name_width, ".." if is_plain else "…")),
+            Text(task.status, style=_STYLES.get(task.status, "")),
+        ]
+        if bar and is_plain:
+            filled = min(bar, round(bar * task.step / max(task.num_steps, 1)))
+            row.append(Text("#" * filled + "-" * (bar - filled)))
+        elif bar:
+            style = _BAR_STYLES.get(task.status, "green")
+            row.append(ProgressBar(task.num_steps, task.step, complete_style=style, finished_style=style))
+        table.add_row(*row, *(own[name] for name in columns[1:]))
+    return table
 
 
 def _counts(tasks: Sequence[TaskView]) -> str:
@@ -164,86 +206,70 @@ def _counts(tasks: Sequence[TaskView]) -> str:
     return ", ".join(f"{count} {status}" for status, count in found if count)
 
 
-def _table(tasks: Sequence[TaskView], width: int, share_of: str, *, is_plain: bool) -> Table:
-    overflow: OverflowMethod = "crop" if is_plain else "ellipsis"
-    options: dict[str, Any] = {"no_wrap": True, "overflow": overflow}
-    heads, words, widths, room = _fitting(tasks, width, share_of, is_plain=is_plain)
-    # What is left is for names and bars; names come first, as they tell one task from another.
-    longest = max([len(task.name) for task in tasks] + [4])
-    bar = min(_MOST_BAR, max(_LEAST_BAR, room - _GAP - longest)) if width >= _LEAST_WIDTH_OF_BAR else 0
-    name = min(longest, max(_LEAST_NAME, room - (bar + _GAP if bar else 0)))
-    table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", pad_edge=False)
-    table.add_column("task", width=name, **options)
-    table.add_column("status", width=widths[0], **options)
-    if bar:
-        table.add_column("done", width=bar, **options)
-    for head in heads[1:]:
-        table.add_column(head, justify="right", **options)
-    for task, own in zip(tasks, words, strict=True):
-        shown = Text(shortened(task.name, name, ".." if is_plain else "…"))
-        status = Text(own[0], style=_STYLES.get(task.status, ""))
-        table.add_row(shown, status, *([_bar(task, bar, is_plain=is_plain)] if bar else []), *own[1:])
-    return table
+def table_text(view: RunView, width: int = 80) -> str:
+    """Return the table as text without colours, with all tasks; `width` is in characters."""
+    console = Console(width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    with console.capture() as captured:
+        console.print(RunTable(view, len(view.tasks) + 10))
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
-def _fitting(
-    tasks: Sequence[TaskView], width: int, share_of: str, *, is_plain: bool
-) -> tuple[list[str], list[list[str]], list[int], int]:
-    """Return heads, cells of each task and widths of the columns that have room beside names, and what room is left."""
-    heads = ["status", "step", "loss", *(name for name, least in _COLUMNS if width >= least)]
-    heads = [name for name in heads if name != "share" or share_of]
-    names = max([len(task.name) for task in tasks] + [4])
-    while True:
-        words = [[_word(task, head, is_plain=is_plain) for head in heads] for task in tasks]
-        titles = [f"of {share_of}" if name == "share" else name for name in heads]
-        widths = [max(map(len, column)) for column in zip(titles, *words, strict=True)]
-        room = width - sum(widths) - _GAP * len(widths)
-        # Shares are there where they cost no part of a name, and leave a bar.
-        if room >= (names + _GAP + _LEAST_BAR if "share" in heads else _LEAST_NAME) or len(heads) == 3:
-            return titles, words, widths, room
-        heads.remove(next(name for name in _FIRST_TO_GO if name in heads))
-
-
-def _word(task: TaskView, head: str, *, is_plain: bool) -> str:
-    """Return the cell of a task in one of the columns beside its name and its bar."""
-    return {
-        "status": task.status,
-        "step": f"{task.step}/{task.num_steps}",
-        "loss": f"{number_text(task.loss)} {_ARROWS[task.trend][is_plain]}",
-        "eval": number_text(task.eval_loss),
-        "tokens/s": rate_text(task.tokens_per_s),
-        "share": share_text(task.share),
-        "eta": time_text(task.left_s),
-    }[head]
-
-
-def _bar(task: TaskView, width: int, *, is_plain: bool) -> RenderableType:
-    if is_plain:
-        filled = min(width, round(width * task.step / max(task.num_steps, 1)))
-        return Text("#" * filled + "-" * (width - filled))
-    style = {"failed": "red", "paused": "yellow", "interrupted": "yellow"}.get(task.status, "green")
-    return ProgressBar(task.num_steps, task.step, complete_style=style, finished_style=style)
-
-
-def _total(view: RunView, width: int, overflow: OverflowMethod) -> list[Text]:
-    """Return the line of the whole run, or two where one has no room for it."""
-    left = f", {time_text(view.left_s)} left" if view.left_s is not None else ""
-    parts = [f"run  {'interrupted, ' if view.is_interrupted else ''}{time_text(view.seconds)}{left}"]
-    if view.tokens_per_s:
-        parts.append(f"{rate_text(view.tokens_per_s)} tokens/s")
-    if view.memory_bytes is not None and view.total_bytes:
-        parts.append(f"memory {view.memory_bytes / 2**30:.2f}/{view.total_bytes / 2**30:.1f} GiB")
-    counts = _counts(view.tasks)
-    line = "  ".join([*parts, counts])
-    lines = [line] if len(line) <= width else ["  ".join(parts), f"     {counts}"]
-    return [Text(one, style="bold", no_wrap=True, overflow=overflow) for one in lines]
-
+# ---------------------------------------------------------------- progress
 
 _FRAMES_PER_S = 4
+_LEAST_GAP_S = 0.5
+_MOST_SHARE = 0.02
+"""Share of the time that drawing in a notebook may take."""
+_MOST_CHARTS = 24
 
 
-class LiveProgress:
-    """A table that is redrawn several times a second by a thread of its own, so that long steps do not stop the time.
+class Progress:
+    """Prints log lines and nothing that moves; base of what shows more.
+
+    Args:
+        stream: where lines go; by default the standard output at the time.
+        is_silent: prints nothing, as in processes other than the first.
+
+    Attributes:
+        shows_losses: whether losses are part of what is shown, so that no lines are printed for them.
+        width: characters of a line; `None` if lines may have any length.
+        watch: follows the tasks; `None` if nothing moves.
+    """
+
+    shows_losses = False
+    width: int | None = None
+    watch: RunWatch | None = None
+
+    def __init__(self, stream: TextIO | None = None, *, is_silent: bool = False) -> None:
+        """Print nothing yet."""
+        self.stream, self.is_silent = stream, is_silent
+
+    def start(self, tasks: Iterable[TaskRun]) -> None:
+        """Begin to show tasks."""
+        if self.watch is not None:
+            self.watch.start(tasks)
+
+    def advance(self, tasks: Iterable[TaskRun]) -> None:
+        """Show where the tasks are after a step."""
+        if self.watch is not None:
+            self.watch.advance(tasks)
+
+    def log(self, line: str) -> None:
+        """Print a line; one that a full disk or a closed pipe does not take is lost, and nothing else."""
+        if self.is_silent:
+            return
+        with suppress(OSError, ValueError):
+            stream = self.stream or sys.stdout
+            # An output that knows only ASCII shows other letters by their numbers.
+            encoding = getattr(stream, "encoding", None) or "utf-8"
+            print(line.encode(encoding, "backslashreplace").decode(encoding), file=stream, flush=True)
+
+    def stop(self) -> None:
+        """End."""
+
+
+class LiveProgress(Progress):
+    """A table that a thread redraws several times per second, so that the time also moves during long steps.
 
     Args:
         watch: follows the tasks.
@@ -254,16 +280,16 @@ class LiveProgress:
 
     def __init__(self, watch: RunWatch, console: Console | None = None) -> None:
         """Draw nothing yet."""
+        super().__init__()
         self.watch = watch
         self.console = console or Console()
-        # Before the display is made, which asks for a frame at once.
-        self._drawn_width = self.console.size.width
-        self._drawn_lines: list[int] = []
+        # Before `Live` is made, which asks for a frame at once.
+        self._drawn_width, self._drawn_lines = self.console.size.width, []
         self._live = Live(
             get_renderable=self._frame,
             console=self.console,
             refresh_per_second=_FRAMES_PER_S,
-            # What the code of tasks prints comes above the table, instead of through it.
+            # What the code of tasks prints appears above the table instead of inside it.
             redirect_stdout=True,
             redirect_stderr=True,
             vertical_overflow="crop",
@@ -274,18 +300,14 @@ class LiveProgress:
         """Characters of a line of the window, as it is now."""
         return self.console.size.width
 
-    def start(self, tasks: Iterable[ShownTask]) -> None:
+    def start(self, tasks: Iterable[TaskRun]) -> None:
         """Show every task."""
-        self.watch.start(tasks)
+        super().start(tasks)
         self._live.start()
-
-    def advance(self, tasks: Iterable[ShownTask]) -> None:
-        """Take note of a step; the next frame shows it."""
-        self.watch.advance(tasks)
 
     def log(self, line: str) -> None:
         """Print above the table."""
-        # Messages hold brackets, which rich would take for markup. A terminal that is gone ends no run.
+        # Lines contain brackets, which rich would take for markup. A terminal that is gone ends no run.
         with suppress(OSError, ValueError):
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -295,34 +317,24 @@ class LiveProgress:
             self._live.stop()
 
     def _frame(self) -> RenderableType:
-        """Return the next frame; before it, take away what is left of the last one where the window got narrower."""
-        table = RunTable(self.watch.view())
-        width = self.console.size.width
+        """Return the next frame; erase before it what is left of the last one if the window got narrower."""
+        assert self.watch is not None, "set by the constructor"
+        table, width = RunTable(self.watch.view()), self.console.size.width
         if width < self._drawn_width:
-            self._erase_wrapped(width)
+            # The terminal has wrapped the lines of the last frame: these are the rows beyond one each.
+            num_more = sum(max(1, ceil(cells / width)) - 1 for cells in self._drawn_lines)
+            step = [(ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)]
+            if num_more:
+                erase = (ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *(step * num_more))
+                self.console.control(Control(*erase))
+        lines = self.console.render_lines(table, pad=False)
         self._drawn_width = width
-        self._drawn_lines = [
-            sum(segment.cell_length for segment in line) for line in self.console.render_lines(table, pad=False)
-        ]
+        self._drawn_lines = [sum(segment.cell_length for segment in line) for line in lines]
         return table
 
-    def _erase_wrapped(self, width: int) -> None:
-        """Erase the rows that lines of the last frame take beyond one each, since the terminal has wrapped them."""
-        more = sum(max(1, ceil(cells / width)) - 1 for cells in self._drawn_lines)
-        step = [(ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)]
-        if more:
-            erase = (ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *(step * more))
-            self.console.control(Control(*erase))
 
-
-_LEAST_GAP_S = 0.5
-_MOST_SHARE = 0.02
-"""Share of the time that drawing may take."""
-_MOST_CHARTS = 24
-
-
-class NotebookProgress:
-    """The run as HTML, under a `display_id` of its own.
+class NotebookProgress(Progress):
+    """The run as HTML, in one output of a notebook's cell that is updated in place.
 
     Args:
         watch: follows the tasks, and keeps the lines.
@@ -333,20 +345,19 @@ class NotebookProgress:
 
     def __init__(self, watch: RunWatch) -> None:
         """Show nothing yet."""
+        super().__init__()
         self.watch = watch
         self._handle: Any = None
         self._next_s = 0.0
 
-    def start(self, tasks: Iterable[ShownTask]) -> None:
+    def start(self, tasks: Iterable[TaskRun]) -> None:
         """Begin an output in the cell that runs."""
-        from IPython.display import HTML, display
+        super().start(tasks)
+        self._update(begins=True)
 
-        self.watch.start(tasks)
-        self._handle = display(HTML(self._html()), display_id=True)
-
-    def advance(self, tasks: Iterable[ShownTask]) -> None:
+    def advance(self, tasks: Iterable[TaskRun]) -> None:
         """Show where the tasks are, unless they were shown a moment ago."""
-        self.watch.advance(tasks)
+        super().advance(tasks)
         began = time.perf_counter()
         if began >= self._next_s:
             self._update()
@@ -354,7 +365,8 @@ class NotebookProgress:
             self._next_s = began + max(_LEAST_GAP_S, took / _MOST_SHARE)
 
     def log(self, line: str) -> None:
-        """Keep a line below the table; what is said after the last step is shown at once."""
+        """Keep a line below the table; lines after the last step are shown at once."""
+        assert self.watch is not None, "set by the constructor"
         self.watch.log(line)
         if self._next_s == float("inf"):
             self._update()
@@ -364,110 +376,37 @@ class NotebookProgress:
         self._next_s = float("inf")
         self._update()
 
-    def _update(self) -> None:
-        from IPython.display import HTML
+    def _update(self, *, begins: bool = False) -> None:
+        from IPython.display import HTML, display
 
-        if self._handle is not None:
-            self._handle.update(HTML(self._html()))
-
-    def _html(self) -> str:
-        return run_html(self.watch.view(with_curves=True), most_charts=_MOST_CHARTS)
-
-
-class Progress(Protocol):
-    """Shows how a run goes on.
-
-    Attributes:
-        shows_losses: whether losses are part of what is shown, so that no lines are printed of them.
-    """
-
-    shows_losses: bool
-
-    @property
-    def width(self) -> int | None:
-        """Characters of a line; `None` where lines may be of any length."""
-        ...
-
-    def start(self, tasks: Iterable[ShownTask]) -> None:
-        """Begin."""
-        ...
-
-    def advance(self, tasks: Iterable[ShownTask]) -> None:
-        """Show where the tasks are."""
-        ...
-
-    def log(self, line: str) -> None:
-        """Print a line beside the progress."""
-        ...
-
-    def stop(self) -> None:
-        """End."""
-        ...
-
-
-class SilentProgress:
-    """Shows nothing: a process other than the first."""
-
-    shows_losses = False
-    width: int | None = None
-
-    def start(self, tasks: Iterable[ShownTask]) -> None:
-        """Do nothing."""
-
-    def advance(self, tasks: Iterable[ShownTask]) -> None:
-        """Do nothing."""
-
-    def log(self, line: str) -> None:
-        """Do nothing."""
-
-    def stop(self) -> None:
-        """Do nothing."""
-
-
-class PlainProgress(SilentProgress):
-    """Prints log lines, nothing that moves."""
-
-    def __init__(self, stream: TextIO | None = None) -> None:
-        """Print to `stream`, by default to what standard output is at the time."""
-        self.stream = stream
-
-    def log(self, line: str) -> None:
-        """Print a line; one that a full disk, a closed pipe or stream does not take is lost, and nothing else."""
-        with suppress(OSError, ValueError):
-            stream = self.stream or sys.stdout
-            # An output that knows ASCII alone shows other letters by their numbers.
-            coding = getattr(stream, "encoding", None) or "utf-8"
-            print(line.encode(coding, "backslashreplace").decode(coding), file=stream, flush=True)
+        assert self.watch is not None, "set by the constructor"
+        html = HTML(run_html(self.watch.view(with_curves=True), most_charts=_MOST_CHARTS))
+        if begins:
+            self._handle = display(html, display_id=True)
+        elif self._handle is not None:
+            self._handle.update(html)
 
 
 def make_progress(*, enabled: bool, is_main_process: bool, device: torch.device) -> Progress:
-    """Return what suits the place where the run prints.
+    """Return the progress that suits where the run prints.
 
     Args:
-        enabled: whether anything may move; else lines are printed (`disable_tqdm`, as Trainer has it).
+        enabled: whether anything may move; else lines are printed (`disable_tqdm`, as in Trainer).
         is_main_process: whether this process is the one that prints.
         device: the device whose memory is shown.
     """
     if not is_main_process:
-        return SilentProgress()
+        return Progress(is_silent=True)
+    watch = RunWatch(partial(memory_now, device))
     if enabled and in_notebook():
-        return NotebookProgress(RunWatch(memory_now(device)))
-    if enabled and _is_terminal(sys.stdout):
-        from rich.console import Console
-
+        return NotebookProgress(watch)
+    # There may be no standard output, or one of another make that has no `isatty`.
+    with suppress(AttributeError, OSError, ValueError):
         console = Console()
         # A terminal that cannot move its cursor gets lines.
-        if console.is_terminal and not console.is_dumb_terminal:
-            return LiveProgress(RunWatch(memory_now(device)), console)
-    return PlainProgress()
-
-
-def _is_terminal(stream: Any) -> bool:
-    """Whether an output is a terminal; there may be none, or one of another make that does not know."""
-    try:
-        return bool(stream.isatty())
-    except (AttributeError, OSError, ValueError):
-        return False
+        if enabled and sys.stdout.isatty() and console.is_terminal and not console.is_dumb_terminal:
+            return LiveProgress(watch, console)
+    return Progress()
 
 
 def in_notebook() -> bool:
@@ -478,16 +417,10 @@ def in_notebook() -> bool:
 
 
 def show_view(view: RunView) -> None:
-    """Show a run once: as HTML in a notebook, else as a table of text.
-
-    Args:
-        view: the run, with its curves.
-    """
+    """Show a run once, with its curves: as HTML in a notebook, else as a table of text."""
     if in_notebook():
         from IPython.display import HTML, display
 
-        from peft_mux.reporting.page import run_html
-
         display(HTML(run_html(view)))
     else:
-        PlainProgress().log(table_text(view))
+        Progress().log(table_text(view))

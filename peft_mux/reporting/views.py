@@ -1,9 +1,9 @@
-"""Numbers in few characters, for tables and charts."""
+"""What is shown of a run at one moment (`RunView`), and numbers in few characters.
 
-# MERGED: `TaskTimes`: for how long each task has taken steps, in this process, and what share of their time was its
-# MERGED: own.
-# MERGED: `RunView`, what is shown of a run at one moment, and `RunWatch`, which makes it of tasks that train.
-# MERGED: Everything in a view was measured, but for the time left, which goes on as the last steps went.
+`RunWatch` makes views of tasks that train, `view_of` of a task at rest, and `view_of_records` of the `metrics.jsonl` of
+a run that another process trains. Tables, pages, notebooks and commands are drawn from views. Everything in a view was
+measured, except the time left, which assumes that the last steps were typical.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +13,26 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from peft_mux.reporting.metrics_file import steps_at_ends, training_seconds
+if TYPE_CHECKING:  # commands that only read metrics import this module, and need no torch
+    from peft_mux.engine.tasks.task_run import TaskRun
+
+Curve = tuple[tuple[int, float], ...]
+"""Points of a curve: step of the task, and value."""
+_OF_TASKS = ("data", "train", "eval", "status")
+"""Events of `metrics.jsonl` about a task that has begun."""
+_WINDOW_S = 20.0
+"""Rates are those of about so many seconds."""
+_GAP_S = 0.25
+_FAST, _SLOW = 0.9, 0.98
+_FLAT = 0.002
+"""Relative difference of the two means below which a loss neither falls nor rises."""
+_MOST_LINES = 200
+"""Last lines of a run that are kept."""
+
+# ---------------------------------------------------------------- numbers in few characters
 
 
 def counted(number: int, word: str) -> str:
@@ -25,7 +41,7 @@ def counted(number: int, word: str) -> str:
 
 
 def number_text(value: float | None) -> str:
-    """Return a loss in six characters or so, whatever its size."""
+    """Return a loss in about six characters, whatever its size."""
     if value is None:
         return "-"
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
@@ -51,13 +67,7 @@ def time_text(seconds: float | None) -> str:
 
 
 def shortened(text: str, width: int, mark: str = "…") -> str:
-    """Return a name in at most so many characters: its middle goes, as the names of a sweep differ at their ends.
-
-    Args:
-        text: the name.
-        width: characters that there are.
-        mark: what stands for the middle.
-    """
+    """Return a name in at most `width` characters; its middle goes, because names in a sweep differ at their ends."""
     if len(text) <= width:
         return text
     kept = max(width - len(mark), 0)
@@ -65,96 +75,30 @@ def shortened(text: str, width: int, mark: str = "…") -> str:
 
 
 def share_text(share: float | None) -> str:
-    """Return a share of a whole, from 0 to 1, in percent; "-" where there is none."""
+    """Return a share of a whole, from 0 to 1, in percent; "-" for none."""
     return "-" if share is None else f"{share:.0%}"
 
 
-class ShownTask(Protocol):
-    """What is read of a task; a `TaskRun` is one."""
-
-    step: int
-    num_steps: int
-    status: Any
-    reason: str
-    last_loss: float
-    num_tokens: int
-    state: Any
-
-    @property
-    def name(self) -> str:
-        """Name of the task."""
-        ...
-
-
-class TaskTimes:
-    """Adds up the seconds of the steps that each task took part in, with all that lay between them.
-
-    Tasks of a step share its passes, which have no times of their own; so its seconds are divided by the tokens that
-    each of them has trained in it. These parts are what shares are made of: those of all tasks add up to 1.
+def curve_of(records: Iterable[Any], key: str) -> Curve:
+    """Return the points that records have of one number; records without it, or with no finite one, are skipped.
 
     Args:
-        clock: returns seconds; another one for tests.
+        records: entries of a log history, or of `metrics.jsonl`.
+        key: name of the number, such as `eval_loss`.
     """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Have seen no step."""
-        self._clock, self._last_s = clock, clock()
-        self._steps: dict[str, int] = {}
-        self._first: dict[str, int] = {}
-        self._tokens: dict[str, int] = {}
-        self._seconds: defaultdict[str, float] = defaultdict(float)
-        self._own_seconds: defaultdict[str, float] = defaultdict(float)
-
-    def begin(self, tasks: Iterable[ShownTask]) -> None:
-        """Count from here on."""
-        tasks = tuple(tasks)
-        self._last_s = self._clock()
-        self._steps = {task.name: task.step for task in tasks}
-        self._tokens = {task.name: task.num_tokens for task in tasks}
-        # Where a task was put back to a saved state, it stands elsewhere than it ended.
-        self._first = dict(self._steps)
-        self._seconds.clear()
-        self._own_seconds.clear()
-
-    def advance(self, tasks: Iterable[ShownTask]) -> None:
-        """Count a step, or several, for the tasks that have taken it."""
-        now, tokens = self._clock(), {}
-        for task in tasks:
-            if task.step > self._steps.setdefault(task.name, 0):
-                self._seconds[task.name] += now - self._last_s
-                self._first.setdefault(task.name, 0)
-                tokens[task.name] = max(task.num_tokens - self._tokens.get(task.name, 0), 0)
-            self._steps[task.name], self._tokens[task.name] = task.step, task.num_tokens
-        total = sum(tokens.values())
-        for name, own in tokens.items():
-            self._own_seconds[name] += (now - self._last_s) * (own / total if total else 1 / len(tokens))
-        self._last_s = now
-
-    def seconds(self, name: str) -> float:
-        """Return the seconds of a task since its training began here."""
-        return self._seconds.get(name, 0.0)
-
-    def share(self, name: str) -> float | None:
-        """Return a task's share of the seconds of all steps since training began here; `None` before the first."""
-        total_s = sum(self._own_seconds.values())
-        return self._own_seconds.get(name, 0.0) / total_s if total_s else None
-
-    def num_steps(self, task: ShownTask) -> int:
-        """Return how many steps a task has taken since its training began here."""
-        return max(0, task.step - self._first.get(task.name, 0))
+    points = []
+    for record in records:
+        try:
+            point = int(record["step"]), float(record[key])
+        # A changed byte in a file makes anything of a number.
+        except (KeyError, TypeError, ValueError, OverflowError):
+            continue
+        if math.isfinite(point[1]):
+            points.append(point)
+    return tuple(points)
 
 
-Curve = tuple[tuple[int, float], ...]
-"""Points of a curve: step of the task, and value."""
-
-_OF_TASKS = ("data", "train", "eval", "status")
-"""Events of `metrics.jsonl` that tell of a task which has begun."""
-_WINDOW_S = 20.0
-"""Rates are those of about so many seconds."""
-_GAP_S = 0.25
-_FAST, _SLOW = 0.9, 0.98
-_FLAT = 0.002
-"""Relative difference of the two means below which a loss neither falls nor rises."""
+# ---------------------------------------------------------------- views
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,18 +107,18 @@ class TaskView:
 
     Attributes:
         name: name of the task.
-        status: where it stands, a word of the glossary.
+        status: its status, a word of the glossary.
         step: optimizer steps taken.
         num_steps: optimizer steps to take.
-        reason: why it waits, failed or stopped; "" where there is nothing to say.
+        reason: why it waits, failed or stopped; "" if there is nothing to say.
         loss: mean of its last losses, newer ones counting more; `None` before its first step.
-        trend: whether that mean falls ("down"), rises ("up") or neither ("flat"); "" where it cannot be told yet.
+        trend: whether that mean falls ("down"), rises ("up") or neither ("flat"); "" if it is too early to say.
         eval_loss: its last held-out loss; `None` before the first.
-        tokens_per_s: its tokens a second over the last steps; `None` where it takes none.
-        left_s: seconds that its other steps take if they go on like the last ones; `None` where it takes none.
+        tokens_per_s: its tokens per second over the last steps; `None` if it takes none.
+        left_s: seconds that its other steps take if they are like the last ones; `None` if it takes none.
         losses: its logged losses.
         eval_losses: its held-out losses.
-        share: its share of the run, from 0 to 1, of what `RunView.share_of` says; `None` where that is not known.
+        share: its share of the run, from 0 to 1, of `RunView.share_of`; `None` if unknown.
     """
 
     name: str
@@ -200,13 +144,13 @@ class RunView:
         tasks: its tasks, in the order in which they came.
         step: steps of the run.
         seconds: seconds since the first step began.
-        tokens_per_s: tokens a second of all tasks over the last steps; `None` where none were taken.
-        memory_bytes: what this process holds now: of its GPU, else of the host; `None` where that is not known.
+        tokens_per_s: tokens per second of all tasks over the last steps; `None` if none were taken.
+        memory_bytes: what this process holds now: of its GPU, else of the host; `None` if unknown.
         total_bytes: memory of that device.
         lines: what was logged, oldest first; terminals print it instead.
-        is_interrupted: whether nobody trains it, though tasks of it would take more steps.
-        share_of: what `TaskView.share` is of: "time" of the steps, those of several tasks divided by their tokens, or
-            "tokens" that were trained.
+        is_interrupted: whether no process trains it, though some tasks have steps left.
+        share_of: what `TaskView.share` is a share of: "time" of the steps (steps of several tasks are divided by their
+            tokens), or "tokens" that were trained on.
     """
 
     tasks: tuple[TaskView, ...]
@@ -226,90 +170,176 @@ class RunView:
 
     @property
     def left_s(self) -> float | None:
-        """Seconds until the last running task ends if all go on as they do; `None` where none runs."""
+        """Seconds until the last running task ends if all continue as they are; `None` if none runs."""
         return max((task.left_s for task in self.tasks if task.left_s is not None), default=None)
 
-    def count(self, status: str) -> int:
-        """Return how many tasks have a status."""
-        return sum(task.status == status for task in self.tasks)
+
+def interrupted(view: RunView) -> RunView:
+    """Return the view of a run that no process trains: its running tasks as interrupted; unchanged if none ran.
+
+    Their recorded status stays "running", with which they resume. A view is for people, who would wait for them.
+    """
+    if all(task.status != "running" for task in view.tasks):
+        return view
+    left = {"status": "interrupted", "tokens_per_s": None, "left_s": None}
+    tasks = tuple(replace(task, **left) if task.status == "running" else task for task in view.tasks)
+    return replace(view, tasks=tasks, tokens_per_s=None, is_interrupted=True)
+
+
+def view_of(task: TaskRun, *, with_curves: bool = True) -> TaskView:
+    """Return what a task shows by itself, whether or not it trains: its last loss instead of a mean, and no rates."""
+    history = task.state.log_history if with_curves else ()
+    held_out = curve_of(history, "eval_loss")
+    return TaskView(
+        task.name,
+        str(task.status),
+        task.step,
+        task.num_steps,
+        task.reason,
+        loss=task.last_loss if math.isfinite(task.last_loss) else None,
+        eval_loss=held_out[-1][1] if held_out else None,
+        losses=curve_of(history, "loss"),
+        eval_losses=held_out,
+    )
 
 
 class _Sample(NamedTuple):
+    """Where a task stood at one time."""
+
     seconds: float
     step: int
     num_tokens: int
 
 
+def _rates(first: _Sample, last: _Sample) -> tuple[float | None, float | None]:
+    """Return tokens and steps per second between two samples; `None` if no step was taken."""
+    seconds, steps = last.seconds - first.seconds, last.step - first.step
+    if not seconds > 0 or steps <= 0:
+        return None, None
+    return (last.num_tokens - first.num_tokens) / seconds, steps / seconds
+
+
+@dataclass
 class _Watched:
-    """Means of one task's losses, and where it stood over the last seconds."""
+    """Means of one task's losses, its last held-out loss, and where it stood over the last seconds."""
 
-    def __init__(self, now: float, task: ShownTask) -> None:
-        self.step = task.step
-        self._means = {_FAST: 0.0, _SLOW: 0.0}
-        self._num_losses = self._num_read = 0
-        self._samples = deque([_Sample(now, task.step, task.num_tokens)])
-        self.eval_loss: float | None = None
-        self._read_history(task)
+    step: int
+    means: dict[float, float] = field(default_factory=lambda: {_FAST: 0.0, _SLOW: 0.0})
+    num_losses: int = 0
+    num_read: int = 0
+    eval_loss: float | None = None
+    samples: deque[_Sample] = field(default_factory=deque)
 
-    def _read_history(self, task: ShownTask) -> None:
-        """Look for a held-out loss in what was logged since the last look, as histories get long."""
+    def observe(self, now_s: float, task: TaskRun) -> None:
+        """Take the present state of the task into account."""
+        # Only what was logged since the last call is read, because histories get long.
         history = task.state.log_history
-        self._num_read = self._num_read if self._num_read <= len(history) else 0
-        if points := curve_of(history[self._num_read :], "eval_loss"):
+        self.num_read = self.num_read if self.num_read <= len(history) else 0
+        if points := curve_of(history[self.num_read :], "eval_loss"):
             self.eval_loss = points[-1][1]
-        self._num_read = len(history)
-
-    def observe(self, now: float, task: ShownTask) -> None:
-        self._read_history(task)
+        self.num_read = len(history)
         if task.step > self.step and math.isfinite(task.last_loss):
-            self._num_losses += 1
-            for decay in self._means:
-                self._means[decay] = decay * self._means[decay] + (1 - decay) * task.last_loss
+            self.num_losses += 1
+            for decay in self.means:
+                self.means[decay] = decay * self.means[decay] + (1 - decay) * task.last_loss
         if str(task.status) != "running" or task.step < self.step:
-            # A task that rests has no rate, and one that was put back to a saved state another one.
-            self._samples.clear()
+            # A paused task has no rate, and one that was restored to an earlier state has another one.
+            self.samples.clear()
         self.step = task.step
-        if not self._samples or now - self._samples[-1].seconds >= _GAP_S:
-            self._samples.append(_Sample(now, task.step, task.num_tokens))
-        while len(self._samples) > 2 and now - self._samples[1].seconds > _WINDOW_S:
-            self._samples.popleft()
+        if not self.samples or now_s - self.samples[-1].seconds >= _GAP_S:
+            self.samples.append(_Sample(now_s, task.step, task.num_tokens))
+        while len(self.samples) > 2 and now_s - self.samples[1].seconds > _WINDOW_S:
+            self.samples.popleft()
 
-    def mean(self, decay: float = _FAST) -> float | None:
-        # Divided by the weights so far, as a mean that begins at 0 would be too small.
-        return self._means[decay] / (1 - decay**self._num_losses) if self._num_losses else None
+    def view(self, now_s: float, task: TaskRun, share: float | None, *, with_curves: bool) -> TaskView:
+        """Return what is shown of the task now."""
+        view, trend = view_of(task, with_curves=with_curves), ""
+        # Divided by the sum of the weights so far, because the mean starts at 0.
+        means = [mean / (1 - decay**self.num_losses) for decay, mean in self.means.items() if self.num_losses]
+        if self.num_losses >= 3:
+            fast, slow = means
+            trend = "down" if fast < slow else "up"
+            trend = "flat" if abs(fast - slow) <= _FLAT * abs(slow) else trend
+        tokens_per_s = steps_per_s = None
+        if self.samples and str(task.status) == "running":
+            tokens_per_s, steps_per_s = _rates(self.samples[0], _Sample(now_s, task.step, task.num_tokens))
+        return replace(
+            view,
+            loss=means[0] if means else view.loss,
+            trend=trend,
+            eval_loss=self.eval_loss,
+            tokens_per_s=tokens_per_s,
+            left_s=(task.num_steps - task.step) / steps_per_s if steps_per_s else None,
+            share=share,
+        )
 
-    @property
-    def trend(self) -> str:
-        fast, slow = self.mean(_FAST), self.mean(_SLOW)
-        if fast is None or slow is None or self._num_losses < 3:
-            return ""
-        if abs(fast - slow) <= _FLAT * abs(slow):
-            return "flat"
-        return "down" if fast < slow else "up"
 
-    def rates(self, now: float, task: ShownTask) -> tuple[float | None, float | None]:
-        """Return tokens and steps a second; `None` where the task takes none."""
-        if not self._samples or str(task.status) != "running":
-            return None, None
-        first = self._samples[0]
-        seconds, steps = now - first.seconds, task.step - first.step
-        if seconds <= 0 or steps <= 0:
-            return None, None
-        return (task.num_tokens - first.num_tokens) / seconds, steps / seconds
+class TaskTimes:
+    """Adds up the seconds of the steps that each task took part in, with all that lay between them.
 
+    Tasks of a step share its passes, which have no times of their own; so its seconds are divided by the tokens that
+    each of them has trained in it. These parts are what shares are made of: those of all tasks add up to 1.
 
-_MOST_LINES = 200
-"""Last lines of a run that are kept."""
+    Args:
+        clock: returns seconds; another one for tests.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Have seen no step."""
+        self._clock, self._last_s = clock, clock()
+        self._steps: dict[str, int] = {}
+        self._first: dict[str, int] = {}
+        self._tokens: dict[str, int] = {}
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._own_seconds: defaultdict[str, float] = defaultdict(float)
+
+    def begin(self, tasks: Iterable[TaskRun]) -> None:
+        """Count from here on."""
+        tasks = tuple(tasks)
+        self._last_s = self._clock()
+        self._steps = {task.name: task.step for task in tasks}
+        self._tokens = {task.name: task.num_tokens for task in tasks}
+        # Where a task was put back to a saved state, it stands elsewhere than it ended.
+        self._first = dict(self._steps)
+        self._seconds.clear()
+        self._own_seconds.clear()
+
+    def advance(self, tasks: Iterable[TaskRun]) -> None:
+        """Count a step, or several, for the tasks that have taken it."""
+        now, tokens = self._clock(), {}
+        for task in tasks:
+            if task.step > self._steps.setdefault(task.name, 0):
+                self._seconds[task.name] += now - self._last_s
+                self._first.setdefault(task.name, 0)
+                tokens[task.name] = max(task.num_tokens - self._tokens.get(task.name, 0), 0)
+            self._steps[task.name], self._tokens[task.name] = task.step, task.num_tokens
+        total = sum(tokens.values())
+        for name, own in tokens.items():
+            self._own_seconds[name] += (now - self._last_s) * (own / total if total else 1 / len(tokens))
+        self._last_s = now
+
+    def seconds(self, name: str) -> float:
+        """Return the seconds of a task since its training began here."""
+        return self._seconds.get(name, 0.0)
+
+    def share(self, name: str) -> float | None:
+        """Return a task's share of the seconds of all steps since training began here; `None` before the first."""
+        total_s = sum(self._own_seconds.values())
+        return self._own_seconds.get(name, 0.0) / total_s if total_s else None
+
+    def num_steps(self, task: TaskRun) -> int:
+        """Return how many steps a task has taken since its training began here."""
+        return max(0, task.step - self._first.get(task.name, 0))
 
 
 class RunWatch:
-    """Follows the tasks of a run, and says at any moment what is to be shown of them.
+    """Follows the tasks of a run, and returns views of them.
 
-    Told of steps by the thread that trains; asked for views by any thread.
+    The thread that trains calls `start` and `advance`; any thread may ask for views.
 
     Args:
-        memory: returns bytes held now and bytes of the device; `None` where nobody knows.
-        clock: returns seconds; another one for tests.
+        memory: returns bytes held now and bytes of the device; `None` if unknown.
+        clock: returns seconds; tests pass another one.
     """
 
     def __init__(
@@ -320,7 +350,7 @@ class RunWatch:
     ) -> None:
         """Follow nothing yet."""
         self._memory, self._clock = memory, clock
-        self._tasks: tuple[ShownTask, ...] = ()
+        self._tasks: tuple[TaskRun, ...] = ()
         self._watched: dict[str, _Watched] = {}
         self._lines: deque[str] = deque(maxlen=_MOST_LINES)
         self._began_s = self._now_s = clock()
@@ -328,48 +358,40 @@ class RunWatch:
         self._times = TaskTimes(clock)
         self._lock = threading.Lock()
 
-    def start(self, tasks: Iterable[ShownTask]) -> None:
+    def start(self, tasks: Iterable[TaskRun]) -> None:
         """Begin to count time."""
-        self._began_s = self._clock()
-        self._watched.clear()
         tasks = tuple(tasks)
         with self._lock:
+            self._began_s = self._clock()
+            self._watched.clear()
             self._times.begin(tasks)
-        self._observe(tasks)
+            self._observe(tasks)
 
-    def advance(self, tasks: Iterable[ShownTask]) -> None:
-        """Take note of a step of the run."""
-        self._num_steps += 1
+    def advance(self, tasks: Iterable[TaskRun]) -> None:
+        """Take a step of the run into account."""
         tasks = tuple(tasks)
         with self._lock:
+            self._num_steps += 1
             self._times.advance(tasks)
-        self._observe(tasks)
+            self._observe(tasks)
 
     def log(self, line: str) -> None:
-        """Keep a line for those who show lines beside the table."""
+        """Keep a line, for pages that show lines next to the table."""
         self._lines.append(line)
 
-    def _observe(self, tasks: Iterable[ShownTask]) -> None:
-        with self._lock:
-            self._now_s, self._tasks = self._clock(), tuple(tasks)
-            names = set()
-            for task in self._tasks:
-                names.add(task.name)
-                if task.name in self._watched:
-                    self._watched[task.name].observe(self._now_s, task)
-                else:
-                    self._watched[task.name] = _Watched(self._now_s, task)
-            for name in self._watched.keys() - names:
-                del self._watched[name]
+    def _observe(self, tasks: tuple[TaskRun, ...]) -> None:
+        self._now_s, self._tasks = self._clock(), tasks
+        self._watched = {task.name: self._watched.get(task.name) or _Watched(task.step) for task in tasks}
+        for task in tasks:
+            self._watched[task.name].observe(self._now_s, task)
 
     def view(self, *, with_curves: bool = False) -> RunView:
-        """Return what is to be shown now.
-
-        Args:
-            with_curves: whether each task's logged losses are part of it.
-        """
+        """Return what is to be shown now, with or without the logged losses of each task."""
         with self._lock:
-            tasks = tuple(self._task_view(task, with_curves) for task in self._tasks)
+            tasks = tuple(
+                self._watched[task.name].view(self._now_s, task, self._times.share(task.name), with_curves=with_curves)
+                for task in self._tasks
+            )
         memory = None if self._memory is None else self._memory()
         return RunView(
             tasks,
@@ -381,60 +403,12 @@ class RunWatch:
             lines=tuple(self._lines),
         )
 
-    def _task_view(self, task: ShownTask, with_curves: bool) -> TaskView:
-        watched = self._watched[task.name]
-        tokens_per_s, steps_per_s = watched.rates(self._now_s, task)
-        last_loss = task.last_loss if math.isfinite(task.last_loss) else None
-        return TaskView(
-            task.name,
-            str(task.status),
-            task.step,
-            task.num_steps,
-            task.reason,
-            loss=last_loss if watched.mean() is None else watched.mean(),
-            trend=watched.trend,
-            eval_loss=watched.eval_loss,
-            tokens_per_s=tokens_per_s,
-            left_s=(task.num_steps - task.step) / steps_per_s if steps_per_s else None,
-            share=self._times.share(task.name),
-            losses=curve_of(task.state.log_history, "loss") if with_curves else (),
-            eval_losses=curve_of(task.state.log_history, "eval_loss") if with_curves else (),
-        )
 
-
-def view_of(task: ShownTask) -> TaskView:
-    """Return what a task shows by itself, whether or not it trains: its last loss in place of a mean, and no rates."""
-    held_out = curve_of(task.state.log_history, "eval_loss")
-    return TaskView(
-        task.name,
-        str(task.status),
-        task.step,
-        task.num_steps,
-        task.reason,
-        loss=task.last_loss if math.isfinite(task.last_loss) else None,
-        eval_loss=held_out[-1][1] if held_out else None,
-        losses=curve_of(task.state.log_history, "loss"),
-        eval_losses=held_out,
-    )
-
-
-def interrupted(view: RunView) -> RunView:
-    """Return a view of a run that nobody trains: its running tasks as interrupted; the same where none ran.
-
-    What a task is recorded as stays "running", which it goes on as; a view is for people, who would wait for it.
-
-    Args:
-        view: the run as it was left.
-    """
-    if not view.count("running"):
-        return view
-    left = {"status": "interrupted", "tokens_per_s": None, "left_s": None}
-    tasks = tuple(replace(task, **left) if task.status == "running" else task for task in view.tasks)
-    return replace(view, tasks=tasks, tokens_per_s=None, is_interrupted=True)
+# ---------------------------------------------------------------- views of metrics.jsonl
 
 
 def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str, int]) -> RunView:
-    """Return what the records of a run show of it, such as those of a run that another process has trained.
+    """Return what the records of a run show of it.
 
     Args:
         records: the records of its `metrics.jsonl`, in order.
@@ -442,19 +416,27 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
     """
     # Tasks that have logged nothing yet are tasks of the run as well.
     by_task: dict[str, list[Mapping[str, Any]]] = {name: [] for name in num_steps}
+    # Steps at which tasks changed their status, or stood at an interruption.
+    reached: defaultdict[Any, int] = defaultdict(int)
     for record in records:
-        if isinstance(name := record.get("task"), str) and record.get("event") in _OF_TASKS:
+        event, name, steps = record.get("event"), record.get("task"), record.get("steps")
+        if isinstance(name, str) and event in _OF_TASKS:
             by_task.setdefault(name, []).append(record)
-    num_tokens = {name: _last_tokens(own) for name, own in by_task.items()}
-    total = sum(num_tokens.values())
-    reached = steps_at_ends(records)
+        steps = {name: record.get("step")} if event == "status" else steps
+        if event in ("status", "interrupted") and isinstance(steps, Mapping):
+            for task, step in steps.items():
+                if isinstance(step, int):
+                    reached[task] = max(reached[task], step)
+    tokens: dict[str, int] = {}
     tasks = []
     for name, own in by_task.items():
         losses, held_out = curve_of(own, "loss"), curve_of(own, "eval_loss")
         ends = [record for record in own if record["event"] == "status"]
-        step = max([0, *(step for step, _ in (*losses, *held_out)), *reached.get(name, ())])
+        step = max([reached[name], *(step for step, _ in (*losses, *held_out))])
         status = str(ends[-1].get("status")) if ends else "running" if own else "waiting"
-        tokens_per_s, steps_per_s = _pace(own) if status == "running" else (None, None)
+        found = [record.get("num_tokens") for record in own if record["event"] in ("train", "eval")]
+        tokens[name] = next((one for one in reversed(found) if isinstance(one, int) and one >= 0), 0)
+        tokens_per_s, steps_per_s = _rates_of_records(own) if status == "running" else (None, None)
         tasks.append(
             TaskView(
                 name,
@@ -466,30 +448,29 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
                 eval_loss=held_out[-1][1] if held_out else None,
                 tokens_per_s=tokens_per_s,
                 left_s=(num_steps.get(name, step) - step) / steps_per_s if steps_per_s else None,
-                share=num_tokens[name] / total if total else None,
                 losses=losses,
                 eval_losses=held_out,
             )
         )
+    # Shares are of tokens: records are logged every some steps, and do not say which task took how much of the time.
+    total = sum(tokens.values())
     steps = [step for record in records if isinstance(step := record.get("run_step"), int)]
     rates = [task.tokens_per_s for task in tasks if task.tokens_per_s]
-    rate = sum(rates) if rates else None
-    # Steps lie between two records, and which task took how much of their time is not in them.
-    return RunView(tuple(tasks), max(steps, default=0), training_seconds(records), tokens_per_s=rate, share_of="tokens")
+    return RunView(
+        tuple(replace(task, share=tokens[task.name] / total if total else None) for task in tasks),
+        step=max(steps, default=0),
+        seconds=_training_seconds(records),
+        tokens_per_s=sum(rates) if rates else None,
+        share_of="tokens",
+    )
 
 
-def _last_tokens(records: Sequence[Mapping[str, Any]]) -> int:
-    """Return the tokens that a task had been trained on at its last record that tells; 0 where none does."""
-    told = (record.get("num_tokens") for record in reversed(records) if record.get("event") in ("train", "eval"))
-    return next((own for own in told if isinstance(own, int) and own >= 0), 0)
-
-
-def _pace(records: Iterable[Mapping[str, Any]]) -> tuple[float | None, float | None]:
-    """Return tokens and steps a second that the last records of a task tell; `None` where they do not."""
+def _rates_of_records(records: Iterable[Mapping[str, Any]]) -> tuple[float | None, float | None]:
+    """Return tokens and steps per second according to the last records of a task; `None` if they do not say."""
     samples: list[_Sample] = []
     for record in records:
         if record.get("event") in ("data", "status"):
-            samples.clear()  # it begins, also anew in another process, or goes on after a rest
+            samples.clear()  # it begins, possibly again in another process, or is resumed
         elif record.get("event") == "train":
             with suppress(KeyError, TypeError, ValueError, OverflowError):
                 samples.append(_Sample(float(record["time"]), int(record["step"]), int(record["num_tokens"])))
@@ -497,26 +478,25 @@ def _pace(records: Iterable[Mapping[str, Any]]) -> tuple[float | None, float | N
         return None, None
     last = samples[-1]
     first = next((one for one in samples[:-1] if last.seconds - one.seconds <= _WINDOW_S), samples[-2])
-    seconds, num_steps = last.seconds - first.seconds, last.step - first.step
-    if not seconds > 0 or num_steps <= 0:
-        return None, None
-    return (last.num_tokens - first.num_tokens) / seconds, num_steps / seconds
+    return _rates(first, last)
 
 
-def curve_of(records: Iterable[Any], key: str) -> Curve:
-    """Return the points that records have of one number; records without it, or with no finite one, are passed over.
-
-    Args:
-        records: entries of a log history, or of `metrics.jsonl`.
-        key: name of the number, such as `eval_loss`.
-    """
-    points = []
+def _training_seconds(records: Iterable[Mapping[str, Any]]) -> float:
+    """Return the seconds of the last training, or of the present one so far, according to records."""
+    begun: dict[str, float] = {}
+    seconds = last_s = 0.0
+    is_over = True
     for record in records:
-        try:
-            point = int(record["step"]), float(record[key])
-        # A changed byte in a file makes anything of a number.
-        except (KeyError, TypeError, ValueError, OverflowError):
-            continue
-        if math.isfinite(point[1]):
-            points.append(point)
-    return tuple(points)
+        time_s, runtime_s = record.get("time"), record.get("train_runtime")
+        last_s = float(time_s) if isinstance(time_s, (int, float)) and math.isfinite(time_s) else last_s
+        # Tasks log their rows when a training begins, or when they are registered; streams also at its end.
+        if record.get("event") == "data":
+            begun[str(record.get("task"))] = last_s
+        elif record.get("event") == "train":
+            is_over = False
+        elif isinstance(runtime_s, (int, float)):
+            seconds, is_over = float(runtime_s), True
+            begun.clear()
+        elif record.get("status") == "removed":
+            begun.pop(str(record.get("task")), None)
+    return seconds if is_over or not begun else max(last_s - min(begun.values()), 0.0)

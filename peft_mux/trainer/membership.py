@@ -489,7 +489,7 @@ class Membership:
             for run in runs:
                 self._run.table.add(run)
                 self._run.saver.note_arrival(run.name)
-                self._run.callbacks.news.registered(run)
+                self._run.callbacks.news.note("on_task_register", run)
             if self._run.is_in_train:  # else what there is then is described when training begins
                 self._run.saver.describe_arrivals(self._run.root)
         finally:
@@ -514,7 +514,7 @@ class Membership:
         self._run.log.note_removed(run, place)
         self._drop(name)
         self._run.saver.note_removed(run)
-        self._run.callbacks.news.removed(run, place)
+        self._run.callbacks.news.note("on_task_remove", run, place)
         self._run.log.event("status", task=name, step=run.step, status="removed")
 
     def _require_saved(self, name: str) -> None:

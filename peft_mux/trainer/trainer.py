@@ -44,7 +44,7 @@ from peft_mux.reporting.page import run_html
 from peft_mux.reporting.pass_report import PassReport
 from peft_mux.reporting.report import RunReport
 from peft_mux.reporting.screen import show_view
-from peft_mux.reporting.trackers import without_one_for_all
+from peft_mux.reporting.trackers import without_shared_tracker
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.deployment.report import DeploymentReport
 from peft_mux.scheduler.plan import Plan
@@ -196,7 +196,7 @@ class MultiTaskTrainer(Trainer):
         check_callbacks(callbacks or ())
         self.table = TaskTable(make_task_runs(resolved, run_args, source.tokenizer, source.config))
         described = source.describe([run.resolved for run in self.table])
-        with without_empty_folder(output_folder(run_args)), without_hub(run_args), without_one_for_all(run_args):
+        with without_empty_folder(output_folder(run_args)), without_hub(run_args), without_shared_tracker(run_args):
             super().__init__(
                 model=described,
                 args=run_args,

@@ -74,13 +74,13 @@ def test_where_nobody_knows_nothing_is_said(groups: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(psutil, "virtual_memory", fails)
     assert host_memory.host_memory_bytes() is None
     assert device_memory_bytes(torch.device("cpu")) is None
-    assert memory_now(torch.device("cpu"))() is None
+    assert memory_now(torch.device("cpu")) is None
 
 
 def test_plans_and_screens_hold_a_run_against_the_limit(groups: Path) -> None:
     be_in(groups, "0::/")
     limit(groups / "memory.max", str(4 * GIB))
     assert device_memory_bytes(torch.device("cpu")) == 4 * GIB
-    now = memory_now(torch.device("cpu"))()
+    now = memory_now(torch.device("cpu"))
     assert now is not None
     assert now[1] == 4 * GIB

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 
 from peft_mux.reporting import screen as progress
-from peft_mux.reporting.screen import LiveProgress, PlainProgress, SilentProgress, make_progress, memory_now
+from peft_mux.reporting.screen import LiveProgress, Progress, make_progress, memory_now
 from peft_mux.reporting.views import RunWatch
 
 CPU = torch.device("cpu")
@@ -40,10 +40,10 @@ def made(monkeypatch: pytest.MonkeyPatch, stream: Any, **options: bool) -> Any:
     ("stream", "term", "options", "kind"),
     [
         (Terminal, "xterm", {}, LiveProgress),
-        (Terminal, "dumb", {}, PlainProgress),
-        (io.StringIO, "xterm", {}, PlainProgress),
-        (Terminal, "xterm", {"enabled": False}, PlainProgress),
-        (Terminal, "xterm", {"is_main_process": False}, SilentProgress),
+        (Terminal, "dumb", {}, Progress),
+        (io.StringIO, "xterm", {}, Progress),
+        (Terminal, "xterm", {"enabled": False}, Progress),
+        (Terminal, "xterm", {"is_main_process": False}, Progress),
     ],
 )
 def test_a_table_is_drawn_only_by_the_first_process_and_where_a_cursor_moves(
@@ -52,7 +52,9 @@ def test_a_table_is_drawn_only_by_the_first_process_and_where_a_cursor_moves(
     monkeypatch.setenv("TERM", term)
     for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
-    assert type(made(monkeypatch, stream(), **options)) is kind
+    shown = made(monkeypatch, stream(), **options)
+    assert type(shown) is kind
+    assert shown.is_silent is (options == {"is_main_process": False})
 
 
 def test_in_a_kernel_of_a_notebook_rich_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,9 +114,9 @@ def test_a_terminal_that_is_gone_ends_no_run() -> None:
     console.file = Gone()
     shown.log("lost")
     shown.stop()
-    PlainProgress(Gone()).log("lost")
+    Progress(Gone()).log("lost")
 
 
 def test_the_memory_of_the_host_is_what_this_process_holds() -> None:
-    held, total = memory_now(CPU)() or (0, 0)
+    held, total = memory_now(CPU) or (0, 0)
     assert 2**20 < held < total

@@ -71,13 +71,13 @@ class Logger:
 def wandb(logger: Logger) -> dict[str, ModuleType]:
     """Return the modules of a stand-in for W&B."""
 
-    def init(*, name: str, id: str | None, **begun: Any) -> Any:
+    def init(*, name: str, id: str | None, config: dict[str, Any], allow_val_change: bool, **begun: Any) -> Any:
         seen = logger.begin(name, id, **begun)
+        seen.settings.update(config)
         return SimpleNamespace(
             id=seen.run_id,
-            config=SimpleNamespace(update=lambda settings, allow_val_change: seen.settings.update(settings)),
             define_metric=lambda *args, **options: None,
-            log=lambda numbers: logger.log(seen, numbers, numbers["train/global_step"]),
+            log=lambda numbers, step: logger.log(seen, numbers, numbers["train/global_step"]),
             summary=seen.told,
             finish=lambda exit_code: logger.end(seen, exit_code),
         )

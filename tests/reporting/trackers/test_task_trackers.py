@@ -12,8 +12,7 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from peft_mux import ConfigError, MultiTaskTrainingArguments
-from peft_mux.arguments import LOGGERS_OF_MANY_RUNS
-from peft_mux.reporting.trackers import IDS_NAME, TRACKERS, TaskTrackers
+from peft_mux.reporting.trackers import IDS_NAME, TaskTrackers
 from tests.invariants import mux_lab as lab
 from tests.reporting.trackers import pretended_loggers
 from tests.trainer.parts import make_run
@@ -262,10 +261,6 @@ def test_two_loggers_at_once_both_have_a_run_of_each_task(tmp_path: Path, monkey
 
 
 # ----------------------------------------------------------------------- refusals
-
-
-def test_the_loggers_that_are_allowed_are_those_that_there_are() -> None:
-    assert tuple(TRACKERS) == LOGGERS_OF_MANY_RUNS
 
 
 def test_loggers_with_one_run_a_process_and_no_logger_are_refused_by_name(

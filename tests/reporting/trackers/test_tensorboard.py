@@ -22,10 +22,10 @@ class Writer:
         self.log_dir, self.scalars, self.texts, self.closed = log_dir, [], {}, 0
         Writer.made.append(self)
 
-    def add_scalar(self, key: str, value: float, step: int) -> None:
-        self.scalars.append((key, value, step))
+    def add_scalar(self, key: str, value: float, global_step: int) -> None:
+        self.scalars.append((key, value, global_step))
 
-    def add_text(self, key: str, text: str, step: int | None = None) -> None:
+    def add_text(self, key: str, text: str, global_step: int | None = None) -> None:
         self.texts[key] = text
 
     def flush(self) -> None:
